@@ -1,0 +1,150 @@
+"""The exception tree of unicoll.
+
+The four outer names and their places are torch.distributed's; the finer ones say what went wrong and carry
+where: group, rank, operation and sequence number are attributes of every error (None when not known).
+
+    DistError (RuntimeError)
+    ├── DistArgumentError (ValueError)       an argument was refused before a byte moved; the group stays usable
+    │   └── DistTypeError (TypeError)        ... because of its type or dtype
+    ├── NotInitializedError (ValueError)     there is no (default) process group
+    ├── PickleRefusedError                   an object needed pickle, and pickle is not allowed here
+    ├── DistBackendError                     a backend could not do the operation
+    │   ├── BackendUnavailableError          the backend cannot be used on this machine; says why
+    │   ├── CollectiveMismatchError          ranks called different collectives, shapes, dtypes, ops or roots
+    │   ├── MessageMismatchError             a point-to-point message does not fit the buffer that received it
+    │   ├── OperationTimeoutError (TimeoutError)   a deadline passed; says who arrived and who did not
+    │   └── GroupAbortedError                the group was aborted or destroyed while, or before, it was used
+    ├── DistNetworkError                     connecting, sending or receiving failed
+    │   ├── RankLostError                    a peer process died or left; names rank, host and pid
+    │   └── AuthenticationError              the other side does not know the job's secret
+    └── DistStoreError                       a store operation failed
+        ├── StoreTimeoutError (TimeoutError) keys did not appear in time
+        └── QueueEmptyError                  (torch.distributed's name; kept for compatibility)
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "BackendUnavailableError",
+    "CollectiveMismatchError",
+    "DistArgumentError",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "DistTypeError",
+    "GroupAbortedError",
+    "MessageMismatchError",
+    "NotInitializedError",
+    "OperationTimeoutError",
+    "PickleRefusedError",
+    "QueueEmptyError",
+    "RankLostError",
+    "StoreTimeoutError",
+]
+
+
+class DistError(RuntimeError):
+    """Base of every error that unicoll raises.
+
+    Attributes:
+        group: name of the process group, or None.
+        rank: global rank of the culprit where there is one, else of the process that noticed.
+        op: name of the operation, for example ``"all_reduce"``.
+        seq: sequence number of the operation in its group (the first is 1).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str | None = None,
+        rank: int | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.group = group
+        self.rank = rank
+        self.op = op
+        self.seq = seq
+
+
+class DistArgumentError(DistError, ValueError):
+    """An argument was refused before a byte moved; the group stays usable."""
+
+
+class DistTypeError(DistArgumentError, TypeError):
+    """An argument has a type or dtype that the operation does not take."""
+
+
+class NotInitializedError(DistError, ValueError):
+    """There is no process group yet, or it has been destroyed."""
+
+
+class PickleRefusedError(DistError):
+    """An object needs pickle to travel, and pickle is not allowed in this job."""
+
+
+class DistBackendError(DistError):
+    """A backend could not do the operation."""
+
+
+class BackendUnavailableError(DistBackendError):
+    """No backend can be used here; the message gives each candidate's reason."""
+
+
+class CollectiveMismatchError(DistBackendError):
+    """The ranks of a group called different collectives, or one with different shapes, dtypes, ops or roots."""
+
+
+class MessageMismatchError(DistBackendError):
+    """A point-to-point message does not fit the buffer that was to receive it."""
+
+
+class OperationTimeoutError(DistBackendError, TimeoutError):
+    """An operation's deadline passed; the message says who arrived and who did not."""
+
+
+class GroupAbortedError(DistBackendError):
+    """The group was aborted or destroyed while, or before, it was used."""
+
+
+class DistNetworkError(DistError):
+    """Connecting, sending or receiving failed."""
+
+
+class RankLostError(DistNetworkError):
+    """A peer process died or left; ``rank``, ``host`` and ``pid`` name it."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str | None = None,
+        rank: int | None = None,
+        op: str | None = None,
+        seq: int | None = None,
+        host: str | None = None,
+        pid: int | None = None,
+    ) -> None:
+        super().__init__(message, group=group, rank=rank, op=op, seq=seq)
+        self.host = host
+        self.pid = pid
+
+
+class AuthenticationError(DistNetworkError):
+    """The other side does not know the job's secret, or does not speak our protocol."""
+
+
+class DistStoreError(DistError):
+    """A store operation failed."""
+
+
+class StoreTimeoutError(DistStoreError, TimeoutError):
+    """The awaited keys did not appear in the store in time; the message lists them."""
+
+
+class QueueEmptyError(DistStoreError):
+    """A store's queue is empty (torch.distributed's name)."""

@@ -1,0 +1,1 @@
+"""Key-value stores: how the processes of a job find each other."""

@@ -1,0 +1,157 @@
+"""Element types, devices and reduction operations: what a collective is told about its data.
+
+``DType`` and ``ReduceOp`` carry stable one-byte codes: they travel in the signature that ranks compare before a
+collective moves data, so a code is never reused.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["BY_NAME", "DTYPES", "DType", "Device", "ReduceOp", "default_pg_timeout", "reduce_op", "to_seconds"]
+
+Array1D = npt.NDArray[Any]
+
+default_pg_timeout = timedelta(minutes=30)
+"""How long an operation may take when neither the call nor the group says (torch.distributed's default)."""
+
+
+class DType:
+    """One element type.
+
+    Attributes:
+        name: torch's spelling, for example ``"float32"`` or ``"bfloat16"``.
+        code: its number in signatures.
+        itemsize: bytes per element.
+        storage: the NumPy dtype that its elements are kept in; for types NumPy lacks, an unsigned integer of
+            the same width that holds the bits.
+        kind: ``"b"`` bool, ``"u"`` unsigned, ``"i"`` signed, ``"f"`` float, ``"c"`` complex.
+        native: whether NumPy computes in this type itself (``storage`` is then the type, not its bits).
+    """
+
+    __slots__ = ("code", "itemsize", "kind", "name", "native", "storage")
+
+    def __init__(self, code: int, name: str, kind: str, storage: str, native: bool = True) -> None:
+        self.code = code
+        self.name = name
+        self.kind = kind
+        self.storage = np.dtype(storage)
+        self.itemsize = self.storage.itemsize
+        self.native = native
+
+    @property
+    def half(self) -> bool:
+        """Whether sums are accumulated in float32, because the type itself is too short to hold them."""
+        return self.kind == "f" and self.itemsize <= 2
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+DTYPES: tuple[DType, ...] = (
+    DType(1, "bool", "b", "?"),
+    DType(2, "uint8", "u", "u1"),
+    DType(3, "int8", "i", "i1"),
+    DType(4, "uint16", "u", "u2"),
+    DType(5, "int16", "i", "i2"),
+    DType(6, "uint32", "u", "u4"),
+    DType(7, "int32", "i", "i4"),
+    DType(8, "uint64", "u", "u8"),
+    DType(9, "int64", "i", "i8"),
+    DType(10, "float16", "f", "f2"),
+    DType(11, "float32", "f", "f4"),
+    DType(12, "float64", "f", "f8"),
+    DType(13, "bfloat16", "f", "u2", native=False),
+    DType(14, "complex64", "c", "c8"),
+    DType(15, "complex128", "c", "c16"),
+    DType(16, "float8_e4m3fn", "f", "u1", native=False),
+    DType(17, "float8_e5m2", "f", "u1", native=False),
+)
+BY_NAME: dict[str, DType] = {d.name: d for d in DTYPES}
+
+
+class Device(NamedTuple):
+    """Where an array lives: ``type`` is ``"cpu"`` or ``"cuda"``; ``index`` the CUDA ordinal, else -1."""
+
+    type: str
+    index: int = -1
+
+    def __str__(self) -> str:
+        return self.type if self.index < 0 else f"{self.type}:{self.index}"
+
+
+CPU = Device("cpu")
+
+
+class _Op:
+    """A reduction operation; PREMUL_SUM carries a factor, the others are singletons."""
+
+    __slots__ = ("code", "factor", "name")
+
+    def __init__(self, name: str, code: int, factor: Any = None) -> None:
+        self.name = name
+        self.code = code
+        self.factor = factor
+
+    def __repr__(self) -> str:
+        if self.factor is not None:
+            return f"ReduceOp.{self.name}({self.factor!r})"
+        return f"ReduceOp.{self.name}"
+
+    def __str__(self) -> str:
+        return self.name if self.factor is None else f"{self.name}({self.factor})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Op) and (self.code, self.factor) == (other.code, other.factor)
+
+    def __hash__(self) -> int:
+        return self.code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Op, (self.name, self.code, self.factor))
+
+
+class ReduceOp:
+    """The reductions, with torch.distributed's names.
+
+    ``SUM``, ``PRODUCT``, ``MIN``, ``MAX`` (NaN wins over numbers), ``BAND``, ``BOR``, ``BXOR`` (integers and bool),
+    ``AVG`` (the sum divided by the number of ranks; integers are divided towards zero, as NCCL does), and
+    ``PREMUL_SUM``: call it with a factor, ``ReduceOp.PREMUL_SUM(0.5)``; each rank's input is multiplied before
+    the sum (NCCL's ``ncclRedOpCreatePreMulSum``). float16, bfloat16 and float8 accumulate in float32.
+    For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
+    """
+
+    Type = _Op
+    SUM = _Op("SUM", 1)
+    AVG = _Op("AVG", 2)
+    PRODUCT = _Op("PRODUCT", 3)
+    MIN = _Op("MIN", 4)
+    MAX = _Op("MAX", 5)
+    BAND = _Op("BAND", 6)
+    BOR = _Op("BOR", 7)
+    BXOR = _Op("BXOR", 8)
+
+    @staticmethod
+    def PREMUL_SUM(factor: Any) -> _Op:  # noqa: N802 - an operation's name
+        """The sum of the inputs, each multiplied by ``factor`` (a number) first."""
+        return _Op("PREMUL_SUM", 9, factor.item() if hasattr(factor, "item") else factor)
+
+
+class reduce_op:
+    """The old spelling of :class:`ReduceOp`, kept because torch.distributed keeps it."""
+
+    SUM = ReduceOp.SUM
+    PRODUCT = ReduceOp.PRODUCT
+    MIN = ReduceOp.MIN
+    MAX = ReduceOp.MAX
+
+
+def to_seconds(timeout: timedelta | float | None) -> float | None:
+    """A timeout as seconds; None stays None. Numbers are seconds already."""
+    if timeout is None:
+        return None
+    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
