@@ -6,13 +6,24 @@ collective moves data, so a code is never reused.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BY_NAME", "DTYPES", "DType", "Device", "ReduceOp", "default_pg_timeout", "reduce_op", "to_seconds"]
+__all__ = [
+    "BY_NAME",
+    "DTYPES",
+    "DType",
+    "Device",
+    "ReduceOp",
+    "Reduction",
+    "default_pg_timeout",
+    "reduce_op",
+    "to_seconds",
+]
 
 Array1D = npt.NDArray[Any]
 
@@ -74,7 +85,8 @@ DTYPES: tuple[DType, ...] = (
 BY_NAME: dict[str, DType] = {d.name: d for d in DTYPES}
 
 
-class Device(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Device:
     """Where an array lives: ``type`` is ``"cpu"`` or ``"cuda"``; ``index`` the CUDA ordinal, else -1."""
 
     type: str
@@ -87,7 +99,7 @@ class Device(NamedTuple):
 CPU = Device("cpu")
 
 
-class _Op:
+class Reduction:
     """A reduction operation; PREMUL_SUM carries a factor, the others are singletons."""
 
     __slots__ = ("code", "factor", "name")
@@ -106,13 +118,13 @@ class _Op:
         return self.name if self.factor is None else f"{self.name}({self.factor})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Op) and (self.code, self.factor) == (other.code, other.factor)
+        return isinstance(other, Reduction) and (self.code, self.factor) == (other.code, other.factor)
 
     def __hash__(self) -> int:
         return self.code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_Op, (self.name, self.code, self.factor))
+        return (Reduction, (self.name, self.code, self.factor))
 
 
 class ReduceOp:
@@ -125,20 +137,20 @@ class ReduceOp:
     For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
     """
 
-    Type = _Op
-    SUM = _Op("SUM", 1)
-    AVG = _Op("AVG", 2)
-    PRODUCT = _Op("PRODUCT", 3)
-    MIN = _Op("MIN", 4)
-    MAX = _Op("MAX", 5)
-    BAND = _Op("BAND", 6)
-    BOR = _Op("BOR", 7)
-    BXOR = _Op("BXOR", 8)
+    Type = Reduction
+    SUM = Reduction("SUM", 1)
+    AVG = Reduction("AVG", 2)
+    PRODUCT = Reduction("PRODUCT", 3)
+    MIN = Reduction("MIN", 4)
+    MAX = Reduction("MAX", 5)
+    BAND = Reduction("BAND", 6)
+    BOR = Reduction("BOR", 7)
+    BXOR = Reduction("BXOR", 8)
 
     @staticmethod
-    def PREMUL_SUM(factor: Any) -> _Op:  # noqa: N802 - an operation's name
+    def PREMUL_SUM(factor: Any) -> Reduction:
         """The sum of the inputs, each multiplied by ``factor`` (a number) first."""
-        return _Op("PREMUL_SUM", 9, factor.item() if hasattr(factor, "item") else factor)
+        return Reduction("PREMUL_SUM", 9, factor.item() if hasattr(factor, "item") else factor)
 
 
 class reduce_op:

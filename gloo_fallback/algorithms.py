@@ -1,0 +1,385 @@
+"""The collectives over a :class:`~gloo_fallback.team.Team`: one small function per algorithm.
+
+Small operations are one :meth:`Team.exchange` (latency: ceil(log2 n) messages). Larger ones agree on their signature
+by an empty exchange and then move bulk data: rings where everybody needs everything (bandwidth-optimal: Patarasuk and
+Yuan, 2009), a binomial tree or a pipelined chain below a root, direct messages for personalised data. Which one is
+chosen depends only on sizes that the signature covers, so all ranks choose alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from unicoll.backend import Call
+from unicoll.errors import CollectiveMismatchError
+from unicoll.types import DType
+
+from .kernels import Flat, Kernel, kernel_for
+from .team import Team
+
+__all__ = ["ALGORITHMS", "alone"]
+
+SMALL = 1 << 16
+"""Bytes that one exchange may leave at every rank; more goes the bulk way."""
+SEGMENT = 1 << 19
+"""Bytes per message of the pipelined algorithms: the staging memory of an operation is two of these."""
+_CHAIN = 1 << 16
+
+Algorithm = Callable[[Team, Call], None]
+
+
+def _bytes(flat: Flat) -> memoryview:
+    return flat.view(np.uint8).data
+
+
+def _flat(buffer: Any) -> Flat:
+    flat: Flat = buffer.flat
+    return flat
+
+
+def _dtype(call: Call) -> DType:
+    dtype = call.dtype
+    assert dtype is not None
+    return dtype
+
+
+def _agree(team: Team) -> None:
+    """All ranks are in this call, with equal signatures."""
+    team.exchange(team.plan((0,) * team.size, np.dtype(np.uint8)))
+
+
+def _bounds(count: int, parts: int) -> list[int]:
+    return [count * i // parts for i in range(parts + 1)]
+
+
+# --- barrier, broadcast ------------------------------------------------------------------------------------------
+
+
+def barrier(team: Team, call: Call) -> None:
+    """Nobody leaves before all have come."""
+    _agree(team)
+
+
+def broadcast(team: Team, call: Call) -> None:
+    """The root's data to all."""
+    flat = _flat(call.outputs[0])
+    root, rank, size = call.root, team.rank, team.size
+    if flat.nbytes <= SMALL:
+        plan = team.plan(tuple(flat.nbytes if r == root else 0 for r in range(size)), flat.dtype)
+        if rank == root:
+            plan.mine[:] = flat
+            team.exchange(plan)
+        else:
+            flat[:] = team.exchange(plan)[root]
+        return
+    _agree(team)
+    place = (rank - root) % size
+    if size == 2 or flat.nbytes >= _CHAIN * (size - 1):
+        _chain_down(team, _bytes(flat), place, root)
+    else:
+        _tree_down(team, _bytes(flat), place, root)
+
+
+def _chain_down(team: Team, data: memoryview, place: int, root: int) -> None:
+    """Each rank passes the segments on to the next."""
+    before, after = (root + place - 1) % team.size, (root + place + 1) % team.size
+    for start in range(0, len(data), SEGMENT):
+        segment = data[start : start + SEGMENT]
+        if place:
+            team.receive(before, segment, len(segment))
+        if place < team.size - 1:
+            team.send(after, segment)
+
+
+def _tree_down(team: Team, data: memoryview, place: int, root: int) -> None:
+    """Binomial tree: who has the data gives it to the rank half the remaining range away."""
+    step = 1
+    while step < team.size:
+        step *= 2
+    have = place == 0
+    while step > 1:
+        step //= 2
+        if have and place % (2 * step) == 0 and place + step < team.size:
+            team.send((root + place + step) % team.size, data)
+        elif not have and place % (2 * step) == step:
+            team.receive((root + place - step) % team.size, data, len(data))
+            have = True
+
+
+# --- reductions -------------------------------------------------------------------------------------------------
+
+
+def _small_contributions(team: Team, flat: Flat) -> list[Flat]:
+    plan = team.plan((flat.nbytes,) * team.size, flat.dtype)
+    plan.mine[:] = flat
+    return team.exchange(plan)
+
+
+def all_reduce(team: Team, call: Call) -> None:
+    """The reduction of all ranks' data to all."""
+    source, out = _flat(call.inputs[0]), _flat(call.outputs[0])
+    assert call.reduce is not None
+    kernel = kernel_for(_dtype(call), call.reduce)
+    if source.nbytes * (team.size - 1) <= SMALL:
+        kernel.combine(_small_contributions(team, source), out)
+        return
+    _agree(team)
+    bounds = _bounds(source.size, team.size)
+    pieces = [source[bounds[i] : bounds[i + 1]] for i in range(team.size)]
+    results = [out[bounds[i] : bounds[i + 1]] for i in range(team.size)]
+    _ring_reduce(team, kernel, pieces, results[team.rank])
+    _ring_gather(team, results)
+
+
+def reduce(team: Team, call: Call) -> None:
+    """The reduction of all ranks' data to the root."""
+    source = _flat(call.inputs[0])
+    assert call.reduce is not None
+    kernel = kernel_for(_dtype(call), call.reduce)
+    if source.nbytes * (team.size - 1) <= SMALL:
+        pieces = _small_contributions(team, source)
+        if team.rank == call.root:
+            kernel.combine(pieces, _flat(call.outputs[0]))
+        return
+    _agree(team)
+    _chain_reduce(team, kernel, source, _flat(call.outputs[0]) if call.outputs else None, call.root)
+
+
+def _chain_reduce(team: Team, kernel: Kernel, source: Flat, out: Flat | None, root: int) -> None:
+    """Partial results run from the rank after the root round to the root, segment by segment."""
+    place = (team.rank - root - 1) % team.size
+    before, after = (team.rank - 1) % team.size, (team.rank + 1) % team.size
+    step = max(1, SEGMENT // kernel.acc.itemsize)
+    scratch = np.empty(min(step, source.size), kernel.acc)
+    for start in range(0, source.size, step):
+        own = source[start : start + step]
+        if place == 0:
+            team.send(after, _bytes(np.ascontiguousarray(kernel.widen(own), kernel.acc)))
+            continue
+        partial = scratch[: own.size]
+        team.receive(before, _bytes(partial), partial.nbytes)
+        kernel.fold(partial, own)
+        if out is None:
+            team.send(after, _bytes(partial))
+        else:
+            kernel.finish(partial, out[start : start + step], team.size)
+
+
+def reduce_scatter(team: Team, call: Call) -> None:
+    """Each rank gets its own piece of the reduction."""
+    out = _flat(call.outputs[0])
+    assert call.reduce is not None
+    kernel = kernel_for(_dtype(call), call.reduce)
+    if len(call.inputs) == 1 and call.op.name == "reduce_scatter_tensor":
+        source = _flat(call.inputs[0])
+        pieces = [source[i * out.size : (i + 1) * out.size] for i in range(team.size)]
+    else:
+        pieces = [_flat(b) for b in call.inputs]
+    total = sum(p.nbytes for p in pieces)
+    if total * (team.size - 1) > SMALL:
+        _agree(team)
+        _ring_reduce(team, kernel, pieces, out)
+        return
+    plan = team.plan((total,) * team.size, out.dtype)
+    np.concatenate(pieces, out=plan.mine)
+    start = sum(p.size for p in pieces[: team.rank])
+    kernel.combine([v[start : start + out.size] for v in team.exchange(plan)], out)
+
+
+def _ring_reduce(team: Team, kernel: Kernel, pieces: Sequence[Flat], out: Flat) -> None:
+    """Piece i, reduced over all ranks, to rank i. ``pieces`` stay as they are, but for one that ``out`` overlays.
+
+    A partial result of piece i starts at rank i+1 and goes round the ring. The first hop carries a rank's own data
+    in the element type; later hops carry sums, in the accumulator's type.
+    """
+    size, rank = team.size, team.rank
+    left, right = (rank - 1) % size, (rank + 1) % size
+    wide = kernel.acc.itemsize
+    step = max(1, SEGMENT // wide)
+    longest = max(p.size for p in pieces)
+    width = min(step, longest)
+    carry, spare = np.empty(width, kernel.acc), np.empty(width, kernel.acc)
+    narrow = None if kernel.storage == kernel.acc else np.empty(width, kernel.storage)
+    for start in range(0, longest, step):
+        parts = [p[start : start + step] for p in pieces]
+        for hop in range(1, size):
+            giving, taking = parts[(rank - hop) % size], parts[(rank - hop - 1) % size]
+            if hop == 1:
+                arrived = (spare if narrow is None else narrow)[: taking.size]
+                team.duplex(right, _bytes(giving), left, _bytes(arrived))
+                sums = _add_first(kernel, arrived, taking, spare)
+            else:
+                sums = spare[: taking.size]
+                team.duplex(right, _bytes(carry[: giving.size]), left, _bytes(sums))
+                kernel.fold(sums, taking)
+            carry, spare = spare, carry
+        mine = out[start : start + step]
+        kernel.finish(carry[: mine.size], mine, size)
+
+
+def _add_first(kernel: Kernel, arrived: Flat, own: Flat, room: Flat) -> Flat:
+    """The sum of two ranks' own data, in ``room``."""
+    sums = room[: own.size]
+    if kernel.storage == kernel.acc and kernel.plain:
+        kernel.ufunc(arrived, own, out=sums)
+        return sums
+    widened = kernel.widen(arrived)
+    if widened is not sums:
+        sums[:] = widened
+    kernel.fold(sums, own)
+    return sums
+
+
+# --- gathering ----------------------------------------------------------------------------------------------------
+
+
+def _ring_gather(team: Team, pieces: Sequence[Flat]) -> None:
+    """Rank i has piece i; afterwards all have all."""
+    size, rank = team.size, team.rank
+    left, right = (rank - 1) % size, (rank + 1) % size
+    views = [_bytes(p) for p in pieces]
+    for hop in range(size - 1):
+        team.duplex(right, views[(rank - hop) % size], left, views[(rank - hop - 1) % size])
+
+
+def all_gather(team: Team, call: Call) -> None:
+    """Every rank's data to all; sizes may differ."""
+    source = _flat(call.inputs[0])
+    if call.op.name == "all_gather_into_tensor":
+        flat = _flat(call.outputs[0])
+        pieces = [flat[i * source.size : (i + 1) * source.size] for i in range(team.size)]
+    else:
+        pieces = [_flat(b) for b in call.outputs]
+    lengths = tuple(p.nbytes for p in pieces)
+    if sum(lengths) <= SMALL:
+        plan = team.plan(lengths, source.dtype)
+        plan.mine[:] = source
+        for piece, block in zip(pieces, team.exchange(plan), strict=True):
+            piece[:] = block
+        return
+    _agree(team)
+    pieces[team.rank][:] = source
+    _ring_gather(team, pieces)
+
+
+def gather(team: Team, call: Call) -> None:
+    """Every rank's data to the root."""
+    source = _flat(call.inputs[0])
+    at_root = team.rank == call.root
+    if source.nbytes * team.size <= SMALL:
+        blocks = _small_contributions(team, source)
+        for buffer, block in zip(call.outputs, blocks, strict=False):
+            _flat(buffer)[:] = block
+        return
+    _agree(team)
+    if not at_root:
+        team.send(call.root, _bytes(source))
+        return
+    for i, buffer in enumerate(call.outputs):
+        if i == team.rank:
+            _flat(buffer)[:] = source
+        else:
+            team.receive(i, _bytes(_flat(buffer)), buffer.nbytes)
+
+
+def scatter(team: Team, call: Call) -> None:
+    """The root's i-th array to rank i."""
+    out = _flat(call.outputs[0])
+    size, rank, root = team.size, team.rank, call.root
+    if out.nbytes * size <= SMALL:
+        plan = team.plan(tuple(out.nbytes * size if r == root else 0 for r in range(size)), out.dtype)
+        if rank == root:
+            np.concatenate([_flat(b) for b in call.inputs], out=plan.mine)
+        out[:] = team.exchange(plan)[root][rank * out.size : (rank + 1) * out.size]
+        return
+    _agree(team)
+    if rank != root:
+        team.receive(root, _bytes(out), out.nbytes)
+        return
+    for i, buffer in enumerate(call.inputs):
+        if i == rank:
+            out[:] = _flat(buffer)
+        else:
+            team.send(i, _bytes(_flat(buffer)))
+
+
+# --- personalised exchange ---------------------------------------------------------------------------------------
+
+
+def all_to_all(team: Team, call: Call) -> None:
+    """The j-th part of rank i becomes the i-th part of rank j."""
+    size, rank = team.size, team.rank
+    assert call.in_counts is not None
+    assert call.out_counts is not None
+    if call.op.name == "all_to_all_single":
+        sources = _cut(_flat(call.inputs[0]), call.in_counts)
+        targets = _cut(_flat(call.outputs[0]), call.out_counts)
+    else:
+        sources, targets = [_flat(b) for b in call.inputs], [_flat(b) for b in call.outputs]
+    _agree_on_counts(team, call.in_counts, call.out_counts)
+    targets[rank][:] = sources[rank]
+    for distance in range(1, size):
+        to, frm = (rank + distance) % size, (rank - distance) % size
+        team.duplex(to, _bytes(sources[to]), frm, _bytes(targets[frm]))
+
+
+def _cut(flat: Flat, counts: Sequence[int]) -> list[Flat]:
+    pieces, start = [], 0
+    for count in counts:
+        pieces.append(flat[start : start + count])
+        start += count
+    return pieces
+
+
+def _agree_on_counts(team: Team, in_counts: Sequence[int], out_counts: Sequence[int]) -> None:
+    """Every rank sees every rank's sizes, so that all find the same fault or none."""
+    size = team.size
+    plan = team.plan((16 * size,) * size, np.dtype(np.int64))
+    plan.mine[:size] = in_counts
+    plan.mine[size:] = out_counts
+    table = np.stack(team.exchange(plan))
+    given, awaited = table[:, :size], table[:, size:].T
+    if (given != awaited).any():
+        i, j = np.argwhere(given != awaited)[0]
+        ranks, call = team.context.ranks, team.call
+        assert call is not None
+        team.fail(
+            CollectiveMismatchError(
+                f"{call.op.name} #{call.seq} on group {team.context.name!r}: rank {ranks[i]} sends {given[i, j]} elements"
+                f" to rank {ranks[j]}, which has room for {awaited[i, j]}",
+                group=team.context.name,
+                op=call.op.name,
+                seq=call.seq,
+            )
+        )
+
+
+def alone(call: Call) -> None:
+    """Any collective in a group of one: outputs are copies of inputs, reduced over one rank."""
+    if call.reduce is not None:
+        kernel = kernel_for(_dtype(call), call.reduce)
+        kernel.combine([_flat(call.inputs[0])], _flat(call.outputs[0]))
+        return
+    for source, target in zip(call.inputs, call.outputs, strict=False):
+        if source is not target:
+            _flat(target)[:] = _flat(source)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "barrier": barrier,
+    "broadcast": broadcast,
+    "all_reduce": all_reduce,
+    "reduce": reduce,
+    "all_gather": all_gather,
+    "all_gather_into_tensor": all_gather,
+    "gather": gather,
+    "scatter": scatter,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_tensor": reduce_scatter,
+    "all_to_all": all_to_all,
+    "all_to_all_single": all_to_all,
+}
+"""Operation name to algorithm, for groups of two and more."""

@@ -1,0 +1,174 @@
+"""The CPU backend of one group: a lane for collectives, a mailroom for point-to-point."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from unicoll.backend import Backend, Call, Caps, Context, Job
+from unicoll.composites import merge_all_reduces
+from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
+from unicoll.ops import OPS
+from unicoll.work import Completion, HostCompletion
+
+from .algorithms import ALGORITHMS, alone
+from .endpoint import Endpoint
+from .lane import Lane
+from .messages import Mailroom
+from .team import Team
+
+__all__ = ["GlooBackend"]
+
+_SPINS = 50
+_DRAIN_S = 5.0
+_MESSAGES = frozenset(("send", "recv"))
+
+
+class GlooBackend(Backend):
+    """Collectives over TCP between processes, on one host or several."""
+
+    name = "gloo"
+    caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype: not dtype.name.startswith("float8"))
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._lane = Lane(f"unicoll-{context.name}", self._execute)
+        self._team: Team | None = None
+        self._mail: Mailroom | None = None
+        self._error: DistError | None = None
+        if context.size > 1:
+            job = context.job
+            endpoint: Endpoint = job.shared("gloo", lambda: Endpoint(job))
+            self._team = Team(context, endpoint, 0 if _crowded(context) else _SPINS)
+            self._mail = Mailroom(context, endpoint)
+            if job.control is not None:
+                job.control.watch(context.name, self.abort, self._team.report)
+
+    @classmethod
+    def prepare(cls, job: Job) -> None:
+        if job.size > 1:
+            job.shared("gloo", lambda: Endpoint(job))
+
+    @classmethod
+    def create(cls, context: Context) -> GlooBackend:
+        return cls(context)
+
+    @property
+    def sequence(self) -> int:
+        return self._lane.sequence
+
+    @property
+    def current(self) -> Call | None:
+        return self._team.call if self._team is not None else None
+
+    def run(self, call: Call) -> None:
+        if call.op.name not in _MESSAGES:
+            self._lane.run(call)
+        else:
+            self._mailroom(call).run(call)
+
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        first = calls[0]
+        if first.op.name not in _MESSAGES:
+            return self._lane.post(merge_all_reduces(calls))
+        parts = [self._mailroom(call).post(call) for call in calls]
+        return parts[0] if len(parts) == 1 else _All(tuple(calls), parts)
+
+    def _mailroom(self, call: Call) -> Mailroom:
+        if self._mail is None:
+            raise DistArgumentError(f"{call.op.name}: a group of one has nobody to talk to", op=call.op.name)
+        return self._mail
+
+    def _execute(self, call: Call) -> None:
+        team = self._team
+        if team is None:
+            if self._error is not None:
+                raise self._error
+            alone(call)
+            call.write_back()
+            return
+        team.begin(call)
+        try:
+            if call.reduce is not None:
+                with np.errstate(all="ignore"):  # overflow and NaN are results, as on a GPU
+                    ALGORITHMS[call.op.name](team, call)
+            else:
+                ALGORITHMS[call.op.name](team, call)
+            call.write_back()
+        except DistError:
+            raise
+        except BaseException as e:  # whatever it is, the others must not wait for us
+            self._give_up(team, call, e)
+            raise
+        finally:
+            team.end()
+
+    def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
+        context = self._context
+        try:
+            team.fail(
+                GroupAbortedError(
+                    f"{context.who(context.rank)} failed in {call.describe()} #{call.seq} on group {context.name!r}:"
+                    f" {type(cause).__name__}: {cause}",
+                    group=context.name,
+                    rank=context.ranks[context.rank],
+                    op=call.op.name,
+                    seq=call.seq,
+                )
+            )
+        except DistError:
+            pass  # it is the others' error; here the cause itself is raised
+
+    def abort(self, error: Exception) -> None:
+        cause = (
+            error if isinstance(error, DistError) else GroupAbortedError(str(error), group=self._context.name)
+        )
+        self._error = self._error or cause
+        if self._team is not None:
+            self._team.abort(cause)
+        if self._mail is not None:
+            self._mail.abort(cause)
+
+    def close(self) -> None:
+        context = self._context
+        if not self._lane.close(_DRAIN_S):
+            self.abort(GroupAbortedError(f"group {context.name!r} was destroyed", group=context.name))
+            self._lane.close(1.0)
+        if context.job.control is not None:
+            context.job.control.unwatch(context.name)
+        closed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
+        if self._mail is not None:
+            self._mail.close(_DRAIN_S)
+        self.abort(closed)
+        if self._team is not None:
+            self._team.close()
+
+
+def _crowded(context: Context) -> bool:
+    """Whether this host runs more ranks of the group than it has cores for them: then waiting must not spin."""
+    control = context.job.control
+    neighbours = context.size
+    if control is not None and control.peers:
+        mine = control.peers[context.job.rank].host
+        neighbours = sum(control.peers[r].host == mine for r in context.ranks)
+    return neighbours > len(os.sched_getaffinity(0))
+
+
+class _All(HostCompletion):
+    """Several completions as one; its error is the first of theirs."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, calls: tuple[Call, ...], parts: Sequence[HostCompletion]) -> None:
+        super().__init__(calls)
+        self._left = len(parts)
+        for part in parts:
+            part.add_done_callback(lambda part=part: self._one(part))  # type: ignore[misc]
+
+    def _one(self, part: HostCompletion) -> None:
+        self._left -= 1
+        if part.exception() is not None or self._left == 0:
+            self.finish(part.exception())

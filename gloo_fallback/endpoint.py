@@ -1,0 +1,239 @@
+"""Where the other processes reach this one: one listener for all groups, connections made on first use.
+
+A connection belongs to a (group, channel, peer): one channel for collectives, one for point-to-point, so that no
+group and no late receiver can hold up another. Either side may dial. When both do at once the higher rank's call
+wins, and the other side's is answered "busy: wait for mine".
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from unicoll import auth
+from unicoll.backend import Job
+from unicoll.errors import DistNetworkError, GroupAbortedError, RankLostError
+from unicoll.forks import guard
+from unicoll.frames import Client, FrameServer, frame, read_exactly
+
+__all__ = ["COLLECTIVE", "MESSAGES", "Endpoint", "Key"]
+
+COLLECTIVE = "c"
+MESSAGES = "m"
+
+Key = tuple[str, str, int]
+"""Group name, channel, and the peer's global rank."""
+
+_ACCEPTED, _BUSY, _CLOSED = b"A", b"B", b"C"
+_TICK_S = 0.1
+
+
+class _Door(FrameServer):
+    """The listener: authenticates, reads who calls for which group, and hands the socket over."""
+
+    def __init__(self, hosts: list[str], key: bytes, admit: Callable[[Key], bytes], deliver: Any) -> None:
+        super().__init__(hosts, key, b"data", "unicoll-listener")
+        self._admit = admit
+        self._deliver = deliver
+        self.start()
+
+    def handle(self, client: Client, message: dict[str, Any]) -> None:
+        key = (str(message["group"]), str(message["channel"]), int(message["rank"]))
+        verdict = self._admit(key)
+        sock = self.detach(client)
+        try:
+            sock.sendall(verdict)
+        except OSError:
+            sock.close()
+        if verdict == _ACCEPTED:
+            self._deliver(key, sock)
+        else:
+            sock.close()
+
+
+class Endpoint:
+    """This process's listener and its table of connections."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._changed = threading.Condition()
+        self._open: dict[Key, socket.socket] = {}
+        self._dialing: set[Key] = set()
+        self._arriving: set[Key] = set()  # accepted, not yet in the table
+        self._closed_groups: set[str] = set()
+        self._listeners: dict[tuple[str, str], Callable[[int, socket.socket], None]] = {}
+        self._door = _Door(job.addresses, job.key, self._admit, self._deliver)
+        job.store.set(f"gloo/{job.rank}", json.dumps(self._door.addresses))
+
+    def close(self) -> None:
+        """Stop listening and close connections that no group has taken over."""
+        self._door.close()
+        with self._changed:
+            sockets = list(self._open.values())
+            self._open.clear()
+        for sock in sockets:
+            sock.close()
+
+    def close_group(self, group: str) -> None:
+        """Refuse further calls for a group that is over, and close its connections."""
+        with self._changed:
+            self._closed_groups.add(group)
+            mine = [k for k in self._open if k[0] == group]
+            sockets = [self._open.pop(k) for k in mine]
+            for channel in (COLLECTIVE, MESSAGES):
+                self._listeners.pop((group, channel), None)
+            self._changed.notify_all()
+        for sock in sockets:
+            sock.close()
+
+    def listen(self, group: str, channel: str, arrived: Callable[[int, socket.socket], None]) -> None:
+        """Call ``arrived(peer's global rank, socket)`` for every connection of a group's channel, whoever made it."""
+        with self._changed:
+            self._listeners[(group, channel)] = arrived
+            present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, channel)]
+        for peer, sock in present:
+            arrived(peer, sock)
+
+    def forget(self, key: Key) -> None:
+        """A connection is over: close it; the next use makes a new one."""
+        with self._changed:
+            sock = self._open.pop(key, None)
+        if sock is not None:
+            sock.close()
+
+    def connect(self, key: Key, check: Callable[[], None]) -> socket.socket:
+        """The connection for ``key``, made if there is none.
+
+        Args:
+            check: called ten times a second while waiting; raises to give up (deadline, failure).
+
+        Raises:
+            RankLostError: the peer is gone.
+            AuthenticationError: something else answers at the peer's address.
+        """
+        with self._changed:
+            if key in self._open:
+                return self._open[key]
+            dial = key not in self._arriving
+            if dial:
+                self._dialing.add(key)
+        if dial:
+            try:
+                sock = self._dial(key, check)
+                if sock is not None:
+                    self._deliver(key, sock)
+            finally:
+                with self._changed:
+                    self._dialing.discard(key)
+        return self._await_call(key, check)
+
+    # --- answering ------------------------------------------------------------------------------------------------
+
+    def _admit(self, key: Key) -> bytes:
+        with self._changed:
+            if key[0] in self._closed_groups:
+                return _CLOSED
+            if key in self._open or (key in self._dialing and self._job.rank > key[2]):
+                return _BUSY
+            self._arriving.add(key)
+            return _ACCEPTED
+
+    def _deliver(self, key: Key, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._changed:
+            self._arriving.discard(key)
+            if key not in self._open and key[0] not in self._closed_groups:
+                self._open[key] = sock
+                self._changed.notify_all()
+                arrived = self._listeners.get(key[:2])
+            else:
+                sock.close()
+                return
+        if arrived is not None:
+            arrived(key[2], sock)
+
+    def _await_call(self, key: Key, check: Callable[[], None]) -> socket.socket:
+        """The connection that the peer is making, or that was just made."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: key in self._open, _TICK_S):
+                    return self._open[key]
+                if key[0] in self._closed_groups:
+                    raise GroupAbortedError(f"group {key[0]!r} was closed while connecting", group=key[0])
+            check()
+            self._check_alive(key[2])
+
+    # --- calling ---------------------------------------------------------------------------------------------------
+
+    def _dial(self, key: Key, check: Callable[[], None]) -> socket.socket | None:
+        """Call the peer; None if it answers that its own call is on the way."""
+        group, channel, peer = key
+        address = self._address(peer, group, check)
+        host, port = address
+        while True:
+            check()
+            self._check_alive(peer)
+            try:
+                sock = guard(socket.create_connection((host, port), 1.0))
+                break
+            except TimeoutError:
+                continue
+            except OSError as e:
+                self._refused(peer, f"{host}:{port}", e)
+        try:
+            deadline = time.monotonic() + max(5.0, min(60.0, self._job.timeout))
+            auth.client_handshake(sock, self._job.key, b"data", deadline)
+            sock.settimeout(60.0)
+            sock.sendall(frame({"group": group, "channel": channel, "rank": self._job.rank}))
+            answer = read_exactly(sock, 1)
+            sock.settimeout(None)
+        except (OSError, EOFError) as e:
+            sock.close()
+            self._refused(peer, f"{host}:{port}", e)
+            return None
+        except BaseException:
+            sock.close()
+            raise
+        if answer == _ACCEPTED:
+            return sock
+        sock.close()
+        if answer == _CLOSED:
+            raise RankLostError(f"{self._who(peer)} has closed the group {group!r}", group=group, rank=peer)
+        return None
+
+    def _address(self, peer: int, group: str, check: Callable[[], None]) -> tuple[str, int]:
+        pause = 0.001
+        while (found := self._job.store.try_get(f"gloo/{peer}")) is None:
+            check()
+            self._check_alive(peer)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        addresses = json.loads(found)
+        # several interfaces: groups take turns, and every pair of ranks agrees on whose turn it is
+        turn = sum(group.encode()) + peer + self._job.rank
+        host, port = addresses[turn % len(addresses)]
+        return host, port
+
+    def _refused(self, peer: int, address: str, error: Exception) -> None:
+        """A call failed: the peer is gone, or is going, or will answer the next one."""
+        control = self._job.control
+        why = control.await_departure(peer) if control is not None else None
+        if why is not None:
+            raise RankLostError(why, rank=peer) from error
+        raise DistNetworkError(
+            f"{self._who(peer)} cannot be reached at {address}: {error}", rank=peer
+        ) from error
+
+    def _check_alive(self, peer: int) -> None:
+        control = self._job.control
+        why = control.departed.get(peer) if control is not None else None
+        if why is not None:
+            raise RankLostError(why, rank=peer)
+
+    def _who(self, peer: int) -> str:
+        control = self._job.control
+        return control.who(peer) if control is not None else f"rank {peer}"

@@ -1,0 +1,98 @@
+"""The order of a group's operations: blocking ones run on the caller's thread when nothing is before them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from unicoll.backend import Call
+from unicoll.work import HostCompletion
+
+__all__ = ["Lane"]
+
+
+class Lane:
+    """Runs calls one after another, in the order in which they are accepted, and numbers them.
+
+    Args:
+        name: of the thread for asynchronous calls, which starts with the first of them.
+        execute: does one call, or raises.
+    """
+
+    def __init__(self, name: str, execute: Callable[[Call], None]) -> None:
+        self.sequence = 0
+        self._name = name
+        self._execute = execute
+        self._lock = threading.Lock()
+        self._busy = False  # somebody is executing, or the thread has been told to
+        self._queue: deque[HostCompletion] = deque()
+        self._go: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def run(self, call: Call) -> None:
+        """Do a call after all that were accepted before it; returns when it is done."""
+        with self._lock:
+            self.sequence = call.seq = self.sequence + 1
+            if self._busy:
+                completion = HostCompletion((call,))
+                self._queue.append(completion)
+            else:
+                self._busy = True
+                completion = None
+        if completion is not None:
+            completion.wait(None)
+            return
+        try:
+            self._execute(call)
+        finally:
+            with self._lock:
+                if self._queue:
+                    self._start()
+                else:
+                    self._busy = False
+
+    def post(self, calls: tuple[Call, ...]) -> HostCompletion:
+        """Do the calls in the background, in order."""
+        completion = HostCompletion(calls)
+        with self._lock:
+            for call in calls:
+                self.sequence = call.seq = self.sequence + 1
+            self._queue.append(completion)
+            if not self._busy:
+                self._busy = True
+                self._start()
+        return completion
+
+    def close(self, timeout: float) -> bool:
+        """End the thread after what was posted; returns whether it has ended in ``timeout`` seconds."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        self._go.put(False)
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._go.put(True)
+
+    def _work(self) -> None:
+        while self._go.get():
+            while True:
+                with self._lock:
+                    if not self._queue:
+                        self._busy = False
+                        break
+                    completion = self._queue.popleft()
+                error: BaseException | None = None
+                try:
+                    for call in completion.calls:
+                        self._execute(call)
+                except BaseException as e:
+                    error = e
+                completion.finish(error)
+                del completion  # the arrays are the user's again

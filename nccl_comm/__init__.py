@@ -1,0 +1,1 @@
+"""The NCCL backend: not here yet; :mod:`unicoll.registry` says so to whoever asks for it."""

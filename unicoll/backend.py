@@ -1,0 +1,268 @@
+"""The plug-in contract: what a backend is given, and what it must do.
+
+A backend serves one process group. It is created from a :class:`Context`, gets :class:`Call` records whose buffers
+are contiguous and whose arguments have been checked, and answers with a :class:`~unicoll.work.Completion`
+(:meth:`Backend.post`) or, for blocking calls, when the operation is done (:meth:`Backend.run`).
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .buffers import Buffer
+from .types import DType, Reduction
+
+if TYPE_CHECKING:
+    from .observe.control import Control
+    from .ops import Op
+    from .stores import Store
+    from .work import Completion
+
+__all__ = ["Backend", "Call", "Caps", "Context", "Job"]
+
+
+class Call:
+    """One operation as a backend gets it.
+
+    Attributes:
+        op: its row in the table.
+        inputs, outputs: contiguous buffers; the same tuple for operations in place.
+        reduce: the reduction, or None.
+        root: rank in the group of the special rank, or -1.
+        peer: for send and recv the other rank in the group; -1 receives from anyone.
+        tag: for send and recv.
+        in_counts, out_counts: for all_to_all, elements per rank.
+        timeout: seconds the operation may take.
+        signature: see :func:`unicoll.ops.sign`.
+        seq: position in the group's order (from 1), given by the backend when it accepts the call.
+        site: ``file:line`` of the caller where it was recorded, else "".
+        source: for a receive from anyone, the rank in the group that the message came from.
+    """
+
+    __slots__ = (
+        "in_counts", "inputs", "op", "out_counts", "outputs", "peer", "reduce", "root", "seq", "signature",
+        "site", "source", "tag", "timeout",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        op: Op,
+        inputs: tuple[Buffer, ...],
+        outputs: tuple[Buffer, ...],
+        timeout: float,
+        reduce: Reduction | None = None,
+        root: int = -1,
+        peer: int = -1,
+        tag: int = 0,
+    ) -> None:
+        self.op = op
+        self.inputs = inputs
+        self.outputs = outputs
+        self.timeout = timeout
+        self.reduce = reduce
+        self.root = root
+        self.peer = peer
+        self.tag = tag
+        self.in_counts: tuple[int, ...] | None = None
+        self.out_counts: tuple[int, ...] | None = None
+        self.signature = 0
+        self.seq = 0
+        self.site = ""
+        self.source = -1
+
+    @property
+    def dtype(self) -> DType | None:
+        """Element type of the call's arrays; None where there are none."""
+        buffers = self.inputs or self.outputs
+        return buffers[0].dtype if buffers else None
+
+    def write_back(self) -> None:
+        """Copy packed results into the users' strided arrays."""
+        for buffer in self.outputs:
+            if buffer.unpack is not None:
+                buffer.unpack()
+
+    def describe(self) -> str:
+        """The call in words, for errors: ``all_reduce(float32[4], SUM)``."""
+        parts = []
+        op = self.op
+        if op.uneven and op.sizes.name != "EXCHANGED":
+            pieces = self.outputs if op.sizes.name == "GATHERED" else self.inputs
+            parts.append(_describe_pieces(pieces))
+        elif op.sizes.name.startswith("SCATTERED") and self.outputs:
+            parts.append(str(self.outputs[0]))
+        elif self.inputs or self.outputs:
+            parts.append(str((self.inputs or self.outputs)[0]))
+        if self.reduce is not None:
+            parts.append(str(self.reduce))
+        if self.root >= 0:
+            parts.append(f"root={self.root}")
+        if op.name in ("send", "recv"):
+            parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}, tag={self.tag}")
+        return f"{op.name}({', '.join(parts)})"
+
+
+def _describe_pieces(pieces: Sequence[Buffer]) -> str:
+    if len({b.shape for b in pieces}) == 1:
+        return str(pieces[0])
+    return f"{pieces[0].dtype} of sizes {[b.count for b in pieces]}"
+
+
+@dataclass(frozen=True)
+class Caps:
+    """What a backend can do.
+
+    Attributes:
+        devices: device types whose arrays it takes.
+        native: names of the operations it has itself; the others come from composites.
+        reduces: whether it reduces elements of this type (it moves all of them).
+    """
+
+    devices: frozenset[str]
+    native: frozenset[str]
+    reduces: Callable[[DType], bool] = field(default=lambda dtype: True)
+
+
+class Job:
+    """What all groups of one ``init_process_group`` share: who we are, the store, the secret, the control plane.
+
+    Attributes:
+        rank, size: of this process in the world.
+        store: the job's store (already prefixed).
+        key: secret key of the job's connections, never empty.
+        trusted: whether only holders of a secret can have joined, so that pickles may be loaded.
+        addresses: this host's addresses to listen on.
+        control: liveness and failure notices; None for a world of one.
+        timeout: default timeout of the world group, seconds.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        key: bytes,
+        trusted: bool,
+        addresses: list[str],
+        timeout: float,
+        control: Control | None = None,
+        local_size: int | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.store = store
+        self.key = key
+        self.trusted = trusted
+        self.addresses = addresses
+        self.timeout = timeout
+        self.control = control
+        self.local_size = local_size
+        self._shared: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def shared(self, name: str, make: Callable[[], Any]) -> Any:
+        """A resource that a backend keeps once per process and job (a listener, say); closed with the job."""
+        with self._lock:
+            if name not in self._shared:
+                self._shared[name] = make()
+            return self._shared[name]
+
+    def close(self) -> None:
+        """Close what the backends share; idempotent."""
+        with self._lock:
+            shared, self._shared = self._shared, {}
+        for resource in shared.values():
+            resource.close()
+
+
+@dataclass
+class Context:
+    """What a backend is created from.
+
+    Attributes:
+        job: what all groups of the job share.
+        name: the group's name, equal on all its members and unique in the job.
+        rank: this process's rank in the group.
+        ranks: the members' global ranks, in group order.
+        timeout: default timeout of the group's operations, seconds.
+        options: the user's ``pg_options``.
+        device: device that the group is bound to, or None.
+    """
+
+    job: Job
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    timeout: float
+    options: Any = None
+    device: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def who(self, group_rank: int) -> str:
+        """A member in words: rank, host and pid as far as they are known."""
+        control = self.job.control
+        rank = self.ranks[group_rank]
+        return control.who(rank) if control is not None else f"rank {rank}"
+
+
+class Backend(ABC):
+    """One process group's way of moving data."""
+
+    name: ClassVar[str]
+    caps: ClassVar[Caps]
+
+    @classmethod
+    def availability(cls) -> str | None:
+        """Why this backend cannot be used on this machine, or None if it can."""
+        return None
+
+    @classmethod
+    def prepare(cls, job: Job) -> None:
+        """Called on every process before the ranks wait for each other: publish what peers will look for."""
+
+    @classmethod
+    @abstractmethod
+    def create(cls, context: Context) -> Backend:
+        """The backend of a new group; every member calls this. It may return before the others have come."""
+
+    @abstractmethod
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        """Start the calls, in order and as one batch, and return at once.
+
+        The backend numbers them, keeps their buffers until it no longer needs them, and writes packed results
+        back before the completion is done.
+        """
+
+    def run(self, call: Call) -> None:
+        """Do one call; return when it is done (CPU) or ordered on the current stream (CUDA)."""
+        self.post((call,)).wait(None)
+
+    def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
+        """Start a batch of sends and receives; one completion each (they may be one and the same)."""
+        return [self.post((call,), stream) for call in calls]
+
+    @property
+    @abstractmethod
+    def sequence(self) -> int:
+        """Sequence number of the last call accepted."""
+
+    @property
+    def current(self) -> Call | None:
+        """The call that is being done now, if any (read by other threads, for error reports)."""
+        return None
+
+    @abstractmethod
+    def abort(self, error: Exception) -> None:
+        """Make every pending and later call of this group raise ``error``; any thread, idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was posted, within bounds, and give everything back; idempotent."""

@@ -1,0 +1,554 @@
+"""The process group: its members, the backends that serve it, and every operation as a method.
+
+Roots and peers of the methods are ranks *in the group*; the functions of the package take global ranks and call
+these methods. A method checks its arguments by the table (:mod:`unicoll.ops`), picks the backend by the arrays'
+device, and either runs the call here and now or posts it and returns a :class:`~unicoll.work.Work`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from .backend import Backend, Call, Context, Job
+from .buffers import Buffer, as_buffer
+from .errors import BackendUnavailableError, DistArgumentError, DistError, DistTypeError, GroupAbortedError
+from .ops import OPS, Op, as_reduce_op, check, check_reduction, sign
+from .registry import Choice
+from .types import ReduceOp, Reduction, to_seconds
+from .work import Work
+
+__all__ = ["ProcessGroup"]
+
+Timeout = timedelta | float | None
+Buffers = tuple[Buffer, ...]
+
+_BARRIER = OPS["barrier"]
+_ALL_REDUCE = OPS["all_reduce"]
+_SEND, _RECV = OPS["send"], OPS["recv"]
+
+
+class ProcessGroup:
+    """A set of ranks that communicate; made by ``init_process_group`` and ``new_group``, never directly.
+
+    Every collective must be called by all members, in the same order. With ``async_op=True`` a method returns a
+    :class:`~unicoll.work.Work` at once; without, it returns when the caller's part is done. ``timeout`` (timedelta
+    or seconds) bounds one call; the group's own default holds where it is None.
+
+    All operations raise:
+        DistArgumentError: an argument does not fit; nothing was sent and the group stays usable.
+        CollectiveMismatchError: the ranks called different operations.
+        OperationTimeoutError: not done in time; names who arrived and who did not.
+        RankLostError: a member died or left.
+        GroupAbortedError: the group was destroyed or aborted.
+    After one of the last four the group is of no further use: destroy it and make another.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        name: str,
+        ranks: tuple[int, ...],
+        choices: Sequence[Choice],
+        timeout: float,
+        desc: str = "",
+        options: Any = None,
+        device: Any = None,
+    ) -> None:
+        self._job = job
+        self._name = name
+        self._desc = desc or "undefined"
+        self._ranks = ranks
+        self._rank = ranks.index(job.rank)
+        self._size = len(ranks)
+        self._timeout = timeout
+        self._closed = False
+        self.bound_device_id = device
+        self.choices = tuple(choices)
+        self.splits = 0  # how often this group has been split; numbers the children
+        self._served: dict[type[Backend], Backend] = {}
+        self._backends: dict[str, Backend] = {}
+        for choice in choices:
+            if choice.cls not in self._served:
+                context = Context(job, name, self._rank, ranks, timeout, options, device)
+                self._served[choice.cls] = choice.cls.create(context)
+            self._backends[choice.device] = self._served[choice.cls]
+        self._host = self._backends.get("cpu") or next(iter(self._backends.values()))
+
+    # --- who is in it ----------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Number of members."""
+        return self._size
+
+    @property
+    def name(self) -> str:
+        """The group's own name, unique in the job."""
+        return self._name
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' global ranks, in group order."""
+        return self._ranks
+
+    @property
+    def group_name(self) -> str:
+        """The same as :attr:`name` (torch's spelling)."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What the user called it."""
+        return self._desc
+
+    @property
+    def timeout(self) -> float:
+        """Default timeout of its operations, seconds."""
+        return self._timeout
+
+    @property
+    def trusted(self) -> bool:
+        """Whether only holders of the job's secret can be members, so that pickles may be loaded."""
+        return self._job.trusted
+
+    @property
+    def job(self) -> Job:
+        """What all groups of the job share."""
+        return self._job
+
+    @property
+    def backend_name(self) -> str:
+        """``"gloo"``, or ``"cpu:gloo,cuda:nccl"`` where several backends serve it."""
+        names = {c.name for c in self.choices}
+        return names.pop() if len(names) == 1 else self.backend_config
+
+    @property
+    def backend_config(self) -> str:
+        """The backend of each device type: ``"cpu:gloo,cuda:nccl"``."""
+        return ",".join(f"{c.device}:{c.name}" for c in self.choices)
+
+    def global_rank(self, group_rank: int) -> int:
+        """The global rank of a member; DistArgumentError if there is none of that rank."""
+        if not 0 <= group_rank < self._size:
+            raise DistArgumentError(f"group rank {group_rank} is not in group {self._name!r} of {self._size}")
+        return self._ranks[group_rank]
+
+    def group_rank(self, global_rank: int) -> int:
+        """A global rank's rank in the group; DistArgumentError if it is no member."""
+        try:
+            return self._ranks.index(global_rank)
+        except ValueError:
+            raise DistArgumentError(
+                f"rank {global_rank} is not in group {self._name!r} {list(self._ranks)}"
+            ) from None
+
+    def __repr__(self) -> str:
+        return f"<ProcessGroup {self._name!r}: rank {self._rank} of {self._size}, {self.backend_config}>"
+
+    # --- collectives ------------------------------------------------------------------------------------------
+
+    def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Return when all members have called it (MPI_Barrier)."""
+        return self._start(_BARRIER, (), (), async_op, timeout)
+
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose timeout names every rank that has not come; ``wait_all_ranks`` is always honoured."""
+        self._start(_BARRIER, (), (), False, timeout)
+
+    def broadcast(
+        self, tensor: Any, src: int, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """``tensor`` of member ``src`` to all, in place; same shape and dtype everywhere (MPI_Bcast)."""
+        buffers = (as_buffer(tensor),)
+        return self._start(OPS["broadcast"], buffers, buffers, async_op, timeout, root=src)
+
+    def all_reduce(
+        self, tensor: Any, op: Any = ReduceOp.SUM, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """Reduce element by element over all members, in place, the same bits on every rank (MPI_Allreduce)."""
+        buffers = (as_buffer(tensor),)
+        return self._start(_ALL_REDUCE, buffers, buffers, async_op, timeout, op)
+
+    def reduce(
+        self,
+        tensor: Any,
+        dst: int,
+        op: Any = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Reduce over all members to ``dst``, in place there; elsewhere ``tensor`` is left as it is (MPI_Reduce)."""
+        buffers = (as_buffer(tensor),)
+        outputs = buffers if dst == self._rank else ()
+        return self._start(OPS["reduce"], buffers, outputs, async_op, timeout, op, root=dst)
+
+    def all_gather(
+        self, tensor_list: Sequence[Any], tensor: Any, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """``tensor_list[i]`` becomes member i's ``tensor``, on all; sizes may differ by member (MPI_Allgatherv)."""
+        outputs = _buffers("tensor_list", tensor_list)
+        return self._start(OPS["all_gather"], (as_buffer(tensor),), outputs, async_op, timeout)
+
+    def all_gather_into_tensor(
+        self, output: Any, input: Any, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """``output`` becomes all members' ``input``, one after another (MPI_Allgather)."""
+        op = OPS["all_gather_into_tensor"]
+        return self._start(op, (as_buffer(input),), (as_buffer(output),), async_op, timeout)
+
+    def gather(
+        self,
+        tensor: Any,
+        gather_list: Sequence[Any] | None,
+        dst: int,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """``gather_list[i]`` on ``dst`` becomes member i's ``tensor``; elsewhere it is None (MPI_Gather)."""
+        outputs = _buffers("gather_list", gather_list or ())
+        return self._start(OPS["gather"], (as_buffer(tensor),), outputs, async_op, timeout, root=dst)
+
+    def scatter(
+        self,
+        tensor: Any,
+        scatter_list: Sequence[Any] | None,
+        src: int,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """``tensor`` on member i becomes ``scatter_list[i]`` of ``src``; elsewhere it is None (MPI_Scatter)."""
+        inputs = _buffers("scatter_list", scatter_list or ())
+        return self._start(OPS["scatter"], inputs, (as_buffer(tensor),), async_op, timeout, root=src)
+
+    def reduce_scatter(
+        self,
+        output: Any,
+        input_list: Sequence[Any],
+        op: Any = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """``output`` on member i is the reduction of all members' ``input_list[i]``; sizes may differ by i."""
+        inputs = _buffers("input_list", input_list)
+        return self._start(OPS["reduce_scatter"], inputs, (as_buffer(output),), async_op, timeout, op)
+
+    def reduce_scatter_tensor(
+        self,
+        output: Any,
+        input: Any,
+        op: Any = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """``output`` on member i is the i-th part of the reduction of all members' ``input``."""
+        row = OPS["reduce_scatter_tensor"]
+        return self._start(row, (as_buffer(input),), (as_buffer(output),), async_op, timeout, op)
+
+    def all_to_all(
+        self,
+        output_list: Sequence[Any],
+        input_list: Sequence[Any],
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """``output_list[i]`` becomes member i's ``input_list[my rank]``; all sizes may differ (MPI_Alltoallw)."""
+        outputs, inputs = _buffers("output_list", output_list), _buffers("input_list", input_list)
+        return self._start(OPS["all_to_all"], inputs, outputs, async_op, timeout)
+
+    def all_to_all_single(
+        self,
+        output: Any,
+        input: Any,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """Part i of ``input`` to member i, cut along dimension 0, evenly or as the split sizes say (MPI_Alltoallv)."""
+        splits = (
+            _splits("input_split_sizes", input_split_sizes),
+            _splits("output_split_sizes", output_split_sizes),
+        )
+        op = OPS["all_to_all_single"]
+        return self._start(op, (as_buffer(input),), (as_buffer(output),), async_op, timeout, splits=splits)
+
+    # --- several at once ----------------------------------------------------------------------------------------
+
+    def all_reduce_coalesced(
+        self,
+        tensors: Sequence[Any],
+        op: Any = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """:meth:`all_reduce` of each array, as one operation."""
+        pairs = [(b, b) for b in ((as_buffer(t),) for t in tensors)]
+        return self._batch(_ALL_REDUCE, pairs, async_op, timeout, op)
+
+    def broadcast_coalesced(
+        self, tensors: Sequence[Any], src: int, *, async_op: bool = False, timeout: Timeout = None
+    ) -> Work | None:
+        """:meth:`broadcast` of each array, as one operation."""
+        pairs = [(b, b) for b in ((as_buffer(t),) for t in tensors)]
+        return self._batch(OPS["broadcast"], pairs, async_op, timeout, root=src)
+
+    def all_gather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[Any]],
+        inputs: Sequence[Any],
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """:meth:`all_gather` of ``inputs[k]`` into ``output_lists[k]`` for each k, as one operation."""
+        _same_length("output_lists", output_lists, inputs)
+        pairs = [
+            ((as_buffer(x),), _buffers("output_lists", outs))
+            for outs, x in zip(output_lists, inputs, strict=True)
+        ]
+        return self._batch(OPS["all_gather"], pairs, async_op, timeout)
+
+    def all_gather_into_tensor_coalesced(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """:meth:`all_gather_into_tensor` of each pair, as one operation."""
+        return self._batch(OPS["all_gather_into_tensor"], _pairs(outputs, inputs), async_op, timeout)
+
+    def reduce_scatter_tensor_coalesced(
+        self,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        op: Any = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: Timeout = None,
+    ) -> Work | None:
+        """:meth:`reduce_scatter_tensor` of each pair, as one operation."""
+        return self._batch(OPS["reduce_scatter_tensor"], _pairs(outputs, inputs), async_op, timeout, op)
+
+    # --- point to point ---------------------------------------------------------------------------------------
+
+    def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> None:
+        """Send to member ``dst``; returns when ``tensor`` may be changed (MPI_Send)."""
+        call = self._message(_SEND, tensor, dst, tag, timeout)
+        self._route(call).run(call)
+
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> int:
+        """Receive from member ``src``, or from anyone; returns the sender's rank in the group (MPI_Recv).
+
+        Raises:
+            MessageMismatchError: the message is of another size or dtype; it is gone, the group stays usable.
+        """
+        call = self._message(_RECV, tensor, src, tag, timeout)
+        self._route(call).run(call)
+        return call.source
+
+    def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
+        """:meth:`send` in the background."""
+        return self._post(self._message(_SEND, tensor, dst, tag, timeout))
+
+    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work:
+        """:meth:`recv` in the background; ``work.source_rank()`` tells the sender's rank in the group."""
+        return self._post(self._message(_RECV, tensor, src, tag, timeout))
+
+    def batch_isend_irecv(
+        self, ops: Sequence[tuple[bool, Any, int | None, int]], *, timeout: Timeout = None
+    ) -> list[Work]:
+        """Start several sends and receives, given as (is send, array, peer's rank in the group, tag)."""
+        calls = [self._message(_SEND if s else _RECV, x, peer, tag, timeout) for s, x, peer, tag in ops]
+        if not calls:
+            return []
+        site = _site()
+        for call in calls:
+            call.site = site
+        completions = self._route(calls[0]).post_each(calls)
+        return [Work(done, (call,)) for done, call in zip(completions, calls, strict=True)]
+
+    # --- the way of a call ----------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        op: Op,
+        inputs: Buffers,
+        outputs: Buffers,
+        async_op: bool,
+        timeout: Timeout,
+        reduce: Any = None,
+        root: int = -1,
+        splits: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None,
+    ) -> Work | None:
+        """Check a call, hand it to its backend, and wait for it unless ``async_op``."""
+        call = self._call(op, inputs, outputs, timeout, reduce, root, splits)
+        if async_op:
+            return self._post(call)
+        self._route(call).run(call)
+        return None
+
+    def _call(
+        self,
+        op: Op,
+        inputs: Buffers,
+        outputs: Buffers,
+        timeout: Timeout,
+        reduce: Any,
+        root: int,
+        splits: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None,
+    ) -> Call:
+        if reduce is not None and type(reduce) is not Reduction:
+            reduce = as_reduce_op(reduce)
+        call = Call(op, inputs, outputs, self._seconds(timeout), reduce, root)
+        if splits is not None:
+            call.in_counts, call.out_counts = splits
+        if op is _ALL_REDUCE and inputs is outputs and inputs[0].writable:
+            check_reduction(op, inputs[0].dtype, reduce)
+        else:
+            check(call, self._rank, self._size)
+        call.signature = sign(call)
+        return call
+
+    def _batch(
+        self,
+        op: Op,
+        pairs: Sequence[tuple[Buffers, Buffers]],
+        async_op: bool,
+        timeout: Timeout,
+        reduce: Any = None,
+        root: int = -1,
+    ) -> Work | None:
+        if not pairs:
+            raise DistArgumentError(f"{op.name}: no arrays given", op=op.name)
+        calls = tuple(self._call(op, i, o, timeout, reduce, root) for i, o in pairs)
+        calls[0].site = _site()
+        work = Work(self._route(calls[0]).post(calls), calls)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _message(self, op: Op, tensor: Any, peer: int | None, tag: int, timeout: Timeout) -> Call:
+        buffers = (as_buffer(tensor),)
+        if peer is None and op is _RECV:
+            peer = -1
+        elif peer is None or not 0 <= peer < self._size:
+            raise DistArgumentError(
+                f"{op.name}: peer {peer} is not a rank of a group of {self._size}", op=op.name
+            )
+        elif peer == self._rank:
+            raise DistArgumentError(f"{op.name}: a rank cannot exchange messages with itself", op=op.name)
+        if not isinstance(tag, int):
+            raise DistTypeError(f"{op.name}: tag must be an integer, not {tag!r}", op=op.name)
+        inputs, outputs = (buffers, ()) if op is _SEND else ((), buffers)
+        call = Call(op, inputs, outputs, self._seconds(timeout), peer=peer, tag=tag)
+        check(call, self._rank, self._size)
+        return call
+
+    def _post(self, call: Call) -> Work:
+        call.site = _site()
+        calls = (call,)
+        return Work(self._route(call).post(calls), calls)
+
+    def _route(self, call: Call) -> Backend:
+        """The backend that serves the call's arrays."""
+        if self._closed:
+            raise GroupAbortedError(
+                f"group {self._name!r} has been destroyed", group=self._name, op=call.op.name
+            )
+        buffers = call.inputs or call.outputs
+        if not buffers:
+            return self._host
+        first = buffers[0]
+        backend = self._backends.get(first.device.type)
+        if backend is None:
+            raise BackendUnavailableError(
+                f"{call.op.name}: no backend of group {self._name!r} ({self.backend_config}) serves"
+                f" {first.device.type} arrays",
+                op=call.op.name,
+            )
+        if call.reduce is not None and not backend.caps.reduces(first.dtype):
+            raise DistTypeError(
+                f"{call.op.name}: backend {backend.name} does not reduce {first.dtype}", op=call.op.name
+            )
+        return backend
+
+    def _seconds(self, timeout: Timeout) -> float:
+        if timeout is None:
+            return self._timeout
+        seconds = to_seconds(timeout)
+        assert seconds is not None
+        if seconds <= 0:
+            raise DistArgumentError(f"timeout: {timeout} is not a positive time")
+        return seconds
+
+    # --- ends -----------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "aborted by the program") -> None:
+        """Make every pending and later operation of the group raise GroupAbortedError, on all members."""
+        error: DistError = GroupAbortedError(
+            f"group {self._name!r}: {reason}", group=self._name, rank=self._job.rank
+        )
+        if self._job.control is not None:
+            error = self._job.control.fail(self._name, self._ranks, error)
+        for backend in self._served.values():
+            backend.abort(error)
+
+    def close(self) -> None:
+        """Finish what is pending, within bounds, and give everything back; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for backend in self._served.values():
+            backend.close()
+
+
+def _buffers(name: str, arrays: Sequence[Any]) -> Buffers:
+    if not isinstance(arrays, list | tuple):
+        raise DistTypeError(f"{name}: expected a list of arrays, got {type(arrays).__name__}")
+    return tuple([as_buffer(a) for a in arrays])
+
+
+def _same_length(name: str, first: Sequence[Any], second: Sequence[Any]) -> None:
+    if len(first) != len(second):
+        raise DistArgumentError(f"{name}: {len(first)} given for {len(second)} inputs")
+
+
+def _pairs(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[Buffers, Buffers]]:
+    _same_length("outputs", outputs, inputs)
+    return [((as_buffer(i),), (as_buffer(o),)) for o, i in zip(outputs, inputs, strict=True)]
+
+
+def _splits(name: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
+    if sizes is None or len(sizes) == 0:
+        return None
+    try:
+        return tuple(int(s) for s in sizes)
+    except (TypeError, ValueError):
+        raise DistTypeError(f"{name}: expected a list of integers, got {sizes!r}") from None
+
+
+def _site() -> str:
+    """``file:line`` of the first caller outside the library."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("unicoll"):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

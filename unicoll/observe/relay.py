@@ -1,0 +1,85 @@
+"""The relay of the control plane: one thread in rank 0 that every process is connected to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..frames import Client, FrameServer
+
+__all__ = ["Relay"]
+
+
+class _Member:
+    """What the relay knows of one process."""
+
+    def __init__(self, rank: int, host: str, pid: int) -> None:
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.farewell: str | None = None
+
+    def obituary(self) -> str:
+        name = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        if self.farewell is None:
+            return f"{name} died: its process ended without leaving the job"
+        return f"{name} ended with {self.farewell}" if self.farewell else f"{name} has left the job"
+
+
+class Relay(FrameServer):
+    """Passes messages between the processes, and tells everyone when one of them goes.
+
+    Args:
+        size: number of ranks in the world.
+        key: the job's secret key.
+        host: address to listen on.
+    """
+
+    linger = 0.2
+
+    def __init__(self, size: int, key: bytes, host: str) -> None:
+        super().__init__([host], key, b"control", "unicoll-relay")
+        self._size = size
+        self._online: dict[int, Client] = {}
+        self._members: dict[int, _Member] = {}
+        self._failed: set[str] = set()
+        self.start()
+
+    def handle(self, client: Client, message: dict[str, Any]) -> None:
+        kind = message["t"]
+        if kind == "hello":
+            self._welcome(client, _Member(int(message["rank"]), str(message["host"]), int(message["pid"])))
+        elif kind == "joined":
+            self.send(client, {"t": "joined", "ranks": sorted(self._online)})
+        elif kind == "bye":
+            client.state.farewell = message["error"] or ""
+        elif kind == "fail":
+            if (
+                message["group"] not in self._failed
+            ):  # the first failure of a group is the one all ranks raise
+                self._failed.add(message["group"])
+                self._pass_on(message["members"], message)
+        elif kind in ("ask", "tell"):
+            self._pass_on(message["to"], message)
+
+    def _welcome(self, client: Client, member: _Member) -> None:
+        client.state = member
+        self._online[member.rank] = client
+        self._members[member.rank] = member
+        if len(self._members) == self._size:
+            peers = [(self._members[r].host, self._members[r].pid) for r in range(self._size)]
+            self._pass_on(range(self._size), {"t": "ready", "peers": peers})
+
+    def _pass_on(self, ranks: Any, message: dict[str, Any]) -> None:
+        for rank in ranks:
+            if rank in self._online:
+                self.send(self._online[rank], message)
+
+    def lost(self, client: Client) -> None:
+        member = client.state
+        if member is None or self._online.get(member.rank) is not client:
+            return
+        del self._online[member.rank]
+        left = member.farewell == ""
+        self._pass_on(
+            list(self._online), {"t": "gone", "rank": member.rank, "why": member.obituary(), "left": left}
+        )

@@ -1,0 +1,212 @@
+"""The few things that data-parallel code asks of an array, whichever library made it (NumPy, CuPy, torch).
+
+CuPy and torch are used through the modules that the arrays came from; nothing is imported here.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from unicoll.buffers import as_buffer
+from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.types import BY_NAME, DType
+
+__all__ = ["Arrays", "Kind", "Packer", "byte_array", "host_bytes", "kind_of", "named", "plan_buckets"]
+
+Arrays = Sequence[Any] | Mapping[str, Any]
+"""Arrays in an order that is the same on every rank; a mapping gives them names for messages."""
+
+
+class Kind(NamedTuple):
+    """What arrays must share to lie in one flat array: library, device, and that library's dtype object."""
+
+    family: str
+    device: str
+    dtype: Any
+
+    @property
+    def on_host(self) -> bool:
+        """Whether Python can read the values without waiting for a device."""
+        return self.device == "cpu"
+
+    def __str__(self) -> str:
+        where = "" if self.on_host else f" on {self.device}"
+        return f"{self.family} {str(self.dtype).removeprefix('torch.')}{where}"
+
+
+def kind_of(array: Any) -> Kind:
+    """The array's kind. NumPy's scalars count as arrays of shape ().
+
+    Raises:
+        DistTypeError: it is no array of NumPy, CuPy or torch.
+    """
+    if isinstance(array, np.ndarray | np.generic):
+        return Kind("numpy", "cpu", array.dtype)
+    if _is(array, "torch", "Tensor"):
+        return Kind("torch", str(array.device), array.dtype)
+    if _is(array, "cupy", "ndarray"):
+        return Kind("cupy", f"cuda:{array.device.id}", array.dtype)
+    raise DistTypeError(f"expected an array of NumPy, CuPy or torch, got {type(array).__name__}")
+
+
+def _is(array: Any, module: str, name: str) -> bool:
+    return isinstance(array, getattr(sys.modules.get(module), name, ()))
+
+
+def element_type(kind: Kind) -> DType:
+    """The element type of a kind.
+
+    Raises:
+        DistTypeError: no collective takes this dtype.
+    """
+    found = BY_NAME.get(str(kind.dtype).removeprefix("torch."))
+    if found is None:
+        raise DistTypeError(f"arrays of {kind} cannot be communicated")
+    return found
+
+
+def named(arrays: Arrays) -> tuple[list[str], list[Any]]:
+    """Names and arrays, in order; arrays of a sequence are called ``#0``, ``#1``..."""
+    if isinstance(arrays, Mapping):
+        return list(arrays), list(arrays.values())
+    return [f"#{i}" for i in range(len(arrays))], list(arrays)
+
+
+def resolve_group(group: Any) -> Any:
+    """The group to use: the default group where none is given.
+
+    Raises:
+        NotInitializedError: none is given, and there is no default group.
+    """
+    from unicoll.world import world_group
+
+    return world_group(group)
+
+
+def without_history(array: Any) -> Any:
+    """The same memory, unknown to torch's autograd."""
+    return array.detach() if hasattr(array, "detach") else array
+
+
+def flat_like(array: Any, count: int) -> Any:
+    """An uninitialised 1-D array of ``count`` elements, of the same kind and on the same device."""
+    kind = kind_of(array)
+    if kind.family == "numpy":
+        return np.empty(count, array.dtype)
+    if kind.family == "torch":
+        return array.new_empty(count)
+    with array.device:
+        return sys.modules["cupy"].empty(count, array.dtype)
+
+
+def host_bytes(array: Any) -> npt.NDArray[np.uint8]:
+    """The elements' bytes in C order, in host memory; shares memory with a contiguous array on the CPU."""
+    kind = kind_of(array)
+    if kind.family == "torch":
+        array = array.detach().cpu()
+    else:
+        array = array.get() if kind.family == "cupy" else np.asarray(array)
+    flat = as_buffer(array).flat
+    assert flat is not None  # it is on the CPU by now
+    return flat.view(np.uint8)
+
+
+def byte_array(data: npt.NDArray[np.uint8], like: Any) -> Any:
+    """The bytes as an array of the library and on the device of ``like``."""
+    kind = kind_of(like)
+    if kind.family == "numpy":
+        return data
+    if kind.family == "torch":
+        return sys.modules["torch"].from_numpy(data).to(like.device)
+    with like.device:
+        return sys.modules["cupy"].asarray(data)
+
+
+def plan_buckets(
+    kinds: Sequence[Hashable], sizes: Sequence[int], order: Iterable[int], first_cap: int, cap: int
+) -> list[list[int]]:
+    """Which arrays travel together.
+
+    Args:
+        kinds: per array, what it must have in common with its bucket.
+        sizes: bytes per array.
+        order: the arrays' indices, in the order in which they fill the buckets.
+        first_cap: most bytes in the first bucket of a kind.
+        cap: most bytes in each further one. An array larger than that has a bucket of its own.
+
+    Returns:
+        The buckets, each a list of indices, sorted by when they are complete if the arrays come in ``order``.
+    """
+    filling: dict[Hashable, tuple[list[int], int]] = {}
+    limits: dict[Hashable, int] = {}
+    full: list[list[int]] = []
+    position: dict[int, int] = {}
+    for index in order:
+        position[index] = len(position)
+        kind = kinds[index]
+        members, used = filling.get(kind, ([], 0))
+        if members and used + sizes[index] > limits.setdefault(kind, first_cap):
+            full.append(members)
+            limits[kind] = cap
+            members, used = [], 0
+        members.append(index)
+        filling[kind] = (members, used + sizes[index])
+    full += [members for members, _ in filling.values()]
+    return sorted(full, key=lambda members: position[members[-1]])
+
+
+class Packer:
+    """Arrays of one kind and the flat array in which they travel; a lone contiguous one is its own."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._arrays = [without_history(a) for a in arrays]
+        first = self._arrays[0]
+        self._own = len(arrays) > 1 or not is_contiguous(first)
+        self.flat = (
+            flat_like(first, sum(math.prod(a.shape) for a in arrays)) if self._own else first.reshape(-1)
+        )
+
+    def _places(self) -> Iterable[tuple[Any, Any]]:
+        start = 0
+        for array in self._arrays:
+            end = start + math.prod(array.shape)
+            yield array, self.flat[start:end].reshape(array.shape)
+            start = end
+
+    def pack(self) -> None:
+        """Copy the arrays in."""
+        if self._own:
+            for array, place in self._places():
+                place[...] = array
+
+    def unpack(self) -> None:
+        """Copy the arrays out."""
+        if self._own:
+            for array, place in self._places():
+                array[...] = place
+
+
+def is_contiguous(array: Any) -> bool:
+    """Whether the elements lie in C order without gaps."""
+    return bool(array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous)
+
+
+def check_writable(name: str, array: Any) -> None:
+    """Refuse an array that results cannot be written to.
+
+    Raises:
+        DistArgumentError: it is read-only.
+        DistTypeError: it is no array, a NumPy scalar, or of a dtype that no collective takes.
+    """
+    kind = kind_of(array)
+    element_type(kind)
+    if isinstance(array, np.generic):
+        raise DistTypeError(f"{name} is a NumPy scalar, not an array; results cannot be written to it")
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise DistArgumentError(f"{name} is read-only; results cannot be written to it")

@@ -1,0 +1,162 @@
+"""Keeping the ranks' parameters the same: broadcast at the start, average in one go, compare bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from unicoll.errors import DistError
+from unicoll.parallel.arrays import (
+    Arrays,
+    Packer,
+    byte_array,
+    check_writable,
+    host_bytes,
+    kind_of,
+    named,
+    plan_buckets,
+    resolve_group,
+)
+from unicoll.types import ReduceOp
+
+__all__ = ["average_gradients", "broadcast_parameters", "check_identical", "parameters_digest"]
+
+MESSAGE_BYTES = 25 * 2**20
+DIGEST_BYTES = 32
+
+
+def broadcast_parameters(parameters: Arrays, src: int = 0, group: Any = None) -> None:
+    """Overwrite every rank's arrays with those of one rank; small arrays share a message.
+
+    Args:
+        parameters: arrays of NumPy, CuPy or torch, as a sequence or a mapping; the same order, shapes and
+            dtypes on every rank.
+        src: the global rank whose values all ranks get.
+        group: the process group; the default group when None.
+
+    Raises:
+        DistArgumentError: an array is read-only, or ``src`` is not in the group.
+        DistTypeError: an element is no array, or of a dtype that cannot be communicated.
+        NotInitializedError: no group is given, and there is no default group.
+    """
+    members = resolve_group(group)
+    root = members.group_rank(src)
+    for packer in _packers(parameters):
+        packer.pack()
+        members.broadcast(packer.flat, src=root)
+        packer.unpack()
+
+
+def average_gradients(gradients: Arrays, group: Any = None) -> None:
+    """Replace every array by its average over the ranks, in place; small arrays share a message.
+
+    For training loops that have all gradients before they communicate any; :class:`GradientBuckets` overlaps.
+
+    Args:
+        gradients: arrays of NumPy, CuPy or torch, as a sequence or a mapping; the same order, shapes and
+            dtypes on every rank.
+        group: the process group; the default group when None.
+
+    Raises:
+        DistArgumentError: an array is read-only.
+        DistTypeError: an element is no array, or of a dtype that cannot be communicated.
+        NotInitializedError: no group is given, and there is no default group.
+    """
+    members = resolve_group(group)
+    packers = _packers(gradients)
+    works = []
+    for packer in packers:
+        packer.pack()
+        works.append(members.all_reduce(packer.flat, op=ReduceOp.AVG, async_op=True))
+    for packer, work in zip(packers, works, strict=True):
+        work.wait()
+        packer.unpack()
+
+
+def parameters_digest(parameters: Arrays) -> str:
+    """SHA-256, in hex, over the arrays' names, dtypes, shapes and bytes: equal exactly when all bits are.
+
+    Arrays of a sequence are named by their place. The library and device do not count.
+    """
+    return _digest(*named(parameters)).hex()
+
+
+def check_identical(parameters: Arrays, group: Any = None) -> str:
+    """Make sure that all ranks hold the same arrays, bit for bit. Every rank of the group calls it.
+
+    Args:
+        parameters: arrays of NumPy, CuPy or torch, as a sequence or a mapping.
+        group: the process group; the default group when None.
+
+    Returns:
+        The digest that all ranks have, as :func:`parameters_digest` gives it.
+
+    Raises:
+        DistError: on all ranks, when they differ. It names the ranks whose arrays are not those of most ranks
+            (of the lowest rank, when there is no most), and the arrays in which they differ; ``rank`` is the
+            first.
+        NotInitializedError: no group is given, and there is no default group.
+    """
+    members = resolve_group(group)
+    names, arrays = named(parameters)
+    own = _digest(names, arrays)
+    count = len(arrays).to_bytes(8, "little")
+    like = arrays[0] if arrays else np.empty(0)
+    told = _gather(members, own + count, like)
+    if len(set(told)) == 1:
+        return own.hex()
+    common = Counter(told).most_common(1)[0][0]
+    strangers = [r for r, answer in enumerate(told) if answer != common]
+    if len({answer[DIGEST_BYTES:] for answer in told}) > 1:
+        counts = ", ".join(str(int.from_bytes(answer[DIGEST_BYTES:], "little")) for answer in told)
+        what = f"they hold different numbers of arrays ({counts}, by rank)"
+    else:
+        each = b"".join(_digest([name], [array]) for name, array in zip(names, arrays, strict=True))
+        rows = [
+            np.frombuffer(row, np.uint8).reshape(-1, DIGEST_BYTES) for row in _gather(members, each, like)
+        ]
+        reference = rows[told.index(common)]
+        odd = sorted({int(i) for r in strangers for i in np.flatnonzero((rows[r] != reference).any(axis=1))})
+        what = "they differ in " + ", ".join(names[i] for i in odd[:8]) + (", ..." if len(odd) > 8 else "")
+    ranks = [members.global_rank(r) for r in strangers]
+    raise DistError(
+        f"parameters are not the same on all ranks: rank{'s' * (len(ranks) > 1)} "
+        f"{', '.join(map(str, ranks))} of {len(told)} not as the others; {what}",
+        rank=ranks[0],
+    )
+
+
+def _packers(arrays: Arrays) -> list[Packer]:
+    names, members = named(arrays)
+    for name, array in zip(names, members, strict=True):
+        check_writable(name, array)
+    plan = plan_buckets(
+        [kind_of(a) for a in members],
+        [a.nbytes for a in members],
+        range(len(members)),
+        MESSAGE_BYTES,
+        MESSAGE_BYTES,
+    )
+    return [Packer([members[i] for i in bucket]) for bucket in plan]
+
+
+def _digest(names: list[str], arrays: list[Any]) -> bytes:
+    digest = hashlib.sha256()
+    for name, array in zip(names, arrays, strict=True):
+        dtype = str(kind_of(array).dtype).removeprefix("torch.")
+        digest.update(f"{name!r} {dtype} {list(array.shape)}\n".encode())
+        digest.update(host_bytes(array).data)
+    return digest.digest()
+
+
+def _gather(group: Any, data: bytes, like: Any) -> list[bytes]:
+    """Every rank's bytes, equally many on each; they travel where the arrays live, which the group serves."""
+    size = group.size()
+    own: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8).copy()
+    everyone = byte_array(np.empty(size * len(data), np.uint8), like)
+    group.all_gather_into_tensor(everyone, byte_array(own, like))
+    return [row.tobytes() for row in host_bytes(everyone).reshape(size, -1)]

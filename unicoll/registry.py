@@ -1,0 +1,217 @@
+"""Backends by name: found lazily, chosen by device, with the reason why one cannot be used.
+
+A backend comes from the built-in table, from the entry-point group ``unicoll.backends`` of an installed package
+(the entry's name is the backend's; it points at a :class:`unicoll.backend.Backend` subclass), or from
+``Backend.register_backend``. Nothing is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from .backend import Backend as BackendBase
+from .errors import BackendUnavailableError, DistArgumentError
+
+__all__ = ["Backend", "Choice", "choose", "default_backend_for_device", "known", "reason_against"]
+
+_BUILT_IN = {"gloo": "gloo_fallback", "mpi": "mpi_comm", "nccl": "nccl_comm"}
+_registered: dict[str, Callable[[], type[BackendBase]]] = {}
+_registered_devices: dict[str, frozenset[str]] = {}
+
+
+class Backend(str):
+    """A backend's name, as torch.distributed has it: ``Backend("GLOO") == "gloo"``.
+
+    The names that are known are attributes: ``Backend.GLOO``, ``Backend.MPI``, ``Backend.NCCL``.
+    """
+
+    UNDEFINED = "undefined"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    MPI = "mpi"
+    UCC = "ucc"
+    XCCL = "xccl"
+    backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "mpi"]
+
+    def __new__(cls, name: str) -> Backend:
+        if not isinstance(name, str):
+            raise DistArgumentError(f"backend: expected a name, got {name!r}")
+        return super().__new__(cls, name.lower())
+
+    @classmethod
+    def register_backend(
+        cls,
+        name: str,
+        func: type[BackendBase] | Callable[..., Any],
+        extended_api: bool = False,
+        devices: str | list[str] | None = None,
+    ) -> None:
+        """Make a third party's backend known.
+
+        Args:
+            name: what users say; case does not count.
+            func: a :class:`unicoll.backend.Backend` subclass, or a function without arguments that returns one.
+            extended_api: accepted for torch's sake; the contract is always :class:`unicoll.backend.Context`.
+            devices: device types that it serves; None takes them from the class's ``caps``.
+
+        Raises:
+            DistArgumentError: the name is taken or not a name.
+        """
+        key = name.lower()
+        if not re.fullmatch(r"[a-z][a-z0-9_-]*", key):
+            raise DistArgumentError(f"register_backend: {name!r} is no name for a backend")
+        if key in _BUILT_IN or key in _registered:
+            raise DistArgumentError(f"register_backend: there is a backend {key!r} already")
+        if isinstance(func, type) and issubclass(func, BackendBase):
+            _registered[key] = partial(_same, func)
+        elif callable(func):
+            _registered[key] = func
+        else:
+            raise DistArgumentError(f"register_backend: {func!r} is neither a Backend class nor a function")
+        if devices is not None:
+            _registered_devices[key] = frozenset([devices] if isinstance(devices, str) else devices)
+        cls.backend_list.append(key)
+        setattr(cls, name.upper().replace("-", "_"), key)
+
+
+def _same(cls: type[BackendBase]) -> type[BackendBase]:
+    return cls
+
+
+def _entry_points() -> dict[str, Callable[[], type[BackendBase]]]:
+    from importlib.metadata import entry_points
+
+    return {e.name.lower(): e.load for e in entry_points(group="unicoll.backends")}
+
+
+def known() -> list[str]:
+    """Names of all backends that are registered or installed, available or not."""
+    return sorted({*_BUILT_IN, *_registered, *_entry_points()})
+
+
+def load(name: str) -> type[BackendBase]:
+    """The class of a backend.
+
+    Raises:
+        BackendUnavailableError: unknown, or it cannot be imported; the message says which and why.
+    """
+    if name in _registered:
+        return _registered[name]()
+    if name in _BUILT_IN:
+        try:
+            module = importlib.import_module(_BUILT_IN[name])
+        except ImportError as e:
+            raise BackendUnavailableError(f"backend {name!r}: {e}") from e
+        maker = getattr(module, "backend_class", None)
+        if maker is None:
+            raise BackendUnavailableError(f"backend {name!r} is not part of this version of unicoll")
+        found: type[BackendBase] = maker()
+        return found
+    installed = _entry_points()
+    if name in installed:
+        loaded: Any = installed[name]()
+        return loaded if isinstance(loaded, type) else loaded()
+    raise BackendUnavailableError(f"there is no backend {name!r}; known are {', '.join(known())}")
+
+
+def reason_against(name: str) -> str | None:
+    """Why a backend cannot be used here, or None if it can."""
+    try:
+        reason = load(name).availability()
+    except Exception as e:
+        return str(e)
+    return None if reason is None else f"backend {name!r}: {reason}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend chosen for a device type, and why."""
+
+    device: str
+    name: str
+    cls: type[BackendBase]
+    why: str
+
+
+def _devices(name: str, cls: type[BackendBase]) -> frozenset[str]:
+    return _registered_devices.get(name, cls.caps.devices)
+
+
+def choose(backend: str | None, started_by_mpi: bool = False) -> list[Choice]:
+    """The backends of a group, one for each device type that is served.
+
+    Args:
+        backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available, else to gloo; CUDA
+            arrays to NCCL where it is available), a name, or ``"cpu:gloo,cuda:nccl"``.
+        started_by_mpi: whether an MPI launcher started the process.
+
+    Raises:
+        BackendUnavailableError: what was asked for cannot be used; the message has each candidate's reason.
+        DistArgumentError: not a backend specification.
+    """
+    if backend is None or backend in ("", "undefined"):
+        return _choose_by_device(started_by_mpi)
+    spec = backend.lower()
+    if ":" not in spec:
+        cls = _usable([spec])[1]
+        return [Choice(d, spec, cls, f"backend={backend!r}") for d in sorted(_devices(spec, cls))]
+    choices = []
+    for part in spec.split(","):
+        device, _, name = part.strip().partition(":")
+        if not device or not name:
+            raise DistArgumentError(f"backend: {backend!r} is not of the form 'cpu:gloo,cuda:nccl'")
+        cls = _usable([name])[1]
+        if device not in _devices(name, cls):
+            raise BackendUnavailableError(f"backend {name!r} does not serve {device} arrays")
+        choices.append(Choice(device, name, cls, f"backend={backend!r}"))
+    return choices
+
+
+def _usable(names: Iterable[str]) -> tuple[str, type[BackendBase]]:
+    """The first of the named backends that is available."""
+    reasons = []
+    for name in names:
+        reason = reason_against(name)
+        if reason is None:
+            return name, load(name)
+        reasons.append(reason)
+    raise BackendUnavailableError("; ".join(reasons))
+
+
+def _choose_by_device(started_by_mpi: bool) -> list[Choice]:
+    name, cls = _usable(["mpi", "gloo"] if started_by_mpi else ["gloo"])
+    if not started_by_mpi:
+        why = "the default for CPU arrays"
+    elif name == "mpi":
+        why = "started by an MPI launcher"
+    else:
+        why = f"an MPI launcher started us, but {reason_against('mpi')}"
+    choices = [Choice("cpu", name, cls, why)]
+    reason = reason_against("nccl")
+    if reason is None:
+        choices.append(Choice("cuda", "nccl", load("nccl"), "the default for CUDA arrays"))
+    return choices
+
+
+def default_backend_for_device(device: Any) -> str:
+    """Name of the backend that serves a device type by default: ``"gloo"`` for cpu, ``"nccl"`` for cuda.
+
+    Args:
+        device: ``"cpu"``, ``"cuda:1"``, or a device object of torch or unicoll.
+
+    Raises:
+        DistArgumentError: no backend serves it.
+    """
+    kind = str(getattr(device, "type", device)).partition(":")[0]
+    names = {"cpu": "gloo", "cuda": "nccl"}
+    for name, devices in _registered_devices.items():
+        for served in devices:
+            names.setdefault(served, name)
+    if kind not in names:
+        raise DistArgumentError(f"no backend serves {kind!r} arrays; served are {', '.join(sorted(names))}")
+    return names[kind]

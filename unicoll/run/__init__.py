@@ -1,0 +1,47 @@
+"""The launcher: ``python -m unicoll.run [flags] script [arguments]``, with torchrun's flags.
+
+It starts ``--nproc-per-node`` worker processes and waits for them. What it promises:
+
+- **Environment.** Each worker gets RANK, WORLD_SIZE, LOCAL_RANK and the rest of torchrun's variables, so that
+  ``init_process_group()`` needs no arguments. On one node the launcher makes a secret for the job, serves
+  its store on the loopback interface, and keeps a free MASTER_PORT reserved: any number of launches at once
+  do not collide. With several nodes, start it once per node with ``--nnodes``, ``--node-rank``,
+  ``--master-addr`` and one secret in UNICOLL_SECRET or UNICOLL_SECRET_FILE.
+- **Output.** Whole lines, prefixed ``[<role><local_rank>]:``; stdout and stderr stay apart. One worker
+  alone has the console to itself. Local rank 0 inherits stdin, the others read an empty one.
+- **Failure.** After the first failure the others have ``--grace`` seconds to fail by themselves; then come
+  SIGTERM and, after ``--shutdown-timeout``, SIGKILL. The last thing on stderr is the first failure's
+  traceback, alone. The exit code is that of the first failing rank, 128 + N for signal N.
+- **No orphans.** Nothing that a worker started outlives the job, also when the launcher is killed by
+  SIGKILL; see ``unicoll.run.guard`` for how a job's processes are known, and how one may leave on purpose.
+- **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are passed on to the workers' process groups and end the
+  job with 128 + N; a second Ctrl-C kills at once. A signal that the launcher was started to ignore (nohup)
+  stays ignored.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the launcher with these arguments (``sys.argv[1:]`` if None) and return its exit code.
+
+    A mistake in the arguments raises SystemExit(2), as argparse does, after one line on stderr.
+    """
+    from unicoll.errors import DistError
+    from unicoll.run.agent import Agent
+    from unicoll.run.args import parse
+
+    options = parse(argv)
+    try:
+        return Agent(options).run()
+    except (OSError, DistError) as error:
+        text = (
+            error.strerror if isinstance(error, OSError) and error.strerror and not error.filename else error
+        )
+        sys.stderr.write(f"unicoll.run: error: {text}\n")
+        return 1

@@ -1,0 +1,212 @@
+"""What each worker process runs first. The launcher starts it by path: it loads nothing of unicoll.
+
+    python bootstrap.py LAUNCHER_PID script|module|command TARGET [ARGUMENT ...]
+
+It ties the process's life to the launcher's, and then becomes what the user asked for: a script or a module
+runs here as plain ``python`` would run it (``sys.argv``, ``sys.path[0]``, ``__main__``, exit codes,
+``KeyboardInterrupt``), a command replaces the process. An exception that nobody caught is recorded in the
+file that TORCHELASTIC_ERROR_FILE names, in torch's format, before the interpreter reports it as always.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import CodeType, ModuleType, TracebackType
+
+_PR_SET_PDEATHSIG = 1
+_SIGKILL = 9
+
+
+def main() -> None:
+    """Read the command line above and become its target."""
+    launcher, kind, target, *arguments = sys.argv[1:]
+    _leave_own_directory()
+    die_with(int(launcher))
+    if kind == "command":
+        _become_command(target, arguments)
+    sys.argv = [target, *arguments]
+    _enable_faulthandler()
+    try:
+        if kind == "module":
+            _run_module(target)
+        else:
+            _run_script(target)
+    except (SystemExit, KeyboardInterrupt) as error:
+        _hide_own_frames(error)
+        raise
+    except BaseException as error:
+        _hide_own_frames(error)
+        record(error)
+        raise
+
+
+def _leave_own_directory() -> None:
+    # Python put this file's directory first; the user's script must not find our modules there.
+    if _adds_script_directory():
+        del sys.path[0]
+
+
+def _adds_script_directory() -> bool:
+    return not (sys.flags.isolated or getattr(sys.flags, "safe_path", False))
+
+
+def die_with(launcher: int) -> None:
+    """Have the kernel kill this process when its parent dies; leave if the launcher is dead already."""
+    import os
+
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
+    except (ImportError, OSError, AttributeError):
+        pass  # not Linux, or no libffi: the guard process still cleans up
+    # PYTHON_EXEC may be a wrapper that forks, so the parent need not be the launcher; a dead launcher is
+    # decisive.
+    if os.getppid() != launcher:
+        try:
+            os.kill(launcher, 0)
+        except ProcessLookupError:
+            os._exit(1)
+        except PermissionError:
+            pass
+
+
+def _become_command(command: str, arguments: list[str]) -> None:
+    import os
+    import signal
+
+    for name in (
+        "SIGPIPE",
+        "SIGXFSZ",
+    ):  # Python ignores these, and an ignored signal would stay so after exec
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        os.execvp(command, [command, *arguments])
+    except OSError as error:
+        sys.stderr.write(f"{command}: {error.strerror}\n")
+        sys.stderr.flush()
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _enable_faulthandler() -> None:
+    import faulthandler
+
+    try:
+        faulthandler.enable(all_threads=True)
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        pass  # there is no usable stderr
+
+
+def _run_script(script: str) -> None:
+    import os
+
+    if os.path.isdir(script) or script.endswith((".zip", ".pyz")):
+        import runpy
+
+        _fresh_main()
+        sys.path.insert(0, os.path.abspath(script))
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    if _adds_script_directory():
+        sys.path.insert(0, os.path.dirname(os.path.realpath(script)))
+    path = os.path.abspath(script)
+    module = _fresh_main()
+    names = vars(module)
+    names["__file__"] = path
+    names["__cached__"] = None
+    names["__loader__"] = _loader(path)
+    exec(_code(path), names)
+
+
+def _run_module(name: str) -> None:
+    import os
+    import runpy
+
+    if _adds_script_directory():
+        sys.path.insert(0, os.getcwd())
+    _fresh_main()
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def _fresh_main() -> ModuleType:
+    """Put an empty module in ``__main__``'s place, to the end: pickle, atexit, multiprocessing look there."""
+    module = type(sys)("__main__")
+    vars(module)["__builtins__"] = sys.modules["builtins"]
+    if sys.version_info < (3, 14):
+        vars(module)["__annotations__"] = {}
+    sys.modules["__main__"] = module
+    return module
+
+
+def _loader(path: str) -> object:
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+
+    return (SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader)("__main__", path)
+
+
+def _code(path: str) -> CodeType:
+    import io
+
+    with io.open_code(path) as file:
+        if path.endswith(".pyc"):
+            import pkgutil
+
+            code: CodeType = pkgutil.read_code(file)
+            return code
+        source = file.read()
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _hide_own_frames(error: BaseException) -> None:
+    """Let the traceback start in the user's code, in whatever ``sys.excepthook`` shows it."""
+    ours = {__file__, "<frozen runpy>", getattr(sys.modules.get("runpy"), "__file__", None)}
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+        traceback = traceback.tb_next
+    hook = sys.excepthook
+
+    def shown(kind: type[BaseException], value: BaseException, _full: TracebackType | None) -> None:
+        hook(kind, value.with_traceback(traceback), traceback)
+
+    sys.excepthook = shown
+    error.__traceback__ = traceback
+
+
+def record(error: BaseException) -> None:
+    """Write the exception where torch's launcher would look for it, with its exact time and its classes."""
+    try:
+        import os
+        import time
+
+        now = time.time_ns()
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if not path:
+            return
+        import json
+        import traceback
+
+        kind = type(error)
+        text = "".join(traceback.format_exception(kind, error, error.__traceback__))
+        summary = traceback.format_exception_only(kind, error)[-1].strip()
+        content = {
+            "message": {
+                "message": summary,
+                "extraInfo": {"py_callstack": text, "timestamp": str(now // 1_000_000_000)},
+            },
+            "unicoll": {
+                "time_ns": now,
+                "classes": [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__],
+            },
+        }
+        with open(f"{path}.{os.getpid()}", "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(content, file)
+        os.replace(file.name, path)
+    except Exception:
+        pass  # the record is a courtesy; the exception itself is on its way
+
+
+if __name__ == "__main__":
+    main()

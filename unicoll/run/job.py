@@ -1,0 +1,109 @@
+"""What the workers of a job share: the secret, the store, the port that is kept for them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from unicoll.auth import Secret, find_secret
+from unicoll.run.guard import JOB_VARIABLE
+
+if TYPE_CHECKING:
+    from unicoll.stores import TCPStore
+
+__all__ = ["EXIT_KEY", "LocalJob", "job_token", "job_variable", "reserve_port"]
+
+EXIT_KEY = "launcher/exit/{rank}"
+"""Where the launcher tells, in the job's store, how a rank ended: JSON with its pid, status (``-N``:
+signal N) and cause."""
+
+
+def job_token() -> str:
+    """A fresh random name that marks the job's processes."""
+    return secrets.token_hex(16)
+
+
+def job_variable(token: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The value of UNICOLL_JOB for a job's processes: the enclosing jobs' tokens, then its own."""
+    outer = environ.get(JOB_VARIABLE)
+    return f"{outer}:{token}" if outer else token
+
+
+def reserve_port(port: int = 0) -> socket.socket:
+    """Bind a TCP port on all interfaces without listening: a program that sets SO_REUSEADDR can listen there.
+
+    While the socket is open the kernel gives the port to nobody who asks for any free one.
+
+    Args:
+        port: the port; 0 picks a free one.
+
+    Raises:
+        OSError: the port is in use; the message names it.
+    """
+    try:
+        sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+    except OSError:  # a kernel without IPv6
+        return _bind(socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port)
+    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    return _bind(sock, "::", port)
+
+
+def _bind(sock: socket.socket, host: str, port: int) -> socket.socket:
+    try:
+        # A port of our choice must be nobody else's reservation; a given one may be in TIME_WAIT from the
+        # last job.
+        if port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"port {port} cannot be used: {error.strerror}") from None
+    return sock
+
+
+class LocalJob:
+    """A job whose processes are all on this host: its secret, its store (served by this process), its port.
+
+    Args:
+        environ: the user's environment; a secret given there is used, else a fresh one is made.
+        master_port: port for the job's own use (MASTER_PORT); None picks a free one.
+
+    Raises:
+        OSError: ``master_port`` is in use.
+        DistArgumentError: the user's secret is unusable.
+        DistStoreError: the store cannot be started.
+    """
+
+    def __init__(self, environ: Mapping[str, str] = os.environ, master_port: int | None = None) -> None:
+        from unicoll.stores import TCPStore
+
+        self.environment: dict[str, str] = {"UNICOLL_LAUNCHER": "1"}
+        secret = _user_secret(environ)
+        if secret is None:
+            text = secrets.token_hex(32)
+            self.environment["UNICOLL_SECRET"] = text
+            secret = find_secret({"UNICOLL_SECRET": text})
+        self._port = reserve_port(master_port or 0)
+        self.master_port: int = self._port.getsockname()[1]
+        try:
+            self.store: TCPStore = TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, secret=secret
+            )
+        except BaseException:
+            self._port.close()
+            raise
+        self.environment["UNICOLL_STORE"] = f"127.0.0.1:{self.store.port}"
+
+    def close(self) -> None:
+        """End the store and give the port back."""
+        self.store.close()
+        self._port.close()
+
+
+def _user_secret(environ: Mapping[str, str]) -> Secret | None:
+    secret = find_secret(environ)
+    return secret if secret.key else None

@@ -1,0 +1,343 @@
+"""From the workers' pipes to the console and the log files: whole lines, each with its worker's prefix.
+
+``Lines`` cuts one stream into lines. ``Console`` is the thread that writes to the launcher's own stdout and
+stderr, so that a slow reader downstream (a pager, a full pipe) never stops the launcher from watching its
+workers. ``Stream`` is one worker's pipe; ``Streams`` reads all of them from the launcher's selector.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import BinaryIO, NamedTuple
+
+__all__ = ["Console", "Lines", "Stream", "Streams"]
+
+_CHUNK = 1 << 16
+_PIPE_CHUNKS = 16  # what the largest pipe of an unprivileged process holds
+_LONGEST_LINE = 1 << 20
+_BACKLOG = 8 << 20
+_TAIL = 16 << 10
+_PROGRESS_PERIOD = 1.0  # seconds between two states of a progress bar that does not go to a terminal
+_PROMPT_DELAY = 0.2  # an unfinished line this old is shown on a terminal: it may be a prompt
+_ERASE = b"\r\x1b[K"
+_RETURN = re.compile(rb"\r(?=[^\r\n])")
+
+
+class Lines:
+    """Cuts a stream of bytes into whole lines and puts ``prefix`` before each.
+
+    No byte is dropped. A line longer than 1 MiB is cut by a newline of ours; a carriage return inside a
+    line gets the prefix after it, because what follows overwrites the line on a terminal.
+    """
+
+    def __init__(self, prefix: bytes = b"", longest: int = _LONGEST_LINE) -> None:
+        self._prefix = prefix
+        self._longest = longest
+        self._pending = bytearray()
+
+    @property
+    def unfinished(self) -> bytes:
+        """The last state of the line that has not ended yet, with its prefix; empty if there is none."""
+        state = bytes(self._pending.rpartition(b"\r")[2])
+        return self._prefix + state if state else b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what was read; give the lines that it completes."""
+        searched = len(self._pending)
+        self._pending += data
+        end = self._pending.rfind(b"\n", searched) + 1
+        if end:
+            return self._take(end)
+        return self.finish() if len(self._pending) > self._longest else b""
+
+    def progress(self) -> bytes:
+        """The unfinished line up to its last carriage return, as a line; empty if there is none."""
+        end = self._pending.rfind(b"\r")
+        if end < 0 or not self._pending[:end].strip(b"\r"):
+            return b""
+        return self._take(end) + b"\n"
+
+    def finish(self) -> bytes:
+        """What is left, as a line; empty if nothing is."""
+        return self._take(len(self._pending)) + b"\n" if self._pending else b""
+
+    def _take(self, end: int) -> bytes:
+        block = bytes(self._pending[:end])
+        del self._pending[:end]
+        if not self._prefix:
+            return block
+        if b"\r" in block:
+            block = _RETURN.sub(lambda _match: b"\r" + self._prefix, block)
+        body = block.removesuffix(b"\n")
+        ending = block[len(body) :]
+        return self._prefix + body.replace(b"\n", b"\n" + self._prefix) + ending
+
+
+class _Output(NamedTuple):
+    fd: int
+    data: bytes
+    owner: object
+    is_state: bool
+
+
+class Console:
+    """Writes to file descriptors 1 and 2 from a thread of its own, in the order in which it was asked to.
+
+    Args:
+        wake: called, from the thread, when the backlog has shrunk enough to read from the workers again.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._queue: deque[_Output] = deque()
+        self._backlog = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._dead: set[int] = set()
+        self._state: _Output | None = None
+        self._terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
+        self._thread = threading.Thread(target=self._run, name="unicoll-console", daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        """Whether so much waits to be written that the workers' pipes should not be read for now."""
+        return self._backlog > _BACKLOG
+
+    def is_terminal(self, fd: int) -> bool:
+        """Whether a person may be looking at ``fd``."""
+        return fd in self._terminals
+
+    def write(self, fd: int, data: bytes, owner: object = None) -> None:
+        """Queue whole lines for ``fd``."""
+        self._put(_Output(fd, data, owner, False))
+
+    def show_state(self, fd: int, data: bytes, owner: object) -> None:
+        """On a terminal: show an unfinished line below all others, until ``owner`` writes again."""
+        self._put(_Output(fd, data, owner, True))
+
+    def close(self, give_up: Callable[[], bool]) -> None:
+        """Write what is queued and end the thread; ``give_up`` is asked whether to leave the rest."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        while self._thread.is_alive() and not give_up():
+            self._thread.join(0.2)
+
+    def _put(self, output: _Output) -> None:
+        if output.data:
+            with self._changed:
+                self._queue.append(output)
+                self._backlog += len(output.data)
+                self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._closing:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                output = self._queue.popleft()
+            self._write(output.fd, self._with_state(output) if output.fd in self._terminals else output.data)
+            with self._changed:
+                was_full = self.full
+                self._backlog -= len(output.data)
+                freed = was_full and not self.full
+            if freed:
+                self._wake()
+
+    def _with_state(self, output: _Output) -> bytes:
+        shown = self._state
+        data = _ERASE + output.data if shown else output.data
+        if output.is_state:
+            self._state = output
+        elif shown and output.owner is not shown.owner:
+            data += shown.data
+        else:
+            self._state = None
+        return data
+
+    def _write(self, fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        while view and fd not in self._dead:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:  # somebody made our stdout non-blocking
+                select.select([], [fd], [], 1.0)
+            except OSError:  # its reader is gone; the job goes on
+                self._dead.add(fd)
+
+
+def _is_terminal(fd: int) -> bool:
+    try:
+        return os.isatty(fd)
+    except OSError:
+        return False
+
+
+class Stream:
+    """One worker's stdout or stderr: the pipe's reading end, and where its bytes go.
+
+    Args:
+        fd: the pipe; owned from now on.
+        console, target: lines go to the console's file descriptor ``target`` (1 or 2), nowhere if None.
+        prefix: put before each line.
+        log: an unbuffered file that gets the bytes as they are, or None; owned from now on.
+    """
+
+    def __init__(
+        self, fd: int, console: Console, target: int | None, prefix: bytes, log: BinaryIO | None
+    ) -> None:
+        self.fd = fd
+        self._console = console
+        self._target = target
+        self._lines = Lines(prefix)
+        self._log = log
+        self._tail = bytearray()
+        self._last_read = 0.0
+        self._last_progress = 0.0
+        self._state = b""
+        os.set_blocking(fd, False)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the end of the stream has been reached, or ``close`` called."""
+        return self.fd < 0
+
+    @property
+    def tail(self) -> str:
+        """The last lines, at most 16 KiB."""
+        return bytes(self._tail[-_TAIL:]).decode("utf-8", "replace")
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a line has begun that ``tick`` may have to show."""
+        return self._target is not None and bool(self._lines.unfinished)
+
+    def read(self) -> bool:
+        """Forward what the pipe holds now, up to 64 KiB; False at its end."""
+        try:
+            data = os.read(self.fd, _CHUNK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        if not data:
+            return False
+        self._last_read = time.monotonic()
+        self._tail += data
+        if len(self._tail) > 4 * _TAIL:
+            del self._tail[:-_TAIL]
+        self._write_log(data)
+        if self._target is not None:
+            self._console.write(self._target, self._lines.feed(data), self)
+        return True
+
+    def tick(self, now: float) -> None:
+        """Show the state of a progress bar, or a prompt, that has waited long enough."""
+        if self._target is None:
+            return
+        if not self._console.is_terminal(self._target):
+            if now - self._last_progress >= _PROGRESS_PERIOD and (state := self._lines.progress()):
+                self._last_progress = now
+                self._console.write(self._target, state, self)
+        elif self._lines.progress() or now - self._last_read >= _PROMPT_DELAY:
+            state = self._lines.unfinished
+            if state != self._state:
+                self._state = state
+                self._console.show_state(self._target, state, self)
+
+    def close(self) -> None:
+        """Forward an unfinished last line and close everything."""
+        if self.closed:
+            return
+        if self._target is not None:
+            self._console.write(self._target, self._lines.finish(), self)
+        os.close(self.fd)
+        self.fd = -1
+        if self._log is not None:
+            self._log.close()
+
+    def _write_log(self, data: bytes) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(data)
+        except OSError as error:
+            self._console.write(
+                2, f"unicoll.run: {self._log.name}: {error.strerror}; no longer written\n".encode()
+            )
+            self._log.close()
+            self._log = None
+
+
+class Streams:
+    """All the workers' pipes, registered with a selector while there is room for what they bring."""
+
+    def __init__(self, selector: selectors.BaseSelector, console: Console) -> None:
+        self._selector = selector
+        self._console = console
+        self._open: list[Stream] = []
+        self._paused = False
+
+    def add(self, stream: Stream) -> None:
+        """Read this one, too."""
+        self._open.append(stream)
+        if not self._paused:
+            self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+
+    @property
+    def open(self) -> bool:
+        """Whether any pipe may still bring something."""
+        return bool(self._open)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether ``tick`` should be called again soon."""
+        return any(stream.unfinished for stream in self._open)
+
+    def read(self, stream: Stream) -> None:
+        """The selector says that ``stream`` has something."""
+        if not stream.closed and not stream.read():
+            self._drop(stream)
+
+    def tick(self) -> None:
+        """Pause or resume reading by the console's backlog, and show what has been unfinished for long."""
+        if self._paused != self._console.full:
+            self._paused = self._console.full
+            for stream in self._open:
+                if self._paused:
+                    self._selector.unregister(stream.fd)
+                else:
+                    self._selector.register(stream.fd, selectors.EVENT_READ, stream)
+        now = time.monotonic()
+        for stream in self._open:
+            stream.tick(now)
+
+    def close(self) -> None:
+        """Forward what the pipes hold this moment and close them all."""
+        for stream in list(self._open):
+            for _ in range(_PIPE_CHUNKS):
+                if not (_ready(stream.fd) and stream.read()):
+                    break
+            self._drop(stream)
+
+    def _drop(self, stream: Stream) -> None:
+        self._open.remove(stream)
+        if not self._paused:
+            self._selector.unregister(stream.fd)
+        stream.close()
+
+
+def _ready(fd: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,220 @@
+"""Starting the workers: their environment, command line, log files and pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+from unicoll.run.args import ERR, OUT, Options
+from unicoll.run.output import Console, Stream, Streams
+
+__all__ = ["LogFiles", "Worker", "shared_environment", "start_worker"]
+
+_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
+_TAIL = 16 << 10
+
+
+class LogFiles:
+    """The launch's directory: ``<log_dir>/<run_id>_<random>/attempt_0/<local_rank>/``, as torchrun's.
+
+    Without ``--log-dir`` it is a temporary directory, which is removed at the end unless streams were to be
+    kept there (``kept`` says so).
+    """
+
+    def __init__(self, options: Options) -> None:
+        wanted = any(options.redirects.values()) or any(options.tees.values())
+        self.kept = options.log_dir is not None or wanted
+        base = options.log_dir
+        if base is not None:
+            os.makedirs(base, exist_ok=True)
+        name = "".join(c if c.isalnum() or c in "-_.:" else "_" for c in options.run_id)
+        self.path = tempfile.mkdtemp(prefix=f"{name}_" if base else "unicoll_run_", dir=base)
+        for local_rank in range(options.nproc):
+            os.makedirs(self._directory(local_rank))
+
+    def file(self, local_rank: int, name: str) -> str:
+        """Path of a worker's stdout.log, stderr.log or error.json."""
+        return os.path.join(self._directory(local_rank), name)
+
+    def _directory(self, local_rank: int) -> str:
+        return os.path.join(self.path, "attempt_0", str(local_rank))
+
+
+class Worker:
+    """A started worker process, which leads a session and a process group of its own.
+
+    Attributes:
+        status: None while it runs; then its exit code, or ``-N`` when signal N killed it.
+        ended: when its end was seen, in seconds since the epoch.
+        stopped: whether it ended because the launcher told it to.
+    """
+
+    def __init__(self, rank: int, local_rank: int, process: subprocess.Popen[bytes], error_file: str) -> None:
+        self.rank = rank
+        self.local_rank = local_rank
+        self.process = process
+        self.pid = process.pid
+        self.error_file = error_file
+        self.status: int | None = None
+        self.ended = 0.0
+        self.stopped = False
+        self._stderr: Stream | str | None = None
+
+    def look(self) -> bool:
+        """Set ``status`` if the process has ended; True if it has.
+
+        The process stays a zombie until ``reap``, so that its pid, which is also its group's, is given to
+        no other.
+        """
+        if self.status is None:
+            result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if result is not None:
+                killed = result.si_code != os.CLD_EXITED
+                self.status = -result.si_status if killed else result.si_status
+        return self.status is not None
+
+    def reap(self) -> None:
+        """Let the ended process go."""
+        if self.status is not None:
+            self.process.wait()
+
+    def keep_stderr(self, stderr: Stream | str) -> None:
+        """Where the last lines of its stderr can be found: the stream, or the log file's path."""
+        self._stderr = stderr
+
+    @property
+    def tail(self) -> str:
+        """The last lines of its stderr, as far as the launcher saw them."""
+        if isinstance(self._stderr, str):
+            with contextlib.suppress(OSError), open(self._stderr, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+                return file.read().decode("utf-8", "replace")
+            return ""
+        return self._stderr.tail if self._stderr is not None else ""
+
+
+def shared_environment(
+    options: Options, environ: Mapping[str, str], job: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables that all of this node's workers have in common.
+
+    Args:
+        environ: the user's environment, which they inherit.
+        job: what the launcher adds: MASTER_PORT, UNICOLL_SECRET and the like.
+    """
+    shared = dict(environ)
+    for name in ("UNICOLL_STORE", "TORCHELASTIC_ERROR_FILE"):  # an enclosing job's
+        shared.pop(name, None)
+    shared.setdefault("PYTHONUNBUFFERED", "1")
+    if options.nproc > 1:
+        shared.setdefault("OMP_NUM_THREADS", "1")
+    shared.update(
+        LOCAL_WORLD_SIZE=str(options.nproc),
+        WORLD_SIZE=str(options.world_size),
+        GROUP_RANK=str(options.node_rank),
+        GROUP_WORLD_SIZE=str(options.nnodes),
+        ROLE_NAME=options.role,
+        ROLE_WORLD_SIZE=str(options.world_size),
+        MASTER_ADDR=options.master_addr,
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
+        TORCHELASTIC_RUN_ID=options.run_id,
+        TORCHELASTIC_USE_AGENT_STORE="False",  # MASTER_PORT is free for rank 0 to listen on
+        **job,
+    )
+    return shared
+
+
+def start_worker(
+    options: Options,
+    local_rank: int,
+    shared: Mapping[str, str],
+    logs: LogFiles,
+    console: Console,
+    streams: Streams,
+) -> Worker:
+    """Start one worker and connect its output.
+
+    Raises:
+        OSError: the process cannot be started, or a log file cannot be opened.
+    """
+    rank = options.node_rank * options.nproc + local_rank
+    error_file = logs.file(local_rank, "error.json")
+    environment = {
+        **shared,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "ROLE_RANK": str(rank),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+    }
+    with contextlib.ExitStack() as opened:
+        plans = [_plan(options, local_rank, which, logs) for which in (OUT, ERR)]
+        out, err = (
+            opened.enter_context(open(plan.file, "wb")) if plan.file else plan.popen for plan in plans
+        )
+        process = subprocess.Popen(
+            _command(options),
+            # Local rank 0 may talk to the user (a debugger, say); the others would only steal its input.
+            stdin=None if local_rank == 0 else subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            env=environment,
+            start_new_session=True,
+        )
+    worker = Worker(rank, local_rank, process, error_file)
+    prefix = _prefix(options, rank, local_rank)
+    shown = options.shown is None or local_rank in options.shown
+    for which, pipe, plan in zip((OUT, ERR), (process.stdout, process.stderr), plans, strict=True):
+        if pipe is not None:
+            log = open(plan.log, "wb", buffering=0) if plan.log else None
+            fd = os.dup(pipe.fileno())
+            pipe.close()
+            stream = Stream(fd, console, which if shown else None, prefix, log)
+            streams.add(stream)
+            if which == ERR:
+                worker.keep_stderr(stream)
+        elif which == ERR and plan.file:
+            worker.keep_stderr(plan.file)
+    return worker
+
+
+class _Plan(NamedTuple):
+    """Where one stream goes: straight to ``file``, or to what ``popen`` says, and then also to ``log``."""
+
+    popen: int | None = subprocess.PIPE
+    file: str | None = None
+    log: str | None = None
+
+
+def _plan(options: Options, local_rank: int, which: int, logs: LogFiles) -> _Plan:
+    path = logs.file(local_rank, "stdout.log" if which == OUT else "stderr.log")
+    if options.tees[local_rank] & which:
+        return _Plan(log=path)
+    if options.redirects[local_rank] & which:
+        return _Plan(popen=None, file=path)
+    if options.nproc == 1 and options.shown is None:
+        return _Plan(popen=None)  # one worker has the console to itself: it may well be a terminal
+    return _Plan()
+
+
+def _command(options: Options) -> list[str]:
+    # The command's own interpreter is not wanted here: -I -S makes the bootstrap start in a few milliseconds.
+    python = [sys.executable, "-I", "-S"] if options.kind == "command" else [options.python]
+    return [*python, _BOOTSTRAP, str(os.getpid()), options.kind, options.target, *options.arguments]
+
+
+def _prefix(options: Options, rank: int, local_rank: int) -> bytes:
+    template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+    if not options.prefix:
+        return b""
+    if template:
+        names = {"role_name": options.role, "rank": rank, "local_rank": local_rank}
+        return Template(template).safe_substitute(names).encode()
+    return f"[{options.role}{local_rank}]:".encode()

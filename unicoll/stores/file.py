@@ -1,0 +1,7 @@
+"""x"""
+
+from .hash import HashStore
+
+
+class FileStore(HashStore):
+    pass

@@ -1,0 +1,615 @@
+"""The state of this process: the default group, the other groups, and the calls that make and end them."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import sys
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from . import forks, registry
+from .backend import Job
+from .errors import DistArgumentError, DistError, NotInitializedError
+from .group import ProcessGroup
+from .launchers import detect, is_torchelastic_launched
+from .observe.control import Control
+from .registry import Backend, Choice
+from .rendezvous import Rendezvous, rendezvous
+from .types import default_pg_timeout, to_seconds
+
+__all__ = [
+    "GroupMember",
+    "destroy_process_group",
+    "explain",
+    "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_pg_count",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_process_group",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+]
+
+Timeout = timedelta | float | None
+_RENDEZVOUS_S = 300.0
+
+
+class _NonMember:
+    """What ``new_group`` returns on processes that are not in the group."""
+
+    def __repr__(self) -> str:
+        return "GroupMember.NON_GROUP_MEMBER"
+
+
+class _World:
+    """Everything that ``init_process_group`` sets up and ``destroy_process_group`` takes down."""
+
+    def __init__(self, meeting: Rendezvous, job: Job, default: ProcessGroup, notes: list[str]) -> None:
+        self.meeting = meeting
+        self.job = job
+        self.default = default
+        self.groups: list[ProcessGroup] = [default]
+        self.notes = notes
+        self.made = 0  # groups asked for so far, on this as on every rank: numbers the next
+        self.named: dict[str, int] = {}
+
+    def close(self, error: BaseException | None = None) -> None:
+        if error is not None:  # the program failed: nobody is to wait for what was posted
+            for one in self.groups:
+                for backend in one._served.values():
+                    backend.abort(DistError(f"this process ended with {type(error).__name__}: {error}"))
+        for one in reversed(self.groups):
+            one.close()
+        _take_down(self.meeting, self.job, error)
+
+
+def _take_down(meeting: Rendezvous, job: Job, error: BaseException | None) -> None:
+    try:
+        if job.control is not None:
+            job.control.close(error)
+    finally:
+        try:
+            job.close()
+        finally:
+            meeting.close()
+
+
+_world: _World | None = None
+_uncaught: BaseException | None = None
+
+
+class _GroupMeta(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default process group; None before init_process_group."""
+        return _world.default if _world is not None else None
+
+
+class GroupMember(metaclass=_GroupMeta):
+    """Names for groups: ``GroupMember.WORLD`` and ``GroupMember.NON_GROUP_MEMBER``."""
+
+    NON_GROUP_MEMBER = _NonMember()
+
+
+class group(metaclass=_GroupMeta):
+    """``group.WORLD``: the default process group, or None before init_process_group."""
+
+
+def resolve(pg: ProcessGroup | _NonMember | None) -> ProcessGroup | None:
+    """The group that an argument means: None is the default one; None is returned to non-members, with a warning.
+
+    Raises:
+        NotInitializedError: there is no default group.
+    """
+    if pg is None:
+        if _world is None:
+            raise NotInitializedError("there is no default process group: call init_process_group first")
+        return _world.default
+    if isinstance(pg, _NonMember):
+        warnings.warn("this process is not in the given group: the call does nothing here", stacklevel=4)
+        return None
+    return pg
+
+
+# --- beginning and end --------------------------------------------------------------------------------------------
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: Timeout = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Any = None,
+    group_name: str = "",
+    pg_options: Any = None,
+    device_id: Any = None,
+) -> None:
+    """Join the job: find the other processes and make the default process group. Returns when all have come.
+
+    Args:
+        backend: ``"gloo"``, ``"mpi"``, ``"nccl"``, a registered name, ``"cpu:gloo,cuda:nccl"``, or None to choose by
+            device and launcher (:func:`explain` says what was chosen and why).
+        init_method: ``env://`` (the default: the launcher's environment), ``tcp://host:port`` (IPv6 in brackets),
+            ``file:///path``. Not together with ``store``.
+        timeout: default timeout of the group's operations, timedelta or seconds; None is 30 minutes. Joining itself
+            is given up after this time, too.
+        world_size, rank: number of processes and rank of this one; -1 takes them from the launcher.
+        store: a store that all processes share; with it ``world_size`` and ``rank`` are needed.
+        group_name: accepted for torch's sake, not used.
+        pg_options: passed to the backend.
+        device_id: device that this process is bound to (index, or a torch or unicoll device).
+
+    Raises:
+        DistArgumentError: arguments or environment do not say who we are, or contradict each other.
+        BackendUnavailableError: the backend cannot be used here, and why.
+        OperationTimeoutError: not all ranks came in time; names the missing.
+        AuthenticationError: the others have another secret.
+        DistStoreError, DistNetworkError: the store cannot be reached.
+    """
+    global _world
+    if _world is not None:
+        raise DistArgumentError(
+            "init_process_group: the default process group exists already; destroy it first"
+        )
+    seconds = _seconds(timeout, default_pg_timeout.total_seconds())
+    if backend is not None:
+        registry.choose(backend)  # refuse it before anybody is kept waiting
+    patience = min(seconds, _RENDEZVOUS_S) if timeout is None else seconds
+    meeting = rendezvous(init_method, rank, world_size, store, patience)
+    job = Job(
+        meeting.rank,
+        meeting.world_size,
+        meeting.store,
+        meeting.secret.key,
+        meeting.trusted,
+        list(meeting.listen_addresses),
+        seconds,
+        local_size=meeting.local_world_size,
+    )
+    try:
+        launched = meeting.launched
+        choices = registry.choose(backend, launched is not None and launched.started_by_mpi)
+        for cls in {c.cls for c in choices}:
+            cls.prepare(job)
+        if job.size > 1:
+            job.control = Control(job.rank, job.size, job.key, job.addresses[0])
+            job.control.start(job.store, patience)
+        default = ProcessGroup(
+            job, "world", tuple(range(job.size)), choices, seconds, "default_pg", pg_options, device_id
+        )
+    except BaseException as e:
+        _take_down(meeting, job, e)
+        raise
+    notes = [*meeting.notes, *(f"{c.device} arrays: backend {c.name}: {c.why}" for c in choices)]
+    _world = _World(meeting, job, default, notes)
+    _watch_the_exit()
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """End a group, or with None or ``group.WORLD`` the whole job as far as this process is concerned.
+
+    What was posted is finished first, for a few seconds at most. Afterwards ``init_process_group`` may be called anew.
+
+    Raises:
+        NotInitializedError: there is no default group.
+        DistArgumentError: the group is not one of this process.
+    """
+    global _world
+    pg = resolve(group) if not isinstance(group, _NonMember) else None
+    if pg is None:
+        return
+    assert _world is not None
+    if pg is _world.default:
+        ending, _world = _world, None
+        ending.close()
+        return
+    if pg not in _world.groups:
+        raise DistArgumentError(
+            f"destroy_process_group: {pg!r} is not a group of this process, or not any more"
+        )
+    _world.groups.remove(pg)
+    pg.close()
+
+
+_watching = False
+
+
+def _watch_the_exit() -> None:
+    """An interpreter that ends leaves the job; one that ends with an exception says so to the others."""
+    global _watching
+    if _watching:
+        return
+    _watching = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        global _uncaught
+        _uncaught = value
+        before(kind, value, trace)
+
+    sys.excepthook = hook
+    atexit.register(_leave)
+    forks.in_child(_forget)
+
+
+def _leave() -> None:
+    global _world
+    if _world is not None:
+        ending, _world = _world, None
+        ending.close(_uncaught)
+
+
+def _forget() -> None:
+    """A forked child is not a member of its parent's groups."""
+    global _world
+    _world = None
+
+
+def _seconds(timeout: Timeout, default: float) -> float:
+    seconds = to_seconds(timeout)
+    if seconds is None:
+        return default
+    if seconds <= 0:
+        raise DistArgumentError(f"timeout: {timeout} is not a positive time")
+    return seconds
+
+
+def explain() -> str:
+    """What was chosen at init_process_group, from which source and why: rank, store, secret, interface, backends.
+
+    Before init_process_group: what the environment would give.
+    """
+    if _world is not None:
+        return "\n".join(_world.notes)
+    found = detect()
+    lines = ["not initialised"]
+    if found is None:
+        lines.append(
+            "no launcher: neither RANK and WORLD_SIZE nor an MPI or Slurm launcher's variables are set"
+        )
+    else:
+        lines.append(f"rank {found.rank} of {found.world_size}: from {found.source} ({found.name})")
+    for name in registry.known():
+        lines.append(f"backend {name}: {registry.reason_against(name) or 'available'}")
+    return "\n".join(lines)
+
+
+# --- questions -----------------------------------------------------------------------------------------------------
+
+
+def is_available() -> bool:
+    """Whether the package can be used: always."""
+    return True
+
+
+def is_initialized() -> bool:
+    """Whether the default process group exists."""
+    return _world is not None
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether a backend, by name, can be used on this machine."""
+    return registry.reason_against(backend.lower()) is None
+
+
+def is_gloo_available() -> bool:
+    """Whether the CPU backend can be used."""
+    return is_backend_available("gloo")
+
+
+def is_mpi_available() -> bool:
+    """Whether the MPI backend can be used."""
+    return is_backend_available("mpi")
+
+
+def is_nccl_available() -> bool:
+    """Whether the NCCL backend can be used."""
+    return is_backend_available("nccl")
+
+
+def is_ucc_available() -> bool:
+    """Always False: there is no UCC backend."""
+    return False
+
+
+def is_xccl_available() -> bool:
+    """Always False: there is no XCCL backend."""
+    return False
+
+
+def get_default_backend_for_device(device: Any) -> str:
+    """Name of the backend that serves a device (``"cpu"``, ``"cuda:0"``, a device object) by default."""
+    return registry.default_backend_for_device(device)
+
+
+def get_backend(group: Any = None) -> Backend:
+    """Name of a group's backend; raises DistArgumentError on processes outside the group."""
+    return Backend(_member(group, "get_backend").backend_name)
+
+
+def get_backend_config(group: Any = None) -> str:
+    """The backend of each device type, ``"cpu:gloo,cuda:nccl"``."""
+    return _member(group, "get_backend_config").backend_config
+
+
+def get_rank(group: Any = None) -> int:
+    """This process's rank in a group (the default one); -1 if it is not in it."""
+    if isinstance(group, _NonMember):
+        return -1
+    pg = resolve(group)
+    assert pg is not None
+    return pg.rank()
+
+
+def get_world_size(group: Any = None) -> int:
+    """Number of processes in a group (the default one); -1 if this one is not in it."""
+    if isinstance(group, _NonMember):
+        return -1
+    pg = resolve(group)
+    assert pg is not None
+    return pg.size()
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This process's rank on its host, as the launcher gave it, else ``fallback_rank``.
+
+    Raises:
+        DistError: no launcher said, and there is no fallback.
+    """
+    found = detect()
+    if found is not None and found.local_rank is not None:
+        return found.local_rank
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise DistError(
+        "get_node_local_rank: no launcher gave a local rank (LOCAL_RANK is not set); give fallback_rank"
+    )
+
+
+def get_pg_count() -> int:
+    """Number of groups that this process is in."""
+    return len(_world.groups) if _world is not None else 0
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """A global rank's rank in ``group``; DistArgumentError if it is not in it."""
+    return _member(group, "get_group_rank").group_rank(global_rank)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """The global rank of rank ``group_rank`` of ``group``; DistArgumentError if there is none."""
+    return _member(group, "get_global_rank").global_rank(group_rank)
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """Global ranks of a group's members (of the default group for None), in group order."""
+    return list(_member(group, "get_process_group_ranks").ranks)
+
+
+def _member(pg: Any, what: str) -> ProcessGroup:
+    if isinstance(pg, _NonMember):
+        raise DistArgumentError(f"{what}: this process is not in the given group")
+    found = resolve(pg)
+    assert found is not None
+    return found
+
+
+# --- more groups ---------------------------------------------------------------------------------------------------
+
+
+def _current(what: str) -> _World:
+    if _world is None:
+        raise NotInitializedError(f"{what}: there is no default process group: call init_process_group first")
+    return _world
+
+
+def _make(
+    world: _World,
+    name: str,
+    ranks: Sequence[int],
+    choices: Sequence[Choice],
+    timeout: float,
+    desc: str | None,
+    options: Any,
+    device: Any,
+) -> Any:
+    if world.job.rank not in ranks:
+        return GroupMember.NON_GROUP_MEMBER
+    made = ProcessGroup(world.job, name, tuple(ranks), choices, timeout, desc or "", options, device)
+    world.groups.append(made)
+    return made
+
+
+def _choices(world: _World, backend: str | None, parent: ProcessGroup) -> Sequence[Choice]:
+    if backend is None:
+        return parent.choices
+    choices = registry.choose(backend)
+    for cls in {c.cls for c in choices}:
+        cls.prepare(world.job)
+    return choices
+
+
+def _check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
+    if len(ranks) == 0:
+        raise DistArgumentError(f"{what}: ranks is empty")
+    if len(set(ranks)) != len(ranks):
+        raise DistArgumentError(f"{what}: ranks {list(ranks)} has duplicates")
+    for rank in ranks:
+        if not isinstance(rank, int) or not 0 <= rank < size:
+            raise DistArgumentError(f"{what}: {rank!r} is not a rank of a world of {size}")
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """Make a group of some of the processes. All processes of the job call this, in the same order.
+
+    Args:
+        ranks: global ranks of the members; None is all.
+        timeout: default timeout of its operations; None takes the default group's.
+        backend: as for init_process_group; None takes the default group's.
+        pg_options: passed to the backend.
+        use_local_synchronization: only the members call.
+        group_desc: a description, for messages.
+        device_id: device that the group is bound to.
+        sort_ranks: number the members by global rank; False keeps the order given.
+
+    Returns:
+        The group on its members, ``GroupMember.NON_GROUP_MEMBER`` elsewhere.
+
+    Raises:
+        DistArgumentError: ranks are empty, repeated or not in the world, or with ``use_local_synchronization`` the
+            caller is not among them.
+        BackendUnavailableError: the backend cannot be used here.
+    """
+    world = _current("new_group")
+    members = list(range(world.job.size)) if ranks is None else [int(r) for r in ranks]
+    _check_ranks("new_group", members, world.job.size)
+    if sort_ranks:
+        members.sort()
+    if use_local_synchronization:
+        if world.job.rank not in members:
+            raise DistArgumentError("new_group: with use_local_synchronization only the members may call")
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+        world.named[digest] = world.named.get(digest, 0) + 1
+        name = f"local-{digest}-{world.named[digest]}"
+    else:
+        world.made += 1
+        name = f"group-{world.made}"
+    seconds = _seconds(timeout, world.default.timeout)
+    choices = _choices(world, backend, world.default)
+    return _make(world, name, members, choices, seconds, group_desc, pg_options, device_id)
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: Any = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Cut a group into neighbouring subgroups of one size; all processes of the job call this.
+
+    Args:
+        group_size: members of each subgroup; None is the number of processes on a host.
+        group: what to cut; None is the default group.
+        timeout, backend, pg_options, group_desc: as for :func:`new_group`.
+
+    Returns:
+        This process's subgroup, and the list of all (NON_GROUP_MEMBER where it is not in it).
+
+    Raises:
+        DistArgumentError: the group cannot be cut evenly.
+    """
+    world = _current("new_subgroups")
+    parent = _member(group, "new_subgroups")
+    size = group_size if group_size is not None else world.job.local_size or parent.size()
+    if not 0 < size <= parent.size() or parent.size() % size:
+        raise DistArgumentError(
+            f"new_subgroups: a group of {parent.size()} cannot be cut into groups of {size}"
+        )
+    ranks = parent.ranks
+    lists = [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+    return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Make disjoint subgroups from lists of global ranks; all processes of the job call this.
+
+    Returns:
+        This process's subgroup (None if it is in none), and the list of all.
+
+    Raises:
+        DistArgumentError: no lists, or a rank in two of them.
+    """
+    if not ranks_per_subgroup_list:
+        raise DistArgumentError("new_subgroups_by_enumeration: no subgroups given")
+    everyone = [r for ranks in ranks_per_subgroup_list for r in ranks]
+    if len(set(everyone)) != len(everyone):
+        raise DistArgumentError("new_subgroups_by_enumeration: a rank is in two subgroups")
+    mine, made = None, []
+    for ranks in ranks_per_subgroup_list:
+        made.append(new_group(ranks, timeout, backend, pg_options, group_desc=group_desc))
+        if isinstance(made[-1], ProcessGroup):
+            mine = made[-1]
+    return mine, made
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Cut a group into disjoint parts; all members of the parent call this, and nobody else.
+
+    Args:
+        parent_pg: what to cut; None is the default group.
+        split_ranks: for each part the ranks *in the parent* of its members.
+        timeout: default timeout of the parts; None takes the parent's.
+        pg_options, group_desc: as for :func:`new_group`.
+        backend: None takes the parent's.
+
+    Returns:
+        This process's part, or None if it is in none.
+
+    Raises:
+        DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent.
+    """
+    world = _current("split_group")
+    parent = _member(parent_pg, "split_group")
+    if not split_ranks:
+        raise DistArgumentError("split_group: split_ranks is empty")
+    everyone = [r for part in split_ranks for r in part]
+    _check_ranks("split_group", everyone, parent.size())
+    parent.splits += 1
+    seconds = _seconds(timeout, parent.timeout)
+    choices = _choices(world, backend, parent)
+    for i, part in enumerate(split_ranks):
+        if len(part) == 0:
+            raise DistArgumentError(f"split_group: part {i} of split_ranks is empty")
+        if parent.rank() in part:
+            name = f"{parent.name}/{parent.splits}.{i}"
+            members = [parent.ranks[r] for r in sorted(part)]
+            made: ProcessGroup = _make(world, name, members, choices, seconds, group_desc, pg_options, None)
+            return made
+    return None
