@@ -65,7 +65,7 @@ def barrier(team: Team, call: Call) -> None:
 
 def broadcast(team: Team, call: Call) -> None:
     """The root's data to all."""
-    flat = _flat(call.outputs[0])
+    flat = _flat(call.inputs[0])
     root, rank, size = call.root, team.rank, team.size
     if flat.nbytes <= SMALL:
         plan = team.plan(tuple(flat.nbytes if r == root else 0 for r in range(size)), flat.dtype)
@@ -348,8 +348,8 @@ def _agree_on_counts(team: Team, in_counts: Sequence[int], out_counts: Sequence[
         assert call is not None
         team.fail(
             CollectiveMismatchError(
-                f"{call.op.name} #{call.seq} on group {team.context.name!r}: rank {ranks[i]} sends {given[i, j]} elements"
-                f" to rank {ranks[j]}, which has room for {awaited[i, j]}",
+                f"{call.op.name} #{call.seq} on group {team.context.name!r}: rank {ranks[i]} sends {given[i, j]}"
+                f" elements to rank {ranks[j]}, which has room for {awaited[i, j]}",
                 group=team.context.name,
                 op=call.op.name,
                 seq=call.seq,

@@ -225,7 +225,7 @@ class Backend(ABC):
         return None
 
     @classmethod
-    def prepare(cls, job: Job) -> None:
+    def prepare(cls, job: Job) -> None:  # noqa: B027 - optional
         """Called on every process before the ranks wait for each other: publish what peers will look for."""
 
     @classmethod

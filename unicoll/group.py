@@ -166,7 +166,8 @@ class ProcessGroup:
     ) -> Work | None:
         """``tensor`` of member ``src`` to all, in place; same shape and dtype everywhere (MPI_Bcast)."""
         buffers = (as_buffer(tensor),)
-        return self._start(OPS["broadcast"], buffers, buffers, async_op, timeout, root=src)
+        outputs = () if src == self._rank else buffers
+        return self._start(OPS["broadcast"], buffers, outputs, async_op, timeout, root=src)
 
     def all_reduce(
         self, tensor: Any, op: Any = ReduceOp.SUM, *, async_op: bool = False, timeout: Timeout = None
@@ -303,7 +304,7 @@ class ProcessGroup:
         self, tensors: Sequence[Any], src: int, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """:meth:`broadcast` of each array, as one operation."""
-        pairs = [(b, b) for b in ((as_buffer(t),) for t in tensors)]
+        pairs = [(b, () if src == self._rank else b) for b in ((as_buffer(t),) for t in tensors)]
         return self._batch(OPS["broadcast"], pairs, async_op, timeout, root=src)
 
     def all_gather_coalesced(

@@ -51,6 +51,7 @@ class Place:
         master_host: the host of rank 0's side; None where unknown.
         namespace: prefix of every key of the meeting.
         reopens: whether a lost connection is worth another try.
+        warns: whether the store itself warns where it is open to everybody.
         members: rank and world size, where opening the place decides them.
     """
 
@@ -58,6 +59,7 @@ class Place:
     master_host: str | None = None
     namespace = "unicoll"
     reopens = False
+    warns = False
     members: tuple[int, int] | None = None
 
     def open(self, rank: int, world_size: int, deadline: float) -> Store:
@@ -72,8 +74,8 @@ class Place:
         """The address and where it comes from."""
         return self.where
 
-    def close(self) -> None:
-        """Close what :meth:`open` opened; calling it again does nothing."""
+    def close(self, linger: bool = False) -> None:
+        """Close what :meth:`open` opened; a server may linger until its last client has gone. Idempotent."""
 
 
 class Meeting(NamedTuple):
@@ -187,7 +189,7 @@ class _TakenError(DistStoreError):
 
 def _publish(place: Place, store: Store, world_size: int, secret: Secret) -> Record:
     private = bool(secret.key) or place.private()
-    if not private and world_size > 1:
+    if not private and world_size > 1 and not place.warns:
         log.warning(
             "the store at %s is OPEN: whoever can reach it can join the job; give every rank the same "
             "UNICOLL_SECRET or UNICOLL_SECRET_FILE (unicoll's launcher does)",

@@ -249,6 +249,8 @@ class _Clock:
 
     def __init__(self, timeout: Timeout) -> None:
         seconds = to_seconds(timeout)
+        if seconds is not None and seconds <= 0:
+            raise DistArgumentError(f"timeout: {timeout} is not a positive time")
         self._end = None if seconds is None else time.monotonic() + seconds
 
     def left(self) -> float | None:
@@ -278,7 +280,9 @@ class _Parcel:
             wrapped.__cause__ = error
             return cls(np.empty(0, np.uint8), wrapped)
         table = struct.pack(f"<{1 + len(pieces)}Q", len(pieces), *map(len, pieces))
-        return cls(np.frombuffer(b"".join((table, *pieces)), np.uint8))
+        return cls(
+            np.frombuffer(bytearray().join((table, *pieces)), np.uint8)
+        )  # writable, as broadcast wants
 
     def header(self) -> ByteArray:
         if self.error is None:

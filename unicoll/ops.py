@@ -29,6 +29,7 @@ class Arity(Enum):
     NONE = "none"
     ONE = "one"
     ONE_AT_ROOT = "one, at the root"
+    ONE_OFF_ROOT = "one, on ranks that are not the root"
     PER_RANK = "one per rank"
     PER_RANK_AT_ROOT = "one per rank, at the root"
 
@@ -73,7 +74,7 @@ class Op:
 
 _ROWS = (
     Op("barrier", 1, Arity.NONE, Arity.NONE, Sizes.NONE, mpi="MPI_Barrier"),
-    Op("broadcast", 2, Arity.ONE, Arity.ONE, Sizes.SAME, rooted=True, mpi="MPI_Bcast"),
+    Op("broadcast", 2, Arity.ONE, Arity.ONE_OFF_ROOT, Sizes.SAME, rooted=True, mpi="MPI_Bcast"),
     Op("all_reduce", 3, Arity.ONE, Arity.ONE, Sizes.SAME, reduces=True, mpi="MPI_Allreduce"),
     Op("reduce", 4, Arity.ONE, Arity.ONE_AT_ROOT, Sizes.SAME, reduces=True, rooted=True, mpi="MPI_Reduce"),
     Op("all_gather", 5, Arity.ONE, Arity.PER_RANK, Sizes.GATHERED, uneven=True, mpi="MPI_Allgatherv"),
@@ -203,6 +204,8 @@ def _check_arity(
         expected = size
     elif arity is Arity.ONE_AT_ROOT:
         expected = 1 if at_root else 0
+    elif arity is Arity.ONE_OFF_ROOT:
+        expected = 0 if at_root else 1
     elif arity is Arity.PER_RANK_AT_ROOT:
         expected = size if at_root else 0
     else:

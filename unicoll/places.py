@@ -39,6 +39,7 @@ class GivenPlace(Place):
         if isinstance(inner, TCPStore):
             self.where = f"tcp://{net.join_hostport(inner.host, inner.port)}"
             self.master_host = inner.host
+            self.warns = True
         elif isinstance(inner, FileStore):
             self.where = f"file://{inner.path}"
 
@@ -87,7 +88,7 @@ class FilePlace(Place):
     def private(self) -> bool:
         return _is_private_file(self._path)
 
-    def close(self) -> None:
+    def close(self, linger: bool = False) -> None:
         store, self._store = self._store, None
         if store is not None:
             store.close()
@@ -123,7 +124,7 @@ class HandlerPlace(Place):
     def private(self) -> bool:
         return False
 
-    def close(self) -> None:
+    def close(self, linger: bool = False) -> None:
         meeting, self._meeting = self._meeting, None
         close = getattr(meeting, "close", None)
         if close is not None:
@@ -144,6 +145,7 @@ class TCPPlace(Place):
     """
 
     reopens = True
+    warns = True
 
     def __init__(
         self,
@@ -184,18 +186,18 @@ class TCPPlace(Place):
         host = "the launcher" if self._hosted else "rank 0"
         return f"tcp://{net.join_hostport(self.master_host, port)} ({self._why}), hosted by {host}"
 
-    def close(self) -> None:
+    def close(self, linger: bool = False) -> None:
         store, self._store = self._store, None
         if store is not None:
-            store.close()
+            store.close(linger)
 
     def _bind(self) -> str | None:
-        """The address to serve on, as narrow as the others are sure to reach; None is every address."""
+        """The address to serve on, as narrow as the others are sure to reach; None leaves it to the store,
+        which takes loopback for a loopback address and else every interface."""
         host = self.master_host
-        if self.private():
-            return host
         if net.is_loopback(host):
-            return None  # this host's own name, to which /etc/hosts gives 127.0.1.1 here and here only
+            # A host's own name may be on loopback only here (127.0.1.1 in /etc/hosts).
+            return host if self._single_host and not net.is_loopback_name(host) else None
         addresses = {str(address[0]) for _, address in net.resolve(host, 0)}
         return host if len(addresses) == 1 and net.is_local_address(host) else None
 

@@ -159,7 +159,7 @@ def rendezvous(
         local_world_size=launched.local_world_size if launched else None,
         launched=launched,
         notes=notes,
-        _close=place.close,
+        _close=lambda: place.close(linger=True),
     )
 
 

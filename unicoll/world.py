@@ -11,11 +11,11 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from . import forks, registry
+from . import forks, launchers, registry
 from .backend import Job
 from .errors import DistArgumentError, DistError, NotInitializedError
 from .group import ProcessGroup
-from .launchers import detect, is_torchelastic_launched
+from .launchers import detect
 from .observe.control import Control
 from .registry import Backend, Choice
 from .rendezvous import Rendezvous, rendezvous
@@ -128,7 +128,7 @@ def resolve(pg: ProcessGroup | _NonMember | None) -> ProcessGroup | None:
             raise NotInitializedError("there is no default process group: call init_process_group first")
         return _world.default
     if isinstance(pg, _NonMember):
-        warnings.warn("this process is not in the given group: the call does nothing here", stacklevel=4)
+        warnings.warn("this process is not in the given group: the call does nothing here", stacklevel=3)
         return None
     return pg
 
@@ -338,6 +338,11 @@ def is_ucc_available() -> bool:
 def is_xccl_available() -> bool:
     """Always False: there is no XCCL backend."""
     return False
+
+
+def is_torchelastic_launched() -> bool:
+    """Whether torchrun, or a launcher that sets the same variables (ours does), started this process."""
+    return launchers.is_torchelastic_launched()
 
 
 def get_default_backend_for_device(device: Any) -> str:

@@ -16,16 +16,16 @@ from datetime import timedelta
 from typing import Any
 
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, DistTypeError
-from unicoll.parallel.arrays import (
+from unicoll.parallel.common import (
     Arrays,
     Kind,
     element_type,
     flat_like,
     host_bytes,
     kind_of,
+    member_group,
     named,
     plan_buckets,
-    resolve_group,
     without_history,
 )
 from unicoll.types import ReduceOp
@@ -119,7 +119,7 @@ class GradientBuckets:
             )
         self.names, arrays = named(parameters)
         self._kinds = [_gradient_kind(name, array) for name, array in zip(self.names, arrays, strict=True)]
-        self._group = resolve_group(group)
+        self._group = member_group(group)
         self._op = op
         self._find_unused = find_unused
         self.layout = plan_buckets(

@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from unicoll.errors import DistError
-from unicoll.parallel.arrays import (
+from unicoll.parallel.common import (
     Arrays,
     Packer,
     byte_array,
     check_writable,
     host_bytes,
     kind_of,
+    member_group,
     named,
     plan_buckets,
-    resolve_group,
 )
 from unicoll.types import ReduceOp
 
@@ -43,7 +43,7 @@ def broadcast_parameters(parameters: Arrays, src: int = 0, group: Any = None) ->
         DistTypeError: an element is no array, or of a dtype that cannot be communicated.
         NotInitializedError: no group is given, and there is no default group.
     """
-    members = resolve_group(group)
+    members = member_group(group)
     root = members.group_rank(src)
     for packer in _packers(parameters):
         packer.pack()
@@ -66,9 +66,9 @@ def average_gradients(gradients: Arrays, group: Any = None) -> None:
         DistTypeError: an element is no array, or of a dtype that cannot be communicated.
         NotInitializedError: no group is given, and there is no default group.
     """
-    members = resolve_group(group)
+    members = member_group(group)
     packers = _packers(gradients)
-    works = []
+    works: list[Any] = []
     for packer in packers:
         packer.pack()
         works.append(members.all_reduce(packer.flat, op=ReduceOp.AVG, async_op=True))
@@ -101,7 +101,7 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
             first.
         NotInitializedError: no group is given, and there is no default group.
     """
-    members = resolve_group(group)
+    members = member_group(group)
     names, arrays = named(parameters)
     own = _digest(names, arrays)
     count = len(arrays).to_bytes(8, "little")

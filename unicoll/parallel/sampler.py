@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sized
 import numpy as np
 
 from unicoll.errors import DistArgumentError
+from unicoll.world import get_rank, get_world_size
 
 __all__ = ["DistributedSampler"]
 
@@ -55,8 +56,6 @@ class DistributedSampler:
             NotInitializedError: a number was left to the default group, and there is none.
         """
         if num_replicas is None or rank is None:
-            from unicoll.world import get_rank, get_world_size
-
             num_replicas = get_world_size() if num_replicas is None else num_replicas
             rank = get_rank() if rank is None else rank
         if num_replicas < 1:

@@ -20,7 +20,7 @@ HIDDEN = b"\0unicoll/"
 """Keys that begin so are the stores' own: counted by num_keys, as torch.distributed does, but not listed."""
 
 
-class NotYet(Exception):  # noqa: N818 - a state, not an error
+class NotYet(Exception):
     """The operation must wait; ``keys`` are those that it misses."""
 
     def __init__(self, keys: Fields) -> None:

@@ -1,4 +1,4 @@
-"""The few things that data-parallel code asks of an array, whichever library made it (NumPy, CuPy, torch).
+"""What the data-parallel helpers share: the group they use, and the few things they ask of an array.
 
 CuPy and torch are used through the modules that the arrays came from; nothing is imported here.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,42 @@ import numpy.typing as npt
 from unicoll.buffers import as_buffer
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.types import BY_NAME, DType
+from unicoll.world import GroupMember, resolve
 
-__all__ = ["Arrays", "Kind", "Packer", "byte_array", "host_bytes", "kind_of", "named", "plan_buckets"]
+if TYPE_CHECKING:
+    from unicoll.group import ProcessGroup
+
+__all__ = [
+    "Arrays",
+    "Kind",
+    "Packer",
+    "byte_array",
+    "check_writable",
+    "element_type",
+    "flat_like",
+    "host_bytes",
+    "kind_of",
+    "member_group",
+    "named",
+    "plan_buckets",
+    "without_history",
+]
 
 Arrays = Sequence[Any] | Mapping[str, Any]
 """Arrays in an order that is the same on every rank; a mapping gives them names for messages."""
+
+
+def member_group(group: Any) -> ProcessGroup:
+    """The group to use: the default group where None is given.
+
+    Raises:
+        DistArgumentError: this process is not in the given group.
+        NotInitializedError: none is given, and there is no default group.
+    """
+    found = None if group is GroupMember.NON_GROUP_MEMBER else resolve(group)
+    if found is None:
+        raise DistArgumentError("this process is not in the given group")
+    return found
 
 
 class Kind(NamedTuple):
@@ -76,17 +107,6 @@ def named(arrays: Arrays) -> tuple[list[str], list[Any]]:
     if isinstance(arrays, Mapping):
         return list(arrays), list(arrays.values())
     return [f"#{i}" for i in range(len(arrays))], list(arrays)
-
-
-def resolve_group(group: Any) -> Any:
-    """The group to use: the default group where none is given.
-
-    Raises:
-        NotInitializedError: none is given, and there is no default group.
-    """
-    from unicoll.world import world_group
-
-    return world_group(group)
 
 
 def without_history(array: Any) -> Any:

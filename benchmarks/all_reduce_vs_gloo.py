@@ -1,0 +1,87 @@
+"""all_reduce over TCP beside torch's Gloo, in the same processes, turn by turn.
+
+    python -m unicoll.run --nproc-per-node 2 benchmarks/all_reduce_vs_gloo.py [--json FILE]
+
+Prints, for each size, the median time of one blocking call in microseconds for both, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as td
+
+import unicoll as dist
+
+SIZES = [8, 64, 512, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
+TURNS = 5
+
+
+def timed(call: Callable[[], Any], sync: Callable[[], Any], times: int) -> list[float]:
+    """Seconds of each of ``times`` calls; all ranks start a large one together."""
+    samples = []
+    for _ in range(times):
+        sync()
+        start = time.perf_counter()
+        call()
+        samples.append(time.perf_counter() - start)
+    return samples
+
+
+def measure(size: int) -> dict[str, float]:
+    ours, theirs = np.zeros(size // 4, np.float32), torch.zeros(size // 4)
+    times = max(3, min(400, int(4e7 / (size + 1e5))))
+    calls = {"unicoll": lambda: dist.all_reduce(ours), "torch-gloo": lambda: td.all_reduce(theirs)}
+    sync = dist.barrier if size > 1 << 19 else (lambda: None)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        timed(call, sync, 3)
+    for _ in range(TURNS):
+        for name, call in calls.items():
+            samples[name] += timed(call, sync, times)
+    return {name: float(np.median(s)) * 1e6 for name, s in samples.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--json", help="write the results to this file")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    td.init_process_group("gloo", rank=rank, world_size=world)
+    rows = []
+    if rank == 0:
+        print(f"{'bytes':>12} {'unicoll us':>12} {'torch us':>12} {'ratio':>7}", flush=True)
+    for size in SIZES:
+        result = measure(size)
+        rows.append({"bytes": size, **result, "ratio": result["torch-gloo"] / result["unicoll"]})
+        if rank == 0:
+            print(
+                f"{size:12d} {result['unicoll']:12.1f} {result['torch-gloo']:12.1f} {rows[-1]['ratio']:7.2f}",
+                flush=True,
+            )
+    if rank == 0 and args.json:
+        machine = {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "torch": torch.__version__,
+        }
+        with open(args.json, "w") as file:
+            json.dump({"operation": "all_reduce float32 sum, TCP", "ranks": world, "machine": machine, "rows": rows}, file)
+    td.destroy_process_group()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
