@@ -24,7 +24,7 @@ __all__ = ["ALGORITHMS", "alone"]
 
 SMALL = 1 << 16
 """Bytes that one exchange may leave at every rank; more goes the bulk way."""
-SEGMENT = 1 << 19
+SEGMENT = 1 << 18
 """Bytes per message of the pipelined algorithms: the staging memory of an operation is two of these."""
 _CHAIN = 1 << 16
 

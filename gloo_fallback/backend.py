@@ -42,6 +42,7 @@ class GlooBackend(Backend):
         if context.size > 1:
             job = context.job
             endpoint: Endpoint = job.shared("gloo", lambda: Endpoint(job))
+            endpoint.read_directory()
             self._team = Team(context, endpoint, 0 if _crowded(context) else _SPINS)
             self._mail = Mailroom(context, endpoint)
             if job.control is not None:

@@ -62,6 +62,7 @@ class Endpoint:
         self._job = job
         self._changed = threading.Condition()
         self._open: dict[Key, socket.socket] = {}
+        self._directory: dict[int, list[tuple[str, int]]] = {}
         self._dialing: set[Key] = set()
         self._arriving: set[Key] = set()  # accepted, not yet in the table
         self._closed_groups: set[str] = set()
@@ -191,7 +192,7 @@ class Endpoint:
             sock.sendall(frame({"group": group, "channel": channel, "rank": self._job.rank}))
             answer = read_exactly(sock, 1)
             sock.settimeout(None)
-        except (OSError, EOFError) as e:
+        except (OSError, EOFError, auth.NoAnswerError) as e:
             sock.close()
             self._refused(peer, f"{host}:{port}", e)
             return None
@@ -206,17 +207,29 @@ class Endpoint:
         return None
 
     def _address(self, peer: int, group: str, check: Callable[[], None]) -> tuple[str, int]:
+        addresses = self._directory.get(peer) or self._look_up(peer, check)
+        # several interfaces: groups take turns, and every pair of ranks agrees on whose turn it is
+        turn = sum(group.encode()) + peer + self._job.rank
+        host, port = addresses[turn % len(addresses)]
+        return host, port
+
+    def read_directory(self) -> None:
+        """Learn where everybody listens, in one question, if all have said so by now."""
+        keys = [f"gloo/{rank}" for rank in range(self._job.size)]
+        if not self._directory and self._job.store.check(keys):
+            found = self._job.store.multi_get(keys)
+            self._directory = {rank: json.loads(value) for rank, value in enumerate(found)}
+
+    def _look_up(self, peer: int, check: Callable[[], None]) -> list[tuple[str, int]]:
         pause = 0.001
         while (found := self._job.store.try_get(f"gloo/{peer}")) is None:
             check()
             self._check_alive(peer)
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        addresses = json.loads(found)
-        # several interfaces: groups take turns, and every pair of ranks agrees on whose turn it is
-        turn = sum(group.encode()) + peer + self._job.rank
-        host, port = addresses[turn % len(addresses)]
-        return host, port
+        addresses: list[tuple[str, int]] = json.loads(found)
+        self._directory[peer] = addresses
+        return addresses
 
     def _refused(self, peer: int, address: str, error: Exception) -> None:
         """A call failed: the peer is gone, or is going, or will answer the next one."""

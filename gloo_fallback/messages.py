@@ -467,6 +467,8 @@ class Mailroom:
     def _lost(self, call: Call, rank: int, why: str) -> RankLostError:
         control = self._context.job.control
         host, pid = control.peers[rank] if control is not None and rank < len(control.peers) else (None, None)
+        if control is not None and rank in control.departed and rank not in control.left:
+            why += self._context.job.cause_of_death(rank)
         return RankLostError(
             f"{call.describe()} on group {self._context.name!r}: {why}",
             group=self._context.name,

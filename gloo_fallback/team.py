@@ -355,16 +355,19 @@ class Team:
         call = self.call
         assert call is not None
         context = self.context
+        rank = context.ranks[peer]
+        control = context.job.control
+        if control is not None and rank in control.departed and rank not in control.left:
+            why += context.job.cause_of_death(rank)
         error = RankLostError(
             f"{call.describe()} #{call.seq} on group {context.name!r}: {why}",
             group=context.name,
-            rank=context.ranks[peer],
+            rank=rank,
             op=call.op.name,
             seq=call.seq,
         )
-        control = context.job.control
-        if control is not None and context.ranks[peer] < len(control.peers):
-            error.host, error.pid = control.peers[context.ranks[peer]]
+        if control is not None and rank < len(control.peers):
+            error.host, error.pid = control.peers[rank]
         return error
 
     def _mismatch(self, peer: int, header: bytes) -> NoReturn:

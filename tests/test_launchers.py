@@ -222,6 +222,7 @@ def test_given_master() -> None:
     assert (launched.master_addr, launched.master_port, launched.port_fixed) == ("node-a", 29511, True)
     assert launched.master_source == "MASTER_ADDR, MASTER_PORT"
     assert launched.master_hint == ""
+    assert found(TORCHRUN | {"MASTER_ADDR": "[fd00::1]"}).master_addr == "fd00::1"
 
 
 @pytest.mark.parametrize("environ", [OPENMPI_5, MVAPICH2, INTEL])

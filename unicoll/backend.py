@@ -138,6 +138,8 @@ class Job:
         addresses: this host's addresses to listen on.
         control: liveness and failure notices; None for a world of one.
         timeout: default timeout of the world group, seconds.
+        local_size: number of processes on this host, where a launcher said.
+        post_mortem: asks the launcher how a rank ended; may take a fraction of a second.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Job:
         timeout: float,
         control: Control | None = None,
         local_size: int | None = None,
+        post_mortem: Callable[[int], str | None] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -161,8 +164,14 @@ class Job:
         self.timeout = timeout
         self.control = control
         self.local_size = local_size
+        self._post_mortem = post_mortem
         self._shared: dict[str, Any] = {}
         self._lock = threading.Lock()
+
+    def cause_of_death(self, rank: int) -> str:
+        """What the launcher says of a rank that died, as the end of a sentence; "" where no launcher tells."""
+        cause = self._post_mortem(rank) if self._post_mortem is not None else None
+        return f" ({cause})" if cause else ""
 
     def shared(self, name: str, make: Callable[[], Any]) -> Any:
         """A resource that a backend keeps once per process and job (a listener, say); closed with the job."""

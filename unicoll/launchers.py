@@ -119,8 +119,7 @@ _SLURM_OWN_STEPS = 0xFFFFFFF0
 
 
 def _not_a_slurm_task(environ: Environ) -> str | None:
-    """Slurm sets SLURM_PROCID=0 and SLURM_NTASKS for a batch script too, where there is one process, not
-    NTASKS."""
+    """Slurm sets SLURM_PROCID=0 and SLURM_NTASKS for a batch script too, which is one process, not NTASKS."""
     step = environ.get("SLURM_STEP_ID", "")
     if not step:
         return "SLURM_PROCID is set, but SLURM_STEP_ID is not: not started by srun"
@@ -299,7 +298,7 @@ def _master(row: Row, environ: Environ, job: str, *, single_host: bool) -> _Mast
     id."""
     sources: list[str] = []
     nodelist = _first_set(row.nodelist, environ)
-    address: str | None = environ.get("MASTER_ADDR", "").strip()
+    address: str | None = environ.get("MASTER_ADDR", "").strip().strip("[]")
     if address:
         sources.append("MASTER_ADDR")
     elif single_host and row is not _TORCH_STYLE:

@@ -337,7 +337,8 @@ def _env_place(world_size: int, launched: Launched | None, secret: Secret, envir
 
 
 def _given_master(environ: Environ) -> tuple[str, int]:
-    host, port = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
+    host = environ.get("MASTER_ADDR", "").strip().strip("[]")
+    port = environ.get("MASTER_PORT", "").strip()
     missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value]
     if missing:
         raise DistArgumentError(

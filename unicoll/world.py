@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
+import signal
 import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -54,6 +57,8 @@ __all__ = [
 
 Timeout = timedelta | float | None
 _RENDEZVOUS_S = 300.0
+_WITNESS_S = 0.3
+"""How long the launcher's word on a death is waited for; it looks at its workers ten times a second."""
 
 
 class _NonMember:
@@ -188,6 +193,7 @@ def init_process_group(
         list(meeting.listen_addresses),
         seconds,
         local_size=meeting.local_world_size,
+        post_mortem=_launcher_witness(meeting),
     )
     try:
         launched = meeting.launched
@@ -206,6 +212,37 @@ def init_process_group(
     notes = [*meeting.notes, *(f"{c.device} arrays: backend {c.name}: {c.why}" for c in choices)]
     _world = _World(meeting, job, default, notes)
     _watch_the_exit()
+
+
+def _launcher_witness(meeting: Rendezvous) -> Callable[[int], str | None] | None:
+    """How to learn from our launcher, which hosts the store, how a rank ended."""
+    if meeting.launched is None or meeting.launched.name != "unicoll":
+        return None
+
+    def ask(rank: int) -> str | None:
+        deadline = time.monotonic() + _WITNESS_S
+        while time.monotonic() < deadline:
+            try:
+                note = meeting.root.try_get(f"launcher/exit/{rank}")
+            except DistError:
+                return None
+            if note is not None:
+                return _how_it_ended(**json.loads(note))
+            time.sleep(0.02)
+        return None
+
+    return ask
+
+
+def _how_it_ended(pid: int, status: int, cause: str) -> str:
+    if cause:
+        return cause
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
 
 
 def destroy_process_group(group: Any = None) -> None:

@@ -113,6 +113,9 @@ def shared_environment(
     for name in ("UNICOLL_STORE", "TORCHELASTIC_ERROR_FILE"):  # an enclosing job's
         shared.pop(name, None)
     shared.setdefault("PYTHONUNBUFFERED", "1")
+    here = Path(__file__).resolve().parents[2]
+    if here.name not in ("site-packages", "dist-packages"):  # a checkout: the workers use the same one
+        shared["PYTHONPATH"] = os.pathsep.join(filter(None, [shared.get("PYTHONPATH"), str(here)]))
     if options.nproc > 1:
         shared.setdefault("OMP_NUM_THREADS", "1")
     shared.update(

@@ -20,7 +20,17 @@ from ..errors import DistArgumentError, DistStoreError, DistTypeError
 from ..forks import in_child
 from .requests import RequestStore
 from .table import HIDDEN, NotYet, Table
-from .wire import MUTATING, REQUEST, MalformedError, Op, max_value, pack_request, unpack_fields, validate
+from .wire import (
+    MUTATING,
+    REQUEST,
+    MalformedError,
+    Op,
+    max_request,
+    max_value,
+    pack_request,
+    unpack_fields,
+    validate,
+)
 
 __all__ = ["FileStore"]
 
@@ -53,8 +63,11 @@ class _Log:
         self._table = Table()
         self._offset = 0
 
-    def run(self, op: Op, fields: Sequence[bytes]) -> Sequence[bytes]:
-        """Does one operation on the file's present state; NotYet where it would have to wait."""
+    def run(self, op: Op, fields: Sequence[bytes], record: bytes) -> Sequence[bytes]:
+        """Does one operation on the file's present state; NotYet where it would have to wait.
+
+        ``record`` is the operation as the log takes it.
+        """
         with self._locked(op in MUTATING):
             self._catch_up()
             if op not in MUTATING:
@@ -62,15 +75,20 @@ class _Log:
             try:
                 reply = self._table.apply(op, fields)
                 if self._table.touched:
-                    self._write(pack_request(op, fields))
+                    self._write(record)
             finally:
                 self._table.touched.clear()
             return reply
 
+    def count(self, key: bytes, amount: int) -> int:
+        """Adds to a number of the store's own."""
+        fields = (key, b"%d" % amount)
+        return int(self.run(Op.ADD, fields, pack_request(Op.ADD, fields))[0])
+
     def leave(self, world_size: int) -> None:
         """Counts a user out, and removes the file with the last of ``world_size``."""
-        left = int(self.run(Op.ADD, (_LEFT, b"1"))[0])
-        users = int(self.run(Op.ADD, (_USERS, b"0"))[0])
+        left = self.count(_LEFT, 1)
+        users = self.count(_USERS, 0)
         if left >= max(users, world_size) and self.in_place():
             os.unlink(self.path)
 
@@ -160,6 +178,8 @@ class _Log:
         at = 0
         while at + REQUEST.size <= len(data):
             size, code, _ = REQUEST.unpack_from(data, at)
+            if size > max_request(self._largest):
+                raise DistStoreError(f"FileStore {self.path} is damaged: a record of {size} bytes")
             end = at + REQUEST.size + size
             if end > len(data):
                 break
@@ -271,7 +291,7 @@ class FileStore(RequestStore):
             raise DistArgumentError("FileStore: world_size is positive, or -1 for a number not fixed")
         self._use(os.path.abspath(file_name), world_size)
         if world_size > 0:
-            self._log.run(Op.ADD, (_USERS, b"1"))
+            self._log.count(_USERS, 1)
 
     def _use(self, path: str, world_size: int) -> None:
         self._path = path
@@ -285,17 +305,17 @@ class FileStore(RequestStore):
         return self._path
 
     def _run(self, op: Op, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
-        if not self._finalizer.alive:
-            raise self._closed(name)
         if self._pid != os.getpid():
-            # A forked child: a file of its own, for locks and descriptors are the parent's.
-            self._finalizer.detach()
+            # A forked child opens the file for itself, for locks and descriptors are the parent's.
+            if self._finalizer.detach() is None:
+                raise self._closed(name)
             self._use(self._path, -1)
+        record = self._pack(op, fields, 0.0, name)
         deadline = time.monotonic() + seconds
         pause, longest = _POLL_PAUSES
-        while True:
+        while self._finalizer.alive:
             try:
-                return self._log.run(op, fields)
+                return self._log.run(op, fields, record)
             except NotYet as state:
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -307,6 +327,7 @@ class FileStore(RequestStore):
                     raise self._timed_out(state.keys, seconds, name, note) from None
             time.sleep(min(pause, left))
             pause = min(1.5 * pause, longest)
+        raise self._closed(name)
 
     def clone(self) -> FileStore:
         """A further handle on the same file, with its own timeout; it does not count as a user."""

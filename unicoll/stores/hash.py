@@ -45,16 +45,19 @@ class HashStore(RequestStore):
             )
         deadline = time.monotonic() + seconds
         with shared.changed:
-            while True:
+            while self._shared is not None:
                 try:
-                    reply = shared.table.apply(op, fields)
-                    break
+                    return self._apply(shared, op, fields)
                 except NotYet as state:
                     if not shared.changed.wait(seconds_left(deadline)) and time.monotonic() >= deadline:
                         raise self._timed_out(state.keys, seconds, name) from None
-            if shared.table.touched:
-                shared.table.touched.clear()
-                shared.changed.notify_all()
+        raise self._closed(name)
+
+    def _apply(self, shared: _Shared, op: Op, fields: Sequence[bytes]) -> Sequence[bytes]:
+        reply = shared.table.apply(op, fields)
+        if shared.table.touched:
+            shared.table.touched.clear()
+            shared.changed.notify_all()
         return reply
 
     def clone(self) -> HashStore:
@@ -66,7 +69,10 @@ class HashStore(RequestStore):
 
     def close(self) -> None:
         """Closes this handle; its clones go on."""
-        self._shared = None
+        shared, self._shared = self._shared, None
+        if shared is not None and shared.pid == os.getpid():
+            with shared.changed:
+                shared.changed.notify_all()
 
     def __repr__(self) -> str:
         return "HashStore()"

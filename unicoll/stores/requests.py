@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..errors import DistArgumentError, DistStoreError, DistTypeError, QueueEmptyError, StoreTimeoutError
 from .base import DEFAULT_TIMEOUT, Store, Timeout, Value, _pairs, integer, key_list, seconds_of
-from .wire import MAX_KEY, Op, max_value
+from .wire import MAX_KEY, Op, max_request, max_value, pack_request
 
 __all__ = ["RequestStore"]
 
@@ -128,6 +128,16 @@ class RequestStore(Store):
                 op=op,
             )
         return value
+
+    def _pack(self, op: Op, fields: Sequence[bytes], seconds: float, name: str) -> bytes:
+        request = pack_request(op, fields, seconds)
+        if len(request) > max_request(self._largest):
+            raise DistArgumentError(
+                f"{name}: {len(request)} bytes in one request; values may have {self._largest} together "
+                "(UNICOLL_STORE_MAX_VALUE)",
+                op=name,
+            )
+        return request
 
     def _timed_out(
         self, missing: Sequence[bytes], seconds: float, name: str, note: str = ""

@@ -16,7 +16,7 @@ from .listening import adopt_server, listen_addresses, own_addresses, release_se
 from .requests import RequestStore, seconds_left
 from .table import HIDDEN
 from .tcp_server import StoreServer
-from .wire import MAX_KEY, REPLY, Op, Status, pack_request, unpack_fields
+from .wire import REPLY, Op, Status, unpack_fields
 
 __all__ = ["TCPStore"]
 
@@ -140,13 +140,7 @@ class TCPStore(RequestStore):
         links = self._links
         if links.closed:
             raise self._closed(name)
-        request = pack_request(op, fields, seconds)
-        if len(request) > self._largest + MAX_KEY:
-            raise DistArgumentError(
-                f"{name}: {len(request)} bytes in one request; the limit is {self._largest} "
-                "(UNICOLL_STORE_MAX_VALUE)",
-                op=name,
-            )
+        request = self._pack(op, fields, seconds, name)
         patience = seconds + _ANSWER_SECONDS + len(request) / _SLOWEST
         try:
             sock = links.take()

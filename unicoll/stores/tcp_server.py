@@ -23,12 +23,12 @@ from ..errors import AuthenticationError, DistStoreError
 from ..forks import guard
 from .table import NotYet, Table
 from .wire import (
-    MAX_KEY,
     REQUEST,
     WAITING,
     MalformedError,
     Op,
     Status,
+    max_request,
     max_value,
     pack_reply,
     unpack_fields,
@@ -275,7 +275,7 @@ class StoreServer:
         if len(inbox) < REQUEST.size:
             return
         size, code, seconds = REQUEST.unpack_from(inbox)
-        if size > self._largest + 2 * MAX_KEY:
+        if size > max_request(self._largest):
             raise MalformedError(f"a request of {size} bytes")
         end = REQUEST.size + size
         if len(inbox) < end:

@@ -24,6 +24,7 @@ __all__ = [
     "MalformedError",
     "Op",
     "Status",
+    "max_request",
     "max_value",
     "pack_reply",
     "pack_request",
@@ -118,6 +119,11 @@ def max_value() -> int:
     except (KeyError, ValueError):
         return 1 << 30
     return min(max(limit, 1), (1 << 32) - 1)
+
+
+def max_request(largest_value: int) -> int:
+    """The largest body of a request, in bytes, where values may have ``largest_value``."""
+    return largest_value + 2 * MAX_KEY
 
 
 def _pack_fields(fields: Sequence[bytes]) -> bytes:

@@ -1,0 +1,61 @@
+# Sourced by the scripts beside it: finds a Python and keeps virtual environments in the repository's root.
+# shellcheck shell=bash
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# An empty HOME would make pip keep its cache in the file system's root.
+[ -n "${HOME:-}" ] || unset HOME
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
+
+fail() {
+    printf '%s: %s\n' "$(basename "$0")" "$*" >&2
+    exit 1
+}
+
+# Print the path of a Python that can make environments: $PYTHON, python3 or python.
+find_python() {
+    local candidate found="" reason=""
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python; do
+        command -v "$candidate" >/dev/null 2>&1 || continue
+        found=$candidate
+        if ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            reason="$candidate is $("$candidate" --version 2>&1); 3.10 or newer is needed"
+        elif ! "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+            reason="$candidate lacks venv or pip; on Debian and Ubuntu: apt-get install python3-venv"
+        else
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    [ -n "$found" ] || fail "no Python found; install Python 3.10 or newer, or name one in PYTHON"
+    fail "$reason (another one can be named in PYTHON)"
+}
+
+# What an environment depends on: the project's metadata, the interpreter and where the repository lies.
+fingerprint() {
+    "$1" -c 'import hashlib, sys
+print(hashlib.sha256(open(sys.argv[1], "rb").read() + "\n".join([sys.version, *sys.argv[1:]]).encode()).hexdigest())' \
+        "$root/pyproject.toml" "${@:2}"
+}
+
+# make_environment DIR REQUIREMENT...: an environment with these packages, made anew unless it is up to date.
+# Prints nothing when there is nothing to do. Two scripts at once take turns.
+make_environment() {
+    local dir=$1 python stamp
+    shift
+    python=$(find_python)
+    if command -v flock >/dev/null 2>&1; then
+        exec 9<"$root/scripts/environment.sh"
+        flock 9
+    fi
+    stamp=$(fingerprint "$python" "$@")
+    if [ "$(cat "$dir/stamp" 2>/dev/null)" != "$stamp" ]; then
+        printf 'Making the environment %s with %s ...\n' "$(basename "$dir")" "$("$python" --version)"
+        rm -rf "$dir"
+        "$python" -m venv "$dir" || fail "could not make the environment $dir"
+        printf 'Installing the project and what it needs ...\n'
+        (cd "$root" && "$dir/bin/python" -m pip install --quiet "$@") ||
+            fail "pip could not install $*; the reason stands above"
+        printf '%s\n' "$stamp" >"$dir/stamp"
+    fi
+    exec 9<&-
+}
