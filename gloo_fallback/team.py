@@ -161,7 +161,7 @@ class Team:
                 continue
             self.send(to, outgoing)
             saved = bytes(overlap)
-            self.receive(frm, incoming, length)
+            self.receive(frm, incoming, length, header)
             if overlap != header:
                 self._mismatch(frm, bytes(overlap))
             overlap[:] = saved
@@ -172,10 +172,13 @@ class Team:
     ) -> None:
         """A round whose bytes might fill both sockets' buffers: sent and received at once."""
         staging = memoryview(bytearray(len(incoming)))
-        self.duplex(to, outgoing, frm, staging)
-        if staging[:HEADER_SIZE] != header:
-            self._mismatch(frm, bytes(staging[:HEADER_SIZE]))
+        self.duplex(to, outgoing, frm, staging, header)
+        self._check(frm, staging, header)
         incoming[HEADER_SIZE:] = staging[HEADER_SIZE:]
+
+    def _check(self, peer: int, view: memoryview, header: bytes) -> None:
+        if view[:HEADER_SIZE] != header:
+            self._mismatch(peer, bytes(view[:HEADER_SIZE]))
 
     # --- bytes ----------------------------------------------------------------------------------------------------
 
@@ -197,8 +200,12 @@ class Team:
             except OSError as e:
                 self._broken(peer, e)
 
-    def receive(self, peer: int, view: memoryview, length: int) -> None:
-        """Fill ``view`` (``length`` bytes) from a member."""
+    def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+        """Fill ``view`` (``length`` bytes) from a member.
+
+        ``header`` is what has to come first. It is compared as soon as it is there, because a member that is in
+        another call may send less than is awaited; comparing the whole is left to the caller.
+        """
         sock = self._sockets[peer] or self._connect(peer)
         got = 0
         spins = self._spins
@@ -220,10 +227,17 @@ class Team:
                 return
             if not count:
                 self._broken(peer, None)
+            if header is not None and got >= HEADER_SIZE:
+                self._check(peer, view, header)
             spins = 0
 
-    def duplex(self, to: int, outgoing: memoryview, frm: int, incoming: memoryview) -> None:
-        """Send ``outgoing`` to one member while ``incoming`` is filled from another (or the same)."""
+    def duplex(
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, header: bytes | None = None
+    ) -> None:
+        """Send ``outgoing`` to one member while ``incoming`` is filled from another (or the same).
+
+        ``header`` is as for :meth:`receive`.
+        """
         out_sock = self._sockets[to] or self._connect(to)
         in_sock = self._sockets[frm] or self._connect(frm)
         sent = got = idle = 0
@@ -243,6 +257,9 @@ class Team:
                     self._broken(frm, None)
                 got += count
                 moved = True
+                if header is not None and got >= HEADER_SIZE:
+                    self._check(frm, incoming, header)
+                    header = None
             except BlockingIOError:
                 pass
             except OSError as e:
@@ -253,6 +270,10 @@ class Team:
                 idle += 1
                 if idle > self._spins and not self._poller(to, frm).poll(_TICK_S * 1000):
                     self._tick(frm)
+        if header is not None and got < HEADER_SIZE:
+            self.receive(frm, incoming[got:HEADER_SIZE], HEADER_SIZE - got)
+            self._check(frm, incoming, header)
+            got = HEADER_SIZE
         if sent < to_send:
             self.send(to, outgoing[sent:])
         elif got < to_get:

@@ -99,7 +99,7 @@ class Store(ABC):
 
     @abstractmethod
     def num_keys(self) -> int:
-        """The number of keys, with those (at most one) that the store itself uses to count its users."""
+        """The number of keys, with those that the store itself uses to count its users."""
 
     def list_keys(self) -> list[str]:
         """All keys, in no particular order."""
@@ -119,7 +119,7 @@ class Store(ABC):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Sets each key to its value; there must be as many of both."""
-        pairs = _pairs(keys, values)
+        pairs = key_value_pairs(keys, values)
         for key, value in pairs:
             self.set(key, value)
 
@@ -166,7 +166,7 @@ class Store(ABC):
         self.close()
 
 
-def _pairs(keys: Sequence[str], values: Sequence[Value]) -> list[tuple[str, Value]]:
+def key_value_pairs(keys: Sequence[str], values: Sequence[Value]) -> list[tuple[str, Value]]:
     for name, given in (("keys", keys), ("values", values)):
         if isinstance(given, (str, bytes)):
             raise DistTypeError(
@@ -290,7 +290,7 @@ class PrefixStore(Store):
         return self._store.multi_get(self._all_full(keys, "multi_get"))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
-        pairs = _pairs(keys, values)
+        pairs = key_value_pairs(keys, values)
         self._store.multi_set(
             [self._full(key, "multi_set") for key, _ in pairs], [value for _, value in pairs]
         )

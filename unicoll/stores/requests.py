@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from ..errors import DistArgumentError, DistStoreError, DistTypeError, QueueEmptyError, StoreTimeoutError
-from .base import DEFAULT_TIMEOUT, Store, Timeout, Value, _pairs, integer, key_list, seconds_of
+from .base import DEFAULT_TIMEOUT, Store, Timeout, Value, key_value_pairs, integer, key_list, seconds_of
 from .wire import MAX_KEY, Op, max_request, max_value, pack_request
 
 __all__ = ["RequestStore"]
@@ -81,7 +81,7 @@ class RequestStore(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         fields: list[bytes] = []
-        for key, value in _pairs(keys, values):
+        for key, value in key_value_pairs(keys, values):
             fields += (self._key(key, "multi_set"), self._value(value, "multi_set"))
         self._run(Op.MULTI_SET, fields, 0.0, "multi_set")
 

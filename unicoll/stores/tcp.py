@@ -92,7 +92,6 @@ class TCPStore(RequestStore):
         self._links = links
         self._host = host
         self._finalizer = weakref.finalize(self, _shut, links, server, os.getpid(), False)
-        self._shut_arguments = (links, server, os.getpid())
 
     @property
     def host(self) -> str:
@@ -111,8 +110,10 @@ class TCPStore(RequestStore):
             linger: let the server go on until its last client has gone, or this process exits. A new master of the
                 same host and port in this process takes it over, keys included.
         """
-        if self._finalizer.detach() is not None:
-            _shut(*self._shut_arguments, linger)
+        pending = self._finalizer.detach()
+        if pending is not None:
+            links, server, pid, _ = pending[2]
+            _shut(links, server, pid, linger)
 
     def clone(self) -> TCPStore:
         """A further client of the same server, with its own connections and timeout. It does not own the server."""

@@ -1,0 +1,102 @@
+"""What every test is held to: nothing it started outlives it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
+
+import ranks  # noqa: E402 - needs the path
+
+SEED_VARIABLE = "UNICOLL_TEST_SEED"
+os.environ.setdefault(SEED_VARIABLE, str(int.from_bytes(os.urandom(3), "little")))
+
+_PATIENCE_S = 8.0
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def pytest_report_header() -> str:
+    return f"unicoll: samples are drawn with {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}"
+
+
+def children() -> set[int]:
+    """Direct children of this process, but for multiprocessing's resource tracker, which stays until the end."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= {int(pid) for pid in (task / "children").read_text().split()}
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    return found - {getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)}
+
+
+def shared_memory() -> set[str]:
+    """Files of /dev/shm that are this user's, by any process of this test run."""
+    return {p.name for p in _SHARED_MEMORY.iterdir()} if _SHARED_MEMORY.is_dir() else set()
+
+
+def _new(before: set[object], now: Callable[[], set[object]]) -> set[object]:
+    deadline = time.monotonic() + _PATIENCE_S
+    while (left := now() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+class _Watch:
+    """What there was at the start, for comparison at the end."""
+
+    def __init__(self) -> None:
+        self.children: set[object] = set(children())
+        self.files: set[object] = set(shared_memory())
+        self.own = ranks.snapshot()
+
+    def complaints(self) -> list[str]:
+        found = []
+        if left := _new(self.children, lambda: set(children())):
+            found.append(f"processes {sorted(map(str, left))} live on")
+        if left := _new(self.files, lambda: set(shared_memory())):
+            found.append(f"files {sorted(map(str, left))} are left in /dev/shm")
+        words = [w for w in ranks.leftovers(self.own) if _matters(w)]
+        if words:
+            found.append(f"not given back: {', '.join(words)}")
+        return found
+
+
+def _matters(word: str) -> bool:
+    if word.startswith("thread "):
+        return True
+    return any(kind in word for kind in ("socket", "pipe", "eventfd", "eventpoll", "memfd", "pidfd", "deleted"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _module_leaves_nothing() -> Iterator[None]:
+    watch = _Watch()
+    yield
+    complaints = watch.complaints()
+    assert not complaints, f"after the last test of this module: {'; '.join(complaints)}"
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_nothing() -> Iterator[None]:
+    watch = _Watch()
+    yield
+    complaints = watch.complaints()
+    assert not complaints, "; ".join(complaints)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Callable[[int], ranks.Pool]]:
+    """``pool(n).run(fn, ...)``: calls on n ranks that stay joined for all tests of a module."""
+    with ranks.pools() as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    """The seed of this run's samples; it is printed at the head of the run."""
+    return int(os.environ[SEED_VARIABLE])

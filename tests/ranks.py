@@ -1,0 +1,532 @@
+"""Functions as the ranks of a job, each in a fresh interpreter: results, exceptions, signals, and nothing left behind.
+
+In the test process::
+
+    results = run_ranks(3, fn, 1, 2)            # joined, called, left; raises if any rank failed
+    with Job(3) as job:                         # step by step, for faults
+        job.call(fn, 1, 2)
+        job.await_note(0)
+        job.signal(2, signal.SIGKILL)
+        outcomes = job.collect()
+
+In a rank, :func:`enter` joins, :func:`tell` sends a note to the test, :func:`leave` leaves the job. Functions travel
+by module and name; a module without pytest in it starts faster. Warnings are errors in the ranks too, and whatever
+a rank writes to its standard error fails the test unless the test expects it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+_SCRUBBED = (
+    "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "UNICOLL_", "GLOO_", "GROUP_RANK", "ROLE_", "TORCHELASTIC_",
+    "OMPI_", "PMI", "MPI_", "MV2_", "SLURM_", "PALS_", "HYDRA_", "NCCL_",
+)  # fmt: skip
+_TEST_OPTIONS = "UNICOLL_TEST_"
+_GRACE_S = 8.0
+"""How long the other ranks may go on after one has failed, and how long things may take to be given back."""
+
+
+# --- what comes back ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a rank: its type's name and those of its bases, message, fields of a DistError, traceback."""
+
+    type: str
+    bases: tuple[str, ...]
+    message: str
+    fields: dict[str, Any]
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        names = ("group", "rank", "op", "seq", "host", "pid")
+        fields = {name: getattr(error, name) for name in names if getattr(error, name, None) is not None}
+        bases = tuple(base.__name__ for base in type(error).__mro__)
+        text = "".join(traceback.format_exception(error))
+        return cls(type(error).__name__, bases, str(error), fields, text)
+
+
+@dataclass
+class Outcome:
+    """How a call ended on one rank; ``at`` is on the clock of time.monotonic, which all processes share."""
+
+    rank: int
+    value: Any = None
+    failure: Failure | None = None
+    at: float = 0.0
+    returncode: int | None = None
+    finished: bool = field(default=False)
+
+
+class RanksFailed(AssertionError):
+    """At least one rank failed, hung or died; the message has every rank's story."""
+
+
+# --- in a rank ------------------------------------------------------------------------------------------------------
+
+
+class Uncaught(Exception):
+    """Raised by a function, it ends the rank as an exception that nobody catches ends a program."""
+
+
+_pipe: Connection
+_rank, _size, _init = -1, -1, ""
+_at_start: list[str] = []
+_telling = threading.Lock()
+
+
+def work(descriptor: int, rank: int, size: int, init: str) -> None:
+    """The life of a rank: do the calls that come through the pipe, until told to end."""
+    global _pipe, _rank, _size, _init, _at_start
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _die_with_parent()
+    _pipe, _rank, _size, _init = Connection(descriptor), rank, size, init
+    import unicoll  # noqa: F401 - what it opens at import, if anything, is there before and after
+
+    _at_start = snapshot()
+    while True:
+        try:
+            module, name, args = _pipe.recv()
+        except (EOFError, OSError):
+            return
+        value, failure = None, None
+        try:
+            function: Any = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            value = function(*args)
+        except (Uncaught, SystemExit):
+            raise
+        except BaseException as error:
+            failure = Failure.of(error)
+        with _telling:
+            _pipe.send(("done", value, failure, time.monotonic()))
+        if value == _END:
+            return
+
+
+_END = "this rank ends now"
+
+
+def end() -> str:
+    """End this rank's interpreter without leaving the job."""
+    return _END
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+
+
+def tell(note: Any) -> None:
+    """A note for the test (see :meth:`Job.await_note`)."""
+    with _telling:
+        _pipe.send(("note", note))
+
+
+def enter(timeout: float = 60.0, backend: str | None = "gloo") -> None:
+    """Join the job."""
+    import unicoll as dist
+
+    if _init == "env":
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, _init, timeout=timeout, rank=_rank, world_size=_size)
+
+
+def leave() -> list[str]:
+    """Leave the job; returns what was not given back (threads, descriptors)."""
+    import unicoll as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return leftovers(_at_start)
+
+
+def finish() -> list[str]:
+    """Leave, and tell what else is wrong in the end."""
+    leaks = leave()
+    return leaks
+
+
+def snapshot() -> list[str]:
+    """Threads and descriptors of this process, one word each; descriptors by what they are."""
+    threads = [f"thread {t.name}" for t in threading.enumerate()]
+    return sorted(threads + list(_descriptors()))
+
+
+def _descriptors() -> Iterator[str]:
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # the one that listed the directory
+            continue
+        if not target.startswith("/proc/"):
+            yield f"fd {target.partition(':[')[0]}"
+
+
+def leftovers(before: Sequence[str], patience: float = _GRACE_S) -> list[str]:
+    """What is there now and was not before, once things have had time to go."""
+    import gc
+
+    deadline = time.monotonic() + patience
+    while True:
+        gc.collect()
+        left = list(snapshot())
+        for word in before:
+            if word in left:
+                left.remove(word)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
+
+
+def listening_ports(pid: int | str = "self") -> list[tuple[str, int]]:
+    """Addresses on which a process accepts TCP connections over IPv4."""
+    sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    found = []
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+            address, _, port = words[1].partition(":")
+            found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
+    return sorted(found)
+
+
+# --- in the test ----------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    """A port that nothing listens on, outside the range from which outgoing connections take theirs."""
+    for _ in range(100):
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port found")
+
+
+def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without what a launcher may have put there."""
+    kept = {
+        k: v for k, v in os.environ.items() if k.startswith(_TEST_OPTIONS) or not k.startswith(_SCRUBBED)
+    }
+    kept |= {"UNICOLL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return kept | {"PYTHONFAULTHANDLER": "1"} | (extra or {})
+
+
+class Job:
+    """``size`` fresh interpreters that do what they are called to.
+
+    Args:
+        size: number of ranks.
+        join: how :func:`enter` meets the others: "file", "tcp" or "env".
+        env: more environment variables, for all ranks.
+        quiet: whether output on a rank's standard error is a failure.
+    """
+
+    def __init__(
+        self, size: int, *, join: str = "file", env: dict[str, str] | None = None, quiet: bool = True
+    ):
+        self.size = size
+        self.quiet = quiet
+        self.outcomes = [Outcome(rank) for rank in range(size)]
+        self._notes: list[list[Any]] = [[] for _ in range(size)]
+        self._folder = tempfile.TemporaryDirectory(prefix="unicoll-ranks-")
+        self._pipes: list[Connection] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        port = free_port()
+        init = {
+            "file": f"file://{self._folder.name}/store",
+            "tcp": f"tcp://127.0.0.1:{port}",
+            "env": "env",
+        }[join]
+        variables = environment(env)
+        if join == "env":
+            variables |= {
+                "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "UNICOLL_SECRET": "x" * 32,
+            }  # fmt: skip
+        try:
+            for rank in range(size):
+                self._start(rank, init, variables | ({"RANK": str(rank)} if join == "env" else {}))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int, init: str, variables: dict[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        self._pipes.append(Connection(ours.detach()))
+        program = (
+            f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(ROOT)!r}]; import ranks;"
+            f" ranks.work({theirs.fileno()}, {rank}, {self.size}, {init!r})"
+        )
+        with theirs, open(self._stderr(rank), "wb") as stderr:
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-W", "error", "-c", program],
+                    env=variables, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            )  # fmt: skip
+
+    def _stderr(self, rank: int) -> Path:
+        return Path(self._folder.name, f"stderr-{rank}")
+
+    @property
+    def pids(self) -> list[int]:
+        return [p.pid for p in self._processes]
+
+    def call(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> None:
+        """Start a function on all ranks, or some."""
+        for rank in range(self.size) if ranks is None else ranks:
+            self.outcomes[rank] = Outcome(rank)
+            self._pipes[rank].send((function.__module__, function.__qualname__, args))
+
+    def signal(self, rank: int, number: int) -> float:
+        """Send a signal to a rank; returns the time, on the clock of :attr:`Outcome.at`."""
+        now = time.monotonic()
+        os.kill(self.pids[rank], number)
+        return now
+
+    def await_note(self, rank: int, timeout: float = 60.0) -> Any:
+        """The next note of a rank."""
+        deadline = time.monotonic() + timeout
+        while not self._notes[rank]:
+            if self.outcomes[rank].finished:
+                raise RanksFailed(f"rank {rank} ended in place of sending a note\n{self.report()}")
+            if not self._hear(deadline):
+                raise RanksFailed(f"no note from rank {rank} in {timeout:g} s\n{self._dump()}")
+        return self._notes[rank].pop(0)
+
+    def await_notes(self, timeout: float = 60.0) -> list[Any]:
+        """The next note of each rank."""
+        return [self.await_note(rank, timeout) for rank in range(self.size)]
+
+    def collect(
+        self, timeout: float = 60.0, ranks: Sequence[int] | None = None, hurry: bool = False
+    ) -> list[Outcome]:
+        """Wait until the call has ended on the given ranks (all), with a result, an exception or the rank's end.
+
+        With ``hurry`` the others get only a few seconds once one has failed.
+        """
+        deadline = time.monotonic() + timeout
+        wanted = range(self.size) if ranks is None else ranks
+        while not all(self.outcomes[r].finished for r in wanted):
+            failed = any(o.failure or o.returncode for o in self.outcomes)
+            if hurry and failed:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                hurry = False
+            if not self._hear(deadline):
+                late = [r for r in wanted if not self.outcomes[r].finished]
+                raise RanksFailed(f"ranks {late} did not end in {timeout:g} s\n{self._dump()}")
+        return [self.outcomes[r] for r in wanted]
+
+    def results(self, timeout: float = 60.0) -> list[Any]:
+        """As :meth:`collect`, but every rank must have ended well; their values."""
+        outcomes = self.collect(timeout, hurry=True)
+        if any(o.failure or o.returncode is not None for o in outcomes):
+            raise RanksFailed(self.report())
+        return [o.value for o in outcomes]
+
+    def _hear(self, deadline: float) -> bool:
+        """Take in what comes next; False when nothing has come by the deadline."""
+        open_pipes = {
+            p: r for r, p in enumerate(self._pipes) if not p.closed and self.outcomes[r].returncode is None
+        }
+        ready = wait(list(open_pipes), max(0.0, deadline - time.monotonic()))
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = open_pipes[pipe]
+            outcome = self.outcomes[rank]
+            try:
+                kind, *rest = pipe.recv()
+            except (EOFError, OSError):
+                outcome.at = outcome.at or time.monotonic()
+                outcome.returncode = self._reap(rank)
+                outcome.finished = True
+                continue
+            if kind == "note":
+                self._notes[rank].append(rest[0])
+            else:
+                outcome.value, outcome.failure, outcome.at = rest
+                outcome.finished = True
+        return bool(ready)
+
+    def _reap(self, rank: int) -> int:
+        try:
+            return self._processes[rank].wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return -1000  # closed its pipe, and lives on
+
+    def wait_for_exit(self, timeout: float = 30.0) -> list[int]:
+        """Exit codes of all ranks, which end by themselves."""
+        deadline = time.monotonic() + timeout
+        try:
+            return [p.wait(max(0.0, deadline - time.monotonic())) for p in self._processes]
+        except subprocess.TimeoutExpired:
+            raise RanksFailed(f"ranks did not exit in {timeout:g} s\n{self._dump()}") from None
+
+    def stderr(self, rank: int) -> str:
+        """What a rank has written to its standard error."""
+        return self._stderr(rank).read_text(errors="replace")
+
+    def report(self) -> str:
+        """Every rank's story."""
+        lines = []
+        for outcome in self.outcomes:
+            state = "still in the call"
+            if outcome.failure is not None:
+                state = f"raised\n{outcome.failure.traceback}"
+            elif outcome.returncode is not None:
+                state = f"exited with {outcome.returncode}"
+            elif outcome.finished:
+                state = "done"
+            lines.append(f"--- rank {outcome.rank} (pid {self.pids[outcome.rank]}): {state}")
+            lines.append(self.stderr(outcome.rank)[-8000:])
+        return "\n".join(lines)
+
+    def _dump(self) -> str:
+        """:meth:`report` with the stacks of all threads of all ranks."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return self.report()
+
+    def close(self) -> None:
+        """End whatever runs on, ranks and what they have started; idempotent."""
+        for process in self._processes:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def check_quiet(self) -> None:
+        """Fails if a rank has written to its standard error."""
+        loud = [r for r in range(self.size) if self.stderr(r)]
+        if self.quiet and loud:
+            raise RanksFailed(f"ranks {loud} wrote to their standard error\n{self.report()}")
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        try:
+            if kind is None:
+                self.check_quiet()
+        finally:
+            self.close()
+
+
+def end_well(job: Job) -> None:
+    """Leave the job on all ranks, see that everything was given back, and end the interpreters."""
+    job.call(finish)
+    leaks = job.results()
+    if any(leaks):
+        raise RanksFailed(f"left over after destroy_process_group, by rank: {leaks}")
+    job.call(end)
+    codes = job.wait_for_exit()
+    if any(codes):
+        raise RanksFailed(f"exit codes {codes}\n{job.report()}")
+
+
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+    join: str = "file",
+) -> list[Any]:
+    """Join, call, leave: each rank's value; RanksFailed where any failed, hung, left something behind or was loud."""
+    with Job(size, join=join, env=env) as job:
+        job.call(enter)
+        job.results()
+        job.call(function, *args)
+        values = job.results(timeout)
+        end_well(job)
+    return values
+
+
+class Pool:
+    """A job that does many calls, started at the first, and anew after a failure."""
+
+    def __init__(self, size: int, start: Callable[[int], Job] = Job):
+        self.size = size
+        self._begin = start
+        self._job: Job | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """Each rank's value; RanksFailed where any failed or hung."""
+        try:
+            if self._job is None:
+                self._job = self._begin(self.size)
+                self._job.call(enter)
+                self._job.results()
+            self._job.call(function, *args)
+            return self._job.results(timeout)
+        except BaseException:
+            if self._job is not None:
+                self._job.close()
+                self._job = None
+            raise
+
+    def close(self) -> None:
+        """Leave the job, in order."""
+        job, self._job = self._job, None
+        if job is not None:
+            with job:
+                end_well(job)
+
+
+@contextmanager
+def pools(start: Callable[[int], Job] = Job) -> Iterator[Callable[[int], Pool]]:
+    """A pool for every world size that is asked for."""
+    made: dict[int, Pool] = {}
+
+    def pool(size: int) -> Pool:
+        return made.setdefault(size, Pool(size, start))
+
+    try:
+        yield pool
+    finally:
+        errors = []
+        for each in made.values():
+            try:
+                each.close()
+            except AssertionError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
