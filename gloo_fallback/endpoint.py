@@ -176,6 +176,8 @@ class Endpoint:
         address = self._address(peer, group, check)
         host, port = address
         while True:
+            if self._called(key):
+                return None
             check()
             self._check_alive(peer)
             try:
@@ -184,7 +186,8 @@ class Endpoint:
             except TimeoutError:
                 continue
             except OSError as e:
-                self._refused(peer, f"{host}:{port}", e)
+                self._refused(key, f"{host}:{port}", e)
+                return None
         try:
             deadline = time.monotonic() + max(5.0, min(60.0, self._job.timeout))
             auth.client_handshake(sock, self._job.key, b"data", deadline)
@@ -194,7 +197,7 @@ class Endpoint:
             sock.settimeout(None)
         except (OSError, EOFError, auth.NoAnswerError) as e:
             sock.close()
-            self._refused(peer, f"{host}:{port}", e)
+            self._refused(key, f"{host}:{port}", e)
             return None
         except BaseException:
             sock.close()
@@ -202,7 +205,7 @@ class Endpoint:
         if answer == _ACCEPTED:
             return sock
         sock.close()
-        if answer == _CLOSED:
+        if answer == _CLOSED and not self._called(key):
             raise RankLostError(f"{self._who(peer)} has closed the group {group!r}", group=group, rank=peer)
         return None
 
@@ -231,8 +234,16 @@ class Endpoint:
         self._directory[peer] = addresses
         return addresses
 
-    def _refused(self, peer: int, address: str, error: Exception) -> None:
-        """A call failed: the peer is gone, or is going, or will answer the next one."""
+    def _called(self, key: Key) -> bool:
+        """Whether the peer has called meanwhile (and may be gone again: what it sent is still to be had)."""
+        with self._changed:
+            return key in self._open or key in self._arriving
+
+    def _refused(self, key: Key, address: str, error: Exception) -> None:
+        """A call failed: raises the reason, unless the peer has called meanwhile."""
+        peer = key[2]
+        if self._called(key):
+            return
         control = self._job.control
         why = control.await_departure(peer) if control is not None else None
         if why is not None:

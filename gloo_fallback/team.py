@@ -124,7 +124,7 @@ class Team:
     def begin(self, call: Call) -> None:
         """An operation starts; its deadline runs from here (and is looked at when something has to be waited for)."""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None)
         self.call = call
         self._deadline = 0.0
 
@@ -313,7 +313,7 @@ class Team:
     def _tick(self, peer: int = -1) -> None:
         """Nothing has come for a while: is the group well, and is there time left?"""
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None) from None
         call = self.call
         assert call is not None
         now = time.monotonic()
@@ -353,7 +353,7 @@ class Team:
                 error = control.fail(self.context.name, self.context.ranks, error)
             self.abort(error)
         assert self.error is not None
-        raise self.error
+        raise self.error.with_traceback(None) from None
 
     def _broken(self, peer: int, cause: Exception | None) -> NoReturn:
         """A connection ended. Somebody died, or left, or has failed and closed it: find out."""
@@ -368,7 +368,7 @@ class Team:
                 elif (why := control.await_departure(rank, 0.02)) is not None:
                     self.fail(self._lost(peer, why))
         if self.error is not None:
-            raise self.error
+            raise self.error.with_traceback(None) from None
         why = f"{self.context.who(peer)} closed its connection" + (f": {cause}" if cause else "")
         self.fail(self._lost(peer, why))
 

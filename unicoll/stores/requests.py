@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from ..errors import DistArgumentError, DistStoreError, DistTypeError, QueueEmptyError, StoreTimeoutError
-from .base import DEFAULT_TIMEOUT, Store, Timeout, Value, key_value_pairs, integer, key_list, seconds_of
+from .base import DEFAULT_TIMEOUT, Store, Timeout, Value, integer, key_list, key_value_pairs, seconds_of
 from .wire import MAX_KEY, Op, max_request, max_value, pack_request
 
 __all__ = ["RequestStore"]

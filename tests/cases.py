@@ -1,0 +1,450 @@
+"""One call of a collective as a case of the conformance suite, and how a rank runs it and judges the result.
+
+Every rank makes all ranks' inputs from the case's seed, so it can compute what it must receive.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import reference
+
+import unicoll as dist
+from unicoll.ops import OPS, Arity
+from unicoll.types import BY_NAME
+
+Array = Any
+_CANARY = 0xA5
+_PENDING = 4
+"""Asynchronous cases in flight at a time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+        op, dtype, reduce: names; ``reduce`` is None where the operation does not reduce.
+        count: elements of one rank's share (twice as many in the two-dimensional layouts).
+        layout: how the arrays lie in memory, see the families.
+        async_op: whether it goes on in the background, up to four at a time.
+        group: "world", "subset" (all but one rank) or "reversed".
+        in_place: whether input and output share memory, where the operation allows it.
+        uneven: whether ranks' shares differ in size, where the operation allows it.
+        special: whether NaN and infinities are among the values.
+        family: of arrays.
+        seed: of the values, the root and the left-out rank.
+    """
+
+    op: str
+    dtype: str
+    reduce: str | None
+    count: int = 5
+    layout: str = "contiguous"
+    async_op: bool = False
+    group: str = "world"
+    in_place: bool = False
+    uneven: bool = False
+    special: bool = False
+    family: str = "numpy"
+    seed: int = 0
+
+
+# --- array families ---------------------------------------------------------------------------------------------------
+
+
+class Held:
+    """An array in some layout, in the midst of memory that nobody may touch."""
+
+    def __init__(self, array: Array, read: Callable[[], Any], intact: Callable[[], bool]):
+        self.array = array
+        self.read = read
+        self.intact = intact
+
+
+_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda base: base,
+    "step": lambda base: base[..., ::2],
+    "rows": lambda base: base[::2],
+    "transposed": lambda base: base.T,
+    "backwards": lambda base: base[..., ::-1],
+}
+
+
+def _base_shape(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if layout == "step":
+        return (*shape[:-1], 2 * shape[-1])
+    if layout == "rows":
+        return (2 * shape[0], *shape[1:])
+    return shape[::-1] if layout == "transposed" else shape
+
+
+class NumpyFamily:
+    """NumPy arrays."""
+
+    layouts = ("contiguous", "step", "rows", "transposed", "backwards", "fortran", "unaligned")
+
+    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
+        if values.ndim == 0 or layout not in _VIEWS:
+            array = self._special(values, layout)
+            array.flags.writeable = not read_only
+            return Held(array, lambda: np.ascontiguousarray(array), lambda: True)
+        view = _VIEWS[layout]
+        base = np.frombuffer(
+            bytearray([_CANARY]) * (int(np.prod(_base_shape(layout, values.shape))) * values.itemsize),
+            values.dtype,
+        ).reshape(_base_shape(layout, values.shape))
+        array = view(base)
+        array[...] = values
+        array.flags.writeable = not read_only
+
+        def intact() -> bool:
+            copy = base.copy()
+            raw = copy.view(f"V{copy.itemsize}")
+            view(raw)[...] = np.frombuffer(bytes([_CANARY]) * copy.itemsize, raw.dtype)[0]
+            return copy.tobytes() == bytes([_CANARY]) * copy.nbytes
+
+        return Held(array, lambda: np.ascontiguousarray(array), intact)
+
+    def _special(self, values: Any, layout: str) -> Any:
+        if layout == "fortran":
+            return np.array(values, order="F")
+        if layout == "unaligned":
+            memory = bytearray(values.nbytes + 1)
+            array: Any = np.ndarray(values.shape, values.dtype, memory, offset=1)
+            array[...] = values
+            return array
+        return values.copy()
+
+    def part(self, held: Held, start: int, stop: int) -> Held:
+        """Rows of an array, as an array of the same memory."""
+        array = held.array[start:stop]
+        return Held(array, lambda: np.ascontiguousarray(array), lambda: True)
+
+
+class TorchFamily:
+    """Tensors of torch in CPU memory."""
+
+    layouts = ("contiguous", "step", "rows", "transposed")
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+
+    def _tensor(self, values: Any) -> Any:
+        """A contiguous tensor with the values of a NumPy array."""
+        dtype = BY_NAME[values.dtype.name]
+        bits = values if dtype.native else values.view(f"i{dtype.itemsize}")
+        tensor = self._torch.from_numpy(np.array(bits, order="C"))
+        return tensor if dtype.native else tensor.view(getattr(self._torch, dtype.name))
+
+    def _numpy(self, tensor: Any) -> Any:
+        name = str(tensor.dtype).partition(".")[2]
+        flat = tensor.contiguous()
+        if BY_NAME[name].native:
+            return flat.numpy()
+        bits = {1: self._torch.uint8, 2: self._torch.int16}[tensor.element_size()]
+        return flat.view(bits).numpy().view(reference.numpy_dtype(name))
+
+    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
+        if values.ndim == 0 or layout not in self.layouts:
+            layout = "contiguous"
+        shape = _base_shape(layout, values.shape)
+        base = self._tensor(np.zeros(shape, values.dtype))
+        if base.numel():
+            base.view(-1).view(self._torch.uint8).fill_(_CANARY)
+        array = _VIEWS[layout](base)
+        array.copy_(self._tensor(values))
+
+        def intact() -> bool:
+            copy = base.clone()
+            _VIEWS[layout](copy).copy_(array.new_zeros(array.shape))
+            mine = self._tensor(np.zeros(shape, values.dtype))
+            if mine.numel():
+                mine.view(-1).view(self._torch.uint8).fill_(_CANARY)
+            _VIEWS[layout](mine).copy_(array.new_zeros(array.shape))
+            return self._numpy(copy).tobytes() == self._numpy(mine).tobytes()
+
+        return Held(array, lambda: self._numpy(array), intact)
+
+    def part(self, held: Held, start: int, stop: int) -> Held:
+        """Rows of a tensor, as a tensor of the same memory."""
+        array = held.array[start:stop]
+        return Held(array, lambda: self._numpy(array), lambda: True)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {"numpy": NumpyFamily, "torch": TorchFamily}
+"""How to make arrays; a backend's own tests may add to it."""
+_families: dict[str, Any] = {}
+
+
+def family(name: str) -> Any:
+    """The family of that name."""
+    if name not in _families:
+        _families[name] = FAMILIES[name]()
+    return _families[name]
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+_groups: dict[tuple[int, ...], Any] = {}
+
+
+def members(case: Case, size: int) -> tuple[int, ...]:
+    """Global ranks of the case's group, in its order."""
+    ranks = list(range(size))
+    if case.group == "subset" and size > 1:
+        ranks.remove(case.seed % size)
+    return tuple(reversed(ranks) if case.group == "reversed" else ranks)
+
+
+def _group(ranks: tuple[int, ...]) -> Any:
+    if len(ranks) == dist.get_world_size() and ranks == tuple(sorted(ranks)):
+        return None
+    if ranks not in _groups:
+        _groups[ranks] = dist.new_group(list(ranks), sort_ranks=False)
+    return _groups[ranks]
+
+
+# --- a case on one rank ----------------------------------------------------------------------------------------------
+
+
+class Trial:
+    """A case as one rank of its group runs it."""
+
+    def __init__(self, case: Case, ranks: tuple[int, ...]) -> None:
+        self.case = case
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.rank = ranks.index(dist.get_rank())
+        self.root = case.seed // 7 % self.size
+        self.row = OPS[case.op]
+        self.group = _group(ranks)
+        self.family = family(case.family)
+        self.rows: Any = None  # all_to_all_single: rows from rank i to rank j
+        self.given = [self._inputs_of(r) for r in range(self.size)]
+        self.inputs: list[Held] = []
+        self.outputs: list[Held] = []
+        self.work: Any = None
+        self._lay_out()
+
+    # shapes and values
+
+    def _shape(self, count: int) -> tuple[int, ...]:
+        if self.case.layout == "scalar":
+            return ()
+        two = self.case.layout in ("transposed", "fortran", "rows")
+        return (count, 2) if two else (count,)
+
+    def _values(self, shape: tuple[int, ...], rng: np.random.Generator) -> Any:
+        case = self.case
+        return reference.values(case.dtype, case.reduce, self.size, shape, rng, case.special)
+
+    def _share(self, *ranks: int) -> tuple[int, ...]:
+        """Shape of a piece between two ranks, or of one rank's own."""
+        more = sum((i + 1) * r for i, r in enumerate(ranks)) if self.case.uneven and self.row.uneven else 0
+        return self._shape(self.case.count + more)
+
+    def _inputs_of(self, rank: int) -> list[Any]:
+        rng = np.random.default_rng([self.case.seed, rank])
+        op = self.case.op
+        if self.row.inputs is Arity.NONE:
+            return []
+        if op in ("reduce_scatter", "all_to_all"):
+            ends = (
+                [(i,) for i in range(self.size)]
+                if op == "reduce_scatter"
+                else [(rank, i) for i in range(self.size)]
+            )
+            return [self._values(self._share(*e), rng) for e in ends]
+        if op == "scatter":
+            return [self._values(self._shape(self.case.count), rng) for _ in range(self.size)]
+        if op == "reduce_scatter_tensor":
+            return [self._values(self._times(self._shape(self.case.count)), rng)]
+        if op == "all_to_all_single":
+            if self.rows is None:
+                self.rows = self._exchange_table()
+            tail = self._shape(1)[1:]
+            return [self._values((int(self.rows[rank].sum()), *tail), rng)]
+        return [self._values(self._share(rank), rng)]
+
+    def _times(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (self.size * shape[0], *shape[1:]) if shape else (self.size,)
+
+    def _exchange_table(self) -> Any:
+        size, count = self.size, self.case.count
+        uneven = self.case.uneven
+        return np.array([[count + (i + 2 * j if uneven else 0) for j in range(size)] for i in range(size)])
+
+    # memory
+
+    def _lay_out(self) -> None:
+        case, mine = self.case, self.given[self.rank]
+        hold, layout = self.family.hold, case.layout
+        in_place = case.in_place or case.op in ("broadcast", "all_reduce", "reduce")
+        read_only = not in_place and case.family == "numpy" and case.seed % 2 == 0
+        giving = self.rank == self.root or case.op != "scatter"
+        self.inputs = [hold(x, layout, read_only) for x in mine] if giving else []
+        self.expected = self._expected()
+        blanks = [np.full(self._output_shape(i), 1).astype(_dtype(case)) for i in range(len(self.expected))]
+        if case.op in ("broadcast", "all_reduce", "reduce"):
+            self.outputs = self.inputs
+            return
+        self.outputs = [hold(b, layout) for b in blanks]
+        if case.in_place:
+            self._overlay(mine)
+
+    def _overlay(self, mine: list[Any]) -> None:
+        op, rank, row = self.case.op, self.rank, self._shape(self.case.count)
+        if op in ("all_gather", "gather") and self.outputs:
+            self.outputs[rank] = self.inputs[0]
+        elif op in ("scatter", "reduce_scatter") and self.inputs:
+            self.outputs = [self.inputs[rank]]
+        elif op == "all_gather_into_tensor" and row:
+            whole = self.outputs[0]
+            part = self.family.part(whole, rank * row[0], (rank + 1) * row[0])
+            part.array[...] = self.inputs[0].array
+            self.inputs = [part]
+        elif op == "reduce_scatter_tensor" and row:
+            self.outputs = [self.family.part(self.inputs[0], rank * row[0], (rank + 1) * row[0])]
+
+    def _expected(self) -> list[list[Any]]:
+        counts = None if self.rows is None else self.rows * int(np.prod(self._shape(1)[1:]))
+        return reference.contributions(self.case.op, self.given, self.rank, self.root, counts)
+
+    def _output_shape(self, i: int) -> tuple[int, ...]:
+        op, count = self.case.op, self.case.count
+        if op in ("all_gather", "gather"):
+            return self._share(i)
+        if op == "all_gather_into_tensor":
+            return self._times(self._shape(count))
+        if op == "reduce_scatter":
+            return self._share(self.rank)
+        if op == "all_to_all":
+            return self._share(i, self.rank)
+        if op == "all_to_all_single":
+            return (int(self.rows[:, self.rank].sum()), *self._shape(1)[1:])
+        return self._shape(count)
+
+    # the call
+
+    def start(self) -> None:
+        """Make the call."""
+        case = self.case
+        arrays_in, arrays_out = [h.array for h in self.inputs], [h.array for h in self.outputs]
+        arity_in, arity_out = self.row.inputs, self.row.outputs
+        args: list[Any] = []
+        if case.op in ("broadcast", "all_reduce", "reduce"):
+            args = arrays_in
+        elif case.op == "gather":
+            args = [arrays_in[0], arrays_out if self.rank == self.root else None]
+        elif case.op == "scatter":
+            args = [arrays_out[0], arrays_in if self.rank == self.root else None]
+        elif case.op != "barrier":
+            args = [
+                arrays_out if arity_out is Arity.PER_RANK else arrays_out[0],
+                arrays_in if arity_in is Arity.PER_RANK else arrays_in[0],
+            ]
+        options: dict[str, Any] = {"group": self.group, "async_op": case.async_op}
+        if self.row.rooted:
+            side = "src" if case.op in ("broadcast", "scatter") else "dst"
+            if case.seed % 3:
+                options[side] = self.ranks[self.root]
+            else:
+                options["group_" + side] = self.root
+        if case.reduce is not None:
+            options["op"] = reduce_op(case)
+        if case.op == "all_to_all_single" and case.uneven:
+            options["output_split_sizes"] = self.rows[:, self.rank].tolist()
+            options["input_split_sizes"] = self.rows[self.rank].tolist()
+        self.work = getattr(dist, case.op)(*args, **options)
+
+    def finish(self) -> tuple[str | None, str]:
+        """Wait, and judge: what is wrong (or None), and a digest of the outputs."""
+        if self.case.async_op:
+            assert self.work.wait() is True
+            assert self.work.is_completed()
+            assert self.work.is_success()
+        else:
+            assert self.work is None
+        digest = hashlib.sha256()
+        for i, (held, given) in enumerate(zip(self.outputs, self.expected, strict=True)):
+            got = held.read()
+            digest.update(got.tobytes())
+            reduces = (
+                self.case.reduce if len(given) > 1 or self.row.reduces and self._reduced_here() else None
+            )
+            wrong = reference.complaint(self.case.dtype, reduces, given, got)
+            if wrong:
+                return f"output {i}: {wrong}", ""
+            if not held.intact():
+                return f"output {i}: memory around the array was overwritten", ""
+        return self._inputs_changed(), digest.hexdigest()
+
+    def _reduced_here(self) -> bool:
+        return self.case.op != "reduce" or self.rank == self.root
+
+    def _inputs_changed(self) -> str | None:
+        shared = [h.array for h in self.outputs]
+        for i, (held, value) in enumerate(zip(self.inputs, self.given[self.rank], strict=False)):
+            if self.case.in_place and (len(self.inputs) == 1 or any(held.array is s for s in shared)):
+                continue
+            if any(held.array is s for s in shared):
+                continue
+            if reference.complaint(self.case.dtype, None, [value.reshape(-1)], held.read()):
+                return f"input {i} was changed"
+            if not held.intact():
+                return f"input {i}: memory around the array was overwritten"
+        return None
+
+
+def reduce_op(case: Case) -> Any:
+    """The case's reduction as users write it."""
+    if case.reduce == "PREMUL_SUM":
+        return dist.ReduceOp.PREMUL_SUM(reference.factor_of(case.dtype))
+    return getattr(dist.ReduceOp, str(case.reduce))
+
+
+def _dtype(case: Case) -> np.dtype[Any]:
+    found = reference.numpy_dtype(case.dtype)
+    assert found is not None
+    return found
+
+
+Verdict = tuple[str | None, str]
+
+
+def run_cases(cases: Sequence[Case]) -> list[Verdict | None]:
+    """Run all cases, in order; for each what is wrong and a digest, or None on ranks outside its group."""
+    size, me = dist.get_world_size(), dist.get_rank()
+    verdicts: list[Verdict | None] = [None] * len(cases)
+    pending: list[tuple[int, Trial]] = []
+
+    def settle() -> None:
+        for i, trial in pending:
+            try:
+                verdicts[i] = trial.finish()
+            except Exception as e:
+                raise RuntimeError(f"{trial.case}") from e
+        pending.clear()
+
+    for i, case in enumerate(cases):
+        ranks = members(case, size)
+        _group(ranks)
+        if me not in ranks:
+            continue
+        try:
+            trial = Trial(case, ranks)
+            trial.start()
+        except Exception as e:
+            raise RuntimeError(f"{case}") from e
+        pending.append((i, trial))
+        if not case.async_op or len(pending) >= _PENDING:
+            settle()
+    settle()
+    return verdicts
