@@ -77,8 +77,9 @@ def main() -> None:
             "numpy": np.__version__,
             "torch": torch.__version__,
         }
+        what = "all_reduce float32 sum, TCP"
         with open(args.json, "w") as file:
-            json.dump({"operation": "all_reduce float32 sum, TCP", "ranks": world, "machine": machine, "rows": rows}, file)
+            json.dump({"operation": what, "ranks": world, "machine": machine, "rows": rows}, file, indent=1)
     td.destroy_process_group()
     dist.destroy_process_group()
 

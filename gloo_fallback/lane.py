@@ -8,6 +8,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from unicoll.backend import Call
+from unicoll.errors import DistError
 from unicoll.work import HostCompletion
 
 __all__ = ["Lane"]
@@ -34,6 +35,12 @@ class Lane:
     def run(self, call: Call) -> None:
         """Do a call after all that were accepted before it; returns when it is done."""
         with self._lock:
+            if self._busy and threading.current_thread() is self._thread:
+                raise DistError(
+                    f"{call.op.name}: a blocking collective in a callback of its group's own work would wait for"
+                    " itself; use async_op=True there",
+                    op=call.op.name,
+                )
             self.sequence = call.seq = self.sequence + 1
             if self._busy:
                 completion = HostCompletion((call,))

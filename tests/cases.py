@@ -151,22 +151,24 @@ class TorchFamily:
         bits = {1: self._torch.uint8, 2: self._torch.int16}[tensor.element_size()]
         return flat.view(bits).numpy().view(reference.numpy_dtype(name))
 
+    def _guarded(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        tensor = self._tensor(np.zeros(shape, dtype))
+        if tensor.numel():
+            tensor.view(-1).view(self._torch.uint8).fill_(_CANARY if dtype != np.bool_ else True)
+        return tensor
+
     def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
         if values.ndim == 0 or layout not in self.layouts:
             layout = "contiguous"
         shape = _base_shape(layout, values.shape)
-        base = self._tensor(np.zeros(shape, values.dtype))
-        if base.numel():
-            base.view(-1).view(self._torch.uint8).fill_(_CANARY)
+        base = self._guarded(shape, values.dtype)
         array = _VIEWS[layout](base)
         array.copy_(self._tensor(values))
 
         def intact() -> bool:
             copy = base.clone()
             _VIEWS[layout](copy).copy_(array.new_zeros(array.shape))
-            mine = self._tensor(np.zeros(shape, values.dtype))
-            if mine.numel():
-                mine.view(-1).view(self._torch.uint8).fill_(_CANARY)
+            mine = self._guarded(shape, values.dtype)
             _VIEWS[layout](mine).copy_(array.new_zeros(array.shape))
             return self._numpy(copy).tobytes() == self._numpy(mine).tobytes()
 

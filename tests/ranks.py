@@ -480,6 +480,14 @@ def run_ranks(
     return values
 
 
+_pooled: set[Job] = set()
+
+
+def pooled() -> tuple[set[int], int]:
+    """Processes and sockets of the pools that are open, which outlive the tests that use them."""
+    return {pid for job in _pooled for pid in job.pids}, sum(job.size for job in _pooled)
+
+
 class Pool:
     """A job that does many calls, started at the first, and anew after a failure."""
 
@@ -493,20 +501,23 @@ class Pool:
         try:
             if self._job is None:
                 self._job = self._begin(self.size)
+                _pooled.add(self._job)
                 self._job.call(enter)
                 self._job.results()
             self._job.call(function, *args)
             return self._job.results(timeout)
         except BaseException:
-            if self._job is not None:
-                self._job.close()
-                self._job = None
+            job, self._job = self._job, None
+            if job is not None:
+                _pooled.discard(job)
+                job.close()
             raise
 
     def close(self) -> None:
         """Leave the job, in order."""
         job, self._job = self._job, None
         if job is not None:
+            _pooled.discard(job)
             with job:
                 end_well(job)
 

@@ -158,7 +158,11 @@ def _exact(reduce: str, given: Sequence[Array]) -> Array:
             return total
         if dtype.kind == "u":
             return total // dtype.type(len(given))
-        return np.array([int(math.copysign(abs(int(t)) // len(given), int(t))) for t in total], dtype)
+        return np.array([_towards_zero(int(t), len(given)) for t in total], dtype)
+
+
+def _towards_zero(total: int, ranks: int) -> int:
+    return total // ranks if total >= 0 else -(-total // ranks)
 
 
 def _wide(array: Array) -> Array:

@@ -30,7 +30,7 @@ from unicoll.parallel import (
     parameters_digest,
 )
 from unicoll.parallel.common import plan_buckets
-from unicoll.spawn import spawn
+from unicoll.spawning import spawn
 from unicoll.types import ReduceOp
 
 PATIENCE = 60.0

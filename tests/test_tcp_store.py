@@ -72,21 +72,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-@pytest.fixture(autouse=True)
-def _no_leaks() -> Iterator[None]:
-    def held() -> tuple[int, set[str]]:
-        gc.collect()
-        threads = {thread.name for thread in threading.enumerate() if "Pool" not in thread.name}
-        return len(os.listdir("/proc/self/fd")), threads
-
-    before = held()
-    yield
-    deadline = time.monotonic() + 10
-    while held() != before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert held() == before
-
-
 def raw(master: TCPStore) -> socket.socket:
     return socket.create_connection(("127.0.0.1", master.port), timeout=20)
 

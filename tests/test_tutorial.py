@@ -19,11 +19,18 @@ pytestmark = pytest.mark.torch
 SCRIPTS = Path(__file__).parent / "tutorial"
 DIGITS = ROOT / "examples" / "data" / "optdigits.csv.gz"
 TORCH, OURS = "import torch.distributed as dist\n", "import unicoll as dist\n"
-LINES = {"messages": 4, "collective": 58, "ring": 12, "meeting": 9, "training": 6}
+LINES = {"messages": 4, "collective": 42, "ring": 12, "meeting": 9, "training": 6}
 
 
-def run(folder: Path, name: str) -> list[list[str]]:
-    """The lines that a script's processes print, in words, sorted."""
+def number_or_word(text: str) -> str | float:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def run(folder: Path, name: str, *, exits_well: bool = True) -> list[list[str | float]]:
+    """The lines that a script's processes print, in words and numbers, sorted."""
     ended = subprocess.run(
         [sys.executable, f"{name}.py", str(free_port()), str(DIGITS)],
         cwd=folder,
@@ -33,8 +40,10 @@ def run(folder: Path, name: str) -> list[list[str]]:
         timeout=180,
         check=False,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return sorted(line.split() for line in ended.stdout.splitlines())
+    if exits_well:
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ended.stderr == ""
+    return [[number_or_word(w) for w in line.split()] for line in sorted(ended.stdout.splitlines())]
 
 
 def translated(folder: Path) -> Path:
@@ -47,12 +56,8 @@ def translated(folder: Path) -> Path:
     return folder
 
 
-def value(word: str) -> object:
-    """A word as the number that it is, to be compared to rounding, or as itself."""
-    try:
-        return pytest.approx(float(word), rel=1e-5)
-    except ValueError:
-        return word
+def about(word: str | float) -> object:
+    return pytest.approx(word, rel=1e-5) if isinstance(word, float) else word
 
 
 def test_every_script_is_run() -> None:
@@ -66,7 +71,8 @@ def test_both_say_the_same(name: str, tmp_path: Path) -> None:
     there.mkdir()
     for script in SCRIPTS.glob("*.py"):
         (here / script.name).write_text(script.read_text())
-    expected = run(here, name)
+    # torch's processes have said everything when they, now and then, abort at exit
+    expected = run(here, name, exits_well=False)
     found = run(translated(there), name)
     assert len(expected) == LINES[name]
-    assert found == [[value(word) for word in line] for line in expected]
+    assert found == [[about(word) for word in line] for line in expected]

@@ -98,14 +98,15 @@ from .world import (
 if TYPE_CHECKING:
     from . import device_mesh
     from .mesh import DeviceMesh, init_device_mesh
-    from .spawn import spawn
+    from .spawning import SpawnError, spawn
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "DeviceMesh": "mesh",
     "init_device_mesh": "mesh",
-    "spawn": "spawn",
+    "SpawnError": "spawning",
+    "spawn": "spawning",
     "device_mesh": "device_mesh",
     "parallel": "parallel",
 }
@@ -118,7 +119,7 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{_LAZY[name]}", __name__)
-    value = module if name == _LAZY[name] and name != "spawn" else getattr(module, name)
+    value = module if name == _LAZY[name] else getattr(module, name)
     globals()[name] = value
     return value
 
@@ -149,6 +150,7 @@ __all__ = [
     "QueueEmptyError",
     "RankLostError",
     "ReduceOp",
+    "SpawnError",
     "Store",
     "StoreTimeoutError",
     "TCPStore",

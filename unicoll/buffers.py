@@ -155,9 +155,8 @@ def _torch_family() -> Adapter:
             return Buffer(
                 tensor, dtype, shape, None, True, unpack, place, packed.data_ptr(), packed.numel(), stream
             )
-        if not dtype.native:
-            packed = packed.view(bits[dtype.itemsize])
-        flat = packed.numpy().reshape(-1)
+        raw = packed if dtype.native else packed.view(bits[dtype.itemsize])
+        flat = raw.numpy().reshape(-1)
         if not dtype.native:
             flat = flat.view(dtype.storage)
         return Buffer(tensor, dtype, shape, flat, True, unpack)

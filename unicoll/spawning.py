@@ -220,6 +220,8 @@ class ProcessContext:
     def _close(self) -> None:
         """The processes have ended: end what they have left, and all that was there for them."""
         self._open = False
+        for process in self.processes:
+            process.join(0)  # multiprocessing forgets it only then
         kill_members(self._token, (), _KILL_PATIENCE)
         if self._guard is not None:
             self._guard.dismiss()

@@ -1,4 +1,4 @@
-"""``unicoll.spawn.spawn``."""
+"""``unicoll.spawn``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from unicoll.errors import DistArgumentError, DistError, DistTypeError, RankLostError
-from unicoll.spawn import SpawnError, spawn
+from unicoll.spawning import SpawnError, spawn
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUND = 60.0
@@ -199,7 +199,7 @@ def test_bad_arguments() -> None:
 def test_nothing_survives_the_parent(tmp_path: Path, number: signal.Signals, from_thread: bool) -> None:
     source = """
         import os, pathlib, subprocess, sys, threading, time
-        from unicoll.spawn import spawn
+        from unicoll.spawning import spawn
 
         def note(name, pid):
             pathlib.Path(f"pid.{name}.{pid}").write_text(f"{pid}\\n")

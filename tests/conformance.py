@@ -1,0 +1,241 @@
+"""The conformance suite: which cases every backend must pass. A backend's test module subclasses :class:`Conformance`.
+
+The small product (operation x dtype x reduction x sync/async) is covered whole for every group size; sizes, layouts,
+sub-groups, places and families are drawn at random on top of it, from a seed that is printed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import conformance_jobs as jobs
+import pytest
+import reference
+from cases import Case, NumpyFamily, TorchFamily, run_cases
+from ranks import Pool
+
+from unicoll.ops import OPS, Arity, supported_reductions
+from unicoll.types import BY_NAME, DTYPES
+
+COLLECTIVES = [name for name in OPS if name not in ("send", "recv")]
+DATA = [name for name in COLLECTIVES if name != "barrier"]
+REDUCING = [name for name in DATA if OPS[name].reduces]
+SIZES = (1, 2, 3, 4, 7)
+
+_SCALARS = ("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter",
+            "reduce_scatter", "reduce_scatter_tensor", "all_to_all")  # fmt: skip
+_IN_PLACE = ("all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor")
+
+
+def has(dtype: str) -> bool:
+    """Whether NumPy arrays of the type can be made here (bfloat16 and float8 need ml_dtypes)."""
+    return reference.numpy_dtype(dtype) is not None
+
+
+class Conformance:
+    """Subclasses give the backend's facts; the fixture ``pool`` starts ranks that join it."""
+
+    families: Sequence[str] = ("numpy",)
+    sample = 60
+    """Random cases for each operation and group size."""
+
+    def reduces(self, dtype: str) -> bool:
+        """Whether the backend reduces this type."""
+        raise NotImplementedError
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        """Counts around which the backend changes its algorithm."""
+        raise NotImplementedError
+
+    def large(self, itemsize: int) -> int:
+        """A count that the backend works on piece by piece, not divisible by anything."""
+        raise NotImplementedError
+
+    # --- choosing cases -------------------------------------------------------------------------------------
+
+    def pairs(self, op: str) -> list[tuple[str, str | None]]:
+        """All element types with all their reductions."""
+        if op == "barrier":
+            return [("float32", None)]
+        dtypes = [d.name for d in DTYPES if has(d.name)]
+        if not OPS[op].reduces:
+            return [(d, None) for d in dtypes]
+        table = supported_reductions()
+        return [(d, r) for d in dtypes if self.reduces(d) for r in table[d]]
+
+    def draw(self, op: str, size: int, rng: random.Random) -> Case:
+        """A random case."""
+        dtype, reduce = rng.choice(self.pairs(op))
+        itemsize = BY_NAME[dtype].itemsize
+        family: Any = rng.choice(self.families)
+        layouts = (TorchFamily if family == "torch" else NumpyFamily).layouts
+        layout = rng.choice([*layouts, *(("scalar",) if op in _SCALARS else ())])
+        count = rng.choice([0, 1, 2, 7, 33, 1000, rng.choice(self.boundaries(op, itemsize, size))])
+        if layout in ("transposed", "fortran", "rows"):
+            count = (count + 1) // 2
+        if layout == "scalar":
+            count = 1
+        return Case(
+            op,
+            dtype,
+            reduce,
+            count,
+            layout,
+            async_op=rng.random() < 0.5,
+            group=rng.choice(["world", "world", "subset", "reversed"]),
+            in_place=op in _IN_PLACE and layout not in ("backwards", "scalar") and rng.random() < 0.4,
+            uneven=OPS[op].uneven and layout != "scalar" and rng.random() < 0.5,
+            special=rng.random() < 0.2,
+            family=family,
+            seed=rng.randrange(1 << 30),
+        )
+
+    def judge(self, pool: Pool, cases: Sequence[Case], timeout: float = 120.0) -> None:
+        """Run cases; every rank must be content, and all ranks' results of an all_reduce the same bits."""
+        verdicts = pool.run(run_cases, list(cases), timeout=timeout)
+        wrong = []
+        for i, case in enumerate(cases):
+            mine = [v[i] for v in verdicts if v[i] is not None]
+            assert mine, f"nobody ran {case}"
+            wrong += [f"rank {r}: {case}: {v[i][0]}" for r, v in enumerate(verdicts) if v[i] and v[i][0]]
+            if case.op == "all_reduce" and len({digest for _, digest in mine}) != 1:
+                wrong.append(f"{case}: ranks have different bits")
+        assert not wrong, f"{len(wrong)} of {len(cases)} cases wrong:\n" + "\n".join(wrong[:20])
+
+    # --- the tests ----------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("op", COLLECTIVES)
+    def test_every_type_and_reduction(
+        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
+    ) -> None:
+        rng = random.Random(f"{seed} {op} {size}")
+        counts = cycle([5, 1, 0, 12])
+        cases = [
+            Case(
+                op, d, r, next(counts), async_op=a, special=r in ("MIN", "MAX"), seed=rng.randrange(1 << 30)
+            )
+            for a in (False, True)
+            for d, r in self.pairs(op)
+        ]
+        self.judge(pool(size), cases)
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("op", DATA)
+    def test_layouts_groups_and_sizes(
+        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
+    ) -> None:
+        rng = random.Random(zlib.crc32(f"{seed} {op} {size}".encode()))
+        self.judge(pool(size), [self.draw(op, size, rng) for _ in range(self.sample)])
+
+    @pytest.mark.parametrize("layout", [*NumpyFamily.layouts, "scalar"])
+    @pytest.mark.parametrize("async_op", [False, True])
+    def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
+        cases = [
+            Case(op, dtype, "SUM" if OPS[op].reduces else None, count, layout, async_op, group, in_place)
+            for op in DATA
+            for dtype in ("float32", "int16")
+            for count in ((1,) if layout == "scalar" else (0, 1, 6, 9000))
+            for group in ("world", "reversed")
+            for in_place in ((False, True) if op in _IN_PLACE and layout not in ("backwards", "scalar") else (False,))
+            if op in _SCALARS or layout != "scalar"
+        ]  # fmt: skip
+        self.judge(pool(3), cases)
+
+    @pytest.mark.parametrize("size", [2, 3, 4])
+    @pytest.mark.parametrize("op", DATA)
+    def test_sizes_around_the_switches(self, op: str, size: int, pool: Callable[[int], Pool]) -> None:
+        reduce = "SUM" if OPS[op].reduces else None
+        cases = [
+            Case(op, dtype, reduce, count, uneven=uneven, seed=7 * root)
+            for dtype in ("float32", "bfloat16", "uint8")
+            if has(dtype)
+            for count in self.boundaries(op, BY_NAME[dtype].itemsize, size)
+            for uneven in ((False, True) if OPS[op].uneven else (False,))
+            for root in ((0, size - 1) if OPS[op].rooted else (0,))
+        ]
+        self.judge(pool(size), cases)
+
+    @pytest.mark.parametrize("size", [2, 3])
+    @pytest.mark.parametrize("op", DATA)
+    def test_large_arrays(self, op: str, size: int, pool: Callable[[int], Pool], seed: int) -> None:
+        rng = random.Random(f"{seed} {op} {size} large")
+        cases = []
+        for dtype in rng.sample([d for d in ("float32", "bfloat16", "complex128", "int8") if has(d)], 2):
+            count = self.large(BY_NAME[dtype].itemsize)
+            reduce = rng.choice(["SUM", "AVG"]) if OPS[op].reduces else None
+            several = Arity.PER_RANK in (OPS[op].inputs, OPS[op].outputs)
+            cases.append(
+                Case(
+                    op, dtype, reduce, count // size if several else count,
+                    async_op=rng.random() < 0.5, in_place=op in _IN_PLACE and rng.random() < 0.5,
+                    uneven=OPS[op].uneven, seed=rng.randrange(1 << 30),
+                )
+            )  # fmt: skip
+        self.judge(pool(size), cases)
+
+    @pytest.mark.torch
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_torch_tensors(self, size: int, pool: Callable[[int], Pool], seed: int) -> None:
+        if importlib.util.find_spec("torch") is None:
+            pytest.skip("torch is not installed")
+        rng = random.Random(f"{seed} torch {size}")
+        cases = [
+            Case(op, d, r, rng.choice([0, 1, 5]), async_op=rng.random() < 0.5, family="torch", seed=i)
+            for op in DATA
+            for i, (d, r) in enumerate(self.pairs(op))
+        ]
+        cases += [
+            Case(
+                op, dtype, "SUM" if OPS[op].reduces else None,
+                rng.choice([0, 1, 5, 20000]), layout, rng.random() < 0.5, family="torch",
+                in_place=op in _IN_PLACE and rng.random() < 0.5, seed=rng.randrange(1 << 30),
+            )
+            for op in DATA
+            for layout in TorchFamily.layouts
+            for dtype in ("float32", "bfloat16", "complex64", "bool")
+            if has(dtype)
+        ]  # fmt: skip
+        self.judge(pool(size), cases)
+
+    def test_every_type_can_be_tested_here(self) -> None:
+        missing = [d.name for d in DTYPES if not has(d.name)]
+        if missing:
+            pytest.skip(f"ml_dtypes is not installed: {', '.join(missing)} go untested with NumPy")
+        assert {d for d, _ in self.pairs("broadcast")} == {d.name for d in DTYPES}
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    def test_coalesced_calls(self, size: int, pool: Callable[[int], Pool]) -> None:
+        for async_op in (False, True):
+            assert pool(size).run(jobs.coalesced, async_op) == [None] * size
+
+    @pytest.mark.parametrize("size", [1, 2, 3, 7])
+    def test_nobody_leaves_a_barrier_before_all_have_come(
+        self, size: int, pool: Callable[[int], Pool]
+    ) -> None:
+        for call in ("barrier", "async barrier", "monitored_barrier"):
+            times = pool(size).run(jobs.barrier_times, call)
+            assert max(came for came, _ in times) <= min(left for _, left in times)
+
+    @pytest.mark.parametrize("op", REDUCING)
+    def test_refuses_what_it_does_not_reduce(self, op: str, pool: Callable[[int], Pool]) -> None:
+        refused = [d.name for d in DTYPES if has(d.name) and not self.reduces(d.name)]
+        table = supported_reductions()
+        pairs = [(d, "SUM") for d in refused]
+        pairs += [(d.name, r) for d in DTYPES if has(d.name) for r in table["uint8"] if r not in table[d.name]]
+        for messages in pool(2).run(jobs.refusals, op, pairs):
+            for (dtype, _), (kind, message) in zip(pairs, messages, strict=True):
+                assert kind == "DistTypeError", message
+                assert dtype in message
+
+    def test_the_same_data_gives_the_same_bits_again(self, pool: Callable[[int], Pool]) -> None:
+        for digests in zip(*pool(4).run(jobs.repeated_reductions), strict=True):
+            assert len({d for each in digests for d in each}) == 1
+
+    def test_buffers_of_other_kinds(self, pool: Callable[[int], Pool]) -> None:
+        assert pool(2).run(jobs.other_buffers) == [[3, 6, 9], [3, 6, 9]]

@@ -1,0 +1,142 @@
+"""What the ranks of test_hosts.py do: ``python host_programs.py NAME [ARGUMENT]``, started by the launcher.
+
+Each rank prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import unicoll as dist
+
+Report = dict[str, Any]
+TIMEOUT = 4.0
+
+
+class Pickled:
+    """An object that travels as a pickle only."""
+
+
+def connections() -> list[tuple[str, int, str, int]]:
+    """Own address and port, the peer's address and port, of every TCP connection of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with sock:
+            try:
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    found.append((*sock.getsockname()[:2], *sock.getpeername()[:2]))
+            except OSError:  # a listener
+                continue
+    return sorted(found)
+
+
+def caught(error: BaseException) -> Report:
+    return {"error": type(error).__name__, "message": str(error), "culprit": getattr(error, "rank", None)}
+
+
+def everything() -> Report:
+    """Collectives and messages of several sizes on several groups, against what they must give."""
+    dist.init_process_group(timeout=60)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [None, *(dist.new_group() for _ in range(3))]
+    for group in groups:
+        for count in (1, 1000, 300_000):
+            data = np.arange(count, dtype=np.float64) * (rank + 1)
+            dist.all_reduce(data, group=group)
+            np.testing.assert_array_equal(data, np.arange(count) * (size * (size + 1) / 2))
+            outputs = [np.empty(count, np.int64) for _ in range(size)]
+            dist.all_to_all(outputs, [np.full(count, 10 * rank + i) for i in range(size)], group=group)
+            assert [int(o[-1]) for o in outputs] == [10 * i + rank for i in range(size)]
+            data = np.full(count, rank)
+            dist.broadcast(data, src=size - 1, group=group)
+            assert (data == size - 1).all()
+    request = dist.isend(np.full(200_000, rank), (rank + 1) % size)
+    received = np.empty(200_000, np.int64)
+    dist.recv(received, (rank - 1) % size)
+    request.wait()
+    assert (received == (rank - 1) % size).all()
+    report = {"explained": dist.explain(), "connections": connections(), "host": socket.gethostname()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return report
+
+
+def join() -> Report:
+    """Join, if possible."""
+    try:
+        dist.init_process_group(timeout=TIMEOUT)
+    except dist.DistError as error:
+        return caught(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"joined": True}
+
+
+def exchange_objects() -> Report:
+    """A plain object and one that needs pickle."""
+    dist.init_process_group(timeout=60)
+    plain: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plain, {"rank": dist.get_rank()})
+    report: Report = {"plain": plain}
+    try:
+        dist.all_gather_object([None] * dist.get_world_size(), Pickled())
+        report["pickled"] = True
+    except dist.DistError as error:
+        report.update(caught(error))
+    dist.barrier()
+    dist.destroy_process_group()
+    return report
+
+
+def lose_the_link(folder: str, count: str) -> Report:
+    """All-reduce ``count`` numbers again and again, until the others can no longer be reached."""
+    dist.init_process_group(timeout=TIMEOUT)
+    data = np.zeros(int(count))
+    dist.all_reduce(data)
+    Path(folder, f"ready.{dist.get_rank()}").touch()
+    started = time.monotonic()
+    try:
+        while time.monotonic() < started + 60:
+            dist.all_reduce(data)
+    except dist.DistError as error:
+        report = caught(error)
+        report["host"] = socket.gethostname()
+        dist.destroy_process_group()
+        return report
+    raise AssertionError("the link was never cut")
+
+
+def listen_apart() -> Report:
+    """Rank 1 listens where rank 0 cannot reach it, and calls last, so that rank 0 has to call it."""
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        os.environ["UNICOLL_SOCKET_IFNAME"] = "apart"
+    dist.init_process_group(timeout=TIMEOUT)
+    if rank == 1:
+        time.sleep(1)
+    try:
+        dist.all_reduce(np.zeros(3))
+        return {"reached": True}
+    except dist.DistError as error:
+        return caught(error)
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:]
+    print(json.dumps({"rank": int(os.environ["RANK"]), **globals()[name](*arguments)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

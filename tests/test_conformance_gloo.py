@@ -1,0 +1,51 @@
+"""The CPU backend passes the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import conformance_jobs as jobs
+import pytest
+from conformance import Conformance
+from ranks import run_ranks
+
+from gloo_fallback.algorithms import SEGMENT, SMALL
+from gloo_fallback.backend import GlooBackend
+from unicoll.types import BY_NAME
+
+_HUGE = 2_200_000_003
+_NEEDS = 12 << 30
+
+
+class TestGloo(Conformance):
+    def reduces(self, dtype: str) -> bool:
+        return GlooBackend.caps.reduces(BY_NAME[dtype])
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        share = {
+            "broadcast": 1, "all_reduce": size - 1, "reduce": size - 1, "all_gather": size, "gather": size,
+            "scatter": size, "all_gather_into_tensor": size, "reduce_scatter": size * (size - 1),
+            "reduce_scatter_tensor": size * (size - 1), "all_to_all": 4, "all_to_all_single": 4,
+        }  # fmt: skip
+        switch = SMALL // itemsize // max(1, share[op])
+        return [0, 1, 7, 1000, switch - 1, switch, switch + 1]
+
+    def large(self, itemsize: int) -> int:
+        return (2 * SEGMENT // itemsize + 11) | 1
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", [jobs.huge, jobs.huge_gather])
+def test_more_than_two_to_the_31_bytes(job: object) -> None:
+    if _available() < _NEEDS:
+        pytest.skip(f"needs {_NEEDS >> 30} GiB of free memory")
+    count = _HUGE if job is jobs.huge else _HUGE // 2
+    assert run_ranks(2, job, count, timeout=240) == [[], []]  # type: ignore[arg-type]

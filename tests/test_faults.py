@@ -1,0 +1,469 @@
+"""When a rank dies, stops, is late, errs or is disturbed: every other rank learns who and why, and nothing hangs.
+
+Times are printed, not judged; what is asserted are generous bounds on a hang.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import fault_jobs as jobs
+import pytest
+import ranks
+from calls import COALESCED, COLLECTIVES, EVERYTHING, REDUCING, ROOTED, row_name
+from ranks import Job, Outcome, Pool, end_well
+
+from unicoll import auth
+from unicoll.errors import DistError
+
+SOON_S = 5.0
+OURS = socket.gethostname()
+
+
+def joined(size: int, **options: Any) -> Job:
+    """A job whose ranks have joined."""
+    job = Job(size, **options)
+    try:
+        job.call(ranks.enter)
+        job.results()
+    except BaseException:
+        job.close()
+        raise
+    return job
+
+
+def check_lost(outcomes: Sequence[Outcome], victim: int, pid: int, name: str, killed: float) -> None:
+    """All survivors raised RankLostError, naming rank, host, pid and operation, soon."""
+    for o in outcomes:
+        failure = o.failure
+        assert failure is not None, f"rank {o.rank} did not fail: {o}"
+        assert failure.type == "RankLostError", failure.traceback
+        assert failure.fields["rank"] == victim, failure
+        assert failure.fields["host"] == OURS
+        assert failure.fields["pid"] == pid
+        for word in (f"rank {victim} ", f"host {OURS}", f"pid {pid}"):
+            assert word in failure.message
+        if not name.endswith("object") and not name.startswith(("broadcast_object", "scatter_object", "send")):
+            assert failure.fields["op"] == row_name(name), failure
+            assert row_name(name) in failure.message
+        print(f"{name}: rank {o.rank} raised {1000 * (o.at - killed):.0f} ms after the kill")
+        assert o.at - killed < SOON_S
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_a_killed_rank_is_named_by_all_others(name: str, victim: int) -> None:
+    count = 200_000 if (len(name) + victim) % 2 else 100
+    with joined(3) as job:
+        job.call(jobs.loop, name, count)
+        job.await_notes()
+        time.sleep(random.random() / 20)
+        killed = job.signal(victim, signal.SIGKILL)
+        survivors = [r for r in range(3) if r != victim]
+        check_lost(job.collect(30, survivors), victim, job.pids[victim], name, killed)
+        job.call(ranks.finish, ranks=survivors)
+        assert [o.value for o in job.collect(30, survivors)] == [[], []]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather_coalesced"])
+def test_a_killed_rank_fails_work_in_the_background(name: str) -> None:
+    with joined(3) as job:
+        job.call(jobs.loop_async, name)
+        job.await_notes()
+        killed = job.signal(1, signal.SIGKILL)
+        check_lost(job.collect(30, [0, 2]), 1, job.pids[1], name, killed)
+
+
+def test_survivors_make_a_smaller_world(tmp_path: Path) -> None:
+    with joined(3) as job:
+        job.call(jobs.loop, "all_reduce", 10)
+        job.await_notes()
+        job.signal(0, signal.SIGKILL)
+        job.collect(30, [1, 2])
+        job.call(jobs.start_anew, str(tmp_path / "store"), [1, 2], ranks=[1, 2])
+        assert [o.value for o in job.collect(30, [1, 2])] == [[2.0] * 3] * 2
+        job.call(ranks.finish, ranks=[1, 2])
+        assert [o.value for o in job.collect(30, [1, 2])] == [[], []]
+
+
+# --- stopped and late ranks -------------------------------------------------------------------------------------------
+
+TIMED = (*COLLECTIVES, *COALESCED, "monitored_barrier", "send and recv")
+
+
+def check_timeouts(outcomes: Sequence[Outcome], timeout: float, words: Sequence[str]) -> None:
+    """Every operation timed out on every rank, on time, and its error has the words."""
+    for o in outcomes:
+        assert o.failure is None, o.failure
+        for name, (failure, seconds) in o.value.items():
+            assert failure is not None, f"rank {o.rank}: {name} went well without the others"
+            if name == "send and recv" and failure.type != "OperationTimeoutError":
+                continue
+            assert failure.type == "OperationTimeoutError", f"{name}: {failure.traceback}"
+            assert f"timed out after {timeout:g} s" in failure.message
+            assert row_name(name) in failure.message or name == "send and recv"
+            print(f"rank {o.rank}: {name} gave up after {seconds:.2f} s")
+            assert timeout - 0.2 <= seconds < timeout + SOON_S
+            if name != "send and recv":
+                for word in words:
+                    assert word in failure.message, f"{name}: {failure.message}"
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_a_stopped_rank_is_named_when_time_is_up(connected: bool) -> None:
+    with joined(3) as job:
+        job.call(jobs.make_groups)
+        job.results()
+        if connected:
+            job.call(jobs.use_groups)
+            job.results()
+        job.signal(2, signal.SIGSTOP)
+        job.call(jobs.all_at_once, TIMED, 1.0, ranks=[0, 1])
+        words = ["missing: rank 2", "does not answer", f"pid {job.pids[2]}", "arrived: ranks 0, 1"]
+        check_timeouts(job.collect(60, [0, 1]), 1.0, words)
+
+
+def test_a_late_rank_is_named_with_the_place_where_it_is() -> None:
+    with joined(3) as job:
+        job.call(jobs.make_groups)
+        job.results()
+        job.call(jobs.compute, 8.0, ranks=[2])
+        job.call(jobs.all_at_once, TIMED, 1.0, ranks=[0, 1])
+        line = jobs.compute.__code__.co_firstlineno + 2
+        words = ["missing: rank 2", "in no collective", f"fault_jobs.py:{line}", "arrived: ranks 0, 1"]
+        check_timeouts(job.collect(60, [0, 1]), 1.0, words)
+        job.collect(60, [2])
+        job.call(ranks.finish)
+        assert [o.value for o in job.collect()] == [[]] * 3
+
+
+@pytest.mark.parametrize("name", ["barrier", "all_reduce", "work.wait", "recv", "recv from any"])
+def test_a_call_has_its_own_timeout(name: str, pool: Callable[[int], Pool]) -> None:
+    story = pool(2).run(jobs.own_timeout, name)[0]
+    failure, seconds = story
+    assert failure is not None
+    assert failure.type == "OperationTimeoutError"
+    assert "TimeoutError" in failure.bases
+    assert "0.5 s" in failure.message
+    assert 0.4 <= seconds < SOON_S
+
+
+def test_giving_up_waiting_does_not_end_the_operation(pool: Callable[[int], Pool]) -> None:
+    late, waiting = pool(2).run(jobs.impatient)
+    failure, seconds = waiting["first"]
+    assert failure.type == "OperationTimeoutError"
+    assert "all_reduce" in failure.message
+    assert seconds < SOON_S
+    assert waiting["state"] == (False, None)
+    assert late["sum"] == waiting["sum"] == [2.0] * 4
+
+
+# --- different calls on different ranks -----------------------------------------------------------------------------------
+
+
+def differences(name: str) -> list[tuple[str, dict[str, Any], str, dict[str, Any], int]]:
+    """Ways in which one rank's call of ``name`` can differ from the others'."""
+    found: list[tuple[str, dict[str, Any], str, dict[str, Any], int]] = []
+    plain: dict[str, Any] = {}
+    for odd in (0, 1, 2):
+        if name != "barrier":
+            found.append((name, plain, name, {"count": 5}, odd))
+            found.append((name, plain, name, {"count": 0}, odd))
+            found.append((name, plain, name, {"count": 100_000}, odd))
+            found.append((name, {"count": 100_000}, name, {"count": 100_001}, odd))
+            found.append((name, plain, name, {"dtype": "int32"}, odd))
+            found.append((name, plain, name, {"dtype": "float64"}, odd))
+        if name in REDUCING:
+            found.append((name, plain, name, {"reduce": "MAX"}, odd))
+            found.append((name, {"count": 100_000}, name, {"count": 100_000, "reduce": "MAX"}, odd))
+        if name in ROOTED:
+            found.append((name, plain, name, {"root": 1}, odd))
+            found.append((name, {"root": 2}, name, {"root": 0}, odd))
+            found.append((name, {"count": 100_000}, name, {"count": 100_000, "root": 2}, odd))
+        for other in COLLECTIVES:
+            if other != name:
+                found.append((name, plain, other, plain, odd))
+    return found
+
+
+@pytest.mark.parametrize("name", [*COLLECTIVES, *COALESCED])
+def test_ranks_that_call_differently_raise_the_same_error(name: str, pool: Callable[[int], Pool]) -> None:
+    cases = differences(name)
+    stories = pool(3).run(jobs.differ, cases, timeout=300)
+    wrong = []
+    for case, each in zip(cases, zip(*stories, strict=True), strict=True):
+        failures = [failure for failure, _ in each]
+        texts = {f.message if f else "no error" for f in failures}
+        kinds = {f.type if f else "none" for f in failures}
+        slow = max(seconds for _, seconds in each)
+        if len(texts) != 1 or kinds != {"CollectiveMismatchError"} or slow > SOON_S:
+            wrong.append(f"{case}: {slow:.1f} s: {texts}")
+            continue
+        text = texts.pop()
+        assert row_name(name) in text
+        assert row_name(case[2]) in text
+        assert all(f"rank {r}" in text for r in range(3)) or "all_to_all" in text
+        assert "fault_jobs.py" in text or "calls.py" in text or "all_to_all" in text, text
+    assert not wrong, f"{len(wrong)} of {len(cases)} wrong:\n" + "\n".join(wrong[:10])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [4, 100_000])
+@pytest.mark.parametrize("name", ROOTED)
+def test_every_rank_has_another_root(name: str, count: int, size: int, pool: Callable[[int], Pool]) -> None:
+    stories = pool(size).run(jobs.everyone_another_root, name, count)
+    same_mismatch(stories)
+
+
+@pytest.mark.parametrize("first", COLLECTIVES)
+def test_two_calls_in_another_order(first: str, pool: Callable[[int], Pool]) -> None:
+    second = COLLECTIVES[(COLLECTIVES.index(first) + 5) % len(COLLECTIVES)]
+    for names in ((first, second), (second, first)):
+        text = same_mismatch(pool(3).run(jobs.another_order, *names))
+        assert first in text
+        assert second in text
+
+
+@pytest.mark.parametrize("count", [1, 50_000])
+def test_split_sizes_that_do_not_fit_each_other(count: int, pool: Callable[[int], Pool]) -> None:
+    text = same_mismatch(pool(3).run(jobs.splits_differ, count))
+    for word in ("rank 0", "rank 1", f"{count} elements", f"room for {count + 1}"):
+        assert word in text
+
+
+def same_mismatch(stories: Sequence[jobs.Story]) -> str:
+    """All ranks raised CollectiveMismatchError with one text, soon; the text."""
+    texts = {failure.message if failure else "no error" for failure, _ in stories}
+    assert len(texts) == 1, texts
+    assert {f.type if f else "" for f, _ in stories} == {"CollectiveMismatchError"}, texts
+    assert max(seconds for _, seconds in stories) < SOON_S
+    return texts.pop()
+
+
+# --- bad arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_bad_arguments_are_refused_and_the_group_stays_usable(who: int) -> None:
+    with joined(2) as job:
+        job.call(jobs.refuse_each, who)
+        refused = job.results()[who]
+        end_well(job)
+    job_calls = list(refused)
+    assert len(job_calls) > 30
+    wrong = []
+    for name, failure in refused.items():
+        kind, word = EXPECTED[name]
+        if failure is None:
+            wrong.append(f"{name}: accepted")
+        elif failure.type != kind or word not in failure.message:
+            wrong.append(f"{name}: expected {kind} with {word!r}: {failure.type}: {failure.message}")
+    assert not wrong, f"{len(wrong)} of {len(refused)}:\n" + "\n".join(wrong)
+
+
+def _expected() -> dict[str, tuple[str, str]]:
+    """Type and word of each bad call; the calls themselves need a job."""
+    from unittest import mock
+
+    with mock.patch.multiple("unicoll", get_world_size=lambda: 2, get_rank=lambda: 1):
+        return {name: (kind, word) for name, (_, kind, word) in jobs.bad_calls().items()}
+
+
+EXPECTED = _expected()
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "code", "word"),
+    [
+        ("return", 0, "has left the job"),
+        ("sys.exit", 3, "has left the job"),
+        ("os._exit", 4, "died"),
+        ("exception", 1, "the reason why"),
+        ("destroy", None, "has left the job"),
+    ],
+)
+def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(
+    how: str, code: int | None, word: str, who: int
+) -> None:
+    with joined(3, quiet=how != "exception") as job:
+        job.call(jobs.end_differently, how, who)
+        others = [r for r in range(3) if r != who]
+        for o in job.collect(30, others):
+            assert o.failure is None, o.failure
+            failure, seconds = o.value
+            assert failure.type == "RankLostError", failure.traceback
+            assert failure.fields["rank"] == who
+            assert word in failure.message
+            assert f"rank {who} " in failure.message
+            assert seconds < SOON_S
+        if code is not None:
+            assert job._processes[who].wait(20) == code
+        if how == "exception":
+            assert "Uncaught: the reason why" in job.stderr(who)
+            assert not any(job.stderr(r) for r in others)
+        job.call(ranks.end, ranks=others)
+        for r in others:
+            assert job._processes[r].wait(20) == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_interpreters_end_without_destroy(size: int) -> None:
+    with joined(size) as job:
+        job.call(ranks.end)
+        assert job.wait_for_exit(30) == [0] * size
+
+
+def test_interpreters_end_with_work_in_flight() -> None:
+    with joined(3) as job:
+        job.call(jobs.leave_work_behind)
+        start = time.monotonic()
+        assert job.wait_for_exit(40) == [0] * 3
+        print(f"ended after {time.monotonic() - start:.1f} s")
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_destroy_while_the_others_are_in_a_collective(who: int) -> None:
+    with joined(3) as job:
+        job.call(jobs.destroy_early, who, 0.3)
+        for o in job.collect(40):
+            assert o.failure is None, o.failure
+            failure, seconds = o.value
+            assert seconds < SOON_S + 0.3
+            if o.rank == who:
+                assert failure is None
+            else:
+                assert failure.type == "RankLostError"
+                assert f"rank {who} " in failure.message
+                assert "left the job" in failure.message
+        job.call(ranks.finish)
+        assert job.results() == [[]] * 3
+
+
+def test_an_interrupted_rank_lets_the_others_go() -> None:
+    with joined(3) as job:
+        job.call(jobs.interrupted)
+        job.await_note(1)
+        time.sleep(0.3)
+        job.signal(1, signal.SIGINT)
+        outcomes = job.collect(40)
+        assert outcomes[1].value == "interrupted", outcomes[1].failure
+        for o in (outcomes[0], outcomes[2]):
+            failure, seconds = o.value
+            assert failure is not None
+            assert "DistError" in failure.bases
+            assert "rank 1 " in failure.message
+            assert "KeyboardInterrupt" in failure.message
+            assert seconds < SOON_S
+
+
+# --- strangers ----------------------------------------------------------------------------------------------------------
+
+
+class Strangers:
+    """Clients without the secret, at all ports of a job, until told to stop."""
+
+    def __init__(self, addresses: Sequence[tuple[str, int]]):
+        self._addresses = addresses
+        self._stop = threading.Event()
+        self._held: list[socket.socket] = []
+        self._threads = [
+            threading.Thread(target=self._pester, args=(manner,))
+            for manner in (self._garbage, self._silence, self._wrong_secret, self._half_a_hello, self._a_lot)
+        ]
+        self.attempts = 0
+        self.refused = 0
+
+    def __enter__(self) -> Strangers:
+        for t in self._threads:
+            t.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        for t in self._threads:
+            t.join()
+        for sock in self._held:
+            sock.close()
+
+    def _pester(self, manner: Callable[[socket.socket], None]) -> None:
+        while not self._stop.is_set():
+            for address in self._addresses:
+                try:
+                    sock = socket.create_connection(address, 5)
+                except OSError:
+                    continue
+                self.attempts += 1
+                sock.settimeout(5)
+                try:
+                    manner(sock)
+                except (OSError, DistError):
+                    self.refused += 1
+                finally:
+                    if manner != self._silence or len(self._held) > 50:
+                        sock.close()
+                    else:
+                        self._held.append(sock)
+            time.sleep(0.02)
+
+    def _garbage(self, sock: socket.socket) -> None:
+        sock.sendall(random.randbytes(200))
+        sock.recv(100)
+
+    def _silence(self, sock: socket.socket) -> None:
+        """Says nothing, and stays."""
+
+    def _wrong_secret(self, sock: socket.socket) -> None:
+        purpose = random.choice([b"data", b"control", b"store"])
+        auth.client_handshake(sock, b"w" * 32, purpose, time.monotonic() + 5)
+
+    def _half_a_hello(self, sock: socket.socket) -> None:
+        sock.sendall(b"unicoll")
+
+    def _a_lot(self, sock: socket.socket) -> None:
+        sock.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 300_000)
+
+
+def test_strangers_disturb_nobody() -> None:
+    with joined(3, join="tcp", env={"UNICOLL_SECRET": "s" * 32}) as job:
+        job.call(jobs.ports)
+        addresses = sorted({a for found in job.results() for a in found})
+        assert len(addresses) >= 4, addresses  # three listeners for data, one for control; the store
+        with Strangers(addresses) as strangers:
+            job.call(jobs.work_for, 2.0)
+            rounds = job.results()
+        print(f"{rounds[0]} rounds beside {strangers.attempts} strangers, {strangers.refused} of them refused")
+        assert strangers.attempts > 20
+        assert strangers.refused > 0
+        job.quiet = False  # refusals may be logged
+        end_well(job)
+
+
+# --- children -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["exits", "leaves"])
+def test_a_forked_child_disturbs_nobody(how: str) -> None:
+    with joined(3) as job:
+        job.call(jobs.work_with_child, how)
+        job.results()
+        end_well(job)
+
+
+def test_the_death_of_a_rank_is_noticed_though_its_child_lives_on() -> None:
+    with joined(3) as job:
+        job.call(jobs.work_with_child, "lives on")
+        assert job.await_notes() == ["worked"] * 3
+        assert job.await_notes() == ["looping"] * 3
+        killed = job.signal(1, signal.SIGKILL)
+        check_lost(job.collect(30, [0, 2]), 1, job.pids[1], "all_reduce", killed)

@@ -1,0 +1,281 @@
+"""Several hosts on one machine: network namespaces that are joined by two switches, with IPv4 and IPv6.
+
+Host k has the interfaces lan0 (10.77.0.k, fd77::k) and lan1 (10.78.0.k, fd78::k), and one that leads nowhere,
+"apart". Needs root and ``ip``; skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import ROOT, environment
+
+PROGRAMS = str(Path(__file__).with_name("host_programs.py"))
+SECRET = {"UNICOLL_SECRET": "the secret that these tests share"}
+NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+BOUND = 120.0
+
+_ports = itertools.count(21000)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
+
+
+class Hosts:
+    """Two hosts and the namespace with the switches between them; closing takes all of it down."""
+
+    def __init__(self) -> None:
+        self.names = [f"unicoll-{os.getpid()}-{k}" for k in range(3)]  # 0 has the switches
+        self._running: list[subprocess.Popen[str]] = []
+
+    def build(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        switches, *hosts = self.names
+        for lan in range(2):
+            ip("-n", switches, "link", "add", f"switch{lan}", "type", "bridge", "forward_delay", "0")
+            ip("-n", switches, "link", "set", f"switch{lan}", "up")
+            for k, host in enumerate(hosts, start=1):
+                self._cable(f"port{lan}{k}", host, f"lan{lan}")
+                ip("-n", switches, "link", "set", f"port{lan}{k}", "master", f"switch{lan}")
+                self._address(host, f"lan{lan}", f"10.{77 + lan}.0.{k}/24", f"fd{77 + lan}::{k}/64")
+        for k, host in enumerate(hosts, start=1):
+            self._cable(f"loose{k}", host, "apart")
+            self._address(host, "apart", f"10.99.{k}.1/24", f"fd99:{k}::1/64")
+
+    def _cable(self, port: str, host: str, card: str) -> None:
+        switches = self.names[0]
+        ip("-n", switches, "link", "add", port, "type", "veth", "peer", "name", card, "netns", host)
+        ip("-n", switches, "link", "set", port, "up")
+
+    def _address(self, host: str, card: str, *addresses: str) -> None:
+        for address in addresses:
+            # without nodad an IPv6 address is of no use for its first second
+            ip("-n", host, "address", "add", address, "dev", card, *(["nodad"] if ":" in address else []))
+        ip("-n", host, "link", "set", card, "up")
+
+    def unplug(self, lan: int, host: int) -> None:
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "down")
+
+    def plug(self, lan: int, host: int) -> None:
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "up")
+
+    def start(self, host: int, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+        """Start a command on a host (1 or 2), which has a host name of its own."""
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c", NAMED, f"host{host}", *command],
+            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self._running.append(process)
+        return process
+
+    def stop(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.communicate()
+        self._running.clear()
+
+    def close(self) -> None:
+        self.stop()
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[Hosts]:
+    made = Hosts()
+    try:
+        try:
+            made.build()
+            subprocess.run(["unshare", "--uts", "true"], check=True, capture_output=True, timeout=30)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", None) or error
+            pytest.skip(f"no network namespaces can be made here: {reason}")
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def hosts(built: Hosts) -> Iterator[Hosts]:
+    yield built
+    built.stop()
+    for lan, host in itertools.product((0, 1), (1, 2)):
+        built.plug(lan, host)
+
+
+class Ended:
+    """Two launchers that have ended: the ranks' reports in order, each launcher's stderr and status."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
+        outputs = [process.communicate(timeout=BOUND) for process in processes]
+        self.stderr = [err for _, err in outputs]
+        self.status = [process.returncode for process in processes]
+        lines = [line for out, _ in outputs for line in out.splitlines()]
+        self.reports: list[dict[str, Any]] = sorted(map(json.loads, lines), key=lambda r: int(r["rank"]))
+
+    def well(self, ranks: int) -> list[dict[str, Any]]:
+        """The reports of a job in which nothing went wrong."""
+        assert self.status == [0, 0], "".join(self.stderr)
+        assert [report["rank"] for report in self.reports] == list(range(ranks))
+        return self.reports
+
+
+def launch(
+    hosts: Hosts,
+    *program: str,
+    master: str = "10.77.0.1",
+    per_node: int = 1,
+    env: dict[str, str] | None = None,
+    env_by_host: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+) -> list[subprocess.Popen[str]]:
+    """The same program on both hosts, the master being on the first."""
+    common = environment({"PYTHONPATH": str(ROOT), **(env or {})})
+    if "UNICOLL_SOCKET_IFNAME" not in (env or {}):
+        del common["UNICOLL_SOCKET_IFNAME"]
+    flags = ["--nnodes", "2", "--nproc-per-node", str(per_node), "--master-addr", master]
+    flags += ["--master-port", str(next(_ports)), "--no-prefix", "--grace", "15"]
+    return [
+        hosts.start(
+            k + 1,
+            [sys.executable, "-m", "unicoll.run", *flags, "--node-rank", str(k), PROGRAMS, *program],
+            common | env_by_host[k],
+        )
+        for k in range(2)
+    ]
+
+
+def networks(report: dict[str, Any]) -> set[str]:
+    """The networks that a rank's connections run over, but for those to the store."""
+    store = report["explained"].partition("store: tcp://")[2].split()[0].rpartition(":")[2]
+    found = set()
+    for own, own_port, peer, peer_port in report["connections"]:
+        if int(store) not in (own_port, peer_port):
+            found |= {address[: address.rindex(":" if ":" in address else ".")] for address in (own, peer)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("master", "network"), [("10.77.0.1", "10.77.0"), ("fd77::1", "fd77:"), ("[fd78::1]", "fd78:")]
+)
+def test_two_nodes_with_a_static_master(hosts: Hosts, master: str, network: str) -> None:
+    ended = Ended(launch(hosts, "everything", master=master, per_node=2, env=SECRET))
+    for report in ended.well(4):
+        assert report["host"] == f"host{report['rank'] // 2 + 1}"
+        assert networks(report) == {network}
+        assert "secret: UNICOLL_SECRET" in report["explained"]
+        assert f"source address of the route to {master.strip('[]')}" in report["explained"]
+    assert "WARNING" not in "".join(ended.stderr)
+
+
+@pytest.mark.parametrize(
+    ("variable", "spec", "master", "expected"),
+    [
+        ("UNICOLL_SOCKET_IFNAME", "lan1", "10.77.0.1", {"10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "=lan1", "10.77.0.1", {"10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "^lan0,apart", "10.77.0.1", {"10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "lan1,lan0", "10.77.0.1", {"10.77.0", "10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "lan1", "fd77::1", {"fd78:"}),
+        ("GLOO_SOCKET_IFNAME", "lan1", "10.77.0.1", {"10.78.0"}),
+        ("GLOO_SOCKET_IFNAME", "lan0,lan1", "10.77.0.1", {"10.77.0", "10.78.0"}),
+    ],
+)
+def test_data_take_the_interface_that_was_asked_for(
+    hosts: Hosts, variable: str, spec: str, master: str, expected: set[str]
+) -> None:
+    ended = Ended(launch(hosts, "everything", master=master, env={**SECRET, variable: spec}))
+    for report in ended.well(2):
+        assert networks(report) == expected
+        assert f"{variable}={spec}" in report["explained"]
+
+
+def test_an_interface_that_is_not_there(hosts: Hosts) -> None:
+    ended = Ended(launch(hosts, "join", env={**SECRET, "UNICOLL_SOCKET_IFNAME": "ib0"}))
+    for report in ended.well(2):
+        assert report["error"] == "DistNetworkError"
+        assert "UNICOLL_SOCKET_IFNAME=ib0: no interface that is up fits" in report["message"]
+        assert "lan0 10.77.0." in report["message"]
+
+
+def test_the_store_is_served_on_the_masters_address_alone(hosts: Hosts, tmp_path: Path) -> None:
+    processes = launch(hosts, "lose_the_link", str(tmp_path), "10", env=SECRET)
+    wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
+    listing = subprocess.run(
+        ["ip", "netns", "exec", hosts.names[1], "cat", "/proc/net/tcp", "/proc/net/tcp6"],
+        check=True, capture_output=True, text=True, timeout=30,
+    ).stdout  # fmt: skip
+    listening = {w[1].partition(":")[0] for w in map(str.split, listing.splitlines()) if w[3] == "0A"}
+    assert listening == {"01004D0A"}  # 10.77.0.1 as the kernel writes it
+    hosts.unplug(0, 2)
+    Ended(processes)
+
+
+def test_no_secret_is_said_loudly_and_pickles_are_refused(hosts: Hosts) -> None:
+    ended = Ended(launch(hosts, "exchange_objects"))
+    for report in ended.well(2):
+        assert report["plain"] == [{"rank": 0}, {"rank": 1}]
+        assert report["error"] == "PickleRefusedError"
+        assert "UNICOLL_SECRET" in report["message"]
+    for stderr in ended.stderr:
+        assert "WARNING: this job has several nodes and no secret" in stderr
+        assert "UNICOLL_SECRET" in stderr
+    assert "OPEN" in ended.stderr[0]
+
+
+def test_pickles_travel_under_a_secret(hosts: Hosts) -> None:
+    ended = Ended(launch(hosts, "exchange_objects", env=SECRET))
+    assert all(report["pickled"] for report in ended.well(2))
+    assert ended.stderr == ["", ""]
+
+
+@pytest.mark.parametrize("theirs", [{"UNICOLL_SECRET": "a secret that nobody else has"}, {}])
+def test_another_secret_and_none_are_refused_in_so_many_words(hosts: Hosts, theirs: dict[str, str]) -> None:
+    ended = Ended(launch(hosts, "join", env_by_host=(SECRET, theirs)))
+    waiting, refused = ended.well(2)
+    assert refused["error"] == "AuthenticationError"
+    assert "secret" in refused["message"]
+    assert "UNICOLL_SECRET" in refused["message"]
+    assert waiting["error"] == "OperationTimeoutError"
+    assert "missing: rank 1" in waiting["message"]
+
+
+@pytest.mark.parametrize("count", [10, 4_000_000])
+def test_a_cut_link_ends_in_an_error_that_names_the_missing_rank(
+    hosts: Hosts, tmp_path: Path, count: int
+) -> None:
+    processes = launch(hosts, "lose_the_link", str(tmp_path), str(count), env=SECRET)
+    wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
+    hosts.unplug(0, 2)
+    ended = Ended(processes)
+    for report in ended.well(2):
+        other = 1 - report["rank"]
+        assert report["error"] == "OperationTimeoutError"
+        assert f"missing: rank {other} (host host{other + 1}, pid " in report["message"]
+
+
+def test_a_peer_that_listens_where_nobody_gets(hosts: Hosts) -> None:
+    ended = Ended(launch(hosts, "listen_apart", env=SECRET))
+    for report in ended.well(2):
+        assert report["error"] in ("DistNetworkError", "OperationTimeoutError")
+        assert "rank 1 (host host2, pid " in report["message"]
+        assert "10.99.2.1" in report["message"]
+
+
+def wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + BOUND
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, f"{files} did not appear"
+        time.sleep(0.02)
