@@ -453,8 +453,11 @@ class Mailroom:
             return
         rank = self._context.ranks[peer]
         control = self._context.job.control
-        why = control.await_departure(rank) if control is not None and self._error is None else None
-        why = why or f"{self._context.who(peer)} closed its connection"
+        why = f"{self._context.who(peer)} closed its connection"
+        if control is not None and self._error is None:
+            culprit = control.culprit(rank, self._context.ranks, 0.5)
+            if culprit is not None:
+                rank, why = culprit, control.departed[culprit]
         for letter in letters:
             self._end(letter, self._error or self._lost(letter.call, rank, why))
 

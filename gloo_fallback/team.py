@@ -357,16 +357,14 @@ class Team:
 
     def _broken(self, peer: int, cause: Exception | None) -> NoReturn:
         """A connection ended. Somebody died, or left, or has failed and closed it: find out."""
-        control = self.context.job.control
+        context, control = self.context, self.context.job.control
         if self.error is None and control is not None:
-            rank = self.context.ranks[peer]
             deadline = time.monotonic() + 0.5
             while time.monotonic() < deadline and self.error is None:
-                verdict = control.verdict(self.context.name)
-                if verdict is not None:
+                if (verdict := control.verdict(context.name)) is not None:
                     self.abort(verdict)
-                elif (why := control.await_departure(rank, 0.02)) is not None:
-                    self.fail(self._lost(peer, why))
+                elif (rank := control.culprit(context.ranks[peer], context.ranks, 0.02)) is not None:
+                    self.fail(self._lost(context.ranks.index(rank), control.departed[rank]))
         if self.error is not None:
             raise self.error.with_traceback(None) from None
         why = f"{self.context.who(peer)} closed its connection" + (f": {cause}" if cause else "")
@@ -469,7 +467,7 @@ class Team:
         if control is not None and rank in control.departed:
             return control.departed[rank]
         if report is None:
-            return "does not answer (stopped, or holding the interpreter)" + (
+            return "does not answer (stopped, holding the interpreter, or cut off)" + (
                 f"; is at #{seq}" if seq else ""
             )
         if report.get("unknown"):

@@ -65,6 +65,7 @@ def everything() -> Report:
     request = dist.isend(np.full(200_000, rank), (rank + 1) % size)
     received = np.empty(200_000, np.int64)
     dist.recv(received, (rank - 1) % size)
+    assert request is not None
     request.wait()
     assert (received == (rank - 1) % size).all()
     report = {"explained": dist.explain(), "connections": connections(), "host": socket.gethostname()}

@@ -81,6 +81,7 @@ def attend_given(kind: str, where: str, rank: int, world_size: int) -> dict[str,
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
     with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as workers:
+        list(workers.map(time.sleep, [0.5] * 3))  # all three start now, not within the first test
         yield workers
 
 

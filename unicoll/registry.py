@@ -101,7 +101,7 @@ def load(name: str) -> type[BackendBase]:
         BackendUnavailableError: unknown, or it cannot be imported; the message says which and why.
     """
     if name in _registered:
-        return _registered[name]()
+        return _class(name, _registered[name]())
     if name in _BUILT_IN:
         try:
             module = importlib.import_module(_BUILT_IN[name])
@@ -110,21 +110,28 @@ def load(name: str) -> type[BackendBase]:
         maker = getattr(module, "backend_class", None)
         if maker is None:
             raise BackendUnavailableError(f"backend {name!r} is not part of this version of unicoll")
-        found: type[BackendBase] = maker()
-        return found
+        return _class(name, maker())
     installed = _entry_points()
     if name in installed:
         loaded: Any = installed[name]()
-        return loaded if isinstance(loaded, type) else loaded()
+        return _class(name, loaded if isinstance(loaded, type) else loaded())
     raise BackendUnavailableError(f"there is no backend {name!r}; known are {', '.join(known())}")
+
+
+def _class(name: str, found: Any) -> type[BackendBase]:
+    if isinstance(found, type) and issubclass(found, BackendBase):
+        return found
+    raise BackendUnavailableError(f"backend {name!r}: {found!r} is not a class made from unicoll.backend.Backend")
 
 
 def reason_against(name: str) -> str | None:
     """Why a backend cannot be used here, or None if it can."""
     try:
         reason = load(name).availability()
-    except Exception as e:
+    except BackendUnavailableError as e:
         return str(e)
+    except Exception as e:
+        reason = f"{type(e).__name__}: {e}"
     return None if reason is None else f"backend {name!r}: {reason}"
 
 

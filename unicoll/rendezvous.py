@@ -134,15 +134,11 @@ def rendezvous(
     rank, world_size, launched = _members(url, rank, world_size, environ, notes)
     secret = find_secret(environ)
     place = _place(url, world_size, store, launched, secret, environ)
+    single_host = world_size == 1 or (launched is not None and launched.single_host)
+    listen = net.listen_addresses(place.master_host, environ, single_host=single_host)
     meeting = meet(place, rank, world_size, secret, deadline)
-    try:
-        if store is None:
-            meeting.store.set_timeout(timedelta(seconds=timeout))
-        single_host = meeting.world_size == 1 or (launched is not None and launched.single_host)
-        listen = net.listen_addresses(place.master_host, environ, single_host=single_host)
-    except BaseException:
-        place.close()
-        raise
+    if store is None:
+        meeting.store.set_timeout(timedelta(seconds=timeout))
     notes.append(f"store: {place.describe()}")
     notes.append(f"secret: {_describe_secret(secret, meeting.trusted)}")
     notes.append(f"interface: {', '.join(listen.addresses)}: {listen.reason}")

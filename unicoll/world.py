@@ -330,7 +330,7 @@ def explain() -> str:
     else:
         lines.append(f"rank {found.rank} of {found.world_size}: from {found.source} ({found.name})")
     for name in registry.known():
-        lines.append(f"backend {name}: {registry.reason_against(name) or 'available'}")
+        lines.append(registry.reason_against(name) or f"backend {name!r}: available")
     return "\n".join(lines)
 
 

@@ -157,6 +157,20 @@ class Control:
             self._changed.wait_for(lambda: rank in self.departed, timeout)
             return self.departed.get(rank)
 
+    def culprit(self, peer: int, members: Iterable[int], timeout: float) -> int | None:
+        """Who is behind the end of a connection to ``peer``, waiting a moment for the news.
+
+        The peer itself if it is gone; else a member of the group that died, which made the peer give up.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: peer in self.departed or self._died(members), timeout)
+            if peer in self.departed:
+                return peer
+            return next(iter(self._died(members)), None)
+
+    def _died(self, members: Iterable[int]) -> list[int]:
+        return [rank for rank in members if rank in self.departed and rank not in self.left]
+
     # --- failures of groups -----------------------------------------------------------------------------------
 
     def watch(

@@ -73,9 +73,11 @@ class Links:
             except DistNetworkError as error:
                 silent_since = None
                 if time.monotonic() + pause >= deadline:
+                    waited = time.monotonic() - started
+                    within = f" within {waited:.3g} s" if waited >= 0.001 else ""
                     raise DistNetworkError(
-                        f"no store could be reached at {self.shown} within {time.monotonic() - started:.3g} s: "
-                        f"{error}. Is the process that hosts it running there, and the address the same everywhere?"
+                        f"no store could be reached at {self.shown}{within}: {error}. Is the process that hosts"
+                        " it running there, and the address the same everywhere?"
                     ) from error
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, longest)

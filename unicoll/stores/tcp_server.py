@@ -92,6 +92,7 @@ class StoreServer:
         self._table = Table()
         self._largest = max_value()
         self._clients: set[_Client] = set()
+        self._refused: set[str] = set()
         self._joined = 0
         self._waiters: dict[bytes, dict[_Client, None]] = {}
         self._timers: list[tuple[float, int, _Client | None, int]] = []
@@ -233,9 +234,12 @@ class StoreServer:
             if events & selectors.EVENT_READ and client in self._clients:
                 self._read(client)
         except (AuthenticationError, MalformedError) as error:
-            log.info(
-                "the store on port %d closed a connection from %s: %s", self.port, _peer(client.sock), error
-            )
+            peer = _peer(client.sock)
+            host = peer.rpartition(":")[0]
+            news = isinstance(error, AuthenticationError) and host not in self._refused
+            self._refused.add(host)
+            level = logging.WARNING if news else logging.INFO  # once a host: it may be a port scanner
+            log.log(level, "the store on port %d closed a connection from %s: %s", self.port, peer, error)
             self._drop(client)
         except Exception:
             log.exception("the store on port %d failed to serve %s", self.port, _peer(client.sock))

@@ -1,0 +1,236 @@
+"""Backends of third parties: registered, installed with an entry point, chosen by name and by device."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counting import CountingBackend
+from ranks import ROOT, environment
+
+import unicoll as dist
+from unicoll import registry
+from unicoll.backend import Backend as BackendBase
+from unicoll.backend import Caps
+from unicoll.errors import BackendUnavailableError, DistArgumentError
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_registered_devices", dict(registry._registered_devices))
+    monkeypatch.setattr(dist.Backend, "backend_list", list(dist.Backend.backend_list))
+    before = set(vars(dist.Backend))
+    yield
+    for name in set(vars(dist.Backend)) - before:
+        delattr(dist.Backend, name)
+
+
+class Broken(CountingBackend):
+    """A backend that is there and cannot be used."""
+
+    name = "broken"
+
+    @classmethod
+    def availability(cls) -> str | None:
+        return "its cable is not plugged in"
+
+
+class Elsewhere(CountingBackend):
+    """A backend for arrays of a device that nobody else serves."""
+
+    name = "elsewhere"
+    caps = Caps(frozenset({"moon"}), CountingBackend.caps.native)
+
+
+def make_counting() -> type[BackendBase]:
+    return CountingBackend
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_registered_class_is_known_by_its_name_in_any_case() -> None:
+    dist.Backend.register_backend("Counting", CountingBackend)
+    assert "counting" in registry.known()
+    assert "counting" in dist.Backend.backend_list
+    assert dist.Backend.COUNTING == "counting"  # type: ignore[attr-defined]
+    assert dist.Backend("COUNTING") == "counting"
+    assert dist.is_backend_available("counting")
+    (choice,) = registry.choose("COUNTING")
+    assert (choice.device, choice.cls) == ("cpu", CountingBackend)
+
+
+@pytest.mark.parametrize("func", [make_counting, lambda: CountingBackend])
+def test_a_factory_is_not_called_before_the_backend_is_asked_for(
+    func: Callable[[], type[BackendBase]],
+) -> None:
+    calls = []
+
+    def factory() -> type[BackendBase]:
+        calls.append(1)
+        return func()
+
+    dist.Backend.register_backend("counting", factory, extended_api=True, devices=["cpu"])
+    assert calls == []
+    assert registry.choose("cpu:counting")[0].cls is CountingBackend
+    assert calls
+
+
+@pytest.mark.parametrize(
+    ("name", "func", "says"),
+    [
+        ("gloo", CountingBackend, "there is a backend 'gloo' already"),
+        ("NCCL", CountingBackend, "there is a backend 'nccl' already"),
+        ("with space", CountingBackend, "no name for a backend"),
+        ("1st", CountingBackend, "no name for a backend"),
+        ("counting", 42, "neither a Backend class nor a function"),
+    ],
+)
+def test_bad_registrations_are_refused(name: str, func: Any, says: str) -> None:
+    before = registry.known()
+    with pytest.raises(DistArgumentError, match=says):
+        dist.Backend.register_backend(name, func)
+    assert registry.known() == before
+
+
+def test_a_name_is_taken_once() -> None:
+    dist.Backend.register_backend("counting", CountingBackend)
+    with pytest.raises(DistArgumentError, match="there is a backend 'counting' already"):
+        dist.Backend.register_backend("COUNTING", Broken)
+
+
+# --- devices -------------------------------------------------------------------------------------------------------
+
+
+def test_devices_come_from_the_class_unless_they_are_given() -> None:
+    dist.Backend.register_backend("elsewhere", Elsewhere)
+    dist.Backend.register_backend("both", CountingBackend, devices=["cpu", "moon"])
+    assert [c.device for c in registry.choose("elsewhere")] == ["moon"]
+    assert [c.device for c in registry.choose("both")] == ["cpu", "moon"]
+    assert dist.get_default_backend_for_device("moon:0") == "both"
+    assert dist.get_default_backend_for_device("cpu") == "gloo"  # the built-in ones stay the default
+    with pytest.raises(BackendUnavailableError, match="'elsewhere' does not serve cpu arrays"):
+        registry.choose("cpu:elsewhere")
+
+
+def test_one_backend_for_each_device() -> None:
+    dist.Backend.register_backend("elsewhere", Elsewhere, devices="moon")
+    choices = registry.choose("cpu:gloo,moon:elsewhere")
+    assert [(c.device, c.name) for c in choices] == [("cpu", "gloo"), ("moon", "elsewhere")]
+
+
+# --- reasons -------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_answered_with_the_names_there_are() -> None:
+    dist.Backend.register_backend("counting", CountingBackend)
+    with pytest.raises(BackendUnavailableError) as caught:
+        dist.init_process_group("glooo", rank=0, world_size=1)
+    for name in ("glooo", "gloo", "mpi", "nccl", "counting"):
+        assert f"{name}" in str(caught.value)
+    assert not dist.is_initialized()
+
+
+def test_an_unavailable_backend_is_answered_with_its_reason() -> None:
+    dist.Backend.register_backend("broken", Broken)
+    assert not dist.is_backend_available("broken")
+    with pytest.raises(BackendUnavailableError, match="backend 'broken': its cable is not plugged in"):
+        dist.init_process_group("broken", rank=0, world_size=1)
+    (line,) = [line for line in dist.explain().splitlines() if "broken" in line]
+    assert line.startswith("backend broken: ")
+    assert line.endswith("its cable is not plugged in")
+
+
+def test_a_factory_that_fails_is_a_reason_too() -> None:
+    def factory() -> type[BackendBase]:
+        raise ImportError("libwarp.so is not there")
+
+    dist.Backend.register_backend("warp", factory)
+    assert not dist.is_backend_available("warp")
+    with pytest.raises(BackendUnavailableError, match=r"'?warp'?.*libwarp.so is not there"):
+        registry.choose("warp")
+
+
+def test_every_candidate_that_was_tried_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gloo_fallback.backend import GlooBackend
+
+    monkeypatch.setattr(GlooBackend, "availability", lambda: "sockets are forbidden here")
+    with pytest.raises(BackendUnavailableError) as caught:
+        registry.choose(None, started_by_mpi=True)
+    mpi = registry.reason_against("mpi")
+    assert "backend 'gloo': sockets are forbidden here" in str(caught.value)
+    if mpi is not None:
+        assert mpi in str(caught.value)
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="NCCL can be used here")
+def test_where_nccl_cannot_be_used_it_is_refused_with_its_reason() -> None:
+    reason = registry.reason_against("nccl")
+    assert reason
+    with pytest.raises(BackendUnavailableError) as caught:
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    assert reason in str(caught.value)
+    assert "nccl" in reason
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("spec", ["cpu:", ":gloo", "cpu:gloo,", "cpu:gloo,cuda"])
+def test_what_is_no_specification_is_refused(spec: str) -> None:
+    with pytest.raises(DistArgumentError, match="not of the form"):
+        registry.choose(spec)
+
+
+# --- at work -------------------------------------------------------------------------------------------------------
+
+
+def installed(folder: Path, value: str) -> Path:
+    """What pip would leave in site-packages for a distribution with one backend."""
+    info = folder / "counting_backend-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting-backend\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[unicoll.backends]\ncounting = {value}\n")
+    (folder / "counting.py").write_text((HERE / "counting.py").read_text())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "value"),
+    [
+        ("registered", ""),
+        ("installed", "counting:CountingBackend"),
+        ("installed", "counting:backend_class"),
+    ],
+)
+def test_every_operation_through_a_third_partys_backend(tmp_path: Path, how: str, value: str) -> None:
+    path = [str(ROOT), str(installed(tmp_path, value)) if how == "installed" else str(HERE)]
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "unicoll.run", "--nproc-per-node", "3", "--no-prefix",
+         str(HERE / "counting_program.py"), how],
+        env=environment({"PYTHONPATH": ":".join(path)}), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
+    reports = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(reports) == 3
+    for report in reports:
+        assert report["backend"] == "counting"
+        assert report["config"] == "cpu:counting"
+        assert report["counts"] == report["expected"]
+        assert "backend counting: backend='counting'" in report["explained"]
+        assert report["closed"] == report["created"] == 2
+
+
+def test_an_installed_backend_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(installed(tmp_path, "counting_which_is_not_there:Backend")))
+    assert "counting" in registry.known()
+    with pytest.raises(BackendUnavailableError, match=r"counting.*No module named"):
+        registry.choose("counting")
