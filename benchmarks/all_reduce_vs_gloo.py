@@ -1,6 +1,6 @@
 """all_reduce over TCP beside torch's Gloo, in the same processes, turn by turn.
 
-    python -m unicoll.run --nproc-per-node 2 benchmarks/all_reduce_vs_gloo.py [--json FILE]
+    python -m unicoll.run --nproc-per-node 2 benchmarks/all_reduce_vs_gloo.py [--json FILE] [--plot FILE]
 
 Prints, for each size, the median time of one blocking call in microseconds for both, and their ratio.
 """
@@ -50,9 +50,41 @@ def measure(size: int) -> dict[str, float]:
     return {name: float(np.median(s)) * 1e6 for name, s in samples.items()}
 
 
+def draw(rows: list[dict[str, float]], world: int, path: str) -> None:
+    """Latency over size, both axes logarithmic; readable in black and white."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    sizes = [row["bytes"] for row in rows]
+    for name, style in (("torch-gloo", "s--"), ("unicoll", "o-")):
+        axes.loglog(sizes, [row[name] for row in rows], style, color="black", label=name, base=2, markersize=5)
+    for row in rows:
+        axes.annotate(
+            f"{row['ratio']:.1f}x", (row["bytes"], row["unicoll"]), xytext=(0, -14), textcoords="offset points",
+            ha="center", fontsize=7,
+        )  # fmt: skip
+    axes.set_yscale("log", base=10)
+    axes.set_xticks(sizes, [_size(n) for n in sizes])
+    axes.set_xlabel("size of the array")
+    axes.set_ylabel("microseconds per call (median)")
+    axes.set_title(f"blocking all_reduce, float32, {world} processes on one machine, TCP", fontsize=10)
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:g}\n{unit}"
+        n /= 1024
+    return f"{n:g}\nGiB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--json", help="write the results to this file")
+    parser.add_argument("--plot", help="draw the results into this file (needs matplotlib)")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -80,6 +112,8 @@ def main() -> None:
         what = "all_reduce float32 sum, TCP"
         with open(args.json, "w") as file:
             json.dump({"operation": what, "ranks": world, "machine": machine, "rows": rows}, file, indent=1)
+    if rank == 0 and args.plot:
+        draw(rows, world, args.plot)
     td.destroy_process_group()
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ wins, and the other side's is answered "busy: wait for mine".
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 import time
@@ -30,6 +31,8 @@ Key = tuple[str, str, int]
 
 _ACCEPTED, _BUSY, _CLOSED = b"A", b"B", b"C"
 _TICK_S = 0.1
+_HANDSHAKE_S = 5.0
+"""How long a peer that has spoken may take for the rest of the handshake."""
 
 
 class _Door(FrameServer):
@@ -189,12 +192,12 @@ class Endpoint:
                 self._refused(key, f"{host}:{port}", e)
                 return None
         try:
-            deadline = time.monotonic() + max(5.0, min(60.0, self._job.timeout))
-            auth.client_handshake(sock, self._job.key, b"data", deadline)
-            sock.settimeout(60.0)
-            sock.sendall(frame({"group": group, "channel": channel, "rank": self._job.rank}))
-            answer = read_exactly(sock, 1)
+            self._await_word(sock, peer, check)  # a stopped process accepts, and says nothing
+            auth.client_handshake(sock, self._job.key, b"data", time.monotonic() + _HANDSHAKE_S)
             sock.settimeout(None)
+            sock.sendall(frame({"group": group, "channel": channel, "rank": self._job.rank}))
+            self._await_word(sock, peer, check)
+            answer = read_exactly(sock, 1)
         except (OSError, EOFError, auth.NoAnswerError) as e:
             sock.close()
             self._refused(key, f"{host}:{port}", e)
@@ -215,6 +218,14 @@ class Endpoint:
         turn = sum(group.encode()) + peer + self._job.rank
         host, port = addresses[turn % len(addresses)]
         return host, port
+
+    def _await_word(self, sock: socket.socket, peer: int, check: Callable[[], None]) -> None:
+        """Wait until there is something to read."""
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        while not poll.poll(_TICK_S * 1000):
+            check()
+            self._check_alive(peer)
 
     def read_directory(self) -> None:
         """Learn where everybody listens, in one question, if all have said so by now."""

@@ -7,16 +7,12 @@ Asynchronous operations that nobody waits for are driven by a thread that sleeps
 
 from __future__ import annotations
 
-import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from queue import SimpleQueue
-
-import numpy as np
 
 from unicoll.backend import Call, Context
 from unicoll.errors import (
@@ -29,72 +25,15 @@ from unicoll.errors import (
 from unicoll.types import DTYPES
 from unicoll.work import HostCompletion
 
+from . import inquest
 from .endpoint import MESSAGES, Endpoint
-from .kernels import Flat
+from .letters import HEADER, JOIN, MAGIC, Bell, Letter, Line, Message
 
 __all__ = ["Mailroom"]
 
-_HEADER = struct.Struct("<QqQQ")
-_MAGIC = 0x3167736D63696E75
 _TICK_S = 0.1
 _DONTWAIT = socket.MSG_DONTWAIT
 _NAMES = {d.code: d.name for d in DTYPES}
-_JOIN = 1 << 16
-"""Messages up to this size leave in one system call with their header."""
-
-
-class _Letter:
-    """A send or receive in flight."""
-
-    __slots__ = ("call", "completion", "deadline", "offset", "start", "view")
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.completion = HostCompletion((call,))
-        self.deadline = time.monotonic() + call.timeout
-        self.offset = 0
-        buffer = (call.inputs or call.outputs)[0]
-        flat: Flat = buffer.flat  # type: ignore[assignment]
-        self.view = flat.view(np.uint8).data
-        if call.inputs:
-            header = _HEADER.pack(_MAGIC, call.tag, buffer.dtype.code, len(self.view))
-            if len(self.view) <= _JOIN:
-                self.view = memoryview(header + self.view.tobytes())
-            else:
-                self.offset = -len(header)
-        self.start = self.offset
-
-    def header(self) -> bytes:
-        buffer = self.call.inputs[0]
-        return _HEADER.pack(_MAGIC, self.call.tag, buffer.dtype.code, len(self.view))
-
-
-class _Message:
-    """A message on its way in: where its bytes go, and how many have come."""
-
-    __slots__ = ("claimed", "code", "got", "letter", "serial", "tag", "view")
-
-    def __init__(self, tag: int, code: int, serial: int) -> None:
-        self.tag = tag
-        self.code = code
-        self.serial = serial
-        self.got = 0
-        self.letter: _Letter | None = None  # who gets it, directly
-        self.claimed: _Letter | None = None  # who gets it when it is complete, from the queue
-        self.view = memoryview(b"")
-
-
-class _Line:
-    """The connection to one member."""
-
-    __slots__ = ("header", "message", "outbox", "queue", "sock")
-
-    def __init__(self, sock: socket.socket | None) -> None:
-        self.sock = sock
-        self.outbox: deque[_Letter] = deque()
-        self.queue: deque[_Message] = deque()  # arrived, and not yet asked for
-        self.header = bytearray()
-        self.message: _Message | None = None
 
 
 class Mailroom:
@@ -105,15 +44,15 @@ class Mailroom:
         self._endpoint = endpoint
         self._lock = threading.RLock()
         self._driving = threading.Lock()
-        self._lines = [_Line(None) for _ in range(context.size)]
-        self._posted: list[_Letter] = []
-        self._to_dial: deque[_Letter] = deque()
+        self._lines = [Line(None) for _ in range(context.size)]
+        self._posted: list[Letter] = []
+        self._to_dial: deque[Letter] = deque()
         self._serial = 0
         self._error: DistError | None = None
         self._poll = select.poll()
         self._peers: dict[int, int] = {}  # descriptor to group rank
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll.register(self._bell, select.POLLIN)
+        self._bell = Bell()
+        self._poll.register(self._bell.descriptor, select.POLLIN)
         self._go: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -135,10 +74,10 @@ class Mailroom:
             self._wake_thread()
         return letter.completion
 
-    def _accept(self, call: Call, background: bool) -> _Letter:
+    def _accept(self, call: Call, background: bool) -> Letter:
         if self._error is not None:
             raise self._error
-        letter = _Letter(call)
+        letter = Letter(call)
         if call.op.name == "recv":
             with self._lock:
                 if not self._claim(letter):
@@ -156,11 +95,11 @@ class Mailroom:
                 self._write(call.peer)
         return letter
 
-    def _claim(self, letter: _Letter) -> bool:
+    def _claim(self, letter: Letter) -> bool:
         """Give a new receive the oldest unexpected message that fits it."""
         call = letter.call
         peers = range(len(self._lines)) if call.peer < 0 else (call.peer,)
-        found: tuple[int, _Message] | None = None
+        found: tuple[int, Message] | None = None
         for peer in peers:
             for message in self._lines[peer].queue:
                 if message.tag == call.tag and (found is None or message.serial < found[1].serial):
@@ -179,7 +118,7 @@ class Mailroom:
 
     # --- driving ---------------------------------------------------------------------------------------------------
 
-    def _drive(self, letter: _Letter) -> None:
+    def _drive(self, letter: Letter) -> None:
         """Move everybody's messages until ``letter`` is done, unless another thread does that already."""
         completion = letter.completion
         while not completion.done():
@@ -203,7 +142,7 @@ class Mailroom:
     def _wake_thread(self) -> None:
         """See to it that somebody drives while anything is pending."""
         if self._driving.locked():
-            os.eventfd_write(self._bell, 1)  # the driver looks again at what is wanted
+            self._bell.ring()  # the driver looks again at what is wanted
         if self._pending() and not self._closed:
             with self._lock:
                 if self._thread is None:
@@ -229,11 +168,8 @@ class Mailroom:
         """Wait for the connections for a tick at most, and move what can be moved."""
         events = self._poll.poll(_TICK_S * 1000)
         for descriptor, event in events:
-            if descriptor == self._bell:
-                try:
-                    os.eventfd_read(self._bell)
-                except BlockingIOError:
-                    pass
+            if descriptor == self._bell.descriptor:
+                self._bell.hush()
                 continue
             with self._lock:
                 peer = self._peers.get(descriptor)
@@ -279,9 +215,9 @@ class Mailroom:
             line.sock = sock
             self._peers[sock.fileno()] = peer
             self._poll.register(sock, select.POLLIN)
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
-    def _dial(self, letter: _Letter) -> None:
+    def _dial(self, letter: Letter) -> None:
         peer = letter.call.peer
         rank = self._context.ranks[peer]
 
@@ -333,7 +269,7 @@ class Mailroom:
                 letter = line.outbox[0]
                 if letter.offset < 0:
                     header = letter.header()
-                    sent = sock.sendmsg([header[letter.offset :], letter.view[:_JOIN]], (), _DONTWAIT)
+                    sent = sock.sendmsg([header[letter.offset :], letter.view[:JOIN]], (), _DONTWAIT)
                 else:
                     sent = sock.send(letter.view[letter.offset : letter.offset + (1 << 20)], _DONTWAIT)
                 letter.offset += sent
@@ -355,12 +291,12 @@ class Mailroom:
             for _ in range(16):  # then let the others have a turn
                 message = line.message
                 if message is None:
-                    piece = sock.recv(_HEADER.size - len(line.header), _DONTWAIT)
+                    piece = sock.recv(HEADER.size - len(line.header), _DONTWAIT)
                     if not piece:
                         self._hang_up(peer)
                         return
                     line.header += piece
-                    if len(line.header) == _HEADER.size:
+                    if len(line.header) == HEADER.size:
                         self._begin(peer, line)
                     continue
                 got = sock.recv_into(message.view[message.got :], 0, _DONTWAIT)
@@ -375,15 +311,15 @@ class Mailroom:
         except OSError:
             self._hang_up(peer)
 
-    def _begin(self, peer: int, line: _Line) -> None:
+    def _begin(self, peer: int, line: Line) -> None:
         """A header has come: find out whose message this is."""
-        magic, tag, code, length = _HEADER.unpack(line.header)
+        magic, tag, code, length = HEADER.unpack(line.header)
         line.header.clear()
-        if magic != _MAGIC:
+        if magic != MAGIC:
             self._hang_up(peer)
             return
         self._serial += 1
-        message = line.message = _Message(tag, code, self._serial)
+        message = line.message = Message(tag, code, self._serial)
         for letter in self._posted:
             if letter.call.tag == tag and letter.call.peer in (peer, -1):
                 self._posted.remove(letter)
@@ -402,7 +338,7 @@ class Mailroom:
         if not length:
             self._complete(line, message)
 
-    def _complete(self, line: _Line, message: _Message) -> None:
+    def _complete(self, line: Line, message: Message) -> None:
         line.message = None
         if message.letter is not None:
             message.letter.call.write_back()
@@ -410,7 +346,7 @@ class Mailroom:
         elif message.claimed is not None:
             self._deliver(message.claimed, message)
 
-    def _deliver(self, letter: _Letter, message: _Message) -> None:
+    def _deliver(self, letter: Letter, message: Message) -> None:
         """Copy a queued message to its receiver, if it fits."""
         call = letter.call
         buffer = call.outputs[0]
@@ -461,27 +397,16 @@ class Mailroom:
         for letter in letters:
             self._end(letter, self._error or self._lost(letter.call, rank, why))
 
-    def _end(self, letter: _Letter, error: BaseException) -> None:
+    def _end(self, letter: Letter, error: BaseException) -> None:
         with self._lock:
             if letter in self._posted:
                 self._posted.remove(letter)
         letter.completion.finish(error)
 
     def _lost(self, call: Call, rank: int, why: str) -> RankLostError:
-        control = self._context.job.control
-        host, pid = control.peers[rank] if control is not None and rank < len(control.peers) else (None, None)
-        if control is not None and rank in control.departed and rank not in control.left:
-            why += self._context.job.cause_of_death(rank)
-        return RankLostError(
-            f"{call.describe()} on group {self._context.name!r}: {why}",
-            group=self._context.name,
-            rank=rank,
-            op=call.op.name,
-            host=host,
-            pid=pid,
-        )
+        return inquest.lost(self._context, call, self._context.ranks.index(rank), why)
 
-    def _time_out(self, letter: _Letter) -> None:
+    def _time_out(self, letter: Letter) -> None:
         call = letter.call
         with self._lock:
             begun = letter.offset > letter.start or any(
@@ -517,8 +442,7 @@ class Mailroom:
                 self._hang_up(peer)
         for letter in letters:
             letter.completion.finish(error)
-        if not self._closed:
-            os.eventfd_write(self._bell, 1)
+        self._bell.ring()
 
     def close(self, timeout: float) -> None:
         """Send what is still to be sent, within ``timeout`` seconds, and give everything back."""
@@ -527,10 +451,10 @@ class Mailroom:
             time.sleep(0.005)
         self.abort(DistNetworkError(f"group {self._context.name!r} was closed", group=self._context.name))
         self._closed = True
-        os.eventfd_write(self._bell, 1)
+        self._bell.ring()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._go.put(False)
             thread.join(2.0)
         with self._driving:
-            os.close(self._bell)
+            self._bell.close()

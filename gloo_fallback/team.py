@@ -11,7 +11,6 @@ from __future__ import annotations
 import select
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,13 +20,12 @@ import numpy as np
 
 from unicoll.backend import Call, Context
 from unicoll.errors import (
-    CollectiveMismatchError,
     DistError,
     DistNetworkError,
-    OperationTimeoutError,
     RankLostError,
 )
 
+from . import inquest
 from .endpoint import COLLECTIVE, Endpoint
 from .kernels import Flat
 
@@ -322,10 +320,10 @@ class Team:
             self._deadline = self._started + call.timeout
             self._warned = False
         if now >= self._deadline:
-            self._timed_out(call)
+            self.fail(inquest.timed_out(self.context, call))
         if now - self._started > _WARN_S and not self._warned:
             self._warned = True
-            self._warn(call)
+            inquest.while_waiting(self.context, call, _WARN_S)
 
     # --- failing --------------------------------------------------------------------------------------------------
 
@@ -371,141 +369,17 @@ class Team:
         self.fail(self._lost(peer, why))
 
     def _lost(self, peer: int, why: str) -> RankLostError:
-        call = self.call
-        assert call is not None
-        context = self.context
-        rank = context.ranks[peer]
-        control = context.job.control
-        if control is not None and rank in control.departed and rank not in control.left:
-            why += context.job.cause_of_death(rank)
-        error = RankLostError(
-            f"{call.describe()} #{call.seq} on group {context.name!r}: {why}",
-            group=context.name,
-            rank=rank,
-            op=call.op.name,
-            seq=call.seq,
-        )
-        if control is not None and rank < len(control.peers):
-            error.host, error.pid = control.peers[rank]
-        return error
+        assert self.call is not None
+        return inquest.lost(self.context, self.call, peer, why)
 
     def _mismatch(self, peer: int, header: bytes) -> NoReturn:
-        call = self.call
-        assert call is not None
+        assert self.call is not None
+        context = self.context
         magic, seq, _, _ = _HEADER.unpack(header)
         if magic != _MAGIC:
-            self.fail(
-                DistNetworkError(f"{self.context.who(peer)} sent what is no header", group=self.context.name)
-            )
-        lines = [f"rank {self.context.job.rank}: {call.describe()} #{call.seq}{_at(_where())}"]
-        reports = self._ask()
-        for i, rank in enumerate(self.context.ranks):
-            if i != self.rank:
-                lines.append(
-                    f"rank {rank}: {self._doing(rank, reports.get(rank), seq if i == peer else None)}"
-                )
-        self.fail(
-            CollectiveMismatchError(
-                f"the ranks of group {self.context.name!r} are in different collectives:\n  "
-                + "\n  ".join(sorted(lines, key=lambda line: int(line.split(":")[0][5:]))[:64]),
-                group=self.context.name,
-                op=call.op.name,
-                seq=call.seq,
-            )
-        )
-
-    def _timed_out(self, call: Call) -> NoReturn:
-        arrived, missing = self._roll_call(call)
-        if self.error is not None:
-            raise self.error
-        names = ", ".join(str(rank) for rank in arrived)
-        self.fail(
-            OperationTimeoutError(
-                f"{call.describe()} #{call.seq} on group {self.context.name!r} timed out after {call.timeout:g} s;"
-                f" arrived: {_plural(arrived)} {names}; missing: {'; '.join(missing) or 'none (all are waiting)'}",
-                group=self.context.name,
-                op=call.op.name,
-                seq=call.seq,
-            )
-        )
-
-    def _warn(self, call: Call) -> None:
-        import logging
-
-        _, missing = self._roll_call(call)
-        logging.getLogger("unicoll").warning(
-            "%s #%d on group %r has waited %.0f s; missing: %s",
-            call.describe(), call.seq, self.context.name, _WARN_S, "; ".join(missing) or "none (all are waiting)",
-        )  # fmt: skip
-
-    def _roll_call(self, call: Call) -> tuple[list[int], list[str]]:
-        """Global ranks that are in this call or past it, and the others with what they are doing."""
-        reports = self._ask()
-        arrived, missing = [self.context.job.rank], []
-        for rank in self.context.ranks:
-            report = reports.get(rank)
-            if rank == self.context.job.rank:
-                continue
-            if report is not None and report.get("seq", 0) >= call.seq:
-                arrived.append(rank)
-            else:
-                missing.append(f"{self._name(rank)}: {self._doing(rank, report, None)}")
-        return sorted(arrived), missing
-
-    def _ask(self) -> dict[int, dict[str, Any]]:
-        control = self.context.job.control
-        if control is None:
-            return {}
-        return control.ask(self.context.name, set(self.context.ranks) - {self.context.job.rank})
-
-    def _name(self, rank: int) -> str:
-        control = self.context.job.control
-        return control.who(rank) if control is not None else f"rank {rank}"
-
-    def _doing(self, rank: int, report: dict[str, Any] | None, seq: int | None) -> str:
-        control = self.context.job.control
-        if control is not None and rank in control.departed:
-            return control.departed[rank]
-        if report is None:
-            return "does not answer (stopped, holding the interpreter, or cut off)" + (
-                f"; is at #{seq}" if seq else ""
-            )
-        if report.get("unknown"):
-            return "does not have this group (any more, or yet)"
-        doing = report["call"] or "in no collective of this group"
-        return f"{doing}{_at(report['where'])}" + (
-            f", last was {report['last']}" if report.get("last") else ""
-        )
+            self.fail(DistNetworkError(f"{context.who(peer)} sent what is no header", group=context.name))
+        self.fail(inquest.mismatch(context, self.call, peer, seq))
 
     def report(self) -> dict[str, Any]:
         """What this rank is doing in the group, for other ranks' errors (called on the control thread)."""
-        call, last = self.call, self.last
-        latest = call or last
-        return {
-            "seq": latest.seq if latest is not None else 0,
-            "call": f"{call.describe()} #{call.seq}" if call is not None else None,
-            "last": f"{last.describe()} #{last.seq}" if last is not None and call is None else None,
-            "where": call.site if call is not None and call.site else _where(),
-        }
-
-
-def _plural(ranks: list[int]) -> str:
-    return "rank" if len(ranks) == 1 else "ranks"
-
-
-def _at(where: str) -> str:
-    return f" at {where}" if where else ""
-
-
-_OURS = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "threading")
-
-
-def _where() -> str:
-    """``file:line`` of the user's code that the main thread is in (called from any thread)."""
-    main = threading.main_thread().ident
-    frame = sys._current_frames().get(main) if main is not None else None
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
+        return inquest.report(self.call, self.last)

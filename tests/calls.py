@@ -17,7 +17,7 @@ COALESCED = (
     "reduce_scatter_tensor_coalesced",
 )  # fmt: skip
 OBJECTS = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
-EVERYTHING = (*COLLECTIVES, *COALESCED, *OBJECTS, "monitored_barrier", "send and recv")
+EVERYTHING = (*COLLECTIVES, *COALESCED, *OBJECTS, "monitored_barrier")
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 

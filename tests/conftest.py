@@ -43,8 +43,10 @@ def children() -> set[int]:
 
 
 def shared_memory() -> set[str]:
-    """Files of /dev/shm that are this user's, by any process of this test run."""
-    return {p.name for p in _SHARED_MEMORY.iterdir()} if _SHARED_MEMORY.is_dir() else set()
+    """Files of /dev/shm, but for the semaphores that other programs' multiprocessing makes all the time."""
+    if not _SHARED_MEMORY.is_dir():
+        return set()
+    return {p.name for p in _SHARED_MEMORY.iterdir() if not p.name.startswith("sem.mp-")}
 
 
 def _new(before: set[object], now: Callable[[], set[object]]) -> set[object]:

@@ -167,12 +167,6 @@ def leave() -> list[str]:
     return leftovers(_at_start)
 
 
-def finish() -> list[str]:
-    """Leave, and tell what else is wrong in the end."""
-    leaks = leave()
-    return leaks
-
-
 def snapshot() -> list[str]:
     """Threads and descriptors of this process, one word each; descriptors by what they are."""
     threads = [f"thread {t.name}" for t in threading.enumerate()]
@@ -207,7 +201,12 @@ def leftovers(before: Sequence[str], patience: float = _GRACE_S) -> list[str]:
 
 def listening_ports(pid: int | str = "self") -> list[tuple[str, int]]:
     """Addresses on which a process accepts TCP connections over IPv4."""
-    sockets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    sockets = set()
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+        except OSError:  # closed meanwhile, as the one that listed the directory
+            continue
     found = []
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
         words = line.split()
@@ -452,7 +451,7 @@ class Job:
 
 def end_well(job: Job) -> None:
     """Leave the job on all ranks, see that everything was given back, and end the interpreters."""
-    job.call(finish)
+    job.call(leave)
     leaks = job.results()
     if any(leaks):
         raise RanksFailed(f"left over after destroy_process_group, by rank: {leaks}")

@@ -145,7 +145,7 @@ def test_an_unavailable_backend_is_answered_with_its_reason() -> None:
     with pytest.raises(BackendUnavailableError, match="backend 'broken': its cable is not plugged in"):
         dist.init_process_group("broken", rank=0, world_size=1)
     (line,) = [line for line in dist.explain().splitlines() if "broken" in line]
-    assert line.startswith("backend broken: ")
+    assert line.startswith("backend 'broken'")
     assert line.endswith("its cable is not plugged in")
 
 

@@ -62,6 +62,7 @@ from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, recv_object_list,
 from .registry import Backend
 from .rendezvous import register_rendezvous_handler
 from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
 from .types import ReduceOp, default_pg_timeout, reduce_op
 from .work import Work
 from .world import (
@@ -89,10 +90,6 @@ from .world import (
     is_torchelastic_launched,
     is_ucc_available,
     is_xccl_available,
-    new_group,
-    new_subgroups,
-    new_subgroups_by_enumeration,
-    split_group,
 )
 
 if TYPE_CHECKING:

@@ -233,8 +233,8 @@ class Backend(ABC):
         """Why this backend cannot be used on this machine, or None if it can."""
         return None
 
-    @classmethod
-    def prepare(cls, job: Job) -> None:  # noqa: B027 - optional
+    @classmethod  # noqa: B027 - optional
+    def prepare(cls, job: Job) -> None:
         """Called on every process before the ranks wait for each other: publish what peers will look for."""
 
     @classmethod

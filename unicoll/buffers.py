@@ -254,16 +254,25 @@ def register_family(module: str, factory: Callable[[], Adapter]) -> None:
     _FAMILIES[module] = factory
 
 
-def as_buffer(array: Any) -> Buffer:
+def as_buffer(array: Any, what: str = "") -> Buffer:
     """Wrap an array of any known family; no copy where it is contiguous.
+
+    Args:
+        array: NumPy, CuPy or torch array, or anything that lends its memory.
+        what: operation and argument, for errors: ``"broadcast: tensor"``.
 
     Raises:
         DistTypeError: the object is no array, or of a dtype or layout that cannot be communicated.
     """
-    adapter = _ADAPTERS.get(type(array))
-    if adapter is None:
-        adapter = _find_adapter(type(array), array)
-    return adapter(array)
+    try:
+        adapter = _ADAPTERS.get(type(array))
+        if adapter is None:
+            adapter = _find_adapter(type(array), array)
+        return adapter(array)
+    except DistArgumentError as e:
+        if not what:
+            raise
+        raise type(e)(f"{what}: {e}", op=what.partition(":")[0]) from None
 
 
 def _find_adapter(kind: type, array: Any) -> Adapter:

@@ -165,7 +165,7 @@ class ProcessGroup:
         self, tensor: Any, src: int, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """``tensor`` of member ``src`` to all, in place; same shape and dtype everywhere (MPI_Bcast)."""
-        buffers = (as_buffer(tensor),)
+        buffers = (as_buffer(tensor, "broadcast: tensor"),)
         outputs = () if src == self._rank else buffers
         return self._start(OPS["broadcast"], buffers, outputs, async_op, timeout, root=src)
 
@@ -173,7 +173,7 @@ class ProcessGroup:
         self, tensor: Any, op: Any = ReduceOp.SUM, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """Reduce element by element over all members, in place, the same bits on every rank (MPI_Allreduce)."""
-        buffers = (as_buffer(tensor),)
+        buffers = (as_buffer(tensor, "all_reduce: tensor"),)
         return self._start(_ALL_REDUCE, buffers, buffers, async_op, timeout, op)
 
     def reduce(
@@ -186,7 +186,7 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """Reduce over all members to ``dst``, in place there; elsewhere ``tensor`` is left as it is (MPI_Reduce)."""
-        buffers = (as_buffer(tensor),)
+        buffers = (as_buffer(tensor, "reduce: tensor"),)
         outputs = buffers if dst == self._rank else ()
         return self._start(OPS["reduce"], buffers, outputs, async_op, timeout, op, root=dst)
 
@@ -194,15 +194,23 @@ class ProcessGroup:
         self, tensor_list: Sequence[Any], tensor: Any, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """``tensor_list[i]`` becomes member i's ``tensor``, on all; sizes may differ by member (MPI_Allgatherv)."""
-        outputs = _buffers("tensor_list", tensor_list)
-        return self._start(OPS["all_gather"], (as_buffer(tensor),), outputs, async_op, timeout)
+        outputs = _buffers("all_gather: tensor_list", tensor_list)
+        return self._start(
+            OPS["all_gather"], (as_buffer(tensor, "all_gather: tensor"),), outputs, async_op, timeout
+        )
 
     def all_gather_into_tensor(
         self, output: Any, input: Any, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """``output`` becomes all members' ``input``, one after another (MPI_Allgather)."""
         op = OPS["all_gather_into_tensor"]
-        return self._start(op, (as_buffer(input),), (as_buffer(output),), async_op, timeout)
+        return self._start(
+            op,
+            (as_buffer(input, "all_gather_into_tensor: input"),),
+            (as_buffer(output, "all_gather_into_tensor: output"),),
+            async_op,
+            timeout,
+        )
 
     def gather(
         self,
@@ -214,8 +222,10 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """``gather_list[i]`` on ``dst`` becomes member i's ``tensor``; elsewhere it is None (MPI_Gather)."""
-        outputs = _buffers("gather_list", gather_list or ())
-        return self._start(OPS["gather"], (as_buffer(tensor),), outputs, async_op, timeout, root=dst)
+        outputs = _buffers("gather: gather_list", gather_list or ())
+        return self._start(
+            OPS["gather"], (as_buffer(tensor, "gather: tensor"),), outputs, async_op, timeout, root=dst
+        )
 
     def scatter(
         self,
@@ -227,8 +237,10 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """``tensor`` on member i becomes ``scatter_list[i]`` of ``src``; elsewhere it is None (MPI_Scatter)."""
-        inputs = _buffers("scatter_list", scatter_list or ())
-        return self._start(OPS["scatter"], inputs, (as_buffer(tensor),), async_op, timeout, root=src)
+        inputs = _buffers("scatter: scatter_list", scatter_list or ())
+        return self._start(
+            OPS["scatter"], inputs, (as_buffer(tensor, "scatter: tensor"),), async_op, timeout, root=src
+        )
 
     def reduce_scatter(
         self,
@@ -240,8 +252,15 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """``output`` on member i is the reduction of all members' ``input_list[i]``; sizes may differ by i."""
-        inputs = _buffers("input_list", input_list)
-        return self._start(OPS["reduce_scatter"], inputs, (as_buffer(output),), async_op, timeout, op)
+        inputs = _buffers("reduce_scatter: input_list", input_list)
+        return self._start(
+            OPS["reduce_scatter"],
+            inputs,
+            (as_buffer(output, "reduce_scatter: output"),),
+            async_op,
+            timeout,
+            op,
+        )
 
     def reduce_scatter_tensor(
         self,
@@ -254,7 +273,14 @@ class ProcessGroup:
     ) -> Work | None:
         """``output`` on member i is the i-th part of the reduction of all members' ``input``."""
         row = OPS["reduce_scatter_tensor"]
-        return self._start(row, (as_buffer(input),), (as_buffer(output),), async_op, timeout, op)
+        return self._start(
+            row,
+            (as_buffer(input, "reduce_scatter_tensor: input"),),
+            (as_buffer(output, "reduce_scatter_tensor: output"),),
+            async_op,
+            timeout,
+            op,
+        )
 
     def all_to_all(
         self,
@@ -265,7 +291,8 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """``output_list[i]`` becomes member i's ``input_list[my rank]``; all sizes may differ (MPI_Alltoallw)."""
-        outputs, inputs = _buffers("output_list", output_list), _buffers("input_list", input_list)
+        outputs = _buffers("all_to_all: output_list", output_list)
+        inputs = _buffers("all_to_all: input_list", input_list)
         return self._start(OPS["all_to_all"], inputs, outputs, async_op, timeout)
 
     def all_to_all_single(
@@ -284,7 +311,14 @@ class ProcessGroup:
             _splits("output_split_sizes", output_split_sizes),
         )
         op = OPS["all_to_all_single"]
-        return self._start(op, (as_buffer(input),), (as_buffer(output),), async_op, timeout, splits=splits)
+        return self._start(
+            op,
+            (as_buffer(input, "all_to_all_single: input"),),
+            (as_buffer(output, "all_to_all_single: output"),),
+            async_op,
+            timeout,
+            splits=splits,
+        )
 
     # --- several at once ----------------------------------------------------------------------------------------
 
@@ -297,14 +331,15 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """:meth:`all_reduce` of each array, as one operation."""
-        pairs = [(b, b) for b in ((as_buffer(t),) for t in tensors)]
+        pairs = [((b,), (b,)) for b in _buffers("all_reduce_coalesced: tensors", tensors)]
         return self._batch(_ALL_REDUCE, pairs, async_op, timeout, op)
 
     def broadcast_coalesced(
         self, tensors: Sequence[Any], src: int, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """:meth:`broadcast` of each array, as one operation."""
-        pairs = [(b, () if src == self._rank else b) for b in ((as_buffer(t),) for t in tensors)]
+        buffers = _buffers("broadcast_coalesced: tensors", tensors)
+        pairs = [((b,), () if src == self._rank else (b,)) for b in buffers]
         return self._batch(OPS["broadcast"], pairs, async_op, timeout, root=src)
 
     def all_gather_coalesced(
@@ -316,11 +351,10 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """:meth:`all_gather` of ``inputs[k]`` into ``output_lists[k]`` for each k, as one operation."""
-        _same_length("output_lists", output_lists, inputs)
-        pairs = [
-            ((as_buffer(x),), _buffers("output_lists", outs))
-            for outs, x in zip(output_lists, inputs, strict=True)
-        ]
+        _same_length("all_gather_coalesced: output_lists", output_lists, inputs)
+        what = "all_gather_coalesced: output_lists"
+        sources = _buffers("all_gather_coalesced: inputs", inputs)
+        pairs = [((x,), _buffers(what, outs)) for outs, x in zip(output_lists, sources, strict=True)]
         return self._batch(OPS["all_gather"], pairs, async_op, timeout)
 
     def all_gather_into_tensor_coalesced(
@@ -332,7 +366,12 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """:meth:`all_gather_into_tensor` of each pair, as one operation."""
-        return self._batch(OPS["all_gather_into_tensor"], _pairs(outputs, inputs), async_op, timeout)
+        return self._batch(
+            OPS["all_gather_into_tensor"],
+            _pairs("all_gather_into_tensor_coalesced", outputs, inputs),
+            async_op,
+            timeout,
+        )
 
     def reduce_scatter_tensor_coalesced(
         self,
@@ -344,7 +383,13 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """:meth:`reduce_scatter_tensor` of each pair, as one operation."""
-        return self._batch(OPS["reduce_scatter_tensor"], _pairs(outputs, inputs), async_op, timeout, op)
+        return self._batch(
+            OPS["reduce_scatter_tensor"],
+            _pairs("reduce_scatter_tensor_coalesced", outputs, inputs),
+            async_op,
+            timeout,
+            op,
+        )
 
     # --- point to point ---------------------------------------------------------------------------------------
 
@@ -446,7 +491,7 @@ class ProcessGroup:
         return None
 
     def _message(self, op: Op, tensor: Any, peer: int | None, tag: int, timeout: Timeout) -> Call:
-        buffers = (as_buffer(tensor),)
+        buffers = (as_buffer(tensor, f"{op.name}: tensor"),)
         if peer is None and op is _RECV:
             peer = -1
         elif peer is None or not 0 <= peer < self._size:
@@ -520,10 +565,12 @@ class ProcessGroup:
             backend.close()
 
 
-def _buffers(name: str, arrays: Sequence[Any]) -> Buffers:
+def _buffers(what: str, arrays: Sequence[Any]) -> Buffers:
     if not isinstance(arrays, list | tuple):
-        raise DistTypeError(f"{name}: expected a list of arrays, got {type(arrays).__name__}")
-    return tuple([as_buffer(a) for a in arrays])
+        raise DistTypeError(
+            f"{what}: expected a list of arrays, got {type(arrays).__name__}", op=what.partition(":")[0]
+        )
+    return tuple([as_buffer(a, what) for a in arrays])
 
 
 def _same_length(name: str, first: Sequence[Any], second: Sequence[Any]) -> None:
@@ -531,9 +578,10 @@ def _same_length(name: str, first: Sequence[Any], second: Sequence[Any]) -> None
         raise DistArgumentError(f"{name}: {len(first)} given for {len(second)} inputs")
 
 
-def _pairs(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[Buffers, Buffers]]:
-    _same_length("outputs", outputs, inputs)
-    return [((as_buffer(i),), (as_buffer(o),)) for o, i in zip(outputs, inputs, strict=True)]
+def _pairs(name: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[Buffers, Buffers]]:
+    _same_length(f"{name}: outputs", outputs, inputs)
+    results, sources = _buffers(f"{name}: outputs", outputs), _buffers(f"{name}: inputs", inputs)
+    return [((i,), (o,)) for o, i in zip(results, sources, strict=True)]
 
 
 def _splits(name: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:

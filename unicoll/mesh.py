@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import world
+from . import subgroups, world
 from .errors import DistArgumentError, DistError
 from .mesh_layout import (
     Axis,
@@ -187,7 +187,7 @@ class DeviceMesh:
             return world.resolve(None)
         mine = None
         for members in self._ranks[walks((axis,), self._ranks.size)].tolist():
-            group = world.new_group(members, backend=backend, pg_options=options, group_desc=desc)
+            group = subgroups.new_group(members, backend=backend, pg_options=options, group_desc=desc)
             if self._rank in members:
                 mine = group
         return mine

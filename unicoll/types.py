@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .errors import DistTypeError
+
 __all__ = [
     "BY_NAME",
     "DTYPES",
@@ -166,4 +168,8 @@ def to_seconds(timeout: timedelta | float | None) -> float | None:
     """A timeout as seconds; None stays None. Numbers are seconds already."""
     if timeout is None:
         return None
-    return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if isinstance(timeout, int | float):
+        return float(timeout)
+    raise DistTypeError(f"timeout: expected a timedelta or seconds, got {timeout!r}")

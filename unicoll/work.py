@@ -104,6 +104,9 @@ class HostCompletion(Completion):
             fn()
 
 
+_making_a_future = threading.Lock()
+
+
 class Work:
     """Handle of an asynchronous operation, with the methods of torch.distributed's ``Work``.
 
@@ -172,10 +175,12 @@ class Work:
             from concurrent.futures import Future
 
             self._waited = True
-            future: Future[list[Any]] = Future()
-            future.set_running_or_notify_cancel()
-            self._future = future
-            self._completion.add_done_callback(lambda: self._resolve(future))
+            with _making_a_future:
+                if self._future is None:
+                    future: Future[list[Any]] = Future()
+                    future.set_running_or_notify_cancel()
+                    self._completion.add_done_callback(lambda: self._resolve(future))
+                    self._future = future
         return self._future
 
     def _resolve(self, future: Future[list[Any]]) -> None:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from . import forks, launchers, registry
+from . import forks, launchers, outlook, registry
 from .backend import Job
-from .errors import DistArgumentError, DistError, NotInitializedError
+from .errors import DistArgumentError, DistError, DistTypeError, NotInitializedError
 from .group import ProcessGroup
 from .launchers import detect
 from .observe.control import Control
-from .registry import Backend, Choice
+from .registry import Backend
 from .rendezvous import Rendezvous, rendezvous
 from .types import default_pg_timeout, to_seconds
 
@@ -49,10 +48,6 @@ __all__ = [
     "is_torchelastic_launched",
     "is_ucc_available",
     "is_xccl_available",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "split_group",
 ]
 
 Timeout = timedelta | float | None
@@ -68,7 +63,7 @@ class _NonMember:
         return "GroupMember.NON_GROUP_MEMBER"
 
 
-class _World:
+class World:
     """Everything that ``init_process_group`` sets up and ``destroy_process_group`` takes down."""
 
     def __init__(self, meeting: Rendezvous, job: Job, default: ProcessGroup, notes: list[str]) -> None:
@@ -101,7 +96,7 @@ def _take_down(meeting: Rendezvous, job: Job, error: BaseException | None) -> No
             meeting.close()
 
 
-_world: _World | None = None
+_world: World | None = None
 _uncaught: BaseException | None = None
 
 
@@ -135,6 +130,8 @@ def resolve(pg: ProcessGroup | _NonMember | None) -> ProcessGroup | None:
     if isinstance(pg, _NonMember):
         warnings.warn("this process is not in the given group: the call does nothing here", stacklevel=3)
         return None
+    if not isinstance(pg, ProcessGroup):
+        raise DistTypeError(f"group: expected a process group, got {pg!r}")
     return pg
 
 
@@ -179,10 +176,10 @@ def init_process_group(
         raise DistArgumentError(
             "init_process_group: the default process group exists already; destroy it first"
         )
-    seconds = _seconds(timeout, default_pg_timeout.total_seconds())
+    limit = seconds(timeout, default_pg_timeout.total_seconds())
     if backend is not None:
         registry.choose(backend)  # refuse it before anybody is kept waiting
-    patience = min(seconds, _RENDEZVOUS_S) if timeout is None else seconds
+    patience = min(limit, _RENDEZVOUS_S) if timeout is None else limit
     meeting = rendezvous(init_method, rank, world_size, store, patience)
     job = Job(
         meeting.rank,
@@ -191,7 +188,7 @@ def init_process_group(
         meeting.secret.key,
         meeting.trusted,
         list(meeting.listen_addresses),
-        seconds,
+        limit,
         local_size=meeting.local_world_size,
         post_mortem=_launcher_witness(meeting),
     )
@@ -204,13 +201,13 @@ def init_process_group(
             job.control = Control(job.rank, job.size, job.key, job.addresses[0])
             job.control.start(job.store, patience)
         default = ProcessGroup(
-            job, "world", tuple(range(job.size)), choices, seconds, "default_pg", pg_options, device_id
+            job, "world", tuple(range(job.size)), choices, limit, "default_pg", pg_options, device_id
         )
     except BaseException as e:
         _take_down(meeting, job, e)
         raise
     notes = [*meeting.notes, *(f"{c.device} arrays: backend {c.name}: {c.why}" for c in choices)]
-    _world = _World(meeting, job, default, notes)
+    _world = World(meeting, job, default, notes)
     _watch_the_exit()
 
 
@@ -305,33 +302,29 @@ def _forget() -> None:
     _world = None
 
 
-def _seconds(timeout: Timeout, default: float) -> float:
-    seconds = to_seconds(timeout)
-    if seconds is None:
+def seconds(timeout: Timeout, default: float) -> float:
+    """A timeout in seconds, checked; ``default`` for None."""
+    given = to_seconds(timeout)
+    if given is None:
         return default
-    if seconds <= 0:
+    if given <= 0:
         raise DistArgumentError(f"timeout: {timeout} is not a positive time")
-    return seconds
+    return given
+
+
+def current(what: str) -> World:
+    """The state of this process; NotInitializedError, naming the call ``what``, before init_process_group."""
+    if _world is None:
+        raise NotInitializedError(f"{what}: there is no default process group: call init_process_group first")
+    return _world
 
 
 def explain() -> str:
     """What was chosen at init_process_group, from which source and why: rank, store, secret, interface, backends.
 
-    Before init_process_group: what the environment would give.
+    Before init_process_group: what the environment would give. One line for each; never raises.
     """
-    if _world is not None:
-        return "\n".join(_world.notes)
-    found = detect()
-    lines = ["not initialised"]
-    if found is None:
-        lines.append(
-            "no launcher: neither RANK and WORLD_SIZE nor an MPI or Slurm launcher's variables are set"
-        )
-    else:
-        lines.append(f"rank {found.rank} of {found.world_size}: from {found.source} ({found.name})")
-    for name in registry.known():
-        lines.append(registry.reason_against(name) or f"backend {name!r}: available")
-    return "\n".join(lines)
+    return "\n".join(_world.notes if _world is not None else ["not initialised", *outlook.lines()])
 
 
 # --- questions -----------------------------------------------------------------------------------------------------
@@ -389,12 +382,12 @@ def get_default_backend_for_device(device: Any) -> str:
 
 def get_backend(group: Any = None) -> Backend:
     """Name of a group's backend; raises DistArgumentError on processes outside the group."""
-    return Backend(_member(group, "get_backend").backend_name)
+    return Backend(member(group, "get_backend").backend_name)
 
 
 def get_backend_config(group: Any = None) -> str:
     """The backend of each device type, ``"cpu:gloo,cuda:nccl"``."""
-    return _member(group, "get_backend_config").backend_config
+    return member(group, "get_backend_config").backend_config
 
 
 def get_rank(group: Any = None) -> int:
@@ -438,220 +431,23 @@ def get_pg_count() -> int:
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
     """A global rank's rank in ``group``; DistArgumentError if it is not in it."""
-    return _member(group, "get_group_rank").group_rank(global_rank)
+    return member(group, "get_group_rank").group_rank(global_rank)
 
 
 def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
     """The global rank of rank ``group_rank`` of ``group``; DistArgumentError if there is none."""
-    return _member(group, "get_global_rank").global_rank(group_rank)
+    return member(group, "get_global_rank").global_rank(group_rank)
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
     """Global ranks of a group's members (of the default group for None), in group order."""
-    return list(_member(group, "get_process_group_ranks").ranks)
+    return list(member(group, "get_process_group_ranks").ranks)
 
 
-def _member(pg: Any, what: str) -> ProcessGroup:
+def member(pg: Any, what: str) -> ProcessGroup:
+    """The group that an argument means; DistArgumentError, naming the call ``what``, if we are not in it."""
     if isinstance(pg, _NonMember):
         raise DistArgumentError(f"{what}: this process is not in the given group")
     found = resolve(pg)
     assert found is not None
     return found
-
-
-# --- more groups ---------------------------------------------------------------------------------------------------
-
-
-def _current(what: str) -> _World:
-    if _world is None:
-        raise NotInitializedError(f"{what}: there is no default process group: call init_process_group first")
-    return _world
-
-
-def _make(
-    world: _World,
-    name: str,
-    ranks: Sequence[int],
-    choices: Sequence[Choice],
-    timeout: float,
-    desc: str | None,
-    options: Any,
-    device: Any,
-) -> Any:
-    if world.job.rank not in ranks:
-        return GroupMember.NON_GROUP_MEMBER
-    made = ProcessGroup(world.job, name, tuple(ranks), choices, timeout, desc or "", options, device)
-    world.groups.append(made)
-    return made
-
-
-def _choices(world: _World, backend: str | None, parent: ProcessGroup) -> Sequence[Choice]:
-    if backend is None:
-        return parent.choices
-    choices = registry.choose(backend)
-    for cls in {c.cls for c in choices}:
-        cls.prepare(world.job)
-    return choices
-
-
-def _check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
-    if len(ranks) == 0:
-        raise DistArgumentError(f"{what}: ranks is empty")
-    if len(set(ranks)) != len(ranks):
-        raise DistArgumentError(f"{what}: ranks {list(ranks)} has duplicates")
-    for rank in ranks:
-        if not isinstance(rank, int) or not 0 <= rank < size:
-            raise DistArgumentError(f"{what}: {rank!r} is not a rank of a world of {size}")
-
-
-def new_group(
-    ranks: Sequence[int] | None = None,
-    timeout: Timeout = None,
-    backend: str | None = None,
-    pg_options: Any = None,
-    use_local_synchronization: bool = False,
-    group_desc: str | None = None,
-    device_id: Any = None,
-    sort_ranks: bool = True,
-) -> Any:
-    """Make a group of some of the processes. All processes of the job call this, in the same order.
-
-    Args:
-        ranks: global ranks of the members; None is all.
-        timeout: default timeout of its operations; None takes the default group's.
-        backend: as for init_process_group; None takes the default group's.
-        pg_options: passed to the backend.
-        use_local_synchronization: only the members call.
-        group_desc: a description, for messages.
-        device_id: device that the group is bound to.
-        sort_ranks: number the members by global rank; False keeps the order given.
-
-    Returns:
-        The group on its members, ``GroupMember.NON_GROUP_MEMBER`` elsewhere.
-
-    Raises:
-        DistArgumentError: ranks are empty, repeated or not in the world, or with ``use_local_synchronization`` the
-            caller is not among them.
-        BackendUnavailableError: the backend cannot be used here.
-    """
-    world = _current("new_group")
-    members = list(range(world.job.size)) if ranks is None else [int(r) for r in ranks]
-    _check_ranks("new_group", members, world.job.size)
-    if sort_ranks:
-        members.sort()
-    if use_local_synchronization:
-        if world.job.rank not in members:
-            raise DistArgumentError("new_group: with use_local_synchronization only the members may call")
-        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
-        world.named[digest] = world.named.get(digest, 0) + 1
-        name = f"local-{digest}-{world.named[digest]}"
-    else:
-        world.made += 1
-        name = f"group-{world.made}"
-    seconds = _seconds(timeout, world.default.timeout)
-    choices = _choices(world, backend, world.default)
-    return _make(world, name, members, choices, seconds, group_desc, pg_options, device_id)
-
-
-def new_subgroups(
-    group_size: int | None = None,
-    group: Any = None,
-    timeout: Timeout = None,
-    backend: str | None = None,
-    pg_options: Any = None,
-    group_desc: str | None = None,
-) -> tuple[Any, list[Any]]:
-    """Cut a group into neighbouring subgroups of one size; all processes of the job call this.
-
-    Args:
-        group_size: members of each subgroup; None is the number of processes on a host.
-        group: what to cut; None is the default group.
-        timeout, backend, pg_options, group_desc: as for :func:`new_group`.
-
-    Returns:
-        This process's subgroup, and the list of all (NON_GROUP_MEMBER where it is not in it).
-
-    Raises:
-        DistArgumentError: the group cannot be cut evenly.
-    """
-    world = _current("new_subgroups")
-    parent = _member(group, "new_subgroups")
-    size = group_size if group_size is not None else world.job.local_size or parent.size()
-    if not 0 < size <= parent.size() or parent.size() % size:
-        raise DistArgumentError(
-            f"new_subgroups: a group of {parent.size()} cannot be cut into groups of {size}"
-        )
-    ranks = parent.ranks
-    lists = [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
-    return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
-
-
-def new_subgroups_by_enumeration(
-    ranks_per_subgroup_list: Sequence[Sequence[int]],
-    timeout: Timeout = None,
-    backend: str | None = None,
-    pg_options: Any = None,
-    group_desc: str | None = None,
-) -> tuple[Any, list[Any]]:
-    """Make disjoint subgroups from lists of global ranks; all processes of the job call this.
-
-    Returns:
-        This process's subgroup (None if it is in none), and the list of all.
-
-    Raises:
-        DistArgumentError: no lists, or a rank in two of them.
-    """
-    if not ranks_per_subgroup_list:
-        raise DistArgumentError("new_subgroups_by_enumeration: no subgroups given")
-    everyone = [r for ranks in ranks_per_subgroup_list for r in ranks]
-    if len(set(everyone)) != len(everyone):
-        raise DistArgumentError("new_subgroups_by_enumeration: a rank is in two subgroups")
-    mine, made = None, []
-    for ranks in ranks_per_subgroup_list:
-        made.append(new_group(ranks, timeout, backend, pg_options, group_desc=group_desc))
-        if isinstance(made[-1], ProcessGroup):
-            mine = made[-1]
-    return mine, made
-
-
-def split_group(
-    parent_pg: ProcessGroup | None = None,
-    split_ranks: Sequence[Sequence[int]] | None = None,
-    timeout: Timeout = None,
-    pg_options: Any = None,
-    group_desc: str | None = None,
-    backend: str | None = None,
-) -> ProcessGroup | None:
-    """Cut a group into disjoint parts; all members of the parent call this, and nobody else.
-
-    Args:
-        parent_pg: what to cut; None is the default group.
-        split_ranks: for each part the ranks *in the parent* of its members.
-        timeout: default timeout of the parts; None takes the parent's.
-        pg_options, group_desc: as for :func:`new_group`.
-        backend: None takes the parent's.
-
-    Returns:
-        This process's part, or None if it is in none.
-
-    Raises:
-        DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent.
-    """
-    world = _current("split_group")
-    parent = _member(parent_pg, "split_group")
-    if not split_ranks:
-        raise DistArgumentError("split_group: split_ranks is empty")
-    everyone = [r for part in split_ranks for r in part]
-    _check_ranks("split_group", everyone, parent.size())
-    parent.splits += 1
-    seconds = _seconds(timeout, parent.timeout)
-    choices = _choices(world, backend, parent)
-    for i, part in enumerate(split_ranks):
-        if len(part) == 0:
-            raise DistArgumentError(f"split_group: part {i} of split_ranks is empty")
-        if parent.rank() in part:
-            name = f"{parent.name}/{parent.splits}.{i}"
-            members = [parent.ranks[r] for r in sorted(part)]
-            made: ProcessGroup = _make(world, name, members, choices, seconds, group_desc, pg_options, None)
-            return made
-    return None

@@ -1,0 +1,144 @@
+"""What went wrong in a collective, in words: asks the other ranks and writes the errors.
+
+Everything here runs after something failed, or after a long wait; it asks through the control plane.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from typing import Any
+
+from unicoll.backend import Call, Context
+from unicoll.errors import CollectiveMismatchError, OperationTimeoutError, RankLostError
+
+__all__ = ["lost", "mismatch", "report", "timed_out", "where", "while_waiting"]
+
+_SHOWN = 64
+"""Ranks that an error lists at most."""
+_OURS = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "threading")
+
+Report = dict[str, Any]
+
+
+def lost(context: Context, call: Call, peer: int, why: str) -> RankLostError:
+    """The error of a member that is gone."""
+    rank, control = context.ranks[peer], context.job.control
+    if control is not None and rank in control.departed and rank not in control.left:
+        why += context.job.cause_of_death(rank)
+    seq = f" #{call.seq}" if call.seq else ""
+    error = RankLostError(
+        f"{call.describe()}{seq} on group {context.name!r}: {why}",
+        group=context.name,
+        rank=rank,
+        op=call.op.name,
+        seq=call.seq or None,
+    )
+    if control is not None and rank < len(control.peers):
+        error.host, error.pid = control.peers[rank]
+    return error
+
+
+def mismatch(context: Context, call: Call, peer: int, seq: int) -> CollectiveMismatchError:
+    """The error of ranks that are in different calls; member ``peer`` was seen to be at ``seq``."""
+    reports = _ask(context)
+    lines = []
+    for member, rank in enumerate(context.ranks[:_SHOWN]):
+        if member == context.rank:
+            doing = f"{call.describe()} #{call.seq}{_at(call.site or where())}"
+        else:
+            doing = _doing(context, rank, reports.get(rank), seq if member == peer else None)
+        lines.append(f"rank {rank}: {doing}")
+    return CollectiveMismatchError(
+        f"the ranks of group {context.name!r} are in different collectives:\n  " + "\n  ".join(lines),
+        group=context.name,
+        op=call.op.name,
+        seq=call.seq,
+    )
+
+
+def timed_out(context: Context, call: Call) -> OperationTimeoutError:
+    """The error of a deadline that has passed."""
+    arrived, missing = _roll_call(context, call)
+    names = f"rank{'s' if len(arrived) > 1 else ''} {', '.join(map(str, arrived[:_SHOWN]))}"
+    return OperationTimeoutError(
+        f"{call.describe()} #{call.seq} on group {context.name!r} timed out after {call.timeout:g} s;"
+        f" arrived: {names}; missing: {_list(missing)}",
+        group=context.name,
+        op=call.op.name,
+        seq=call.seq,
+    )
+
+
+def while_waiting(context: Context, call: Call, seconds: float) -> None:
+    """Warn that a call has waited so long, and for whom."""
+    _, missing = _roll_call(context, call)
+    logging.getLogger("unicoll").warning(
+        "%s #%d on group %r has waited %.0f s; missing: %s",
+        call.describe(), call.seq, context.name, seconds, _list(missing),
+    )  # fmt: skip
+
+
+def report(call: Call | None, last: Call | None) -> Report:
+    """What this rank is doing in the group, for the others' errors (called on the control thread)."""
+    latest = call or last
+    return {
+        "seq": latest.seq if latest is not None else 0,
+        "call": f"{call.describe()} #{call.seq}" if call is not None else None,
+        "last": f"{last.describe()} #{last.seq}" if last is not None and call is None else None,
+        "where": call.site if call is not None and call.site else where(),
+    }
+
+
+def where() -> str:
+    """``file:line`` of the user's code that the main thread is in (called from any thread)."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _roll_call(context: Context, call: Call) -> tuple[list[int], list[str]]:
+    """Global ranks that are in this call or past it, and the others with what they are doing."""
+    reports = _ask(context)
+    arrived, missing = [], []
+    for member, rank in enumerate(context.ranks):
+        told = reports.get(rank)
+        if member == context.rank or (told is not None and told.get("seq", 0) >= call.seq):
+            arrived.append(rank)
+        else:
+            missing.append(f"{context.who(member)}: {_doing(context, rank, told, None)}")
+    return arrived, missing
+
+
+def _list(missing: list[str]) -> str:
+    more = f"; and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    return "; ".join(missing[:_SHOWN]) + more if missing else "none (all are waiting)"
+
+
+def _ask(context: Context) -> dict[int, Report]:
+    control = context.job.control
+    if control is None:
+        return {}
+    return control.ask(context.name, set(context.ranks) - {context.job.rank})
+
+
+def _doing(context: Context, rank: int, told: Report | None, seq: int | None) -> str:
+    control = context.job.control
+    if control is not None and rank in control.departed:
+        return control.departed[rank]
+    if told is None:
+        place = f"; is at #{seq}" if seq else ""
+        return f"does not answer (stopped, holding the interpreter, or cut off){place}"
+    if told.get("unknown"):
+        return "does not have this group (any more, or yet)"
+    before = f", last was {told['last']}" if told.get("last") else ""
+    return f"{told['call'] or 'in no collective of this group'}{_at(told['where'])}{before}"
+
+
+def _at(place: str) -> str:
+    return f" at {place}" if place else ""

@@ -1,0 +1,331 @@
+"""What ranks do in the tests of point-to-point messages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import reference
+from ranks import Failure
+
+import unicoll as dist
+from unicoll.types import DTYPES
+
+
+def me() -> int:
+    return dist.get_rank()
+
+
+def size() -> int:
+    return dist.get_world_size()
+
+
+def must(work: Any) -> Any:
+    """The Work of a call on a group that this process is in."""
+    assert work is not None
+    return work
+
+
+def failure_of(call: Callable[[], Any]) -> Failure | None:
+    try:
+        call()
+    except Exception as error:
+        return Failure.of(error)
+    return None
+
+
+def every_type() -> None:
+    """Each element type and several shapes, in order, round the ring."""
+    right, left = (me() + 1) % size(), (me() - 1) % size()
+    for d in DTYPES:
+        dtype = reference.numpy_dtype(d.name)
+        if dtype is None:
+            continue
+        for shape in ((), (0,), (1,), (3, 5), (40_000,)):
+            rngs = [np.random.default_rng([d.code, len(shape), r]) for r in range(size())]
+            given = [reference.values(d.name, None, 1, shape, rng, False) for rng in rngs]
+            room = np.zeros(shape, dtype)
+            work = must(dist.isend(given[me()], right))
+            assert dist.recv(room, left) == left
+            work.wait()
+            assert reference.complaint(d.name, None, [given[left].reshape(-1)], room) is None
+
+
+def strided() -> None:
+    """From every second element into a transposed array."""
+    if me() == 0:
+        dist.send(np.arange(24.0)[::2].reshape(3, 4), 1)
+        dist.send(np.arange(12.0).reshape(4, 3).T, 1)
+    elif me() == 1:
+        base = np.full((4, 3), -1.0)
+        dist.recv(base.T, 0)
+        assert (base.T == np.arange(24.0)[::2].reshape(3, 4)).all()
+        wide = np.full(24, -1.0)
+        dist.irecv(wide[::2], 0).wait()  # type: ignore[union-attr]
+        assert (wide[::2] == np.arange(12.0).reshape(4, 3).T.reshape(-1)).all()
+        assert (wide[1::2] == -1).all()
+
+
+def tags_out_of_order(count: int) -> list[int]:
+    """Rank 0 sends tags 0..9 twice; rank 1 takes them backwards: pairs of one tag stay in order."""
+    taken = []
+    if me() == 0:
+        works = [must(dist.isend(np.full(count, 100 * k + tag), 1, tag=tag)) for k in (0, 1) for tag in range(10)]
+        for w in works:
+            w.wait()
+    else:
+        x = np.zeros(count, np.int64)
+        for tag in reversed(range(10)):
+            for _ in (0, 1):
+                dist.recv(x, 0, tag=tag)
+                assert (x == x[0]).all()
+                taken.append(int(x[0]))
+    return taken
+
+
+def posted_before_sent(count: int) -> None:
+    """Receives that wait for their messages, with tags in another order than they are sent."""
+    if me() == 0:
+        dist.barrier()
+        for tag in (2, -7, 1 << 40):
+            dist.send(np.full(count, tag), 1, tag=tag)
+    else:
+        rooms = {tag: np.zeros(count, np.int64) for tag in (1 << 40, 2, -7)}
+        works = [must(dist.irecv(room, 0, tag=tag)) for tag, room in rooms.items()]
+        dist.barrier()
+        for w in works:
+            w.wait()
+            assert w.source_rank() == 0
+        for tag, room in rooms.items():
+            assert (room == tag).all()
+
+
+def from_anyone(each: int, background: bool) -> list[int]:
+    """Rank 0 takes whatever comes; whose it was, in order."""
+    sources = []
+    if me() == 0:
+        for _ in range(each * (size() - 1)):
+            x = np.zeros(2, np.int64)
+            if background:
+                work = must(dist.irecv(x))
+                work.wait()
+                source = work.source_rank()
+            else:
+                source = dist.recv(x)
+            assert x[0] == source
+            sources.append(source)
+    else:
+        for i in range(each):
+            dist.send(np.array([me(), i]), 0)
+    return sources
+
+
+def both_send_first(megabytes: int) -> None:
+    """Both ranks send more than any buffer holds before either receives."""
+    count, other = megabytes << 20, 1 - me()
+    given, room = np.full(count, me() + 1, np.uint8), np.zeros(count, np.uint8)
+    work = must(dist.isend(given, other))
+    dist.recv(room, other)
+    work.wait()
+    assert (room == other + 1).all()
+    # blocking sends from threads of their own, on both sides
+    sender = threading.Thread(target=dist.send, args=(given, other))
+    sender.start()
+    room[:] = 0
+    dist.recv(room, other)
+    sender.join()
+    assert (room == other + 1).all()
+
+
+def unexpected(count: int) -> None:
+    """Many large messages arrive before anybody asks for them, while collectives go on."""
+    if me() == 0:
+        works = [must(dist.isend(np.full(count, i, np.int32), 1, tag=i)) for i in range(8)]
+        dist.barrier()
+        x = np.ones(1000)
+        dist.all_reduce(x)
+        for w in works:
+            w.wait()
+    else:
+        dist.barrier()
+        x = np.ones(1000)
+        dist.all_reduce(x)
+        y = np.zeros(count, np.int32)
+        for i in reversed(range(8)):
+            dist.recv(y, 0, tag=i)
+            assert (y == i).all()
+
+
+def many_threads(threads: int, rounds: int) -> list[str]:
+    """Several threads of both ranks exchange on one group, each with its own tag; what went wrong."""
+    other = 1 - me()
+    wrong: list[str] = []
+
+    def talk(tag: int) -> None:
+        try:
+            for i in range(rounds):
+                count = (tag * 977 + i * 131) % 30_000
+                given, room = np.full(count, tag * 1000 + i), np.zeros(count, np.int64)
+                if (tag + i + me()) % 2:
+                    dist.send(given, other, tag=tag)
+                    dist.recv(room, other, tag=tag)
+                else:
+                    work = must(dist.irecv(room, other, tag=tag))
+                    must(dist.isend(given, other, tag=tag)).wait()
+                    work.wait()
+                if not (room == tag * 1000 + i).all():
+                    wrong.append(f"tag {tag}, round {i}")
+        except Exception as e:
+            wrong.append(f"tag {tag}: {e!r}")
+
+    them = [threading.Thread(target=talk, args=(tag,)) for tag in range(threads)]
+    for t in them:
+        t.start()
+    for t in them:
+        t.join()
+    return wrong
+
+
+def batches(count: int) -> None:
+    """Everybody with everybody in one batch, twice, in both orders."""
+    for round_ in (0, 1):
+        peers = [r for r in range(size()) if r != me()]
+        rooms = {r: np.zeros(count + r, np.float32) for r in peers}
+        ops = [dist.P2POp(dist.isend, np.full(count + me(), me() + 1, np.float32), r, tag=round_) for r in peers]
+        takes = [dist.P2POp(dist.irecv, room, group_peer=r, tag=round_) for r, room in rooms.items()]
+        works = dist.batch_isend_irecv([*ops, *takes] if (me() + round_) % 2 else [*takes, *ops])
+        for w in works:
+            w.wait()
+        for r, room in rooms.items():
+            assert (room == r + 1).all()
+    assert dist.batch_isend_irecv([]) == []
+
+
+def misfits() -> list[Failure | None]:
+    """Messages of another size or type than their receivers; afterwards the group works on."""
+    failures: list[Failure | None] = []
+    sent = [np.ones(4, np.float32), np.ones(3, np.float32), np.ones(4, np.int32), np.ones(0, np.float32)]
+    for before in (False, True):
+        for x in sent:
+            if me() == 0:
+                if before:
+                    dist.send(x, 1)
+                dist.barrier()
+                if not before:
+                    dist.send(x, 1)
+            else:
+                room = np.zeros(4 if x.size != 4 or x.dtype != np.float32 else 5, np.float32)
+                if before:
+                    dist.barrier()
+                    failures.append(failure_of(lambda r=room: dist.recv(r, 0)))  # type: ignore[misc]
+                else:
+                    work = must(dist.irecv(room, 0))
+                    dist.barrier()
+                    failures.append(failure_of(work.wait))
+                assert not room.any(), "a message that does not fit was written all the same"
+            y = np.ones(3)
+            dist.all_reduce(y)
+            assert (y == 2).all()
+            if me() == 0:
+                dist.send(np.full(2, 5.0), 1, tag=9)
+            else:
+                z = np.zeros(2)
+                dist.recv(z, 0, tag=9)
+                assert (z == 5).all()
+    return failures
+
+
+def timed_out_receives() -> list[Failure | None]:
+    """A receive that nobody serves ends; the next one gets the message that comes later."""
+    x = np.zeros(3)
+    if me() == 1:
+        failures = [failure_of(lambda: dist.recv(x, 0, timeout=0.3)), failure_of(lambda: dist.recv(x, timeout=0.3))]
+        failures.append(failure_of(must(dist.irecv(x, 0, timeout=0.3)).wait))
+        dist.barrier()
+        dist.recv(x, 0)
+        assert (x == 7).all()
+        return failures
+    dist.barrier()
+    dist.send(np.full(3, 7.0), 1)
+    return []
+
+
+class Custom:
+    """An object that only pickle can send."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def objects(use_batch: bool) -> None:
+    """Lists of objects, plain and not, between ranks and from anyone."""
+    given = [None, True, 3, 2.5, "text", b"bytes", {"a": [1, (2,)]}, np.arange(5), Custom(4)]
+    if me() == 0:
+        dist.send_object_list(given, 1, use_batch=use_batch)
+        dist.send_object_list(["again"], 1)
+    elif me() == 1:
+        room: list[Any] = [None] * len(given)
+        assert dist.recv_object_list(room, 0, use_batch=use_batch) == 0
+        assert room[:7] == given[:7]
+        assert (room[7] == np.arange(5)).all()
+        assert room[8].value == 4
+        last = [None]
+        assert dist.recv_object_list(last) == 0
+        assert last == ["again"]
+
+
+def in_a_subgroup() -> None:
+    """Global and group ranks differ; messages of different groups do not mix."""
+    n = size()
+    group = dist.new_group(list(reversed(range(n))), sort_ranks=False)
+    mine = group.rank()
+    assert mine == n - 1 - me()
+    x = np.zeros(1, np.int64)
+    works = [
+        must(dist.isend(np.array([100 + me()]), (me() + 1) % n, group=group)),
+        must(dist.isend(np.array([200 + me()]), (me() + 1) % n)),
+    ]
+    left = (me() - 1) % n
+    assert dist.recv(x, left) == left
+    assert x[0] == 200 + left
+    assert dist.recv(x, group=group, group_src=group.group_rank(left)) == left
+    assert x[0] == 100 + left
+    for w in works:
+        w.wait()
+    assert group.recv is not None
+    if mine == 0:
+        group.send(np.array([5]), 1)
+    elif mine == 1:
+        assert group.recv(x) == 0
+        assert x[0] == 5
+    dist.destroy_process_group(group)
+
+
+def while_collectives_run(rounds: int) -> None:
+    """Messages between two ranks from a second thread, while the first does collectives."""
+    partner = me() ^ 1
+    problems: list[BaseException] = []
+
+    def talk() -> None:
+        try:
+            for i in range(rounds):
+                x = np.zeros(500)
+                work = must(dist.isend(np.full(500, float(i)), partner))
+                dist.recv(x, partner)
+                assert (x == i).all()
+                work.wait()
+        except BaseException as e:
+            problems.append(e)
+
+    thread = threading.Thread(target=talk)
+    if partner < size():
+        thread.start()
+    for i in range(rounds):
+        y = np.full(300 if i % 3 else 60_000, 1.0)
+        dist.all_reduce(y)
+        assert (y == size()).all()
+    if partner < size():
+        thread.join()
+    assert not problems, problems

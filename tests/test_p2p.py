@@ -1,0 +1,92 @@
+"""Point-to-point messages: matching by sender and tag, order, size, threads, misfits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import p2p_jobs as jobs
+import pytest
+from ranks import Pool
+
+Pools = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_type(size: int, pool: Pools) -> None:
+    pool(size).run(jobs.every_type)
+
+
+def test_strided_arrays(pool: Pools) -> None:
+    pool(2).run(jobs.strided)
+
+
+@pytest.mark.parametrize("count", [1, 20_000])
+def test_tags_are_taken_in_any_order_and_pairs_in_theirs(count: int, pool: Pools) -> None:
+    expected = [100 * k + tag for tag in reversed(range(10)) for k in (0, 1)]
+    assert pool(2).run(jobs.tags_out_of_order, count)[1] == expected
+
+
+@pytest.mark.parametrize("count", [1, 50_000])
+def test_receives_may_be_there_first(count: int, pool: Pools) -> None:
+    pool(2).run(jobs.posted_before_sent, count)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_from_anyone(background: bool, pool: Pools) -> None:
+    sources = pool(4).run(jobs.from_anyone, 10, background)[0]
+    assert sorted(sources) == [1] * 10 + [2] * 10 + [3] * 10
+
+
+def test_both_send_64_megabytes_before_either_receives(pool: Pools) -> None:
+    pool(2).run(jobs.both_send_first, 64)
+
+
+@pytest.mark.parametrize("count", [0, 10, 1_000_000])
+def test_messages_that_nobody_has_asked_for_yet(count: int, pool: Pools) -> None:
+    pool(2).run(jobs.unexpected, count)
+
+
+def test_several_threads_on_one_group(pool: Pools) -> None:
+    assert pool(2).run(jobs.many_threads, 6, 40) == [[], []]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("count", [0, 5, 300_000])
+def test_batches(size: int, count: int, pool: Pools) -> None:
+    pool(size).run(jobs.batches, count)
+
+
+def test_messages_that_do_not_fit_are_refused_and_the_group_works_on(pool: Pools) -> None:
+    failures = pool(2).run(jobs.misfits)[1]
+    assert len(failures) == 8
+    for failure in failures:
+        assert failure is not None
+        assert failure.type == "MessageMismatchError", failure.traceback
+        assert "rank 0" in failure.message
+        assert "bytes" in failure.message
+        assert failure.fields["rank"] == 0
+        assert failure.fields["op"] == "recv"
+
+
+def test_a_receive_that_timed_out_takes_nothing(pool: Pools) -> None:
+    failures = pool(2).run(jobs.timed_out_receives)[1]
+    assert len(failures) == 3
+    for failure in failures:
+        assert failure is not None
+        assert failure.type == "OperationTimeoutError", failure.traceback
+        assert "0.3 s" in failure.message
+
+
+@pytest.mark.parametrize("use_batch", [False, True])
+def test_objects(use_batch: bool, pool: Pools) -> None:
+    pool(2).run(jobs.objects, use_batch)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_of_groups_and_of_the_world(size: int, pool: Pools) -> None:
+    pool(size).run(jobs.in_a_subgroup)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_beside_collectives(size: int, pool: Pools) -> None:
+    pool(size).run(jobs.while_collectives_run, 60)

@@ -1,0 +1,207 @@
+"""More groups: any set of ranks, neighbours, and parts of a group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from . import registry, world
+from .errors import DistArgumentError
+from .group import ProcessGroup
+from .registry import Choice
+from .world import World
+
+__all__ = ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"]
+
+Timeout = timedelta | float | None
+
+
+def _make(
+    here: World,
+    name: str,
+    ranks: Sequence[int],
+    choices: Sequence[Choice],
+    timeout: float,
+    desc: str | None,
+    options: Any,
+    device: Any,
+) -> Any:
+    if here.job.rank not in ranks:
+        return world.GroupMember.NON_GROUP_MEMBER
+    made = ProcessGroup(here.job, name, tuple(ranks), choices, timeout, desc or "", options, device)
+    here.groups.append(made)
+    return made
+
+
+def _choices(here: World, backend: str | None, parent: ProcessGroup) -> Sequence[Choice]:
+    if backend is None:
+        return parent.choices
+    choices = registry.choose(backend)
+    for cls in {c.cls for c in choices}:
+        cls.prepare(here.job)
+    return choices
+
+
+def _check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
+    if len(ranks) == 0:
+        raise DistArgumentError(f"{what}: ranks is empty")
+    if len(set(ranks)) != len(ranks):
+        raise DistArgumentError(f"{what}: ranks {list(ranks)} has duplicates")
+    for rank in ranks:
+        if not isinstance(rank, int) or not 0 <= rank < size:
+            raise DistArgumentError(f"{what}: {rank!r} is not a rank of a world of {size}")
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """Make a group of some of the processes. All processes of the job call this, in the same order.
+
+    Args:
+        ranks: global ranks of the members; None is all.
+        timeout: default timeout of its operations; None takes the default group's.
+        backend: as for init_process_group; None takes the default group's.
+        pg_options: passed to the backend.
+        use_local_synchronization: only the members call.
+        group_desc: a description, for messages.
+        device_id: device that the group is bound to.
+        sort_ranks: number the members by global rank; False keeps the order given.
+
+    Returns:
+        The group on its members, ``GroupMember.NON_GROUP_MEMBER`` elsewhere.
+
+    Raises:
+        DistArgumentError: ranks are empty, repeated or not in the world, or with ``use_local_synchronization`` the
+            caller is not among them.
+        BackendUnavailableError: the backend cannot be used here.
+    """
+    here = world.current("new_group")
+    members = list(range(here.job.size)) if ranks is None else [int(r) for r in ranks]
+    _check_ranks("new_group", members, here.job.size)
+    if sort_ranks:
+        members.sort()
+    if use_local_synchronization:
+        if here.job.rank not in members:
+            raise DistArgumentError("new_group: with use_local_synchronization only the members may call")
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+        here.named[digest] = here.named.get(digest, 0) + 1
+        name = f"local-{digest}-{here.named[digest]}"
+    else:
+        here.made += 1
+        name = f"group-{here.made}"
+    seconds = world.seconds(timeout, here.default.timeout)
+    choices = _choices(here, backend, here.default)
+    return _make(here, name, members, choices, seconds, group_desc, pg_options, device_id)
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: Any = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Cut a group into neighbouring subgroups of one size; all processes of the job call this.
+
+    Args:
+        group_size: members of each subgroup; None is the number of processes on a host.
+        group: what to cut; None is the default group.
+        timeout, backend, pg_options, group_desc: as for :func:`new_group`.
+
+    Returns:
+        This process's subgroup, and the list of all (NON_GROUP_MEMBER where it is not in it).
+
+    Raises:
+        DistArgumentError: the group cannot be cut evenly.
+    """
+    here = world.current("new_subgroups")
+    parent = world.member(group, "new_subgroups")
+    size = group_size if group_size is not None else here.job.local_size or parent.size()
+    if not 0 < size <= parent.size() or parent.size() % size:
+        raise DistArgumentError(
+            f"new_subgroups: a group of {parent.size()} cannot be cut into groups of {size}"
+        )
+    ranks = parent.ranks
+    lists = [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+    return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Make disjoint subgroups from lists of global ranks; all processes of the job call this.
+
+    Returns:
+        This process's subgroup (None if it is in none), and the list of all.
+
+    Raises:
+        DistArgumentError: no lists, or a rank in two of them.
+    """
+    if not ranks_per_subgroup_list:
+        raise DistArgumentError("new_subgroups_by_enumeration: no subgroups given")
+    everyone = [r for ranks in ranks_per_subgroup_list for r in ranks]
+    if len(set(everyone)) != len(everyone):
+        raise DistArgumentError("new_subgroups_by_enumeration: a rank is in two subgroups")
+    mine, made = None, []
+    for ranks in ranks_per_subgroup_list:
+        made.append(new_group(ranks, timeout, backend, pg_options, group_desc=group_desc))
+        if isinstance(made[-1], ProcessGroup):
+            mine = made[-1]
+    return mine, made
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Cut a group into disjoint parts; all members of the parent call this, and nobody else.
+
+    Args:
+        parent_pg: what to cut; None is the default group.
+        split_ranks: for each part the ranks *in the parent* of its members.
+        timeout: default timeout of the parts; None takes the parent's.
+        pg_options, group_desc: as for :func:`new_group`.
+        backend: None takes the parent's.
+
+    Returns:
+        This process's part, or None if it is in none.
+
+    Raises:
+        DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent.
+    """
+    here = world.current("split_group")
+    parent = world.member(parent_pg, "split_group")
+    if not split_ranks:
+        raise DistArgumentError("split_group: split_ranks is empty")
+    everyone = [r for part in split_ranks for r in part]
+    _check_ranks("split_group", everyone, parent.size())
+    parent.splits += 1
+    seconds = world.seconds(timeout, parent.timeout)
+    choices = _choices(here, backend, parent)
+    for i, part in enumerate(split_ranks):
+        if len(part) == 0:
+            raise DistArgumentError(f"split_group: part {i} of split_ranks is empty")
+        if parent.rank() in part:
+            name = f"{parent.name}/{parent.splits}.{i}"
+            members = [parent.ranks[r] for r in sorted(part)]
+            made: ProcessGroup = _make(here, name, members, choices, seconds, group_desc, pg_options, None)
+            return made
+    return None
