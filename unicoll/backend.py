@@ -13,103 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .buffers import Buffer
-from .types import DType, Reduction
+from .call import Call
+from .types import DType
 
 if TYPE_CHECKING:
     from .observe.control import Control
-    from .ops import Op
     from .stores import Store
     from .work import Completion
 
 __all__ = ["Backend", "Call", "Caps", "Context", "Job"]
-
-
-class Call:
-    """One operation as a backend gets it.
-
-    Attributes:
-        op: its row in the table.
-        inputs, outputs: contiguous buffers; the same tuple for operations in place.
-        reduce: the reduction, or None.
-        root: rank in the group of the special rank, or -1.
-        peer: for send and recv the other rank in the group; -1 receives from anyone.
-        tag: for send and recv.
-        in_counts, out_counts: for all_to_all, elements per rank.
-        timeout: seconds the operation may take.
-        signature: see :func:`unicoll.ops.sign`.
-        seq: position in the group's order (from 1), given by the backend when it accepts the call.
-        site: ``file:line`` of the caller where it was recorded, else "".
-        source: for a receive from anyone, the rank in the group that the message came from.
-    """
-
-    __slots__ = (
-        "in_counts", "inputs", "op", "out_counts", "outputs", "peer", "reduce", "root", "seq", "signature",
-        "site", "source", "tag", "timeout",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        op: Op,
-        inputs: tuple[Buffer, ...],
-        outputs: tuple[Buffer, ...],
-        timeout: float,
-        reduce: Reduction | None = None,
-        root: int = -1,
-        peer: int = -1,
-        tag: int = 0,
-    ) -> None:
-        self.op = op
-        self.inputs = inputs
-        self.outputs = outputs
-        self.timeout = timeout
-        self.reduce = reduce
-        self.root = root
-        self.peer = peer
-        self.tag = tag
-        self.in_counts: tuple[int, ...] | None = None
-        self.out_counts: tuple[int, ...] | None = None
-        self.signature = 0
-        self.seq = 0
-        self.site = ""
-        self.source = -1
-
-    @property
-    def dtype(self) -> DType | None:
-        """Element type of the call's arrays; None where there are none."""
-        buffers = self.inputs or self.outputs
-        return buffers[0].dtype if buffers else None
-
-    def write_back(self) -> None:
-        """Copy packed results into the users' strided arrays."""
-        for buffer in self.outputs:
-            if buffer.unpack is not None:
-                buffer.unpack()
-
-    def describe(self) -> str:
-        """The call in words, for errors: ``all_reduce(float32[4], SUM)``."""
-        parts = []
-        op = self.op
-        if op.uneven and op.sizes.name != "EXCHANGED":
-            pieces = self.outputs if op.sizes.name == "GATHERED" else self.inputs
-            parts.append(_describe_pieces(pieces))
-        elif op.sizes.name.startswith("SCATTERED") and self.outputs:
-            parts.append(str(self.outputs[0]))
-        elif self.inputs or self.outputs:
-            parts.append(str((self.inputs or self.outputs)[0]))
-        if self.reduce is not None:
-            parts.append(str(self.reduce))
-        if self.root >= 0:
-            parts.append(f"root={self.root}")
-        if op.name in ("send", "recv"):
-            parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}, tag={self.tag}")
-        return f"{op.name}({', '.join(parts)})"
-
-
-def _describe_pieces(pieces: Sequence[Buffer]) -> str:
-    if len({b.shape for b in pieces}) == 1:
-        return str(pieces[0])
-    return f"{pieces[0].dtype} of sizes {[b.count for b in pieces]}"
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from .backend import Call
 from .buffers import Buffer
-from .ops import OPS, sign
+from .call import Call
+from .checks import sign
+from .ops import OPS
 
 __all__ = ["merge_all_reduces"]
 

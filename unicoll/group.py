@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from .backend import Backend, Call, Context, Job
+from .backend import Backend, Context, Job
 from .buffers import Buffer, as_buffer
+from .call import Call
+from .checks import check, sign
 from .errors import BackendUnavailableError, DistArgumentError, DistError, DistTypeError, GroupAbortedError
-from .ops import OPS, Op, as_reduce_op, check, check_reduction, sign
+from .ops import OPS, Op, as_reduce_op, check_reduction
 from .registry import Choice
 from .types import ReduceOp, Reduction, to_seconds
 from .work import Work

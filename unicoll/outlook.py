@@ -29,7 +29,8 @@ def _identity(environ: Mapping[str, str]) -> list[str]:
     except DistError as e:
         return [f"rank: {e}"]
     if launched is None:
-        return ["rank: no launcher was recognised", *launchers.near_misses(environ)]
+        why = "; ".join(launchers.near_misses(environ)) or "none of the known launchers' variables are set"
+        return [f"no launcher: {why}"]
     found = [f"rank {launched.rank} of {launched.world_size}: from {launched.source} ({launched.name})"]
     master = launched.master_addr
     if environ.get("UNICOLL_STORE"):

@@ -15,7 +15,7 @@ from .types import to_seconds
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from .backend import Call
+    from .call import Call
 
 __all__ = ["Completion", "HostCompletion", "Work"]
 

@@ -1,0 +1,74 @@
+"""Groups: making, splitting, using several at once, ending, and joining the job again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import group_jobs as jobs
+import pytest
+from ranks import Job, Pool, end_well, enter
+
+Pools = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_world_knows_itself(size: int, pool: Pools) -> None:
+    for rank, facts in enumerate(pool(size).run(jobs.facts)):
+        assert facts["rank"] == (rank,) * 3
+        assert facts["size"] == (size,) * 3
+        assert facts["ranks"] == (list(range(size)),) * 3
+        assert facts["backend"] == ("gloo",) * 3
+        assert facts["initialized"]
+        assert facts["count"] == 1
+        assert f"rank {rank} of {size}" in facts["explained"]
+        assert "gloo" in facts["explained"]
+
+
+@pytest.mark.parametrize(
+    ("members", "sort"), [([0, 1, 2, 3], True), ([1, 3], True), ([3, 0, 2], True), ([3, 0, 2], False), ([2], True)]
+)
+def test_a_group_of_some(members: list[int], sort: bool, pool: Pools) -> None:
+    expected = ["member" if r in members else None for r in range(4)]
+    assert pool(4).run(jobs.subset_of, members, sort) == expected
+
+
+def test_a_group_that_only_its_members_make(pool: Pools) -> None:
+    assert pool(4).run(jobs.local_group, [1, 2]) == [None, (3.0, 3.0), (3.0, 3.0), None]
+
+
+def test_subgroups(pool: Pools) -> None:
+    pool(4).run(jobs.subgroups)
+
+
+def test_splits(pool: Pools) -> None:
+    pool(4).run(jobs.splits)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_overlapping_groups_work_at_the_same_time(size: int, pool: Pools) -> None:
+    assert pool(size).run(jobs.concurrent_groups, 25) == [[]] * size
+
+
+def test_fifty_groups(pool: Pools) -> None:
+    first = pool(3).run(jobs.many_groups, 50)
+    second = pool(3).run(jobs.many_groups, 50)
+    assert max(map(sum, zip(second, [-n for n in first], strict=True))) <= 0, "threads of groups live on"
+
+
+def test_a_second_init_is_refused(pool: Pools) -> None:
+    for failure in pool(2).run(jobs.twice_refused):
+        assert failure is not None
+        assert failure.type == "DistArgumentError"
+        assert "exists already" in failure.message
+
+
+@pytest.mark.parametrize("join", ["file", "tcp", "env"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_leaving_and_joining_five_times(join: str, size: int, tmp_path: Path) -> None:
+    with Job(size, join=join) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.again, 5, str(tmp_path))
+        assert job.results() == [[[]] * 6] * size
+        end_well(job)
