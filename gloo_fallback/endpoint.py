@@ -17,7 +17,7 @@ from typing import Any
 
 from unicoll import auth
 from unicoll.backend import Job
-from unicoll.errors import DistNetworkError, GroupAbortedError, RankLostError
+from unicoll.errors import AuthenticationError, DistNetworkError, GroupAbortedError, RankLostError
 from unicoll.forks import guard
 from unicoll.frames import Client, FrameServer, frame, read_exactly
 
@@ -31,7 +31,7 @@ Key = tuple[str, str, int]
 
 _ACCEPTED, _BUSY, _CLOSED = b"A", b"B", b"C"
 _TICK_S = 0.1
-_HANDSHAKE_S = 5.0
+_HANDSHAKE_S = 30.0
 """How long a peer that has spoken may take for the rest of the handshake."""
 
 
@@ -198,8 +198,10 @@ class Endpoint:
             sock.sendall(frame({"group": group, "channel": channel, "rank": self._job.rank}))
             self._await_word(sock, peer, check)
             answer = read_exactly(sock, 1)
-        except (OSError, EOFError, auth.NoAnswerError) as e:
+        except (OSError, EOFError, DistNetworkError) as e:
             sock.close()
+            if isinstance(e, AuthenticationError) and not isinstance(e, auth.NoAnswerError):
+                raise
             self._refused(key, f"{host}:{port}", e)
             return None
         except BaseException:

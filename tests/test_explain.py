@@ -78,8 +78,11 @@ def check(reports: list[Report], name: str, source: str, backend_reason: str) ->
         assert report["before"].startswith("not initialised\n")
         for backend in ("gloo", "mpi", "nccl"):
             assert f"\nbackend '{backend}'" in report["before"]
-        after = lines(report)
+        before, after = lines(report, "before"), lines(report)
+        assert set(before) >= {"rank", "store", "secret", "interface"}
         assert set(after) >= {"rank", "store", "secret", "interface", "cpu arrays"}
+        assert after["secret"].startswith(before["secret"])
+        assert after["interface"] == before["interface"]
         assert after["cpu arrays"].startswith(f"backend {report['backend']}: ")
         assert backend_reason in after["cpu arrays"]
         assert report["at the end"] == report["before"]

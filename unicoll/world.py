@@ -376,22 +376,35 @@ def is_torchelastic_launched() -> bool:
 
 
 def get_default_backend_for_device(device: Any) -> str:
-    """Name of the backend that serves a device (``"cpu"``, ``"cuda:0"``, a device object) by default."""
+    """Name of the backend that serves a device (``"cpu"``, ``"cuda:0"``, a device object) by default.
+
+    Raises:
+        DistArgumentError: no backend serves it.
+    """
     return registry.default_backend_for_device(device)
 
 
 def get_backend(group: Any = None) -> Backend:
-    """Name of a group's backend; raises DistArgumentError on processes outside the group."""
+    """Name of a group's backend.
+
+    Raises:
+        NotInitializedError: before init_process_group.
+        DistArgumentError: this process is not in the group.
+    """
     return Backend(member(group, "get_backend").backend_name)
 
 
 def get_backend_config(group: Any = None) -> str:
-    """The backend of each device type, ``"cpu:gloo,cuda:nccl"``."""
+    """The backend of each device type, ``"cpu:gloo,cuda:nccl"``; raises as :func:`get_backend`."""
     return member(group, "get_backend_config").backend_config
 
 
 def get_rank(group: Any = None) -> int:
-    """This process's rank in a group (the default one); -1 if it is not in it."""
+    """This process's rank in a group (the default one); -1 if it is not in it.
+
+    Raises:
+        NotInitializedError: before init_process_group.
+    """
     if isinstance(group, _NonMember):
         return -1
     pg = resolve(group)
@@ -400,7 +413,11 @@ def get_rank(group: Any = None) -> int:
 
 
 def get_world_size(group: Any = None) -> int:
-    """Number of processes in a group (the default one); -1 if this one is not in it."""
+    """Number of processes in a group (the default one); -1 if this one is not in it.
+
+    Raises:
+        NotInitializedError: before init_process_group.
+    """
     if isinstance(group, _NonMember):
         return -1
     pg = resolve(group)
@@ -440,7 +457,12 @@ def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
 
 
 def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
-    """Global ranks of a group's members (of the default group for None), in group order."""
+    """Global ranks of a group's members (of the default group for None), in group order.
+
+    Raises:
+        NotInitializedError: before init_process_group.
+        DistArgumentError: this process is not in the group.
+    """
     return list(member(group, "get_process_group_ranks").ranks)
 
 

@@ -17,7 +17,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import auth, errors
-from ..errors import DistError, DistNetworkError, OperationTimeoutError, RankLostError
+from ..errors import (
+    AuthenticationError,
+    DistError,
+    DistNetworkError,
+    OperationTimeoutError,
+    RankLostError,
+)
 from ..forks import guard
 from ..frames import frame, read_frame
 from .relay import Relay
@@ -88,7 +94,13 @@ class Control:
         host, port = json.loads(store.get("control"))
         self._sock = sock = guard(self._dial(host, port, deadline))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        auth.client_handshake(sock, self._key, b"control", deadline)
+        try:
+            auth.client_handshake(sock, self._key, b"control", deadline)
+        except AuthenticationError:
+            raise
+        except DistNetworkError as e:
+            why = f"rank 0 ended while rank {self.rank} joined the job: {e}"
+            raise RankLostError(f"init_process_group: {why}", rank=0, op="init_process_group") from e
         sock.settimeout(None)
         self._thread = threading.Thread(
             target=self._listen, args=(sock,), name="unicoll-control", daemon=True
