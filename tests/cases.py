@@ -6,19 +6,18 @@ Every rank makes all ranks' inputs from the case's seed, so it can compute what 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import reference
+from families import Held, family
 
 import unicoll as dist
 from unicoll.ops import OPS, Arity
-from unicoll.types import BY_NAME
 
 Array = Any
-_CANARY = 0xA5
 _PENDING = 4
 """Asynchronous cases in flight at a time."""
 
@@ -54,145 +53,7 @@ class Case:
     seed: int = 0
 
 
-# --- array families ---------------------------------------------------------------------------------------------------
-
-
-class Held:
-    """An array in some layout, in the midst of memory that nobody may touch."""
-
-    def __init__(self, array: Array, read: Callable[[], Any], intact: Callable[[], bool]):
-        self.array = array
-        self.read = read
-        self.intact = intact
-
-
-_VIEWS: dict[str, Callable[[Any], Any]] = {
-    "contiguous": lambda base: base,
-    "step": lambda base: base[..., ::2],
-    "rows": lambda base: base[::2],
-    "transposed": lambda base: base.T,
-    "backwards": lambda base: base[..., ::-1],
-}
-
-
-def _base_shape(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if layout == "step":
-        return (*shape[:-1], 2 * shape[-1])
-    if layout == "rows":
-        return (2 * shape[0], *shape[1:])
-    return shape[::-1] if layout == "transposed" else shape
-
-
-class NumpyFamily:
-    """NumPy arrays."""
-
-    layouts = ("contiguous", "step", "rows", "transposed", "backwards", "fortran", "unaligned")
-
-    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
-        if values.ndim == 0 or layout not in _VIEWS:
-            array = self._special(values, layout)
-            array.flags.writeable = not read_only
-            return Held(array, lambda: np.ascontiguousarray(array), lambda: True)
-        view = _VIEWS[layout]
-        base = np.frombuffer(
-            bytearray([_CANARY]) * (int(np.prod(_base_shape(layout, values.shape))) * values.itemsize),
-            values.dtype,
-        ).reshape(_base_shape(layout, values.shape))
-        array = view(base)
-        array[...] = values
-        array.flags.writeable = not read_only
-
-        def intact() -> bool:
-            copy = base.copy()
-            raw = copy.view(f"V{copy.itemsize}")
-            view(raw)[...] = np.frombuffer(bytes([_CANARY]) * copy.itemsize, raw.dtype)[0]
-            return copy.tobytes() == bytes([_CANARY]) * copy.nbytes
-
-        return Held(array, lambda: np.ascontiguousarray(array), intact)
-
-    def _special(self, values: Any, layout: str) -> Any:
-        if layout == "fortran":
-            return np.array(values, order="F")
-        if layout == "unaligned":
-            memory = bytearray(values.nbytes + 1)
-            array: Any = np.ndarray(values.shape, values.dtype, memory, offset=1)
-            array[...] = values
-            return array
-        return values.copy()
-
-    def part(self, held: Held, start: int, stop: int) -> Held:
-        """Rows of an array, as an array of the same memory."""
-        array = held.array[start:stop]
-        return Held(array, lambda: np.ascontiguousarray(array), lambda: True)
-
-
-class TorchFamily:
-    """Tensors of torch in CPU memory."""
-
-    layouts = ("contiguous", "step", "rows", "transposed")
-
-    def __init__(self) -> None:
-        import torch
-
-        self._torch = torch
-
-    def _tensor(self, values: Any) -> Any:
-        """A contiguous tensor with the values of a NumPy array."""
-        dtype = BY_NAME[values.dtype.name]
-        bits = values if dtype.native else values.view(f"i{dtype.itemsize}")
-        tensor = self._torch.from_numpy(np.array(bits, order="C"))
-        return tensor if dtype.native else tensor.view(getattr(self._torch, dtype.name))
-
-    def _numpy(self, tensor: Any) -> Any:
-        name = str(tensor.dtype).partition(".")[2]
-        flat = tensor.contiguous()
-        if BY_NAME[name].native:
-            return flat.numpy()
-        bits = {1: self._torch.uint8, 2: self._torch.int16}[tensor.element_size()]
-        return flat.view(bits).numpy().view(reference.numpy_dtype(name))
-
-    def _guarded(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        tensor = self._tensor(np.zeros(shape, dtype))
-        if tensor.numel():
-            tensor.view(-1).view(self._torch.uint8).fill_(_CANARY if dtype != np.bool_ else True)
-        return tensor
-
-    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
-        if values.ndim == 0 or layout not in self.layouts:
-            layout = "contiguous"
-        shape = _base_shape(layout, values.shape)
-        base = self._guarded(shape, values.dtype)
-        array = _VIEWS[layout](base)
-        array.copy_(self._tensor(values))
-
-        def intact() -> bool:
-            copy = base.clone()
-            _VIEWS[layout](copy).copy_(array.new_zeros(array.shape))
-            mine = self._guarded(shape, values.dtype)
-            _VIEWS[layout](mine).copy_(array.new_zeros(array.shape))
-            return self._numpy(copy).tobytes() == self._numpy(mine).tobytes()
-
-        return Held(array, lambda: self._numpy(array), intact)
-
-    def part(self, held: Held, start: int, stop: int) -> Held:
-        """Rows of a tensor, as a tensor of the same memory."""
-        array = held.array[start:stop]
-        return Held(array, lambda: self._numpy(array), lambda: True)
-
-
-FAMILIES: dict[str, Callable[[], Any]] = {"numpy": NumpyFamily, "torch": TorchFamily}
-"""How to make arrays; a backend's own tests may add to it."""
-_families: dict[str, Any] = {}
-
-
-def family(name: str) -> Any:
-    """The family of that name."""
-    if name not in _families:
-        _families[name] = FAMILIES[name]()
-    return _families[name]
-
-
-# --- groups ---------------------------------------------------------------------------------------------------------
+# --- groups -------------------------------------------------------------------------------------------------
 
 _groups: dict[tuple[int, ...], Any] = {}
 
@@ -213,20 +74,20 @@ def _group(ranks: tuple[int, ...]) -> Any:
     return _groups[ranks]
 
 
-# --- a case on one rank ----------------------------------------------------------------------------------------------
+# --- a case on one rank -------------------------------------------------------------------------------------
 
 
 class Trial:
     """A case as one rank of its group runs it."""
 
-    def __init__(self, case: Case, ranks: tuple[int, ...]) -> None:
+    def __init__(self, case: Case, ranks: tuple[int, ...], group: Any) -> None:
         self.case = case
         self.ranks = ranks
         self.size = len(ranks)
         self.rank = ranks.index(dist.get_rank())
         self.root = case.seed // 7 % self.size
         self.row = OPS[case.op]
-        self.group = _group(ranks)
+        self.group = group
         self.family = family(case.family)
         self.rows: Any = None  # all_to_all_single: rows from rank i to rank j
         self.given = [self._inputs_of(r) for r in range(self.size)]
@@ -288,8 +149,10 @@ class Trial:
     def _lay_out(self) -> None:
         case, mine = self.case, self.given[self.rank]
         hold, layout = self.family.hold, case.layout
-        in_place = case.in_place or case.op in ("broadcast", "all_reduce", "reduce")
-        read_only = not in_place and case.family == "numpy" and case.seed % 2 == 0
+        written = case.in_place or case.op == "all_reduce"
+        if case.op in ("broadcast", "reduce"):  # only read on the source, and on all but the destination
+            written = (self.rank == self.root) == (case.op == "reduce")
+        read_only = not written and case.family == "numpy" and case.seed % 2 == 0
         giving = self.rank == self.root or case.op != "scatter"
         self.inputs = [hold(x, layout, read_only) for x in mine] if giving else []
         self.expected = self._expected()
@@ -379,7 +242,7 @@ class Trial:
             got = held.read()
             digest.update(got.tobytes())
             reduces = (
-                self.case.reduce if len(given) > 1 or self.row.reduces and self._reduced_here() else None
+                self.case.reduce if len(given) > 1 or (self.row.reduces and self._reduced_here()) else None
             )
             wrong = reference.complaint(self.case.dtype, reduces, given, got)
             if wrong:
@@ -437,11 +300,11 @@ def run_cases(cases: Sequence[Case]) -> list[Verdict | None]:
 
     for i, case in enumerate(cases):
         ranks = members(case, size)
-        _group(ranks)
+        group = _group(ranks)
         if me not in ranks:
             continue
         try:
-            trial = Trial(case, ranks)
+            trial = Trial(case, ranks, group)
             trial.start()
         except Exception as e:
             raise RuntimeError(f"{case}") from e

@@ -16,7 +16,8 @@ from typing import Any
 import conformance_jobs as jobs
 import pytest
 import reference
-from cases import Case, NumpyFamily, TorchFamily, run_cases
+from cases import Case, run_cases
+from families import NumpyFamily, TorchFamily
 from ranks import Pool
 
 from unicoll.ops import OPS, Arity, supported_reductions
@@ -29,7 +30,14 @@ SIZES = (1, 2, 3, 4, 7)
 
 _SCALARS = ("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter",
             "reduce_scatter", "reduce_scatter_tensor", "all_to_all")  # fmt: skip
-_IN_PLACE = ("all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter", "reduce_scatter_tensor")
+_IN_PLACE = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+)
 
 
 def has(dtype: str) -> bool:
@@ -107,7 +115,7 @@ class Conformance:
                 wrong.append(f"{case}: ranks have different bits")
         assert not wrong, f"{len(wrong)} of {len(cases)} cases wrong:\n" + "\n".join(wrong[:20])
 
-    # --- the tests ----------------------------------------------------------------------------------------------
+    # --- the tests ------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("op", COLLECTIVES)
@@ -117,9 +125,7 @@ class Conformance:
         rng = random.Random(f"{seed} {op} {size}")
         counts = cycle([5, 1, 0, 12])
         cases = [
-            Case(
-                op, d, r, next(counts), async_op=a, special=r in ("MIN", "MAX"), seed=rng.randrange(1 << 30)
-            )
+            Case(op, d, r, next(counts), async_op=a, special=r in ("MIN", "MAX"), seed=rng.randrange(1 << 30))
             for a in (False, True)
             for d, r in self.pairs(op)
         ]
@@ -227,7 +233,9 @@ class Conformance:
         refused = [d.name for d in DTYPES if has(d.name) and not self.reduces(d.name)]
         table = supported_reductions()
         pairs = [(d, "SUM") for d in refused]
-        pairs += [(d.name, r) for d in DTYPES if has(d.name) for r in table["uint8"] if r not in table[d.name]]
+        pairs += [
+            (d.name, r) for d in DTYPES if has(d.name) for r in table["uint8"] if r not in table[d.name]
+        ]
         for messages in pool(2).run(jobs.refusals, op, pairs):
             for (dtype, _), (kind, message) in zip(pairs, messages, strict=True):
                 assert kind == "DistTypeError", message

@@ -72,9 +72,7 @@ def refusals(op: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]
     errors = []
     for dtype, reduce in pairs:
         x, whole = np.zeros(4, reference.numpy_dtype(dtype)), np.zeros(4 * n, reference.numpy_dtype(dtype))
-        kind: Any = (
-            dist.ReduceOp.PREMUL_SUM(2) if reduce == "PREMUL_SUM" else getattr(dist.ReduceOp, reduce)
-        )
+        kind: Any = dist.ReduceOp.PREMUL_SUM(2) if reduce == "PREMUL_SUM" else getattr(dist.ReduceOp, reduce)
         args: dict[str, tuple[Any, ...]] = {
             "all_reduce": (x, kind), "reduce": (x, 0, kind), "reduce_scatter": (x, [x.copy() for _ in range(n)], kind),
             "reduce_scatter_tensor": (x, whole, kind),

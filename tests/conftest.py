@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
 import ranks  # noqa: E402 - needs the path
-
-SEED_VARIABLE = "UNICOLL_TEST_SEED"
-os.environ.setdefault(SEED_VARIABLE, str(int.from_bytes(os.urandom(3), "little")))
+import worker  # noqa: E402
 
 resource_tracker.ensure_running()  # it stays until the end of the run, and holds a pipe
 
@@ -27,7 +24,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def pytest_report_header() -> str:
-    return f"unicoll: samples are drawn with {SEED_VARIABLE}={os.environ[SEED_VARIABLE]}"
+    return f"unicoll: samples are drawn with {ranks.SEED_VARIABLE}={ranks.drawn_seed()}"
 
 
 def children() -> set[int]:
@@ -62,7 +59,7 @@ class _Watch:
     def __init__(self) -> None:
         self.children: set[object] = set(children())
         self.files: set[object] = set(shared_memory())
-        self.own = ranks.snapshot()
+        self.own = worker.snapshot()
         self.pooled_sockets = ranks.pooled()[1]
 
     def complaints(self) -> list[str]:
@@ -73,7 +70,7 @@ class _Watch:
         if left := _new(self.files, lambda: set(shared_memory())):
             found.append(f"files {sorted(map(str, left))} are left in /dev/shm")
         more = ranks.pooled()[1] - self.pooled_sockets
-        words = [w for w in ranks.leftovers([*self.own, *["fd socket"] * more]) if _matters(w)]
+        words = [w for w in worker.leftovers([*self.own, *["fd socket"] * more]) if _matters(w)]
         if words:
             found.append(f"not given back: {', '.join(words)}")
         return found
@@ -82,7 +79,9 @@ class _Watch:
 def _matters(word: str) -> bool:
     if word.startswith("thread "):
         return True
-    return any(kind in word for kind in ("socket", "pipe", "eventfd", "eventpoll", "memfd", "pidfd", "deleted"))
+    return any(
+        kind in word for kind in ("socket", "pipe", "eventfd", "eventpoll", "memfd", "pidfd", "deleted")
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -111,4 +110,4 @@ def pool() -> Iterator[Callable[[int], ranks.Pool]]:
 @pytest.fixture(scope="session")
 def seed() -> int:
     """The seed of this run's samples; it is printed at the head of the run."""
-    return int(os.environ[SEED_VARIABLE])
+    return ranks.drawn_seed()

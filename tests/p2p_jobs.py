@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import reference
-from ranks import Failure
+from stories import failure_of
+from worker import Failure
 
 import unicoll as dist
 from unicoll.types import DTYPES
@@ -26,14 +26,6 @@ def must(work: Any) -> Any:
     """The Work of a call on a group that this process is in."""
     assert work is not None
     return work
-
-
-def failure_of(call: Callable[[], Any]) -> Failure | None:
-    try:
-        call()
-    except Exception as error:
-        return Failure.of(error)
-    return None
 
 
 def every_type() -> None:
@@ -61,7 +53,7 @@ def strided() -> None:
     elif me() == 1:
         base = np.full((4, 3), -1.0)
         dist.recv(base.T, 0)
-        assert (base.T == np.arange(24.0)[::2].reshape(3, 4)).all()
+        assert np.array_equal(base.T, np.arange(24.0)[::2].reshape(3, 4))
         wide = np.full(24, -1.0)
         dist.irecv(wide[::2], 0).wait()  # type: ignore[union-attr]
         assert (wide[::2] == np.arange(12.0).reshape(4, 3).T.reshape(-1)).all()
@@ -72,7 +64,9 @@ def tags_out_of_order(count: int) -> list[int]:
     """Rank 0 sends tags 0..9 twice; rank 1 takes them backwards: pairs of one tag stay in order."""
     taken = []
     if me() == 0:
-        works = [must(dist.isend(np.full(count, 100 * k + tag), 1, tag=tag)) for k in (0, 1) for tag in range(10)]
+        works = [
+            must(dist.isend(np.full(count, 100 * k + tag), 1, tag=tag)) for k in (0, 1) for tag in range(10)
+        ]
         for w in works:
             w.wait()
     else:
@@ -193,7 +187,9 @@ def batches(count: int) -> None:
     for round_ in (0, 1):
         peers = [r for r in range(size()) if r != me()]
         rooms = {r: np.zeros(count + r, np.float32) for r in peers}
-        ops = [dist.P2POp(dist.isend, np.full(count + me(), me() + 1, np.float32), r, tag=round_) for r in peers]
+        ops = [
+            dist.P2POp(dist.isend, np.full(count + me(), me() + 1, np.float32), r, tag=round_) for r in peers
+        ]
         takes = [dist.P2POp(dist.irecv, room, group_peer=r, tag=round_) for r, room in rooms.items()]
         works = dist.batch_isend_irecv([*ops, *takes] if (me() + round_) % 2 else [*takes, *ops])
         for w in works:
@@ -241,7 +237,10 @@ def timed_out_receives() -> list[Failure | None]:
     """A receive that nobody serves ends; the next one gets the message that comes later."""
     x = np.zeros(3)
     if me() == 1:
-        failures = [failure_of(lambda: dist.recv(x, 0, timeout=0.3)), failure_of(lambda: dist.recv(x, timeout=0.3))]
+        failures = [
+            failure_of(lambda: dist.recv(x, 0, timeout=0.3)),
+            failure_of(lambda: dist.recv(x, timeout=0.3)),
+        ]
         failures.append(failure_of(must(dist.irecv(x, 0, timeout=0.3)).wait))
         dist.barrier()
         dist.recv(x, 0)

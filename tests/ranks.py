@@ -9,15 +9,13 @@ In the test process::
         job.signal(2, signal.SIGKILL)
         outcomes = job.collect()
 
-In a rank, :func:`enter` joins, :func:`tell` sends a note to the test, :func:`leave` leaves the job. Functions travel
-by module and name; a module without pytest in it starts faster. Warnings are errors in the ranks too, and whatever
-a rank writes to its standard error fails the test unless the test expects it.
+In a rank, functions of :mod:`worker` join (``enter``), send a note to the test (``tell``) and leave (``leave``).
+Functions travel by module and name; a module without pytest in it starts faster. Warnings are errors in the ranks
+too, and whatever a rank writes to its standard error fails the test unless the test expects it.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import importlib
 import os
 import random
 import signal
@@ -25,15 +23,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from worker import Failure, end, enter, leave
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -45,28 +43,6 @@ _SCRUBBED = (
 _TEST_OPTIONS = "UNICOLL_TEST_"
 _GRACE_S = 8.0
 """How long the other ranks may go on after one has failed, and how long things may take to be given back."""
-
-
-# --- what comes back ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception of a rank: its type's name and those of its bases, message, fields of a DistError, traceback."""
-
-    type: str
-    bases: tuple[str, ...]
-    message: str
-    fields: dict[str, Any]
-    traceback: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failure:
-        names = ("group", "rank", "op", "seq", "host", "pid")
-        fields = {name: getattr(error, name) for name in names if getattr(error, name, None) is not None}
-        bases = tuple(base.__name__ for base in type(error).__mro__)
-        text = "".join(traceback.format_exception(error))
-        return cls(type(error).__name__, bases, str(error), fields, text)
 
 
 @dataclass
@@ -85,138 +61,12 @@ class RanksFailed(AssertionError):
     """At least one rank failed, hung or died; the message has every rank's story."""
 
 
-# --- in a rank ------------------------------------------------------------------------------------------------------
+SEED_VARIABLE = "UNICOLL_TEST_SEED"
 
 
-class Uncaught(Exception):
-    """Raised by a function, it ends the rank as an exception that nobody catches ends a program."""
-
-
-_pipe: Connection
-_rank, _size, _init = -1, -1, ""
-_at_start: list[str] = []
-_telling = threading.Lock()
-
-
-def work(descriptor: int, rank: int, size: int, init: str) -> None:
-    """The life of a rank: do the calls that come through the pipe, until told to end."""
-    global _pipe, _rank, _size, _init, _at_start
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _die_with_parent()
-    _pipe, _rank, _size, _init = Connection(descriptor), rank, size, init
-    import unicoll  # noqa: F401 - what it opens at import, if anything, is there before and after
-
-    _at_start = snapshot()
-    while True:
-        try:
-            module, name, args = _pipe.recv()
-        except (EOFError, OSError):
-            return
-        value, failure = None, None
-        try:
-            function: Any = importlib.import_module(module)
-            for part in name.split("."):
-                function = getattr(function, part)
-            value = function(*args)
-        except (Uncaught, SystemExit):
-            raise
-        except BaseException as error:
-            failure = Failure.of(error)
-        with _telling:
-            _pipe.send(("done", value, failure, time.monotonic()))
-        if value == _END:
-            return
-
-
-_END = "this rank ends now"
-
-
-def end() -> str:
-    """End this rank's interpreter without leaving the job."""
-    return _END
-
-
-def _die_with_parent() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
-
-
-def tell(note: Any) -> None:
-    """A note for the test (see :meth:`Job.await_note`)."""
-    with _telling:
-        _pipe.send(("note", note))
-
-
-def enter(timeout: float = 60.0, backend: str | None = "gloo") -> None:
-    """Join the job."""
-    import unicoll as dist
-
-    if _init == "env":
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, _init, timeout=timeout, rank=_rank, world_size=_size)
-
-
-def leave() -> list[str]:
-    """Leave the job; returns what was not given back (threads, descriptors)."""
-    import unicoll as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return leftovers(_at_start)
-
-
-def snapshot() -> list[str]:
-    """Threads and descriptors of this process, one word each; descriptors by what they are."""
-    threads = [f"thread {t.name}" for t in threading.enumerate()]
-    return sorted(threads + list(_descriptors()))
-
-
-def _descriptors() -> Iterator[str]:
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the one that listed the directory
-            continue
-        if not target.startswith("/proc/"):
-            yield f"fd {target.partition(':[')[0]}"
-
-
-def leftovers(before: Sequence[str], patience: float = _GRACE_S) -> list[str]:
-    """What is there now and was not before, once things have had time to go."""
-    import gc
-
-    deadline = time.monotonic() + patience
-    while True:
-        gc.collect()
-        left = list(snapshot())
-        for word in before:
-            if word in left:
-                left.remove(word)
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.02)
-
-
-def listening_ports(pid: int | str = "self") -> list[tuple[str, int]]:
-    """Addresses on which a process accepts TCP connections over IPv4."""
-    sockets = set()
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            sockets.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-        except OSError:  # closed meanwhile, as the one that listed the directory
-            continue
-    found = []
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        words = line.split()
-        if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
-            address, _, port = words[1].partition(":")
-            found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
-    return sorted(found)
-
-
-# --- in the test ----------------------------------------------------------------------------------------------------
+def drawn_seed() -> int:
+    """The seed of this run's random samples: from the environment, or drawn, and put there."""
+    return int(os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(1 << 24))))
 
 
 def free_port() -> int:
@@ -235,9 +85,7 @@ def free_port() -> int:
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """This process's environment without what a launcher may have put there."""
-    kept = {
-        k: v for k, v in os.environ.items() if k.startswith(_TEST_OPTIONS) or not k.startswith(_SCRUBBED)
-    }
+    kept = {k: v for k, v in os.environ.items() if k.startswith(_TEST_OPTIONS) or not k.startswith(_SCRUBBED)}
     kept |= {"UNICOLL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return kept | {"PYTHONFAULTHANDLER": "1"} | (extra or {})
 
@@ -270,9 +118,8 @@ class Job:
         }[join]
         variables = environment(env)
         if join == "env":
-            variables |= {
-                "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "UNICOLL_SECRET": "x" * 32,
-            }  # fmt: skip
+            variables |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            variables.setdefault("UNICOLL_SECRET", "x" * 32)
         try:
             for rank in range(size):
                 self._start(rank, init, variables | ({"RANK": str(rank)} if join == "env" else {}))
@@ -284,8 +131,8 @@ class Job:
         ours, theirs = socket.socketpair()
         self._pipes.append(Connection(ours.detach()))
         program = (
-            f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(ROOT)!r}]; import ranks;"
-            f" ranks.work({theirs.fileno()}, {rank}, {self.size}, {init!r})"
+            f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(ROOT)!r}]; import worker;"
+            f" worker.work({theirs.fileno()}, {rank}, {self.size}, {init!r})"
         )
         with theirs, open(self._stderr(rank), "wb") as stderr:
             self._processes.append(

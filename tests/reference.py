@@ -27,12 +27,14 @@ _UFUNC: dict[str, Any] = {
 def numpy_dtype(name: str) -> np.dtype[Any] | None:
     """The NumPy dtype of an element type; None where it needs ml_dtypes and that is not installed."""
     if BY_NAME[name].native:
-        return BY_NAME[name].storage
+        storage: np.dtype[Any] = BY_NAME[name].storage
+        return storage
     try:
         import ml_dtypes
     except ImportError:
         return None
-    return np.dtype(getattr(ml_dtypes, name))
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return found
 
 
 def factor_of(name: str) -> complex | float | int:
@@ -124,7 +126,9 @@ def complaint(name: str, reduce: str | None, given: Sequence[Array], got: Array)
         close = np.abs(_wide(got) - expected) <= tolerance
     same = (got == expected) | (np.isnan(_wide(got)) & np.isnan(expected))
     limit = _LARGEST.get(name, math.inf)
-    overflowed = np.isinf(_wide(got)) & (np.abs(expected) > limit) & (np.sign(_wide(got)) == np.sign(expected))
+    overflowed = (
+        np.isinf(_wide(got)) & (np.abs(expected) > limit) & (np.sign(_wide(got)) == np.sign(expected))
+    )
     return _describe(np.flatnonzero(~(close | same | overflowed)), got, expected)
 
 
@@ -157,7 +161,8 @@ def _exact(reduce: str, given: Sequence[Array]) -> Array:
         if reduce != "AVG":
             return total
         if dtype.kind == "u":
-            return total // dtype.type(len(given))
+            quotient: Array = total // dtype.type(len(given))
+            return quotient
         return np.array([_towards_zero(int(t), len(given)) for t in total], dtype)
 
 

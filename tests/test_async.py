@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import group_jobs as jobs
+import async_jobs as jobs
 import pytest
 from ranks import Pool
 
@@ -43,7 +43,9 @@ def test_a_failure_shows_everywhere(pool: Pools) -> None:
 def test_a_dropped_work_is_complained_about_and_done_all_the_same(pool: Pools) -> None:
     first, second = pool(2).run(jobs.dropped)
     assert len(first) == 1
-    assert first[0].startswith("ResourceWarning: a Work was dropped without wait(): all_reduce(float64[100000]")
+    assert first[0].startswith(
+        "ResourceWarning: a Work was dropped without wait(): all_reduce(float64[100000]"
+    )
     assert second == []
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import fault_jobs as jobs
 import pytest
-import ranks
-from calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, REDUCING, ROOTED, row_name
+from calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row_name
 from ranks import Job, Outcome, Pool, end_well
+from worker import end, enter, leave
 
 from unicoll import auth
 from unicoll.errors import DistError
@@ -31,7 +31,7 @@ def joined(size: int, **options: Any) -> Job:
     """A job whose ranks have joined."""
     job = Job(size, **options)
     try:
-        job.call(ranks.enter)
+        job.call(enter)
         job.results()
     except BaseException:
         job.close()
@@ -68,7 +68,7 @@ def test_a_killed_rank_is_named_by_all_others(name: str, victim: int) -> None:
         killed = job.signal(victim, signal.SIGKILL)
         survivors = [r for r in range(3) if r != victim]
         check_lost(job.collect(30, survivors), victim, job.pids[victim], name, killed)
-        job.call(ranks.leave, ranks=survivors)
+        job.call(leave, ranks=survivors)
         assert [o.value for o in job.collect(30, survivors)] == [[], []]
 
 
@@ -105,11 +105,11 @@ def test_survivors_make_a_smaller_world(tmp_path: Path) -> None:
         job.collect(30, [1, 2])
         job.call(jobs.start_anew, str(tmp_path / "store"), [1, 2], ranks=[1, 2])
         assert [o.value for o in job.collect(30, [1, 2])] == [[2.0] * 3] * 2
-        job.call(ranks.leave, ranks=[1, 2])
+        job.call(leave, ranks=[1, 2])
         assert [o.value for o in job.collect(30, [1, 2])] == [[], []]
 
 
-# --- stopped and late ranks -------------------------------------------------------------------------------------------
+# --- stopped and late ranks ---------------------------------------------------------------------------------
 
 TIMED = (*COLLECTIVES, *COALESCED, "monitored_barrier")
 
@@ -153,7 +153,7 @@ def test_a_late_rank_is_named_with_the_place_where_it_is() -> None:
         words = ["missing: rank 2", "in no collective", f"fault_jobs.py:{line}", "arrived: ranks 0, 1"]
         check_timeouts(job.collect(60, [0, 1]), 1.0, words)
         job.collect(60, [2])
-        job.call(ranks.leave)
+        job.call(leave)
         assert [o.value for o in job.collect()] == [[]] * 3
 
 
@@ -178,121 +178,7 @@ def test_giving_up_waiting_does_not_end_the_operation(pool: Callable[[int], Pool
     assert late["sum"] == waiting["sum"] == [2.0] * 4
 
 
-# --- different calls on different ranks -----------------------------------------------------------------------------------
-
-
-def differences(name: str) -> list[tuple[str, dict[str, Any], str, dict[str, Any], int]]:
-    """Ways in which one rank's call of ``name`` can differ from the others'."""
-    found: list[tuple[str, dict[str, Any], str, dict[str, Any], int]] = []
-    plain: dict[str, Any] = {}
-    for odd in (0, 1, 2):
-        if name != "barrier":
-            found.append((name, plain, name, {"count": 5}, odd))
-            found.append((name, plain, name, {"count": 0}, odd))
-            found.append((name, plain, name, {"count": 100_000}, odd))
-            found.append((name, {"count": 100_000}, name, {"count": 100_001}, odd))
-            found.append((name, plain, name, {"dtype": "int32"}, odd))
-            found.append((name, plain, name, {"dtype": "float64"}, odd))
-        if name in REDUCING:
-            found.append((name, plain, name, {"reduce": "MAX"}, odd))
-            found.append((name, {"count": 100_000}, name, {"count": 100_000, "reduce": "MAX"}, odd))
-        if name in ROOTED:
-            found.append((name, plain, name, {"root": 1}, odd))
-            found.append((name, {"root": 2}, name, {"root": 0}, odd))
-            found.append((name, {"count": 100_000}, name, {"count": 100_000, "root": 2}, odd))
-        for other in COLLECTIVES:
-            if other != row_name(name):  # a batch of several may be done one after another
-                found.append((name, plain, other, plain, odd))
-    return found
-
-
-@pytest.mark.parametrize("name", [*COLLECTIVES, *COALESCED])
-def test_ranks_that_call_differently_raise_the_same_error(name: str, pool: Callable[[int], Pool]) -> None:
-    cases = differences(name)
-    stories = pool(3).run(jobs.differ, cases, timeout=300)
-    wrong = []
-    for case, each in zip(cases, zip(*stories, strict=True), strict=True):
-        failures = [failure for failure, _ in each]
-        texts = {f.message if f else "no error" for f in failures}
-        kinds = {f.type if f else "none" for f in failures}
-        slow = max(seconds for _, seconds in each)
-        if len(texts) != 1 or kinds != {"CollectiveMismatchError"} or slow > SOON_S:
-            wrong.append(f"{case}: {slow:.1f} s: {texts}")
-            continue
-        text = texts.pop()
-        assert row_name(name) in text
-        assert row_name(case[2]) in text
-        assert all(f"rank {r}" in text for r in range(3)) or "all_to_all" in text
-        assert "fault_jobs.py" in text or "calls.py" in text or "all_to_all" in text, text
-    assert not wrong, f"{len(wrong)} of {len(cases)} wrong:\n" + "\n".join(wrong[:10])
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("count", [4, 100_000])
-@pytest.mark.parametrize("name", ROOTED)
-def test_every_rank_has_another_root(name: str, count: int, size: int, pool: Callable[[int], Pool]) -> None:
-    stories = pool(size).run(jobs.everyone_another_root, name, count)
-    same_mismatch(stories)
-
-
-@pytest.mark.parametrize("first", COLLECTIVES)
-def test_two_calls_in_another_order(first: str, pool: Callable[[int], Pool]) -> None:
-    second = COLLECTIVES[(COLLECTIVES.index(first) + 5) % len(COLLECTIVES)]
-    for names in ((first, second), (second, first)):
-        text = same_mismatch(pool(3).run(jobs.another_order, *names))
-        assert first in text
-        assert second in text
-
-
-@pytest.mark.parametrize("count", [1, 50_000])
-def test_split_sizes_that_do_not_fit_each_other(count: int, pool: Callable[[int], Pool]) -> None:
-    text = same_mismatch(pool(3).run(jobs.splits_differ, count))
-    for word in ("rank 0", "rank 1", f"{count} elements", f"room for {count + 1}"):
-        assert word in text
-
-
-def same_mismatch(stories: Sequence[jobs.Story]) -> str:
-    """All ranks raised CollectiveMismatchError with one text, soon; the text."""
-    texts = {failure.message if failure else "no error" for failure, _ in stories}
-    assert len(texts) == 1, texts
-    assert {f.type if f else "" for f, _ in stories} == {"CollectiveMismatchError"}, texts
-    assert max(seconds for _, seconds in stories) < SOON_S
-    return texts.pop()
-
-
-# --- bad arguments ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_bad_arguments_are_refused_and_the_group_stays_usable(who: int) -> None:
-    with joined(2) as job:
-        job.call(jobs.refuse_each, who)
-        refused = job.results()[who]
-        end_well(job)
-    job_calls = list(refused)
-    assert len(job_calls) > 30
-    wrong = []
-    for name, failure in refused.items():
-        kind, word = EXPECTED[name]
-        if failure is None:
-            wrong.append(f"{name}: accepted")
-        elif failure.type != kind or word not in failure.message:
-            wrong.append(f"{name}: expected {kind} with {word!r}: {failure.type}: {failure.message}")
-    assert not wrong, f"{len(wrong)} of {len(refused)}:\n" + "\n".join(wrong)
-
-
-def _expected() -> dict[str, tuple[str, str]]:
-    """Type and word of each bad call; the calls themselves need a job."""
-    from unittest import mock
-
-    with mock.patch.multiple("unicoll", get_world_size=lambda: 2, get_rank=lambda: 1):
-        return {name: (kind, word) for name, (_, kind, word) in jobs.bad_calls().items()}
-
-
-EXPECTED = _expected()
-
-
-# --- ends -------------------------------------------------------------------------------------------------------------
+# --- ends ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -325,7 +211,7 @@ def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(
         if how == "exception":
             assert "Uncaught: the reason why" in job.stderr(who)
             assert not any(job.stderr(r) for r in others)
-        job.call(ranks.end, ranks=others)
+        job.call(end, ranks=others)
         for r in others:
             assert job._processes[r].wait(20) == 0
 
@@ -333,7 +219,7 @@ def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_interpreters_end_without_destroy(size: int) -> None:
     with joined(size) as job:
-        job.call(ranks.end)
+        job.call(end)
         assert job.wait_for_exit(30) == [0] * size
 
 
@@ -360,7 +246,7 @@ def test_destroy_while_the_others_are_in_a_collective(who: int) -> None:
                 assert failure.type == "RankLostError"
                 assert f"rank {who} " in failure.message
                 assert "left the job" in failure.message
-        job.call(ranks.leave)
+        job.call(leave)
         assert job.results() == [[]] * 3
 
 
@@ -381,7 +267,7 @@ def test_an_interrupted_rank_lets_the_others_go() -> None:
             assert seconds < SOON_S
 
 
-# --- strangers ----------------------------------------------------------------------------------------------------------
+# --- strangers ----------------------------------------------------------------------------------------------
 
 
 class Strangers:
@@ -456,14 +342,16 @@ def test_strangers_disturb_nobody() -> None:
         with Strangers(addresses) as strangers:
             job.call(jobs.work_for, 2.0)
             rounds = job.results()
-        print(f"{rounds[0]} rounds beside {strangers.attempts} strangers, {strangers.refused} of them refused")
+        print(
+            f"{rounds[0]} rounds beside {strangers.attempts} strangers, {strangers.refused} of them refused"
+        )
         assert strangers.attempts > 20
         assert strangers.refused > 0
         job.quiet = False  # refusals may be logged
         end_well(job)
 
 
-# --- children -----------------------------------------------------------------------------------------------------------
+# --- children -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["exits", "leaves"])

@@ -1,0 +1,150 @@
+"""Arrays of each family in each layout, in the midst of memory that nobody may touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import reference
+
+from unicoll.types import BY_NAME
+
+Array = Any
+_CANARY = 0xA5
+
+
+class Held:
+    """An array in some layout, in the midst of memory that nobody may touch."""
+
+    def __init__(self, array: Array, read: Callable[[], Any], intact: Callable[[], bool]):
+        self.array = array
+        self.read = read
+        self.intact = intact
+
+
+_VIEWS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda base: base,
+    "step": lambda base: base[..., ::2],
+    "rows": lambda base: base[::2],
+    "transposed": lambda base: base.T,
+    "backwards": lambda base: base[..., ::-1],
+}
+
+
+def _base_shape(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if layout == "step":
+        return (*shape[:-1], 2 * shape[-1])
+    if layout == "rows":
+        return (2 * shape[0], *shape[1:])
+    return shape[::-1] if layout == "transposed" else shape
+
+
+class NumpyFamily:
+    """NumPy arrays."""
+
+    layouts = ("contiguous", "step", "rows", "transposed", "backwards", "fortran", "unaligned")
+
+    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
+        if values.ndim == 0 or layout not in _VIEWS:
+            array = self._special(values, layout)
+            array.flags.writeable = not read_only
+            return Held(array, lambda: np.ascontiguousarray(array), lambda: True)
+        view = _VIEWS[layout]
+        base = np.frombuffer(
+            bytearray([_CANARY]) * (int(np.prod(_base_shape(layout, values.shape))) * values.itemsize),
+            values.dtype,
+        ).reshape(_base_shape(layout, values.shape))
+        array = view(base)
+        array[...] = values
+        array.flags.writeable = not read_only
+
+        def intact() -> bool:
+            copy = base.copy()
+            raw = copy.view(f"V{copy.itemsize}")
+            view(raw)[...] = np.frombuffer(bytes([_CANARY]) * copy.itemsize, raw.dtype)[0]
+            return bool(copy.tobytes() == bytes([_CANARY]) * copy.nbytes)
+
+        return Held(array, lambda: np.ascontiguousarray(array), intact)
+
+    def _special(self, values: Any, layout: str) -> Any:
+        if layout == "fortran":
+            return np.array(values, order="F")
+        if layout == "unaligned":
+            memory = bytearray(values.nbytes + 1)
+            array: Any = np.ndarray(values.shape, values.dtype, memory, offset=1)
+            array[...] = values
+            return array
+        return values.copy()
+
+    def part(self, held: Held, start: int, stop: int) -> Held:
+        """Rows of an array, as an array of the same memory."""
+        array = held.array[start:stop]
+        return Held(array, lambda: np.ascontiguousarray(array), lambda: True)
+
+
+class TorchFamily:
+    """Tensors of torch in CPU memory."""
+
+    layouts = ("contiguous", "step", "rows", "transposed")
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch = torch
+
+    def _tensor(self, values: Any) -> Any:
+        """A contiguous tensor with the values of a NumPy array."""
+        dtype = BY_NAME[values.dtype.name]
+        bits = values if dtype.native else values.view(f"i{dtype.itemsize}")
+        tensor = self._torch.from_numpy(np.array(bits, order="C"))
+        return tensor if dtype.native else tensor.view(getattr(self._torch, dtype.name))
+
+    def _numpy(self, tensor: Any) -> Any:
+        name = str(tensor.dtype).partition(".")[2]
+        flat = tensor.contiguous()
+        if BY_NAME[name].native:
+            return flat.numpy()
+        bits = {1: self._torch.uint8, 2: self._torch.int16}[tensor.element_size()]
+        return flat.view(bits).numpy().view(reference.numpy_dtype(name))
+
+    def _guarded(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        tensor = self._tensor(np.zeros(shape, dtype))
+        if tensor.numel():
+            tensor.view(-1).view(self._torch.uint8).fill_(_CANARY if dtype != np.bool_ else True)
+        return tensor
+
+    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
+        if values.ndim == 0 or layout not in self.layouts:
+            layout = "contiguous"
+        shape = _base_shape(layout, values.shape)
+        base = self._guarded(shape, values.dtype)
+        array = _VIEWS[layout](base)
+        array.copy_(self._tensor(values))
+
+        def intact() -> bool:
+            copy = base.clone()
+            _VIEWS[layout](copy).copy_(array.new_zeros(array.shape))
+            mine = self._guarded(shape, values.dtype)
+            _VIEWS[layout](mine).copy_(array.new_zeros(array.shape))
+            same: bool = self._numpy(copy).tobytes() == self._numpy(mine).tobytes()
+            return same
+
+        return Held(array, lambda: self._numpy(array), intact)
+
+    def part(self, held: Held, start: int, stop: int) -> Held:
+        """Rows of a tensor, as a tensor of the same memory."""
+        array = held.array[start:stop]
+        return Held(array, lambda: self._numpy(array), lambda: True)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {"numpy": NumpyFamily, "torch": TorchFamily}
+"""How to make arrays; a backend's own tests may add to it."""
+_families: dict[str, Any] = {}
+
+
+def family(name: str) -> Any:
+    """The family of that name."""
+    if name not in _families:
+        _families[name] = FAMILIES[name]()
+    return _families[name]

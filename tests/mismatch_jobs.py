@@ -1,0 +1,166 @@
+"""What ranks do in the tests of calls that differ between ranks, and of arguments that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from calls import invoke
+from stories import Story, story_of
+from worker import Failure
+
+import unicoll as dist
+
+# --- different calls ----------------------------------------------------------------------------------------
+
+
+def differ(cases: list[tuple[str, dict[str, Any], str, dict[str, Any], int]]) -> list[Story]:
+    """Each case on a group of its own: one rank makes another call than the others.
+
+    Args:
+        cases: name and options of the call of most ranks, those of the odd one's, and which rank that is.
+    """
+    stories = []
+    for name, options, odd_name, odd_options, odd in cases:
+        group = dist.new_group()
+        mine, more = (odd_name, odd_options) if dist.get_rank() == odd else (name, options)
+        stories.append(story_of(lambda m=mine, o=more, g=group: invoke(m, g, timeout=10, **o)))  # type: ignore[misc]
+        dist.destroy_process_group(group)
+    return stories
+
+
+def everyone_another_root(name: str, count: int) -> Story:
+    """Each rank takes the next one for the root."""
+    group = dist.new_group()
+    root = (dist.get_rank() + 1) % dist.get_world_size()
+    story = story_of(lambda: invoke(name, group, root=root, count=count, timeout=10))
+    dist.destroy_process_group(group)
+    return story
+
+
+def another_order(first: str, second: str) -> Story:
+    """The last rank makes two calls in the wrong order."""
+    group = dist.new_group()
+    names = [first, second] if dist.get_rank() < dist.get_world_size() - 1 else [second, first]
+
+    def both() -> None:
+        for name in names:
+            invoke(name, group, timeout=10)
+
+    story = story_of(both)
+    dist.destroy_process_group(group)
+    return story
+
+
+def splits_differ(count: int) -> Story:
+    """In an all_to_all_single rank 1 expects more of rank 0 than it sends."""
+    group = dist.new_group()
+    n, me = dist.get_world_size(), dist.get_rank()
+    give, take = [count] * n, [count] * n
+    if me == 1:
+        take[0] += 1
+    given, room = np.ones(sum(give)), np.zeros(sum(take))
+    story = story_of(lambda: dist.all_to_all_single(room, given, take, give, group=group, timeout=10))
+    dist.destroy_process_group(group)
+    return story
+
+
+# --- bad arguments ------------------------------------------------------------------------------------------
+
+
+def bad_calls() -> dict[str, tuple[Callable[[], Any], str, str]]:
+    """Calls that one rank alone refuses: what is called, the error's type, and a word that its message has."""
+    n = dist.get_world_size()
+    x, y = np.ones(4, np.float32), np.ones(3, np.float32)
+    frozen = np.ones(4, np.float32)
+    frozen.flags.writeable = False
+    many = [np.ones(4, np.float32) for _ in range(n)]
+    d: Any = dist
+    op = dist.ReduceOp
+    return {
+        "a list": (lambda: d.all_reduce([1.0, 2.0]), "DistTypeError", "all_reduce"),
+        "nothing": (lambda: d.broadcast(None, 0), "DistTypeError", "broadcast"),
+        "a number": (lambda: d.reduce(3.0, 0), "DistTypeError", "reduce"),
+        "an object array": (lambda: d.all_reduce(np.array([None])), "DistTypeError", "all_reduce"),
+        "strings": (lambda: d.broadcast(np.array(["x"]), 0), "DistTypeError", "broadcast"),
+        "dates": (lambda: d.broadcast(np.array(["2024"], "M8[D]"), 0), "DistTypeError", "broadcast"),
+        "other byte order": (lambda: d.all_reduce(np.ones(4, ">f4")), "DistTypeError", "byte order"),
+        "a masked array": (lambda: d.all_reduce(np.ma.masked_array([1.0])), "DistTypeError", "mask"),
+        "read-only": (lambda: d.all_reduce(frozen), "DistArgumentError", "read-only"),
+        "read-only output": (
+            lambda: d.broadcast(frozen, (dist.get_rank() + 1) % n),
+            "DistArgumentError",
+            "read-only",
+        ),
+        "root too large": (lambda: d.broadcast(x, n), "DistArgumentError", "src"),
+        "root negative": (lambda: d.reduce(x, -1), "DistArgumentError", "dst"),
+        "root is no number": (lambda: d.gather(x, None, "0"), "DistTypeError", "dst"),
+        "no root": (lambda: d.broadcast(x), "DistArgumentError", "src"),
+        "two roots": (lambda: d.broadcast(x, 0, group_src=0), "DistArgumentError", "src"),
+        "no operation": (lambda: d.all_reduce(x, op="AVERAGE"), "DistTypeError", "op"),
+        "premul without factor": (lambda: d.all_reduce(x, op=op.PREMUL_SUM), "DistTypeError", "PREMUL_SUM"),
+        "bits of floats": (lambda: d.all_reduce(x, op=op.BAND), "DistTypeError", "BAND"),
+        "least of complex": (lambda: d.all_reduce(np.ones(2, "c8"), op=op.MIN), "DistTypeError", "MIN"),
+        "average of bools": (lambda: d.all_reduce(np.ones(2, "?"), op=op.AVG), "DistTypeError", "AVG"),
+        "half of integers": (
+            lambda: d.all_reduce(np.ones(2, "i4"), op=op.PREMUL_SUM(0.5)),
+            "DistTypeError",
+            "factor",
+        ),
+        "list too short": (lambda: d.all_gather(many[:-1], x), "DistArgumentError", "all_gather"),
+        "no list": (lambda: d.all_gather(None, x), "DistTypeError", "tensor_list"),
+        "pieces too small": (lambda: d.all_gather([y] * n, x), "DistArgumentError", "output"),
+        "output too small": (lambda: d.all_gather_into_tensor(y, x), "DistArgumentError", "output"),
+        "other dtype": (
+            lambda: d.all_gather_into_tensor(np.ones(4 * n), x),
+            "DistTypeError",
+            "all_gather_into_tensor",
+        ),
+        "input too small": (lambda: d.reduce_scatter_tensor(x, y), "DistArgumentError", "input"),
+        "inputs too few": (lambda: d.reduce_scatter(x, many[1:]), "DistArgumentError", "reduce_scatter"),
+        "gather list not on root": (lambda: d.gather(x, many, 0), "DistArgumentError", "gather"),
+        "scatter list not on root": (lambda: d.scatter(x, many, 0), "DistArgumentError", "scatter"),
+        "gather list missing": (lambda: d.gather(x, None, dist.get_rank()), "DistArgumentError", "gather"),
+        "scatter list missing": (lambda: d.scatter(x, None, dist.get_rank()), "DistArgumentError", "scatter"),
+        "uneven rows": (
+            lambda: d.all_to_all_single(np.ones(n + 1), np.ones(n + 1)),
+            "DistArgumentError",
+            "split",
+        ),
+        "wrong splits": (
+            lambda: d.all_to_all_single(np.ones(n), np.ones(n), [1] * n, [2] * n),
+            "DistArgumentError",
+            "input_split_sizes",
+        ),
+        "negative splits": (
+            lambda: d.all_to_all_single(np.ones(n), np.ones(n), [-1] + [1] * (n - 2) + [2], [1] * n),
+            "DistArgumentError",
+            "output_split_sizes",
+        ),
+        "time is up": (lambda: d.all_reduce(x, timeout=-1), "DistArgumentError", "timeout"),
+        "no time": (lambda: d.barrier(timeout=0), "DistArgumentError", "timeout"),
+        "time of no kind": (lambda: d.barrier(timeout="long"), "DistTypeError", "timeout"),
+        "no arrays": (lambda: d.all_reduce_coalesced([]), "DistArgumentError", "all_reduce"),
+        "send to oneself": (lambda: d.send(x, dist.get_rank()), "DistArgumentError", "dst"),
+        "send to nobody": (lambda: d.send(x, n), "DistArgumentError", "dst"),
+        "tag of no kind": (
+            lambda: d.send(x, (dist.get_rank() + 1) % n, tag="x"),
+            "DistTypeError",
+            "tag",
+        ),
+        "no P2POp": (lambda: d.batch_isend_irecv([x]), "DistTypeError", "P2POp"),
+        "no group": (lambda: d.all_reduce(x, group="world"), "DistTypeError", "group"),
+    }
+
+
+def refuse_each(who: int) -> dict[str, Failure | None]:
+    """Rank ``who`` makes all bad calls; after each, all ranks make good ones."""
+    stories: dict[str, Failure | None] = {}
+    for name, (call, _, _) in bad_calls().items():
+        if dist.get_rank() == who:
+            stories[name] = story_of(call)[0]
+        x = np.ones(3)
+        dist.all_reduce(x, timeout=20)
+        assert (x == dist.get_world_size()).all(), name
+    return stories

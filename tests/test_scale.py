@@ -1,0 +1,26 @@
+"""Many processes on one machine. Times are printed; the only bound is on a hang."""
+
+from __future__ import annotations
+
+import time
+
+import scale_jobs as jobs
+from ranks import Job, end_well
+from worker import enter
+
+_BOUND_S = 60.0
+
+
+def test_64_processes_initialise_and_reduce() -> None:
+    with Job(64, join="tcp") as job:
+        job.call(jobs.ready)  # the interpreters' own start is over
+        job.results(_BOUND_S)
+        job.call(enter)
+        began = time.monotonic()
+        outcomes = job.collect(_BOUND_S, hurry=True)
+        assert not any(o.failure for o in outcomes), job.report()
+        print(f"64 ranks joined within {max(o.at for o in outcomes) - began:.1f} s")
+        job.call(jobs.reduce_all)
+        times = job.results(_BOUND_S)
+        print(f"three all_reduces and a barrier, the first ever: {max(times):.2f} s")
+        end_well(job)
