@@ -119,8 +119,16 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], str, str]]:
         ),
         "input too small": (lambda: d.reduce_scatter_tensor(x, y), "DistArgumentError", "input"),
         "inputs too few": (lambda: d.reduce_scatter(x, many[1:]), "DistArgumentError", "reduce_scatter"),
-        "gather list not on root": (lambda: d.gather(x, many, 0), "DistArgumentError", "gather"),
-        "scatter list not on root": (lambda: d.scatter(x, many, 0), "DistArgumentError", "scatter"),
+        "gather list not on root": (
+            lambda: d.gather(x, many, (dist.get_rank() + 1) % n),
+            "DistArgumentError",
+            "gather",
+        ),
+        "scatter list not on root": (
+            lambda: d.scatter(x, many, (dist.get_rank() + 1) % n),
+            "DistArgumentError",
+            "scatter",
+        ),
         "gather list missing": (lambda: d.gather(x, None, dist.get_rank()), "DistArgumentError", "gather"),
         "scatter list missing": (lambda: d.scatter(x, None, dist.get_rank()), "DistArgumentError", "scatter"),
         "uneven rows": (

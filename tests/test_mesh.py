@@ -67,6 +67,7 @@ def join(monkeypatch):
     def become(rank, size):
         fake = FakeWorld(rank, size)
         monkeypatch.setattr(mesh_module, "world", fake)
+        monkeypatch.setattr(mesh_module, "subgroups", fake)
         return fake
 
     return become

@@ -15,8 +15,8 @@ def test_64_processes_initialise_and_reduce() -> None:
     with Job(64, join="tcp") as job:
         job.call(jobs.ready)  # the interpreters' own start is over
         job.results(_BOUND_S)
-        job.call(enter)
         began = time.monotonic()
+        job.call(enter)
         outcomes = job.collect(_BOUND_S, hurry=True)
         assert not any(o.failure for o in outcomes), job.report()
         print(f"64 ranks joined within {max(o.at for o in outcomes) - began:.1f} s")
