@@ -130,7 +130,7 @@ def resolve(pg: ProcessGroup | _NonMember | None) -> ProcessGroup | None:
     if isinstance(pg, _NonMember):
         warnings.warn("this process is not in the given group: the call does nothing here", stacklevel=3)
         return None
-    if not hasattr(pg, "rank"):  # anything that behaves as a group is one
+    if not hasattr(pg, "size"):  # anything that behaves as a group is one
         raise DistTypeError(f"group: expected a process group, got {pg!r}")
     return pg
 

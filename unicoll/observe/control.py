@@ -205,7 +205,8 @@ class Control:
     def verdict(self, group: str, timeout: float = 0.0) -> DistError | None:
         """The error that ``group`` failed with, waiting ``timeout`` seconds for the news."""
         with self._changed:
-            self._changed.wait_for(lambda: group in self._verdicts, timeout)
+            # without rank 0 there is no relay, and no news to wait for
+            self._changed.wait_for(lambda: group in self._verdicts or 0 in self.departed, timeout)
             return self._verdicts.get(group)
 
     def fail(self, group: str, members: Iterable[int], error: DistError) -> DistError:
@@ -225,7 +226,9 @@ class Control:
             answers = self._asked[question] = {}
         self._send({"t": "ask", "group": group, "to": sorted(wanted), "from": self.rank, "id": question})
         with self._changed:
-            self._changed.wait_for(lambda: wanted <= answers.keys() | self.departed.keys(), _ANSWER_S)
+            self._changed.wait_for(
+                lambda: wanted <= answers.keys() | self.departed.keys() or 0 in self.departed, _ANSWER_S
+            )
             return self._asked.pop(question)
 
     # --- the connection ----------------------------------------------------------------------------------------
