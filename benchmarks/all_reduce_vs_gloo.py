@@ -1,8 +1,8 @@
-"""all_reduce over TCP beside torch's Gloo, in the same processes, turn by turn.
+"""all_reduce of the CPU backend beside torch's Gloo, in the same processes, turn by turn.
 
     python -m unicoll.run --nproc-per-node 2 benchmarks/all_reduce_vs_gloo.py [--json FILE] [--plot FILE]
 
-Prints, for each size, the median time of one blocking call in microseconds for both, and their ratio.
+UNICOLL_TRANSPORT=tcp forces sockets. Prints, for each size, the median time of one blocking call in microseconds for both, and their ratio.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import unicoll as dist
 
 SIZES = [8, 64, 512, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 TURNS = 5
+TRANSPORT = "TCP" if os.environ.get("UNICOLL_TRANSPORT") == "tcp" else "shared memory"
 
 
 def timed(call: Callable[[], Any], sync: Callable[[], Any], times: int) -> list[float]:
@@ -67,7 +68,7 @@ def draw(rows: list[dict[str, float]], world: int, path: str) -> None:
     axes.set_xticks(sizes, [_size(n) for n in sizes])
     axes.set_xlabel("size of the array")
     axes.set_ylabel("microseconds per call (median)")
-    axes.set_title(f"blocking all_reduce, float32, {world} processes on one machine, TCP", fontsize=10)
+    axes.set_title(f"blocking all_reduce, float32, {world} processes on one machine, {TRANSPORT}", fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=110)
@@ -109,7 +110,7 @@ def main() -> None:
             "numpy": np.__version__,
             "torch": torch.__version__,
         }
-        what = "all_reduce float32 sum, TCP"
+        what = f"all_reduce float32 sum, {TRANSPORT}"
         with open(args.json, "w") as file:
             json.dump({"operation": what, "ranks": world, "machine": machine, "rows": rows}, file, indent=1)
     if rank == 0 and args.plot:

@@ -9,18 +9,18 @@ chosen depends only on sizes that the signature covers, so all ranks choose alik
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from unicoll.backend import Call
+from unicoll.buffers import Buffer
 from unicoll.errors import CollectiveMismatchError
 from unicoll.types import DType
 
 from .kernels import Flat, Kernel, kernel_for
 from .team import Team
 
-__all__ = ["ALGORITHMS", "alone"]
+__all__ = ["ALGORITHMS", "alone", "check_counts", "cut", "flat_of", "pieces_of"]
 
 SMALL = 1 << 16
 """Bytes that one exchange may leave at every rank; more goes the bulk way."""
@@ -35,9 +35,10 @@ def _bytes(flat: Flat) -> memoryview:
     return flat.view(np.uint8).data
 
 
-def _flat(buffer: Any) -> Flat:
-    flat: Flat = buffer.flat
-    return flat
+def flat_of(buffer: Buffer) -> Flat:
+    """A buffer's memory as a 1-D array."""
+    assert buffer.flat is not None
+    return buffer.flat
 
 
 def _dtype(call: Call) -> DType:
@@ -65,7 +66,7 @@ def barrier(team: Team, call: Call) -> None:
 
 def broadcast(team: Team, call: Call) -> None:
     """The root's data to all."""
-    flat = _flat(call.inputs[0])
+    flat = flat_of(call.inputs[0])
     root, rank, size = call.root, team.rank, team.size
     if flat.nbytes <= SMALL:
         plan = team.plan(tuple(flat.nbytes if r == root else 0 for r in range(size)), flat.dtype)
@@ -120,7 +121,7 @@ def _small_contributions(team: Team, flat: Flat) -> list[Flat]:
 
 def all_reduce(team: Team, call: Call) -> None:
     """The reduction of all ranks' data to all."""
-    source, out = _flat(call.inputs[0]), _flat(call.outputs[0])
+    source, out = flat_of(call.inputs[0]), flat_of(call.outputs[0])
     assert call.reduce is not None
     kernel = kernel_for(_dtype(call), call.reduce)
     if source.nbytes * (team.size - 1) <= SMALL:
@@ -136,16 +137,16 @@ def all_reduce(team: Team, call: Call) -> None:
 
 def reduce(team: Team, call: Call) -> None:
     """The reduction of all ranks' data to the root."""
-    source = _flat(call.inputs[0])
+    source = flat_of(call.inputs[0])
     assert call.reduce is not None
     kernel = kernel_for(_dtype(call), call.reduce)
     if source.nbytes * (team.size - 1) <= SMALL:
         pieces = _small_contributions(team, source)
         if team.rank == call.root:
-            kernel.combine(pieces, _flat(call.outputs[0]))
+            kernel.combine(pieces, flat_of(call.outputs[0]))
         return
     _agree(team)
-    _chain_reduce(team, kernel, source, _flat(call.outputs[0]) if call.outputs else None, call.root)
+    _chain_reduce(team, kernel, source, flat_of(call.outputs[0]) if call.outputs else None, call.root)
 
 
 def _chain_reduce(team: Team, kernel: Kernel, source: Flat, out: Flat | None, root: int) -> None:
@@ -170,14 +171,10 @@ def _chain_reduce(team: Team, kernel: Kernel, source: Flat, out: Flat | None, ro
 
 def reduce_scatter(team: Team, call: Call) -> None:
     """Each rank gets its own piece of the reduction."""
-    out = _flat(call.outputs[0])
+    out = flat_of(call.outputs[0])
     assert call.reduce is not None
     kernel = kernel_for(_dtype(call), call.reduce)
-    if len(call.inputs) == 1 and call.op.name == "reduce_scatter_tensor":
-        source = _flat(call.inputs[0])
-        pieces = [source[i * out.size : (i + 1) * out.size] for i in range(team.size)]
-    else:
-        pieces = [_flat(b) for b in call.inputs]
+    pieces = pieces_of(call.inputs, call.op.name == "reduce_scatter_tensor", team.size)
     total = sum(p.nbytes for p in pieces)
     if total * (team.size - 1) > SMALL:
         _agree(team)
@@ -247,12 +244,8 @@ def _ring_gather(team: Team, pieces: Sequence[Flat]) -> None:
 
 def all_gather(team: Team, call: Call) -> None:
     """Every rank's data to all; sizes may differ."""
-    source = _flat(call.inputs[0])
-    if call.op.name == "all_gather_into_tensor":
-        flat = _flat(call.outputs[0])
-        pieces = [flat[i * source.size : (i + 1) * source.size] for i in range(team.size)]
-    else:
-        pieces = [_flat(b) for b in call.outputs]
+    source = flat_of(call.inputs[0])
+    pieces = pieces_of(call.outputs, call.op.name == "all_gather_into_tensor", team.size)
     lengths = tuple(p.nbytes for p in pieces)
     if sum(lengths) <= SMALL:
         plan = team.plan(lengths, source.dtype)
@@ -267,12 +260,12 @@ def all_gather(team: Team, call: Call) -> None:
 
 def gather(team: Team, call: Call) -> None:
     """Every rank's data to the root."""
-    source = _flat(call.inputs[0])
+    source = flat_of(call.inputs[0])
     at_root = team.rank == call.root
     if source.nbytes * team.size <= SMALL:
         blocks = _small_contributions(team, source)
         for buffer, block in zip(call.outputs, blocks, strict=False):
-            _flat(buffer)[:] = block
+            flat_of(buffer)[:] = block
         return
     _agree(team)
     if not at_root:
@@ -280,19 +273,19 @@ def gather(team: Team, call: Call) -> None:
         return
     for i, buffer in enumerate(call.outputs):
         if i == team.rank:
-            _flat(buffer)[:] = source
+            flat_of(buffer)[:] = source
         else:
-            team.receive(i, _bytes(_flat(buffer)), buffer.nbytes)
+            team.receive(i, _bytes(flat_of(buffer)), buffer.nbytes)
 
 
 def scatter(team: Team, call: Call) -> None:
     """The root's i-th array to rank i."""
-    out = _flat(call.outputs[0])
+    out = flat_of(call.outputs[0])
     size, rank, root = team.size, team.rank, call.root
     if out.nbytes * size <= SMALL:
         plan = team.plan(tuple(out.nbytes * size if r == root else 0 for r in range(size)), out.dtype)
         if rank == root:
-            np.concatenate([_flat(b) for b in call.inputs], out=plan.mine)
+            np.concatenate([flat_of(b) for b in call.inputs], out=plan.mine)
         out[:] = team.exchange(plan)[root][rank * out.size : (rank + 1) * out.size]
         return
     _agree(team)
@@ -301,9 +294,9 @@ def scatter(team: Team, call: Call) -> None:
         return
     for i, buffer in enumerate(call.inputs):
         if i == rank:
-            out[:] = _flat(buffer)
+            out[:] = flat_of(buffer)
         else:
-            team.send(i, _bytes(_flat(buffer)))
+            team.send(i, _bytes(flat_of(buffer)))
 
 
 # --- personalised exchange ---------------------------------------------------------------------------------------
@@ -314,11 +307,9 @@ def all_to_all(team: Team, call: Call) -> None:
     size, rank = team.size, team.rank
     assert call.in_counts is not None
     assert call.out_counts is not None
-    if call.op.name == "all_to_all_single":
-        sources = _cut(_flat(call.inputs[0]), call.in_counts)
-        targets = _cut(_flat(call.outputs[0]), call.out_counts)
-    else:
-        sources, targets = [_flat(b) for b in call.inputs], [_flat(b) for b in call.outputs]
+    single = call.op.name == "all_to_all_single"
+    sources = cut(call.inputs, call.in_counts, single)
+    targets = cut(call.outputs, call.out_counts, single)
     _agree_on_counts(team, call.in_counts, call.out_counts)
     targets[rank][:] = sources[rank]
     for distance in range(1, size):
@@ -326,7 +317,20 @@ def all_to_all(team: Team, call: Call) -> None:
         team.duplex(to, _bytes(sources[to]), frm, _bytes(targets[frm]))
 
 
-def _cut(flat: Flat, counts: Sequence[int]) -> list[Flat]:
+def pieces_of(buffers: Sequence[Buffer], single: bool, ranks: int) -> list[Flat]:
+    """A list of arrays, or with ``single`` the equal parts of one array."""
+    if not single:
+        return [flat_of(b) for b in buffers]
+    flat = flat_of(buffers[0])
+    count = flat.size // ranks
+    return [flat[i * count : (i + 1) * count] for i in range(ranks)]
+
+
+def cut(buffers: Sequence[Buffer], counts: Sequence[int], single: bool) -> list[Flat]:
+    """A list of arrays, or with ``single`` the parts of one array that ``counts`` gives."""
+    if not single:
+        return [flat_of(b) for b in buffers]
+    flat = flat_of(buffers[0])
     pieces, start = [], 0
     for count in counts:
         pieces.append(flat[start : start + count])
@@ -340,7 +344,12 @@ def _agree_on_counts(team: Team, in_counts: Sequence[int], out_counts: Sequence[
     plan = team.plan((16 * size,) * size, np.dtype(np.int64))
     plan.mine[:size] = in_counts
     plan.mine[size:] = out_counts
-    table = np.stack(team.exchange(plan))
+    check_counts(team, np.stack(team.exchange(plan)))
+
+
+def check_counts(team: Team, table: Flat) -> None:
+    """Row i of the table is what rank i gives to each, then what it awaits from each."""
+    size = team.size
     given, awaited = table[:, :size], table[:, size:].T
     if (given != awaited).any():
         i, j = np.argwhere(given != awaited)[0]
@@ -361,11 +370,11 @@ def alone(call: Call) -> None:
     """Any collective in a group of one: outputs are copies of inputs, reduced over one rank."""
     if call.reduce is not None:
         kernel = kernel_for(_dtype(call), call.reduce)
-        kernel.combine([_flat(call.inputs[0])], _flat(call.outputs[0]))
+        kernel.combine([flat_of(call.inputs[0])], flat_of(call.outputs[0]))
         return
     for source, target in zip(call.inputs, call.outputs, strict=False):
         if source is not target:
-            _flat(target)[:] = _flat(source)
+            flat_of(target)[:] = flat_of(source)
 
 
 ALGORITHMS: dict[str, Algorithm] = {

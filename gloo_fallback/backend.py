@@ -15,9 +15,11 @@ from unicoll.ops import OPS
 from unicoll.work import Completion, HostCompletion
 
 from .algorithms import ALGORITHMS, alone
+from .board import Board, shared_board
 from .endpoint import Endpoint
 from .lane import Lane
 from .messages import Mailroom
+from .shared import SHARED
 from .team import Team
 
 __all__ = ["GlooBackend"]
@@ -39,11 +41,15 @@ class GlooBackend(Backend):
         self._team: Team | None = None
         self._mail: Mailroom | None = None
         self._error: DistError | None = None
+        self._board: Board | None = None
+        self._settled = False  # whether it is known if the ranks share memory
+        self._spins = 0
         if context.size > 1:
             job = context.job
             endpoint: Endpoint = job.shared("gloo", lambda: Endpoint(job))
             endpoint.read_directory()
-            self._team = Team(context, endpoint, 0 if _crowded(context) else _SPINS)
+            self._spins = 0 if _crowded(context) else _SPINS
+            self._team = Team(context, endpoint, self._spins)
             self._mail = Mailroom(context, endpoint)
             if job.control is not None:
                 job.control.watch(context.name, self.abort, self._team.report)
@@ -95,9 +101,9 @@ class GlooBackend(Backend):
         try:
             if call.reduce is not None:
                 with np.errstate(all="ignore"):  # overflow and NaN are results, as on a GPU
-                    ALGORITHMS[call.op.name](team, call)
+                    self._collect(team, call)
             else:
-                ALGORITHMS[call.op.name](team, call)
+                self._collect(team, call)
             call.write_back()
         except DistError:
             raise
@@ -106,6 +112,17 @@ class GlooBackend(Backend):
             raise
         finally:
             team.end()
+
+    def _collect(self, team: Team, call: Call) -> None:
+        if not self._settled:
+            self._board = shared_board(team, self._spins)
+            self._settled = True
+        board = self._board
+        if board is None:
+            ALGORITHMS[call.op.name](team, call)
+        else:
+            board.patient = self._lane.in_background
+            SHARED[call.op.name](board, call)
 
     def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
         context = self._context
@@ -146,6 +163,9 @@ class GlooBackend(Backend):
         self.abort(closed)
         if self._team is not None:
             self._team.close()
+        if self._board is not None and self._lane.idle(1.0):  # else it goes when the last operation has
+            self._board.close()
+            self._board = None
 
 
 def _crowded(context: Context) -> bool:

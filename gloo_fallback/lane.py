@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -24,6 +25,7 @@ class Lane:
 
     def __init__(self, name: str, execute: Callable[[Call], None]) -> None:
         self.sequence = 0
+        self.in_background = False  # whether the call being executed is on the thread
         self._name = name
         self._execute = execute
         self._lock = threading.Lock()
@@ -81,6 +83,13 @@ class Lane:
         thread.join(timeout)
         return not thread.is_alive()
 
+    def idle(self, timeout: float) -> bool:
+        """Whether nothing is being executed, waiting ``timeout`` seconds for it."""
+        deadline = time.monotonic() + timeout
+        while self._busy and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return not self._busy
+
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -96,10 +105,12 @@ class Lane:
                         break
                     completion = self._queue.popleft()
                 error: BaseException | None = None
+                self.in_background = True
                 try:
                     for call in completion.calls:
                         self._execute(call)
                 except BaseException as e:
                     error = e
+                self.in_background = False
                 completion.finish(error)
                 del completion  # the arrays are the user's again

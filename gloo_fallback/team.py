@@ -8,6 +8,7 @@ anywhere is noticed before bulk data moves, at no extra round for small operatio
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
@@ -194,7 +195,7 @@ class Team:
             try:
                 sent += sock.send(view[sent : sent + _PIECE])
             except BlockingIOError:
-                self._tick(peer)
+                self.tick(peer)
             except OSError as e:
                 self._broken(peer, e)
 
@@ -216,7 +217,7 @@ class Team:
                     count = sock.recv_into(view[got:] if got else view, length - got)
             except BlockingIOError:
                 if not spins:
-                    self._tick(peer)
+                    self.tick(peer)
                 continue
             except OSError as e:
                 self._broken(peer, e)
@@ -267,7 +268,7 @@ class Team:
             else:
                 idle += 1
                 if idle > self._spins and not self._poller(to, frm).poll(_TICK_S * 1000):
-                    self._tick(frm)
+                    self.tick(frm)
         if header is not None and got < HEADER_SIZE:
             self.receive(frm, incoming[got:HEADER_SIZE], HEADER_SIZE - got)
             self._check(frm, incoming, header)
@@ -293,7 +294,7 @@ class Team:
     def _connect(self, peer: int) -> socket.socket:
         try:
             sock = self._endpoint.connect(
-                (self.context.name, COLLECTIVE, self.context.ranks[peer]), self._tick
+                (self.context.name, COLLECTIVE, self.context.ranks[peer]), self.tick
             )
         except RankLostError as e:
             self.fail(self._lost(peer, str(e)))
@@ -308,7 +309,7 @@ class Team:
             raise self.error
         return sock
 
-    def _tick(self, peer: int = -1) -> None:
+    def tick(self, peer: int = -1) -> None:
         """Nothing has come for a while: is the group well, and is there time left?"""
         if self.error is not None:
             raise self.error.with_traceback(None) from None
@@ -373,13 +374,38 @@ class Team:
         return inquest.lost(self.context, self.call, peer, why)
 
     def _mismatch(self, peer: int, header: bytes) -> NoReturn:
-        assert self.call is not None
         context = self.context
         magic, seq, _, _ = _HEADER.unpack(header)
         if magic != _MAGIC:
             self.fail(DistNetworkError(f"{context.who(peer)} sent what is no header", group=context.name))
-        self.fail(inquest.mismatch(context, self.call, peer, seq))
+        self.mismatch(peer, seq)
+
+    def mismatch(self, peer: int, seq: int) -> NoReturn:
+        """A member is in another call, its number ``seq``."""
+        assert self.call is not None
+        self.fail(inquest.mismatch(self.context, self.call, peer, seq))
+
+    def look_around(self, peer: int) -> None:
+        """While waiting for a member without a connection that would tell: is it alive, and is there time left?"""
+        context = self.context
+        self.tick()
+        control, rank = context.job.control, context.ranks[peer]
+        if control is None or (rank not in control.departed and _runs(control.peers[rank].pid)):
+            return
+        why = control.await_departure(rank) or f"{context.who(peer)} died"
+        self.fail(self._lost(peer, why))
 
     def report(self) -> dict[str, Any]:
         """What this rank is doing in the group, for other ranks' errors (called on the control thread)."""
         return inquest.report(self.call, self.last)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process of this host is there (a zombie is)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

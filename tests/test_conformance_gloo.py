@@ -1,26 +1,37 @@
-"""The CPU backend passes the conformance suite."""
+"""The CPU backend passes the conformance suite, over TCP and through shared memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import conformance_jobs as jobs
 import pytest
 from conformance import Conformance
-from ranks import run_ranks
+from ranks import Job, Pool, pools, run_ranks
 
 from gloo_fallback.algorithms import SEGMENT, SMALL
 from gloo_fallback.backend import GlooBackend
+from gloo_fallback.board import SLOT
+from gloo_fallback.shared import WHOLE
 from unicoll.types import BY_NAME
 
 _HUGE = 2_200_000_003
 _NEEDS = 12 << 30
 
 
-class TestGloo(Conformance):
+class _Gloo(Conformance):
     def reduces(self, dtype: str) -> bool:
         return GlooBackend.caps.reduces(BY_NAME[dtype])
+
+
+class TestSockets(_Gloo):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(Job, env={"UNICOLL_TRANSPORT": "tcp"})) as made:
+            yield made
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         share = {
@@ -33,6 +44,22 @@ class TestGloo(Conformance):
 
     def large(self, itemsize: int) -> int:
         return (2 * SEGMENT // itemsize + 11) | 1
+
+
+class TestSharedMemory(_Gloo):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools() as made:
+            yield made
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        switch = WHOLE // itemsize // max(1, size - 1)
+        half, slot, lane = (SLOT // n // itemsize for n in (2, 1, max(1, size)))
+        return [0, 1, 7, 1000, switch, switch + 1, half - 1, half, half + 1, slot, slot + 1, lane, lane + 1]
+
+    def large(self, itemsize: int) -> int:
+        return (2 * SLOT // itemsize + 11) | 1
 
 
 def _available() -> int:

@@ -1,0 +1,247 @@
+"""The collectives on a :class:`~gloo_fallback.board.Board`: through shared memory, for ranks of one host.
+
+Each works in pieces that fit the slots, so the memory needed does not grow with the arrays. Reductions fold the
+ranks' contributions in rank order, so the result does not depend on who computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from unicoll.backend import Call
+from unicoll.types import DType
+
+from .algorithms import check_counts, cut, flat_of, pieces_of
+from .board import SLOT, Board
+from .kernels import Flat, Kernel, kernel_for
+
+__all__ = ["SHARED", "WHOLE"]
+
+Algorithm = Callable[[Board, Call], None]
+
+
+def _kernel(call: Call) -> Kernel:
+    dtype: DType | None = call.dtype
+    assert dtype is not None
+    assert call.reduce is not None
+    return kernel_for(dtype, call.reduce)
+
+
+def _bounds(count: int, parts: int) -> list[int]:
+    return [count * i // parts for i in range(parts + 1)]
+
+
+def barrier(board: Board, call: Call) -> None:
+    """Nobody leaves before all have come."""
+    board.meet(call)
+
+
+def broadcast(board: Board, call: Call) -> None:
+    """The root's data to all, a slot at a time."""
+    flat = flat_of(call.inputs[0])
+    first: Call | None = call
+    step = SLOT // flat.itemsize
+    for start in range(0, max(flat.size, 1), step):
+        piece = flat[start : start + step]
+        shared = board.slot(call.root, 0, piece.size, flat.dtype)
+        if board.rank == call.root:
+            shared[:] = piece
+        board.meet(first)
+        if board.rank != call.root:
+            piece[:] = shared
+        first = None
+
+
+# --- reductions -----------------------------------------------------------------------------------------------------
+
+WHOLE = 1 << 14
+"""Arrays up to this size are reduced as a whole by every rank: one step, no second exchange."""
+
+
+def all_reduce(board: Board, call: Call) -> None:
+    """The reduction of all ranks' data to all."""
+    source, out, kernel = flat_of(call.inputs[0]), flat_of(call.outputs[0]), _kernel(call)
+    if source.nbytes * (board.size - 1) <= WHOLE:
+        mine, contributions = board.rows(source.size, source.dtype)
+        mine[:] = source
+        board.meet(call)
+        kernel.combine(contributions, out)
+        return
+    _reduce_in_parts(board, call, kernel, source, out)
+
+
+def reduce(board: Board, call: Call) -> None:
+    """The reduction of all ranks' data to the root."""
+    source, kernel = flat_of(call.inputs[0]), _kernel(call)
+    out = flat_of(call.outputs[0]) if call.outputs else None
+    if source.nbytes * (board.size - 1) <= WHOLE:
+        mine, contributions = board.rows(source.size, source.dtype)
+        mine[:] = source
+        board.meet(call)
+        if out is not None:
+            kernel.combine(contributions, out)
+        return
+    _reduce_in_parts(board, call, kernel, source, out)
+
+
+def _reduce_in_parts(board: Board, call: Call, kernel: Kernel, source: Flat, out: Flat | None) -> None:
+    """Each rank reduces its part of every piece, straight out of the others' slots, and publishes the result.
+
+    The first half of a slot carries a rank's contribution to one piece, the second half its result of the piece
+    before: both travel in one step.
+    """
+    half = SLOT // 2
+    step = half // source.itemsize
+    first: Call | None = call
+    before: tuple[int, list[int]] | None = None
+    rank, size, dtype = board.rank, board.size, source.dtype
+    for start in range(0, source.size + step, step):
+        piece = source[start : start + step]
+        bounds = _bounds(piece.size, size)
+        mine, theirs = bounds[rank], bounds[rank + 1]
+        if piece.size:
+            given = board.slot(rank, 0, piece.size, dtype)
+            given[:mine] = piece[:mine]
+            given[theirs:] = piece[theirs:]
+        board.meet(first)
+        first = None
+        if before is not None and out is not None:
+            _take_results(board, out, *before, half)
+        if not piece.size:
+            return
+        parts = [board.slot(r, 0, piece.size, dtype, 0)[mine:theirs] for r in range(size)]
+        parts[rank] = piece[mine:theirs]
+        result = board.slot(rank, half, theirs - mine, dtype)
+        if theirs > mine:
+            kernel.combine(parts, result)
+        before = (start, bounds)
+
+
+def _take_results(board: Board, out: Flat, start: int, bounds: list[int], half: int) -> None:
+    for r in range(board.size):
+        low, high = bounds[r], bounds[r + 1]
+        out[start + low : start + high] = board.slot(r, half, high - low, out.dtype, 0)
+
+
+def reduce_scatter(board: Board, call: Call) -> None:
+    """Each rank gets its own piece of the reduction."""
+    out, kernel = flat_of(call.outputs[0]), _kernel(call)
+    pieces = pieces_of(call.inputs, call.op.name == "reduce_scatter_tensor", board.size)
+    size, rank, dtype = board.size, board.rank, out.dtype
+    lane = _lane(board, dtype)
+    step = lane // dtype.itemsize
+    first: Call | None = call
+    for start in range(0, max(1, *(p.size for p in pieces)), step):
+        for r in range(size):
+            if r != rank:
+                part = pieces[r][start : start + step]
+                board.slot(rank, r * lane, part.size, dtype)[:] = part
+        board.meet(first)
+        first = None
+        mine = pieces[rank][start : start + step]
+        if mine.size:
+            parts = [board.slot(r, rank * lane, mine.size, dtype, 0) for r in range(size)]
+            parts[rank] = mine
+            kernel.combine(parts, out[start : start + mine.size])
+
+
+def _lane(board: Board, dtype: np.dtype[Any]) -> int:
+    """Bytes of a slot for each rank, where a slot carries something different for each."""
+    return SLOT // board.size // dtype.itemsize * dtype.itemsize
+
+
+# --- moving ---------------------------------------------------------------------------------------------------------
+
+
+def all_gather(board: Board, call: Call) -> None:
+    """Every rank's data to all; sizes may differ."""
+    source = flat_of(call.inputs[0])
+    targets = pieces_of(call.outputs, call.op.name == "all_gather_into_tensor", board.size)
+    _spread(board, call, source, targets, max(t.size for t in targets))
+
+
+def gather(board: Board, call: Call) -> None:
+    """Every rank's data to the root."""
+    source = flat_of(call.inputs[0])
+    _spread(board, call, source, [flat_of(b) for b in call.outputs], source.size)
+
+
+def _spread(board: Board, call: Call, source: Flat, targets: Sequence[Flat], longest: int) -> None:
+    """Publish ``source`` a slot at a time; fill ``targets`` (if any) with what all ranks publish."""
+    dtype, rank = source.dtype, board.rank
+    step = SLOT // dtype.itemsize
+    first: Call | None = call
+    for start in range(0, max(longest, 1), step):
+        piece = source[start : start + step]
+        board.slot(rank, 0, piece.size, dtype)[:] = piece
+        board.meet(first)
+        first = None
+        for r, target in enumerate(targets):
+            part = target[start : start + step]
+            part[:] = piece if r == rank else board.slot(r, 0, part.size, dtype, 0)
+
+
+def scatter(board: Board, call: Call) -> None:
+    """The root's i-th array to rank i."""
+    out = flat_of(call.outputs[0])
+    dtype, rank, root = out.dtype, board.rank, call.root
+    sources = [flat_of(b) for b in call.inputs]
+    lane = _lane(board, dtype)
+    step = lane // dtype.itemsize
+    first: Call | None = call
+    for start in range(0, max(out.size, 1), step):
+        for r, source in enumerate(sources):
+            part = source[start : start + step]
+            board.slot(rank, r * lane, part.size, dtype)[:] = part
+        board.meet(first)
+        first = None
+        mine = out[start : start + step]
+        mine[:] = board.slot(root, rank * lane, mine.size, dtype, 0)
+
+
+def all_to_all(board: Board, call: Call) -> None:
+    """The j-th part of rank i becomes the i-th part of rank j."""
+    assert call.in_counts is not None
+    assert call.out_counts is not None
+    single = call.op.name == "all_to_all_single"
+    sources = cut(call.inputs, call.in_counts, single)
+    targets = cut(call.outputs, call.out_counts, single)
+    size, rank, counts = board.size, board.rank, np.dtype(np.int64)
+    board.slot(rank, 0, 2 * size, counts)[:] = (*call.in_counts, *call.out_counts)
+    board.meet(call)
+    table = np.stack([board.slot(r, 0, 2 * size, counts, 0) for r in range(size)])
+    check_counts(board.team, table)
+    targets[rank][:] = sources[rank]
+    dtype = sources[0].dtype
+    lane = _lane(board, dtype)
+    step = lane // dtype.itemsize
+    for start in range(0, int(table.max()), step):
+        for r in range(size):
+            if r != rank:
+                part = sources[r][start : start + step]
+                board.slot(rank, r * lane, part.size, dtype)[:] = part
+        board.meet()
+        for r in range(size):
+            if r != rank:
+                part = targets[r][start : start + step]
+                part[:] = board.slot(r, rank * lane, part.size, dtype, 0)
+
+
+SHARED: dict[str, Algorithm] = {
+    "barrier": barrier,
+    "broadcast": broadcast,
+    "all_reduce": all_reduce,
+    "reduce": reduce,
+    "all_gather": all_gather,
+    "all_gather_into_tensor": all_gather,
+    "gather": gather,
+    "scatter": scatter,
+    "reduce_scatter": reduce_scatter,
+    "reduce_scatter_tensor": reduce_scatter,
+    "all_to_all": all_to_all,
+    "all_to_all_single": all_to_all,
+}
+"""Operation name to algorithm, for groups whose ranks share memory."""
