@@ -2,7 +2,8 @@
 
     python -m unicoll.run --nproc-per-node 2 benchmarks/all_reduce_vs_gloo.py [--json FILE] [--plot FILE]
 
-UNICOLL_TRANSPORT=tcp forces sockets. Prints, for each size, the median time of one blocking call in microseconds for both, and their ratio.
+UNICOLL_TRANSPORT=tcp forces sockets. Prints, for each size, the median time of one blocking call in microseconds for
+both, and their ratio.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def draw(rows: list[dict[str, float]], world: int, path: str) -> None:
             ha="center", fontsize=7,
         )  # fmt: skip
     axes.set_yscale("log", base=10)
+    axes.set_ylim(bottom=min(row["unicoll"] for row in rows) / 2)
     axes.set_xticks(sizes, [_size(n) for n in sizes])
     axes.set_xlabel("size of the array")
     axes.set_ylabel("microseconds per call (median)")

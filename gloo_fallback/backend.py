@@ -140,6 +140,13 @@ class GlooBackend(Backend):
         except DistError:
             pass  # it is the others' error; here the cause itself is raised
 
+    def describe(self) -> str:
+        if self._team is None:
+            return "gloo, alone"
+        if not self._settled:
+            return "gloo, shared memory or sockets as its first collective will find out"
+        return "gloo over shared memory" if self._board is not None else "gloo over sockets"
+
     def abort(self, error: Exception) -> None:
         cause = (
             error if isinstance(error, DistError) else GroupAbortedError(str(error), group=self._context.name)

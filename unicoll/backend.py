@@ -180,6 +180,10 @@ class Backend(ABC):
         """The call that is being done now, if any (read by other threads, for error reports)."""
         return None
 
+    def describe(self) -> str:
+        """How it moves this group's data, in a few words, for ``explain()``."""
+        return self.name
+
     @abstractmethod
     def abort(self, error: Exception) -> None:
         """Make every pending and later call of this group raise ``error``; any thread, idempotent."""

@@ -150,6 +150,10 @@ class ProcessGroup:
                 f"rank {global_rank} is not in group {self._name!r} {list(self._ranks)}"
             ) from None
 
+    def describe(self) -> str:
+        """How its data moves, in a few words."""
+        return "; ".join(backend.describe() for backend in self._served.values())
+
     def __repr__(self) -> str:
         return f"<ProcessGroup {self._name!r}: rank {self._rank} of {self._size}, {self.backend_config}>"
 

@@ -324,7 +324,10 @@ def explain() -> str:
 
     Before init_process_group: what the environment would give. One line for each; never raises.
     """
-    return "\n".join(_world.notes if _world is not None else ["not initialised", *outlook.lines()])
+    if _world is None:
+        return "\n".join(["not initialised", *outlook.lines()])
+    groups = [f"group {one.name!r} of {one.size()}: {one.describe()}" for one in _world.groups]
+    return "\n".join([*_world.notes, *groups])
 
 
 # --- questions -----------------------------------------------------------------------------------------------------
