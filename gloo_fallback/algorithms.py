@@ -125,7 +125,7 @@ def all_reduce(team: Team, call: Call) -> None:
     assert call.reduce is not None
     kernel = kernel_for(_dtype(call), call.reduce)
     if source.nbytes * (team.size - 1) <= SMALL:
-        kernel.combine(_small_contributions(team, source), out)
+        kernel.combine(_small_contributions(team, source), out, apart=True)
         return
     _agree(team)
     bounds = _bounds(source.size, team.size)
@@ -143,7 +143,7 @@ def reduce(team: Team, call: Call) -> None:
     if source.nbytes * (team.size - 1) <= SMALL:
         pieces = _small_contributions(team, source)
         if team.rank == call.root:
-            kernel.combine(pieces, flat_of(call.outputs[0]))
+            kernel.combine(pieces, flat_of(call.outputs[0]), apart=True)
         return
     _agree(team)
     _chain_reduce(team, kernel, source, flat_of(call.outputs[0]) if call.outputs else None, call.root)
@@ -183,7 +183,7 @@ def reduce_scatter(team: Team, call: Call) -> None:
     plan = team.plan((total,) * team.size, out.dtype)
     np.concatenate(pieces, out=plan.mine)
     start = sum(p.size for p in pieces[: team.rank])
-    kernel.combine([v[start : start + out.size] for v in team.exchange(plan)], out)
+    kernel.combine([v[start : start + out.size] for v in team.exchange(plan)], out, apart=True)
 
 
 def _ring_reduce(team: Team, kernel: Kernel, pieces: Sequence[Flat], out: Flat) -> None:

@@ -134,8 +134,11 @@ class Kernel:
             quotient += (acc < 0) & (quotient * acc.dtype.type(ranks) != acc)
         return quotient
 
-    def combine(self, pieces: Sequence[Flat], out: Flat) -> None:
-        """Fold all ranks' contributions in rank order into ``out``, which may be one of them."""
+    def combine(self, pieces: Sequence[Flat], out: Flat, apart: bool = False) -> None:
+        """Fold all ranks' contributions in rank order into ``out``.
+
+        ``out`` may be one of them, unless ``apart`` says that it is not: then no copy is needed.
+        """
         ranks = len(pieces)
         if self.plain:
             if ranks == 1:
@@ -144,10 +147,11 @@ class Kernel:
             if ranks == 2:
                 self.ufunc(pieces[0], pieces[1], out=out)
                 return
-            acc = self.ufunc(pieces[0], pieces[1])
+            acc = self.ufunc(pieces[0], pieces[1], out=out if apart else None)
             for piece in pieces[2:]:
                 self.ufunc(acc, piece, out=acc)
-            out[...] = acc
+            if not apart:
+                out[...] = acc
             return
         for start in range(0, out.size, _BLOCK):
             stop = start + _BLOCK

@@ -68,7 +68,7 @@ def all_reduce(board: Board, call: Call) -> None:
         mine, contributions = board.rows(source.size, source.dtype)
         mine[:] = source
         board.meet(call)
-        kernel.combine(contributions, out)
+        kernel.combine(contributions, out, apart=True)
         return
     _reduce_in_parts(board, call, kernel, source, out)
 
@@ -82,7 +82,7 @@ def reduce(board: Board, call: Call) -> None:
         mine[:] = source
         board.meet(call)
         if out is not None:
-            kernel.combine(contributions, out)
+            kernel.combine(contributions, out, apart=True)
         return
     _reduce_in_parts(board, call, kernel, source, out)
 
@@ -116,7 +116,7 @@ def _reduce_in_parts(board: Board, call: Call, kernel: Kernel, source: Flat, out
         parts[rank] = piece[mine:theirs]
         result = board.slot(rank, half, theirs - mine, dtype)
         if theirs > mine:
-            kernel.combine(parts, result)
+            kernel.combine(parts, result, apart=True)
         before = (start, bounds)
 
 

@@ -7,11 +7,11 @@ device, and either runs the call here and now or posts it and returns a :class:`
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from .arguments import buffers_of, call_site, pairs_of, same_length, splits_of
 from .backend import Backend, Context, Job
 from .buffers import Buffer, as_buffer
 from .call import Call
@@ -200,7 +200,7 @@ class ProcessGroup:
         self, tensor_list: Sequence[Any], tensor: Any, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """``tensor_list[i]`` becomes member i's ``tensor``, on all; sizes may differ by member (MPI_Allgatherv)."""
-        outputs = _buffers("all_gather: tensor_list", tensor_list)
+        outputs = buffers_of("all_gather: tensor_list", tensor_list)
         return self._start(
             OPS["all_gather"], (as_buffer(tensor, "all_gather: tensor"),), outputs, async_op, timeout
         )
@@ -228,7 +228,7 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """``gather_list[i]`` on ``dst`` becomes member i's ``tensor``; elsewhere it is None (MPI_Gather)."""
-        outputs = _buffers("gather: gather_list", gather_list or ())
+        outputs = buffers_of("gather: gather_list", gather_list or ())
         return self._start(
             OPS["gather"], (as_buffer(tensor, "gather: tensor"),), outputs, async_op, timeout, root=dst
         )
@@ -243,7 +243,7 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """``tensor`` on member i becomes ``scatter_list[i]`` of ``src``; elsewhere it is None (MPI_Scatter)."""
-        inputs = _buffers("scatter: scatter_list", scatter_list or ())
+        inputs = buffers_of("scatter: scatter_list", scatter_list or ())
         return self._start(
             OPS["scatter"], inputs, (as_buffer(tensor, "scatter: tensor"),), async_op, timeout, root=src
         )
@@ -258,7 +258,7 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """``output`` on member i is the reduction of all members' ``input_list[i]``; sizes may differ by i."""
-        inputs = _buffers("reduce_scatter: input_list", input_list)
+        inputs = buffers_of("reduce_scatter: input_list", input_list)
         return self._start(
             OPS["reduce_scatter"],
             inputs,
@@ -297,8 +297,8 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """``output_list[i]`` becomes member i's ``input_list[my rank]``; all sizes may differ (MPI_Alltoallw)."""
-        outputs = _buffers("all_to_all: output_list", output_list)
-        inputs = _buffers("all_to_all: input_list", input_list)
+        outputs = buffers_of("all_to_all: output_list", output_list)
+        inputs = buffers_of("all_to_all: input_list", input_list)
         return self._start(OPS["all_to_all"], inputs, outputs, async_op, timeout)
 
     def all_to_all_single(
@@ -313,8 +313,8 @@ class ProcessGroup:
     ) -> Work | None:
         """Part i of ``input`` to member i, cut along dimension 0, evenly or as the split sizes say (MPI_Alltoallv)."""
         splits = (
-            _splits("input_split_sizes", input_split_sizes),
-            _splits("output_split_sizes", output_split_sizes),
+            splits_of("input_split_sizes", input_split_sizes),
+            splits_of("output_split_sizes", output_split_sizes),
         )
         op = OPS["all_to_all_single"]
         return self._start(
@@ -337,14 +337,14 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """:meth:`all_reduce` of each array, as one operation."""
-        pairs = [((b,), (b,)) for b in _buffers("all_reduce_coalesced: tensors", tensors)]
+        pairs = [((b,), (b,)) for b in buffers_of("all_reduce_coalesced: tensors", tensors)]
         return self._batch(_ALL_REDUCE, pairs, async_op, timeout, op)
 
     def broadcast_coalesced(
         self, tensors: Sequence[Any], src: int, *, async_op: bool = False, timeout: Timeout = None
     ) -> Work | None:
         """:meth:`broadcast` of each array, as one operation."""
-        buffers = _buffers("broadcast_coalesced: tensors", tensors)
+        buffers = buffers_of("broadcast_coalesced: tensors", tensors)
         pairs = [((b,), () if src == self._rank else (b,)) for b in buffers]
         return self._batch(OPS["broadcast"], pairs, async_op, timeout, root=src)
 
@@ -357,10 +357,10 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work | None:
         """:meth:`all_gather` of ``inputs[k]`` into ``output_lists[k]`` for each k, as one operation."""
-        _same_length("all_gather_coalesced: output_lists", output_lists, inputs)
+        same_length("all_gather_coalesced: output_lists", output_lists, inputs)
         what = "all_gather_coalesced: output_lists"
-        sources = _buffers("all_gather_coalesced: inputs", inputs)
-        pairs = [((x,), _buffers(what, outs)) for outs, x in zip(output_lists, sources, strict=True)]
+        sources = buffers_of("all_gather_coalesced: inputs", inputs)
+        pairs = [((x,), buffers_of(what, outs)) for outs, x in zip(output_lists, sources, strict=True)]
         return self._batch(OPS["all_gather"], pairs, async_op, timeout)
 
     def all_gather_into_tensor_coalesced(
@@ -374,7 +374,7 @@ class ProcessGroup:
         """:meth:`all_gather_into_tensor` of each pair, as one operation."""
         return self._batch(
             OPS["all_gather_into_tensor"],
-            _pairs("all_gather_into_tensor_coalesced", outputs, inputs),
+            pairs_of("all_gather_into_tensor_coalesced", outputs, inputs),
             async_op,
             timeout,
         )
@@ -391,7 +391,7 @@ class ProcessGroup:
         """:meth:`reduce_scatter_tensor` of each pair, as one operation."""
         return self._batch(
             OPS["reduce_scatter_tensor"],
-            _pairs("reduce_scatter_tensor_coalesced", outputs, inputs),
+            pairs_of("reduce_scatter_tensor_coalesced", outputs, inputs),
             async_op,
             timeout,
             op,
@@ -429,7 +429,7 @@ class ProcessGroup:
         calls = [self._message(_SEND if s else _RECV, x, peer, tag, timeout) for s, x, peer, tag in ops]
         if not calls:
             return []
-        site = _site()
+        site = call_site()
         for call in calls:
             call.site = site
         completions = self._route(calls[0]).post_each(calls)
@@ -489,7 +489,7 @@ class ProcessGroup:
         if not pairs:
             raise DistArgumentError(f"{op.name}: no arrays given", op=op.name)
         calls = tuple(self._call(op, i, o, timeout, reduce, root) for i, o in pairs)
-        calls[0].site = _site()
+        calls[0].site = call_site()
         work = Work(self._route(calls[0]).post(calls), calls)
         if async_op:
             return work
@@ -514,7 +514,7 @@ class ProcessGroup:
         return call
 
     def _post(self, call: Call) -> Work:
-        call.site = _site()
+        call.site = call_site()
         calls = (call,)
         return Work(self._route(call).post(calls), calls)
 
@@ -569,41 +569,3 @@ class ProcessGroup:
         self._closed = True
         for backend in self._served.values():
             backend.close()
-
-
-def _buffers(what: str, arrays: Sequence[Any]) -> Buffers:
-    if not isinstance(arrays, list | tuple):
-        raise DistTypeError(
-            f"{what}: expected a list of arrays, got {type(arrays).__name__}", op=what.partition(":")[0]
-        )
-    return tuple([as_buffer(a, what) for a in arrays])
-
-
-def _same_length(name: str, first: Sequence[Any], second: Sequence[Any]) -> None:
-    if len(first) != len(second):
-        raise DistArgumentError(f"{name}: {len(first)} given for {len(second)} inputs")
-
-
-def _pairs(name: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[Buffers, Buffers]]:
-    _same_length(f"{name}: outputs", outputs, inputs)
-    results, sources = _buffers(f"{name}: outputs", outputs), _buffers(f"{name}: inputs", inputs)
-    return [((i,), (o,)) for o, i in zip(results, sources, strict=True)]
-
-
-def _splits(name: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
-    if sizes is None or len(sizes) == 0:
-        return None
-    try:
-        return tuple(int(s) for s in sizes)
-    except (TypeError, ValueError):
-        raise DistTypeError(f"{name}: expected a list of integers, got {sizes!r}") from None
-
-
-def _site() -> str:
-    """``file:line`` of the first caller outside the library."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("unicoll"):
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

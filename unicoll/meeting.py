@@ -14,6 +14,7 @@ import os
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -43,7 +44,7 @@ _attended: set[tuple[str, int]] = set()
 _lock = threading.Lock()
 
 
-class Place:
+class Place(ABC):
     """Where the store of a meeting is; opens it, closes what it opened.
 
     Attributes:
@@ -62,19 +63,19 @@ class Place:
     warns = False
     members: tuple[int, int] | None = None
 
+    @abstractmethod
     def open(self, rank: int, world_size: int, deadline: float) -> Store:
         """The store, without the namespace; the place keeps and closes it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def private(self) -> bool:
         """Whether nobody but processes of this machine or this user can have reached the store."""
-        raise NotImplementedError
 
     def describe(self) -> str:
         """The address and where it comes from."""
         return self.where
 
-    def close(self, linger: bool = False) -> None:
+    def close(self, linger: bool = False) -> None:  # noqa: B027 - optional
         """Close what :meth:`open` opened; a server may linger until its last client has gone. Idempotent."""
 
 
