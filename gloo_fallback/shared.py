@@ -57,7 +57,7 @@ def broadcast(board: Board, call: Call) -> None:
 
 # --- reductions -----------------------------------------------------------------------------------------------------
 
-WHOLE = 1 << 14
+WHOLE = 1 << 16
 """Arrays up to this size are reduced as a whole by every rank: one step, no second exchange."""
 
 
