@@ -64,6 +64,8 @@ class Mailroom:
     def run(self, call: Call) -> None:
         """Send or receive, and return when the array may be used again."""
         letter = self._accept(call, background=False)
+        if self._to_dial:
+            self._wake_thread()
         self._drive(letter)
         letter.completion.wait(None)
 
@@ -84,16 +86,21 @@ class Mailroom:
                     self._posted.append(letter)
             return letter
         line = self._lines[call.peer]
-        if line.sock is None and not background:
+        if line.sock is None and not background and not self._awaits_call(call.peer):
             self._dial(letter)
         with self._lock:
-            if line.sock is None:
+            # behind earlier sends that still wait for the connection: messages to a peer keep their order
+            if line.sock is None or self._awaits_call(call.peer):
                 self._to_dial.append(letter)
                 return letter
             line.outbox.append(letter)
             if len(line.outbox) == 1:
                 self._write(call.peer)
         return letter
+
+    def _awaits_call(self, peer: int) -> bool:
+        with self._lock:
+            return any(letter.call.peer == peer for letter in self._to_dial)
 
     def _claim(self, letter: Letter) -> bool:
         """Give a new receive the oldest unexpected message that fits it."""
@@ -384,6 +391,8 @@ class Mailroom:
         if line.message is not None:
             letters += [n for n in (line.message.letter, line.message.claimed) if n is not None]
         line.outbox.clear()
+        if line.message is not None and line.message in line.queue:
+            line.queue.remove(line.message)  # the rest of it will never come
         line.message = None
         if not letters:
             return

@@ -96,6 +96,29 @@ def posted_before_sent(count: int) -> None:
             assert (room == tag).all()
 
 
+def first_sends_keep_their_order(groups: int) -> list[list[float]]:
+    """Sends in the background, then a blocking one, over a connection that none of them finds made."""
+    seen = []
+    for _ in range(groups):
+        pg = dist.new_group()
+        if me() == 0:
+            works = [must(dist.isend(np.array([float(i)]), 1, group=pg)) for i in range(3)]
+            dist.send(np.array([3.0]), 1, group=pg)
+            works.append(must(dist.isend(np.array([4.0]), 1, group=pg)))
+            for work in works:
+                work.wait()
+        else:
+            x = np.zeros(1)
+            taken = []
+            for _ in range(5):
+                dist.recv(x, 0, group=pg)
+                taken.append(float(x[0]))
+            seen.append(taken)
+        dist.barrier(group=pg)
+        dist.destroy_process_group(pg)
+    return seen
+
+
 def from_anyone(each: int, background: bool) -> list[int]:
     """Rank 0 takes whatever comes; whose it was, in order."""
     sources = []

@@ -31,6 +31,10 @@ def test_receives_may_be_there_first(count: int, pool: Pools) -> None:
     pool(2).run(jobs.posted_before_sent, count)
 
 
+def test_the_first_sends_to_a_rank_keep_their_order(pool: Pools) -> None:
+    assert pool(2).run(jobs.first_sends_keep_their_order, 20)[1] == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 20
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_from_anyone(background: bool, pool: Pools) -> None:
     sources = pool(4).run(jobs.from_anyone, 10, background)[0]
