@@ -21,7 +21,7 @@ _LAYERS = (
     {"errors", "forks"},
     {"types", "net", "auth", "frames", "launchers", "mesh_layout", "codec"},
     {"buffers", "ops", "stores", "work", "observe", "call", "streams"},
-    {"backend", "checks", "composites", "meeting", "places", "rendezvous"},
+    {"arguments", "backend", "checks", "composites", "meeting", "places", "rendezvous"},
     {"registry", "outlook"},
     {"group"},
     {"world"},
