@@ -15,9 +15,9 @@ import numpy as np
 from unicoll.backend import Call
 from unicoll.buffers import Buffer
 from unicoll.errors import CollectiveMismatchError
+from unicoll.kernels import Flat, Kernel, kernel_for
 from unicoll.types import DType
 
-from .kernels import Flat, Kernel, kernel_for
 from .team import Team
 
 __all__ = ["ALGORITHMS", "alone", "check_counts", "cut", "flat_of", "pieces_of"]

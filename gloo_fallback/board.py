@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from unicoll.backend import Call
+from unicoll.kernels import Flat
 
-from .kernels import Flat
 from .segment import Segment, can_share, create, open_published
 from .team import Team
 

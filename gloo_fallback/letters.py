@@ -12,9 +12,8 @@ from collections import deque
 import numpy as np
 
 from unicoll.backend import Call
+from unicoll.kernels import Flat
 from unicoll.work import HostCompletion
-
-from .kernels import Flat
 
 __all__ = ["HEADER", "JOIN", "MAGIC", "Bell", "Letter", "Line", "Message"]
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from unicoll.backend import Call
+from unicoll.kernels import Flat, Kernel, kernel_for
 from unicoll.types import DType
 
 from .algorithms import check_counts, cut, flat_of, pieces_of
 from .board import SLOT, Board
-from .kernels import Flat, Kernel, kernel_for
 
 __all__ = ["SHARED", "WHOLE"]
 

@@ -25,10 +25,10 @@ from unicoll.errors import (
     DistNetworkError,
     RankLostError,
 )
+from unicoll.kernels import Flat
 
 from . import inquest
 from .endpoint import COLLECTIVE, Endpoint
-from .kernels import Flat
 
 __all__ = ["HEADER_SIZE", "Plan", "Team"]
 
