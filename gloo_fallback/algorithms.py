@@ -1,6 +1,6 @@
-"""The collectives over a :class:`~gloo_fallback.team.Team`: one small function per algorithm.
+"""The collectives over :class:`~gloo_fallback.links.Links`: one small function per algorithm.
 
-Small operations are one :meth:`Team.exchange` (latency: ceil(log2 n) messages). Larger ones agree on their signature
+Small operations are one :meth:`Links.exchange` (latency: ceil(log2 n) messages). Larger ones agree on their signature
 by an empty exchange and then move bulk data: rings where everybody needs everything (bandwidth-optimal: Patarasuk and
 Yuan, 2009), a binomial tree or a pipelined chain below a root, direct messages for personalised data. Which one is
 chosen depends only on sizes that the signature covers, so all ranks choose alike.
@@ -8,7 +8,8 @@ chosen depends only on sizes that the signature covers, so all ranks choose alik
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,20 +19,33 @@ from unicoll.errors import CollectiveMismatchError
 from unicoll.kernels import Flat, Kernel, kernel_for
 from unicoll.types import DType
 
-from .team import Team
-
-__all__ = ["ALGORITHMS", "alone", "check_counts", "cut", "flat_of", "pieces_of"]
+from .links import Links
 
 SMALL = 1 << 16
 """Bytes that one exchange may leave at every rank; more goes the bulk way."""
 SEGMENT = 1 << 18
 """Bytes per message of the pipelined algorithms: the staging memory of an operation is two of these."""
 _CHAIN = 1 << 16
+_IN_ORDER = 1 << 20
+"""Bytes of all ranks' contributions that a deterministic reduction holds at a time."""
 
-Algorithm = Callable[[Team, Call], None]
+
+class Folding(Protocol):
+    """What the algorithms need of a reduction: :class:`~unicoll.kernels.Kernel` has it."""
+
+    acc: np.dtype[Any]
+    storage: np.dtype[Any]
+    plain: bool
+    ufunc: Any
+
+    def widen(self, values: Flat) -> Flat: ...
+    def fold(self, acc: Flat, values: Flat) -> None: ...
+    def finish(self, acc: Flat, out: Flat, ranks: int) -> None: ...
+    def combine(self, pieces: Sequence[Flat], out: Flat, apart: bool = False) -> None: ...
 
 
-def _bytes(flat: Flat) -> memoryview:
+def bytes_of(flat: Flat) -> memoryview:
+    """An array's memory."""
     return flat.view(np.uint8).data
 
 
@@ -41,30 +55,28 @@ def flat_of(buffer: Buffer) -> Flat:
     return buffer.flat
 
 
-def _dtype(call: Call) -> DType:
-    dtype = call.dtype
+def kernel_of(call: Call) -> Kernel:
+    """The reduction of a call that reduces."""
+    dtype: DType | None = call.dtype
     assert dtype is not None
-    return dtype
+    assert call.reduce is not None
+    return kernel_for(dtype, call.reduce)
 
 
-def _agree(team: Team) -> None:
-    """All ranks are in this call, with equal signatures."""
-    team.exchange(team.plan((0,) * team.size, np.dtype(np.uint8)))
-
-
-def _bounds(count: int, parts: int) -> list[int]:
+def bounds_of(count: int, parts: int) -> list[int]:
+    """Where each of the nearly equal parts begins, and the last one ends."""
     return [count * i // parts for i in range(parts + 1)]
 
 
 # --- barrier, broadcast ------------------------------------------------------------------------------------------
 
 
-def barrier(team: Team, call: Call) -> None:
+def barrier(team: Links, call: Call) -> None:
     """Nobody leaves before all have come."""
-    _agree(team)
+    team.agree()
 
 
-def broadcast(team: Team, call: Call) -> None:
+def broadcast(team: Links, call: Call) -> None:
     """The root's data to all."""
     flat = flat_of(call.inputs[0])
     root, rank, size = call.root, team.rank, team.size
@@ -76,15 +88,15 @@ def broadcast(team: Team, call: Call) -> None:
         else:
             flat[:] = team.exchange(plan)[root]
         return
-    _agree(team)
+    team.agree()
     place = (rank - root) % size
     if size == 2 or flat.nbytes >= _CHAIN * (size - 1):
-        _chain_down(team, _bytes(flat), place, root)
+        chain_down(team, bytes_of(flat), place, root)
     else:
-        _tree_down(team, _bytes(flat), place, root)
+        _tree_down(team, bytes_of(flat), place, root)
 
 
-def _chain_down(team: Team, data: memoryview, place: int, root: int) -> None:
+def chain_down(team: Links, data: memoryview, place: int, root: int) -> None:
     """Each rank passes the segments on to the next."""
     before, after = (root + place - 1) % team.size, (root + place + 1) % team.size
     for start in range(0, len(data), SEGMENT):
@@ -95,7 +107,7 @@ def _chain_down(team: Team, data: memoryview, place: int, root: int) -> None:
             team.send(after, segment)
 
 
-def _tree_down(team: Team, data: memoryview, place: int, root: int) -> None:
+def _tree_down(team: Links, data: memoryview, place: int, root: int) -> None:
     """Binomial tree: who has the data gives it to the rank half the remaining range away."""
     step = 1
     while step < team.size:
@@ -113,43 +125,42 @@ def _tree_down(team: Team, data: memoryview, place: int, root: int) -> None:
 # --- reductions -------------------------------------------------------------------------------------------------
 
 
-def _small_contributions(team: Team, flat: Flat) -> list[Flat]:
+def _small_contributions(team: Links, flat: Flat) -> list[Flat]:
     plan = team.plan((flat.nbytes,) * team.size, flat.dtype)
     plan.mine[:] = flat
     return team.exchange(plan)
 
 
-def all_reduce(team: Team, call: Call) -> None:
+def all_reduce(team: Links, call: Call) -> None:
     """The reduction of all ranks' data to all."""
     source, out = flat_of(call.inputs[0]), flat_of(call.outputs[0])
-    assert call.reduce is not None
-    kernel = kernel_for(_dtype(call), call.reduce)
+    kernel = kernel_of(call)
     if source.nbytes * (team.size - 1) <= SMALL:
         kernel.combine(_small_contributions(team, source), out, apart=True)
         return
-    _agree(team)
-    bounds = _bounds(source.size, team.size)
+    team.agree()
+    bounds = bounds_of(source.size, team.size)
     pieces = [source[bounds[i] : bounds[i + 1]] for i in range(team.size)]
     results = [out[bounds[i] : bounds[i + 1]] for i in range(team.size)]
-    _ring_reduce(team, kernel, pieces, results[team.rank])
-    _ring_gather(team, results)
+    scatter_reduced(team, kernel, pieces, results[team.rank])
+    ring_gather(team, results)
 
 
-def reduce(team: Team, call: Call) -> None:
+def reduce(team: Links, call: Call) -> None:
     """The reduction of all ranks' data to the root."""
     source = flat_of(call.inputs[0])
-    assert call.reduce is not None
-    kernel = kernel_for(_dtype(call), call.reduce)
+    kernel = kernel_of(call)
     if source.nbytes * (team.size - 1) <= SMALL:
         pieces = _small_contributions(team, source)
         if team.rank == call.root:
             kernel.combine(pieces, flat_of(call.outputs[0]), apart=True)
         return
-    _agree(team)
-    _chain_reduce(team, kernel, source, flat_of(call.outputs[0]) if call.outputs else None, call.root)
+    team.agree()
+    reduce_down = _reduce_in_order if team.deterministic else chain_reduce
+    reduce_down(team, kernel, source, flat_of(call.outputs[0]) if call.outputs else None, call.root)
 
 
-def _chain_reduce(team: Team, kernel: Kernel, source: Flat, out: Flat | None, root: int) -> None:
+def chain_reduce(team: Links, kernel: Folding, source: Flat, out: Flat | None, root: int) -> None:
     """Partial results run from the rank after the root round to the root, segment by segment."""
     place = (team.rank - root - 1) % team.size
     before, after = (team.rank - 1) % team.size, (team.rank + 1) % team.size
@@ -158,27 +169,26 @@ def _chain_reduce(team: Team, kernel: Kernel, source: Flat, out: Flat | None, ro
     for start in range(0, source.size, step):
         own = source[start : start + step]
         if place == 0:
-            team.send(after, _bytes(np.ascontiguousarray(kernel.widen(own), kernel.acc)))
+            team.send(after, bytes_of(np.ascontiguousarray(kernel.widen(own), kernel.acc)))
             continue
         partial = scratch[: own.size]
-        team.receive(before, _bytes(partial), partial.nbytes)
+        team.receive(before, bytes_of(partial), partial.nbytes)
         kernel.fold(partial, own)
         if out is None:
-            team.send(after, _bytes(partial))
+            team.send(after, bytes_of(partial))
         else:
             kernel.finish(partial, out[start : start + step], team.size)
 
 
-def reduce_scatter(team: Team, call: Call) -> None:
+def reduce_scatter(team: Links, call: Call) -> None:
     """Each rank gets its own piece of the reduction."""
     out = flat_of(call.outputs[0])
-    assert call.reduce is not None
-    kernel = kernel_for(_dtype(call), call.reduce)
+    kernel = kernel_of(call)
     pieces = pieces_of(call.inputs, call.op.name == "reduce_scatter_tensor", team.size)
     total = sum(p.nbytes for p in pieces)
     if total * (team.size - 1) > SMALL:
-        _agree(team)
-        _ring_reduce(team, kernel, pieces, out)
+        team.agree()
+        scatter_reduced(team, kernel, pieces, out)
         return
     plan = team.plan((total,) * team.size, out.dtype)
     np.concatenate(pieces, out=plan.mine)
@@ -186,11 +196,55 @@ def reduce_scatter(team: Team, call: Call) -> None:
     kernel.combine([v[start : start + out.size] for v in team.exchange(plan)], out, apart=True)
 
 
-def _ring_reduce(team: Team, kernel: Kernel, pieces: Sequence[Flat], out: Flat) -> None:
-    """Piece i, reduced over all ranks, to rank i. ``pieces`` stay as they are, but for one that ``out`` overlays.
+def scatter_reduced(team: Links, kernel: Folding, pieces: Sequence[Flat], out: Flat) -> None:
+    """Piece i, reduced over all ranks, to rank i. ``pieces`` stay as they are, but for one that ``out`` overlays."""
+    reduce_pieces = _direct_reduce if team.deterministic else _ring_reduce
+    reduce_pieces(team, kernel, pieces, out)
 
-    A partial result of piece i starts at rank i+1 and goes round the ring. The first hop carries a rank's own data
-    in the element type; later hops carry sums, in the accumulator's type.
+
+def _direct_reduce(team: Links, kernel: Folding, pieces: Sequence[Flat], out: Flat) -> None:
+    """Every rank gets all contributions to its piece and folds them in rank order, as small reductions are.
+
+    The same bytes as round a ring, in n-1 messages of their own.
+    """
+    size, rank = team.size, team.rank
+    longest = max(p.size for p in pieces)
+    step = max(1, min(longest, _IN_ORDER // size // out.itemsize))
+    arrived = np.empty((size, step), out.dtype)
+    for start in range(0, longest, step):
+        mine = pieces[rank][start : start + step]
+        for distance in range(1, size):
+            to, frm = (rank + distance) % size, (rank - distance) % size
+            giving = pieces[to][start : start + step]
+            team.duplex(to, bytes_of(giving), frm, bytes_of(arrived[frm, : mine.size]))
+        parts = [mine if r == rank else arrived[r, : mine.size] for r in range(size)]
+        kernel.combine(parts, out[start : start + step])
+
+
+def _reduce_in_order(team: Links, kernel: Folding, source: Flat, out: Flat | None, root: int) -> None:
+    """As :func:`_direct_reduce`; the root then collects the pieces."""
+    size, rank = team.size, team.rank
+    step = max(size, _IN_ORDER // source.itemsize)
+    for start in range(0, source.size, step):
+        segment = source[start : start + step]
+        bounds = bounds_of(segment.size, size)
+        result = np.empty(bounds[rank + 1] - bounds[rank], source.dtype)
+        _direct_reduce(team, kernel, [segment[bounds[r] : bounds[r + 1]] for r in range(size)], result)
+        if out is None:
+            team.send(root, bytes_of(result))
+            continue
+        for r in range(size):
+            target = out[start + bounds[r] : start + bounds[r + 1]]
+            if r == rank:
+                target[:] = result
+            else:
+                team.receive(r, bytes_of(target), target.nbytes)
+
+
+def _ring_reduce(team: Links, kernel: Folding, pieces: Sequence[Flat], out: Flat) -> None:
+    """A partial result of piece i starts at rank i+1 and goes round the ring to rank i.
+
+    The first hop carries a rank's own data in the element type; later hops carry sums, in the accumulator's type.
     """
     size, rank = team.size, team.rank
     left, right = (rank - 1) % size, (rank + 1) % size
@@ -206,18 +260,18 @@ def _ring_reduce(team: Team, kernel: Kernel, pieces: Sequence[Flat], out: Flat) 
             giving, taking = parts[(rank - hop) % size], parts[(rank - hop - 1) % size]
             if hop == 1:
                 arrived = (spare if narrow is None else narrow)[: taking.size]
-                team.duplex(right, _bytes(giving), left, _bytes(arrived))
+                team.duplex(right, bytes_of(giving), left, bytes_of(arrived))
                 sums = _add_first(kernel, arrived, taking, spare)
             else:
                 sums = spare[: taking.size]
-                team.duplex(right, _bytes(carry[: giving.size]), left, _bytes(sums))
+                team.duplex(right, bytes_of(carry[: giving.size]), left, bytes_of(sums))
                 kernel.fold(sums, taking)
             carry, spare = spare, carry
         mine = out[start : start + step]
         kernel.finish(carry[: mine.size], mine, size)
 
 
-def _add_first(kernel: Kernel, arrived: Flat, own: Flat, room: Flat) -> Flat:
+def _add_first(kernel: Folding, arrived: Flat, own: Flat, room: Flat) -> Flat:
     """The sum of two ranks' own data, in ``room``."""
     sums = room[: own.size]
     if kernel.storage == kernel.acc and kernel.plain:
@@ -233,16 +287,16 @@ def _add_first(kernel: Kernel, arrived: Flat, own: Flat, room: Flat) -> Flat:
 # --- gathering ----------------------------------------------------------------------------------------------------
 
 
-def _ring_gather(team: Team, pieces: Sequence[Flat]) -> None:
+def ring_gather(team: Links, pieces: Sequence[Flat]) -> None:
     """Rank i has piece i; afterwards all have all."""
     size, rank = team.size, team.rank
     left, right = (rank - 1) % size, (rank + 1) % size
-    views = [_bytes(p) for p in pieces]
+    views = [bytes_of(p) for p in pieces]
     for hop in range(size - 1):
         team.duplex(right, views[(rank - hop) % size], left, views[(rank - hop - 1) % size])
 
 
-def all_gather(team: Team, call: Call) -> None:
+def all_gather(team: Links, call: Call) -> None:
     """Every rank's data to all; sizes may differ."""
     source = flat_of(call.inputs[0])
     pieces = pieces_of(call.outputs, call.op.name == "all_gather_into_tensor", team.size)
@@ -253,12 +307,12 @@ def all_gather(team: Team, call: Call) -> None:
         for piece, block in zip(pieces, team.exchange(plan), strict=True):
             piece[:] = block
         return
-    _agree(team)
+    team.agree()
     pieces[team.rank][:] = source
-    _ring_gather(team, pieces)
+    ring_gather(team, pieces)
 
 
-def gather(team: Team, call: Call) -> None:
+def gather(team: Links, call: Call) -> None:
     """Every rank's data to the root."""
     source = flat_of(call.inputs[0])
     at_root = team.rank == call.root
@@ -267,18 +321,18 @@ def gather(team: Team, call: Call) -> None:
         for buffer, block in zip(call.outputs, blocks, strict=False):
             flat_of(buffer)[:] = block
         return
-    _agree(team)
+    team.agree()
     if not at_root:
-        team.send(call.root, _bytes(source))
+        team.send(call.root, bytes_of(source))
         return
     for i, buffer in enumerate(call.outputs):
         if i == team.rank:
             flat_of(buffer)[:] = source
         else:
-            team.receive(i, _bytes(flat_of(buffer)), buffer.nbytes)
+            team.receive(i, bytes_of(flat_of(buffer)), buffer.nbytes)
 
 
-def scatter(team: Team, call: Call) -> None:
+def scatter(team: Links, call: Call) -> None:
     """The root's i-th array to rank i."""
     out = flat_of(call.outputs[0])
     size, rank, root = team.size, team.rank, call.root
@@ -288,21 +342,21 @@ def scatter(team: Team, call: Call) -> None:
             np.concatenate([flat_of(b) for b in call.inputs], out=plan.mine)
         out[:] = team.exchange(plan)[root][rank * out.size : (rank + 1) * out.size]
         return
-    _agree(team)
+    team.agree()
     if rank != root:
-        team.receive(root, _bytes(out), out.nbytes)
+        team.receive(root, bytes_of(out), out.nbytes)
         return
     for i, buffer in enumerate(call.inputs):
         if i == rank:
             out[:] = flat_of(buffer)
         else:
-            team.send(i, _bytes(flat_of(buffer)))
+            team.send(i, bytes_of(flat_of(buffer)))
 
 
 # --- personalised exchange ---------------------------------------------------------------------------------------
 
 
-def all_to_all(team: Team, call: Call) -> None:
+def all_to_all(team: Links, call: Call) -> None:
     """The j-th part of rank i becomes the i-th part of rank j."""
     size, rank = team.size, team.rank
     assert call.in_counts is not None
@@ -310,11 +364,11 @@ def all_to_all(team: Team, call: Call) -> None:
     single = call.op.name == "all_to_all_single"
     sources = cut(call.inputs, call.in_counts, single)
     targets = cut(call.outputs, call.out_counts, single)
-    _agree_on_counts(team, call.in_counts, call.out_counts)
+    agree_on_counts(team, call.in_counts, call.out_counts)
     targets[rank][:] = sources[rank]
     for distance in range(1, size):
         to, frm = (rank + distance) % size, (rank - distance) % size
-        team.duplex(to, _bytes(sources[to]), frm, _bytes(targets[frm]))
+        team.duplex(to, bytes_of(sources[to]), frm, bytes_of(targets[frm]))
 
 
 def pieces_of(buffers: Sequence[Buffer], single: bool, ranks: int) -> list[Flat]:
@@ -338,16 +392,18 @@ def cut(buffers: Sequence[Buffer], counts: Sequence[int], single: bool) -> list[
     return pieces
 
 
-def _agree_on_counts(team: Team, in_counts: Sequence[int], out_counts: Sequence[int]) -> None:
-    """Every rank sees every rank's sizes, so that all find the same fault or none."""
+def agree_on_counts(team: Links, in_counts: Sequence[int], out_counts: Sequence[int]) -> Flat:
+    """Every rank sees every rank's sizes, so that all find the same fault or none; returns the table of both."""
     size = team.size
     plan = team.plan((16 * size,) * size, np.dtype(np.int64))
     plan.mine[:size] = in_counts
     plan.mine[size:] = out_counts
-    check_counts(team, np.stack(team.exchange(plan)))
+    table: Flat = np.stack(team.exchange(plan))
+    check_counts(team, table)
+    return table
 
 
-def check_counts(team: Team, table: Flat) -> None:
+def check_counts(team: Links, table: Flat) -> None:
     """Row i of the table is what rank i gives to each, then what it awaits from each."""
     size = team.size
     given, awaited = table[:, :size], table[:, size:].T
@@ -369,26 +425,8 @@ def check_counts(team: Team, table: Flat) -> None:
 def alone(call: Call) -> None:
     """Any collective in a group of one: outputs are copies of inputs, reduced over one rank."""
     if call.reduce is not None:
-        kernel = kernel_for(_dtype(call), call.reduce)
-        kernel.combine([flat_of(call.inputs[0])], flat_of(call.outputs[0]))
+        kernel_of(call).combine([flat_of(call.inputs[0])], flat_of(call.outputs[0]))
         return
     for source, target in zip(call.inputs, call.outputs, strict=False):
         if source is not target:
             flat_of(target)[:] = flat_of(source)
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "barrier": barrier,
-    "broadcast": broadcast,
-    "all_reduce": all_reduce,
-    "reduce": reduce,
-    "all_gather": all_gather,
-    "all_gather_into_tensor": all_gather,
-    "gather": gather,
-    "scatter": scatter,
-    "reduce_scatter": reduce_scatter,
-    "reduce_scatter_tensor": reduce_scatter,
-    "all_to_all": all_to_all,
-    "all_to_all_single": all_to_all,
-}
-"""Operation name to algorithm, for groups of two and more."""

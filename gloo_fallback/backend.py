@@ -12,15 +12,16 @@ from unicoll.backend import Backend, Call, Caps, Context, Job
 from unicoll.composites import merge_all_reduces
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.ops import OPS
+from unicoll.options import as_options
 from unicoll.work import Completion, HostCompletion
 
-from .algorithms import ALGORITHMS, alone
-from .board import Board, shared_board
+from .algorithms import alone
 from .endpoint import Endpoint
 from .lane import Lane
 from .messages import Mailroom
-from .shared import SHARED
+from .nodes import wish
 from .team import Team
+from .ways import Way, find_way
 
 __all__ = ["GlooBackend"]
 
@@ -30,7 +31,7 @@ _MESSAGES = frozenset(("send", "recv"))
 
 
 class GlooBackend(Backend):
-    """Collectives over TCP between processes, on one host or several."""
+    """Collectives between processes, through shared memory within a host and TCP between hosts."""
 
     name = "gloo"
     caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype: not dtype.name.startswith("float8"))
@@ -41,15 +42,16 @@ class GlooBackend(Backend):
         self._team: Team | None = None
         self._mail: Mailroom | None = None
         self._error: DistError | None = None
-        self._board: Board | None = None
-        self._settled = False  # whether it is known if the ranks share memory
+        self._way: Way | None = None  # found by the first collective
         self._spins = 0
         if context.size > 1:
             job = context.job
             endpoint: Endpoint = job.shared("gloo", lambda: Endpoint(job))
             endpoint.read_directory()
             self._spins = 0 if _crowded(context) else _SPINS
+            wish()  # refuse a word that is none before anybody waits
             self._team = Team(context, endpoint, self._spins)
+            self._team.deterministic = as_options(context.options).in_order
             self._mail = Mailroom(context, endpoint)
             if job.control is not None:
                 job.control.watch(context.name, self.abort, self._team.report)
@@ -68,8 +70,8 @@ class GlooBackend(Backend):
         return self._lane.sequence
 
     @property
-    def current(self) -> Call | None:
-        return self._team.call if self._team is not None else None
+    def staging(self) -> int:
+        return self._way.staging if self._way is not None else 0
 
     def run(self, call: Call) -> None:
         if call.op.name not in _MESSAGES:
@@ -114,15 +116,12 @@ class GlooBackend(Backend):
             team.end()
 
     def _collect(self, team: Team, call: Call) -> None:
-        if not self._settled:
-            self._board = shared_board(team, self._spins)
-            self._settled = True
-        board = self._board
-        if board is None:
-            ALGORITHMS[call.op.name](team, call)
-        else:
-            board.patient = self._lane.in_background
-            SHARED[call.op.name](board, call)
+        way = self._way
+        if way is None:
+            way = self._way = find_way(team, self._spins)
+        if way.board is not None:
+            way.board.patient = self._lane.in_background
+        way.run(call)
 
     def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
         context = self._context
@@ -143,9 +142,10 @@ class GlooBackend(Backend):
     def describe(self) -> str:
         if self._team is None:
             return "gloo, alone"
-        if not self._settled:
+        if self._way is None:
             return "gloo, shared memory or sockets as its first collective will find out"
-        return "gloo over shared memory" if self._board is not None else "gloo over sockets"
+        in_order = ", deterministic" if self._team.deterministic else ""
+        return f"gloo{in_order} {self._way.words}"
 
     def abort(self, error: Exception) -> None:
         cause = (
@@ -170,9 +170,8 @@ class GlooBackend(Backend):
         self.abort(closed)
         if self._team is not None:
             self._team.close()
-        if self._board is not None and self._lane.idle(1.0):  # else it goes when the last operation has
-            self._board.close()
-            self._board = None
+        if self._way is not None and self._lane.idle(1.0):  # else it goes when the last operation has
+            self._way.close()
 
 
 def _crowded(context: Context) -> bool:

@@ -1,20 +1,22 @@
-"""A group's collectives in shared memory: every rank writes to its own slots, then raises its flag.
+"""Collectives in shared memory: every rank writes to its own slots, then tells the others.
 
-A *step* is: write to my slot, raise my flag to the step's number, wait until all flags are there, read the others'
-slots. Slots come in two sets that take turns. A rank that writes for step s+2 has seen all flags at s+1, and a rank
-raises its flag to s+1 only when it has read everything of step s; so nothing is overwritten that is still read, and
-one wait per step is enough.
+A *step* is: write to my slot, tell all, wait until all have told, read the others' slots. Slots come in two sets that
+take turns. A rank that writes for step s+2 has heard from all at s+1, and a rank tells s+1 only when it has read
+everything of step s; so nothing is overwritten that is still read, and one wait per step is enough.
 
-Memory order: a flag is raised after the slot was written, and slots are read after the flag was seen. x86 makes stores
-visible in order and does not move loads before older loads, and each of these accesses is a machine instruction of
-its own behind several calls of the interpreter, so the compiler cannot move them either. Elsewhere the transport
-is not used (:func:`~gloo_fallback.segment.can_share`).
+Memory order. A rank tells after it has written its slot (and read the others'), and reads and writes slots after it
+has heard. :class:`Board` tells by raising a flag, a plain word: x86 makes stores visible in order and moves no load
+before an older load nor a store before an older load, and each of these accesses is a machine instruction of its own
+behind several calls of the interpreter, so the compiler cannot move them either. :class:`SemaphoreBoard` is for
+processors that promise less (Arm, POWER): a POSIX semaphore for each pair of ranks and direction, posted and taken
+once per step. All that a rank did before a post happens before what another does after it has taken that post; this
+is what POSIX and the C library's release and acquire promise on every processor.
 """
 
 from __future__ import annotations
 
-import logging
 import os
+import threading
 import time
 from typing import Any
 
@@ -23,58 +25,74 @@ import numpy as np
 from unicoll.backend import Call
 from unicoll.kernels import Flat
 
-from .segment import Segment, can_share, create, open_published
+from . import bells
+from .segment import Segment
 from .team import Team
 
-__all__ = ["SLOT", "Board", "shared_board", "size_of"]
+__all__ = ["SLOT", "Board", "SemaphoreBoard", "size_of"]
 
 SLOT = 1 << 20
 """Bytes of one slot; a rank has two, whatever the size of the arrays."""
 _LINE = 16
 """64-bit words between two ranks' flags: two cache lines, because processors fetch lines in pairs."""
+_BELL = 1
+"""The word of a rank's line that others set before they sleep on its flag; words 2 to 5 are signatures."""
 _YIELDS = 2000
-_PATIENT_YIELDS = 40
+_CROWDED_YIELDS = 100
+_PATIENT_YIELDS = 20
 _MASK = (1 << 64) - 1
-_NAP_S = 0.00002
-_LONGEST_NAP_S = 0.002
+_TICK_S = 0.1
 
 
 def size_of(ranks: int) -> int:
-    """Bytes of the segment of a group of so many ranks."""
-    return Segment.START + ranks * _LINE * 8 + 2 * ranks * SLOT
+    """Bytes of the segment of so many ranks: a page, flags, semaphores, slots."""
+    return _slots_start(ranks) + 2 * ranks * SLOT
+
+
+def _slots_start(ranks: int) -> int:
+    bytes_before = Segment.START + ranks * _LINE * 8 + ranks * ranks * bells.SEMAPHORE
+    return -(-bytes_before // 4096) * 4096
 
 
 class Board:
-    """The flags and slots of a group, as one of its ranks sees them.
+    """The flags and slots of the ranks of one host, as one of them sees them.
 
     Args:
         team: the group; says who is lost, keeps the deadline, and fails together.
-        segment: mapped by all ranks.
+        members: the ranks (in the team) that share the segment, this one among them.
+        segment: mapped by all of them.
         spins: looks at a flag before the processor is yielded; 0 where ranks outnumber cores.
     """
 
-    def __init__(self, team: Team, segment: Segment, spins: int) -> None:
+    def __init__(self, team: Team, members: tuple[int, ...], segment: Segment, spins: int) -> None:
         self.team = team
-        self.rank = team.rank
-        self.size = size = team.size
+        self.members = members
+        self.rank = members.index(team.rank)
+        self.size = size = len(members)
+        self.patient = False  # on a background thread: sleep soon, and leave the interpreter to the program
         self._segment = segment
         self._spins = 4 * spins
-        self.patient = False  # on a background thread: sleep soon, and leave the interpreter to the program
+        self._yields = _YIELDS if spins else _CROWDED_YIELDS
+        start = Segment.START
         words = size * _LINE
-        flags = segment.memory[Segment.START : Segment.START + words * 8].cast("Q")
-        self._flags = flags
+        self._flags = segment.memory[start : start + words * 8].cast("Q")
+        self._address = segment.address + start
         self._mine = self.rank * _LINE
         self._others = [r * _LINE for r in range(size) if r != self.rank]
-        start = Segment.START + words * 8
-        self._slots: Flat = np.frombuffer(segment.memory, np.uint8, 2 * size * SLOT, start).reshape(
-            2, size, SLOT
-        )
+        self._slots: Flat = np.frombuffer(
+            segment.memory, np.uint8, 2 * size * SLOT, _slots_start(size)
+        ).reshape(2, size, SLOT)
         self._views: dict[tuple[int, int, int, Any], Flat] = {}
         self._rows: dict[tuple[int, int, Any], tuple[Flat, list[Flat]]] = {}
         self._step = 0
+        held = threading.Lock()
+        held.acquire()
+        self._let_go, self._take = held.release, held.acquire
+        team.wake = self._wake_up
 
     def close(self) -> None:
         """Let go of the memory."""
+        self.team.wake = lambda: None
         self._views.clear()
         self._rows.clear()
         self._slots = np.zeros((2, self.size, 0), np.uint8)
@@ -105,76 +123,116 @@ class Board:
         return found
 
     def meet(self, call: Call | None = None) -> None:
-        """Raise my flag for the next step and wait for all others'; with ``call``, compare signatures too."""
+        """Tell the others of the next step and wait to hear from all; with ``call``, compare signatures too."""
         self._step = step = self._step + 1
         flags, mine = self._flags, self._mine
-        if call is None:
-            flags[mine] = step
-            for other in self._others:
-                if flags[other] < step:
-                    self._wait(other, step)
-            return
-        place = 2 + 2 * (step & 1)
-        signature = call.signature & _MASK
-        flags[mine + place] = signature
-        flags[mine + place + 1] = call.seq
+        if call is not None:
+            signature, seq = call.signature & _MASK, call.seq
+            place = 2 + 2 * (step & 1)
+            flags[mine + place] = signature
+            flags[mine + place + 1] = seq
         flags[mine] = step
+        # the flag must be out before the bell is looked at: taking a lock is a full barrier on x86
+        self._let_go()
+        self._take()
+        if flags[mine + _BELL]:
+            flags[mine + _BELL] = 0
+            bells.wake(self._address + 8 * mine)
         for other in self._others:
             if flags[other] < step:
                 self._wait(other, step)
-            if flags[other + place] != signature or flags[other + place + 1] != call.seq:
-                self.team.mismatch(other // _LINE, flags[other + place + 1])
+            if call is not None and (flags[other + place] != signature or flags[other + place + 1] != seq):
+                self._differ(other // _LINE, flags[other + place + 1])
 
     def _wait(self, other: int, step: int) -> None:
-        """Until a flag is at ``step``: look, then yield, then nap, with an eye on deadline and liveness."""
+        """Until a flag is at ``step``: look, then yield, then sleep, with an eye on deadline and liveness."""
         flags = self._flags
         if not self.patient:
             for _ in range(self._spins):
                 if flags[other] >= step:
                     return
         give_way = os.sched_yield
-        for _ in range(_PATIENT_YIELDS if self.patient else _YIELDS):
+        for _ in range(_PATIENT_YIELDS if self.patient else self._yields):
             if flags[other] >= step:
                 return
             give_way()
-        nap, looked = _NAP_S, time.monotonic()
-        while flags[other] < step:
-            time.sleep(nap)
-            nap = min(nap * 1.3, _LONGEST_NAP_S)
-            now = time.monotonic()
-            if now - looked > 0.1 or self.team.error is not None:
-                looked = now
-                if flags[other] < step:
-                    self.team.look_around(other // _LINE)
+        address = self._address + 8 * other
+        looked = time.monotonic()
+        while (seen := flags[other]) < step:
+            flags[other + _BELL] = 1
+            bells.sleep(address, seen & 0xFFFFFFFF, _TICK_S)
+            looked = self._look_around(other // _LINE, looked)
+
+    def _look_around(self, other: int, looked: float) -> float:
+        """Ten times a second, or when the group has failed: is the awaited rank alive, and is there time left?"""
+        now = time.monotonic()
+        if now - looked < _TICK_S and self.team.error is None:
+            return looked
+        self.team.look_around(self.members[other])
+        return now
+
+    def _differ(self, other: int, seq: int) -> None:
+        self.team.mismatch(self.members[other], seq)
+
+    def _wake_up(self) -> None:
+        """The group has failed: whoever sleeps here is to look (others look, too, and sleep on)."""
+        for other in self._others:
+            bells.wake(self._address + 8 * other)
 
 
-def shared_board(team: Team, spins: int) -> Board | None:
-    """The board of a group, if all its ranks are on this host and can map one segment; all decide alike.
+class SemaphoreBoard(Board):
+    """A board whose ranks tell each other by semaphores; right on every processor."""
 
-    Every rank that sees all others on its host takes part in a vote; one that cannot or will not share votes no, and
-    then all use sockets.
-    """
-    context, control = team.context, team.context.job.control
-    if control is None or len({control.peers[r].host for r in context.ranks}) > 1:
-        return None
-    unwilling = can_share()
-    segment = None
-    try:
-        if team.rank == 0:
-            segment = create(context, size_of(team.size), unwilling is None)
-        elif unwilling is None:
-            segment = open_published(context, team.tick)
-        ballot = team.plan((1,) * team.size, np.dtype(np.uint8))
-        ballot.mine[0] = segment is not None
-        votes = [bool(vote[0]) for vote in team.exchange(ballot)]
-        if segment is not None and all(votes):
-            return Board(team, segment, spins)
-    finally:
-        if segment is not None:
-            segment.close_descriptor()
-    logging.getLogger("unicoll").info(
-        "group %r uses sockets: %s",
-        context.name,
-        unwilling or "not all of its ranks could map the shared memory",
-    )
-    return None
+    def __init__(self, team: Team, members: tuple[int, ...], segment: Segment, spins: int) -> None:
+        super().__init__(team, members, segment, spins)
+        first = segment.address + Segment.START + self.size * _LINE * 8
+        others = [r for r in range(self.size) if r != self.rank]
+        self._to = [_semaphore(first, self.size, self.rank, r) for r in others]
+        self._from = [(r, _semaphore(first, self.size, r, self.rank)) for r in others]
+
+    @staticmethod
+    def prepare(segment: Segment, ranks: int) -> None:
+        """Set the semaphores up; once, before the others map the segment."""
+        first = segment.address + Segment.START + ranks * _LINE * 8
+        for giver in range(ranks):
+            for taker in range(ranks):
+                bells.make_semaphore(_semaphore(first, ranks, giver, taker))
+
+    def meet(self, call: Call | None = None) -> None:
+        self._step = step = self._step + 1
+        flags, mine = self._flags, self._mine
+        if call is not None:
+            signature, seq = call.signature & _MASK, call.seq
+            place = 2 + 2 * (step & 1)
+            flags[mine + place] = signature
+            flags[mine + place + 1] = seq
+        for semaphore in self._to:
+            bells.post(semaphore)
+        for rank, semaphore in self._from:
+            if bells.take(semaphore) != 0:
+                self._take_late(rank, semaphore)
+            if call is not None:
+                line = rank * _LINE + place
+                if flags[line] != signature or flags[line + 1] != seq:
+                    self._differ(rank, flags[line + 1])
+
+    def _take_late(self, rank: int, semaphore: int) -> None:
+        """Take a semaphore that was not posted yet: try, then yield, then sleep."""
+        for _ in range(0 if self.patient else self._spins):
+            if bells.take(semaphore) == 0:
+                return
+        for _ in range(_PATIENT_YIELDS if self.patient else self._yields):
+            if bells.take(semaphore) == 0:
+                return
+            os.sched_yield()
+        looked = time.monotonic()
+        while not bells.take_within(semaphore, _TICK_S):
+            looked = self._look_around(rank, looked)
+
+    def _wake_up(self) -> None:
+        """Nothing: a sleep ends after a tick, and a post that nobody made must not be taken."""
+
+
+def _semaphore(first: int, ranks: int, giver: int, taker: int) -> int:
+    """Address of the semaphore that one rank posts and another takes."""
+    return first + (giver * ranks + taker) * bells.SEMAPHORE

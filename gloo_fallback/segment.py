@@ -1,6 +1,6 @@
-"""Shared memory between the ranks of a group on one host: a memfd that vanishes with its last user.
+"""Shared memory between the ranks of one host: a memfd that vanishes with its last user.
 
-The group's first rank makes the memfd and publishes where it is; the others open it through ``/proc``, which the
+One rank makes the memfd and publishes where it is; the others open it through ``/proc``, which the
 kernel allows to processes of the same user only. There is no name in any file system, so nothing can be left behind,
 however the processes end, and the size of /dev/shm does not matter.
 """
@@ -8,6 +8,7 @@ however the processes end, and the size of /dev/shm does not matter.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
@@ -16,10 +17,23 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from unicoll.backend import Context
 
-__all__ = ["Segment", "can_share", "create", "open_published"]
+from . import bells
+
+__all__ = [
+    "Segment",
+    "boot_id",
+    "can_share",
+    "create",
+    "keeps_order",
+    "offered",
+    "open_published",
+    "private",
+    "taken",
+]
 
 _TOKEN = 32
 """Bytes at the start that tell the segment from any other file behind the same descriptor number."""
@@ -33,6 +47,7 @@ class Segment:
 
     Attributes:
         memory: the whole mapping; user data starts at ``Segment.START``.
+        address: where the mapping begins in this process.
     """
 
     START = 4096
@@ -47,6 +62,7 @@ class Segment:
         block = (ctypes.c_ubyte * size).from_address(address)
         # not mmap.mmap: that keeps a descriptor, and refuses to close while an error's traceback holds a view
         weakref.finalize(block, _munmap, address, size).atexit = False
+        self.address: int = address
         self.memory = memoryview(block).cast("B")
 
     def close_descriptor(self) -> None:
@@ -70,40 +86,54 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def can_share() -> str | None:
-    """Why ranks of this machine cannot share memory, or None if they can.
-
-    The flags rely on stores becoming visible in program order, which x86 guarantees and other processors do not.
-    """
-    if os.environ.get("UNICOLL_TRANSPORT", "").lower() == "tcp":
-        return "UNICOLL_TRANSPORT=tcp"
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return f"the memory order of {platform.machine()} needs more than plain flags"
+    """Why this process cannot share memory with others of its host, or None if it can."""
     if not hasattr(os, "memfd_create"):
         return "this kernel has no memfd"
+    if not bells.has_futex():
+        return f"{platform.machine()} is not known to this version"
     return None
 
 
-def _boot() -> str:
+def keeps_order() -> bool:
+    """Whether this processor makes stores visible in program order, so that plain flags will do.
+
+    ``UNICOLL_MEMORY_ORDER=weak`` says no, for tests of what other processors do.
+    """
+    if os.environ.get("UNICOLL_MEMORY_ORDER", "").lower() == "weak":
+        return False
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def boot_id() -> str:
+    """Tells this boot of this machine from every other."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 
 
-def create(context: Context, size: int, willing: bool) -> Segment | None:
-    """Make the group's segment and publish it; None (published too) if not willing, or out of memory."""
-    key = f"shm/{context.name}"
-    if not willing:
-        context.job.store.set(key, json.dumps(None))
-        return None
+def create(context: Context, name: str, size: int, prepare: Callable[[Segment], None]) -> Segment | None:
+    """Make a segment and publish it under ``name``; None (published too) where there is no memory for it.
+
+    ``prepare`` sets up what is in it before anybody else sees it.
+    """
+    key = f"shm/{context.name}/{name}"
     try:
         descriptor = os.memfd_create("unicoll", os.MFD_CLOEXEC)
         segment = _sized(descriptor, size)
+        prepare(segment)
     except OSError:
         context.job.store.set(key, json.dumps(None))
         return None
     token = secrets.token_hex(_TOKEN // 2)
     segment.memory[:_TOKEN] = token.encode()
-    where = {"boot": _boot(), "pid": os.getpid(), "fd": descriptor, "size": size, "token": token}
+    where = {"boot": boot_id(), "pid": os.getpid(), "fd": descriptor, "size": size, "token": token}
     context.job.store.set(key, json.dumps(where))
+    return segment
+
+
+def private(size: int) -> Segment:
+    """Memory like a shared segment's that nobody else maps."""
+    segment = _sized(os.memfd_create("unicoll", os.MFD_CLOEXEC), size)
+    segment.close_descriptor()
     return segment
 
 
@@ -117,18 +147,18 @@ def _sized(descriptor: int, size: int) -> Segment:
     return Segment(descriptor, size)
 
 
-def open_published(context: Context, check: Callable[[], None]) -> Segment | None:
-    """Map the segment that the group's first rank made; None where that is not possible.
+def open_published(context: Context, name: str, check: Callable[[], None]) -> Segment | None:
+    """Map the segment that another rank made; None where that is not possible.
 
-    ``check`` is called while waiting for the first rank, and raises to give up.
+    ``check`` is called while waiting for that rank, and raises to give up.
     """
     pause = 0.0005
-    while (found := context.job.store.try_get(f"shm/{context.name}")) is None:
+    while (found := context.job.store.try_get(f"shm/{context.name}/{name}")) is None:
         check()
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     where = json.loads(found)
-    if where is None or where["boot"] != _boot():
+    if where is None or where["boot"] != boot_id():
         return None
     try:
         descriptor = os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC)
@@ -138,4 +168,37 @@ def open_published(context: Context, check: Callable[[], None]) -> Segment | Non
     if segment.memory[:_TOKEN] != where["token"].encode():
         segment.close()
         return None
+    return segment
+
+
+def offered(size: int) -> tuple[Segment, dict[str, Any]]:
+    """Make a segment for one other process; where that one finds it (:func:`taken`).
+
+    Raises:
+        OSError: there is no descriptor or no memory for it.
+    """
+    descriptor = os.memfd_create("unicoll", os.MFD_CLOEXEC)
+    segment = _sized(descriptor, size)
+    token = secrets.token_hex(_TOKEN // 2)
+    segment.memory[:_TOKEN] = token.encode()
+    return segment, {"boot": boot_id(), "pid": os.getpid(), "fd": descriptor, "size": size, "token": token}
+
+
+def taken(where: dict[str, Any]) -> Segment:
+    """Map what another process has offered, which must keep its descriptor open until then.
+
+    Raises:
+        OSError: it cannot be opened here, or something else is there.
+    """
+    if where["boot"] != boot_id():
+        raise FileNotFoundError(errno.ENOENT, "it is on another machine")
+    descriptor = os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(descriptor).st_size != where["size"]:  # a mapping beyond a file's end is a crash when it is touched
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "something else is there")
+    segment = Segment(descriptor, where["size"])
+    segment.close_descriptor()
+    if segment.memory[:_TOKEN] != where["token"].encode():
+        segment.close()
+        raise FileNotFoundError(errno.ENOENT, "something else is there")
     return segment

@@ -6,32 +6,16 @@ ranks' contributions in rank order, so the result does not depend on who compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from unicoll.backend import Call
-from unicoll.kernels import Flat, Kernel, kernel_for
-from unicoll.types import DType
+from unicoll.kernels import Flat, Kernel
 
-from .algorithms import check_counts, cut, flat_of, pieces_of
+from .algorithms import bounds_of, check_counts, cut, flat_of, kernel_of, pieces_of
 from .board import SLOT, Board
-
-__all__ = ["SHARED", "WHOLE"]
-
-Algorithm = Callable[[Board, Call], None]
-
-
-def _kernel(call: Call) -> Kernel:
-    dtype: DType | None = call.dtype
-    assert dtype is not None
-    assert call.reduce is not None
-    return kernel_for(dtype, call.reduce)
-
-
-def _bounds(count: int, parts: int) -> list[int]:
-    return [count * i // parts for i in range(parts + 1)]
 
 
 def barrier(board: Board, call: Call) -> None:
@@ -63,7 +47,7 @@ WHOLE = 1 << 16
 
 def all_reduce(board: Board, call: Call) -> None:
     """The reduction of all ranks' data to all."""
-    source, out, kernel = flat_of(call.inputs[0]), flat_of(call.outputs[0]), _kernel(call)
+    source, out, kernel = flat_of(call.inputs[0]), flat_of(call.outputs[0]), kernel_of(call)
     if source.nbytes * (board.size - 1) <= WHOLE:
         mine, contributions = board.rows(source.size, source.dtype)
         mine[:] = source
@@ -75,7 +59,7 @@ def all_reduce(board: Board, call: Call) -> None:
 
 def reduce(board: Board, call: Call) -> None:
     """The reduction of all ranks' data to the root."""
-    source, kernel = flat_of(call.inputs[0]), _kernel(call)
+    source, kernel = flat_of(call.inputs[0]), kernel_of(call)
     out = flat_of(call.outputs[0]) if call.outputs else None
     if source.nbytes * (board.size - 1) <= WHOLE:
         mine, contributions = board.rows(source.size, source.dtype)
@@ -100,7 +84,7 @@ def _reduce_in_parts(board: Board, call: Call, kernel: Kernel, source: Flat, out
     rank, size, dtype = board.rank, board.size, source.dtype
     for start in range(0, source.size + step, step):
         piece = source[start : start + step]
-        bounds = _bounds(piece.size, size)
+        bounds = bounds_of(piece.size, size)
         mine, theirs = bounds[rank], bounds[rank + 1]
         if piece.size:
             given = board.slot(rank, 0, piece.size, dtype)
@@ -128,7 +112,7 @@ def _take_results(board: Board, out: Flat, start: int, bounds: list[int], half: 
 
 def reduce_scatter(board: Board, call: Call) -> None:
     """Each rank gets its own piece of the reduction."""
-    out, kernel = flat_of(call.outputs[0]), _kernel(call)
+    out, kernel = flat_of(call.outputs[0]), kernel_of(call)
     pieces = pieces_of(call.inputs, call.op.name == "reduce_scatter_tensor", board.size)
     size, rank, dtype = board.size, board.rank, out.dtype
     lane = _lane(board, dtype)
@@ -215,10 +199,15 @@ def all_to_all(board: Board, call: Call) -> None:
     table = np.stack([board.slot(r, 0, 2 * size, counts, 0) for r in range(size)])
     check_counts(board.team, table)
     targets[rank][:] = sources[rank]
-    dtype = sources[0].dtype
+    exchange_parts(board, sources, targets, int(table.max()))
+
+
+def exchange_parts(board: Board, sources: Sequence[Flat], targets: Sequence[Flat], longest: int) -> None:
+    """What each has for each other, a lane of a slot at a time; ``longest`` is the largest of all ranks' parts."""
+    size, rank, dtype = board.size, board.rank, sources[0].dtype
     lane = _lane(board, dtype)
     step = lane // dtype.itemsize
-    for start in range(0, int(table.max()), step):
+    for start in range(0, longest, step):
         for r in range(size):
             if r != rank:
                 part = sources[r][start : start + step]
@@ -228,20 +217,3 @@ def all_to_all(board: Board, call: Call) -> None:
             if r != rank:
                 part = targets[r][start : start + step]
                 part[:] = board.slot(r, rank * lane, part.size, dtype, 0)
-
-
-SHARED: dict[str, Algorithm] = {
-    "barrier": barrier,
-    "broadcast": broadcast,
-    "all_reduce": all_reduce,
-    "reduce": reduce,
-    "all_gather": all_gather,
-    "all_gather_into_tensor": all_gather,
-    "gather": gather,
-    "scatter": scatter,
-    "reduce_scatter": reduce_scatter,
-    "reduce_scatter_tensor": reduce_scatter,
-    "all_to_all": all_to_all,
-    "all_to_all_single": all_to_all,
-}
-"""Operation name to algorithm, for groups whose ranks share memory."""

@@ -1,10 +1,4 @@
-"""A group's collective connections: exchanging, waiting with a deadline, and failing together.
-
-Every collective begins with :meth:`Team.exchange`: ranks pass each other a header with sequence number and
-signature (and, for small operations, the data itself) in ceil(log2 n) rounds. A rank that comes out of it has heard,
-directly or through others, from every rank of the group, and every hop compared headers; so a call that differs
-anywhere is noticed before bulk data moves, at no extra round for small operations.
-"""
+"""A group's collective connections: sending, waiting with a deadline, and failing together."""
 
 from __future__ import annotations
 
@@ -17,30 +11,23 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import numpy as np
-
 from unicoll.backend import Call, Context
 from unicoll.errors import (
     DistError,
     DistNetworkError,
     RankLostError,
 )
-from unicoll.kernels import Flat
 
 from . import inquest
 from .endpoint import COLLECTIVE, Endpoint
+from .links import HEADER_SIZE, MAGIC, Links, read_header
 
-__all__ = ["HEADER_SIZE", "Plan", "Team"]
+__all__ = ["Bridge", "Team"]
 
-_HEADER = struct.Struct("<QQqQ")
-HEADER_SIZE = _HEADER.size
-_MAGIC = 0x316C6C6F63696E75  # "unicoll1" as it lies in memory
 _TICK_S = 0.1
 _TICK = struct.pack("@ll", 0, int(_TICK_S * 1e6))
 _PIECE = 1 << 18
 """Bytes handed to one system call; small enough that sending and receiving take turns."""
-_CROSSING = 1 << 14
-"""Messages up to this size are sent whole before the answer is read: the kernel's buffers hold them."""
 _WARN_S = 15.0
 
 _DONTWAIT = socket.MSG_DONTWAIT
@@ -48,50 +35,7 @@ _DONTWAIT = socket.MSG_DONTWAIT
 Progress = Callable[[int], None]
 
 
-class Plan:
-    """The rounds of an exchange in which rank i contributes ``lengths[i]`` bytes.
-
-    Blocks lie in the scratch memory in the order rank, rank+1, ...: round k sends the first 2^k of them to
-    rank - 2^k and appends those of rank + 2^k (Bruck et al., "Efficient Algorithms for All-to-All Communications in
-    Multiport Message-Passing Systems", 1997).
-    """
-
-    __slots__ = ("head", "mine", "rounds", "views")
-
-    def __init__(self, scratch: Flat, lengths: tuple[int, ...], rank: int, storage: np.dtype[Any]) -> None:
-        size = len(lengths)
-        order = [(rank + i) % size for i in range(size)]
-        offsets = [0]
-        for r in order:
-            offsets.append(offsets[-1] + lengths[r])
-        data = scratch.data
-        self.head = data[:HEADER_SIZE]
-        self.rounds: list[tuple[int, int, memoryview, memoryview, int, memoryview]] = []
-        distance = 1
-        while distance < size:
-            count = min(distance, size - distance)
-            start, stop = offsets[distance], offsets[distance + count]
-            # the incoming header lands on the 32 bytes before the incoming blocks, which are put back afterwards
-            self.rounds.append(
-                (
-                    (rank - distance) % size,
-                    (rank + distance) % size,
-                    data[: HEADER_SIZE + offsets[count]],
-                    data[start : HEADER_SIZE + stop],
-                    HEADER_SIZE + stop - start,
-                    data[start : start + HEADER_SIZE],
-                )
-            )
-            distance *= 2
-        blocks: list[Flat] = [scratch[:0].view(storage)] * size
-        for i, r in enumerate(order):
-            block = scratch[HEADER_SIZE + offsets[i] : HEADER_SIZE + offsets[i + 1]]
-            blocks[r] = block.view(storage)
-        self.views = blocks
-        self.mine = blocks[rank]
-
-
-class Team:
+class Team(Links):
     """The members of a group, as one of them sees them.
 
     Args:
@@ -101,6 +45,7 @@ class Team:
     """
 
     def __init__(self, context: Context, endpoint: Endpoint, spins: int) -> None:
+        super().__init__()
         self.context = context
         self.rank = context.rank
         self.size = context.size
@@ -110,13 +55,12 @@ class Team:
         self._endpoint = endpoint
         self._spins = spins
         self._sockets: list[socket.socket | None] = [None] * self.size
-        self._scratch = np.zeros(HEADER_SIZE, np.uint8)
-        self._plans: dict[Any, Plan] = {}
         self._deadline = 0.0
         self._started = 0.0
         self._warned = False
         self._pollers: dict[tuple[int, int], select.poll] = {}
         self._aborting = threading.Lock()
+        self.wake: Callable[[], None] = lambda: None  # ends a sleep in shared memory
 
     # --- one operation ------------------------------------------------------------------------------------------
 
@@ -131,58 +75,9 @@ class Team:
         """The operation is over."""
         self.last, self.call = self.call, None
 
-    def plan(self, lengths: tuple[int, ...], storage: np.dtype[Any]) -> Plan:
-        """The (remembered) plan of an exchange."""
-        key = (lengths, storage)
-        found = self._plans.get(key)
-        if found is None:
-            need = HEADER_SIZE + sum(lengths)
-            if need > self._scratch.size or len(self._plans) >= 256:
-                self._plans.clear()
-                if need > self._scratch.size:
-                    self._scratch = np.zeros(max(need, 2 * self._scratch.size), np.uint8)
-            found = self._plans[key] = Plan(self._scratch, lengths, self.rank, storage)
-        return found
-
-    def exchange(self, plan: Plan) -> list[Flat]:
-        """Give everyone ``plan.mine``; returns every rank's block.
-
-        Raises:
-            CollectiveMismatchError: another rank is in another call.
-        """
-        call = self.call
-        assert call is not None
-        header = _HEADER.pack(_MAGIC, call.seq, call.signature, 0)
-        plan.head[:] = header
-        for to, frm, outgoing, incoming, length, overlap in plan.rounds:
-            if length > _CROSSING:
-                self._exchange_long(to, frm, outgoing, incoming, header)
-                continue
-            self.send(to, outgoing)
-            saved = bytes(overlap)
-            self.receive(frm, incoming, length, header)
-            if overlap != header:
-                self._mismatch(frm, bytes(overlap))
-            overlap[:] = saved
-        return plan.views
-
-    def _exchange_long(
-        self, to: int, frm: int, outgoing: memoryview, incoming: memoryview, header: bytes
-    ) -> None:
-        """A round whose bytes might fill both sockets' buffers: sent and received at once."""
-        staging = memoryview(bytearray(len(incoming)))
-        self.duplex(to, outgoing, frm, staging, header)
-        self._check(frm, staging, header)
-        incoming[HEADER_SIZE:] = staging[HEADER_SIZE:]
-
-    def _check(self, peer: int, view: memoryview, header: bytes) -> None:
-        if view[:HEADER_SIZE] != header:
-            self._mismatch(peer, bytes(view[:HEADER_SIZE]))
-
     # --- bytes ----------------------------------------------------------------------------------------------------
 
     def send(self, peer: int, view: memoryview) -> None:
-        """Send all of ``view`` (bytes) to a member."""
         sock = self._sockets[peer] or self._connect(peer)
         try:
             sent = sock.send(view, _DONTWAIT)
@@ -200,11 +95,6 @@ class Team:
                 self._broken(peer, e)
 
     def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
-        """Fill ``view`` (``length`` bytes) from a member.
-
-        ``header`` is what has to come first. It is compared as soon as it is there, because a member that is in
-        another call may send less than is awaited; comparing the whole is left to the caller.
-        """
         sock = self._sockets[peer] or self._connect(peer)
         got = 0
         spins = self._spins
@@ -227,16 +117,12 @@ class Team:
             if not count:
                 self._broken(peer, None)
             if header is not None and got >= HEADER_SIZE:
-                self._check(peer, view, header)
+                self._compare(peer, view, header)
             spins = 0
 
     def duplex(
         self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, header: bytes | None = None
     ) -> None:
-        """Send ``outgoing`` to one member while ``incoming`` is filled from another (or the same).
-
-        ``header`` is as for :meth:`receive`.
-        """
         out_sock = self._sockets[to] or self._connect(to)
         in_sock = self._sockets[frm] or self._connect(frm)
         sent = got = idle = 0
@@ -257,7 +143,7 @@ class Team:
                 got += count
                 moved = True
                 if header is not None and got >= HEADER_SIZE:
-                    self._check(frm, incoming, header)
+                    self._compare(frm, incoming, header)
                     header = None
             except BlockingIOError:
                 pass
@@ -271,7 +157,7 @@ class Team:
                     self.tick(frm)
         if header is not None and got < HEADER_SIZE:
             self.receive(frm, incoming[got:HEADER_SIZE], HEADER_SIZE - got)
-            self._check(frm, incoming, header)
+            self._compare(frm, incoming, header)
             got = HEADER_SIZE
         if sent < to_send:
             self.send(to, outgoing[sent:])
@@ -334,6 +220,8 @@ class Team:
             if self.error is None:
                 self.error = error
             sockets = [s for s in self._sockets if s is not None]
+            wake = self.wake
+        wake()
         for sock in sockets:
             try:
                 sock.shutdown(socket.SHUT_RDWR)  # wakes whoever sleeps in it
@@ -345,7 +233,6 @@ class Team:
         self._endpoint.close_group(self.context.name)
 
     def fail(self, error: DistError) -> NoReturn:
-        """This rank found that the operation cannot succeed: agree on the error with the others, and raise it."""
         if self.error is None:
             control = self.context.job.control
             if control is not None:
@@ -373,10 +260,10 @@ class Team:
         assert self.call is not None
         return inquest.lost(self.context, self.call, peer, why)
 
-    def _mismatch(self, peer: int, header: bytes) -> NoReturn:
+    def _misfit(self, peer: int, header: bytes) -> NoReturn:
         context = self.context
-        magic, seq, _, _ = _HEADER.unpack(header)
-        if magic != _MAGIC:
+        magic, seq = read_header(header)
+        if magic != MAGIC:
             self.fail(DistNetworkError(f"{context.who(peer)} sent what is no header", group=context.name))
         self.mismatch(peer, seq)
 
@@ -409,3 +296,41 @@ def _runs(pid: int) -> bool:
     except PermissionError:
         pass
     return True
+
+
+class Bridge(Links):
+    """Some members of a team, numbered anew, over the team's connections.
+
+    Args:
+        team: whose connections are used; waits, fails and keeps the deadline.
+        members: their ranks in the team; this process is one of them.
+    """
+
+    def __init__(self, team: Team, members: tuple[int, ...]) -> None:
+        super().__init__()
+        self._team = team
+        self.members = members
+        self.context = team.context
+        self.rank = members.index(team.rank)
+        self.size = len(members)
+
+    @property
+    def call(self) -> Call | None:  # type: ignore[override]
+        return self._team.call
+
+    def send(self, peer: int, view: memoryview) -> None:
+        self._team.send(self.members[peer], view)
+
+    def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+        self._team.receive(self.members[peer], view, length, header)
+
+    def duplex(
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, header: bytes | None = None
+    ) -> None:
+        self._team.duplex(self.members[to], outgoing, self.members[frm], incoming, header)
+
+    def fail(self, error: DistError) -> NoReturn:
+        self._team.fail(error)
+
+    def _misfit(self, peer: int, header: bytes) -> NoReturn:
+        self._team._misfit(self.members[peer], header)

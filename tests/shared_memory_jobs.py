@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -10,42 +11,78 @@ import numpy as np
 import unicoll as dist
 
 
-def board() -> Any:
-    """This rank's board, or None where the group uses sockets."""
+def way() -> Any:
+    """How this rank's world group moves data; None before its first collective."""
     pg = dist.group.WORLD
     assert pg is not None
-    return pg._host._board  # type: ignore[attr-defined]
+    return pg._host._way  # type: ignore[attr-defined]
 
 
 def transport() -> tuple[str, float]:
     """What the world group uses, and an all_reduce over it."""
     x = np.ones(1000)
     dist.all_reduce(x)
-    return "sockets" if board() is None else "shared memory", float(x.sum())
+    return way()._where.__class__.__name__, float(x.sum())
 
 
-def unwilling(rank: int) -> tuple[str, float]:
-    """As :func:`transport`, where one rank will not share."""
+def reason() -> str:
+    """How the world group moves data, in words."""
+    transport()
+    return str(way().words)
+
+
+def unwilling(rank: int) -> str:
+    """As :func:`reason`, where one rank will not share."""
     if dist.get_rank() == rank:
         os.environ["UNICOLL_TRANSPORT"] = "tcp"
-    return transport()
+    return reason()
+
+
+def unable(rank: int) -> str:
+    """As :func:`reason`, where one rank cannot map what the first of its host made."""
+    from gloo_fallback import nodes
+
+    if dist.get_rank() == rank:
+        nodes.open_published = lambda *_: None  # type: ignore[assignment]
+    return reason()
+
+
+def no_room(rank: int) -> str:
+    """As :func:`reason`, where the first rank of a host gets no memory."""
+    if dist.get_rank() == rank:
+
+        def full(*_: object) -> int:
+            raise OSError(28, "No space left on device")
+
+        os.memfd_create = full  # type: ignore[assignment]
+    return reason()
 
 
 def another_machine(rank: int) -> tuple[str, float]:
-    """As :func:`transport`, where one rank's kernel is another: it cannot map what the first one made."""
-    from gloo_fallback import segment
+    """As :func:`transport`, where one rank is on a host of its own."""
+    from gloo_fallback import nodes
 
     if dist.get_rank() == rank:
-        segment._boot = lambda: "another boot"  # type: ignore[assignment]
+        nodes.boot_id = lambda: "another boot"
     return transport()
 
 
-def arm() -> tuple[str, float]:
-    """As :func:`transport`, on a processor that does not keep stores in order."""
-    import platform
+def board_kind() -> tuple[str, float]:
+    """Which board the world group uses, and a large all_reduce over it."""
+    x = np.ones(500_000)
+    dist.all_reduce(x)
+    return type(way().board).__name__, float(x[-1])
 
-    platform.machine = lambda: "aarch64"  # type: ignore[assignment]
-    return transport()
+
+def asleep(seconds: float) -> tuple[float, float]:
+    """Rank 0 is late by so much that the others sleep: their processor time meanwhile, and a sum after it."""
+    dist.barrier()
+    started = time.process_time()
+    if dist.get_rank() == 0:
+        time.sleep(seconds)
+    x = np.ones(10)
+    dist.all_reduce(x)
+    return time.process_time() - started, float(x[0])
 
 
 def descriptors() -> list[str]:

@@ -1,4 +1,4 @@
-"""The CPU backend passes the conformance suite, over TCP and through shared memory."""
+"""The CPU backend passes the conformance suite: over TCP, through shared memory, and by host over both."""
 
 from __future__ import annotations
 
@@ -46,13 +46,7 @@ class TestSockets(_Gloo):
         return (2 * SEGMENT // itemsize + 11) | 1
 
 
-class TestSharedMemory(_Gloo):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def pool(cls) -> Iterator[Callable[[int], Pool]]:
-        with pools() as made:
-            yield made
-
+class _Shared(_Gloo):
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         switch = WHOLE // itemsize // max(1, size - 1)
         half, slot, lane = (SLOT // n // itemsize for n in (2, 1, max(1, size)))
@@ -60,6 +54,47 @@ class TestSharedMemory(_Gloo):
 
     def large(self, itemsize: int) -> int:
         return (2 * SLOT // itemsize + 11) | 1
+
+
+class TestSharedMemory(_Shared):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(Job, env={"UNICOLL_TRANSPORT": "shm"})) as made:
+            yield made
+
+
+class TestSemaphores(_Shared):
+    """Shared memory as on processors that do not keep stores in order."""
+
+    sample = 15
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(Job, env={"UNICOLL_TRANSPORT": "shm", "UNICOLL_MEMORY_ORDER": "weak"})) as made:
+            yield made
+
+
+class TestHierarchy(_Gloo):
+    """Every two ranks count as a host: from three ranks on, hosts of two ranks and of one."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(Job, env={"UNICOLL_TRANSPORT": "hierarchical"})) as made:
+            yield made
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        switch = SMALL // itemsize
+        piece = SLOT // (itemsize + max(itemsize, 4))
+        slot, lane = SLOT // itemsize, SLOT // itemsize // (size + 1)
+        nodes = -(-size // 2)
+        return [0, 1, 7, 1000, switch // nodes, switch // nodes + 1, switch, switch + 1,
+                piece - 20, piece + 1, slot, slot + 1, lane, lane + 1, 3 * piece + 5]  # fmt: skip
+
+    def large(self, itemsize: int) -> int:
+        return (3 * SLOT // itemsize + 11) | 1
 
 
 def _available() -> int:

@@ -20,21 +20,67 @@ Pools = Callable[[int], Pool]
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_ranks_of_one_host_share_memory(size: int, pool: Pools) -> None:
-    assert pool(size).run(jobs.transport) == [("shared memory", 1000.0 * size)] * size
+    assert pool(size).run(jobs.transport) == [("Board", 1000.0 * size)] * size
+    assert set(pool(size).run(jobs.reason)) == {"over shared memory: all ranks are on one host"}
 
 
 @pytest.mark.parametrize(
-    ("reason", "rank"),
-    [(jobs.unwilling, 0), (jobs.unwilling, 1), (jobs.another_machine, 1), (jobs.another_machine, 2)],
+    ("job", "rank", "why"),
+    [
+        (jobs.unwilling, 0, "UNICOLL_TRANSPORT=tcp on rank 0 "),
+        (jobs.unwilling, 1, "UNICOLL_TRANSPORT=tcp on rank 1 "),
+        (jobs.unable, 2, "rank 2 "),
+        (jobs.no_room, 0, "rank 0 "),
+    ],
 )
 def test_one_that_will_not_or_cannot_makes_all_use_sockets(
-    reason: Callable[[int], tuple[str, float]], rank: int
+    job: Callable[[int], str], rank: int, why: str
 ) -> None:
-    assert run_ranks(3, reason, rank) == [("sockets", 3000.0)] * 3
+    reasons = run_ranks(3, job, rank)
+    assert len(set(reasons)) == 1
+    assert reasons[0].startswith(f"over sockets: {why}")
+    if job is not jobs.unwilling:
+        assert reasons[0].endswith("could not map the shared memory of its host")
 
 
-def test_a_processor_with_a_weaker_memory_order_uses_sockets() -> None:
-    assert run_ranks(2, jobs.arm) == [("sockets", 2000.0)] * 2
+def test_a_rank_on_another_machine_is_reached_by_sockets_and_the_others_share_memory() -> None:
+    assert run_ranks(3, jobs.another_machine, 1) == [("Cluster", 3000.0)] * 3
+
+
+def test_shared_memory_that_was_asked_for_and_cannot_be_had_is_an_error() -> None:
+    with Job(3, env={"UNICOLL_TRANSPORT": "shm"}) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.another_machine, 1)
+        for outcome in job.collect():
+            assert outcome.failure is not None
+            assert outcome.failure.type == "BackendUnavailableError"
+            assert "UNICOLL_TRANSPORT=shm, but the ranks are on 2 hosts" in outcome.failure.message
+
+
+def test_a_transport_that_does_not_exist_is_refused_when_joining() -> None:
+    job = Job(2, env={"UNICOLL_TRANSPORT": "carrier-pigeon"})
+    try:
+        job.call(enter)
+        for outcome in job.collect():
+            assert outcome.failure is not None
+            assert "known are auto, tcp, shm, hierarchical" in outcome.failure.message
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_processor_with_a_weaker_memory_order_uses_semaphores(size: int) -> None:
+    env = {"UNICOLL_MEMORY_ORDER": "weak"}
+    assert run_ranks(size, jobs.board_kind, env=env) == [("SemaphoreBoard", float(size))] * size
+
+
+@pytest.mark.parametrize("order", ["", "weak"])
+def test_a_long_wait_sleeps_and_is_woken(order: str) -> None:
+    env = {"UNICOLL_MEMORY_ORDER": order}
+    for spent, total in run_ranks(3, jobs.asleep, 1.0, env=env):
+        assert total == 3.0
+        assert spent < 0.5
 
 
 def test_nothing_is_left_to_open_once_all_have_it(pool: Pools) -> None:
@@ -75,7 +121,7 @@ def test_nothing_is_left_when_all_ranks_are_killed() -> None:
         job.call(enter)
         job.results()
         job.call(jobs.transport)
-        assert {t for t, _ in job.results()} == {"shared memory"}
+        assert {t for t, _ in job.results()} == {"Board"}
         for rank in range(3):
             job.signal(rank, signal.SIGKILL)
         assert job.wait_for_exit() == [-signal.SIGKILL] * 3

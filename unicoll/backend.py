@@ -176,9 +176,9 @@ class Backend(ABC):
         """Sequence number of the last call accepted."""
 
     @property
-    def current(self) -> Call | None:
-        """The call that is being done now, if any (read by other threads, for error reports)."""
-        return None
+    def staging(self) -> int:
+        """Bytes of memory that this rank holds for the group's transfers, whatever the size of the arrays."""
+        return 0
 
     def describe(self) -> str:
         """How it moves this group's data, in a few words, for ``explain()``."""

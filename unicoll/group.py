@@ -154,6 +154,10 @@ class ProcessGroup:
         """How its data moves, in a few words."""
         return "; ".join(backend.describe() for backend in self._served.values())
 
+    def staging_bytes(self) -> dict[str, int]:
+        """Memory that this rank holds for the group's transfers, by device type, whatever the size of the arrays."""
+        return {device: backend.staging for device, backend in self._backends.items()}
+
     def __repr__(self) -> str:
         return f"<ProcessGroup {self._name!r}: rank {self._rank} of {self._size}, {self.backend_config}>"
 

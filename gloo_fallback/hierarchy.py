@@ -1,0 +1,500 @@
+"""The collectives of ranks on several hosts: shared memory within a host, sockets between hosts.
+
+Each host is a *node* with a board; one rank of it, the *leader*, crosses to the other nodes. The leader of the root's
+node is the root itself, so that its data takes no further step. Everything is cut into pieces that fit the slots.
+While leaders carry one piece over, their neighbours prepare the next and take the one before: in the reductions
+three pieces are under way at a time.
+
+No rank comes out before all have agreed on the call: neighbours compare signatures at the first step, leaders in an
+exchange, and the step after that tells the neighbours that the leaders agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from unicoll.backend import Call
+from unicoll.kernels import Flat, Kernel
+
+from . import algorithms
+from .algorithms import SEGMENT, SMALL, bounds_of, bytes_of, cut, flat_of, kernel_of, pieces_of
+from .board import SLOT, Board
+from .shared import exchange_parts
+from .team import Bridge, Team
+
+
+class Cluster:
+    """A group's nodes, as one rank sees them.
+
+    Attributes:
+        team, board: this rank's connections and its node's shared memory.
+        nodes: the group's ranks, node by node.
+        mine: index of this rank's node.
+    """
+
+    def __init__(self, team: Team, board: Board, nodes: Sequence[tuple[int, ...]]) -> None:
+        self.team = team
+        self.board = board
+        self.nodes = tuple(nodes)
+        self.size = team.size
+        self.mine = next(i for i, members in enumerate(self.nodes) if team.rank in members)
+        self._bridges: dict[int, Bridge | None] = {}
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks (in the group) of this node."""
+        return self.nodes[self.mine]
+
+    def node_of(self, rank: int) -> int:
+        """Index of a rank's node."""
+        return next(i for i, members in enumerate(self.nodes) if rank in members)
+
+    def leader(self, root: int = -1) -> int:
+        """This node's leader, as a rank of the board; ``root`` leads its own node."""
+        return self.members.index(root) if root in self.members else 0
+
+    def bridge(self, root: int = -1) -> Bridge | None:
+        """The leaders' connections, numbered as the nodes are; None for ranks that are not leaders."""
+        root = root if root >= 0 and root not in {m[0] for m in self.nodes} else -1  # the first leads anyway
+        if root not in self._bridges:
+            leaders = tuple(root if root in members else members[0] for members in self.nodes)
+            rank = self.team.rank
+            self._bridges[root] = Bridge(self.team, leaders) if rank in leaders else None
+        return self._bridges[root]
+
+    def agree(self, call: Call, root: int = -1) -> None:
+        """All ranks are in this call once the board's next step is done."""
+        self.board.meet(call)
+        if (bridge := self.bridge(root)) is not None:
+            bridge.agree()
+
+
+def barrier(cluster: Cluster, call: Call) -> None:
+    """Nobody leaves before all have come."""
+    cluster.agree(call)
+    cluster.board.meet()
+
+
+# --- broadcast --------------------------------------------------------------------------------------------------------
+
+
+def broadcast(cluster: Cluster, call: Call) -> None:
+    """The root's data to all: from leader to leader in a chain, then through the slots."""
+    flat, board, root = flat_of(call.inputs[0]), cluster.board, call.root
+    leader, bridge = cluster.leader(root), cluster.bridge(root)
+    if flat.nbytes <= SMALL:
+        board.meet(call)
+        if bridge is not None:
+            _small_broadcast(bridge, flat, cluster.node_of(root))
+            board.slot(board.rank, 0, flat.size, flat.dtype)[:] = flat
+        board.meet()
+        if bridge is None:
+            flat[:] = board.slot(leader, 0, flat.size, flat.dtype, 0)
+        return
+    cluster.agree(call, root)
+    step = SEGMENT // flat.itemsize
+    for start in range(0, flat.size, step):
+        piece = flat[start : start + step]
+        if bridge is not None:
+            node = cluster.node_of(root)
+            algorithms.chain_down(bridge, bytes_of(piece), (bridge.rank - node) % bridge.size, node)
+            board.slot(board.rank, 0, piece.size, piece.dtype)[:] = piece
+        board.meet()
+        if bridge is None:
+            piece[:] = board.slot(leader, 0, piece.size, piece.dtype, 0)
+
+
+def _small_broadcast(bridge: Bridge, flat: Flat, root: int) -> None:
+    plan = bridge.plan(tuple(flat.nbytes if r == root else 0 for r in range(bridge.size)), flat.dtype)
+    if bridge.rank == root:
+        plan.mine[:] = flat
+        bridge.exchange(plan)
+    else:
+        flat[:] = bridge.exchange(plan)[root]
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+class _Sums:
+    """A reduction whose contributions are nodes' sums: in the accumulator's type, scaled, not yet divided."""
+
+    plain = True
+
+    def __init__(self, kernel: Kernel, ranks: int) -> None:
+        self.storage = self.acc = kernel.acc
+        self.ufunc = kernel.ufunc
+        self._kernel = kernel
+        self._ranks = ranks
+
+    def widen(self, values: Flat) -> Flat:
+        return values
+
+    def fold(self, acc: Flat, values: Flat) -> None:
+        self.ufunc(acc, values, out=acc)
+
+    def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
+        self._kernel.finish(acc, out, self._ranks)
+
+    def combine(self, pieces: Sequence[Flat], out: Flat, apart: bool = False) -> None:
+        acc = pieces[0].copy()
+        for piece in pieces[1:]:
+            self.fold(acc, piece)
+        self.finish(acc, out, len(pieces))
+
+
+def _sum_up(kernel: Kernel, parts: Sequence[Flat], acc: Flat) -> None:
+    """A node's contributions, folded in rank order into an accumulator."""
+    if kernel.storage == kernel.acc and kernel.plain and len(parts) > 1:
+        kernel.ufunc(parts[0], parts[1], out=acc)
+        parts = parts[2:]
+    else:
+        acc[:] = kernel.widen(parts[0])
+        parts = parts[1:]
+    for part in parts:
+        kernel.fold(acc, part)
+
+
+def all_reduce(cluster: Cluster, call: Call) -> None:
+    """The reduction of all ranks' data to all."""
+    source, out, kernel = flat_of(call.inputs[0]), flat_of(call.outputs[0]), kernel_of(call)
+    board, bridge = cluster.board, cluster.bridge()
+    if _is_small(cluster, kernel, source):
+        sums = _exchange_sums(cluster, call, kernel, source, bridge)
+        if sums is not None:
+            _Sums(kernel, cluster.size).combine(sums, board.slot(board.rank, 0, out.size, out.dtype))
+        board.meet()
+        out[:] = board.slot(cluster.leader(), 0, out.size, out.dtype, 0)
+        return
+
+    def cross(bridge: Bridge, start: int, sums: Flat, result: Flat) -> None:
+        bounds = bounds_of(sums.size, bridge.size)
+        pieces = [sums[a:b] for a, b in pairwise(bounds)]
+        results = [result[a:b] for a, b in pairwise(bounds)]
+        algorithms.scatter_reduced(bridge, _Sums(kernel, cluster.size), pieces, results[bridge.rank])
+        algorithms.ring_gather(bridge, results)
+
+    def collect(start: int, result: Flat) -> None:
+        out[start : start + result.size] = result
+
+    _flow(cluster, call, kernel, _Whole(source, _piece(kernel)), cross, collect)
+
+
+def reduce(cluster: Cluster, call: Call) -> None:
+    """The reduction of all ranks' data to the root."""
+    source, kernel, root = flat_of(call.inputs[0]), kernel_of(call), call.root
+    out = flat_of(call.outputs[0]) if call.outputs else None
+    node = cluster.node_of(root)
+    if _is_small(cluster, kernel, source):
+        sums = _exchange_sums(cluster, call, kernel, source, cluster.bridge(root))
+        if sums is not None and out is not None:
+            _Sums(kernel, cluster.size).combine(sums, out)
+        cluster.board.meet()
+        return
+
+    def cross(bridge: Bridge, start: int, sums: Flat, result: Flat) -> None:
+        target = None if out is None else out[start : start + sums.size]
+        algorithms.chain_reduce(bridge, _Sums(kernel, cluster.size), sums, target, node)
+
+    _flow(cluster, call, kernel, _Whole(source, _piece(kernel)), cross, None)
+
+
+def reduce_scatter(cluster: Cluster, call: Call) -> None:
+    """Each rank gets its own piece of the reduction."""
+    out, kernel = flat_of(call.outputs[0]), kernel_of(call)
+    pieces = pieces_of(call.inputs, call.op.name == "reduce_scatter_tensor", cluster.size)
+    parcel = _Parcels(pieces, cluster, max(1, _piece(kernel) // cluster.size))
+
+    def cross(bridge: Bridge, start: int, sums: Flat, result: Flat) -> None:
+        bounds = parcel.node_bounds(start)
+        blocks = [sums[a:b] for a, b in pairwise(bounds)]
+        mine = result[: blocks[cluster.mine].size]
+        algorithms.scatter_reduced(bridge, _Sums(kernel, cluster.size), blocks, mine)
+
+    def collect(start: int, result: Flat) -> None:
+        low, high = parcel.mine(start)
+        out[start : start + high - low] = result[low:high]
+
+    _flow(cluster, call, kernel, parcel, cross, collect)
+
+
+def _is_small(cluster: Cluster, kernel: Kernel, source: Flat) -> bool:
+    return source.size * kernel.acc.itemsize * len(cluster.nodes) <= SMALL
+
+
+def _exchange_sums(
+    cluster: Cluster, call: Call, kernel: Kernel, source: Flat, bridge: Bridge | None
+) -> list[Flat] | None:
+    """Every node's sum, to the leaders."""
+    mine, contributions = cluster.board.rows(source.size, source.dtype)
+    mine[:] = source
+    cluster.board.meet(call)
+    if bridge is None:
+        return None
+    plan = bridge.plan((source.size * kernel.acc.itemsize,) * bridge.size, kernel.acc)
+    _sum_up(kernel, contributions, plan.mine)
+    return bridge.exchange(plan)
+
+
+def _piece(kernel: Kernel) -> int:
+    """Elements of a piece: contribution and sum (or result) fit a slot."""
+    return (SLOT - 64) // (kernel.acc.itemsize + kernel.dtype.itemsize)
+
+
+class _Whole:
+    """An array cut into pieces of ``step`` elements."""
+
+    def __init__(self, source: Flat, step: int) -> None:
+        self.source = source
+        self.starts = range(0, source.size, step)
+        self.step = step
+
+    def size(self, start: int) -> int:
+        return min(self.step, self.source.size - start)
+
+    def fill(self, start: int, into: Flat) -> None:
+        into[:] = self.source[start : start + into.size]
+
+
+class _Parcels:
+    """One array for each rank, cut into pieces of ``step`` elements each; a piece holds all ranks', node by node."""
+
+    def __init__(self, arrays: Sequence[Flat], cluster: Cluster, step: int) -> None:
+        self.arrays = [arrays[r] for members in cluster.nodes for r in members]
+        self.starts = range(0, max(a.size for a in arrays), step)
+        self._step = step
+        self._cluster = cluster
+
+    def _bounds(self, start: int) -> list[int]:
+        bounds = [0]
+        for array in self.arrays:
+            bounds.append(bounds[-1] + max(0, min(self._step, array.size - start)))
+        return bounds
+
+    def size(self, start: int) -> int:
+        return self._bounds(start)[-1]
+
+    def fill(self, start: int, into: Flat) -> None:
+        bounds = self._bounds(start)
+        for array, low, high in zip(self.arrays, bounds, bounds[1:], strict=False):
+            into[low:high] = array[start : start + high - low]
+
+    def node_bounds(self, start: int) -> list[int]:
+        """Where each node's parcels begin in a piece, and where the last ends."""
+        bounds = self._bounds(start)
+        first, firsts = 0, [0]
+        for members in self._cluster.nodes:
+            first += len(members)
+            firsts.append(first)
+        return [bounds[i] for i in firsts]
+
+    def empty(self, start: int, piece: Flat) -> None:
+        """The reverse of :meth:`fill`."""
+        bounds = self._bounds(start)
+        for array, low, high in zip(self.arrays, bounds, bounds[1:], strict=False):
+            array[start : start + high - low] = piece[low:high]
+
+    def sizes_here(self, start: int) -> list[int]:
+        """Lengths of the parcels of this node's ranks."""
+        bounds, cluster = self._bounds(start), self._cluster
+        before = sum(len(members) for members in cluster.nodes[: cluster.mine])
+        return [bounds[before + r + 1] - bounds[before + r] for r in range(cluster.board.size)]
+
+    def mine(self, start: int) -> tuple[int, int]:
+        """Where this rank's parcel lies within its node's."""
+        bounds, cluster = self._bounds(start), self._cluster
+        before = sum(len(members) for members in cluster.nodes[: cluster.mine])
+        place = before + cluster.board.rank
+        return bounds[place] - bounds[before], bounds[place + 1] - bounds[before]
+
+
+Cross = Callable[[Bridge, int, Flat, Flat], None]
+Collect = Callable[[int, Flat], None]
+
+
+def _flow(
+    cluster: Cluster,
+    call: Call,
+    kernel: Kernel,
+    cargo: _Whole | _Parcels,
+    cross: Cross,
+    collect: Collect | None,
+) -> None:
+    """Reduce piece by piece: all contribute; neighbours sum up; leaders cross with the sums; all collect.
+
+    At step s all contribute piece s, then the neighbours sum it up while the leader crosses with piece s-1, and all
+    collect piece s-2. A slot holds a contribution, and behind it a neighbour's part of the sum or the leader's result.
+
+    ``cross(bridge, start, sums, result)`` reduces a node's sums with the other nodes' into ``result``;
+    ``collect(start, result)`` takes what it needs from it.
+    """
+    board, root = cluster.board, call.root
+    leader, bridge = cluster.leader(root), cluster.bridge(root)
+    neighbours = [r for r in range(board.size) if r != leader]
+    dtype, starts, sizes = kernel.storage, cargo.starts, [cargo.size(start) for start in cargo.starts]
+    behind = -(-max(sizes, default=0) * dtype.itemsize // 64) * 64
+    sums = np.empty(max(sizes, default=0) if bridge is not None else 0, kernel.acc)
+    for s in range(len(sizes) + 2):
+        if s < len(sizes):
+            cargo.fill(starts[s], board.slot(board.rank, 0, sizes[s], dtype))
+        board.meet(None if s else call)
+        if s == 0 and bridge is not None:
+            bridge.agree()
+        if bridge is None and s < len(sizes):
+            _sum_my_part(board, kernel, neighbours, sizes[s], behind)
+        if bridge is not None and 1 <= s <= len(sizes):
+            size = sizes[s - 1]
+            if neighbours:
+                _gather_sums(board, neighbours, sums[:size], behind)
+            else:  # what this rank wrote for the step before
+                _sum_up(kernel, [board.slot(board.rank, 0, size, dtype, 1)], sums[:size])
+            cross(bridge, starts[s - 1], sums[:size], board.slot(board.rank, behind, size, dtype))
+        if collect is not None and s >= 2:
+            collect(starts[s - 2], board.slot(leader, behind, sizes[s - 2], dtype, 0))
+
+
+def _sum_my_part(board: Board, kernel: Kernel, neighbours: Sequence[int], size: int, behind: int) -> None:
+    bounds = bounds_of(size, len(neighbours))
+    i = neighbours.index(board.rank)
+    low, high = bounds[i], bounds[i + 1]
+    parts = [board.slot(r, 0, size, kernel.storage, 0)[low:high] for r in range(board.size)]
+    _sum_up(kernel, parts, board.slot(board.rank, behind, high - low, kernel.acc))
+
+
+def _gather_sums(board: Board, neighbours: Sequence[int], sums: Flat, behind: int) -> None:
+    bounds = bounds_of(sums.size, len(neighbours))
+    for i, r in enumerate(neighbours):
+        low, high = bounds[i], bounds[i + 1]
+        sums[low:high] = board.slot(r, behind, high - low, sums.dtype, 0)
+
+
+# --- moving -----------------------------------------------------------------------------------------------------------
+
+
+def all_gather(cluster: Cluster, call: Call) -> None:
+    """Every rank's data to all; sizes may differ. Leaders pass their nodes' pieces round a ring."""
+    source, board, bridge = flat_of(call.inputs[0]), cluster.board, cluster.bridge()
+    targets = pieces_of(call.outputs, call.op.name == "all_gather_into_tensor", cluster.size)
+    dtype = source.dtype
+    step = max(1, (SLOT - 64) // dtype.itemsize // (cluster.size + 1))
+    parcels = _Parcels(targets, cluster, step)
+    behind = -(-step * dtype.itemsize // 64) * 64
+    starts = parcels.starts or range(1)
+    for s in range(len(starts) + 1):
+        if s < len(starts):
+            piece = source[starts[s] : starts[s] + step]
+            board.slot(board.rank, 0, piece.size, dtype)[:] = piece
+        board.meet(None if s else call)
+        if bridge is not None and s < len(starts):
+            if s == 0:
+                bridge.agree()
+            _pass_round(cluster, bridge, parcels, starts[s], behind, dtype)
+        if s > 0:
+            start = starts[s - 1]
+            whole = board.slot(cluster.leader(), behind, parcels.size(start), dtype, 0)
+            parcels.empty(start, whole)
+
+
+def _pass_round(
+    cluster: Cluster, bridge: Bridge, parcels: _Parcels, start: int, behind: int, dtype: np.dtype[Any]
+) -> None:
+    board = cluster.board
+    whole = board.slot(board.rank, behind, parcels.size(start), dtype)
+    blocks = [whole[a:b] for a, b in pairwise(parcels.node_bounds(start))]
+    mine, low = blocks[cluster.mine], 0
+    for r, size in enumerate(parcels.sizes_here(start)):
+        mine[low : low + size] = board.slot(r, 0, size, dtype, 0)
+        low += size
+    algorithms.ring_gather(bridge, blocks)
+
+
+def gather(cluster: Cluster, call: Call) -> None:
+    """Every rank's data to the root: each leader sends its neighbours' slots."""
+    source, board, root = flat_of(call.inputs[0]), cluster.board, call.root
+    targets = [flat_of(b) for b in call.outputs]
+    bridge, home = cluster.bridge(root), cluster.node_of(root)
+    step = SLOT // source.itemsize
+    for start in range(0, max(source.size, 1), step):
+        piece = source[start : start + step]
+        board.slot(board.rank, 0, piece.size, piece.dtype)[:] = piece
+        board.meet(None if start else call)
+        if bridge is None:
+            continue
+        if start == 0:
+            bridge.agree()
+        here = [board.slot(r, 0, piece.size, piece.dtype, 0) for r in range(board.size)]
+        if not targets:
+            for part in here:
+                bridge.send(home, bytes_of(part))
+            continue
+        for node, members in enumerate(cluster.nodes):
+            for r, rank in enumerate(members):
+                target = targets[rank][start : start + step]
+                if node == home:
+                    target[:] = here[r]
+                else:
+                    bridge.receive(node, bytes_of(target), target.nbytes)
+    board.meet()
+
+
+def scatter(cluster: Cluster, call: Call) -> None:
+    """The root's i-th array to rank i: each leader receives into its slot what its neighbours take from there."""
+    out, board, root = flat_of(call.outputs[0]), cluster.board, call.root
+    sources = [flat_of(b) for b in call.inputs]
+    bridge, home, leader = cluster.bridge(root), cluster.node_of(root), cluster.leader(root)
+    lane = SLOT // max(len(members) for members in cluster.nodes) // out.itemsize * out.itemsize
+    step = lane // out.itemsize
+    cluster.agree(call, root)
+    for start in range(0, max(out.size, 1), step):
+        size = min(step, out.size - start)
+        if bridge is not None:
+            here = [board.slot(board.rank, r * lane, size, out.dtype) for r in range(board.size)]
+            _deal(cluster, bridge, sources, start, here, home)
+        board.meet()
+        out[start : start + size] = board.slot(leader, board.rank * lane, size, out.dtype, 0)
+
+
+def _deal(
+    cluster: Cluster, bridge: Bridge, sources: Sequence[Flat], start: int, here: Sequence[Flat], home: int
+) -> None:
+    if not sources:
+        for part in here:
+            bridge.receive(home, bytes_of(part), part.nbytes)
+        return
+    for node, members in enumerate(cluster.nodes):
+        for r, rank in enumerate(members):
+            part = sources[rank][start : start + here[0].size]
+            if node == home:
+                here[r][:] = part
+            else:
+                bridge.send(node, bytes_of(part))
+
+
+def all_to_all(cluster: Cluster, call: Call) -> None:
+    """The j-th part of rank i becomes the i-th part of rank j: within a node through the slots, else directly."""
+    assert call.in_counts is not None
+    assert call.out_counts is not None
+    team, size, rank = cluster.team, cluster.size, cluster.team.rank
+    single = call.op.name == "all_to_all_single"
+    sources = cut(call.inputs, call.in_counts, single)
+    targets = cut(call.outputs, call.out_counts, single)
+    table = algorithms.agree_on_counts(team, call.in_counts, call.out_counts)
+    here = cluster.members
+    targets[rank][:] = sources[rank]
+    longest = int(table[np.ix_(here, here)].max())
+    exchange_parts(cluster.board, [sources[r] for r in here], [targets[r] for r in here], longest)
+    for distance in range(1, size):
+        to, frm = (rank + distance) % size, (rank - distance) % size
+        giving, taking = bytes_of(sources[to]), bytes_of(targets[frm])
+        if to in here and frm in here:
+            continue
+        if to in here:
+            team.receive(frm, taking, len(taking))
+        elif frm in here:
+            team.send(to, giving)
+        else:
+            team.duplex(to, giving, frm, taking)
