@@ -181,6 +181,16 @@ def test_two_nodes_with_a_static_master(hosts: Hosts, master: str, network: str)
     assert "WARNING" not in "".join(ended.stderr)
 
 
+@pytest.mark.parametrize("per_node", [2, 3])
+@pytest.mark.parametrize("master", ["10.77.0.1", "fd77::1"])
+def test_the_ranks_of_a_host_send_their_sum_only(hosts: Hosts, master: str, per_node: int) -> None:
+    ended = Ended(launch(hosts, "by_host", master=master, per_node=per_node, env=SECRET))
+    for report in ended.well(2 * per_node):
+        hosts_and_ranks = f"2 hosts (ranks: {per_node}, {per_node})"
+        assert f"over shared memory within {hosts_and_ranks}, sockets between them" in report["explained"]
+        assert report["sent"] < 1.2 * report["bytes"]  # a ring through all ranks would take 1.5 and more
+
+
 @pytest.mark.parametrize(
     ("variable", "spec", "master", "expected"),
     [
