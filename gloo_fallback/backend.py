@@ -44,6 +44,7 @@ class GlooBackend(Backend):
         self._error: DistError | None = None
         self._way: Way | None = None  # found by the first collective
         self._spins = 0
+        in_order = as_options(context.options).in_order
         if context.size > 1:
             job = context.job
             endpoint: Endpoint = job.shared("gloo", lambda: Endpoint(job))
@@ -51,7 +52,7 @@ class GlooBackend(Backend):
             self._spins = 0 if _crowded(context) else _SPINS
             wish()  # refuse a word that is none before anybody waits
             self._team = Team(context, endpoint, self._spins)
-            self._team.deterministic = as_options(context.options).in_order
+            self._team.deterministic = in_order
             self._mail = Mailroom(context, endpoint)
             if job.control is not None:
                 job.control.watch(context.name, self.abort, self._team.report)

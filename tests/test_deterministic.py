@@ -1,0 +1,77 @@
+"""Deterministic reductions: the same bits whatever the size, the transport and who is late."""
+
+from __future__ import annotations
+
+import hashlib
+
+import deterministic_jobs as jobs
+import numpy as np
+import pytest
+from ranks import Job, run_ranks
+from worker import enter
+
+import unicoll as dist
+from unicoll.options import as_options
+
+TRANSPORTS = (
+    {"UNICOLL_TRANSPORT": "shm"},
+    {"UNICOLL_TRANSPORT": "tcp"},
+    {"UNICOLL_TRANSPORT": "hierarchical"},
+)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5])
+def test_the_same_bits_over_every_transport(size: int) -> None:
+    found = [run_ranks(size, jobs.digests, True, env=env) for env in TRANSPORTS]
+    found.append(run_ranks(size, jobs.digests, None, env={**TRANSPORTS[1], "UNICOLL_DETERMINISTIC": "1"}))
+    found.append(run_ranks(size, jobs.digests, True, 0.02, env=TRANSPORTS[1]))
+    first = found[0][0]
+    assert len(first) == 3 * len(jobs.DTYPES)
+    for run in found:
+        for rank, digests in enumerate(run):
+            assert digests == first, f"rank {rank}"
+
+
+def test_the_data_can_tell_orders_apart() -> None:
+    parts = [jobs.contribution(r, max(jobs.COUNTS), "float32") for r in range(4)]
+    assert ((parts[0] + parts[1]) + (parts[2] + parts[3]) != ((parts[0] + parts[1]) + parts[2]) + parts[3]).any()
+
+
+def test_bits_are_those_of_folding_in_rank_order() -> None:
+    digests = run_ranks(3, jobs.digests, True, env=TRANSPORTS[1])[0]
+    parts = [jobs.contribution(r, max(jobs.COUNTS), "float64") for r in range(3)]
+    assert digests["float64 SUM"] == hashlib.sha256(((parts[0] + parts[1]) + parts[2]).tobytes()).hexdigest()
+
+
+def test_explain_says_so() -> None:
+    assert all(", deterministic " in words for words in run_ranks(2, jobs.explained))
+
+
+def test_ranks_that_want_different_things_are_told() -> None:
+    with Job(3) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.options_differ)
+        for outcome in job.collect():
+            assert outcome.failure is not None
+            assert outcome.failure.type == "CollectiveMismatchError"
+            assert "deterministic on ranks 1 only" in outcome.failure.message
+
+
+def test_options_that_do_not_exist_are_refused() -> None:
+    with Job(2) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.unknown_option)
+        for outcome in job.collect():
+            assert outcome.failure is not None
+            assert outcome.failure.type == "DistArgumentError"
+            assert "'determinstic'; known are deterministic" in outcome.failure.message
+    with pytest.raises(dist.DistTypeError, match="must be a bool"):
+        as_options({"deterministic": "yes"})
+
+
+def test_option_objects_of_other_libraries_say_nothing() -> None:
+    assert as_options(object()).deterministic is None
+    assert as_options(None).deterministic is None
+    assert as_options(np.float32(1)).deterministic is None
