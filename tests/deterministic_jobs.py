@@ -10,7 +10,7 @@ import numpy as np
 
 import unicoll as dist
 
-COUNTS = (37, 20_011, 400_009)
+COUNTS = (37, 20_011, 150_011)
 DTYPES = ("float16", "float32", "float64", "complex64")
 
 
@@ -28,7 +28,7 @@ def digests(deterministic: bool | None, late: float = 0.0) -> dict[str, str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     found = {}
     for dtype in DTYPES:
-        for op in ("SUM", "AVG", "PRODUCT"):
+        for op in ("SUM", "AVG", "PRODUCT") if dtype == "float32" else ("SUM",):
             whole = {}
             for count in COUNTS:
                 time.sleep(late * (rank == count % size))

@@ -20,13 +20,13 @@ TRANSPORTS = (
 )
 
 
-@pytest.mark.parametrize("size", [2, 4, 5])
+@pytest.mark.parametrize("size", [2, 5])
 def test_the_same_bits_over_every_transport(size: int) -> None:
     found = [run_ranks(size, jobs.digests, True, env=env) for env in TRANSPORTS]
     found.append(run_ranks(size, jobs.digests, None, env={**TRANSPORTS[1], "UNICOLL_DETERMINISTIC": "1"}))
     found.append(run_ranks(size, jobs.digests, True, 0.02, env=TRANSPORTS[1]))
     first = found[0][0]
-    assert len(first) == 3 * len(jobs.DTYPES)
+    assert len(first) == 2 + len(jobs.DTYPES)
     for run in found:
         for rank, digests in enumerate(run):
             assert digests == first, f"rank {rank}"
