@@ -6,11 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from unicoll.backend import Backend, Call, Caps, Context, Job
 from unicoll.composites import merge_all_reduces
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
+from unicoll.kernels import Quiet
 from unicoll.ops import OPS
 from unicoll.options import as_options
 from unicoll.work import Completion, HostCompletion
@@ -42,6 +41,7 @@ class GlooBackend(Backend):
         self._team: Team | None = None
         self._mail: Mailroom | None = None
         self._error: DistError | None = None
+        self._quietly = Quiet()
         self._way: Way | None = None  # found by the first collective
         self._spins = 0
         in_order = as_options(context.options).in_order
@@ -100,11 +100,12 @@ class GlooBackend(Backend):
             alone(call)
             call.write_back()
             return
-        team.begin(call)
+        if team.error is not None:
+            raise team.error.with_traceback(None)
+        team.call, team.deadline = call, 0.0  # the deadline is set when something has to be waited for
         try:
             if call.reduce is not None:
-                with np.errstate(all="ignore"):  # overflow and NaN are results, as on a GPU
-                    self._collect(team, call)
+                self._quietly(self._collect, team, call)  # overflow and NaN are results, as on a GPU
             else:
                 self._collect(team, call)
             call.write_back()
@@ -114,7 +115,7 @@ class GlooBackend(Backend):
             self._give_up(team, call, e)
             raise
         finally:
-            team.end()
+            team.last, team.call = call, None
 
     def _collect(self, team: Team, call: Call) -> None:
         way = self._way
@@ -122,7 +123,7 @@ class GlooBackend(Backend):
             way = self._way = find_way(team, self._spins)
         if way.board is not None:
             way.board.patient = self._lane.in_background
-        way.run(call)
+        way.table[call.op.name](way.where, call)
 
     def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
         context = self._context

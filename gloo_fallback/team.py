@@ -42,6 +42,11 @@ class Team(Links):
         context: the group.
         endpoint: this process's listener.
         spins: polls of a socket before sleeping on it; 0 where ranks outnumber cores.
+
+    Attributes:
+        error: what ended the group, or None.
+        call, last: the operation in progress, and the one before.
+        deadline: when it has to be done, on the clock of time.monotonic; 0 until something has to be waited for.
     """
 
     def __init__(self, context: Context, endpoint: Endpoint, spins: int) -> None:
@@ -55,25 +60,12 @@ class Team(Links):
         self._endpoint = endpoint
         self._spins = spins
         self._sockets: list[socket.socket | None] = [None] * self.size
-        self._deadline = 0.0
+        self.deadline = 0.0
         self._started = 0.0
         self._warned = False
         self._pollers: dict[tuple[int, int], select.poll] = {}
         self._aborting = threading.Lock()
         self.wake: Callable[[], None] = lambda: None  # ends a sleep in shared memory
-
-    # --- one operation ------------------------------------------------------------------------------------------
-
-    def begin(self, call: Call) -> None:
-        """An operation starts; its deadline runs from here (and is looked at when something has to be waited for)."""
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-        self.call = call
-        self._deadline = 0.0
-
-    def end(self) -> None:
-        """The operation is over."""
-        self.last, self.call = self.call, None
 
     # --- bytes ----------------------------------------------------------------------------------------------------
 
@@ -202,11 +194,11 @@ class Team(Links):
         call = self.call
         assert call is not None
         now = time.monotonic()
-        if not self._deadline:
+        if not self.deadline:
             self._started = now - _TICK_S
-            self._deadline = self._started + call.timeout
+            self.deadline = self._started + call.timeout
             self._warned = False
-        if now >= self._deadline:
+        if now >= self.deadline:
             self.fail(inquest.timed_out(self.context, call))
         if now - self._started > _WARN_S and not self._warned:
             self._warned = True

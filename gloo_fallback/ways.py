@@ -39,7 +39,7 @@ def _table(module: ModuleType) -> dict[str, Callable[[Any, Call], None]]:
 
 
 class Way:
-    """One way of moving a group's data.
+    """One way of moving a group's data: ``table[operation](where, call)`` does a collective.
 
     Args:
         module: of the algorithms.
@@ -55,12 +55,8 @@ class Way:
         self.words = words
         self.staging = staging
         self.board = board
-        self._where = where
-        self._table = _table(module)
-
-    def run(self, call: Call) -> None:
-        """Do one collective."""
-        self._table[call.op.name](self._where, call)
+        self.where = where
+        self.table = _table(module)
 
     def close(self) -> None:
         """Give the shared memory back; idempotent."""

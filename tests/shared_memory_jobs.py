@@ -22,7 +22,7 @@ def transport() -> tuple[str, float]:
     """What the world group uses, and an all_reduce over it."""
     x = np.ones(1000)
     dist.all_reduce(x)
-    return way()._where.__class__.__name__, float(x.sum())
+    return way().where.__class__.__name__, float(x.sum())
 
 
 def reason() -> str:

@@ -79,7 +79,7 @@ class Call:
         if op.uneven and op.sizes is not Sizes.EXCHANGED:
             pieces = self.outputs if op.sizes is Sizes.GATHERED else self.inputs
             parts.append(_describe_pieces(pieces))
-        elif op.sizes in (Sizes.SCATTERED, Sizes.SCATTERED_FLAT) and self.outputs:
+        elif op.scattered and self.outputs:
             parts.append(str(self.outputs[0]))
         elif self.inputs or self.outputs:
             parts.append(str((self.inputs or self.outputs)[0]))

@@ -166,7 +166,7 @@ def sign(call: Call) -> int:
     shape: tuple[Any, ...] = buffer.shape
     if op.uneven:
         shape = _uneven_shape(call)
-    elif op.sizes in (Sizes.SCATTERED, Sizes.SCATTERED_FLAT):
+    elif op.scattered:
         shape = call.outputs[0].shape
     reduce = call.reduce
     if reduce is None:

@@ -17,7 +17,7 @@ from .buffers import Buffer, as_buffer
 from .call import Call
 from .checks import check, sign
 from .errors import BackendUnavailableError, DistArgumentError, DistError, DistTypeError, GroupAbortedError
-from .ops import OPS, Op, as_reduce_op, check_reduction
+from .ops import OPS, Op, as_reduce_op
 from .registry import Choice
 from .types import ReduceOp, Reduction, to_seconds
 from .work import Work
@@ -30,6 +30,8 @@ Buffers = tuple[Buffer, ...]
 _BARRIER = OPS["barrier"]
 _ALL_REDUCE = OPS["all_reduce"]
 _SEND, _RECV = OPS["send"], OPS["recv"]
+_REMEMBERED = 1024
+"""Kinds of calls whose checks a group remembers."""
 
 
 class ProcessGroup:
@@ -70,6 +72,7 @@ class ProcessGroup:
         self.bound_device_id = device
         self.choices = tuple(choices)
         self.splits = 0  # how often this group has been split; numbers the children
+        self._known: dict[Any, tuple[int, Backend]] = {}
         self._served: dict[type[Backend], Backend] = {}
         self._backends: dict[str, Backend] = {}
         for choice in choices:
@@ -420,11 +423,13 @@ class ProcessGroup:
 
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """:meth:`send` in the background."""
-        return self._post(self._message(_SEND, tensor, dst, tag, timeout))
+        call = self._message(_SEND, tensor, dst, tag, timeout)
+        return self._post(call, self._route(call))
 
     def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """:meth:`recv` in the background; ``work.source_rank()`` tells the sender's rank in the group."""
-        return self._post(self._message(_RECV, tensor, src, tag, timeout))
+        call = self._message(_RECV, tensor, src, tag, timeout)
+        return self._post(call, self._route(call))
 
     def batch_isend_irecv(
         self, ops: Sequence[tuple[bool, Any, int | None, int]], *, timeout: Timeout = None
@@ -453,11 +458,38 @@ class ProcessGroup:
         splits: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None,
     ) -> Work | None:
         """Check a call, hand it to its backend, and wait for it unless ``async_op``."""
-        call = self._call(op, inputs, outputs, timeout, reduce, root, splits)
+        if reduce is not None and type(reduce) is not Reduction:
+            reduce = as_reduce_op(reduce)
+        if inputs is not outputs or not inputs or not inputs[0].writable:
+            call = self._call(op, inputs, outputs, timeout, reduce, root, splits)
+            backend = self._route(call)
+        else:  # one array in place: what has been found out once holds for its like
+            first = inputs[0]
+            call = Call(
+                op,
+                inputs,
+                outputs,
+                self._timeout if timeout is None else self._seconds(timeout),
+                reduce,
+                root,
+            )
+            key = (op, first.dtype, first.shape, first.device.type, reduce, root)
+            known = self._known.get(key)
+            if known is None:
+                known = self._find_out(key, call)
+            call.signature, backend = known
         if async_op:
-            return self._post(call)
-        self._route(call).run(call)
+            return self._post(call, backend)
+        backend.run(call)
         return None
+
+    def _find_out(self, key: Any, call: Call) -> tuple[int, Backend]:
+        """Check a call; its signature and backend, remembered."""
+        check(call, self._rank, self._size)
+        if len(self._known) >= _REMEMBERED:
+            self._known.clear()
+        known = self._known[key] = sign(call), self._route(call)
+        return known
 
     def _call(
         self,
@@ -474,10 +506,7 @@ class ProcessGroup:
         call = Call(op, inputs, outputs, self._seconds(timeout), reduce, root)
         if splits is not None:
             call.in_counts, call.out_counts = splits
-        if op is _ALL_REDUCE and inputs is outputs and inputs[0].writable:
-            check_reduction(op, inputs[0].dtype, reduce)
-        else:
-            check(call, self._rank, self._size)
+        check(call, self._rank, self._size)
         call.signature = sign(call)
         return call
 
@@ -517,10 +546,10 @@ class ProcessGroup:
         check(call, self._rank, self._size)
         return call
 
-    def _post(self, call: Call) -> Work:
+    def _post(self, call: Call, backend: Backend) -> Work:
         call.site = call_site()
         calls = (call,)
-        return Work(self._route(call).post(calls), calls)
+        return Work(backend.post(calls), calls)
 
     def _route(self, call: Call) -> Backend:
         """The backend that serves the call's arrays."""
@@ -571,5 +600,6 @@ class ProcessGroup:
         if self._closed:
             return
         self._closed = True
+        self._known.clear()
         for backend in self._served.values():
             backend.close()

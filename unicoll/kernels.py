@@ -1,27 +1,31 @@
 """Reductions in NumPy, for every element type and operation of the table.
 
 A kernel folds contributions in an *accumulator* type: the element type itself, or float32 for the half types, whose
-own sums would lose the small terms. bfloat16 is computed through float32 by shifting bits, so that no extra package
-is needed.
+own sums would lose the small terms (:mod:`unicoll.halves` converts). Whatever is more than one pass over the arrays
+is done block by block in memory of the thread's own, so nothing is allocated and a block stays in the cache.
+
+Kernels expect floating-point warnings to be switched off: overflow and NaN are results. :class:`Quiet` does that for
+a whole operation.
 """
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from unicoll.errors import DistTypeError
+from unicoll.halves import BLOCK, HALVES, rooms
 from unicoll.types import BY_NAME, DType, Reduction
 
-__all__ = ["Kernel", "kernel_for"]
+__all__ = ["Kernel", "Quiet", "kernel_for"]
 
 Flat = npt.NDArray[Any]
-
-_BLOCK = 1 << 15
-"""Elements that are widened at a time: small enough to stay in the cache."""
+T = TypeVar("T")
 
 _UFUNCS: dict[str, Any] = {
     "SUM": np.add,
@@ -36,40 +40,6 @@ _UFUNCS: dict[str, Any] = {
 }
 
 
-def _bfloat16_to_float32(bits: Flat) -> Flat:
-    wide = bits.astype(np.uint32)
-    wide <<= 16
-    return wide.view(np.float32)
-
-
-def _float32_to_bfloat16(values: Flat, out: Flat) -> None:
-    """Round to nearest, ties to even; NaN stays NaN."""
-    bits = values.view(np.uint32)
-    rounded = (bits >> 16) & 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded >>= 16
-    nan = np.isnan(values)
-    if nan.any():
-        rounded[nan] = (bits[nan] >> 16) | 0x40
-    out[...] = rounded  # the upper half is zero by now
-
-
-def _float16_to_float32(values: Flat) -> Flat:
-    return values.astype(np.float32)
-
-
-def _float32_to_float16(values: Flat, out: Flat) -> None:
-    with np.errstate(over="ignore"):
-        out[...] = values
-
-
-_WIDEN: dict[str, tuple[Callable[[Flat], Flat], Callable[[Flat, Flat], None]]] = {
-    "bfloat16": (_bfloat16_to_float32, _float32_to_bfloat16),
-    "float16": (_float16_to_float32, _float32_to_float16),
-}
-
-
 class Kernel:
     """One reduction of one element type.
 
@@ -77,90 +47,193 @@ class Kernel:
         ufunc: folds two accumulator arrays.
         plain: contributions are folded as they are: no widening, factor or division.
         acc: NumPy dtype of the accumulator.
+
+    Raises:
+        DistTypeError: of a type that is neither NumPy's nor converted here (float8).
     """
 
-    __slots__ = ("_factor", "_narrow", "_widen", "acc", "average", "dtype", "plain", "storage", "ufunc")
+    __slots__ = (
+        "_divide",
+        "_factor",
+        "_half",
+        "_step",
+        "acc",
+        "average",
+        "dtype",
+        "plain",
+        "storage",
+        "ufunc",
+    )
 
     def __init__(self, dtype: DType, op: Reduction) -> None:
         self.dtype = dtype
         self.storage = dtype.storage
         self.ufunc = _UFUNCS[op.name]
         self.average = op.name == "AVG"
-        pair = _WIDEN.get(dtype.name)
-        self._widen = pair[0] if pair else None
-        self._narrow = pair[1] if pair else None
-        self.acc = np.dtype(np.float32) if pair else dtype.storage
+        self._half = half = HALVES.get(dtype.name)
+        if half is None and not dtype.native:
+            raise DistTypeError(f"{op.name} of {dtype.name} is not computed on the CPU")
+        self.acc = np.dtype(np.float32) if half else dtype.storage
+        self._step = BLOCK * 4 // self.acc.itemsize
         self._factor = None if op.factor is None else np.asarray(op.factor).astype(self.acc)
-        self.plain = pair is None and not self.average and self._factor is None
+        self._divide = _DIVIDE.get(self.acc.kind, _divide_floats)
+        self.plain = half is None and not self.average and self._factor is None
+
+    def _take(self, acc: Flat, values: Flat) -> None:
+        """A block of a contribution, widened and scaled."""
+        if self._half is not None:
+            self._half.widen(values, acc)
+            if self._factor is not None:
+                np.multiply(acc, self._factor, out=acc)
+        elif self._factor is not None:
+            np.multiply(values, self._factor, out=acc)
+        else:
+            acc[...] = values
+
+    def begin(self, acc: Flat, values: Flat) -> None:
+        """``acc`` becomes ``values``, an unwidened contribution."""
+        if self._half is None:
+            self._take(acc, values)
+            return
+        for start in range(0, acc.size, BLOCK):
+            self._take(acc[start : start + BLOCK], values[start : start + BLOCK])
 
     def widen(self, values: Flat) -> Flat:
-        """A contribution as an accumulator; a new array unless the kernel is plain or averages."""
-        if self._widen is not None:
-            values = self._widen(values)
-            if self._factor is not None:
-                values *= self._factor
+        """A contribution as an accumulator: a new array, or itself where accumulators look the same."""
+        if self._half is None and self._factor is None:
             return values
-        if self._factor is not None:
-            scaled: Flat = np.multiply(values, self._factor, dtype=self.acc)
-            return scaled
-        return values
+        acc = np.empty(values.size, self.acc)
+        self.begin(acc, values)
+        return acc
 
     def fold(self, acc: Flat, values: Flat) -> None:
         """``acc`` becomes ``acc`` op ``values``, where ``values`` is an unwidened contribution."""
-        if self._widen is None and self._factor is None:
+        if self._half is None and self._factor is None:
             self.ufunc(acc, values, out=acc)
             return
-        for start in range(0, acc.size, _BLOCK):
-            piece = acc[start : start + _BLOCK]
-            self.ufunc(piece, self.widen(values[start : start + _BLOCK]), out=piece)
+        room, step = rooms.pair(self.acc)[0], self._step
+        for start in range(0, acc.size, step):
+            piece = acc[start : start + step]
+            taken = room[: piece.size]
+            self._take(taken, values[start : start + step])
+            self.ufunc(piece, taken, out=piece)
 
     def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
-        """Write an accumulator to ``out`` (which may be ``acc`` itself) in the element type."""
-        if self.average:
-            acc = self._divide(acc, ranks)
-        if self._narrow is not None:
-            for start in range(0, acc.size, _BLOCK):
-                self._narrow(acc[start : start + _BLOCK], out[start : start + _BLOCK])
+        """Write an accumulator to ``out`` (which may be ``acc`` itself) in the element type; ``acc`` is kept."""
+        if self._half is not None:
+            for start in range(0, acc.size, BLOCK):
+                self._finish_half(acc[start : start + BLOCK], out[start : start + BLOCK], ranks)
+        elif self.average:
+            self._divide(acc, out, ranks)
         elif out is not acc:
             out[...] = acc
 
-    def _divide(self, acc: Flat, ranks: int) -> Flat:
-        kind = self.acc.kind
-        if kind in "fc":
-            average: Flat = np.divide(acc, acc.dtype.type(ranks))
-            return average
-        quotient: Flat = acc // acc.dtype.type(ranks)
-        if kind == "i":  # floor division, but towards zero
-            quotient += (acc < 0) & (quotient * acc.dtype.type(ranks) != acc)
-        return quotient
+    def _finish_half(self, acc: Flat, out: Flat, ranks: int) -> None:
+        assert self._half is not None
+        if self.average:
+            quotient = rooms.pair(self.acc)[1][: acc.size]
+            self._divide(acc, quotient, ranks)
+            acc = quotient
+        self._half.narrow(acc, out)
 
     def combine(self, pieces: Sequence[Flat], out: Flat, apart: bool = False) -> None:
         """Fold all ranks' contributions in rank order into ``out``.
 
-        ``out`` may be one of them, unless ``apart`` says that it is not: then no copy is needed.
+        ``out`` may be one of them; ``apart`` says that it is not.
         """
-        ranks = len(pieces)
-        if self.plain:
-            if ranks == 1:
-                out[...] = pieces[0]
-                return
-            if ranks == 2:
-                self.ufunc(pieces[0], pieces[1], out=out)
-                return
-            acc = self.ufunc(pieces[0], pieces[1], out=out if apart else None)
-            for piece in pieces[2:]:
-                self.ufunc(acc, piece, out=acc)
-            if not apart:
-                out[...] = acc
+        if self.plain and len(pieces) == 2:
+            self.ufunc(pieces[0], pieces[1], out=out)
             return
-        for start in range(0, out.size, _BLOCK):
-            stop = start + _BLOCK
-            acc = self.widen(pieces[0][start:stop])
-            if acc.base is not None or acc is pieces[0]:
-                acc = acc.copy()
-            for piece in pieces[1:]:
-                self.ufunc(acc, self.widen(piece[start:stop]), out=acc)
-            self.finish(acc, out[start:stop], ranks)
+        combine = (
+            self._combine_wide if self._half is not None or self._factor is not None else self._combine_as_is
+        )
+        size, step = out.size, self._step
+        if size <= step or (self.plain and apart):  # then blocks would save nothing
+            if size:
+                combine(pieces, out, apart)
+            return
+        for start in range(0, size, step):
+            stop = start + step
+            combine([piece[start:stop] for piece in pieces], out[start:stop], apart)
+
+    def _combine_as_is(self, pieces: Sequence[Flat], out: Flat, apart: bool) -> None:
+        ranks = len(pieces)
+        if ranks == 1:
+            out[...] = pieces[0]
+            return
+        acc, ufunc = pieces[0], self.ufunc
+        room = out if apart else rooms.pair(self.acc)[0][: out.size]
+        for piece in pieces[1:-1]:
+            acc = ufunc(acc, piece, out=room)
+        ufunc(acc, pieces[-1], out=out)
+        if self.average:
+            self._divide(out, out, ranks)
+
+    def _combine_wide(self, pieces: Sequence[Flat], out: Flat, apart: bool) -> None:
+        first, second = rooms.pair(self.acc)
+        acc, taken = first[: out.size], second[: out.size]
+        self._take(acc, pieces[0])
+        for piece in pieces[1:]:
+            self._take(taken, piece)
+            self.ufunc(acc, taken, out=acc)
+        if self._half is not None:
+            self._finish_half(acc, out, len(pieces))
+        else:
+            out[...] = acc
+
+
+# --- averages -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _scaling(dtype: np.dtype[Any], ranks: int) -> tuple[Any, Flat]:
+    """How to divide by a number of ranks: for a power of two its inverse, since multiplying is faster, and the same."""
+    if ranks & (ranks - 1) == 0:
+        return np.multiply, np.array(1 / ranks, dtype)
+    return np.divide, np.array(ranks, dtype)
+
+
+def _divide_floats(acc: Flat, out: Flat, ranks: int) -> None:
+    ufunc, operand = _scaling(acc.dtype, ranks)
+    ufunc(acc, operand, out=out)
+
+
+def _divide_complex(acc: Flat, out: Flat, ranks: int) -> None:
+    part = np.float32 if acc.itemsize == 8 else np.float64
+    _divide_floats(acc.view(part), out.view(part), ranks)
+
+
+def _divide_unsigned(acc: Flat, out: Flat, ranks: int) -> None:
+    if ranks > np.iinfo(acc.dtype).max:
+        out[...] = 0
+    else:
+        np.floor_divide(acc, acc.dtype.type(ranks), out=out)
+
+
+def _divide_signed(acc: Flat, out: Flat, ranks: int) -> None:
+    """Towards zero: floor division, after the negative ones were raised by ranks - 1."""
+    kind = acc.dtype.type
+    if ranks > np.iinfo(kind).max:
+        out[...] = -(acc == -ranks).astype(kind)
+        return
+    room, sign = rooms.pair(acc.dtype)[1], kind(acc.itemsize * 8 - 1)
+    for start in range(0, acc.size, room.size):
+        piece, target = acc[start : start + room.size], out[start : start + room.size]
+        raised = room[: piece.size]
+        np.right_shift(piece, sign, out=raised)  # -1 for a negative number, otherwise 0
+        np.bitwise_and(raised, kind(ranks - 1), out=raised)
+        np.add(raised, piece, out=raised)
+        np.floor_divide(raised, kind(ranks), out=target)
+
+
+_DIVIDE: dict[str, Callable[[Flat, Flat, int], None]] = {
+    "c": _divide_complex,
+    "u": _divide_unsigned,
+    "i": _divide_signed,
+}
+
+
+# --- kernels, kept --------------------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=512)
@@ -180,3 +253,48 @@ def kernel_for(dtype: DType, op: Reduction) -> Kernel:
     if found is None:
         found = _plain[key] = Kernel(dtype, op)
     return found
+
+
+# --- warnings -------------------------------------------------------------------------------------------------------
+
+
+def _settings_are_in_context() -> bool:
+    """Whether NumPy keeps its error settings in a context variable (NumPy 2) and not in the thread."""
+    return int(np.__version__.partition(".")[0]) >= 2
+
+
+class Quiet:
+    """Calls functions with NumPy's floating-point warnings off, at a tenth of the cost of ``np.errstate``.
+
+    With NumPy 2 the function runs in a context of its own (:mod:`contextvars`), where the warnings were switched
+    off once and for all. So it does not see the caller's context variables, and what it sets there is not seen
+    outside. Calls may overlap, in threads and within each other: each takes a context that is not in use.
+
+    With NumPy 1 it runs within ``np.errstate(all="ignore")``.
+    """
+
+    __slots__ = ("_idle", "_in_context")
+
+    def __init__(self) -> None:
+        self._in_context = _settings_are_in_context()
+        self._idle: list[contextvars.Context] = []
+
+    def __call__(self, function: Callable[..., T], *args: Any) -> T:
+        """``function(*args)``."""
+        if not self._in_context:
+            with np.errstate(all="ignore"):
+                return function(*args)
+        idle = self._idle
+        try:
+            context = idle.pop()
+        except IndexError:
+            context = contextvars.Context()  # empty, so that it keeps nothing of the caller's alive
+            context.run(_switch_off)
+        try:
+            return context.run(function, *args)
+        finally:
+            idle.append(context)
+
+
+def _switch_off() -> None:
+    np.seterr(all="ignore")

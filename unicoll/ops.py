@@ -6,7 +6,7 @@ and whether elements are reduced. :mod:`unicoll.checks` works from the rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -52,6 +52,7 @@ class Op:
         rooted: whether one rank is special (src or dst).
         uneven: whether per-rank arrays may differ in size.
         mpi: the MPI standard's counterpart.
+        scattered: whether the shape that ranks agree on is the output's.
     """
 
     name: str
@@ -63,6 +64,10 @@ class Op:
     rooted: bool = False
     uneven: bool = False
     mpi: str = ""
+    scattered: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scattered", self.sizes in (Sizes.SCATTERED, Sizes.SCATTERED_FLAT))
 
 
 _ROWS = (
