@@ -20,6 +20,7 @@ from unicoll.backend import Job
 from unicoll.errors import AuthenticationError, DistNetworkError, GroupAbortedError, RankLostError
 from unicoll.forks import guard
 from unicoll.frames import Client, FrameServer, frame, read_exactly
+from unicoll.net import raise_descriptor_limit
 
 __all__ = ["COLLECTIVE", "MESSAGES", "Endpoint", "Key"]
 
@@ -32,6 +33,8 @@ Key = tuple[str, str, int]
 _ACCEPTED, _BUSY, _CLOSED = b"A", b"B", b"C"
 _TICK_S = 0.1
 _HANDSHAKE_S = 30.0
+_PER_RANK, _OTHERS = 2, 256
+"""Descriptors that may be needed: connections to each rank, and whatever else the program has open."""
 """How long a peer that has spoken may take for the rest of the handshake."""
 
 
@@ -62,6 +65,7 @@ class Endpoint:
     """This process's listener and its table of connections."""
 
     def __init__(self, job: Job) -> None:
+        raise_descriptor_limit(_PER_RANK * job.size + _OTHERS)
         self._job = job
         self._changed = threading.Condition()
         self._open: dict[Key, socket.socket] = {}

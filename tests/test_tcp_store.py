@@ -555,7 +555,7 @@ def test_out_of_descriptors_the_server_waits_for_better_times(
             raise failure
         return real(self)
 
-    monkeypatch.setattr(tcp_server, "_raise_descriptor_limit", lambda: False)
+    monkeypatch.setattr(tcp_server, "raise_descriptor_limit", lambda: False)
     monkeypatch.setattr(socket.socket, "accept", accept)
     with join(master) as client:
         client.set("k", "v")

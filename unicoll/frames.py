@@ -7,6 +7,7 @@ and holds up nobody.
 
 from __future__ import annotations
 
+import errno
 import json
 import selectors
 import socket
@@ -19,6 +20,7 @@ from typing import Any
 from . import auth
 from .errors import AuthenticationError
 from .forks import guard
+from .net import raise_descriptor_limit
 
 __all__ = ["Client", "FrameServer", "frame", "read_exactly", "read_frame"]
 
@@ -27,6 +29,7 @@ Message = dict[str, Any]
 _HEADER = struct.Struct("<I")
 _MAX_FRAME = 1 << 20
 _HANDSHAKE_S = 10.0
+_OUT_OF_DESCRIPTORS_S = 0.05
 
 
 def frame(message: Message) -> bytes:
@@ -173,7 +176,9 @@ class FrameServer(ABC):
     def _accept(self, listener: socket.socket) -> None:
         try:
             sock, _ = listener.accept()
-        except OSError:
+        except OSError as e:
+            if e.errno in (errno.EMFILE, errno.ENFILE) and not raise_descriptor_limit():
+                time.sleep(_OUT_OF_DESCRIPTORS_S)  # who calls goes on waiting: do not spin meanwhile
             return
         guard(sock)
         sock.setblocking(False)

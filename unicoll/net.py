@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import os
+import resource
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ __all__ = [
     "listen_addresses",
     "match_interfaces",
     "parse_port",
+    "raise_descriptor_limit",
     "resolve",
     "split_hostport",
 ]
@@ -359,3 +361,21 @@ def join_hostport(host: str, port: int) -> str:
 def hostname() -> str:
     """This host's own name as the kernel has it; never looked up."""
     return socket.gethostname()
+
+
+def raise_descriptor_limit(wanted: int | None = None) -> bool:
+    """Raise the soft limit of open files towards the hard one; False where that gives nothing.
+
+    Args:
+        wanted: descriptors that will be needed; None asks for four times what there are.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    target = min(limit, 4 * soft if wanted is None else wanted)
+    if soft == resource.RLIM_INFINITY or soft >= target:
+        return False
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    except (ValueError, OSError):
+        return False
+    return True

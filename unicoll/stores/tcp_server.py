@@ -10,7 +10,6 @@ import errno
 import heapq
 import logging
 import math
-import resource
 import selectors
 import socket
 import threading
@@ -21,6 +20,7 @@ from itertools import count
 from ..auth import HANDSHAKE_SECONDS, Secret, ServerHandshake
 from ..errors import AuthenticationError, DistStoreError
 from ..forks import guard
+from ..net import raise_descriptor_limit
 from .table import NotYet, Table
 from .wire import (
     REQUEST,
@@ -198,7 +198,7 @@ class StoreServer:
         except BlockingIOError:
             pass
         except OSError as error:
-            if error.errno in _OUT_OF_DESCRIPTORS and not _raise_descriptor_limit():
+            if error.errno in _OUT_OF_DESCRIPTORS and not raise_descriptor_limit():
                 log.warning("the store on port %d cannot take more clients: %s", self.port, error)
                 self._pause()
 
@@ -411,16 +411,3 @@ def _peer(sock: socket.socket) -> str:
         return "{}:{}".format(*sock.getpeername()[:2])
     except OSError:
         return "a client that has gone"
-
-
-def _raise_descriptor_limit() -> bool:
-    """Raises the soft limit of open files towards the hard one; False if there is no room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
-    if soft == resource.RLIM_INFINITY or soft >= limit:
-        return False
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4 * soft, limit), hard))
-    except (ValueError, OSError):
-        return False
-    return True

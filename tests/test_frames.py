@@ -1,0 +1,72 @@
+"""A server of frames that runs out of descriptors."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+from ranks import ROOT
+
+RELAY = """
+import resource, sys, time
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))
+from unicoll.observe.relay import Relay
+relay = Relay(100, b"k" * 32, "127.0.0.1")
+print(relay.addresses[0][1], flush=True)
+sys.stdin.readline()
+print(time.process_time(), flush=True)
+relay.close()
+"""
+
+
+def callers(port: int, count: int) -> int:
+    """How many of so many clients are let in; they stay until the process ends."""
+    program = f"""
+import socket, time
+from unicoll import auth
+kept, joined = [], 0
+for _ in range({count}):
+    sock = socket.create_connection(("127.0.0.1", {port}), 1.0)
+    kept.append(sock)
+    try:
+        auth.client_handshake(sock, b"k" * 32, b"control", time.monotonic() + 1.0)
+        joined += 1
+    except Exception:
+        break
+time.sleep(0.5)
+print(joined)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("may_raise", [True, False])
+def test_more_clients_than_descriptors(may_raise: bool) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 256:
+        pytest.skip("the hard limit of open files is too low here")
+    relay = subprocess.Popen(
+        [sys.executable, "-c", RELAY.format(hard="hard" if may_raise else 64)],
+        cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with relay:
+        assert relay.stdout is not None
+        assert relay.stdin is not None
+        joined = callers(int(relay.stdout.readline()), 100)
+        started = time.monotonic()
+        relay.stdin.write("\n")
+        relay.stdin.flush()
+        spent = float(relay.stdout.readline())
+        relay.stdin.close()
+        assert relay.wait(20) == 0
+    if may_raise:
+        assert joined == 100
+    else:
+        assert 10 < joined < 64
+        assert spent < 1.5  # it rests between tries, though callers waited for more than a second
+    assert time.monotonic() - started < 20
