@@ -23,54 +23,9 @@ from unicoll.kernels import Flat, Kernel
 from . import algorithms
 from .algorithms import SEGMENT, SMALL, bounds_of, bytes_of, cut, flat_of, kernel_of, pieces_of
 from .board import SLOT, Board
+from .cluster import Cluster, Parcels, Sums, Whole, sum_up
 from .shared import exchange_parts
-from .team import Bridge, Team
-
-
-class Cluster:
-    """A group's nodes, as one rank sees them.
-
-    Attributes:
-        team, board: this rank's connections and its node's shared memory.
-        nodes: the group's ranks, node by node.
-        mine: index of this rank's node.
-    """
-
-    def __init__(self, team: Team, board: Board, nodes: Sequence[tuple[int, ...]]) -> None:
-        self.team = team
-        self.board = board
-        self.nodes = tuple(nodes)
-        self.size = team.size
-        self.mine = next(i for i, members in enumerate(self.nodes) if team.rank in members)
-        self._bridges: dict[int, Bridge | None] = {}
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Ranks (in the group) of this node."""
-        return self.nodes[self.mine]
-
-    def node_of(self, rank: int) -> int:
-        """Index of a rank's node."""
-        return next(i for i, members in enumerate(self.nodes) if rank in members)
-
-    def leader(self, root: int = -1) -> int:
-        """This node's leader, as a rank of the board; ``root`` leads its own node."""
-        return self.members.index(root) if root in self.members else 0
-
-    def bridge(self, root: int = -1) -> Bridge | None:
-        """The leaders' connections, numbered as the nodes are; None for ranks that are not leaders."""
-        root = root if root >= 0 and root not in {m[0] for m in self.nodes} else -1  # the first leads anyway
-        if root not in self._bridges:
-            leaders = tuple(root if root in members else members[0] for members in self.nodes)
-            rank = self.team.rank
-            self._bridges[root] = Bridge(self.team, leaders) if rank in leaders else None
-        return self._bridges[root]
-
-    def agree(self, call: Call, root: int = -1) -> None:
-        """All ranks are in this call once the board's next step is done."""
-        self.board.meet(call)
-        if (bridge := self.bridge(root)) is not None:
-            bridge.agree()
+from .team import Bridge
 
 
 def barrier(cluster: Cluster, call: Call) -> None:
@@ -120,45 +75,6 @@ def _small_broadcast(bridge: Bridge, flat: Flat, root: int) -> None:
 # --- reductions -------------------------------------------------------------------------------------------------------
 
 
-class _Sums:
-    """A reduction whose contributions are nodes' sums: in the accumulator's type, scaled, not yet divided."""
-
-    plain = True
-
-    def __init__(self, kernel: Kernel, ranks: int) -> None:
-        self.storage = self.acc = kernel.acc
-        self.ufunc = kernel.ufunc
-        self._kernel = kernel
-        self._ranks = ranks
-
-    def widen(self, values: Flat) -> Flat:
-        return values
-
-    def fold(self, acc: Flat, values: Flat) -> None:
-        self.ufunc(acc, values, out=acc)
-
-    def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
-        self._kernel.finish(acc, out, self._ranks)
-
-    def combine(self, pieces: Sequence[Flat], out: Flat, apart: bool = False) -> None:
-        acc = pieces[0].copy()
-        for piece in pieces[1:]:
-            self.fold(acc, piece)
-        self.finish(acc, out, len(pieces))
-
-
-def _sum_up(kernel: Kernel, parts: Sequence[Flat], acc: Flat) -> None:
-    """A node's contributions, folded in rank order into an accumulator."""
-    if kernel.storage == kernel.acc and kernel.plain and len(parts) > 1:
-        kernel.ufunc(parts[0], parts[1], out=acc)
-        parts = parts[2:]
-    else:
-        acc[:] = kernel.widen(parts[0])
-        parts = parts[1:]
-    for part in parts:
-        kernel.fold(acc, part)
-
-
 def all_reduce(cluster: Cluster, call: Call) -> None:
     """The reduction of all ranks' data to all."""
     source, out, kernel = flat_of(call.inputs[0]), flat_of(call.outputs[0]), kernel_of(call)
@@ -166,7 +82,7 @@ def all_reduce(cluster: Cluster, call: Call) -> None:
     if _is_small(cluster, kernel, source):
         sums = _exchange_sums(cluster, call, kernel, source, bridge)
         if sums is not None:
-            _Sums(kernel, cluster.size).combine(sums, board.slot(board.rank, 0, out.size, out.dtype))
+            Sums(kernel, cluster.size).combine(sums, board.slot(board.rank, 0, out.size, out.dtype))
         board.meet()
         out[:] = board.slot(cluster.leader(), 0, out.size, out.dtype, 0)
         return
@@ -175,13 +91,13 @@ def all_reduce(cluster: Cluster, call: Call) -> None:
         bounds = bounds_of(sums.size, bridge.size)
         pieces = [sums[a:b] for a, b in pairwise(bounds)]
         results = [result[a:b] for a, b in pairwise(bounds)]
-        algorithms.scatter_reduced(bridge, _Sums(kernel, cluster.size), pieces, results[bridge.rank])
+        algorithms.scatter_reduced(bridge, Sums(kernel, cluster.size), pieces, results[bridge.rank])
         algorithms.ring_gather(bridge, results)
 
     def collect(start: int, result: Flat) -> None:
         out[start : start + result.size] = result
 
-    _flow(cluster, call, kernel, _Whole(source, _piece(kernel)), cross, collect)
+    _flow(cluster, call, kernel, Whole(source, _piece(kernel)), cross, collect)
 
 
 def reduce(cluster: Cluster, call: Call) -> None:
@@ -192,28 +108,28 @@ def reduce(cluster: Cluster, call: Call) -> None:
     if _is_small(cluster, kernel, source):
         sums = _exchange_sums(cluster, call, kernel, source, cluster.bridge(root))
         if sums is not None and out is not None:
-            _Sums(kernel, cluster.size).combine(sums, out)
+            Sums(kernel, cluster.size).combine(sums, out)
         cluster.board.meet()
         return
 
     def cross(bridge: Bridge, start: int, sums: Flat, result: Flat) -> None:
         target = None if out is None else out[start : start + sums.size]
-        algorithms.chain_reduce(bridge, _Sums(kernel, cluster.size), sums, target, node)
+        algorithms.chain_reduce(bridge, Sums(kernel, cluster.size), sums, target, node)
 
-    _flow(cluster, call, kernel, _Whole(source, _piece(kernel)), cross, None)
+    _flow(cluster, call, kernel, Whole(source, _piece(kernel)), cross, None)
 
 
 def reduce_scatter(cluster: Cluster, call: Call) -> None:
     """Each rank gets its own piece of the reduction."""
     out, kernel = flat_of(call.outputs[0]), kernel_of(call)
     pieces = pieces_of(call.inputs, call.op.name == "reduce_scatter_tensor", cluster.size)
-    parcel = _Parcels(pieces, cluster, max(1, _piece(kernel) // cluster.size))
+    parcel = Parcels(pieces, cluster, max(1, _piece(kernel) // cluster.size))
 
     def cross(bridge: Bridge, start: int, sums: Flat, result: Flat) -> None:
         bounds = parcel.node_bounds(start)
         blocks = [sums[a:b] for a, b in pairwise(bounds)]
         mine = result[: blocks[cluster.mine].size]
-        algorithms.scatter_reduced(bridge, _Sums(kernel, cluster.size), blocks, mine)
+        algorithms.scatter_reduced(bridge, Sums(kernel, cluster.size), blocks, mine)
 
     def collect(start: int, result: Flat) -> None:
         low, high = parcel.mine(start)
@@ -236,80 +152,13 @@ def _exchange_sums(
     if bridge is None:
         return None
     plan = bridge.plan((source.size * kernel.acc.itemsize,) * bridge.size, kernel.acc)
-    _sum_up(kernel, contributions, plan.mine)
+    sum_up(kernel, contributions, plan.mine)
     return bridge.exchange(plan)
 
 
 def _piece(kernel: Kernel) -> int:
     """Elements of a piece: contribution and sum (or result) fit a slot."""
     return (SLOT - 64) // (kernel.acc.itemsize + kernel.dtype.itemsize)
-
-
-class _Whole:
-    """An array cut into pieces of ``step`` elements."""
-
-    def __init__(self, source: Flat, step: int) -> None:
-        self.source = source
-        self.starts = range(0, source.size, step)
-        self.step = step
-
-    def size(self, start: int) -> int:
-        return min(self.step, self.source.size - start)
-
-    def fill(self, start: int, into: Flat) -> None:
-        into[:] = self.source[start : start + into.size]
-
-
-class _Parcels:
-    """One array for each rank, cut into pieces of ``step`` elements each; a piece holds all ranks', node by node."""
-
-    def __init__(self, arrays: Sequence[Flat], cluster: Cluster, step: int) -> None:
-        self.arrays = [arrays[r] for members in cluster.nodes for r in members]
-        self.starts = range(0, max(a.size for a in arrays), step)
-        self._step = step
-        self._cluster = cluster
-
-    def _bounds(self, start: int) -> list[int]:
-        bounds = [0]
-        for array in self.arrays:
-            bounds.append(bounds[-1] + max(0, min(self._step, array.size - start)))
-        return bounds
-
-    def size(self, start: int) -> int:
-        return self._bounds(start)[-1]
-
-    def fill(self, start: int, into: Flat) -> None:
-        bounds = self._bounds(start)
-        for array, low, high in zip(self.arrays, bounds, bounds[1:], strict=False):
-            into[low:high] = array[start : start + high - low]
-
-    def node_bounds(self, start: int) -> list[int]:
-        """Where each node's parcels begin in a piece, and where the last ends."""
-        bounds = self._bounds(start)
-        first, firsts = 0, [0]
-        for members in self._cluster.nodes:
-            first += len(members)
-            firsts.append(first)
-        return [bounds[i] for i in firsts]
-
-    def empty(self, start: int, piece: Flat) -> None:
-        """The reverse of :meth:`fill`."""
-        bounds = self._bounds(start)
-        for array, low, high in zip(self.arrays, bounds, bounds[1:], strict=False):
-            array[start : start + high - low] = piece[low:high]
-
-    def sizes_here(self, start: int) -> list[int]:
-        """Lengths of the parcels of this node's ranks."""
-        bounds, cluster = self._bounds(start), self._cluster
-        before = sum(len(members) for members in cluster.nodes[: cluster.mine])
-        return [bounds[before + r + 1] - bounds[before + r] for r in range(cluster.board.size)]
-
-    def mine(self, start: int) -> tuple[int, int]:
-        """Where this rank's parcel lies within its node's."""
-        bounds, cluster = self._bounds(start), self._cluster
-        before = sum(len(members) for members in cluster.nodes[: cluster.mine])
-        place = before + cluster.board.rank
-        return bounds[place] - bounds[before], bounds[place + 1] - bounds[before]
 
 
 Cross = Callable[[Bridge, int, Flat, Flat], None]
@@ -320,7 +169,7 @@ def _flow(
     cluster: Cluster,
     call: Call,
     kernel: Kernel,
-    cargo: _Whole | _Parcels,
+    cargo: Whole | Parcels,
     cross: Cross,
     collect: Collect | None,
 ) -> None:
@@ -351,7 +200,7 @@ def _flow(
             if neighbours:
                 _gather_sums(board, neighbours, sums[:size], behind)
             else:  # what this rank wrote for the step before
-                _sum_up(kernel, [board.slot(board.rank, 0, size, dtype, 1)], sums[:size])
+                sum_up(kernel, [board.slot(board.rank, 0, size, dtype, 1)], sums[:size])
             cross(bridge, starts[s - 1], sums[:size], board.slot(board.rank, behind, size, dtype))
         if collect is not None and s >= 2:
             collect(starts[s - 2], board.slot(leader, behind, sizes[s - 2], dtype, 0))
@@ -362,7 +211,7 @@ def _sum_my_part(board: Board, kernel: Kernel, neighbours: Sequence[int], size: 
     i = neighbours.index(board.rank)
     low, high = bounds[i], bounds[i + 1]
     parts = [board.slot(r, 0, size, kernel.storage, 0)[low:high] for r in range(board.size)]
-    _sum_up(kernel, parts, board.slot(board.rank, behind, high - low, kernel.acc))
+    sum_up(kernel, parts, board.slot(board.rank, behind, high - low, kernel.acc))
 
 
 def _gather_sums(board: Board, neighbours: Sequence[int], sums: Flat, behind: int) -> None:
@@ -381,7 +230,7 @@ def all_gather(cluster: Cluster, call: Call) -> None:
     targets = pieces_of(call.outputs, call.op.name == "all_gather_into_tensor", cluster.size)
     dtype = source.dtype
     step = max(1, (SLOT - 64) // dtype.itemsize // (cluster.size + 1))
-    parcels = _Parcels(targets, cluster, step)
+    parcels = Parcels(targets, cluster, step)
     behind = -(-step * dtype.itemsize // 64) * 64
     starts = parcels.starts or range(1)
     for s in range(len(starts) + 1):
@@ -400,7 +249,7 @@ def all_gather(cluster: Cluster, call: Call) -> None:
 
 
 def _pass_round(
-    cluster: Cluster, bridge: Bridge, parcels: _Parcels, start: int, behind: int, dtype: np.dtype[Any]
+    cluster: Cluster, bridge: Bridge, parcels: Parcels, start: int, behind: int, dtype: np.dtype[Any]
 ) -> None:
     board = cluster.board
     whole = board.slot(board.rank, behind, parcels.size(start), dtype)

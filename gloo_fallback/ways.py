@@ -11,7 +11,7 @@ from unicoll.backend import Call
 
 from . import algorithms, hierarchy, shared
 from .board import SLOT, Board
-from .hierarchy import Cluster
+from .cluster import Cluster
 from .nodes import Nodes, settle
 from .team import Team
 

@@ -1,0 +1,165 @@
+"""What crosses between hosts: the nodes of a group, sums of their ranks' contributions, and arrays cut into pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unicoll.backend import Call
+from unicoll.kernels import Flat, Kernel
+
+from .board import Board
+from .team import Bridge, Team
+
+__all__ = ["Cluster", "Parcels", "Sums", "Whole", "sum_up"]
+
+
+class Cluster:
+    """A group's nodes, as one rank sees them.
+
+    Attributes:
+        team, board: this rank's connections and its node's shared memory.
+        nodes: the group's ranks, node by node.
+        mine: index of this rank's node.
+    """
+
+    def __init__(self, team: Team, board: Board, nodes: Sequence[tuple[int, ...]]) -> None:
+        self.team = team
+        self.board = board
+        self.nodes = tuple(nodes)
+        self.size = team.size
+        self.mine = next(i for i, members in enumerate(self.nodes) if team.rank in members)
+        self._bridges: dict[int, Bridge | None] = {}
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks (in the group) of this node."""
+        return self.nodes[self.mine]
+
+    def node_of(self, rank: int) -> int:
+        """Index of a rank's node."""
+        return next(i for i, members in enumerate(self.nodes) if rank in members)
+
+    def leader(self, root: int = -1) -> int:
+        """This node's leader, as a rank of the board; ``root`` leads its own node."""
+        return self.members.index(root) if root in self.members else 0
+
+    def bridge(self, root: int = -1) -> Bridge | None:
+        """The leaders' connections, numbered as the nodes are; None for ranks that are not leaders."""
+        root = root if root >= 0 and root not in {m[0] for m in self.nodes} else -1  # the first leads anyway
+        if root not in self._bridges:
+            leaders = tuple(root if root in members else members[0] for members in self.nodes)
+            rank = self.team.rank
+            self._bridges[root] = Bridge(self.team, leaders) if rank in leaders else None
+        return self._bridges[root]
+
+    def agree(self, call: Call, root: int = -1) -> None:
+        """All ranks are in this call once the board's next step is done."""
+        self.board.meet(call)
+        if (bridge := self.bridge(root)) is not None:
+            bridge.agree()
+
+
+class Sums:
+    """A reduction whose contributions are nodes' sums: in the accumulator's type, scaled, not yet divided."""
+
+    plain = True
+
+    def __init__(self, kernel: Kernel, ranks: int) -> None:
+        self.storage = self.acc = kernel.acc
+        self.ufunc = kernel.ufunc
+        self._kernel = kernel
+        self._ranks = ranks
+
+    def widen(self, values: Flat) -> Flat:
+        return values
+
+    def fold(self, acc: Flat, values: Flat) -> None:
+        self.ufunc(acc, values, out=acc)
+
+    def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
+        self._kernel.finish(acc, out, self._ranks)
+
+    def combine(self, pieces: Sequence[Flat], out: Flat, apart: bool = False) -> None:
+        acc = pieces[0].copy()
+        for piece in pieces[1:]:
+            self.fold(acc, piece)
+        self.finish(acc, out, len(pieces))
+
+
+def sum_up(kernel: Kernel, parts: Sequence[Flat], acc: Flat) -> None:
+    """A node's contributions, folded in rank order into an accumulator."""
+    if kernel.storage == kernel.acc and kernel.plain and len(parts) > 1:
+        kernel.ufunc(parts[0], parts[1], out=acc)
+        parts = parts[2:]
+    else:
+        acc[:] = kernel.widen(parts[0])
+        parts = parts[1:]
+    for part in parts:
+        kernel.fold(acc, part)
+
+
+class Whole:
+    """An array cut into pieces of ``step`` elements."""
+
+    def __init__(self, source: Flat, step: int) -> None:
+        self.source = source
+        self.starts = range(0, source.size, step)
+        self.step = step
+
+    def size(self, start: int) -> int:
+        return min(self.step, self.source.size - start)
+
+    def fill(self, start: int, into: Flat) -> None:
+        into[:] = self.source[start : start + into.size]
+
+
+class Parcels:
+    """One array for each rank, cut into pieces of ``step`` elements each; a piece holds all ranks', node by node."""
+
+    def __init__(self, arrays: Sequence[Flat], cluster: Cluster, step: int) -> None:
+        self.arrays = [arrays[r] for members in cluster.nodes for r in members]
+        self.starts = range(0, max(a.size for a in arrays), step)
+        self._step = step
+        self._cluster = cluster
+
+    def _bounds(self, start: int) -> list[int]:
+        bounds = [0]
+        for array in self.arrays:
+            bounds.append(bounds[-1] + max(0, min(self._step, array.size - start)))
+        return bounds
+
+    def size(self, start: int) -> int:
+        return self._bounds(start)[-1]
+
+    def fill(self, start: int, into: Flat) -> None:
+        bounds = self._bounds(start)
+        for array, low, high in zip(self.arrays, bounds, bounds[1:], strict=False):
+            into[low:high] = array[start : start + high - low]
+
+    def node_bounds(self, start: int) -> list[int]:
+        """Where each node's parcels begin in a piece, and where the last ends."""
+        bounds = self._bounds(start)
+        first, firsts = 0, [0]
+        for members in self._cluster.nodes:
+            first += len(members)
+            firsts.append(first)
+        return [bounds[i] for i in firsts]
+
+    def empty(self, start: int, piece: Flat) -> None:
+        """The reverse of :meth:`fill`."""
+        bounds = self._bounds(start)
+        for array, low, high in zip(self.arrays, bounds, bounds[1:], strict=False):
+            array[start : start + high - low] = piece[low:high]
+
+    def sizes_here(self, start: int) -> list[int]:
+        """Lengths of the parcels of this node's ranks."""
+        bounds, cluster = self._bounds(start), self._cluster
+        before = sum(len(members) for members in cluster.nodes[: cluster.mine])
+        return [bounds[before + r + 1] - bounds[before + r] for r in range(cluster.board.size)]
+
+    def mine(self, start: int) -> tuple[int, int]:
+        """Where this rank's parcel lies within its node's."""
+        bounds, cluster = self._bounds(start), self._cluster
+        before = sum(len(members) for members in cluster.nodes[: cluster.mine])
+        place = before + cluster.board.rank
+        return bounds[place] - bounds[before], bounds[place + 1] - bounds[before]
