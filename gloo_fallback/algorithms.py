@@ -1,15 +1,15 @@
 """The collectives over :class:`~gloo_fallback.links.Links`: one small function per algorithm.
 
 Small operations are one :meth:`Links.exchange` (latency: ceil(log2 n) messages). Larger ones agree on their signature
-by an empty exchange and then move bulk data: rings where everybody needs everything (bandwidth-optimal: Patarasuk and
-Yuan, 2009), a binomial tree or a pipelined chain below a root, direct messages for personalised data. Which one is
-chosen depends only on sizes that the signature covers, so all ranks choose alike.
+by an empty exchange and then move bulk data: where everybody needs everything, rings for large blocks
+(bandwidth-optimal: Patarasuk and Yuan, 2009) and :mod:`~gloo_fallback.circulant` for small ones; a binomial tree or a
+pipelined chain below a root; direct messages for personalised data. Which one is chosen depends only on sizes that
+the signature covers, so all ranks choose alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,7 +19,8 @@ from unicoll.errors import CollectiveMismatchError
 from unicoll.kernels import Flat, Kernel, kernel_for
 from unicoll.types import DType
 
-from .links import Links
+from . import circulant
+from .links import Folding, Links, bytes_of
 
 SMALL = 1 << 16
 """Bytes that one exchange may leave at every rank; more goes the bulk way."""
@@ -28,25 +29,6 @@ SEGMENT = 1 << 18
 _CHAIN = 1 << 16
 _IN_ORDER = 1 << 20
 """Bytes of all ranks' contributions that a deterministic reduction holds at a time."""
-
-
-class Folding(Protocol):
-    """What the algorithms need of a reduction: :class:`~unicoll.kernels.Kernel` has it."""
-
-    acc: np.dtype[Any]
-    storage: np.dtype[Any]
-    plain: bool
-    ufunc: Any
-
-    def widen(self, values: Flat) -> Flat: ...
-    def fold(self, acc: Flat, values: Flat) -> None: ...
-    def finish(self, acc: Flat, out: Flat, ranks: int) -> None: ...
-    def combine(self, pieces: Sequence[Flat], out: Flat, apart: bool = False) -> None: ...
-
-
-def bytes_of(flat: Flat) -> memoryview:
-    """An array's memory."""
-    return flat.view(np.uint8).data
 
 
 def flat_of(buffer: Buffer) -> Flat:
@@ -143,7 +125,7 @@ def all_reduce(team: Links, call: Call) -> None:
     pieces = [source[bounds[i] : bounds[i + 1]] for i in range(team.size)]
     results = [out[bounds[i] : bounds[i + 1]] for i in range(team.size)]
     scatter_reduced(team, kernel, pieces, results[team.rank])
-    ring_gather(team, results)
+    gather_all(team, results)
 
 
 def reduce(team: Links, call: Call) -> None:
@@ -198,8 +180,12 @@ def reduce_scatter(team: Links, call: Call) -> None:
 
 def scatter_reduced(team: Links, kernel: Folding, pieces: Sequence[Flat], out: Flat) -> None:
     """Piece i, reduced over all ranks, to rank i. ``pieces`` stay as they are, but for one that ``out`` overlays."""
-    reduce_pieces = _direct_reduce if team.deterministic else _ring_reduce
-    reduce_pieces(team, kernel, pieces, out)
+    if team.deterministic:
+        _direct_reduce(team, kernel, pieces, out)
+    elif circulant.pays(team, sum(p.size for p in pieces) * kernel.acc.itemsize):
+        circulant.reduce_blocks(team, kernel, pieces, out)
+    else:
+        _ring_reduce(team, kernel, pieces, out)
 
 
 def _direct_reduce(team: Links, kernel: Folding, pieces: Sequence[Flat], out: Flat) -> None:
@@ -224,7 +210,9 @@ def _direct_reduce(team: Links, kernel: Folding, pieces: Sequence[Flat], out: Fl
 def _reduce_in_order(team: Links, kernel: Folding, source: Flat, out: Flat | None, root: int) -> None:
     """As :func:`_direct_reduce`; the root then collects the pieces."""
     size, rank = team.size, team.rank
-    step = max(size, _IN_ORDER // source.itemsize)
+    step = size * max(
+        1, _IN_ORDER // size // source.itemsize
+    )  # then the pieces are what _direct_reduce holds
     for start in range(0, source.size, step):
         segment = source[start : start + step]
         bounds = bounds_of(segment.size, size)
@@ -287,7 +275,15 @@ def _add_first(kernel: Folding, arrived: Flat, own: Flat, room: Flat) -> Flat:
 # --- gathering ----------------------------------------------------------------------------------------------------
 
 
-def ring_gather(team: Links, pieces: Sequence[Flat]) -> None:
+def gather_all(team: Links, pieces: Sequence[Flat]) -> None:
+    """Rank i has piece i; afterwards all have all."""
+    if circulant.pays(team, sum(p.nbytes for p in pieces)):
+        circulant.gather_blocks(team, pieces)
+    else:
+        _ring_gather(team, pieces)
+
+
+def _ring_gather(team: Links, pieces: Sequence[Flat]) -> None:
     """Rank i has piece i; afterwards all have all."""
     size, rank = team.size, team.rank
     left, right = (rank - 1) % size, (rank + 1) % size
@@ -309,7 +305,7 @@ def all_gather(team: Links, call: Call) -> None:
         return
     team.agree()
     pieces[team.rank][:] = source
-    ring_gather(team, pieces)
+    gather_all(team, pieces)
 
 
 def gather(team: Links, call: Call) -> None:

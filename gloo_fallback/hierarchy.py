@@ -21,9 +21,10 @@ from unicoll.backend import Call
 from unicoll.kernels import Flat, Kernel
 
 from . import algorithms
-from .algorithms import SEGMENT, SMALL, bounds_of, bytes_of, cut, flat_of, kernel_of, pieces_of
+from .algorithms import SEGMENT, SMALL, bounds_of, cut, flat_of, kernel_of, pieces_of
 from .board import SLOT, Board
 from .cluster import Cluster, Parcels, Sums, Whole, sum_up
+from .links import bytes_of
 from .shared import exchange_parts
 from .team import Bridge
 
@@ -92,7 +93,7 @@ def all_reduce(cluster: Cluster, call: Call) -> None:
         pieces = [sums[a:b] for a, b in pairwise(bounds)]
         results = [result[a:b] for a, b in pairwise(bounds)]
         algorithms.scatter_reduced(bridge, Sums(kernel, cluster.size), pieces, results[bridge.rank])
-        algorithms.ring_gather(bridge, results)
+        algorithms.gather_all(bridge, results)
 
     def collect(start: int, result: Flat) -> None:
         out[start : start + result.size] = result
@@ -258,7 +259,7 @@ def _pass_round(
     for r, size in enumerate(parcels.sizes_here(start)):
         mine[low : low + size] = board.slot(r, 0, size, dtype, 0)
         low += size
-    algorithms.ring_gather(bridge, blocks)
+    algorithms.gather_all(bridge, blocks)
 
 
 def gather(cluster: Cluster, call: Call) -> None:

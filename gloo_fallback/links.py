@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from unicoll.backend import Call, Context
 from unicoll.errors import DistError
 from unicoll.kernels import Flat
 
-__all__ = ["HEADER_SIZE", "MAGIC", "Links", "Plan", "read_header"]
+__all__ = ["HEADER_SIZE", "MAGIC", "Folding", "Links", "Plan", "bytes_of", "read_header"]
 
 _HEADER = struct.Struct("<QQqQ")
 HEADER_SIZE = _HEADER.size
@@ -31,6 +32,25 @@ def read_header(header: bytes) -> tuple[int, int]:
     """Magic and sequence number."""
     magic, seq, _, _ = _HEADER.unpack(header)
     return magic, seq
+
+
+class Folding(Protocol):
+    """What the algorithms need of a reduction: :class:`~unicoll.kernels.Kernel` has it."""
+
+    acc: np.dtype[Any]
+    storage: np.dtype[Any]
+    plain: bool
+    ufunc: Any
+
+    def widen(self, values: Flat) -> Flat: ...
+    def fold(self, acc: Flat, values: Flat) -> None: ...
+    def finish(self, acc: Flat, out: Flat, ranks: int) -> None: ...
+    def combine(self, pieces: Sequence[Flat], out: Flat, apart: bool = False) -> None: ...
+
+
+def bytes_of(flat: Flat) -> memoryview:
+    """An array's memory."""
+    return flat.view(np.uint8).data
 
 
 class Plan:

@@ -14,6 +14,7 @@ from ranks import Job, Pool, pools, run_ranks
 from gloo_fallback.algorithms import SEGMENT, SMALL
 from gloo_fallback.backend import GlooBackend
 from gloo_fallback.board import SLOT
+from gloo_fallback.circulant import BLOCK
 from gloo_fallback.shared import WHOLE
 from unicoll.types import BY_NAME
 
@@ -40,7 +41,8 @@ class TestSockets(_Gloo):
             "reduce_scatter_tensor": size * (size - 1), "all_to_all": 4, "all_to_all_single": 4,
         }  # fmt: skip
         switch = SMALL // itemsize // max(1, share[op])
-        return [0, 1, 7, 1000, switch - 1, switch, switch + 1]
+        blocks = size * BLOCK // itemsize
+        return [0, 1, 7, 1000, switch - 1, switch, switch + 1, blocks // 2 + 1, blocks, blocks + 1]
 
     def large(self, itemsize: int) -> int:
         return (2 * SEGMENT // itemsize + 11) | 1
