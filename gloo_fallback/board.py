@@ -85,6 +85,7 @@ class Board:
         self._views: dict[tuple[int, int, int, Any], Flat] = {}
         self._rows: dict[tuple[int, int, Any], tuple[Flat, list[Flat]]] = {}
         self._step = 0
+        self.counts: tuple[bytes, int] = (b"", 0)  # the last table of an all_to_all's sizes that was good, its maximum
         held = threading.Lock()
         held.acquire()
         self._let_go, self._take = held.release, held.acquire

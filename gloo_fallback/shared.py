@@ -193,27 +193,66 @@ def all_to_all(board: Board, call: Call) -> None:
     single = call.op.name == "all_to_all_single"
     sources = cut(call.inputs, call.in_counts, single)
     targets = cut(call.outputs, call.out_counts, single)
-    size, rank, counts = board.size, board.rank, np.dtype(np.int64)
-    board.slot(rank, 0, 2 * size, counts)[:] = (*call.in_counts, *call.out_counts)
+    size, rank = board.size, board.rank
+    parts = _Parts(board, sources, targets, head=-(-16 * size // 64) * 64)
+    board.slot(rank, 0, 2 * size, _COUNTS)[:] = (*call.in_counts, *call.out_counts)
+    parts.give(0)
     board.meet(call)
-    table = np.stack([board.slot(r, 0, 2 * size, counts, 0) for r in range(size)])
-    check_counts(board.team, table)
+    longest = _agree_on_counts(board)
     targets[rank][:] = sources[rank]
-    exchange_parts(board, sources, targets, int(table.max()))
+    parts.take(0)
+    parts.exchange(parts.step, longest)
+
+
+_COUNTS = np.dtype(np.int64)
+
+
+def _agree_on_counts(board: Board) -> int:
+    """All ranks compare all ranks' sizes, found before each one's parts; returns the largest."""
+    size = board.size
+    raw = b"".join([board.slot(r, 0, 2 * size, _COUNTS, 0).tobytes() for r in range(size)])
+    good, longest = board.counts
+    if raw != good:
+        table = np.frombuffer(raw, _COUNTS).reshape(size, 2 * size)
+        check_counts(board.team, table)
+        longest = int(table.max())
+        board.counts = raw, longest
+    return longest
 
 
 def exchange_parts(board: Board, sources: Sequence[Flat], targets: Sequence[Flat], longest: int) -> None:
-    """What each has for each other, a lane of a slot at a time; ``longest`` is the largest of all ranks' parts."""
-    size, rank, dtype = board.size, board.rank, sources[0].dtype
-    lane = _lane(board, dtype)
-    step = lane // dtype.itemsize
-    for start in range(0, longest, step):
-        for r in range(size):
-            if r != rank:
-                part = sources[r][start : start + step]
-                board.slot(rank, r * lane, part.size, dtype)[:] = part
-        board.meet()
-        for r in range(size):
-            if r != rank:
-                part = targets[r][start : start + step]
-                part[:] = board.slot(r, rank * lane, part.size, dtype, 0)
+    """What each has for each other; ``longest`` is the largest of all ranks' parts."""
+    _Parts(board, sources, targets).exchange(0, longest)
+
+
+class _Parts:
+    """Something different for each rank: a lane of a slot for each, behind ``head`` bytes."""
+
+    def __init__(self, board: Board, sources: Sequence[Flat], targets: Sequence[Flat], head: int = 0) -> None:
+        self._board, self._sources, self._targets, self._head = board, sources, targets, head
+        self._dtype = sources[0].dtype
+        self.step = (SLOT - head) // board.size // self._dtype.itemsize
+        self._lane = self.step * self._dtype.itemsize
+
+    def give(self, start: int) -> None:
+        """``step`` elements from ``start`` on of what is for others, into my slot for the next step."""
+        board = self._board
+        for r, source in enumerate(self._sources):
+            if r != board.rank and source.size > start:
+                part = source[start : start + self.step]
+                board.slot(board.rank, self._head + r * self._lane, part.size, self._dtype)[:] = part
+
+    def take(self, start: int) -> None:
+        """What the others gave me in the last step."""
+        board = self._board
+        for r, target in enumerate(self._targets):
+            if r != board.rank and target.size > start:
+                part = target[start : start + self.step]
+                part[:] = board.slot(r, self._head + board.rank * self._lane, part.size, self._dtype, 0)
+
+    def exchange(self, start: int, longest: int) -> None:
+        """Everything from ``start`` on."""
+        for at in range(start, longest, self.step):
+            self.give(at)
+            self._board.meet()
+            self.take(at)

@@ -1,0 +1,15 @@
+#!/usr/bin/env python3
+"""``python -m unicoll.bench`` from an uninstalled checkout: ``python scripts/bench.py OP [flags]``."""
+
+import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parents[1])
+
+if __name__ == "__main__":
+    # In the place of this file's directory, where Python looks first.
+    sys.path[0] = ROOT
+
+    from unicoll.bench import main
+
+    sys.exit(main())

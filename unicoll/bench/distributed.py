@@ -1,0 +1,221 @@
+"""Packages with torch.distributed's functions: unicoll's backends, and torch.distributed itself."""
+
+from __future__ import annotations
+
+import operator
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import unicoll as dist
+
+from .. import registry
+from ..types import DType
+from .arrays import Family, TorchFamily, Unsupported
+from .contract import Call, Case, Contender, World, there_and_back
+from .values import FACTOR
+
+__all__ = ["Torch", "Unicoll"]
+
+_REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
+
+
+def _pieces(array: Any, count: int, size: int) -> list[Any]:
+    return [array[r * count : (r + 1) * count] for r in range(size)]
+
+
+class _Distributed(Contender):
+    """A package with torch.distributed's functions: unicoll itself, or torch.distributed."""
+
+    module: Any = None
+    group: Any = None
+
+    def _reduction(self, redop: str) -> Any:
+        if redop == "mulsum":
+            return self._premultiplied()
+        return getattr(self.module.ReduceOp, _REDUCTIONS[redop])
+
+    @abstractmethod
+    def _premultiplied(self) -> Any:
+        """The reduction that multiplies by FACTOR first."""
+
+    def _function(self, name: str) -> Any:
+        """A collective of single arrays by torch 2.13's name, or by that of the versions before."""
+        older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+        return getattr(self.module, f"{name}_single", None) or getattr(self.module, older[name])
+
+    def _prepared(self, case: Case, send: Any, recv: Any) -> Callable[..., Any]:
+        """The collective with all arguments but ``async_op``."""
+        op, group, module = case.op, self.group, self.module
+        name = op.name
+        reduction = {"op": self._reduction(case.redop)} if op.reduces else {}
+        if name == "all_reduce":
+            return partial(module.all_reduce, send, group=group, **reduction)
+        if name == "broadcast":
+            return partial(module.broadcast, send, src=case.root, group=group)
+        if name == "reduce":
+            return partial(module.reduce, send, dst=case.root, group=group, **reduction)
+        if name == "all_gather":
+            return partial(self._function("all_gather"), recv, send, group=group)
+        if name == "reduce_scatter":
+            return partial(self._function("reduce_scatter"), recv, send, group=group, **reduction)
+        if name == "all_to_all":
+            return partial(module.all_to_all_single, recv, send, group=group)
+        if name == "gather":
+            parts = _pieces(recv, case.counts.send, case.size) if case.at_root else None
+            return partial(module.gather, send, parts, dst=case.root, group=group)
+        if name == "scatter":
+            parts = _pieces(send, case.counts.recv, case.size) if case.at_root else None
+            return partial(module.scatter, recv, parts, src=case.root, group=group)
+        if name == "barrier":
+            return partial(module.barrier, group=group)
+        raise Unsupported(f"{name} is not measured with {self.name}")
+
+    def call(self, case: Case, send: Any, recv: Any) -> Call:
+        if case.op.name == "sendrecv":
+            return self._ring(case, send, recv)
+        if case.op.name == "latency":
+            return self._ping_pong(case, send, recv)
+        return self._prepared(case, send, recv)
+
+    def begin(self, case: Case, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
+        return partial(self._prepared(case, send, recv), async_op=True), operator.methodcaller("wait")
+
+    def _ring(self, case: Case, send: Any, recv: Any) -> Call:
+        module, group = self.module, self.group
+        after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+        both = [
+            module.P2POp(module.isend, send, after, group),
+            module.P2POp(module.irecv, recv, before, group),
+        ]
+        start = module.batch_isend_irecv
+
+        def exchange() -> None:
+            for work in start(both):
+                work.wait()
+
+        return exchange
+
+    def _ping_pong(self, case: Case, send: Any, recv: Any) -> Call:
+        put = partial(self.module.send, send, dst=1 - case.rank, group=self.group)
+        take = partial(self.module.recv, recv, src=1 - case.rank, group=self.group)
+        return there_and_back(case.rank, put, take)
+
+
+class Unicoll(_Distributed):
+    """One of unicoll's backends, as a group of its own."""
+
+    refusals = (Unsupported, dist.DistArgumentError, dist.DistTypeError, dist.BackendUnavailableError)
+    module = dist
+
+    def reason(self) -> str | None:
+        return registry.reason_against(self.name)
+
+    def open(self, world: World) -> None:
+        devices = registry.load(self.name).caps.devices
+        kind = "cpu" if "cpu" in devices else "cuda"
+        self.device = "cpu" if kind == "cpu" else _use_cuda(world)
+        self.group = dist.new_group(backend=f"{kind}:{self.name}", timeout=world.timeout)
+        self.group.barrier()  # how a group's data moves is settled in its first collective
+
+    def close(self) -> None:
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None
+
+    def describe(self) -> str:
+        return str(self.group.describe())
+
+    def staging(self) -> int | None:
+        return int(sum(self.group.staging_bytes().values()))
+
+    def _premultiplied(self) -> Any:
+        return dist.ReduceOp.PREMUL_SUM(FACTOR)
+
+
+def _use_cuda(world: World) -> str:
+    """The CUDA device of this rank, made the current one of the libraries that are there."""
+    if find_spec("torch") is not None:
+        torch = import_module("torch")
+        if torch.cuda.is_available():
+            index = world.local_rank % torch.cuda.device_count()
+            torch.cuda.set_device(index)
+            return f"cuda:{index}"
+    cupy = import_module("cupy")
+    index = world.local_rank % cupy.cuda.runtime.getDeviceCount()
+    cupy.cuda.Device(index).use()
+    return f"cuda:{index}"
+
+
+class Torch(_Distributed):
+    """torch.distributed with its gloo or nccl backend, in the same processes, with a store of its own."""
+
+    refusals = (Unsupported, RuntimeError, ValueError, TypeError, NotImplementedError)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.backend = name.removeprefix("torch-")
+
+    def reason(self) -> str | None:
+        if find_spec("torch") is None:
+            return "torch is not installed"
+        module = import_module("torch.distributed")
+        if not module.is_available() or not getattr(module, f"is_{self.backend}_available")():
+            return f"this torch is built without {self.backend}"
+        if self.backend == "nccl" and not import_module("torch").cuda.is_available():
+            return "torch finds no CUDA device"
+        return None
+
+    def open(self, world: World) -> None:
+        self.module = import_module("torch.distributed")
+        from datetime import timedelta
+
+        limit = timedelta(seconds=world.timeout)
+        if self.backend == "nccl":
+            self.device = _use_cuda(world)
+        if self.module.is_initialized():
+            self.group = self.module.new_group(backend=self.backend, timeout=limit)
+            return
+        store = _torch_store(self.module, world, limit)
+        self.module.init_process_group(
+            self.backend, store=store, rank=world.rank, world_size=world.size, timeout=limit
+        )
+        self.group = self.module.group.WORLD
+
+    def close(self) -> None:
+        if self.group is not None and self.module.is_initialized():
+            self.module.destroy_process_group()
+        self.group = None
+
+    def describe(self) -> str:
+        return f"torch.distributed {import_module('torch').__version__}, {self.backend}"
+
+    def family(self, wanted: str | None, dtype: DType) -> Family:
+        return TorchFamily(self.device)
+
+    def _premultiplied(self) -> Any:
+        if self.backend != "nccl":
+            raise Unsupported(f"torch's {self.backend} has no premultiplied sum")
+        return import_module("torch.distributed.distributed_c10d")._make_nccl_premul_sum(float(FACTOR))
+
+
+def _torch_store(module: Any, world: World, limit: Any) -> Any:
+    """A TCPStore on rank 0, on a port that the kernel picks; the others learn where from rank 0."""
+    address = "127.0.0.1" if len(set(world.hosts)) == 1 else _own_address()
+    where: list[Any] = [None]
+    store = None
+    if world.rank == 0:
+        store = module.TCPStore(address, 0, world.size, True, limit, wait_for_workers=False)
+        where = [[address, store.port]]
+    dist.broadcast_object_list(where, src=0)
+    host, port = where[0]
+    return store or module.TCPStore(host, port, world.size, False, limit)
+
+
+def _own_address() -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    return str(group.job.addresses[0])

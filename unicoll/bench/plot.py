@@ -1,0 +1,185 @@
+"""Latency and bus bandwidth over the size, one curve per contender, both axes logarithmic.
+
+Contenders differ in marker, dash and shade, so that the drawing can be read in black and white. It is drawn from a
+run's JSON alone.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .operations import IN, OPERATIONS, OUT
+from .sizes import short
+
+__all__ = ["curves", "draw", "reason_against"]
+
+_STYLES = (
+    ("o", "-", "#000000"), ("s", "--", "#444444"), ("^", "-.", "#777777"), ("D", ":", "#000000"),
+    ("v", "--", "#777777"), ("P", "-.", "#444444"),
+)  # fmt: skip
+
+
+def reason_against(path: str) -> str | None:
+    """Why nothing can be drawn into a file of this name, or None."""
+    if find_spec("matplotlib") is None:
+        return "--plot needs matplotlib: pip install 'unicoll[bench]'"
+    if Path(path).suffix.lower() not in (".png", ".pdf", ".svg", ".jpg", ".webp"):
+        return f"--plot {path}: the name must end in .png, .pdf, .svg, .jpg or .webp"
+    return None
+
+
+def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The entries of each curve by label, by size: a contender, with type, reduction and root where there are several.
+
+    Each entry gets ``us`` and ``bus``, of the half that contenders are compared by.
+    """
+    op = OPERATIONS[data["operation"]]
+    kinds = {(e["type"], e["redop"], e["root"]) for e in data["results"]}
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for entry in data["results"]:
+        half = next((entry[name] for name in (*op.halves, IN, OUT) if entry[name] is not None), None)
+        if half is None:
+            continue
+        label = entry["contender"]
+        if len(kinds) > 1:
+            label += f" {entry['type']} {entry['redop']} {entry['root'].strip()}"
+        us = half.get("time", half.get("cpu_time"))
+        found.setdefault(label, {})[entry["size"]] = {**entry, "us": us, "bus": half["bus_bw"]}
+    return {label: [entries[size] for size in sorted(entries)] for label, entries in found.items()}
+
+
+def draw(data: Mapping[str, Any], path: str) -> None:
+    """Draw a run into a file.
+
+    Args:
+        data: the JSON of the run.
+        path: its ending says the format.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        OSError: the file cannot be written.
+    """
+    import_module("matplotlib").use("Agg")
+    pyplot: Any = import_module("matplotlib.pyplot")
+    lines = curves(data)
+    bandwidth = any(e["bus"] for entries in lines.values() for e in entries)
+    figure, axes = pyplot.subplots(
+        1, 1 + bandwidth, figsize=(6.4 * (1 + bandwidth), 4.8), layout="constrained", squeeze=False
+    )
+    try:
+        _panel(axes[0][0], lines, "us", "microseconds per call")
+        _ratios(axes[0][0], lines)
+        if bandwidth:
+            _panel(axes[0][1], lines, "bus", "bus bandwidth, GB/s")
+        figure.legend(
+            *axes[0][0].get_legend_handles_labels(),
+            loc="outside lower center",
+            ncols=len(lines),
+            frameon=False,
+        )
+        figure.suptitle(_title(data, 90 * (1 + bandwidth)), fontsize=9)
+        _save(figure, path)
+    finally:
+        pyplot.close(figure)
+
+
+def _panel(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]], key: str, label: str) -> None:
+    for (marker, dash, shade), (name, entries) in zip(_styles(len(lines)), lines.items(), strict=True):
+        points = [(e["size"], e[key]) for e in entries if e[key]]
+        axes.plot(
+            [p[0] for p in points], [p[1] for p in points], dash, marker=marker, color=shade, label=name,
+            markersize=5, markerfacecolor="white" if marker in "sDv" else shade, linewidth=1.3,
+        )  # fmt: skip
+    sizes = sorted({e["size"] for entries in lines.values() for e in entries})
+    if sizes[0] > 0:
+        axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = _thinned(sizes, 12)
+    axes.set_xticks(ticks, [short(size) for size in ticks])
+    axes.minorticks_off()
+    axes.set_xlabel("size")
+    axes.set_ylabel(label)
+    axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _styles(number: int) -> list[tuple[str, str, str]]:
+    return [_STYLES[i % len(_STYLES)] for i in range(number)]
+
+
+def _ratios(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """At the foot of the panel, a row of numbers for each curve but the first: its time divided by the first's."""
+    names = [name for name, entries in lines.items() if any(e["ratio"] is not None for e in entries)][1:]
+    if not names:
+        return
+    first = next(iter(lines))
+    share = 0.1 * len(names) + 0.02
+    bottom, top = axes.get_ylim()
+    ticks = [tick for tick in axes.get_yticks() if bottom <= tick <= top]
+    axes.set_ylim(bottom * (bottom / top) ** (share / (1 - share)), top)
+    axes.set_yticks(ticks)
+    axes.axhline(bottom, color="#bbbbbb", linewidth=0.6)
+    across = axes.get_xaxis_transform()
+    for k, name in enumerate(reversed(names)):
+        foot = 0.02 + 0.1 * k
+        axes.text(
+            0.012,
+            foot + 0.045,
+            f"{name}: time / {first}'s",
+            transform=axes.transAxes,
+            fontsize=7,
+            style="italic",
+        )
+        there = {e["size"]: e["ratio"] for e in lines[name] if e["ratio"] is not None}
+        for size in _thinned(sorted(there), 12):
+            text = f"{there[size]:.3g}" if there[size] < 1000 else f"{there[size]:.0f}"
+            axes.text(size, foot, text, transform=across, fontsize=8, ha="center")
+
+
+def _thinned(values: Sequence[int], most: int) -> list[int]:
+    """At most so many of the values, evenly, the last one among them."""
+    step = -(-len(values) // most) if values else 1
+    return list(values[::-1][::step][::-1])
+
+
+def _title(data: Mapping[str, Any], columns: int) -> str:
+    """Operation, type, ranks and machine; below, how each contender's data moved, in a line of so many letters."""
+    results, machine = data["results"], data["machine"]
+    types = sorted({e["type"] for e in results})
+    redops = sorted({e["redop"] for e in results} - {"none"})
+    hosts = {d["hostname"] for d in data["devices"]}
+    where = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+    what = ", ".join([data["operation"], *(["/".join(types)] if len(types) < 4 else []), *redops[:3]])
+    drawn = {e["contender"] for e in results}
+    ways = "\n".join(
+        textwrap.shorten(f"{name}: {one['transport']}", columns, placeholder=" ...")
+        for name, one in data["contenders"].items()
+        if name in drawn
+    )
+    statistic = data["config"]["statistic"]
+    return (
+        f"{what}, {data['ranks']} ranks on {where} ({machine['cpu']}, {machine['cores']} cores), "
+        f"{statistic} of calls\n{ways}"
+    )
+
+
+def _save(figure: Any, path: str) -> None:
+    """Write the file as a whole or not at all."""
+    target = Path(path)
+    with tempfile.NamedTemporaryFile(
+        dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix, delete=False
+    ) as file:
+        try:
+            figure.savefig(file.name, dpi=120)
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, target)
+        except BaseException:
+            os.unlink(file.name)
+            raise
