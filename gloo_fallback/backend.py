@@ -10,13 +10,13 @@ from unicoll.backend import Backend, Call, Caps, Context, Job
 from unicoll.composites import merge_all_reduces
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.kernels import Quiet
+from unicoll.lane import Lane
 from unicoll.ops import OPS
 from unicoll.options import as_options
 from unicoll.work import Completion, HostCompletion
 
 from .algorithms import alone
 from .endpoint import Endpoint
-from .lane import Lane
 from .messages import Mailroom
 from .nodes import wish
 from .team import Team

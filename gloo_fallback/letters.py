@@ -1,13 +1,11 @@
-"""What a mailroom handles: letters (operations), messages on their way in, lines to members, and the bell."""
+"""What a mailroom handles: letters (operations), messages on their way in, the frames around them, and the bell."""
 
 from __future__ import annotations
 
 import os
-import socket
 import struct
 import threading
 import time
-from collections import deque
 
 import numpy as np
 
@@ -15,13 +13,38 @@ from unicoll.backend import Call
 from unicoll.kernels import Flat
 from unicoll.work import HostCompletion
 
-__all__ = ["HEADER", "JOIN", "MAGIC", "Bell", "Letter", "Line", "Message"]
+__all__ = [
+    "ANSWER",
+    "CREDIT",
+    "HEADER",
+    "JOIN",
+    "MAGIC",
+    "MESSAGE",
+    "OFFER",
+    "PART",
+    "SHARED",
+    "Bell",
+    "Letter",
+    "Message",
+    "frame",
+]
 
-HEADER = struct.Struct("<QqQQ")
-"""Magic, tag, dtype code, bytes of payload."""
-MAGIC = 0x3167736D63696E75
+HEADER = struct.Struct("<IBBHqQQ")
+"""Magic, kind, dtype code, nothing, tag, bytes of the message, bytes of this part of it."""
+MAGIC = 0x736D6375
 JOIN = 1 << 16
-"""Messages up to this size leave in one system call with their header."""
+"""Messages up to this size are copied behind their header and leave in one piece."""
+
+
+MESSAGE, SHARED, PART, CREDIT, OFFER, ANSWER = range(6)
+"""What a frame is. A message, its bytes behind it in the stream; a message whose bytes come through the ring, the
+first part of them with this frame; more of it is in the ring; so much has been taken out of the ring; where a ring is,
+told behind the header; whether the ring could be mapped, with 0 or an error number for the size."""
+
+
+def frame(kind: int, size: int = 0, part: int = 0) -> bytes:
+    """A frame that is no message."""
+    return HEADER.pack(MAGIC, kind, 0, 0, 0, size, part)
 
 
 class Bell:
@@ -53,54 +76,68 @@ class Bell:
 
 
 class Letter:
-    """A send or receive in flight."""
+    """A send or receive in flight.
 
-    __slots__ = ("call", "completion", "deadline", "offset", "start", "view")
+    Attributes:
+        view: the array's bytes.
+        background: whether somebody may have hung callbacks on the completion.
+        begun: of a send, whether anything of it has left.
+        shared: of a send that has begun, whether it goes through the ring.
+        offset: of a send, how many bytes have left.
+    """
 
-    def __init__(self, call: Call) -> None:
+    __slots__ = ("background", "begun", "call", "completion", "deadline", "offset", "shared", "view")
+
+    def __init__(self, call: Call, background: bool) -> None:
         self.call = call
+        self.background = background
         self.completion = HostCompletion((call,))
         self.deadline = time.monotonic() + call.timeout
-        self.offset = 0
-        buffer = (call.inputs or call.outputs)[0]
-        flat: Flat = buffer.flat  # type: ignore[assignment]
+        flat: Flat = (call.inputs or call.outputs)[0].flat  # type: ignore[assignment]
         self.view = flat.view(np.uint8).data
-        if call.inputs:
-            header = HEADER.pack(MAGIC, call.tag, buffer.dtype.code, len(self.view))
-            if len(self.view) <= JOIN:
-                self.view = memoryview(header + self.view.tobytes())
-            else:
-                self.offset = -len(header)
-        self.start = self.offset
+        self.begun = False
+        self.shared = False
+        self.offset = 0
 
-    def header(self) -> bytes:
-        buffer = self.call.inputs[0]
-        return HEADER.pack(MAGIC, self.call.tag, buffer.dtype.code, len(self.view))
+    def header(self, kind: int, part: int = 0) -> bytes:
+        """The header of a send."""
+        call = self.call
+        return HEADER.pack(MAGIC, kind, call.inputs[0].dtype.code, 0, call.tag, len(self.view), part)
 
 
 class Message:
-    """A message on its way in: where its bytes go, and how many have come."""
+    """A message on its way in: where its bytes go, and how many have come.
 
-    __slots__ = ("claimed", "code", "got", "letter", "serial", "tag", "view")
+    Attributes:
+        letter: the receive that it goes to directly.
+        claimed: the receive that it does not fit.
+        shared: whether it comes through the ring.
+    """
 
-    def __init__(self, tag: int, code: int, serial: int) -> None:
+    __slots__ = ("claimed", "code", "got", "letter", "serial", "shared", "size", "tag", "view")
+
+    def __init__(self, tag: int, code: int, size: int) -> None:
         self.tag = tag
         self.code = code
-        self.serial = serial
+        self.size = size
         self.got = 0
-        self.letter: Letter | None = None  # who gets it, directly
-        self.claimed: Letter | None = None  # who gets it when it is complete, from the queue
+        self.serial = 0
+        self.shared = False
+        self.letter: Letter | None = None
+        self.claimed: Letter | None = None
         self.view = memoryview(b"")
 
+    def fits(self, letter: Letter) -> bool:
+        """Whether the receiver's array is of the message's type and size."""
+        return letter.call.outputs[0].dtype.code == self.code and len(letter.view) == self.size
 
-class Line:
-    """The connection to one member."""
+    def store(self) -> None:
+        """Nobody's array is there for it (yet): memory of its own."""
+        room: Flat = np.empty(self.size, np.uint8)
+        self.view = room.data
 
-    __slots__ = ("header", "message", "outbox", "queue", "sock")
-
-    def __init__(self, sock: socket.socket | None) -> None:
-        self.sock = sock
-        self.outbox: deque[Letter] = deque()
-        self.queue: deque[Message] = deque()  # arrived, and not yet asked for
-        self.header = bytearray()
-        self.message: Message | None = None
+    def give(self, letter: Letter) -> None:
+        """Hand what has come to a receive; the rest will go there directly."""
+        letter.view[: self.got] = self.view[: self.got]
+        self.view = letter.view
+        self.letter = letter

@@ -17,8 +17,8 @@ from unicoll.errors import (
     DistNetworkError,
     RankLostError,
 )
+from unicoll.observe import inquest
 
-from . import inquest
 from .endpoint import COLLECTIVE, Endpoint
 from .links import HEADER_SIZE, MAGIC, Links, read_header
 

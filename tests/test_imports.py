@@ -14,14 +14,14 @@ from ranks import ROOT, environment
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
 LOW = {
     "auth", "backend", "buffers", "call", "checks", "composites", "errors", "forks", "frames", "halves", "kernels",
-    "net", "observe", "ops", "options", "stores", "streams", "types", "work",
+    "lane", "net", "observe", "ops", "options", "stores", "streams", "types", "work",
 }  # fmt: skip
 """The rooms of unicoll that backends may enter; what a new room there is for belongs into docs/architecture.md."""
 _LAYERS = (
     {"errors", "forks"},
     {"types", "options", "net", "auth", "frames", "launchers", "mesh_layout", "codec"},
     {"buffers", "halves", "kernels", "ops", "stores", "work", "observe", "call", "streams"},
-    {"arguments", "backend", "checks", "composites", "meeting", "places", "rendezvous"},
+    {"arguments", "backend", "checks", "composites", "lane", "meeting", "places", "rendezvous"},
     {"registry", "outlook"},
     {"group"},
     {"world"},

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import p2p_jobs as jobs
 import pytest
-from ranks import Pool
+from ranks import Job, Pool, pools
 
 Pools = Callable[[int], Pool]
+
+
+@pytest.fixture(scope="module", params=["auto", "tcp"])
+def pool(request: pytest.FixtureRequest) -> Iterator[Pools]:
+    """Ranks that share memory, and ranks that use sockets only."""
+    with pools(lambda size: Job(size, env={"UNICOLL_TRANSPORT": request.param})) as made:
+        yield made
 
 
 @pytest.mark.parametrize("size", [2, 3])

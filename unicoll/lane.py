@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from unicoll.backend import Call
-from unicoll.errors import DistError
-from unicoll.work import HostCompletion
+from .call import Call
+from .errors import DistError
+from .work import HostCompletion
 
 __all__ = ["Lane"]
 
@@ -31,6 +31,7 @@ class Lane:
         self._lock = threading.Lock()
         self._busy = False  # somebody is executing, or the thread has been told to
         self._queue: deque[HostCompletion] = deque()
+        self._running: HostCompletion | None = None  # what the thread executes
         self._go: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -74,6 +75,16 @@ class Lane:
                 self._start()
         return completion
 
+    def abandon(self, error: BaseException) -> None:
+        """End whatever is in the background with ``error``, though the thread is stuck in it; any thread."""
+        with self._lock:
+            waiting = [*self._queue]
+            self._queue.clear()
+            if self._running is not None:
+                waiting.insert(0, self._running)
+        for completion in waiting:
+            completion.finish(error)
+
     def close(self, timeout: float) -> bool:
         """End the thread after what was posted; returns whether it has ended in ``timeout`` seconds."""
         thread = self._thread
@@ -103,7 +114,7 @@ class Lane:
                     if not self._queue:
                         self._busy = False
                         break
-                    completion = self._queue.popleft()
+                    completion = self._running = self._queue.popleft()
                 error: BaseException | None = None
                 self.in_background = True
                 try:
@@ -112,5 +123,6 @@ class Lane:
                 except BaseException as e:
                     error = e
                 self.in_background = False
+                self._running = None
                 completion.finish(error)
                 del completion  # the arrays are the user's again

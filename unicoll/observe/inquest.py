@@ -8,10 +8,13 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unicoll.backend import Call, Context
-from unicoll.errors import CollectiveMismatchError, OperationTimeoutError, RankLostError
+from ..errors import CollectiveMismatchError, OperationTimeoutError, RankLostError
+
+if TYPE_CHECKING:
+    from ..backend import Context
+    from ..call import Call
 
 __all__ = ["lost", "mismatch", "report", "timed_out", "where", "while_waiting"]
 
