@@ -184,6 +184,8 @@ def scatter_reduced(team: Links, kernel: Folding, pieces: Sequence[Flat], out: F
         _direct_reduce(team, kernel, pieces, out)
     elif circulant.pays(team, sum(p.size for p in pieces) * kernel.acc.itemsize):
         circulant.reduce_blocks(team, kernel, pieces, out)
+    elif team.size == 2:
+        _swap_reduce(team, kernel, pieces, out)
     else:
         _ring_reduce(team, kernel, pieces, out)
 
@@ -229,6 +231,19 @@ def _reduce_in_order(team: Links, kernel: Folding, source: Flat, out: Flat | Non
                 team.receive(r, bytes_of(target), target.nbytes)
 
 
+def _swap_reduce(team: Links, kernel: Folding, pieces: Sequence[Flat], out: Flat) -> None:
+    """Two ranks: each gives the other its piece and folds what comes into its own."""
+    rank = team.rank
+    longest = max(p.size for p in pieces)
+    step = max(1, SEGMENT // kernel.storage.itemsize)
+    room = np.empty(min(step, longest), kernel.storage)
+    for start in range(0, longest, step):
+        giving, own = pieces[1 - rank][start : start + step], pieces[rank][start : start + step]
+        arrived = room[: own.size]
+        team.duplex(1 - rank, bytes_of(giving), 1 - rank, bytes_of(arrived))
+        kernel.combine((own, arrived) if rank == 0 else (arrived, own), out[start : start + step])
+
+
 def _ring_reduce(team: Links, kernel: Folding, pieces: Sequence[Flat], out: Flat) -> None:
     """A partial result of piece i starts at rank i+1 and goes round the ring to rank i.
 
@@ -265,9 +280,7 @@ def _add_first(kernel: Folding, arrived: Flat, own: Flat, room: Flat) -> Flat:
     if kernel.storage == kernel.acc and kernel.plain:
         kernel.ufunc(arrived, own, out=sums)
         return sums
-    widened = kernel.widen(arrived)
-    if widened is not sums:
-        sums[:] = widened
+    kernel.begin(sums, arrived)
     kernel.fold(sums, own)
     return sums
 

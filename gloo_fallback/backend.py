@@ -97,7 +97,7 @@ class GlooBackend(Backend):
         if team is None:
             if self._error is not None:
                 raise self._error
-            alone(call)
+            self._quietly(alone, call)
             call.write_back()
             return
         if team.error is not None:

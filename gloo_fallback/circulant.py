@@ -52,7 +52,7 @@ def reduce_blocks(team: Links, kernel: Folding, pieces: Sequence[Flat], out: Fla
     order, starts = _turned(team, pieces)
     work = np.empty(starts[-1], kernel.acc)
     for piece, start in zip(order, starts, strict=False):
-        work[start : start + piece.size] = kernel.widen(piece)
+        kernel.begin(work[start : start + piece.size], piece)
     arrived = np.empty(max(starts[before - s] for s, before in _rounds(team.size)), kernel.acc)
     for s, before in _rounds(team.size):
         giving, taking = work[starts[s] : starts[before]], arrived[: starts[before - s]]

@@ -70,6 +70,9 @@ class Sums:
         self._kernel = kernel
         self._ranks = ranks
 
+    def begin(self, acc: Flat, values: Flat) -> None:
+        acc[:] = values
+
     def widen(self, values: Flat) -> Flat:
         return values
 
@@ -80,8 +83,8 @@ class Sums:
         self._kernel.finish(acc, out, self._ranks)
 
     def combine(self, pieces: Sequence[Flat], out: Flat, apart: bool = False) -> None:
-        acc = pieces[0].copy()
-        for piece in pieces[1:]:
+        acc = pieces[0].copy() if len(pieces) == 1 else self.ufunc(pieces[0], pieces[1])
+        for piece in pieces[2:]:
             self.fold(acc, piece)
         self.finish(acc, out, len(pieces))
 
@@ -92,7 +95,7 @@ def sum_up(kernel: Kernel, parts: Sequence[Flat], acc: Flat) -> None:
         kernel.ufunc(parts[0], parts[1], out=acc)
         parts = parts[2:]
     else:
-        acc[:] = kernel.widen(parts[0])
+        kernel.begin(acc, parts[0])
         parts = parts[1:]
     for part in parts:
         kernel.fold(acc, part)
