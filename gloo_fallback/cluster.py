@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
 
 from unicoll.backend import Call
 from unicoll.kernels import Flat, Kernel
@@ -121,48 +124,49 @@ class Parcels:
 
     def __init__(self, arrays: Sequence[Flat], cluster: Cluster, step: int) -> None:
         self.arrays = [arrays[r] for members in cluster.nodes for r in members]
-        self.starts = range(0, max(a.size for a in arrays), step)
+        self._sizes = np.array([array.size for array in self.arrays])
+        self._shortest = int(self._sizes.min())
+        self.starts = range(0, int(self._sizes.max()), step)
         self._step = step
-        self._cluster = cluster
+        self._firsts = [0, *accumulate(map(len, cluster.nodes))]  # where each node's parcels are among all
+        first, last = self._firsts[cluster.mine : cluster.mine + 2]
+        self._here = slice(first, last + 1)
+        self._place = cluster.board.rank
+        self._known: dict[int, list[int]] = {}
 
     def _bounds(self, start: int) -> list[int]:
-        bounds = [0]
-        for array in self.arrays:
-            bounds.append(bounds[-1] + max(0, min(self._step, array.size - start)))
+        """Where each parcel begins in a piece, and where the last ends; worked out once for all full pieces."""
+        key = -1 if start + self._step <= self._shortest else start
+        bounds = self._known.get(key)
+        if bounds is None:
+            if len(self._known) >= 8:  # of the others, a few are in use at a time
+                self._known.clear()
+            lengths = np.clip(self._sizes - start, 0, self._step)
+            bounds = self._known[key] = [0, *np.cumsum(lengths).tolist()]
         return bounds
 
     def size(self, start: int) -> int:
         return self._bounds(start)[-1]
 
     def fill(self, start: int, into: Flat) -> None:
-        bounds = self._bounds(start)
-        for array, low, high in zip(self.arrays, bounds, bounds[1:], strict=False):
+        for array, (low, high) in zip(self.arrays, pairwise(self._bounds(start)), strict=True):
             into[low:high] = array[start : start + high - low]
 
     def node_bounds(self, start: int) -> list[int]:
         """Where each node's parcels begin in a piece, and where the last ends."""
         bounds = self._bounds(start)
-        first, firsts = 0, [0]
-        for members in self._cluster.nodes:
-            first += len(members)
-            firsts.append(first)
-        return [bounds[i] for i in firsts]
+        return [bounds[i] for i in self._firsts]
 
     def empty(self, start: int, piece: Flat) -> None:
         """The reverse of :meth:`fill`."""
-        bounds = self._bounds(start)
-        for array, low, high in zip(self.arrays, bounds, bounds[1:], strict=False):
+        for array, (low, high) in zip(self.arrays, pairwise(self._bounds(start)), strict=True):
             array[start : start + high - low] = piece[low:high]
 
     def sizes_here(self, start: int) -> list[int]:
         """Lengths of the parcels of this node's ranks."""
-        bounds, cluster = self._bounds(start), self._cluster
-        before = sum(len(members) for members in cluster.nodes[: cluster.mine])
-        return [bounds[before + r + 1] - bounds[before + r] for r in range(cluster.board.size)]
+        return [high - low for low, high in pairwise(self._bounds(start)[self._here])]
 
     def mine(self, start: int) -> tuple[int, int]:
         """Where this rank's parcel lies within its node's."""
-        bounds, cluster = self._bounds(start), self._cluster
-        before = sum(len(members) for members in cluster.nodes[: cluster.mine])
-        place = before + cluster.board.rank
-        return bounds[place] - bounds[before], bounds[place + 1] - bounds[before]
+        bounds = self._bounds(start)[self._here]
+        return bounds[self._place] - bounds[0], bounds[self._place + 1] - bounds[0]

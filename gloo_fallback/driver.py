@@ -15,6 +15,7 @@ from .letters import Bell, Letter
 __all__ = ["Driver", "Room"]
 
 _TICK_S = 0.1
+_EVENTS = 64
 _FAIR = 64
 """Every so many times, whoever waits for one connection looks at all."""
 
@@ -44,12 +45,17 @@ class Room(Protocol):
 class Driver:
     """Sees to it that exactly one thread drives while anything is pending.
 
+    Args:
+        room: what is driven.
+        spins: looks at the connections before sleeping on them; 0 where ranks outnumber cores.
+
     Attributes:
         poll: the connections are registered here.
     """
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: Room, spins: int) -> None:
         self.poll = select.epoll()
+        self._spins = spins
         self._room = room
         self._bell = Bell()
         self.poll.register(self._bell.descriptor, select.EPOLLIN)
@@ -59,33 +65,53 @@ class Driver:
         self._go: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._awake = False  # whether the thread will look whether anything is pending
+        self._wanted = 0  # threads that want to drive in place of the thread
         self._closed = False
         self._looked = 0.0
         self._turns = 0
 
     def until_done(self, letter: Letter) -> None:
-        """Move everybody's messages until ``letter`` is done, unless another thread does that already."""
+        """Move everybody's messages until ``letter`` is done, unless another caller does that already."""
         completion = letter.completion
         me = threading.get_ident()
-        while not completion.done():
-            if self._driver == me:  # in a callback of an operation that this thread has just ended
+        try:
+            while not completion.done():
+                if self._driver == me:  # in a callback of an operation that this thread has just ended
+                    self._turn(letter)
+                elif self._acquire():
+                    self._drive(letter, me)
+                else:
+                    try:
+                        completion.wait(_TICK_S)
+                    except OperationTimeoutError:
+                        if completion.done():
+                            raise
+        finally:
+            if self._room.pending():
+                self.wake_thread()
+
+    def _drive(self, letter: Letter, me: int) -> None:
+        self._driver = me
+        try:
+            while not letter.completion.done():
                 self._turn(letter)
-            elif self._driving.acquire(blocking=False):
-                self._driver = me
-                try:
-                    while not completion.done():
-                        self._turn(letter)
-                finally:
-                    self._driver = 0
-                    self._driving.release()
-                    if self._room.pending():
-                        self.wake_thread()
-            else:
-                try:
-                    completion.wait(_TICK_S)
-                except OperationTimeoutError:
-                    if completion.done():
-                        raise
+        finally:
+            self._driver = 0
+            self._driving.release()
+
+    def _acquire(self) -> bool:
+        """Become the driver, unless another caller is; the thread steps back."""
+        if self._driving.acquire(blocking=False):
+            return True
+        thread = self._thread
+        if thread is None or self._driver != thread.ident:
+            return False
+        self._wanted += 1
+        try:
+            self._bell.ring()
+            return self._driving.acquire(timeout=_TICK_S)
+        finally:
+            self._wanted -= 1
 
     def wake_thread(self) -> None:
         """See to it that somebody drives while anything is pending."""
@@ -103,7 +129,7 @@ class Driver:
             while True:
                 self._room.dial()
                 with self._lock:
-                    if self._closed or not self._room.pending():
+                    if self._closed or self._wanted or not self._room.pending():
                         self._awake = False
                         break
                 if not self._driving.acquire(timeout=_TICK_S):
@@ -121,7 +147,7 @@ class Driver:
         self._turns += 1
         fair = self._turns % _FAIR == 0  # the one connection may never be quiet, and others wait, too
         if letter is None or fair or not self._room.spin(letter):
-            for descriptor, event in self.poll.poll(_TICK_S, 64):
+            for descriptor, event in self._events(letter):
                 if descriptor == self._bell.descriptor:
                     self._bell.hush()
                 else:
@@ -131,6 +157,14 @@ class Driver:
             self._looked = now
             self._room.look_around(now)
         self._room.announce()
+
+    def _events(self, letter: Letter | None) -> list[tuple[int, int]]:
+        """What can be moved; for a receive from anyone after looking at all connections a few times."""
+        if letter is not None and letter.call.peer < 0:
+            for _ in range(self._spins):
+                if events := self.poll.poll(0, _EVENTS):
+                    return events
+        return self.poll.poll(_TICK_S, _EVENTS)
 
     def ring(self) -> None:
         """Whoever drives is to look again at what it waits for."""

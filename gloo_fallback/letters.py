@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -78,6 +79,10 @@ class Bell:
 class Letter:
     """A send or receive in flight.
 
+    Args:
+        call: the operation.
+        drive: for one in the background: moves messages until it is done; None if its caller waits anyway.
+
     Attributes:
         view: the array's bytes.
         background: whether somebody may have hung callbacks on the completion.
@@ -88,10 +93,10 @@ class Letter:
 
     __slots__ = ("background", "begun", "call", "completion", "deadline", "offset", "shared", "view")
 
-    def __init__(self, call: Call, background: bool) -> None:
+    def __init__(self, call: Call, drive: Callable[[Letter], None] | None) -> None:
         self.call = call
-        self.background = background
-        self.completion = HostCompletion((call,))
+        self.background = drive is not None
+        self.completion = HostCompletion((call,)) if drive is None else Posted(self, drive)
         self.deadline = time.monotonic() + call.timeout
         flat: Flat = (call.inputs or call.outputs)[0].flat  # type: ignore[assignment]
         self.view = flat.view(np.uint8).data
@@ -103,6 +108,27 @@ class Letter:
         """The header of a send."""
         call = self.call
         return HEADER.pack(MAGIC, kind, call.inputs[0].dtype.code, 0, call.tag, len(self.view), part)
+
+
+class Posted(HostCompletion):
+    """Of a letter in the background: whoever waits for it drives."""
+
+    __slots__ = ("_drive", "_letter")
+
+    def __init__(self, letter: Letter, drive: Callable[[Letter], None]) -> None:
+        super().__init__((letter.call,))
+        self._letter: Letter | None = letter
+        self._drive = drive
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._letter = None  # else each kept the other, and the array, until the next collection of garbage
+        super().finish(error)
+
+    def wait(self, timeout: float | None) -> None:
+        letter = self._letter
+        if letter is not None and timeout is None:
+            self._drive(letter)
+        super().wait(timeout)
 
 
 class Message:

@@ -63,7 +63,7 @@ class Mailroom:
         self._broken: deque[tuple[int, list[Letter]]] = deque()  # letters of connections that are over
         self._error: DistError | None = None
         self._inbox = memoryview(bytearray(_INBOX))
-        self._driver = Driver(self)
+        self._driver = Driver(self, spins)
         self._closed = False
         endpoint.listen(context.name, MESSAGES, self._arrived)
 
@@ -73,7 +73,7 @@ class Mailroom:
         """Send or receive, and return when the array may be used again."""
         if call.inputs and self._send_at_once(call):
             return
-        letter = self._accept(call, background=False)
+        letter = self._accept(Letter(call, None))
         if not letter.completion.done():
             if self._to_dial:
                 self._driver.wake_thread()
@@ -87,7 +87,7 @@ class Mailroom:
 
     def post(self, call: Call) -> HostCompletion:
         """Send or receive in the background."""
-        letter = self._accept(call, background=True)
+        letter = self._accept(Letter(call, self._driver.until_done))
         if not letter.completion.done():
             self._driver.wake_thread()
         return letter.completion
@@ -104,16 +104,12 @@ class Mailroom:
             self._driver.wake_thread()
         return True
 
-    def _accept(self, call: Call, background: bool) -> Letter:
+    def _accept(self, letter: Letter) -> Letter:
         if self._error is not None:
             raise self._error
-        letter = Letter(call, background)
-        if (
-            call.inputs
-            and not background
-            and self._lines[call.peer] is None
-            and not self._awaits_call(call.peer)
-        ):
+        call = letter.call
+        sends_now = bool(call.inputs) and not letter.background
+        if sends_now and self._lines[call.peer] is None and not self._awaits_call(call.peer):
             self._dial(letter)
         with self._lock:
             if self._error is not None:

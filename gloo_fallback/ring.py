@@ -29,15 +29,15 @@ from .segment import Segment, offered, taken
 
 __all__ = ["CREDIT", "PART", "RING", "SHARED_FROM", "Inlet", "Outlet"]
 
-RING = 1 << 22
+RING = 1 << 21
 """Bytes of a ring."""
 PART = 1 << 19
 """Bytes at most that lie in the ring before their doorbell; both sides copy at the same time."""
 CREDIT = RING // 4
 """Bytes taken out of the ring before the sender is told."""
-SHARED_FROM = 1 << 14
+SHARED_FROM = 1 << 16
 """Messages of so many bytes and more go through the ring."""
-_LEAST = 1 << 17
+_LEAST = 1 << 18
 """Smaller parts are not worth their doorbells."""
 _QUICK = 1 << 16
 """Up to here the copy is faster than letting other threads have the interpreter meanwhile."""

@@ -260,9 +260,10 @@ class Control:
                 self._ready = True
                 self._changed.notify_all()
         elif kind == "gone":
-            if message["left"]:
-                self.left.add(message["rank"])
-            self._depart(message["rank"], message["why"])
+            for rank, why, left in message["ranks"]:
+                if left:
+                    self.left.add(rank)
+                self._depart(rank, why)
         elif kind == "fail":
             self._on_failure(message["group"], _unpack(message["error"]))
         elif kind == "ask":

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..frames import Client, FrameServer
+from ..frames import Client, FrameServer, frame
 
 __all__ = ["Relay"]
+
+_AT_ONCE = 40
+"""Departures in one message: as many obituaries of 2000 characters fit a frame, however JSON writes them."""
 
 
 class _Member:
@@ -42,6 +45,7 @@ class Relay(FrameServer):
         self._online: dict[int, Client] = {}
         self._members: dict[int, _Member] = {}
         self._failed: set[str] = set()
+        self._gone: list[tuple[int, str, bool]] = []  # rank, why, whether it said goodbye; not yet told
         self.start()
 
     def handle(self, client: Client, message: dict[str, Any]) -> None:
@@ -70,16 +74,30 @@ class Relay(FrameServer):
             self._pass_on(range(self._size), {"t": "ready", "peers": peers})
 
     def _pass_on(self, ranks: Any, message: dict[str, Any]) -> None:
+        self._tell_who_is_gone()  # nothing overtakes the news
+        self._send_all(ranks, message)
+
+    def _send_all(self, ranks: Any, message: dict[str, Any]) -> None:
+        data = frame(message)  # encoded once: the list of all processes is long, and goes to all of them
         for rank in ranks:
-            if rank in self._online:
-                self.send(self._online[rank], message)
+            client = self._online.get(rank)
+            if client is not None:
+                client.outbox += data
+                self._flush(client)
 
     def lost(self, client: Client) -> None:
         member = client.state
         if member is None or self._online.get(member.rank) is not client:
             return
         del self._online[member.rank]
-        left = member.farewell == ""
-        self._pass_on(
-            list(self._online), {"t": "gone", "rank": member.rank, "why": member.obituary(), "left": left}
-        )
+        self._gone.append((member.rank, member.obituary(), member.farewell == ""))
+
+    def _patience(self) -> float | None:
+        """Before the thread sleeps: those who went while it was busy are told of together."""
+        self._tell_who_is_gone()
+        return super()._patience()
+
+    def _tell_who_is_gone(self) -> None:
+        while self._gone:  # telling may find more of them
+            some, self._gone = self._gone[:_AT_ONCE], self._gone[_AT_ONCE:]
+            self._send_all(list(self._online), {"t": "gone", "ranks": some})
