@@ -1,1 +1,51 @@
-"""The MPI backend: not here yet; :mod:`unicoll.registry` says so to whoever asks for it."""
+"""The MPI backend, ``mpi``: mpi4py's communicators, where an MPI launcher started the processes.
+
+Importing this package imports neither mpi4py nor an MPI library; :mod:`mpi_comm.runtime` does, once MPI is chosen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .backend import MPIBackend
+    from .store import MPIStore
+
+__all__ = ["backend_class", "identity", "open_store"]
+
+
+def backend_class() -> type[MPIBackend]:
+    """The backend, for the registry."""
+    from .backend import MPIBackend
+
+    return MPIBackend
+
+
+def identity(patience: float) -> tuple[int, int, str, bool]:
+    """MPI's world as this process sees it; initialises MPI, for which the processes may wait for each other.
+
+    Args:
+        patience: seconds after which that has gone wrong; since it cannot be given up, the process then ends.
+
+    Returns:
+        rank, number of processes, the library's name and version, and whether :func:`open_store` may be used.
+
+    Raises:
+        BackendUnavailableError: MPI cannot be used in this process.
+    """
+    from .runtime import runtime
+
+    mpi = runtime(patience)
+    return mpi.rank, mpi.size, mpi.library, mpi.serves
+
+
+def open_store(deadline: float) -> MPIStore:
+    """A store over MPI that all processes of MPI's world share; all open it, until ``deadline``.
+
+    Raises:
+        BackendUnavailableError: MPI cannot be used in this process.
+        StoreTimeoutError: not all processes have come by then.
+    """
+    from .store import MPIStore
+
+    return MPIStore.open(deadline)

@@ -40,10 +40,11 @@ def children() -> set[int]:
 
 
 def shared_memory() -> set[str]:
-    """Files of /dev/shm, but for the semaphores that other programs' multiprocessing makes all the time."""
+    """Files of /dev/shm, but for those of open pools, and semaphores that other programs make all the time."""
     if not _SHARED_MEMORY.is_dir():
         return set()
-    return {p.name for p in _SHARED_MEMORY.iterdir() if not p.name.startswith("sem.mp-")}
+    there = {p.name for p in _SHARED_MEMORY.iterdir() if not p.name.startswith("sem.mp-")}
+    return there - ranks.pooled_memory()
 
 
 def _new(before: set[object], now: Callable[[], set[object]]) -> set[object]:

@@ -110,22 +110,25 @@ class Job:
         self._folder = tempfile.TemporaryDirectory(prefix="unicoll-ranks-")
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start_all(join, environment(env))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start_all(self, join: str, variables: dict[str, str]) -> None:
+        """Start the ranks, each with a pipe to it."""
         port = free_port()
         init = {
             "file": f"file://{self._folder.name}/store",
             "tcp": f"tcp://127.0.0.1:{port}",
             "env": "env",
         }[join]
-        variables = environment(env)
         if join == "env":
-            variables |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            variables |= {"WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             variables.setdefault("UNICOLL_SECRET", "x" * 32)
-        try:
-            for rank in range(size):
-                self._start(rank, init, variables | ({"RANK": str(rank)} if join == "env" else {}))
-        except BaseException:
-            self.close()
-            raise
+        for rank in range(self.size):
+            self._start(rank, init, variables | ({"RANK": str(rank)} if join == "env" else {}))
 
     def _start(self, rank: int, init: str, variables: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
@@ -148,7 +151,17 @@ class Job:
 
     @property
     def pids(self) -> list[int]:
+        """Process ids of the ranks."""
         return [p.pid for p in self._processes]
+
+    @property
+    def children(self) -> list[int]:
+        """Processes that this one has started for the job."""
+        return [p.pid for p in self._processes]
+
+    def shared_memory(self) -> set[str]:
+        """Files of /dev/shm that the ranks' libraries use for as long as the job lasts."""
+        return set()
 
     def call(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> None:
         """Start a function on all ranks, or some."""
@@ -331,7 +344,12 @@ _pooled: set[Job] = set()
 
 def pooled() -> tuple[set[int], int]:
     """Processes and sockets of the pools that are open, which outlive the tests that use them."""
-    return {pid for job in _pooled for pid in job.pids}, sum(job.size for job in _pooled)
+    return {pid for job in _pooled for pid in job.children}, sum(job.size for job in _pooled)
+
+
+def pooled_memory() -> set[str]:
+    """Files of /dev/shm of the pools that are open."""
+    return {name for job in _pooled for name in job.shared_memory()}
 
 
 class Pool:

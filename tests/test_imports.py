@@ -22,7 +22,7 @@ _LAYERS = (
     {"types", "options", "net", "auth", "frames", "launchers", "mesh_layout", "codec"},
     {"buffers", "halves", "kernels", "ops", "stores", "work", "observe", "call", "streams"},
     {"arguments", "backend", "checks", "composites", "lane", "meeting", "places", "rendezvous"},
-    {"registry", "outlook"},
+    {"registry", "outlook", "under_mpi"},
     {"group"},
     {"world"},
     {"subgroups", "collectives", "p2p", "objects", "mesh", "device_mesh"},

@@ -40,6 +40,10 @@ class Failure:
         return cls(type(error).__name__, bases, str(error), fields, text)
 
 
+BACKEND: str | None = "gloo"
+"""The backend with which this rank joins; None leaves the choice to the library."""
+
+
 class Uncaught(Exception):
     """Raised by a function, it ends the rank as an exception that nobody catches ends a program."""
 
@@ -100,14 +104,14 @@ def tell(note: Any) -> None:
         _pipe.send(("note", note))
 
 
-def enter(timeout: float = 60.0, backend: str | None = "gloo") -> None:
+def enter(timeout: float = 60.0) -> None:
     """Join the job."""
     import unicoll as dist
 
     if _init == "env":
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(BACKEND, timeout=timeout)
     else:
-        dist.init_process_group(backend, _init, timeout=timeout, rank=_rank, world_size=_size)
+        dist.init_process_group(BACKEND, _init, timeout=timeout, rank=_rank, world_size=_size)
 
 
 def leave() -> list[str]:

@@ -23,9 +23,11 @@ __all__ = [
     "LAUNCHERS",
     "Launched",
     "Row",
+    "counted_by_mpi",
     "detect",
     "expand_nodelist",
     "is_torchelastic_launched",
+    "mpi_alone_knows",
     "near_misses",
 ]
 
@@ -232,6 +234,39 @@ def detect(environ: Environ = os.environ) -> Launched | None:
         if _first_set((row.rank,), environ) and size and (row.veto is None or row.veto(environ) is None):
             return _read(row, size, environ)
     return None
+
+
+def counted_by_mpi(rank: int, world_size: int, environ: Environ = os.environ) -> Launched:
+    """What MPI itself says, where no launcher that the table knows has said it."""
+    address = environ.get("MASTER_ADDR", "").strip().strip("[]") or None
+    text = environ.get("MASTER_PORT", "").strip()
+    return Launched(
+        name="mpi",
+        rank=rank,
+        world_size=world_size,
+        local_rank=None,
+        local_world_size=None,
+        node_rank=None,
+        source="MPI_COMM_WORLD",
+        started_by_mpi=True,
+        master_addr=address,
+        master_port=parse_port(text, f"MASTER_PORT={text}") if text else None,
+        master_source="MASTER_ADDR, MASTER_PORT" if address else "",
+        master_hint="set MASTER_ADDR and MASTER_PORT on every rank",
+        port_fixed=bool(text),
+        job="",
+    )
+
+
+def mpi_alone_knows(environ: Environ = os.environ) -> bool:
+    """Whether an MPI launcher has given this process a rank, but its environment does not tell the size."""
+    return any(
+        row.mpi
+        and _first_set((row.rank,), environ) is not None
+        and _first_set(row.size, environ) is None
+        and (row.veto is None or row.veto(environ) is None)
+        for row in LAUNCHERS
+    )
 
 
 def near_misses(environ: Environ = os.environ) -> list[str]:

@@ -18,7 +18,7 @@ from unicoll.errors import DistArgumentError, DistError, DistNetworkError
 from unicoll.meeting import Place, Record, seconds_left, was_attended
 from unicoll.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-__all__ = ["FilePlace", "GivenPlace", "Handler", "HandlerPlace", "LocalPlace", "TCPPlace"]
+__all__ = ["FilePlace", "GivenPlace", "Handler", "HandlerPlace", "LocalPlace", "MPIPlace", "TCPPlace"]
 
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 
@@ -71,6 +71,37 @@ class LocalPlace(Place):
 
     def describe(self) -> str:
         return "in this process, which is the only one"
+
+
+class MPIPlace(Place):
+    """A store over MPI, where MPI started the processes: no address is needed, and no port is open.
+
+    Args:
+        opener: opens the store, until a deadline.
+        master: rank 0's host where the launcher told it; interfaces are chosen by it.
+    """
+
+    where = "MPI"
+
+    def __init__(self, opener: Callable[[float], Store], master: str | None) -> None:
+        self._opener = opener
+        self._store: Store | None = None
+        self.master_host = master
+
+    def open(self, rank: int, world_size: int, deadline: float) -> Store:
+        self._store = self._opener(deadline)
+        return self._store
+
+    def private(self) -> bool:
+        return True  # only MPI's own processes can use its communicators
+
+    def describe(self) -> str:
+        return "over MPI, kept by rank 0"
+
+    def close(self, linger: bool = False) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
 
 class FilePlace(Place):

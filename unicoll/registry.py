@@ -12,12 +12,23 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from .backend import Backend as BackendBase
 from .errors import BackendUnavailableError, DistArgumentError
+from .stores import Store
 
-__all__ = ["Backend", "Choice", "choose", "default_backend_for_device", "known", "reason_against"]
+__all__ = [
+    "Backend",
+    "Choice",
+    "MPIWorld",
+    "choose",
+    "default_backend_for_device",
+    "known",
+    "mpi_store",
+    "mpi_world",
+    "reason_against",
+]
 
 _BUILT_IN = {"gloo": "gloo_fallback", "mpi": "mpi_comm", "nccl": "nccl_comm"}
 _registered: dict[str, Callable[[], type[BackendBase]]] = {}
@@ -121,7 +132,9 @@ def load(name: str) -> type[BackendBase]:
 def _class(name: str, found: Any) -> type[BackendBase]:
     if isinstance(found, type) and issubclass(found, BackendBase):
         return found
-    raise BackendUnavailableError(f"backend {name!r}: {found!r} is not a class made from unicoll.backend.Backend")
+    raise BackendUnavailableError(
+        f"backend {name!r}: {found!r} is not a class made from unicoll.backend.Backend"
+    )
 
 
 def reason_against(name: str) -> str | None:
@@ -133,6 +146,36 @@ def reason_against(name: str) -> str | None:
     except Exception as e:
         reason = f"{type(e).__name__}: {e}"
     return None if reason is None else f"backend {name!r}: {reason}"
+
+
+class MPIWorld(NamedTuple):
+    """MPI's processes as this one sees them.
+
+    Attributes:
+        rank, size: as MPI counts.
+        library: name and version.
+        stores: whether :func:`mpi_store` may be used.
+    """
+
+    rank: int
+    size: int
+    library: str
+    stores: bool
+
+
+def mpi_world(patience: float) -> MPIWorld:
+    """MPI's processes; initialises MPI, which must be available. The process ends if that takes ``patience`` seconds.
+
+    Raises:
+        BackendUnavailableError: it cannot be used in this process.
+    """
+    return MPIWorld(*importlib.import_module(_BUILT_IN["mpi"]).identity(patience))
+
+
+def mpi_store(deadline: float) -> Store:
+    """A store over MPI, which all of MPI's processes open until ``deadline`` (``time.monotonic()``)."""
+    store: Store = importlib.import_module(_BUILT_IN["mpi"]).open_store(deadline)
+    return store
 
 
 @dataclass(frozen=True)
@@ -149,20 +192,21 @@ def _devices(name: str, cls: type[BackendBase]) -> frozenset[str]:
     return _registered_devices.get(name, cls.caps.devices)
 
 
-def choose(backend: str | None, started_by_mpi: bool = False) -> list[Choice]:
+def choose(backend: str | None, started_by_mpi: bool = False, but: str = "") -> list[Choice]:
     """The backends of a group, one for each device type that is served.
 
     Args:
         backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available, else to gloo; CUDA
             arrays to NCCL where it is available), a name, or ``"cpu:gloo,cuda:nccl"``.
         started_by_mpi: whether an MPI launcher started the process.
+        but: why MPI, though it is available, is of no use here; "" if it is.
 
     Raises:
         BackendUnavailableError: what was asked for cannot be used; the message has each candidate's reason.
         DistArgumentError: not a backend specification.
     """
     if backend is None or backend in ("", "undefined"):
-        return _choose_by_device(started_by_mpi)
+        return _choose_by_device(started_by_mpi, but)
     spec = backend.lower()
     if ":" not in spec:
         cls = _usable([spec])[1]
@@ -190,14 +234,14 @@ def _usable(names: Iterable[str]) -> tuple[str, type[BackendBase]]:
     raise BackendUnavailableError("; ".join(reasons))
 
 
-def _choose_by_device(started_by_mpi: bool) -> list[Choice]:
-    name, cls = _usable(["mpi", "gloo"] if started_by_mpi else ["gloo"])
+def _choose_by_device(started_by_mpi: bool, but: str) -> list[Choice]:
+    name, cls = _usable(["mpi", "gloo"] if started_by_mpi and not but else ["gloo"])
     if not started_by_mpi:
         why = "the default for CPU arrays"
     elif name == "mpi":
         why = "started by an MPI launcher"
     else:
-        why = f"an MPI launcher started us, but {reason_against('mpi')}"
+        why = f"an MPI launcher started us, but {but or reason_against('mpi')}"
     choices = [Choice("cpu", name, cls, why)]
     reason = reason_against("nccl")
     if reason is None:

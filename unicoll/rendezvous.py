@@ -15,7 +15,7 @@ from unicoll.auth import Secret, find_secret
 from unicoll.errors import DistArgumentError
 from unicoll.launchers import Launched, detect, near_misses
 from unicoll.meeting import Place, meet
-from unicoll.places import FilePlace, GivenPlace, Handler, HandlerPlace, LocalPlace, TCPPlace
+from unicoll.places import FilePlace, GivenPlace, Handler, HandlerPlace, LocalPlace, MPIPlace, TCPPlace
 from unicoll.stores import Store
 
 __all__ = ["Rendezvous", "register_rendezvous_handler", "rendezvous"]
@@ -101,6 +101,8 @@ def rendezvous(
     store: Store | None = None,
     timeout: float = 300.0,
     environ: Environ = os.environ,
+    launched: Launched | None = None,
+    mpi_store: Callable[[float], Store] | None = None,
 ) -> Rendezvous:
     """Meet the other processes of the job.
 
@@ -111,6 +113,8 @@ def rendezvous(
             launcher.
         store: a store that all ranks share, in place of an init method.
         timeout: seconds for the whole meeting.
+        launched: the launcher, where the caller knows it; None looks into the environment.
+        mpi_store: opens a store over MPI, where MPI has been chosen; it serves where ``env://`` gives no address.
 
     With ``env://`` the store is the launcher's (``UNICOLL_STORE=host:port``), or rank 0 hosts it at
     ``MASTER_ADDR`` and ``MASTER_PORT`` or where the launcher's variables say (:mod:`unicoll.launchers`).
@@ -131,9 +135,9 @@ def rendezvous(
     deadline = time.monotonic() + timeout
     url = _parse(init_method if init_method is not None else "env://")
     notes: list[str] = []
-    rank, world_size, launched = _members(url, rank, world_size, environ, notes)
+    rank, world_size, launched = _members(url, rank, world_size, environ, notes, launched)
     secret = find_secret(environ)
-    place = _place(url, world_size, store, launched, secret, environ)
+    place = _place(url, world_size, store, launched, secret, environ, mpi_store)
     single_host = world_size == 1 or (launched is not None and launched.single_host)
     listen = net.listen_addresses(place.master_host, environ, single_host=single_host)
     meeting = meet(place, rank, world_size, secret, deadline)
@@ -180,7 +184,12 @@ def _parse(init_method: str) -> SplitResult:
 
 
 def _members(
-    url: SplitResult, rank: int, world_size: int, environ: Environ, notes: list[str]
+    url: SplitResult,
+    rank: int,
+    world_size: int,
+    environ: Environ,
+    notes: list[str],
+    launched: Launched | None = None,
 ) -> tuple[int, int, Launched | None]:
     """Rank and world size from arguments, query and launcher, and the launcher where it applies."""
     given = {"rank": _argument("rank", rank), "world_size": _argument("world_size", world_size)}
@@ -191,7 +200,7 @@ def _members(
         given[name] = value
         sources.append("init_method")
     complete = None not in given.values()
-    launched = _detect(environ, needed=not complete, notes=notes)
+    launched = launched or _detect(environ, needed=not complete, notes=notes)
     if launched is not None and not complete:
         sources.append(f"{launched.source} ({launched.name})")
     this_rank = _or(given["rank"], launched.rank if launched else None)
@@ -277,6 +286,7 @@ def _place(
     launched: Launched | None,
     secret: Secret,
     environ: Environ,
+    mpi_store: Callable[[float], Store] | None = None,
 ) -> Place:
     if store is not None:
         return GivenPlace(store)
@@ -285,7 +295,7 @@ def _place(
     if url.scheme == "file":
         return FilePlace(_file_path(url))
     if url.scheme == "env":
-        return _env_place(world_size, launched, secret, environ)
+        return _env_place(world_size, launched, secret, environ, mpi_store)
     return HandlerPlace(_handlers[url.scheme], url)
 
 
@@ -313,13 +323,21 @@ def _file_path(url: SplitResult) -> str:
     return url.path
 
 
-def _env_place(world_size: int, launched: Launched | None, secret: Secret, environ: Environ) -> Place:
+def _env_place(
+    world_size: int,
+    launched: Launched | None,
+    secret: Secret,
+    environ: Environ,
+    mpi_store: Callable[[float], Store] | None = None,
+) -> Place:
     single_host = launched is not None and launched.single_host
     if launched is not None and environ.get("UNICOLL_STORE"):
         host, port = net.split_hostport(environ["UNICOLL_STORE"])
         return TCPPlace(host, [port], "UNICOLL_STORE", secret, hosted=True, single_host=single_host)
     if world_size == 1:
         return LocalPlace()
+    if mpi_store is not None and not environ.get("MASTER_ADDR", "").strip():
+        return MPIPlace(mpi_store, launched.master_addr if launched is not None else None)
     if launched is None:
         host, port = _given_master(environ)
         return TCPPlace(host, [port], "MASTER_ADDR, MASTER_PORT", secret)

@@ -13,7 +13,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from . import forks, launchers, outlook, registry
+from . import forks, launchers, outlook, registry, under_mpi
 from .backend import Job
 from .errors import DistArgumentError, DistError, DistTypeError, NotInitializedError
 from .group import ProcessGroup
@@ -180,7 +180,11 @@ def init_process_group(
     if backend is not None:
         registry.choose(backend)  # refuse it before anybody is kept waiting
     patience = min(limit, _RENDEZVOUS_S) if timeout is None else limit
-    meeting = rendezvous(init_method, rank, world_size, store, patience)
+    mpi = under_mpi.begin(backend, rank, world_size, patience)
+    meeting = rendezvous(
+        init_method, mpi.rank, mpi.world_size, store, patience, launched=mpi.launched, mpi_store=mpi.store
+    )
+    meeting.notes[:0] = mpi.notes
     job = Job(
         meeting.rank,
         meeting.world_size,
@@ -194,7 +198,8 @@ def init_process_group(
     )
     try:
         launched = meeting.launched
-        choices = registry.choose(backend, launched is not None and launched.started_by_mpi)
+        by_mpi = launched is not None and launched.started_by_mpi
+        choices = registry.choose(backend, by_mpi, mpi.but)
         for cls in {c.cls for c in choices}:
             cls.prepare(job)
         if job.size > 1:

@@ -1,0 +1,193 @@
+"""The MPI backend of one group: a lane for collectives, a mailroom for point-to-point."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unicoll.backend import Backend, Call, Caps, Context, Job
+from unicoll.composites import merge_all_reduces
+from unicoll.errors import DistArgumentError, DistBackendError, DistError, GroupAbortedError
+from unicoll.lane import Lane
+from unicoll.ops import OPS
+from unicoll.work import Completion, HostCompletion
+
+from . import library, watch
+from .collectives import COLLECTIVES, UNLIKE, alone
+from .members import Members, publish
+from .messages import Mailroom
+from .runtime import runtime
+from .team import Team
+
+__all__ = ["MPIBackend"]
+
+_DRAIN_S = 5.0
+_MESSAGES = frozenset(("send", "recv"))
+_LONG = 1 << 25
+"""Bytes from which a blocking call waits for the lane's thread, so that it can be given up at its deadline."""
+
+
+class MPIBackend(Backend):
+    """Collectives of an MPI library, through mpi4py."""
+
+    name = "mpi"
+    caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype: not dtype.name.startswith("float8"))
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.mpi = runtime()
+        self.lane = Lane(f"unicoll-{context.name}", self._execute)
+        self.team: Team | None = None
+        self._mail: Mailroom | None = None
+        self._error: DistError | None = None
+        self.closed = False
+        if context.size > 1:
+            members: Members = context.job.shared("mpi", lambda: Members(context.job))
+            self.team = Team(context, members)
+            self._mail = Mailroom(context, self.team)
+            self.mpi.groups.add(self)
+            watch.over(self)
+
+    @classmethod
+    def availability(cls) -> str | None:
+        return library.reason_against()
+
+    @classmethod
+    def prepare(cls, job: Job) -> None:
+        publish(job)
+
+    @classmethod
+    def create(cls, context: Context) -> MPIBackend:
+        return cls(context)
+
+    @property
+    def sequence(self) -> int:
+        return self.lane.sequence
+
+    def run(self, call: Call) -> None:
+        if call.op.name in _MESSAGES:
+            self._mailroom(call).run(call)
+        elif call.inputs and call.inputs[0].nbytes >= _LONG and self.team is not None and not self.mpi.polls:
+            self.lane.post((call,)).wait(None)
+        else:
+            self.lane.run(call)
+
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        if calls[0].op.name not in _MESSAGES:
+            return self.lane.post(merge_all_reduces(calls))
+        parts = [self._mailroom(call).post(call) for call in calls]
+        return parts[0] if len(parts) == 1 else _All(tuple(calls), parts)
+
+    def _mailroom(self, call: Call) -> Mailroom:
+        if self._mail is None:
+            raise DistArgumentError(f"{call.op.name}: a group of one has nobody to talk to", op=call.op.name)
+        return self._mail
+
+    def _execute(self, call: Call) -> None:
+        team = self.team
+        if team is None:
+            if self._error is not None:
+                raise self._error
+            alone(call)
+            call.write_back()
+            return
+        team.begin(call, self.lane.in_background)
+        try:
+            collective = COLLECTIVES.get(call.op.name)
+            if collective is not None:
+                team.agree(call)
+                collective(team, call)
+            else:
+                number, unlike = UNLIKE[call.op.name]
+                unlike(team, call, team.agree(call, number(call)))
+            for buffer in call.outputs:
+                if buffer.unpack is not None:
+                    buffer.unpack()
+        except DistError:
+            raise
+        except self.mpi.MPI.Exception as e:
+            cause = DistBackendError(
+                f"{call.describe()} #{call.seq} on group {self.context.name!r}: MPI failed: {e}",
+                group=self.context.name,
+                op=call.op.name,
+                seq=call.seq,
+            )
+            self._give_up(team, call, cause)
+            raise cause from e
+        except BaseException as e:  # whatever it is, the others must not wait for us
+            self._give_up(team, call, e)
+            raise
+        finally:
+            team.last, team.call = call, None
+
+    def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
+        context = self.context
+        try:
+            team.fail(
+                GroupAbortedError(
+                    f"{context.who(context.rank)} failed in {call.describe()} #{call.seq} on group {context.name!r}:"
+                    f" {type(cause).__name__}: {cause}",
+                    group=context.name,
+                    rank=context.ranks[context.rank],
+                    op=call.op.name,
+                    seq=call.seq,
+                )
+            )
+        except DistError:
+            pass  # it is the others' error; here the cause itself is raised
+
+    def describe(self) -> str:
+        if self.team is None:
+            return f"mpi, alone: {self.mpi.describe()}"
+        crowded = "; more ranks than cores, so waiting yields" if self.team.crowded else ""
+        return f"mpi: {self.mpi.describe()}; every call is compared across ranks{crowded}"
+
+    def abort(self, error: Exception) -> None:
+        cause = (
+            error if isinstance(error, DistError) else GroupAbortedError(str(error), group=self.context.name)
+        )
+        self._error = self._error or cause
+        if self.team is not None:
+            self.team.abort(cause)
+        if self._mail is not None:
+            self._mail.abort(cause)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        context, control = self.context, self.context.job.control
+        stuck = self.team is not None and self.team.given_up != 0
+        ended = self.lane.close(_DRAIN_S if not stuck else 0.0)
+        if not ended:
+            self.abort(GroupAbortedError(f"group {context.name!r} was destroyed", group=context.name))
+            ended = self.lane.close(1.0 if not stuck else 0.0)
+        if control is not None:
+            control.unwatch(context.name)
+            for rank in set(control.departed) - control.left:
+                self.mpi.lost = control.departed[rank]
+        clean = self._mail.close(_DRAIN_S) if self._mail is not None else True
+        self._error = self._error or GroupAbortedError(
+            f"group {context.name!r} has been destroyed", group=context.name
+        )
+        if self.team is not None:
+            self.team.close(not (ended and clean and self.lane.idle(0.0 if stuck else 1.0)))
+            self.team.abort(self._error)
+        self.mpi.groups.discard(self)
+
+
+class _All(HostCompletion):
+    """Several completions as one; its error is the first of theirs."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, calls: tuple[Call, ...], parts: Sequence[HostCompletion]) -> None:
+        super().__init__(calls)
+        self._left = len(parts)
+        for part in parts:
+            part.add_done_callback(lambda part=part: self._one(part))  # type: ignore[misc]
+
+    def _one(self, part: HostCompletion) -> None:
+        self._left -= 1
+        if part.exception() is not None or self._left == 0:
+            self.finish(part.exception())

@@ -1,0 +1,291 @@
+"""Reductions: MPI's own where it has them with our meaning, else data moved by MPI and folded by our kernels.
+
+MPI knows nothing of half types; its MIN and MAX lose a NaN or keep it as the library pleases; sums of short integers
+that overflow are undefined (Open MPI's vector code saturates them); and its order of folding is its own. There, and
+where ``deterministic`` asks for rank order, every rank gets its share of all contributions (MPI_Alltoallv), folds them
+in rank order with one rounding at the end, and the shares are put together again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from unicoll.backend import Call
+from unicoll.buffers import Buffer
+from unicoll.kernels import Flat, Kernel, kernel_for
+from unicoll.types import DType, Reduction
+
+from .team import Team
+
+__all__ = ["all_reduce", "flat_of", "reduce", "reduce_scatter"]
+
+WHOLE = 1 << 16
+"""Bytes of all contributions together up to which every rank folds everything."""
+SEGMENT = 1 << 22
+"""Bytes of one contribution that are moved and folded at a time: the staging memory is twice that."""
+_BLOCK = 1 << 18
+STAGED = 1 << 24
+"""Bytes of a list of arrays that are copied together for one call of MPI; longer lists are reduced one by one."""
+
+_SUMS = {"SUM": "SUM", "AVG": "SUM", "PREMUL_SUM": "SUM", "PRODUCT": "PROD"}
+_BITS = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
+_OF_BOOL = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND", **_BITS}
+_OF_INTEGERS = {**_SUMS, **_BITS, "MIN": "MIN", "MAX": "MAX"}
+
+
+@lru_cache(maxsize=512)
+def _native(dtype: DType, name: str) -> str | None:
+    """MPI's operation that does what ours means, by its name; None where there is none."""
+    if dtype.kind == "b":
+        return _OF_BOOL.get(name)
+    if dtype.kind in "ui":
+        return None if dtype.itemsize < 4 and name in _SUMS else _OF_INTEGERS.get(name)
+    return None if dtype.half else _SUMS.get(name)
+
+
+def flat_of(buffer: Buffer) -> Flat:
+    """A buffer's memory as a 1-D array."""
+    assert buffer.flat is not None
+    return buffer.flat
+
+
+class _Way:
+    """How one call is reduced: with MPI's operation, or with the kernel alone.
+
+    Attributes:
+        type: of the elements, for MPI.
+        kernel: ours.
+        op: MPI's operation, or None.
+        plain: whether MPI's operation is all there is to do.
+        in_place: MPI.IN_PLACE.
+    """
+
+    __slots__ = ("in_place", "kernel", "op", "plain", "type")
+
+    def __init__(self, team: Team, dtype: DType, reduce: Reduction) -> None:
+        self.type = team.mpi.types[dtype.name]
+        self.kernel: Kernel = kernel_for(dtype, reduce)
+        name = None if team.in_order else _native(dtype, reduce.name)
+        self.op: Any = None if name is None else getattr(team.mpi.MPI, name)
+        self.plain = self.op is not None and self.kernel.plain
+        self.in_place = team.mpi.MPI.IN_PLACE
+
+
+def _way(team: Team, call: Call) -> _Way:
+    dtype, reduce = call.inputs[0].dtype, call.reduce
+    assert reduce is not None
+    key: Any = (dtype.code << 8) | reduce.code
+    if reduce.factor is not None:
+        key = (key, reduce.factor)
+    found: _Way | None = team.ways.get(key)
+    if found is None:
+        found = team.ways[key] = _Way(team, dtype, reduce)
+    return found
+
+
+def _scaled(kernel: Kernel, source: Flat) -> Flat:
+    """A contribution as it enters the sum: PREMUL_SUM multiplies it first."""
+    return source if kernel.plain or kernel.average else np.asarray(kernel.widen(source))
+
+
+def _divide(kernel: Kernel, out: Flat, ranks: int) -> None:
+    """Make an average of a sum, block by block."""
+    if kernel.average:
+        for start in range(0, out.size, _BLOCK):
+            piece = out[start : start + _BLOCK]
+            kernel.finish(piece, piece, ranks)
+
+
+# --- the operations ---------------------------------------------------------------------------------------------
+
+
+def all_reduce(team: Team, call: Call) -> None:
+    """The reduction of all ranks' data to all."""
+    way = _way(team, call)
+    source, out = flat_of(call.inputs[0]), flat_of(call.outputs[0])
+    kernel = way.kernel
+    if way.op is None:
+        _fold_to_all(team, way, source, out)
+        return
+    if kernel.plain:
+        team.do(
+            "Allreduce",
+            team.mpi.MPI.IN_PLACE if source is out else [source, way.type],
+            [out, way.type],
+            way.op,
+        )
+        return
+    scaled = _scaled(kernel, source)
+    if scaled is not out:
+        out[:] = scaled
+    for piece in team.cut(out):
+        team.do("Allreduce", way.in_place, [piece, way.type], way.op)
+    _divide(kernel, out, team.size)
+
+
+def reduce(team: Team, call: Call) -> None:
+    """The reduction of all ranks' data to the root."""
+    team.quietly(_reduce, team, call)
+
+
+def _reduce(team: Team, call: Call) -> None:
+    way = _way(team, call)
+    source, root = flat_of(call.inputs[0]), call.root
+    out = flat_of(call.outputs[0]) if call.outputs else None
+    if way.op is None:
+        _fold_to_root(team, way, source, out, root)
+        return
+    _reduce_to(team, way, _scaled(way.kernel, source), out, root)
+    if out is not None:
+        _divide(way.kernel, out, team.size)
+
+
+def _reduce_to(team: Team, way: _Way, given: Flat, out: Flat | None, root: int) -> None:
+    """With MPI's operation to ``out``, which only the root has."""
+    if out is None:
+        for piece in team.cut(given):
+            team.do("Reduce", [piece, way.type], None, way.op, root)
+        return
+    if given is not out:
+        out[:] = given
+    for piece in team.cut(out):
+        team.do("Reduce", way.in_place, [piece, way.type], way.op, root)
+
+
+def reduce_scatter(team: Team, call: Call) -> None:
+    """Each rank gets its own piece of the reduction."""
+    way = _way(team, call)
+    out = flat_of(call.outputs[0])
+    flat = flat_of(call.inputs[0])
+    single = call.op.name == "reduce_scatter_tensor"
+    if single and way.plain and out.size <= team.mpi.largest_count and not np.may_share_memory(flat, out):
+        team.do("Reduce_scatter_block", [flat, way.type], [out, way.type], way.op)
+        return
+    if single:
+        pieces = [flat[i * out.size : (i + 1) * out.size] for i in range(team.size)]
+    else:
+        pieces = [flat_of(b) for b in call.inputs]
+    team.quietly(_reduce_apart, team, way, pieces, flat if single else None, out)
+
+
+def _reduce_apart(team: Team, way: _Way, pieces: Sequence[Flat], flat: Flat | None, out: Flat) -> None:
+    """MPI wants its output apart from its input, and a piece that it overlays would be lost before it is sent."""
+    if any(i != team.rank and np.may_share_memory(p, out) for i, p in enumerate(pieces)):
+        room = np.empty_like(out)
+        _reduce_pieces(team, way, pieces, flat, room)
+        out[:] = room
+    else:
+        _reduce_pieces(team, way, pieces, flat, out)
+
+
+def _reduce_pieces(team: Team, way: _Way, pieces: Sequence[Flat], flat: Flat | None, out: Flat) -> None:
+    if way.op is None:
+        _fold_pieces(team, way, pieces, out)
+        return
+    kernel = way.kernel
+    inside = np.may_share_memory(pieces[team.rank], out)
+    limit = team.mpi.largest_count
+    if max(p.size for p in pieces) <= limit and (flat is not None or sum(p.nbytes for p in pieces) <= STAGED):
+        whole = _scaled(kernel, np.concatenate(pieces) if flat is None else flat)
+        result = np.empty_like(out) if inside and whole is flat else out
+        counts = [p.size for p in pieces]
+        if len(set(counts)) == 1:
+            team.do("Reduce_scatter_block", [whole, way.type], [result, way.type], way.op)
+        else:
+            team.do("Reduce_scatter", [whole, way.type], [result, way.type], counts, way.op)
+        if result is not out:
+            out[:] = result
+    else:
+        _reduce_one_by_one(team, way, pieces, out)
+    _divide(kernel, out, team.size)
+
+
+def _reduce_one_by_one(team: Team, way: _Way, pieces: Sequence[Flat], out: Flat) -> None:
+    """Piece i to rank i, for each i: no copy of them all."""
+    for i, piece in enumerate(pieces):
+        _reduce_to(team, way, _scaled(way.kernel, piece), out if i == team.rank else None, i)
+
+
+# --- with our own kernels ---------------------------------------------------------------------------------------
+
+
+def _shares(count: int, ranks: int) -> list[int]:
+    """How many of ``count`` elements each rank folds."""
+    return [count * (i + 1) // ranks - count * i // ranks for i in range(ranks)]
+
+
+def _offsets(counts: Sequence[int]) -> list[int]:
+    found = [0]
+    for count in counts[:-1]:
+        found.append(found[-1] + count)
+    return found
+
+
+def _step(source: Flat, ranks: int) -> int:
+    """Elements of a segment: every rank's share of it is at least one."""
+    return max(ranks, SEGMENT // source.itemsize)
+
+
+def _fold_share(team: Team, way: _Way, segment: Flat, counts: Sequence[int]) -> Flat:
+    """This rank's share of the reduction of all ranks' ``segment``, whose parts are ``counts`` long."""
+    mine, size = counts[team.rank], team.size
+    room = np.empty(mine * size, segment.dtype)
+    team.do(
+        "Alltoallv",
+        [segment, (counts, _offsets(counts)), way.type],
+        [room, ([mine] * size, [i * mine for i in range(size)]), way.type],
+    )
+    share = np.empty(mine, segment.dtype)
+    way.kernel.combine([room[i * mine : (i + 1) * mine] for i in range(size)], share, apart=True)
+    return share
+
+
+def _fold_to_all(team: Team, way: _Way, source: Flat, out: Flat) -> None:
+    size = team.size
+    if source.nbytes * size <= WHOLE:
+        room = np.empty(source.size * size, source.dtype)
+        team.do("Allgather", [source, way.type], [room, way.type])
+        way.kernel.combine([room[i * out.size : (i + 1) * out.size] for i in range(size)], out, apart=True)
+        return
+    step = _step(source, size)
+    for start in range(0, source.size, step):
+        segment = source[start : start + step]
+        counts = _shares(segment.size, size)
+        share = _fold_share(team, way, segment, counts)
+        target = out[start : start + step]
+        team.do("Allgatherv", [share, way.type], [target, (counts, _offsets(counts)), way.type])
+
+
+def _fold_to_root(team: Team, way: _Way, source: Flat, out: Flat | None, root: int) -> None:
+    size = team.size
+    if source.nbytes * size <= WHOLE:
+        if out is None:
+            team.do("Gather", [source, way.type], None, root)
+            return
+        room = np.empty(source.size * size, source.dtype)
+        team.do("Gather", [source, way.type], [room, way.type], root)
+        way.kernel.combine([room[i * out.size : (i + 1) * out.size] for i in range(size)], out, apart=True)
+        return
+    step = _step(source, size)
+    for start in range(0, source.size, step):
+        segment = source[start : start + step]
+        counts = _shares(segment.size, size)
+        share = _fold_share(team, way, segment, counts)
+        target = None
+        if out is not None:
+            target = [out[start : start + step], (counts, _offsets(counts)), way.type]
+        team.do("Gatherv", [share, way.type], target, root)
+
+
+def _fold_pieces(team: Team, way: _Way, pieces: Sequence[Flat], out: Flat) -> None:
+    """Piece i, folded over all ranks, to rank i, segment by segment."""
+    longest = max(p.size for p in pieces)
+    step = max(1, _step(out, team.size) // team.size)
+    for start in range(0, longest, step):
+        parts = [p[start : start + step] for p in pieces]
+        share = _fold_share(team, way, np.concatenate(parts), [p.size for p in parts])
+        out[start : start + step] = share

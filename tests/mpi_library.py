@@ -1,0 +1,194 @@
+"""The MPI library of this environment, and the processes that its ``mpirun`` starts.
+
+The library is the one of the environment that runs the tests (its ``mpirun`` lies beside its ``python``).
+
+What the tests set for the libraries: Open MPI may run as root, put more ranks on a machine than it has cores, and bind
+them to none; its "ofi" transport, which takes a second to find out that there is no fabric, is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ranks import environment
+
+GRACE_S = 8.0
+_SHARED_MEMORY = "/dev/shm/"
+
+
+# --- the library ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Library:
+    """An MPI library's launcher.
+
+    Attributes:
+        name: "openmpi" or "mpich".
+        mpirun: its path.
+        variables: what it needs to start several ranks here, see above.
+        rank: the variable from which a process knows its rank.
+        recover: options with which a rank's death leaves the other ranks alive; MPICH's (``-disable-auto-cleanup``)
+            does so now and then only, so there the tests stop the launcher's process before they kill a rank.
+    """
+
+    name: str
+    mpirun: str
+    variables: dict[str, str]
+    rank: str
+    recover: tuple[str, ...]
+
+
+_OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_btl": "^ofi",
+}
+
+
+@lru_cache(maxsize=1)
+def _find() -> tuple[Library | None, str]:
+    """The environment's MPI library, or None and why there is none."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return None, "mpi4py is not installed in this environment"
+    beside = Path(sys.executable).with_name("mpirun")
+    path = str(beside) if beside.exists() else shutil.which("mpirun")
+    if path is None:
+        return None, "there is no mpirun in this environment"
+    told = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    if "Open MPI" in told:
+        recover = ("--runtime-options", "recoverable")
+        return Library("openmpi", path, _OPEN_MPI, "OMPI_COMM_WORLD_RANK", recover), ""
+    if "HYDRA" in told:
+        return Library("mpich", path, {}, "PMI_RANK", ()), ""
+    return None, f"{path} is neither Open MPI's nor MPICH's: {told[:80]!r}"
+
+
+def why_not() -> str:
+    """Why there is no MPI library here; "" where there is one."""
+    return _find()[1]
+
+
+def library() -> Library:
+    """The environment's MPI library; there must be one."""
+    found, reason = _find()
+    assert found is not None, reason
+    return found
+
+
+def command(size: int, options: Sequence[str], program: Sequence[str]) -> list[str]:
+    """mpirun with a program, so that it dies with this process."""
+    bound = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-S", "-c", bound, library().mpirun, *options, "-n", str(size), *program]
+
+
+def variables_for(folder: str, extra: dict[str, str] | None) -> dict[str, str]:
+    """Environment of mpirun: Open MPI keeps the sockets of a job in TMPDIR."""
+    found = environment(library().variables | {"TMPDIR": folder} | (extra or {}))
+    found.pop("PYTHONUNBUFFERED", None)  # it cuts the lines of processes that share a terminal into pieces
+    return found
+
+
+# --- what mpirun starts ---------------------------------------------------------------------------------------
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all children and children's children."""
+    found = []
+    for task in _tasks(pid):
+        try:
+            children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+        except OSError:
+            continue
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def _tasks(pid: int) -> list[str]:
+    try:
+        return os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; one that has ended and waits for its parent does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def segments(pids: Sequence[int]) -> set[str]:
+    """Files of shared memory that processes have mapped."""
+    found = set()
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {line[line.index(_SHARED_MEMORY) :] for line in lines if _SHARED_MEMORY in line}
+    return {path for path in found if not path.endswith(" (deleted)")}
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process, if it is there."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+class Tree:
+    """mpirun and all that it has started; ended as a whole."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self._segments: set[str] = set()
+
+    def hold(self) -> None:
+        """Stop MPICH's proxy, so that it cannot end the other ranks when one dies."""
+        for pid in descendants(self.process.pid):
+            if _is_proxy(pid):
+                kill(pid, signal.SIGSTOP)
+
+    def look(self) -> None:
+        """Note the shared memory in use: after a rank was killed, MPICH leaves it behind."""
+        self._segments |= segments(descendants(self.process.pid))
+
+    def close(self) -> None:
+        """End whatever runs on, the ranks first, so that mpirun can tidy up; idempotent."""
+        self.look()
+        if self.process.poll() is None:
+            below = descendants(self.process.pid)
+            for pid in reversed(below):
+                kill(pid, signal.SIGCONT if _is_proxy(pid) else signal.SIGKILL)
+            try:
+                self.process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            for pid in filter(lives, below):
+                kill(pid)
+        for path in self._segments:
+            Path(path).unlink(missing_ok=True)
+
+
+def _is_proxy(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().startswith("hydra")
+    except OSError:
+        return False

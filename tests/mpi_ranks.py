@@ -1,0 +1,291 @@
+"""Ranks that ``mpirun`` starts: the harness of :mod:`ranks` for Open MPI and MPICH.
+
+In the test process::
+
+    with MpiJob(3) as job:                      # as ranks.Job, the ranks being mpirun's children
+        job.call(enter)
+    ended = mpirun(2, "script.py", "--option")  # a program of its own: output and exit code
+
+A rank cannot inherit a pipe through mpirun: it connects to a socket in a folder that only this user can enter, and
+says which rank the launcher made it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import worker
+from mpi_library import (
+    GRACE_S,
+    Tree,
+    command,
+    descendants,
+    kill,
+    library,
+    lives,
+    segments,
+    variables_for,
+    why_not,
+)
+from ranks import HERE, ROOT, Job, RanksFailed
+
+__all__ = ["Ended", "MpiJob", "Program", "library", "mpirun", "started", "why_not"]
+
+_START_S = 60.0
+_HELLO = struct.Struct("=ii")
+UNKNOWN = -1001
+"""The exit code of a rank that is gone: mpirun alone knows the true one."""
+
+
+# --- programs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program under mpirun ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+class Program(Tree):
+    """A program under mpirun.
+
+    Attributes:
+        process: mpirun.
+        folder: has its output, files ``stdout`` and ``stderr``.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: str) -> None:
+        super().__init__(process)
+        self.folder = Path(folder)
+
+    def said(self, stream: str = "stdout") -> str:
+        """What the ranks, and mpirun, have written so far."""
+        return (self.folder / stream).read_text(errors="replace")
+
+    def wait(self, timeout: float = 120.0) -> int:
+        """mpirun's exit code; RanksFailed if it does not end in time."""
+        deadline = time.monotonic() + timeout
+        while self.process.poll() is None:
+            if time.monotonic() > deadline:
+                said = f"{self.said()}\n{self.said('stderr')}"
+                raise RanksFailed(f"mpirun did not end in {timeout:g} s\n{said}")
+            self.look()
+            time.sleep(0.02)
+        return self.process.returncode
+
+
+@contextmanager
+def started(
+    size: int, *program: str, env: dict[str, str] | None = None, options: Sequence[str] = ()
+) -> Iterator[Program]:
+    """Start a Python program on ``size`` ranks (arguments of ``python``); it ends with the block."""
+    with tempfile.TemporaryDirectory(prefix="unicoll-mpirun-") as folder:
+        out, err = Path(folder, "stdout"), Path(folder, "stderr")
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            process = subprocess.Popen(
+                command(size, options, [sys.executable, *program]),
+                env=variables_for(folder, {"PYTHONPATH": f"{ROOT}:{HERE}"} | (env or {})),
+                stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True, cwd=folder,
+            )  # fmt: skip
+        running = Program(process, folder)
+        try:
+            yield running
+        finally:
+            running.close()
+
+
+def mpirun(
+    size: int,
+    *program: str,
+    env: dict[str, str] | None = None,
+    options: Sequence[str] = (),
+    timeout: float = 120.0,
+) -> Ended:
+    """As :func:`started`, to the program's end."""
+    start = time.monotonic()
+    with started(size, *program, env=env, options=options) as running:
+        code = running.wait(timeout)
+        return Ended(code, running.said(), running.said("stderr"), time.monotonic() - start)
+
+
+# --- jobs -----------------------------------------------------------------------------------------------------
+
+
+class MpiJob(Job):
+    """``size`` fresh interpreters under one mpirun, that do what they are called to.
+
+    Args:
+        size: number of ranks.
+        backend: with which :func:`worker.enter` joins; None leaves the choice to the library.
+        env: more environment variables, for all ranks.
+        quiet: whether output on a rank's standard error, or of mpirun, is a failure.
+        recover: whether the others live on when a rank dies; by default mpirun ends them at once.
+        rehearse: whether ranks join and leave once before anything else, so that what the MPI library opens for the
+            life of the process counts as being there from the start.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        backend: str | None = None,
+        env: dict[str, str] | None = None,
+        quiet: bool = True,
+        recover: bool = False,
+        rehearse: bool = False,
+    ):
+        self._ranks = [-1] * size
+        self._options = library().recover if recover else ()
+        self._holds = recover
+        self._arguments = (backend, rehearse)
+        super().__init__(size, join="env", env=env, quiet=quiet)
+
+    def _start_all(self, join: str, variables: dict[str, str]) -> None:
+        folder = self._folder.name
+        program = (
+            f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(ROOT)!r}]; import mpi_ranks;"
+            f" mpi_ranks.attend({folder!r}, {library().rank!r}, {self.size}, {self._arguments!r})"
+        )
+        with socket.socket(socket.AF_UNIX) as listener, open(self._said, "wb") as said:
+            listener.bind(f"{folder}/hello")
+            listener.listen(self.size)
+            listener.settimeout(0.1)
+            self._processes.append(
+                subprocess.Popen(
+                    command(self.size, self._options, [sys.executable, "-W", "error", "-c", program]),
+                    env=variables | library().variables | {"TMPDIR": folder},
+                    stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+                )
+            )  # fmt: skip
+            self._tree = Tree(self._processes[0])
+            self._greet(listener)
+
+    def _greet(self, listener: socket.socket) -> None:
+        """A pipe to every rank, in their order."""
+        deadline = time.monotonic() + _START_S
+        pipes: dict[int, Connection] = {}
+        try:
+            while len(pipes) < self.size:
+                if self._processes[0].poll() is not None or time.monotonic() > deadline:
+                    raise RanksFailed(f"only ranks {sorted(pipes)} have come\n{self.report()}")
+                try:
+                    sock = listener.accept()[0]
+                except TimeoutError:
+                    continue
+                with sock:
+                    sock.settimeout(GRACE_S)
+                    rank, pid = _HELLO.unpack(sock.recv(_HELLO.size, socket.MSG_WAITALL))
+                    sock.settimeout(None)
+                    pipes[rank] = Connection(sock.detach())
+                self._ranks[rank] = pid
+        finally:
+            self._pipes += [pipes[rank] for rank in sorted(pipes)]
+
+    @property
+    def _said(self) -> Path:
+        return Path(self._folder.name, "mpirun")
+
+    @property
+    def pids(self) -> list[int]:
+        return self._ranks
+
+    def said(self) -> str:
+        """What mpirun has said, of itself and of its ranks."""
+        return self._said.read_text(errors="replace")
+
+    def shared_memory(self) -> set[str]:
+        return {Path(path).name for path in segments(descendants(self._processes[0].pid))}
+
+    def call(self, *args: object, **options: object) -> None:
+        self._tree.look()
+        super().call(*args, **options)  # type: ignore[arg-type]
+
+    def signal(self, rank: int, number: int) -> float:
+        self._tree.look()
+        if self._holds and number == signal.SIGKILL:
+            self._tree.hold()
+        return super().signal(rank, number)
+
+    def _reap(self, rank: int) -> int:
+        deadline = time.monotonic() + GRACE_S
+        while lives(self._ranks[rank]):
+            if time.monotonic() > deadline:
+                return -1000
+            time.sleep(0.01)
+        return UNKNOWN
+
+    def wait_for_exit(self, timeout: float = 30.0) -> list[int]:
+        """mpirun's exit code, once for each rank."""
+        return super().wait_for_exit(timeout) * self.size
+
+    def report(self) -> str:
+        return f"{super().report()}\n--- mpirun: {self.said()[-8000:]}"
+
+    def stderr(self, rank: int) -> str:
+        path = self._stderr(rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _dump(self) -> str:
+        for pid in filter(lives, self._ranks):
+            kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return self.report()
+
+    def close(self) -> None:
+        if self._processes:
+            self._tree.close()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> MpiJob:
+        return self
+
+    def check_quiet(self) -> None:
+        super().check_quiet()
+        if self.quiet and self.said():
+            raise RanksFailed(f"mpirun said something\n{self.report()}")
+
+
+def attend(folder: str, variable: str, size: int, arguments: tuple[str | None, bool]) -> None:
+    """The life of a rank, in its process; ``variable`` is where the launcher has put its rank."""
+    rank = int(os.environ[variable])
+    with open(f"{folder}/stderr-{rank}", "wb") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(f"{folder}/hello")
+    sock.sendall(_HELLO.pack(rank, os.getpid()))
+    worker.BACKEND, rehearse = arguments
+    if rehearse:
+        _rehearse()
+    worker.work(sock.detach(), rank, size, "env")
+
+
+def _rehearse() -> None:
+    """Join and leave, and wait until all threads have ended."""
+    import unicoll as dist
+
+    worker._init = "env"
+    before = threading.active_count()
+    worker.enter()
+    dist.destroy_process_group()
+    deadline = time.monotonic() + GRACE_S
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)

@@ -1,0 +1,83 @@
+"""docs/hpc.md: its blocks run under this environment's mpirun, and print what stands below them.
+
+A block runs if its first line has the word ``mpirun``; ``openmpi`` and ``mpich`` say that only one library does what it
+shows, ``exit=1`` and the text below it are as in :mod:`test_docs`. Files that the page shows are there: a block below
+a line that ends with a name and a colon is the file of that name.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+from mpi_ranks import Program, library, why_not
+from ranks import ROOT
+from test_docs import HELLO, Block, blocks, differences, surroundings
+
+if why_not():
+    pytest.skip(why_not(), allow_module_level=True)
+
+PAGE = ROOT / "docs" / "hpc.md"
+BLOCKS = [block for block in blocks(PAGE) if "mpirun" in block.options]
+FILE = re.compile(r"`([\w.-]+)`:\n\n```\w*\n((?:.*\n)*?)```$", re.M)
+
+
+def lay_out(folder: Path) -> None:
+    """The files that the page shows, and the example."""
+    shutil.copy(HELLO, folder)
+    for name, text in FILE.findall(PAGE.read_text()):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
+def to_path(folder: Path) -> None:
+    """``mpirun`` is this environment's."""
+    command = folder / "bin" / "mpirun"
+    command.write_text(f'#!/bin/sh\nexec "{library().mpirun}" "$@"\n')
+    command.chmod(command.stat().st_mode | stat.S_IXUSR)
+
+
+def test_there_are_blocks_for_both_libraries() -> None:
+    for name in ("openmpi", "mpich"):
+        assert len([b for b in BLOCKS if name in b.options or not {"openmpi", "mpich"} & set(b.options)]) > 3
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_a_block_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> None:
+    meant = {"openmpi", "mpich"} & set(block.options)
+    if meant and library().name not in meant:
+        pytest.skip(f"shows {meant.pop()}")
+    lay_out(tmp_path)
+    (tmp_path / "commands.sh").write_text(block.code)
+    variables = surroundings(tmp_path) | library().variables | {"TMPDIR": str(tmp_path)}
+    to_path(tmp_path)
+    variables["OMPI_MCA_btl_sm_backing_directory"] = str(
+        tmp_path
+    )  # a process without mpirun leaves it behind
+    with (tmp_path / "stdout").open("wb") as stdout, (tmp_path / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "commands.sh"],
+            cwd=tmp_path, env=variables, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True,
+        )  # fmt: skip
+    running = Program(process, str(tmp_path))
+    try:
+        code = running.wait()
+    finally:
+        running.close()
+    assert code == block.option("exit", 0), running.said() + running.said("stderr")
+    if block.output is not None:
+        found = differences(block.output, running.said())
+        assert not found, "\n".join([*found, running.said("stderr")])
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, _ in FILE.findall(PAGE.read_text()) if name.endswith(".sbatch")]
+)
+def test_batch_files_are_correct_bash(name: str, tmp_path: Path) -> None:
+    lay_out(tmp_path)
+    checked = subprocess.run(["bash", "-n", name], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
