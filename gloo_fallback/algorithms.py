@@ -25,7 +25,7 @@ from .links import Folding, Links, bytes_of
 SMALL = 1 << 16
 """Bytes that one exchange may leave at every rank; more goes the bulk way."""
 SEGMENT = 1 << 18
-"""Bytes per message of the pipelined algorithms: the staging memory of an operation is two of these."""
+"""Bytes per message of the pipelined algorithms."""
 _CHAIN = 1 << 16
 _IN_ORDER = 1 << 20
 """Bytes of all ranks' contributions that a deterministic reduction holds at a time."""
