@@ -183,7 +183,7 @@ class Mailroom:
                 line.flush()
             if event & ~select.EPOLLOUT:
                 for _ in range(_PULLS):
-                    if not self._pull(line) or line.message is None:
+                    if not self._pull(line) or line.message is None or line.over:
                         break
 
     def _pull(self, line: Line) -> bool:
@@ -378,12 +378,12 @@ class Mailroom:
 
     def _withdraw(self, letter: Letter) -> bool:
         """Nobody wants a send or receive any more; whether part of it had moved already."""
-        call = letter.call
         with self._lock:
-            begun = letter.begun or any(_receiver(line) is letter for line in self._open.values())
-            if begun:  # half a message cannot be taken back
-                self._hang_up(call.peer if call.inputs else call.source)
-                return True
+            for line in self._open.values():
+                begun = letter.begun and letter in line.outbox
+                if begun or _receiver(line) is letter:  # half a message cannot be taken back
+                    self._hang_up(line.peer)
+                    return True
             self._sorter.withdraw(letter)
             for queue in (self._to_dial, *(line.outbox for line in self._open.values())):
                 if letter in queue:

@@ -38,11 +38,12 @@ class MPIBackend(Backend):
         self.mpi = runtime()
         self.lane = Lane(f"unicoll-{context.name}", self._execute)
         self.team: Team | None = None
+        self._members: Members | None = None
         self._mail: Mailroom | None = None
         self._error: DistError | None = None
         self.closed = False
         if context.size > 1:
-            members: Members = context.job.shared("mpi", lambda: Members(context.job))
+            self._members = members = context.job.shared("mpi", lambda: Members(context.job))
             self.team = Team(context, members)
             self._mail = Mailroom(context, self.team)
             self.mpi.groups.add(self)
@@ -106,19 +107,29 @@ class MPIBackend(Backend):
         except DistError:
             raise
         except self.mpi.MPI.Exception as e:
-            cause = DistBackendError(
-                f"{call.describe()} #{call.seq} on group {self.context.name!r}: MPI failed: {e}",
-                group=self.context.name,
-                op=call.op.name,
-                seq=call.seq,
-            )
-            self._give_up(team, call, cause)
-            raise cause from e
+            raise self._blame(team, call, e) from e
         except BaseException as e:  # whatever it is, the others must not wait for us
             self._give_up(team, call, e)
             raise
         finally:
             team.last, team.call = call, None
+
+    def _blame(self, team: Team, call: Call, error: Exception) -> DistError:
+        """What all ranks are told of an error of MPI."""
+        peer = team.await_the_news()
+        if peer is None:
+            cause: DistError = DistBackendError(
+                f"{call.describe()} #{call.seq} on group {self.context.name!r}: MPI failed: {error}",
+                group=self.context.name,
+                op=call.op.name,
+                seq=call.seq,
+            )
+            self._give_up(team, call, cause)
+            return cause
+        try:
+            team.fail(team.lost(peer))
+        except DistError as agreed:
+            return agreed
 
     def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
         context = self.context
@@ -164,9 +175,9 @@ class MPIBackend(Backend):
             ended = self.lane.close(1.0 if not stuck else 0.0)
         if control is not None:
             control.unwatch(context.name)
-            for rank in set(control.departed) - control.left:
-                self.mpi.lost = control.departed[rank]
         clean = self._mail.close(_DRAIN_S) if self._mail is not None else True
+        if self._members is not None:
+            self._members.note_the_dead()
         self._error = self._error or GroupAbortedError(
             f"group {context.name!r} has been destroyed", group=context.name
         )

@@ -63,6 +63,13 @@ class Members:
                 " mpirun, or each alone; start all with one mpirun or srun, or take backend='gloo'"
             )
 
+    def note_the_dead(self) -> None:
+        """MPI is not to wait for processes that have died."""
+        control = self._job.control
+        if control is not None:
+            for rank in set(control.departed) - control.left:
+                self.mpi.lost[self._places[rank]] = control.departed[rank]
+
     def crowded(self, context: Context) -> bool:
         """Whether a host runs more ranks of the group than it has cores for them; equal on all members."""
         control = context.job.control

@@ -20,7 +20,14 @@ from typing import Any
 import numpy as np
 
 from unicoll.backend import Call, Context
-from unicoll.errors import DistError, GroupAbortedError, MessageMismatchError, OperationTimeoutError
+from unicoll.errors import (
+    DistBackendError,
+    DistError,
+    GroupAbortedError,
+    MessageMismatchError,
+    OperationTimeoutError,
+)
+from unicoll.kernels import Flat
 from unicoll.observe import inquest
 from unicoll.types import DTYPES
 from unicoll.work import HostCompletion
@@ -272,8 +279,23 @@ class Mailroom:
                     moved |= self._look_at_sends()
                 return moved
             except self._mpi.MPI.Exception as e:
-                self.abort(DistError(f"MPI failed in a message of group {self._context.name!r}: {e}"))
+                self._failed(e)
                 return False
+
+    def _failed(self, cause: BaseException) -> None:
+        """MPI failed, in whichever message: none of them can be relied on."""
+        peer = self._team.await_the_news()
+        if peer is not None:
+            rank = self._context.ranks[peer]
+            for letter in self._letters():
+                letter.completion.finish(self._lost(letter.call, rank))
+        name = self._context.name
+        self.abort(DistBackendError(f"MPI failed in a message of group {name!r}: {cause}", group=name))
+
+    def _letters(self) -> list[Letter]:
+        """All sends and receives that are not done."""
+        coming = [m.letter for m in self._coming if m.letter is not None]
+        return [*self._posted, *self._sending, *coming]
 
     def _look_at_payloads(self) -> bool:
         if self._announced:
@@ -352,7 +374,7 @@ class Mailroom:
         call = letter.call
         buffer = call.outputs[0]
         if message.fits(letter):
-            if message.data is not letter.view:
+            if message.data is not None and message.data is not letter.view:
                 letter.view[:] = message.data
             call.write_back()
             letter.completion.finish()

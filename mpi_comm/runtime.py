@@ -89,7 +89,7 @@ class Runtime:
         )
         self.left_behind: list[Any] = []
         self.before_end: list[Callable[[], None]] = []  # what ends the threads that use MPI
-        self.lost = ""  # who died, if somebody did
+        self.lost: dict[int, str] = {}  # processes of MPI's world that have died, with what is known of it
         self.patience = default_pg_timeout.total_seconds()
         self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self.groups: weakref.WeakSet[Backend] = weakref.WeakSet()

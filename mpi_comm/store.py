@@ -73,7 +73,7 @@ class _Server:
         self._comm = comm
         self._largest = max_value()
         self._waiting: list[_Waiting] = []
-        self._sent: list[Any] = []
+        self._sent: list[tuple[Any, bytes, int]] = []
         self._clients: dict[int, int] = {}  # open stores by process
         self._users = 0
         self._thread: threading.Thread | None = None
@@ -124,12 +124,19 @@ class _Server:
             if self._mpi.call(self._turn, status):
                 nap, eager = _SHORTEST_S, time.monotonic() + _EAGER_S
             with self.changed:
-                if self._stopping or not (self._users or self._clients or self._waiting or self._sent):
+                if self._stopping or not (self._users or self._wanted()):
                     self._thread = None
                     return
             if time.monotonic() > eager:
                 time.sleep(nap)
                 nap = min(1.3 * nap, _LONGEST_S)
+
+    def _wanted(self) -> bool:
+        """Whether another process has its store open, or waits for an answer."""
+        lost = self._mpi.lost
+        waiting = [*self._clients, *(request.to for request in self._waiting)]
+        waiting += [to for _, _, to in self._sent]
+        return any(place not in lost for place in waiting)
 
     def _turn(self, status: Any) -> bool:
         """Take one request if there is one, and answer what can be answered."""
@@ -196,7 +203,7 @@ class _Server:
 
     def _reply(self, to: int, tag: int, status: Status, fields: Sequence[bytes]) -> None:
         data = pack_reply(status, fields)
-        self._sent.append((self._comm.Isend([data, self._mpi.MPI.BYTE], to, tag), data))
+        self._sent.append((self._comm.Isend([data, self._mpi.MPI.BYTE], to, tag), data, to))
 
 
 _server: _Server | None = None

@@ -35,6 +35,8 @@ _TICK_S = 0.1
 _WARN_S = 15.0
 _GRACE_S = 0.5
 """How long what a rank sent before it left may take to arrive."""
+_NEWS_S = 0.5
+"""How long the news of a death may take, once MPI has noticed it."""
 _SPINS, _FEW_SPINS = 400, 16
 _EAGER_S = 0.005
 """How long a rank waits without a nap; it gives its core away, if somebody asks for it, where cores are few."""
@@ -326,6 +328,13 @@ class Team:
             self._missed = now
         elif now - self._missed > _GRACE_S:
             self.fail(self.lost(peer))
+
+    def await_the_news(self) -> int | None:
+        """After an error of MPI: the member whose death is behind it, by its rank in the group; None if none is."""
+        deadline = time.monotonic() + _NEWS_S
+        while (peer := self.gone()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return peer
 
     def lost(self, peer: int) -> DistError:
         """The error of a member that is gone."""

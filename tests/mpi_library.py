@@ -123,13 +123,24 @@ def _tasks(pid: int) -> list[str]:
         return []
 
 
+def _stat(pid: int) -> list[str]:
+    """What /proc says of a process from its state on; nothing if it is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
 def lives(pid: int) -> bool:
     """Whether a process runs; one that has ended and waits for its parent does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
+    words = _stat(pid)
+    return bool(words) and words[0] not in "ZX"
+
+
+def started_at(pid: int) -> str:
+    """When a process began: together with its id, this is it and no other."""
+    words = _stat(pid)
+    return words[19] if words else ""
 
 
 def segments(pids: Sequence[int]) -> set[str]:
@@ -157,6 +168,7 @@ class Tree:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
+        self._seen: dict[int, str] = {}
         self._segments: set[str] = set()
 
     def hold(self) -> None:
@@ -166,25 +178,29 @@ class Tree:
                 kill(pid, signal.SIGSTOP)
 
     def look(self) -> None:
-        """Note the shared memory in use: after a rank was killed, MPICH leaves it behind."""
-        self._segments |= segments(descendants(self.process.pid))
+        """Note who is there, since children of a rank that dies are nobody's, and the shared memory in use, which MPICH
+        leaves behind when a rank is killed."""
+        found = descendants(self.process.pid)
+        self._seen |= {pid: started_at(pid) for pid in found}
+        self._segments |= segments(found)
 
     def close(self) -> None:
         """End whatever runs on, the ranks first, so that mpirun can tidy up; idempotent."""
         self.look()
-        if self.process.poll() is None:
-            below = descendants(self.process.pid)
-            for pid in reversed(below):
-                kill(pid, signal.SIGCONT if _is_proxy(pid) else signal.SIGKILL)
-            try:
-                self.process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-            for pid in filter(lives, below):
-                kill(pid)
+        for pid in self._left():
+            kill(pid, signal.SIGCONT if _is_proxy(pid) else signal.SIGKILL)
+        try:
+            self.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        for pid in self._left():
+            kill(pid)
         for path in self._segments:
             Path(path).unlink(missing_ok=True)
+
+    def _left(self) -> list[int]:
+        return [pid for pid, start in self._seen.items() if lives(pid) and started_at(pid) == start]
 
 
 def _is_proxy(pid: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from typing import Any
 
@@ -272,6 +273,35 @@ def timed_out_receives() -> list[Failure | None]:
     dist.barrier()
     dist.send(np.full(3, 7.0), 1)
     return []
+
+
+class Alarm(Exception):
+    """Raised by the signal handler of :func:`interrupted_receives`."""
+
+
+def interrupted_receives(count: int) -> None:
+    """A receive that an exception has ended takes nothing; the next one gets the message that comes later."""
+
+    def ring(*_: object) -> None:
+        raise Alarm
+
+    x = np.zeros(count)
+    if me() == 1:
+        before = signal.signal(signal.SIGALRM, ring)
+        for src in (0, None):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            try:
+                dist.recv(np.zeros(count), src)
+            except Alarm:
+                continue
+            raise AssertionError("nothing has interrupted the receive")
+        signal.signal(signal.SIGALRM, before)
+        dist.barrier()
+        dist.recv(x, 0)
+        assert (x == 7).all()
+    else:
+        dist.barrier()
+        dist.send(np.full(count, 7.0), 1)
 
 
 class Custom:

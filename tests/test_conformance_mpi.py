@@ -22,7 +22,7 @@ _EAGER = 64 << 10
 
 
 class TestMPI(Conformance):
-    sample = 40
+    sample = 25
 
     @pytest.fixture(scope="class")
     @classmethod

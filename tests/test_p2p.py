@@ -88,6 +88,11 @@ def test_a_receive_that_timed_out_takes_nothing(pool: Pools) -> None:
         assert "0.3 s" in failure.message
 
 
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_an_interrupted_receive_takes_nothing(count: int, pool: Pools) -> None:
+    pool(2).run(jobs.interrupted_receives, count)
+
+
 @pytest.mark.parametrize("use_batch", [False, True])
 def test_objects(use_batch: bool, pool: Pools) -> None:
     pool(2).run(jobs.objects, use_batch)
