@@ -8,6 +8,7 @@ from typing import Any
 from unicoll.backend import Backend, Call, Caps, Context, Job
 from unicoll.composites import merge_all_reduces
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, GroupAbortedError
+from unicoll.kernels import Quiet
 from unicoll.lane import Lane
 from unicoll.ops import OPS
 from unicoll.work import Completion, HostCompletion
@@ -42,6 +43,7 @@ class MPIBackend(Backend):
         self._mail: Mailroom | None = None
         self._error: DistError | None = None
         self.closed = False
+        self._quietly = Quiet()
         if context.size > 1:
             self._members = members = context.job.shared("mpi", lambda: Members(context.job))
             self.team = Team(context, members)
@@ -89,7 +91,7 @@ class MPIBackend(Backend):
         if team is None:
             if self._error is not None:
                 raise self._error
-            alone(call)
+            self._quietly(alone, call)
             call.write_back()
             return
         team.begin(call, self.lane.in_background)
@@ -97,10 +99,10 @@ class MPIBackend(Backend):
             collective = COLLECTIVES.get(call.op.name)
             if collective is not None:
                 team.agree(call)
-                collective(team, call)
+                self._quietly(collective, team, call)  # overflow and NaN are results, as on a GPU
             else:
                 number, unlike = UNLIKE[call.op.name]
-                unlike(team, call, team.agree(call, number(call)))
+                self._quietly(unlike, team, call, team.agree(call, number(call)))
             for buffer in call.outputs:
                 if buffer.unpack is not None:
                     buffer.unpack()

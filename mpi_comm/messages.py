@@ -398,11 +398,7 @@ class Mailroom:
             self.abort(self._team.error)
             return
         with self._lock:
-            letters = [
-                *self._posted,
-                *self._sending,
-                *(m.letter for m in self._coming if m.letter is not None),
-            ]
+            letters = self._letters()
         died = self._died()
         for letter in letters:
             if letter.completion.done():
@@ -467,11 +463,7 @@ class Mailroom:
         """Make everything pending, and everything later, raise ``error``."""
         with self._lock:
             self._error = self._error or error
-            letters = [
-                *self._posted,
-                *self._sending,
-                *(m.letter for m in self._coming if m.letter is not None),
-            ]
+            letters = self._letters()
             self._posted.clear()
             self._leave_behind()
         for letter in letters:
