@@ -53,7 +53,7 @@ class GlooBackend(Backend):
             wish()  # refuse a word that is none before anybody waits
             self._team = Team(context, endpoint, self._spins)
             self._team.deterministic = in_order
-            self._mail = Mailroom(context, endpoint)
+            self._mail = Mailroom(context, endpoint, self._spins)
             if job.control is not None:
                 job.control.watch(context.name, self.abort, self._team.report)
 

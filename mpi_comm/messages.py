@@ -196,7 +196,14 @@ class Mailroom:
 
     def _drive(self, letter: Letter) -> None:
         """Move everybody's messages until ``letter`` is done, unless another thread does that already."""
-        completion = letter.completion
+        try:
+            self._wait_for(letter.completion)
+        except BaseException as e:  # an interruption; its message is for whoever asks next
+            if not letter.completion.done():
+                self._end(letter, e)
+            raise
+
+    def _wait_for(self, completion: HostCompletion) -> None:
         while not completion.done():
             if self._driving.acquire(blocking=False):
                 try:
@@ -338,6 +345,9 @@ class Mailroom:
             if not opening.Test(status):
                 break
             peer = status.Get_source()
+            if peer < 0:  # it was not open: an interruption came between two steps
+                opening.Start()
+                continue
             tag, code, size, payload = _HEADER.unpack_from(box)
             data = None if payload else np.frombuffer(box, np.uint8, size, _HEADER.size).copy()
             opening.Start()
