@@ -448,7 +448,8 @@ class Model:
 
 def _figures(name: str) -> dict[int, float]:
     found = json.loads((ROOT / "benchmarks" / f"all_reduce_{name}.json").read_text())
-    return {row["bytes"]: row["unicoll"] for row in found["rows"]}
+    ours = [row for row in found["results"] if row["contender"] == "gloo"]
+    return {row["size"]: row["in_place"]["time"] for row in ours}
 
 
 def parameters(model: Model) -> str:
