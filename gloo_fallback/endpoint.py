@@ -32,10 +32,15 @@ Key = tuple[str, str, int]
 
 _ACCEPTED, _BUSY, _CLOSED = b"A", b"B", b"C"
 _TICK_S = 0.1
-_HANDSHAKE_S = 30.0
+_HANDSHAKE_S, _CALLS = 1.5, 20
+"""Seconds that a handshake may take once the peer has begun to answer, and how often it is called."""
 _PER_RANK, _OTHERS = 2, 256
 """Descriptors that may be needed: connections to each rank, and whatever else the program has open."""
 """How long a peer that has spoken may take for the rest of the handshake."""
+
+
+class _SlowError(DistNetworkError):
+    """A peer did not go on with a handshake in time."""
 
 
 class _Door(FrameServer):
@@ -178,7 +183,18 @@ class Endpoint:
     # --- calling ---------------------------------------------------------------------------------------------------
 
     def _dial(self, key: Key, check: Callable[[], None]) -> socket.socket | None:
-        """Call the peer; None if it answers that its own call is on the way."""
+        """Call the peer; None if it answers that its own call is on the way.
+
+        A peer that begins to answer and then falls silent (it is stopped, say) is called again.
+        """
+        for _ in range(_CALLS - 1):
+            try:
+                return self._call(key, check)
+            except _SlowError:
+                check()
+        return self._call(key, check)
+
+    def _call(self, key: Key, check: Callable[[], None]) -> socket.socket | None:
         group, channel, peer = key
         address = self._address(peer, group, check)
         host, port = address
@@ -195,15 +211,20 @@ class Endpoint:
             except OSError as e:
                 self._refused(key, f"{host}:{port}", e)
                 return None
+        deadline = float("inf")
         try:
             self._await_word(sock, peer, check)  # a stopped process accepts, and says nothing
-            auth.client_handshake(sock, self._job.key, b"data", time.monotonic() + _HANDSHAKE_S)
+            deadline = time.monotonic() + _HANDSHAKE_S
+            auth.client_handshake(sock, self._job.key, b"data", deadline)
             sock.settimeout(None)
             sock.sendall(frame({"group": group, "channel": channel, "rank": self._job.rank}))
+            deadline = float("inf")
             self._await_word(sock, peer, check)
             answer = read_exactly(sock, 1)
         except (OSError, EOFError, DistNetworkError) as e:
             sock.close()
+            if time.monotonic() >= deadline and not isinstance(e, EOFError):
+                raise _SlowError(f"rank {peer} fell silent within the handshake") from e
             if isinstance(e, AuthenticationError) and not isinstance(e, auth.NoAnswerError):
                 raise
             self._refused(key, f"{host}:{port}", e)
