@@ -9,7 +9,7 @@ from typing import Any
 from unicoll.backend import Backend, Call, Caps, Context, Job
 from unicoll.composites import merge_all_reduces
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
-from unicoll.kernels import Quiet
+from unicoll.kernels import quiet_runner
 from unicoll.lane import Lane
 from unicoll.ops import OPS
 from unicoll.options import as_options
@@ -33,7 +33,8 @@ class GlooBackend(Backend):
     """Collectives between processes, through shared memory within a host and TCP between hosts."""
 
     name = "gloo"
-    caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype: not dtype.name.startswith("float8"))
+    caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype, _: not dtype.name.startswith("float8"))
+    stages = True
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -41,7 +42,7 @@ class GlooBackend(Backend):
         self._team: Team | None = None
         self._mail: Mailroom | None = None
         self._error: DistError | None = None
-        self._quietly = Quiet()
+        self._quietly = quiet_runner()
         self._way: Way | None = None  # found by the first collective
         self._spins = 0
         in_order = as_options(context.options).in_order
@@ -104,10 +105,13 @@ class GlooBackend(Backend):
             raise team.error.with_traceback(None)
         team.call, team.deadline = call, 0.0  # the deadline is set when something has to be waited for
         try:
+            way = self._way or self._find_way(team)
+            if way.board is not None:
+                way.board.patient = self._lane.in_background
             if call.reduce is not None:
-                self._quietly(self._collect, team, call)  # overflow and NaN are results, as on a GPU
+                self._quietly(way.table[call.op.name], way.where, call)  # overflow and NaN are results, as on a GPU
             else:
-                self._collect(team, call)
+                way.table[call.op.name](way.where, call)
             call.write_back()
         except DistError:
             raise
@@ -117,13 +121,9 @@ class GlooBackend(Backend):
         finally:
             team.last, team.call = call, None
 
-    def _collect(self, team: Team, call: Call) -> None:
-        way = self._way
-        if way is None:
-            way = self._way = find_way(team, self._spins)
-        if way.board is not None:
-            way.board.patient = self._lane.in_background
-        way.table[call.op.name](way.where, call)
+    def _find_way(self, team: Team) -> Way:
+        self._way = way = find_way(team, self._spins)
+        return way
 
     def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
         context = self._context

@@ -42,6 +42,7 @@ _CROWDED_YIELDS = 100
 _PATIENT_YIELDS = 20
 _MASK = (1 << 64) - 1
 _TICK_S = 0.1
+_GONE = -1.0
 
 
 def size_of(ranks: int) -> int:
@@ -62,6 +63,10 @@ class Board:
         members: the ranks (in the team) that share the segment, this one among them.
         segment: mapped by all of them.
         spins: looks at a flag before the processor is yielded; 0 where ranks outnumber cores.
+
+    Attributes:
+        step: number of the last step; a rank's two slots take turns.
+        plans: what the algorithms remember of small operations, by kind.
     """
 
     def __init__(self, team: Team, members: tuple[int, ...], segment: Segment, spins: int) -> None:
@@ -84,7 +89,8 @@ class Board:
         ).reshape(2, size, SLOT)
         self._views: dict[tuple[int, int, int, Any], Flat] = {}
         self._rows: dict[tuple[int, int, Any], tuple[Flat, list[Flat]]] = {}
-        self._step = 0
+        self.step = 0
+        self.plans: dict[Any, Any] = {}
         self.counts: tuple[bytes, int] = (b"", 0)  # the last table of an all_to_all's sizes that was good, its maximum
         held = threading.Lock()
         held.acquire()
@@ -96,13 +102,14 @@ class Board:
         self.team.wake = lambda: None
         self._views.clear()
         self._rows.clear()
+        self.plans.clear()
         self._slots = np.zeros((2, self.size, 0), np.uint8)
         self._flags = memoryview(b"")
         self._segment.close()
 
     def slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any], steps: int = 1) -> Flat:
         """``count`` elements at byte ``start`` of a rank's slot, as of ``steps`` steps ahead (0: the last step)."""
-        key = (((self._step + steps) & 1) * self.size + rank, start, count, dtype)
+        key = (((self.step + steps) & 1) * self.size + rank, start, count, dtype)
         view = self._views.get(key)
         if view is None:
             if len(self._views) > 4096:
@@ -114,7 +121,7 @@ class Board:
 
     def rows(self, count: int, dtype: np.dtype[Any]) -> tuple[Flat, list[Flat]]:
         """My slot for the next step, and all ranks' in rank order, to be read after it."""
-        key = ((self._step + 1) & 1, count, dtype)
+        key = ((self.step + 1) & 1, count, dtype)
         found = self._rows.get(key)
         if found is None:
             if len(self._rows) > 512:
@@ -125,7 +132,7 @@ class Board:
 
     def meet(self, call: Call | None = None) -> None:
         """Tell the others of the next step and wait to hear from all; with ``call``, compare signatures too."""
-        self._step = step = self._step + 1
+        self.step = step = self.step + 1
         flags, mine = self._flags, self._mine
         if call is not None:
             signature, seq = call.signature & _MASK, call.seq
@@ -163,14 +170,15 @@ class Board:
             flags[other + _BELL] = 1
             bells.sleep(address, seen & 0xFFFFFFFF, _TICK_S)
             looked = self._look_around(other // _LINE, looked)
+            if looked == _GONE and flags[other] < step:  # what it did before it went counts
+                self.team.fail_without(self.members[other // _LINE])
 
     def _look_around(self, other: int, looked: float) -> float:
-        """Ten times a second, or when the group has failed: is the awaited rank alive, and is there time left?"""
+        """Ten times a second, or when the group has failed: is the awaited rank gone, and is there time left?"""
         now = time.monotonic()
         if now - looked < _TICK_S and self.team.error is None:
             return looked
-        self.team.look_around(self.members[other])
-        return now
+        return _GONE if self.team.look_around(self.members[other]) else now
 
     def _differ(self, other: int, seq: int) -> None:
         self.team.mismatch(self.members[other], seq)
@@ -200,7 +208,7 @@ class SemaphoreBoard(Board):
                 bells.make_semaphore(_semaphore(first, ranks, giver, taker))
 
     def meet(self, call: Call | None = None) -> None:
-        self._step = step = self._step + 1
+        self.step = step = self.step + 1
         flags, mine = self._flags, self._mine
         if call is not None:
             signature, seq = call.signature & _MASK, call.seq
@@ -229,6 +237,10 @@ class SemaphoreBoard(Board):
         looked = time.monotonic()
         while not bells.take_within(semaphore, _TICK_S):
             looked = self._look_around(rank, looked)
+            if looked == _GONE:  # what it did before it went counts
+                if bells.take(semaphore) == 0:
+                    return
+                self.team.fail_without(self.members[rank])
 
     def _wake_up(self) -> None:
         """Nothing: a sleep ends after a tick, and a post that nobody made must not be taken."""

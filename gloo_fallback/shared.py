@@ -7,7 +7,7 @@ ranks' contributions in rank order, so the result does not depend on who compute
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,18 +43,43 @@ def broadcast(board: Board, call: Call) -> None:
 
 WHOLE = 1 << 16
 """Arrays up to this size are reduced as a whole by every rank: one step, no second exchange."""
+_REMEMBERED = 512
 
 
 def all_reduce(board: Board, call: Call) -> None:
     """The reduction of all ranks' data to all."""
-    source, out, kernel = flat_of(call.inputs[0]), flat_of(call.outputs[0]), kernel_of(call)
-    if source.nbytes * (board.size - 1) <= WHOLE:
-        mine, contributions = board.rows(source.size, source.dtype)
-        mine[:] = source
+    given, reduction = call.inputs[0], call.reduce
+    assert reduction is not None
+    # the way of small messages: all that depends on the kind of call alone is looked up at once
+    key = (board.step & 1, given.dtype, given.count, reduction.key)
+    plan = board.plans.get(key) or _plan(board, call, key)
+    source, out = flat_of(given), flat_of(call.outputs[0])
+    if plan.mine is not None:
+        plan.mine[:] = source
         board.meet(call)
-        kernel.combine(contributions, out, apart=True)
+        plan.kernel.combine(plan.contributions, out, True)
         return
-    _reduce_in_parts(board, call, kernel, source, out)
+    _reduce_in_parts(board, call, plan.kernel, source, out)
+
+
+class _Plan(NamedTuple):
+    """What every all_reduce of one kind needs: ``mine`` is None where it goes piece by piece."""
+
+    kernel: Kernel
+    mine: Any
+    contributions: Any
+
+
+def _plan(board: Board, call: Call, key: Any) -> _Plan:
+    source, kernel = flat_of(call.inputs[0]), kernel_of(call)
+    if source.nbytes * (board.size - 1) <= WHOLE:
+        found = _Plan(kernel, *board.rows(source.size, source.dtype))
+    else:
+        found = _Plan(kernel, None, None)
+    if len(board.plans) >= _REMEMBERED:
+        board.plans.clear()
+    board.plans[key] = found
+    return found
 
 
 def reduce(board: Board, call: Call) -> None:

@@ -264,15 +264,17 @@ class Team(Links):
         assert self.call is not None
         self.fail(inquest.mismatch(self.context, self.call, peer, seq))
 
-    def look_around(self, peer: int) -> None:
-        """While waiting for a member without a connection that would tell: is it alive, and is there time left?"""
-        context = self.context
+    def look_around(self, peer: int) -> bool:
+        """While waiting for a member without a connection that would tell: is it gone? Raises if no time is left."""
         self.tick()
-        control, rank = context.job.control, context.ranks[peer]
-        if control is None or (rank not in control.departed and _runs(control.peers[rank].pid)):
-            return
-        why = control.await_departure(rank) or f"{context.who(peer)} died"
-        self.fail(self._lost(peer, why))
+        control, rank = self.context.job.control, self.context.ranks[peer]
+        return control is not None and (rank in control.departed or not _runs(control.peers[rank].pid))
+
+    def fail_without(self, peer: int) -> NoReturn:
+        """A member that is gone has not done its part."""
+        context, control = self.context, self.context.job.control
+        why = control.await_departure(context.ranks[peer]) if control is not None else None
+        self.fail(self._lost(peer, why or f"{context.who(peer)} died"))
 
     def report(self) -> dict[str, Any]:
         """What this rank is doing in the group, for other ranks' errors (called on the control thread)."""

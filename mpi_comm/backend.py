@@ -32,7 +32,8 @@ class MPIBackend(Backend):
     """Collectives of an MPI library, through mpi4py."""
 
     name = "mpi"
-    caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype: not dtype.name.startswith("float8"))
+    caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype, _: not dtype.name.startswith("float8"))
+    stages = True
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -42,8 +43,8 @@ class MPIBackend(Backend):
         self._members: Members | None = None
         self._mail: Mailroom | None = None
         self._error: DistError | None = None
+        self._moving = False  # whether the call that was executed last has come to moving data
         self.closed = False
-        self._quietly = Quiet()
         if context.size > 1:
             self._members = members = context.job.shared("mpi", lambda: Members(context.job))
             self.team = Team(context, members)
@@ -81,6 +82,9 @@ class MPIBackend(Backend):
         parts = [self._mailroom(call).post(call) for call in calls]
         return parts[0] if len(parts) == 1 else _All(tuple(calls), parts)
 
+    def keeps(self, call: Call) -> bool:
+        return self._moving or call.op.name in _MESSAGES
+
     def _mailroom(self, call: Call) -> Mailroom:
         if self._mail is None:
             raise DistArgumentError(f"{call.op.name}: a group of one has nobody to talk to", op=call.op.name)
@@ -91,18 +95,22 @@ class MPIBackend(Backend):
         if team is None:
             if self._error is not None:
                 raise self._error
-            self._quietly(alone, call)
+            Quiet()(alone, call)  # overflow and NaN are results, as on a GPU
             call.write_back()
             return
+        self._moving = False
         team.begin(call, self.lane.in_background)
         try:
             collective = COLLECTIVES.get(call.op.name)
             if collective is not None:
                 team.agree(call)
-                self._quietly(collective, team, call)  # overflow and NaN are results, as on a GPU
+                self._moving = True
+                collective(team, call)
             else:
                 number, unlike = UNLIKE[call.op.name]
-                self._quietly(unlike, team, call, team.agree(call, number(call)))
+                even = team.agree(call, number(call))
+                self._moving = True
+                unlike(team, call, even)
             for buffer in call.outputs:
                 if buffer.unpack is not None:
                     buffer.unpack()

@@ -37,7 +37,9 @@ def publish(job: Job) -> None:
             f" `mpirun -n {job.size} python script.py` or with srun and the --mpi that the library was built for,"
             " or take backend='gloo'"
         )
-    facts = {"rank": mpi.rank, "cores": sorted(os.sched_getaffinity(0)), "polls": mpi.polls}
+    facts = {
+        "rank": mpi.rank, "cores": sorted(os.sched_getaffinity(0)), "polls": mpi.polls, "owned": mpi.owner is not None,
+    }  # fmt: skip
     job.store.set(f"mpi/{job.rank}", json.dumps(facts))
 
 
@@ -51,12 +53,14 @@ class Members:
     def __init__(self, job: Job) -> None:
         self.mpi: Runtime = runtime()
         self._job = job
-        facts: list[dict[str, Any]] = [{"rank": self.mpi.rank, "cores": [0], "polls": True}]
+        facts: list[dict[str, Any]] = [{"rank": self.mpi.rank, "cores": [0], "polls": True, "owned": False}]
         if job.size > 1:
             facts = [json.loads(text) for text in job.store.multi_get([f"mpi/{r}" for r in range(job.size)])]
         self._places: list[int] = [fact["rank"] for fact in facts]
         self._cores: list[list[int]] = [fact["cores"] for fact in facts]
         self._polls = any(fact["polls"] for fact in facts)
+        self.owned = any(fact["owned"] for fact in facts)
+        """Whether on some rank one thread makes all calls of MPI, so that none may block."""
         if len(set(self._places)) != job.size:
             raise BackendUnavailableError(
                 "backend 'mpi': several ranks are the same process of MPI's world: they were started by several"
@@ -98,7 +102,10 @@ class Members:
         places = [self._places[r] for r in context.ranks]
         with mpi.making:
             self._call_roll(parent, places, context, finish)
-            if len(places) == mpi.size:
+            if places == list(range(mpi.size)):
+                comm, copied = mpi.call(parent.Idup)
+                finish(copied)  # without spinning for ranks that have no core just now, as Split does
+            elif len(places) == mpi.size:
                 comm = mpi.call(parent.Split, 0, context.rank)
             else:
                 comm = mpi.call(self._of_some, parent, places, _number(context.name, 32767))

@@ -106,25 +106,23 @@ def _divide(kernel: Kernel, out: Flat, ranks: int) -> None:
 def all_reduce(team: Team, call: Call) -> None:
     """The reduction of all ranks' data to all."""
     way = _way(team, call)
-    source, out = flat_of(call.inputs[0]), flat_of(call.outputs[0])
-    kernel = way.kernel
+    source, out = call.inputs[0].flat, call.outputs[0].flat
+    if way.plain and source is out and call.inputs[0].count <= team.mpi.largest_count:
+        team.do("Allreduce", way.in_place, [out, way.type], way.op)
+    else:
+        team.quietly(_all_reduce, team, way, flat_of(call.inputs[0]), flat_of(call.outputs[0]))
+
+
+def _all_reduce(team: Team, way: _Way, source: Flat, out: Flat) -> None:
     if way.op is None:
         _fold_to_all(team, way, source, out)
         return
-    if kernel.plain:
-        team.do(
-            "Allreduce",
-            team.mpi.MPI.IN_PLACE if source is out else [source, way.type],
-            [out, way.type],
-            way.op,
-        )
-        return
-    scaled = _scaled(kernel, source)
+    scaled = _scaled(way.kernel, source)
     if scaled is not out:
         out[:] = scaled
     for piece in team.cut(out):
         team.do("Allreduce", way.in_place, [piece, way.type], way.op)
-    _divide(kernel, out, team.size)
+    _divide(way.kernel, out, team.size)
 
 
 def reduce(team: Team, call: Call) -> None:

@@ -68,9 +68,10 @@ class Team:
         self.last: Call | None = None
         self.crowded = members.crowded(context)
         self._direct = members.blocks(context)
+        self._may_block = not (self.crowded or members.owned)
         self.in_order = as_options(context.options).in_order
         self.ways: dict[Any, Any] = {}  # how each kind of reduction is done
-        self.quietly = Quiet()
+        self.quietly = Quiet()  # where our kernels are at work
         self.inside = 0.0  # since when a call is inside MPI, where it cannot be given up
         self.in_background = False
         self.given_up = 0  # number of a call that is stuck inside MPI
@@ -209,7 +210,7 @@ class Team:
 
         Inside MPI, where that is the quicker way, the call cannot be given up; so all ranks must have agreed.
         """
-        if self._direct or (name in _SLOW_UNLESS_BLOCKING and not self.crowded and self.mpi.owner is None):
+        if self._direct or (self._may_block and name in _SLOW_UNLESS_BLOCKING):
             self.inside = time.monotonic()
             try:
                 self._blocking[name](*args)

@@ -191,3 +191,31 @@ def aborted() -> list[Failure | None]:
     dist.destroy_process_group(group)
     assert total() == sum(range(size()))
     return stories
+
+
+def blocking_calls_from_callbacks(queued: int) -> tuple[list[float], list[int]]:
+    """A callback does blocking and asynchronous calls of its group; only rank 0 has more queued behind meanwhile."""
+    group = dist.new_group()
+    x, y, z = np.ones(200_000), np.ones(3), np.ones(5)
+    later = [np.ones(4) for _ in range(queued)]
+    works: list[Any] = []
+    ended = threading.Event()
+
+    def nested() -> None:
+        dist.all_reduce(y, group=group)
+        work: Any = dist.all_reduce(z, group=group, async_op=True)
+        work.wait()
+        ended.set()
+
+    work: Any = dist.all_reduce(x, group=group, async_op=True)
+    work.add_done_callback(nested)
+    if me() == 0:
+        works += [dist.all_reduce(a, group=group, async_op=True) for a in later]
+        assert ended.wait(30)
+    else:
+        assert ended.wait(30)
+        works += [dist.all_reduce(a, group=group, async_op=True) for a in later]
+    for one in works:
+        one.wait()
+    dist.destroy_process_group(group)
+    return [float(a[0]) for a in (x, y, z, *later)], [one._calls[0].seq for one in works]

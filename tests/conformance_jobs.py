@@ -10,47 +10,58 @@ from typing import Any
 
 import numpy as np
 import reference
+from families import Held, family
 
 import unicoll as dist
 
 
-def coalesced(async_op: bool) -> None:
-    """Every ``*_coalesced`` call against its single counterpart's result."""
+def coalesced(async_op: bool, kind: str) -> None:
+    """Every ``*_coalesced`` call on arrays of a family against its single counterpart's result."""
     n, me = dist.get_world_size(), dist.get_rank()
     sizes = (3, 0, 17, 30000)
+
+    def hold(values: Any, layout: str = "contiguous") -> Held:
+        held: Held = family(kind).hold(values, layout)
+        return held
+
+    def full(first: int, step: int = 1) -> list[Held]:
+        return [hold(np.full(s, first + step * k, dtype)) for k, s in enumerate(sizes)]
+
+    def arrays(held: Sequence[Held]) -> list[Any]:
+        return [h.array for h in held]
 
     def finish(work: Any) -> None:
         assert (work is not None) == async_op
         if async_op:
             work.wait()
 
-    x: Any
+    x: list[Held]
     for dtype in ("float32", "int64", "float16"):
-        x = [np.full(s, me + k, dtype) for k, s in enumerate(sizes)]
-        x[2] = np.full(2 * 17, me + 2, dtype)[::2]
-        finish(dist.all_reduce_coalesced(x, async_op=async_op))
+        x = full(me)
+        x[2] = hold(np.full(17, me + 2, dtype), "step")
+        finish(dist.all_reduce_coalesced(arrays(x), async_op=async_op))
         for k, each in enumerate(x):
-            assert (each == sum(r + k for r in range(n))).all(), (dtype, k, each)
-        x = [np.full(s, me + k, dtype) for k, s in enumerate(sizes)]
-        finish(dist.all_reduce_coalesced(x, op=dist.ReduceOp.MAX, async_op=async_op))
-        assert all((each == n - 1 + k).all() for k, each in enumerate(x))
-        x = [np.full(s, me * 10 + k, dtype) for k, s in enumerate(sizes)]
-        finish(dist.broadcast_coalesced(x, src=n - 1, async_op=async_op))
-        assert all((each == (n - 1) * 10 + k).all() for k, each in enumerate(x))
-        inputs = [np.full(s, me * 10 + k, dtype) for k, s in enumerate(sizes)]
-        outs = [[np.empty(s, dtype) for s in sizes] for _ in range(n)]
-        finish(dist.all_gather_coalesced(outs, inputs, async_op=async_op))
-        assert all((outs[r][k] == r * 10 + k).all() for r in range(n) for k in range(len(sizes)))
-        flat = [np.empty((n, s), dtype) for s in sizes]
-        finish(dist.all_gather_into_tensor_coalesced(flat, inputs, async_op=async_op))
-        assert all((flat[k][r] == r * 10 + k).all() for r in range(n) for k in range(len(sizes)))
-        given = [np.arange(n, dtype=dtype).repeat(s) + np.asarray(me, dtype) for s in sizes]
-        parts = [np.empty(s, dtype) for s in sizes]
-        finish(dist.reduce_scatter_tensor_coalesced(parts, given, async_op=async_op))
-        assert all((p == sum(me + r for r in range(n))).all() for p in parts)
-    two = [np.full(4, me, np.float32), np.full(4, me, np.int32)]
-    finish(dist.all_reduce_coalesced(two, async_op=async_op))
-    assert all((t == sum(range(n))).all() for t in two)
+            assert (each.read() == sum(r + k for r in range(n))).all(), (dtype, k, each.read())
+        x = full(me)
+        finish(dist.all_reduce_coalesced(arrays(x), op=dist.ReduceOp.MAX, async_op=async_op))
+        assert all((each.read() == n - 1 + k).all() for k, each in enumerate(x))
+        x = full(me * 10)
+        finish(dist.broadcast_coalesced(arrays(x), src=n - 1, async_op=async_op))
+        assert all((each.read() == (n - 1) * 10 + k).all() for k, each in enumerate(x))
+        inputs = full(me * 10)
+        outs = [full(-1, 0) for _ in range(n)]
+        finish(dist.all_gather_coalesced([arrays(o) for o in outs], arrays(inputs), async_op=async_op))
+        assert all((outs[r][k].read() == r * 10 + k).all() for r in range(n) for k in range(len(sizes)))
+        flat = [hold(np.zeros((n, s), dtype)) for s in sizes]
+        finish(dist.all_gather_into_tensor_coalesced(arrays(flat), arrays(inputs), async_op=async_op))
+        assert all((flat[k].read()[r] == r * 10 + k).all() for r in range(n) for k in range(len(sizes)))
+        given = [hold(np.arange(n, dtype=dtype).repeat(s) + np.asarray(me, dtype)) for s in sizes]
+        parts = full(-1, 0)
+        finish(dist.reduce_scatter_tensor_coalesced(arrays(parts), arrays(given), async_op=async_op))
+        assert all((p.read() == sum(me + r for r in range(n))).all() for p in parts)
+    two = [hold(np.full(4, me, np.float32)), hold(np.full(4, me, np.int32))]
+    finish(dist.all_reduce_coalesced(arrays(two), async_op=async_op))
+    assert all((t.read() == sum(range(n))).all() for t in two)
 
 
 def barrier_times(call: str) -> tuple[float, float]:
@@ -66,16 +77,22 @@ def barrier_times(call: str) -> tuple[float, float]:
     return came, time.monotonic()
 
 
-def refusals(op: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def refusals(op: str, pairs: Sequence[tuple[str, str]], kind: str) -> list[tuple[str, str]]:
     """The error of a reduction for each (dtype, reduction); the group must work afterwards."""
     n = dist.get_world_size()
+
+    def zeros(count: int, dtype: str) -> Any:
+        return family(kind).hold(np.zeros(count, reference.numpy_dtype(dtype)), "contiguous").array
+
     errors = []
     for dtype, reduce in pairs:
-        x, whole = np.zeros(4, reference.numpy_dtype(dtype)), np.zeros(4 * n, reference.numpy_dtype(dtype))
-        kind: Any = dist.ReduceOp.PREMUL_SUM(2) if reduce == "PREMUL_SUM" else getattr(dist.ReduceOp, reduce)
+        x, whole, parts = zeros(4, dtype), zeros(4 * n, dtype), [zeros(4, dtype) for _ in range(n)]
+        by: Any = getattr(dist.ReduceOp, reduce)
+        if reduce == "PREMUL_SUM":
+            by = dist.ReduceOp.PREMUL_SUM(reference.factor_of(dtype))
         args: dict[str, tuple[Any, ...]] = {
-            "all_reduce": (x, kind), "reduce": (x, 0, kind), "reduce_scatter": (x, [x.copy() for _ in range(n)], kind),
-            "reduce_scatter_tensor": (x, whole, kind),
+            "all_reduce": (x, by), "reduce": (x, 0, by), "reduce_scatter": (x, parts, by),
+            "reduce_scatter_tensor": (x, whole, by),
         }  # fmt: skip
         try:
             getattr(dist, op)(*args[op])
@@ -88,21 +105,22 @@ def refusals(op: str, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]
     return errors
 
 
-def repeated_reductions() -> list[list[str]]:
-    """Digests of the results of the same all_reduces, done several times, blocking and not."""
+def repeated_reductions(kind: str) -> list[list[str]]:
+    """Digests of the results of the same all_reduces of a family's arrays, done several times, blocking and not."""
     digests = []
     for count in (5, 1000, 100_003):
         for dtype in ("float32", "float16", "complex64"):
             given = np.random.default_rng(dist.get_rank()).standard_normal(count).astype(dtype)
             mine = []
             for _ in range(3):
-                x = given.copy()
-                dist.all_reduce(x)
-                mine.append(x)
-                x = given.copy()
-                work = dist.all_reduce(x, async_op=True)
+                x = family(kind).hold(given, "contiguous")
+                dist.all_reduce(x.array)
+                mine.append(x.read())
+                x = family(kind).hold(given, "contiguous")
+                work = dist.all_reduce(x.array, async_op=True)
                 assert work is not None
-                mine.append(work.result()[0])
+                assert work.result()[0] is x.array
+                mine.append(x.read())
             digests.append([hashlib.sha256(x.tobytes()).hexdigest() for x in mine])
     return digests
 

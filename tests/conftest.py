@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
 import ranks  # noqa: E402 - needs the path
+import sampling  # noqa: E402
 import worker  # noqa: E402
 
 resource_tracker.ensure_running()  # it stays until the end of the run, and holds a pipe
@@ -24,7 +25,27 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def pytest_report_header() -> str:
-    return f"unicoll: samples are drawn with {ranks.SEED_VARIABLE}={ranks.drawn_seed()}"
+    return (
+        f"unicoll: samples are drawn with {ranks.SEED_VARIABLE}={ranks.drawn_seed()};"
+        f" {sampling.FULL_VARIABLE}=1 runs what they leave out, too"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what this run's sample does not have."""
+    if sampling.wants_all(config.args):
+        return
+    seed = ranks.drawn_seed()
+    left_out = [item for item in items if not sampling.is_drawn(item, seed)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if sampling.is_drawn(item, seed)]
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: the search for garbage after every test need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def children() -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,13 @@ DTYPES = ("float16", "float32", "float64", "complex64")
 
 def contribution(rank: int, count: int, dtype: str) -> Any:
     """Numbers whose sum depends on the order: of very different sizes. A longer array begins as a shorter one."""
+    return _numbers(rank)[:count].astype(dtype)
+
+
+@cache
+def _numbers(rank: int) -> Any:
     rng = np.random.default_rng(rank)
-    values = rng.standard_normal(max(COUNTS)) * 10.0 ** rng.integers(-3, 4, max(COUNTS))
-    return values[:count].astype(dtype)
+    return rng.standard_normal(max(COUNTS)) * 10.0 ** rng.integers(-3, 4, max(COUNTS))
 
 
 def digests(deterministic: bool | None, late: float = 0.0) -> dict[str, str]:

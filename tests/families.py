@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,8 @@ def _base_shape(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 class NumpyFamily:
     """NumPy arrays."""
+
+    on_device = False
 
     layouts = ("contiguous", "step", "rows", "transposed", "backwards", "fortran", "unaligned")
 
@@ -84,25 +88,27 @@ class NumpyFamily:
 
 
 class TorchFamily:
-    """Tensors of torch in CPU memory."""
+    """Tensors of torch in CPU memory, or on a CUDA device."""
 
     layouts = ("contiguous", "step", "rows", "transposed")
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         import torch
 
+        self.on_device = device != "cpu"
+        self._device = device
         self._torch = torch
 
     def _tensor(self, values: Any) -> Any:
         """A contiguous tensor with the values of a NumPy array."""
         dtype = BY_NAME[values.dtype.name]
         bits = values if dtype.native else values.view(f"i{dtype.itemsize}")
-        tensor = self._torch.from_numpy(np.array(bits, order="C"))
+        tensor = self._torch.from_numpy(np.array(bits, order="C")).to(self._device)
         return tensor if dtype.native else tensor.view(getattr(self._torch, dtype.name))
 
     def _numpy(self, tensor: Any) -> Any:
         name = str(tensor.dtype).partition(".")[2]
-        flat = tensor.contiguous()
+        flat = tensor.contiguous().cpu()
         if BY_NAME[name].native:
             return flat.numpy()
         bits = {1: self._torch.uint8, 2: self._torch.int16}[tensor.element_size()]
@@ -138,9 +144,96 @@ class TorchFamily:
         return Held(array, lambda: self._numpy(array), lambda: True)
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {"numpy": NumpyFamily, "torch": TorchFamily}
+class CupyFamily:
+    """Arrays of CuPy, on the current device; no types that NumPy lacks.
+
+    Args:
+        module: CuPy, or what stands in for it in a test.
+    """
+
+    on_device = True
+    layouts = ("contiguous", "step", "rows", "transposed", "fortran")
+
+    def __init__(self, module: Any = None) -> None:
+        self._cupy = importlib.import_module("cupy") if module is None else module
+
+    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
+        if values.ndim == 0 or layout not in self.layouts:
+            layout = "contiguous"
+        if layout == "fortran":
+            return self._held(self._cupy.asarray(np.asfortranarray(values), order="F"), lambda: True)
+        view = _VIEWS[layout]
+        shape = _base_shape(layout, values.shape)
+        guard = np.frombuffer(bytes([_CANARY]) * (int(np.prod(shape)) * values.itemsize), values.dtype)
+        base = self._cupy.asarray(guard.reshape(shape))
+        array = view(base)
+        array[...] = self._cupy.asarray(values)
+
+        def intact() -> bool:
+            raw = np.array(base.get()).view(f"V{values.itemsize}")
+            view(raw)[...] = np.frombuffer(bytes([_CANARY]) * values.itemsize, raw.dtype)[0]
+            return bool(raw.tobytes() == bytes([_CANARY]) * raw.nbytes)
+
+        return self._held(array, intact)
+
+    def _held(self, array: Any, intact: Callable[[], bool]) -> Held:
+        return Held(array, lambda: np.ascontiguousarray(array.get()), intact)
+
+    def part(self, held: Held, start: int, stop: int) -> Held:
+        """Rows of an array, as an array of the same memory."""
+        return self._held(held.array[start:stop], lambda: True)
+
+
+class SimulatedFamily:
+    """Arrays on the simulated device."""
+
+    on_device = True
+    layouts = ("contiguous", "step", "rows", "transposed")
+
+    def __init__(self) -> None:
+        import simulated_arrays
+
+        self._arrays = simulated_arrays
+
+    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
+        if values.ndim == 0 or layout not in self.layouts:
+            layout = "contiguous"
+        view = _VIEWS[layout]
+        shape = _base_shape(layout, values.shape)
+        guard = np.frombuffer(bytes([_CANARY]) * (int(np.prod(shape)) * values.itemsize), values.dtype)
+        base = self._arrays.array(guard.reshape(shape))
+        array = view(base)
+        array.set(values)
+
+        def intact() -> bool:
+            raw = base.numpy().view(f"V{values.itemsize}")
+            view(raw)[...] = np.frombuffer(bytes([_CANARY]) * values.itemsize, raw.dtype)[0]
+            return bool(raw.tobytes() == bytes([_CANARY]) * raw.nbytes)
+
+        return Held(array, array.numpy, intact)
+
+    def part(self, held: Held, start: int, stop: int) -> Held:
+        """Rows of an array, as an array of the same memory."""
+        array = held.array[start:stop]
+        return Held(array, array.numpy, lambda: True)
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "numpy": NumpyFamily,
+    "torch": TorchFamily,
+    "simulated": SimulatedFamily,
+    "cupy": CupyFamily,
+    "torch_cuda": partial(TorchFamily, "cuda"),
+}
 """How to make arrays; a backend's own tests may add to it."""
 _families: dict[str, Any] = {}
+
+
+def layouts(name: str) -> tuple[str, ...]:
+    """The layouts to draw from for a family; the library that makes its arrays need not be here."""
+    if name in ("numpy", "simulated"):  # the simulated family takes what it lacks as contiguous
+        return NumpyFamily.layouts
+    return CupyFamily.layouts if name == "cupy" else TorchFamily.layouts
 
 
 def family(name: str) -> Any:

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import worker
 from mpi_library import (
@@ -139,6 +140,7 @@ class MpiJob(Job):
         recover: whether the others live on when a rank dies; by default mpirun ends them at once.
         rehearse: whether ranks join and leave once before anything else, so that what the MPI library opens for the
             life of the process counts as being there from the start.
+        prepare: a function, and its arguments, that every rank calls before it joins.
     """
 
     def __init__(
@@ -150,12 +152,13 @@ class MpiJob(Job):
         quiet: bool = True,
         recover: bool = False,
         rehearse: bool = False,
+        prepare: tuple[Any, ...] | None = None,
     ):
         self._ranks = [-1] * size
         self._options = library().recover if recover else ()
         self._holds = recover
         self._arguments = (backend, rehearse)
-        super().__init__(size, join="env", env=env, quiet=quiet)
+        super().__init__(size, join="env", env=env, quiet=quiet, prepare=prepare)
 
     def _start_all(self, join: str, variables: dict[str, str]) -> None:
         folder = self._folder.name

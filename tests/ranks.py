@@ -98,10 +98,22 @@ class Job:
         join: how :func:`enter` meets the others: "file", "tcp" or "env".
         env: more environment variables, for all ranks.
         quiet: whether output on a rank's standard error is a failure.
+        prepare: a function, and its arguments, that every rank calls before anything else.
     """
 
+    warnings = "error"
+    """What the ranks' interpreters do with warnings, as ``-W`` has it."""
+    patience = 60.0
+    """Seconds that ``prepare`` may take."""
+
     def __init__(
-        self, size: int, *, join: str = "file", env: dict[str, str] | None = None, quiet: bool = True
+        self,
+        size: int,
+        *,
+        join: str = "file",
+        env: dict[str, str] | None = None,
+        quiet: bool = True,
+        prepare: tuple[Any, ...] | None = None,
     ):
         self.size = size
         self.quiet = quiet
@@ -112,6 +124,9 @@ class Job:
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             self._start_all(join, environment(env))
+            if prepare is not None:
+                self.call(*prepare)
+                self.results(self.patience)
         except BaseException:
             self.close()
             raise
@@ -140,7 +155,7 @@ class Job:
         with theirs, open(self._stderr(rank), "wb") as stderr:
             self._processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-W", "error", "-c", program],
+                    [sys.executable, "-W", self.warnings, "-c", program],
                     env=variables, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
@@ -245,11 +260,12 @@ class Job:
         except subprocess.TimeoutExpired:
             return -1000  # closed its pipe, and lives on
 
-    def wait_for_exit(self, timeout: float = 30.0) -> list[int]:
-        """Exit codes of all ranks, which end by themselves."""
+    def wait_for_exit(self, timeout: float = 30.0, ranks: Sequence[int] | None = None) -> list[int]:
+        """Exit codes of the given ranks (all), which end by themselves."""
         deadline = time.monotonic() + timeout
+        processes = self._processes if ranks is None else [self._processes[r] for r in ranks]
         try:
-            return [p.wait(max(0.0, deadline - time.monotonic())) for p in self._processes]
+            return [p.wait(max(0.0, deadline - time.monotonic())) for p in processes]
         except subprocess.TimeoutExpired:
             raise RanksFailed(f"ranks did not exit in {timeout:g} s\n{self._dump()}") from None
 

@@ -124,3 +124,32 @@ def staging() -> tuple[int, int]:
     before = mapped()
     dist.all_reduce(np.ones(3_000_000))
     return before, mapped()
+
+
+def a_peer_that_goes_at_once() -> float:
+    """Rank 0 does its part and leaves the job, while rank 1 sleeps until it has heard of that."""
+    import gloo_fallback.board as board
+
+    x = np.ones(3)
+    dist.all_reduce(x)
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+        return float(x[0])
+    control = dist.group.WORLD.job.control  # type: ignore[union-attr]
+    assert control is not None
+
+    def sleep(*arguments: Any) -> int:
+        assert control.await_departure(0, 20.0) is not None
+        return 1
+
+    def late(semaphore: int, seconds: float) -> bool:
+        sleep()
+        return False
+
+    board.bells.sleep, board.bells.take_within = sleep, late  # type: ignore[assignment]
+    board._YIELDS = board._CROWDED_YIELDS = 0
+    way().board._yields = way().board._spins = 0
+    dist.all_reduce(x)
+    return float(x[0])

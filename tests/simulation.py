@@ -224,6 +224,8 @@ class _Slots:
         self.rank = members.index(team.rank)
         self.size = len(members)
         self.counts = (b"", 0)
+        self.step = 0
+        self.plans: dict[Any, Any] = {}
         self._trace = trace
         self._told = case.table if case.op.startswith("all_to_all") else None
 

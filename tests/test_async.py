@@ -53,6 +53,10 @@ def test_a_callback_may_start_the_next(pool: Pools) -> None:
     assert pool(2).run(jobs.calls_from_callbacks) == [2.0, 2.0]
 
 
+def test_calls_of_a_callback_come_before_what_is_queued(pool: Pools) -> None:
+    assert pool(2).run(jobs.blocking_calls_from_callbacks, 3) == [([2.0] * 6, [4, 5, 6])] * 2
+
+
 def test_destroy_finishes_what_was_posted(pool: Pools) -> None:
     assert pool(3).run(jobs.destroyed_with_work_in_flight) == [(True, 6.0)] * 3
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import conformance_jobs as jobs
 import pytest
-from conformance import Conformance
+from conformance import Conformance, as_reduction
 from ranks import Job, Pool, pools, run_ranks
 
 from gloo_fallback.algorithms import SEGMENT, SMALL
@@ -23,8 +23,8 @@ _NEEDS = 12 << 30
 
 
 class _Gloo(Conformance):
-    def reduces(self, dtype: str) -> bool:
-        return GlooBackend.caps.reduces(BY_NAME[dtype])
+    def reduces(self, dtype: str, reduction: str) -> bool:
+        return GlooBackend.caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
 
 
 class TestSockets(_Gloo):
@@ -59,6 +59,8 @@ class _Shared(_Gloo):
 
 
 class TestSharedMemory(_Shared):
+    turn = 1
+
     @pytest.fixture(scope="class")
     @classmethod
     def pool(cls) -> Iterator[Callable[[int], Pool]]:
@@ -70,6 +72,7 @@ class TestSemaphores(_Shared):
     """Shared memory as on processors that do not keep stores in order."""
 
     sample = 15
+    turn = 2
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -80,6 +83,8 @@ class TestSemaphores(_Shared):
 
 class TestHierarchy(_Gloo):
     """Every two ranks count as a host: from three ranks on, hosts of two ranks and of one."""
+
+    turn = 3
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -107,6 +112,7 @@ def _available() -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled("", "job", 1)
 @pytest.mark.parametrize("job", [jobs.huge, jobs.huge_gather])
 def test_more_than_two_to_the_31_bytes(job: object) -> None:
     if _available() < _NEEDS:

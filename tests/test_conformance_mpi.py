@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
-from conformance import COLLECTIVES, DATA, Conformance
-from mpi_ranks import MpiJob, why_not
+from conformance import COLLECTIVES, DATA, Conformance, as_reduction
+from mpi_ranks import MpiJob, library, why_not
 from ranks import Pool, pools
 
 from unicoll import registry
@@ -23,6 +23,7 @@ _EAGER = 64 << 10
 
 class TestMPI(Conformance):
     sample = 25
+    turn = ("openmpi", "mpich").index(library().name)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -30,8 +31,8 @@ class TestMPI(Conformance):
         with pools(partial(MpiJob, backend="mpi", rehearse=True)) as made:
             yield made
 
-    def reduces(self, dtype: str) -> bool:
-        return registry.load("mpi").caps.reduces(BY_NAME[dtype])
+    def reduces(self, dtype: str, reduction: str) -> bool:
+        return registry.load("mpi").caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         switch = _EAGER // itemsize
@@ -42,6 +43,7 @@ class TestMPI(Conformance):
 
     # The suite's sizes go up to more ranks than these libraries take well on two cores.
 
+    @pytest.mark.sampled("op", "size", 2)
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("op", COLLECTIVES)
     def test_every_type_and_reduction(
@@ -49,6 +51,7 @@ class TestMPI(Conformance):
     ) -> None:
         super().test_every_type_and_reduction(op, size, pool, seed)
 
+    @pytest.mark.sampled("op", "size", 2)
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("op", DATA)
     def test_layouts_groups_and_sizes(

@@ -5,6 +5,7 @@ Times are printed, not judged; what is asserted are generous bounds on a hang.
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import socket
@@ -23,6 +24,7 @@ from worker import end, enter, leave
 from unicoll import auth
 from unicoll.errors import DistError
 
+turn = 1 if os.environ.get("UNICOLL_TRANSPORT") else 0  # see :mod:`sampling`
 SOON_S = 5.0
 OURS = socket.gethostname()
 
@@ -57,6 +59,7 @@ def check_lost(outcomes: Sequence[Outcome], victim: int, pid: int, name: str, ki
         assert o.at - killed < SOON_S
 
 
+@pytest.mark.sampled("name", "victim", 1)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_a_killed_rank_is_named_by_all_others(name: str, victim: int) -> None:

@@ -18,7 +18,7 @@ from ranks import Pool, drawn_seed
 
 from gloo_fallback.backend import GlooBackend
 from unicoll.ops import OPS, supported_reductions
-from unicoll.types import BY_NAME, DTYPES
+from unicoll.types import BY_NAME, DTYPES, ReduceOp
 
 Pools = Callable[[int], Pool]
 _BOUNDED = settings(
@@ -26,7 +26,7 @@ _BOUNDED = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 _TYPES = [d.name for d in DTYPES if has(d.name)]
-_REDUCED = [d for d in _TYPES if GlooBackend.caps.reduces(BY_NAME[d])]
+_REDUCED = [d for d in _TYPES if GlooBackend.caps.reduces(BY_NAME[d], ReduceOp.SUM)]
 
 
 @st.composite

@@ -83,6 +83,12 @@ def test_a_long_wait_sleeps_and_is_woken(order: str) -> None:
         assert spent < 0.5
 
 
+@pytest.mark.parametrize("order", ["", "weak"])
+def test_what_a_rank_did_before_it_left_counts(order: str) -> None:
+    env = {"UNICOLL_MEMORY_ORDER": order}
+    assert run_ranks(2, jobs.a_peer_that_goes_at_once, env=env) == [4.0, 4.0]
+
+
 def test_nothing_is_left_to_open_once_all_have_it(pool: Pools) -> None:
     assert pool(3).run(jobs.descriptors) == [[]] * 3
 

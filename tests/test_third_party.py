@@ -50,6 +50,26 @@ class Elsewhere(CountingBackend):
     caps = Caps(frozenset({"moon"}), CountingBackend.caps.native)
 
 
+class Spoken(CountingBackend):
+    """A backend that says what it moves data with."""
+
+    name = "spoken"
+
+    @classmethod
+    def library(cls) -> str:
+        return "libspoken 1.2 (/opt/spoken)"
+
+
+class Muttering(CountingBackend):
+    """A backend that cannot say what it moves data with."""
+
+    name = "muttering"
+
+    @classmethod
+    def library(cls) -> str:
+        raise ValueError("it mutters")
+
+
 def make_counting() -> type[BackendBase]:
     return CountingBackend
 
@@ -234,3 +254,16 @@ def test_an_installed_backend_that_cannot_be_imported(
     assert "counting" in registry.known()
     with pytest.raises(BackendUnavailableError, match=r"counting.*No module named"):
         registry.choose("counting")
+
+
+# --- explain -------------------------------------------------------------------------------------------------------
+
+
+def test_explain_says_of_each_backend_what_it_uses_or_why_it_cannot_be_used() -> None:
+    for cls in (CountingBackend, Broken, Spoken, Muttering):
+        dist.Backend.register_backend(cls.name, cls)
+    said = dist.explain().splitlines()
+    assert "backend 'counting': available" in said
+    assert "backend 'broken': its cable is not plugged in" in said
+    assert "backend 'spoken': available: libspoken 1.2 (/opt/spoken)" in said
+    assert "backend 'muttering': available: ValueError: it mutters" in said

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,6 +42,8 @@ class Failure:
 
 BACKEND: str | None = "gloo"
 """The backend with which this rank joins; None leaves the choice to the library."""
+DEVICE: int | None = None
+"""The device that this rank binds itself to."""
 
 
 class Uncaught(Exception):
@@ -51,6 +53,7 @@ class Uncaught(Exception):
 _pipe: Connection
 _rank, _size, _init = -1, -1, ""
 _at_start: list[str] = []
+_complaints: list[Callable[[], list[str]]] = []
 _telling = threading.Lock()
 
 
@@ -98,6 +101,18 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 
 
+def place() -> tuple[int, int]:
+    """This rank, and the number of ranks."""
+    return _rank, _size
+
+
+def start_here(complaints: Callable[[], list[str]]) -> None:
+    """What is there now is there to stay; and once the rank has left the job, ask ``complaints`` what is wrong."""
+    global _at_start
+    _at_start = snapshot()
+    _complaints.append(complaints)
+
+
 def tell(note: Any) -> None:
     """A note for the test (see :meth:`Job.await_note`)."""
     with _telling:
@@ -109,18 +124,21 @@ def enter(timeout: float = 60.0) -> None:
     import unicoll as dist
 
     if _init == "env":
-        dist.init_process_group(BACKEND, timeout=timeout)
+        dist.init_process_group(BACKEND, timeout=timeout, device_id=DEVICE)
     else:
-        dist.init_process_group(BACKEND, _init, timeout=timeout, rank=_rank, world_size=_size)
+        dist.init_process_group(
+            BACKEND, _init, timeout=timeout, rank=_rank, world_size=_size, device_id=DEVICE
+        )
 
 
 def leave() -> list[str]:
-    """Leave the job; returns what was not given back (threads, descriptors)."""
+    """Leave the job; returns what was not given back (threads, descriptors), and other complaints."""
     import unicoll as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    return leftovers(_at_start)
+    left = leftovers(_at_start)
+    return left + [text for complaints in _complaints for text in complaints()]
 
 
 def snapshot() -> list[str]:
@@ -143,14 +161,14 @@ def leftovers(before: Sequence[str], patience: float = PATIENCE_S) -> list[str]:
     """What is there now and was not before, once things have had time to go."""
     deadline = time.monotonic() + patience
     while True:
-        gc.collect()
         left = list(snapshot())
         for word in before:
             if word in left:
                 left.remove(word)
         if not left or time.monotonic() > deadline:
             return left
-        time.sleep(0.02)
+        if not gc.collect():  # what only a cycle of garbage holds goes at once, the rest in time
+            time.sleep(0.02)
 
 
 def listening_ports(pid: int | str = "self") -> list[tuple[str, int]]:

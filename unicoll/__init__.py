@@ -63,7 +63,7 @@ from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, recv_object_list,
 from .registry import Backend
 from .rendezvous import register_rendezvous_handler
 from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
-from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, split_group
+from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, shrink_group, split_group
 from .types import ReduceOp, default_pg_timeout, reduce_op
 from .work import Work
 from .world import (
@@ -217,6 +217,7 @@ __all__ = [
     "send",
     "send_object_list",
     "spawn",
+    "shrink_group",
     "split_group",
     "supported_reductions",
 ]

@@ -47,9 +47,9 @@ def splits_of(name: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def call_site() -> str:
-    """``file:line`` of the first caller outside the library."""
+    """``file:line`` of the first caller outside the library, and outside torch's, which may stand between."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("unicoll"):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("unicoll", "torch.")):
         if frame.f_back is None:
             break
         frame = frame.f_back

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .call import Call
-from .types import DType
+from .errors import BackendUnavailableError
+from .types import DType, Reduction
 
 if TYPE_CHECKING:
     from .observe.control import Control
@@ -31,12 +32,12 @@ class Caps:
     Attributes:
         devices: device types whose arrays it takes.
         native: names of the operations it has itself; the others come from composites.
-        reduces: whether it reduces elements of this type (it moves all of them).
+        reduces: whether it has this reduction of elements of this type (it moves all types).
     """
 
     devices: frozenset[str]
     native: frozenset[str]
-    reduces: Callable[[DType], bool] = field(default=lambda dtype: True)
+    reduces: Callable[[DType, Reduction], bool] = field(default=lambda dtype, reduction: True)
 
 
 class Job:
@@ -50,7 +51,7 @@ class Job:
         addresses: this host's addresses to listen on.
         control: liveness and failure notices; None for a world of one.
         timeout: default timeout of the world group, seconds.
-        local_size: number of processes on this host, where a launcher said.
+        local_rank, local_size: of the processes on this host, where a launcher said.
         post_mortem: asks the launcher how a rank ended; may take a fraction of a second.
     """
 
@@ -66,6 +67,7 @@ class Job:
         control: Control | None = None,
         local_size: int | None = None,
         post_mortem: Callable[[int], str | None] | None = None,
+        local_rank: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -76,6 +78,7 @@ class Job:
         self.timeout = timeout
         self.control = control
         self.local_size = local_size
+        self.local_rank = local_rank
         self._post_mortem = post_mortem
         self._shared: dict[str, Any] = {}
         self._lock = threading.Lock()
@@ -112,6 +115,7 @@ class Context:
         timeout: default timeout of the group's operations, seconds.
         options: the user's ``pg_options``.
         device: device that the group is bound to, or None.
+        asked: whether the user named the backend.
     """
 
     job: Job
@@ -121,6 +125,7 @@ class Context:
     timeout: float
     options: Any = None
     device: Any = None
+    asked: bool = False
 
     @property
     def size(self) -> int:
@@ -139,11 +144,22 @@ class Backend(ABC):
 
     name: ClassVar[str]
     caps: ClassVar[Caps]
+    stages: ClassVar[bool] = False
+    """Whether it can serve arrays of a GPU through the host's memory (:mod:`unicoll.staging`): its collectives go
+    through a :class:`~unicoll.lane.Lane`."""
 
     @classmethod
     def availability(cls) -> str | None:
         """Why this backend cannot be used on this machine, or None if it can."""
         return None
+
+    @classmethod
+    def library(cls) -> str:
+        """What moves the data, with its version and place, for ``explain()``; "" for nothing but unicoll itself.
+
+        Asked only where the backend can be used.
+        """
+        return ""
 
     @classmethod  # noqa: B027 - optional
     def prepare(cls, job: Job) -> None:
@@ -169,6 +185,32 @@ class Backend(ABC):
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
         """Start a batch of sends and receives; one completion each (they may be one and the same)."""
         return [self.post((call,), stream) for call in calls]
+
+    def split(self, context: Context | None) -> Backend | None:
+        """The backend of a group made of some of this one's members.
+
+        All members of this one call it, at the same place in their programs; those outside the new group with None.
+        """
+        return type(self).create(context) if context is not None else None
+
+    def shrink(self, context: Context, excluded: Sequence[int]) -> Backend:
+        """The backend of the group of those that are left of this one, which may have failed; they all call it.
+
+        ``excluded`` are ranks in this group, in order.
+        """
+        return type(self).create(context)
+
+    def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        """Device memory that the library may reach from all members' devices at once; all members call it.
+
+        Raises:
+            BackendUnavailableError: the backend has none, and why.
+        """
+        raise BackendUnavailableError(f"symmetric_empty: backend {self.name} has no symmetric memory")
+
+    def keeps(self, call: Call) -> bool:
+        """Whether it may go on using the arrays of a call that has just failed, until the process ends."""
+        return False
 
     @property
     @abstractmethod

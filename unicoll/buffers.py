@@ -1,8 +1,8 @@
 """Arrays as the backends see them: ``as_buffer(array) -> Buffer``, one adapter per array family.
 
-A family is recognised by the array's type: NumPy, torch, CuPy, then anything with ``__cuda_array_interface__``
-or the buffer protocol. Adapters for torch and CuPy use the module that the array came from, so nothing is imported
-that the user has not imported already.
+A family is recognised by the array's type: NumPy, torch, CuPy, then anything with ``__dlpack__``,
+``__cuda_array_interface__`` or the buffer protocol. Adapters for torch and CuPy use the module that the array came
+from, so nothing is imported that the user has not imported already.
 
 Backends always get contiguous memory. An array that is not contiguous is packed into a copy, and a result is
 copied back with :meth:`Buffer.write_back`; the array's own strides are kept.
@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from ctypes import c_char
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from . import dlpack, streams
 from .errors import DistArgumentError, DistTypeError
 from .types import BY_NAME, CPU, DTYPES, Device, DType
 
@@ -36,12 +39,16 @@ class Buffer:
         device: where it lives.
         flat: for CPU memory a contiguous 1-D NumPy view (or packed copy) in ``dtype.storage``; None on CUDA.
         ptr: for CUDA memory the device address; 0 on the CPU.
-        stream: for CUDA memory the handle of the stream that the producer asks to be waited for, or None.
-        writable: whether results may be written to it.
+        stream: for CUDA memory the handle of the stream that the array is ordered by: its library's current one.
+        here: for CUDA memory what tells the library's current stream, at any later time.
+        writable: whether results may be written to it; not where memory is read-only, nor where autograd would go back
+            through the values.
         unpack: copies ``flat`` back into ``owner``; None where ``flat`` shares the owner's memory.
     """
 
-    __slots__ = ("count", "device", "dtype", "flat", "owner", "ptr", "shape", "stream", "unpack", "writable")
+    __slots__ = (
+        "count", "device", "dtype", "flat", "here", "owner", "ptr", "shape", "stream", "unpack", "writable",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -54,7 +61,8 @@ class Buffer:
         device: Device = CPU,
         ptr: int = 0,
         count: int = -1,
-        stream: int | None = None,
+        stream: int = 0,
+        here: Callable[[], int] | None = None,
     ) -> None:
         self.owner = owner
         self.dtype = dtype
@@ -66,6 +74,7 @@ class Buffer:
         self.device = device
         self.ptr = ptr
         self.stream = stream
+        self.here = here
 
     @property
     def nbytes(self) -> int:
@@ -129,37 +138,84 @@ def _from_numpy(array: FlatArray) -> Buffer:
 def _torch_family() -> Adapter:
     torch = sys.modules["torch"]
     by_torch = {getattr(torch, d.name): d for d in DTYPES if hasattr(torch, d.name)}
-    bits = {1: torch.uint8, 2: torch.int16}
+    strided = torch.strided
+    on_cuda = _torch_on_cuda(torch)
 
     def adapt(tensor: Any) -> Buffer:
         dtype = by_torch.get(tensor.dtype)
         if dtype is None:
             raise DistTypeError(f"tensors of dtype {tensor.dtype} cannot be communicated")
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not strided:
             raise DistTypeError(
                 f"tensors of layout {tensor.layout} cannot be communicated; make it dense first"
             )
-        device = tensor.device
-        if device.type not in ("cpu", "cuda"):
-            raise DistTypeError(f"tensors on device {device} cannot be communicated")
-        source = tensor.detach()
-        lazy = source.is_conj() or source.is_neg()
-        packed = (
-            source.resolve_conj().resolve_neg().contiguous() if lazy or not source.is_contiguous() else source
-        )
-        unpack = None if packed is source else (lambda: source.copy_(packed))
-        shape = tuple(tensor.shape)
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device).cuda_stream
-            place = Device("cuda", device.index)
-            return Buffer(
-                tensor, dtype, shape, None, True, unpack, place, packed.data_ptr(), packed.numel(), stream
-            )
-        raw = packed if dtype.native else packed.view(bits[dtype.itemsize])
-        flat = raw.numpy().reshape(-1)
-        if not dtype.native:
-            flat = flat.view(dtype.storage)
-        return Buffer(tensor, dtype, shape, flat, True, unpack)
+        if not tensor.is_cpu:
+            device = tensor.device
+            if device.type != "cuda":
+                raise DistTypeError(f"tensors on device {device} cannot be communicated")
+            return on_cuda(tensor, dtype, device)
+        unpack, packed = None, tensor
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            source = tensor.detach()
+            packed = _packed_tensor(source)
+
+            def unpack() -> None:
+                source.copy_(packed)
+
+        writable = not (tensor.requires_grad and tensor.grad_fn is not None and torch.is_grad_enabled())
+        return Buffer(tensor, dtype, tuple(tensor.shape), _memory(packed, dtype), writable, unpack)
+
+    return adapt
+
+
+def _memory(tensor: Any, dtype: DType) -> FlatArray:
+    """The memory of a contiguous tensor on the CPU, which the view keeps alive.
+
+    Its own ``numpy()`` would keep torch from ever resizing the tensor's storage, and FSDP lives on that.
+    """
+    nbytes = tensor.numel() * dtype.itemsize
+    if not nbytes:
+        return np.empty(0, dtype.storage)
+    memory: Any = (c_char * nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return np.frombuffer(memory, dtype.storage)
+
+
+def _packed_tensor(source: Any) -> Any:
+    """The tensor itself if it is plain contiguous memory, else a copy that is."""
+    if source.is_conj() or source.is_neg():
+        return source.resolve_conj().resolve_neg().contiguous()
+    return source if source.is_contiguous() else source.contiguous()
+
+
+def _torch_on_cuda(torch: Any) -> Callable[[Any, DType, Any], Buffer]:
+    """What makes buffers of CUDA tensors."""
+    places: dict[int, tuple[Device, Callable[[], int]]] = {}
+    current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+    def place(index: int) -> tuple[Device, Callable[[], int]]:
+        here: Callable[[], int] = partial(current, index) if current is not None else lambda: slowly(index)
+        found = places[index] = (Device("cuda", index), here)
+        return found
+
+    def slowly(index: int) -> int:
+        return int(torch.cuda.current_stream(index).cuda_stream)
+
+    def adapt(tensor: Any, dtype: DType, device: Any) -> Buffer:
+        where, here = places.get(device.index) or place(device.index)
+        unpack, packed = None, tensor
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            source = tensor.detach()
+            packed = _packed_tensor(source)
+
+            def unpack() -> None:
+                source.copy_(packed)
+
+        writable = not (tensor.requires_grad and tensor.grad_fn is not None and torch.is_grad_enabled())
+        return Buffer(
+            tensor, dtype, tuple(tensor.shape), None, writable, unpack, where, packed.data_ptr(), packed.numel(),
+            here(), here,
+        )  # fmt: skip
 
     return adapt
 
@@ -184,7 +240,12 @@ def _from_cuda_interface(array: Any) -> Buffer:
             expected *= size
     pointer, read_only = cai["data"]
     device = getattr(array, "device", None)
-    index = int(getattr(device, "id", device if isinstance(device, int) else 0) or 0)
+    index = getattr(device, "id", device if isinstance(device, int) else None)
+    if index is None:
+        index = max(0, streams.cuda().device_of(int(pointer))) if pointer else 0
+    stream = cai.get("stream") or 0
+    if stream == streams.LEGACY_STREAM:
+        stream = 0
     return Buffer(
         array,
         dtype,
@@ -192,31 +253,63 @@ def _from_cuda_interface(array: Any) -> Buffer:
         None,
         not read_only,
         None,
-        Device("cuda", index),
+        Device("cuda", int(index)),
         int(pointer or 0),
         count,
-        cai.get("stream"),
+        stream,
+        lambda: stream,
     )
+
+
+def _from_dlpack(array: Any) -> Buffer:
+    """Anything with ``__dlpack__``, on the CPU or a CUDA device; read on the legacy default stream."""
+    kind, index = dlpack.device_of(array)
+    immutable = type(array).__module__.partition(".")[0] in _IMMUTABLE
+    if kind == dlpack.CPU_DEVICE:
+        buffer = _from_numpy(np.from_dlpack(array))
+        buffer.owner = array
+        buffer.writable = buffer.writable and not immutable
+        return buffer
+    if kind not in dlpack.CUDA_DEVICES:
+        raise DistTypeError(f"arrays on a device of DLPack type {kind} cannot be communicated")
+    lent = dlpack.lend(array, streams.LEGACY_STREAM)
+    count = int(np.prod(lent.shape, dtype=np.int64))
+    writable = not (lent.read_only or immutable)
+    return Buffer(
+        array, lent.dtype, lent.shape, None, writable, None, Device("cuda", index), lent.ptr, count, 0, lent.stream
+    )
+
+
+_IMMUTABLE = frozenset(("jax", "jaxlib", "tensorflow"))
+"""Modules whose arrays never change, whatever they say: results go into arrays of others."""
 
 
 def _cupy_family() -> Adapter:
     cupy = sys.modules["cupy"]
 
+    current = cupy.cuda.get_current_stream
+    places: dict[int, tuple[Device, Callable[[], int]]] = {}
+
+    def place(index: int) -> tuple[Device, Callable[[], int]]:
+        def here() -> int:
+            return int(current(index).ptr)
+
+        found = places[index] = (Device("cuda", index), here)
+        return found
+
     def adapt(array: Any) -> Buffer:
         dtype = _BY_NUMPY.get(array.dtype) or _numpy_dtype(array.dtype)
-        stream = cupy.cuda.get_current_stream().ptr
-        place = Device("cuda", array.device.id)
-        if array.flags.c_contiguous:
-            return Buffer(
-                array, dtype, array.shape, None, True, None, place, array.data.ptr, array.size, stream
-            )
-        packed = cupy.ascontiguousarray(array)
+        index = array.device.id
+        where, here = places.get(index) or place(index)
+        unpack, packed = None, array
+        if not array.flags.c_contiguous:
+            packed = cupy.ascontiguousarray(array)
 
-        def unpack() -> None:
-            array[...] = packed
+            def unpack() -> None:
+                array[...] = packed
 
         return Buffer(
-            array, dtype, array.shape, None, True, unpack, place, packed.data.ptr, packed.size, stream
+            array, dtype, array.shape, None, True, unpack, where, packed.data.ptr, packed.size, here(), here
         )
 
     return adapt
@@ -286,6 +379,8 @@ def _find_adapter(kind: type, array: Any) -> Adapter:
         if factory is not None:
             adapter = factory()
             break
+    if adapter is None and hasattr(array, "__dlpack_device__"):
+        adapter = _from_dlpack
     if adapter is None and hasattr(array, "__cuda_array_interface__"):
         adapter = _from_cuda_interface
     if adapter is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .buffers import Buffer
 from .ops import Op, Sizes
@@ -22,16 +22,18 @@ class Call:
         peer: for send and recv the other rank in the group; -1 receives from anyone.
         tag: for send and recv.
         in_counts, out_counts: for all_to_all, elements per rank.
+        even: for all_to_all_single, whether no split sizes were given.
         timeout: seconds the operation may take.
         signature: see :func:`unicoll.checks.sign`.
         seq: position in the group's order (from 1), given by the backend when it accepts the call.
         site: ``file:line`` of the caller where it was recorded, else "".
         source: for a receive from anyone, the rank in the group that the message came from.
+        carry: does the call in place of the backend, which it is given; None where the backend does it itself.
     """
 
     __slots__ = (
-        "in_counts", "inputs", "op", "out_counts", "outputs", "peer", "reduce", "root", "seq", "signature",
-        "site", "source", "tag", "timeout",
+        "carry", "even", "in_counts", "inputs", "op", "out_counts", "outputs", "peer", "reduce", "root", "seq",
+        "signature", "site", "source", "tag", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -55,10 +57,12 @@ class Call:
         self.tag = tag
         self.in_counts: tuple[int, ...] | None = None
         self.out_counts: tuple[int, ...] | None = None
+        self.even = False
         self.signature = 0
         self.seq = 0
         self.site = ""
         self.source = -1
+        self.carry: Callable[[Callable[[Call], None]], None] | None = None
 
     @property
     def dtype(self) -> DType | None:

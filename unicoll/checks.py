@@ -45,10 +45,20 @@ def check(call: Call, rank: int, size: int) -> None:
     for i, buffer in enumerate(outputs):
         if not buffer.writable:
             which = f"output {i}" if len(outputs) > 1 else "the output"
-            raise DistArgumentError(f"{op.name}: {which} ({buffer}) is read-only", op=op.name)
+            raise DistArgumentError(f"{op.name}: {which} ({buffer}) {_why_not(buffer)}", op=op.name)
     if call.reduce is not None:
         check_reduction(op, first.dtype, call.reduce)
     _check_sizes(call, rank, size)
+
+
+def _why_not(buffer: Buffer) -> str:
+    """Why results may not be written to a buffer."""
+    if getattr(buffer.owner, "requires_grad", False):
+        return (
+            "requires grad and was computed from other tensors: writing to it unseen by autograd would make their"
+            " gradients wrong; give its .detach(), or call this under torch.no_grad()"
+        )
+    return "is read-only"
 
 
 def _check_arity(

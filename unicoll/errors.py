@@ -24,6 +24,8 @@ where: group, rank, operation and sequence number are attributes of every error 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "AuthenticationError",
     "BackendUnavailableError",
@@ -104,7 +106,13 @@ class MessageMismatchError(DistBackendError):
 
 
 class OperationTimeoutError(DistBackendError, TimeoutError):
-    """An operation's deadline passed; the message says who arrived and who did not."""
+    """An operation's deadline passed; the message says who arrived and who did not.
+
+    Attributes:
+        missing: global ranks that had not come to a collective; empty where that is not known.
+    """
+
+    missing: Sequence[int] = ()
 
 
 class GroupAbortedError(DistBackendError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 from .arguments import buffers_of, call_site, pairs_of, same_length, splits_of
@@ -19,8 +20,9 @@ from .checks import check, sign
 from .errors import BackendUnavailableError, DistArgumentError, DistError, DistTypeError, GroupAbortedError
 from .ops import OPS, Op, as_reduce_op
 from .registry import Choice
-from .types import ReduceOp, Reduction, to_seconds
-from .work import Work
+from .staging import Staged
+from .types import BY_NAME, ReduceOp, Reduction, to_seconds
+from .work import Completion, Work
 
 __all__ = ["ProcessGroup"]
 
@@ -32,6 +34,20 @@ _ALL_REDUCE = OPS["all_reduce"]
 _SEND, _RECV = OPS["send"], OPS["recv"]
 _REMEMBERED = 1024
 """Kinds of calls whose checks a group remembers."""
+
+
+def _make_backend(
+    cls: type[Backend], context: Context, parent: ProcessGroup | None, excluded: Sequence[int]
+) -> Backend:
+    """The backend of a new group; from the parent's where that has one of the kind."""
+    above = parent._served.get(cls) if parent is not None else None
+    if above is None:
+        return cls.create(context)
+    if excluded:
+        return above.shrink(context, excluded)
+    made = above.split(context)
+    assert made is not None
+    return made
 
 
 class ProcessGroup:
@@ -60,6 +76,8 @@ class ProcessGroup:
         desc: str = "",
         options: Any = None,
         device: Any = None,
+        parent: ProcessGroup | None = None,
+        excluded: Sequence[int] = (),
     ) -> None:
         self._job = job
         self._name = name
@@ -77,10 +95,18 @@ class ProcessGroup:
         self._backends: dict[str, Backend] = {}
         for choice in choices:
             if choice.cls not in self._served:
-                context = Context(job, name, self._rank, ranks, timeout, options, device)
-                self._served[choice.cls] = choice.cls.create(context)
-            self._backends[choice.device] = self._served[choice.cls]
-        self._host = self._backends.get("cpu") or next(iter(self._backends.values()))
+                context = Context(job, name, self._rank, ranks, timeout, options, device, choice.asked)
+                self._served[choice.cls] = _make_backend(choice.cls, context, parent, excluded)
+            if not choice.staged:
+                self._backends[choice.device] = self._served[choice.cls]
+        self._host = self._backends.get("cpu") or next(iter(self._served.values()))
+        self._staged: Staged | None = None
+
+    def leave_out(self, choices: Sequence[Choice]) -> None:
+        """A group is made of other members of this one; all members take part in that."""
+        for cls in dict.fromkeys(choice.cls for choice in choices):
+            if cls in self._served:
+                self._served[cls].split(None)
 
     # --- who is in it ----------------------------------------------------------------------------------------
 
@@ -130,7 +156,7 @@ class ProcessGroup:
     @property
     def backend_name(self) -> str:
         """``"gloo"``, or ``"cpu:gloo,cuda:nccl"`` where several backends serve it."""
-        names = {c.name for c in self.choices}
+        names = {c.name for c in self.choices if not c.beside}
         return names.pop() if len(names) == 1 else self.backend_config
 
     @property
@@ -155,11 +181,33 @@ class ProcessGroup:
 
     def describe(self) -> str:
         """How its data moves, in a few words."""
-        return "; ".join(backend.describe() for backend in self._served.values())
+        backends = [*self._served.values(), *([self._staged] if self._staged is not None else [])]
+        return "; ".join(backend.describe() for backend in backends)
 
     def staging_bytes(self) -> dict[str, int]:
         """Memory that this rank holds for the group's transfers, by device type, whatever the size of the arrays."""
         return {device: backend.staging for device, backend in self._backends.items()}
+
+    def symmetric_empty(self, shape: int | Sequence[int], dtype: str = "float32") -> Any:
+        """Memory on this rank's GPU, of one size on all ranks, that NCCL moves faster (``ncclCommWindowRegister``).
+
+        All members call it. The array has ``__cuda_array_interface__``: ``torch.as_tensor(x, device="cuda")`` and
+        ``cupy.asarray(x)`` use it in place. It lasts until nothing refers to it; its window until the group is closed.
+
+        Args:
+            shape: of the array.
+            dtype: name of an element type; those that NumPy lacks come as unsigned integers of their size.
+
+        Raises:
+            BackendUnavailableError: the group has no NCCL, or one that is older than 2.27.
+            DistTypeError: no such element type.
+        """
+        found = BY_NAME.get(dtype)
+        if found is None:
+            raise DistTypeError(f"symmetric_empty: {dtype!r} is no element type; known are {', '.join(BY_NAME)}")
+        sizes = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        backend = self._backends.get("cuda", self._host)
+        return backend.symmetric_empty(sizes, found)
 
     def __repr__(self) -> str:
         return f"<ProcessGroup {self._name!r}: rank {self._rank} of {self._size}, {self.backend_config}>"
@@ -441,7 +489,9 @@ class ProcessGroup:
         site = call_site()
         for call in calls:
             call.site = site
-        completions = self._route(calls[0]).post_each(calls)
+        completions: list[Completion] = []
+        for backend, some in groupby(calls, self._route):  # arrays of device and host may come together
+            completions += backend.post_each(list(some))
         return [Work(done, (call,)) for done, call in zip(completions, calls, strict=True)]
 
     # --- the way of a call ----------------------------------------------------------------------------------------
@@ -473,7 +523,8 @@ class ProcessGroup:
                 reduce,
                 root,
             )
-            key = (op, first.dtype, first.shape, first.device.type, reduce, root)
+            kind = None if reduce is None else reduce.key
+            key = (op, first.dtype, first.shape, first.device.type, kind, root)
             known = self._known.get(key)
             if known is None:
                 known = self._find_out(key, call)
@@ -506,6 +557,7 @@ class ProcessGroup:
         call = Call(op, inputs, outputs, self._seconds(timeout), reduce, root)
         if splits is not None:
             call.in_counts, call.out_counts = splits
+            call.even = splits == (None, None)
         check(call, self._rank, self._size)
         call.signature = sign(call)
         return call
@@ -561,18 +613,28 @@ class ProcessGroup:
         if not buffers:
             return self._host
         first = buffers[0]
-        backend = self._backends.get(first.device.type)
+        backend = self._backends.get(first.device.type) or self._stage(first.device.type)
         if backend is None:
             raise BackendUnavailableError(
                 f"{call.op.name}: no backend of group {self._name!r} ({self.backend_config}) serves"
                 f" {first.device.type} arrays",
                 op=call.op.name,
             )
-        if call.reduce is not None and not backend.caps.reduces(first.dtype):
+        if call.reduce is not None and not backend.caps.reduces(first.dtype, call.reduce):
             raise DistTypeError(
-                f"{call.op.name}: backend {backend.name} does not reduce {first.dtype}", op=call.op.name
+                f"{call.op.name}: backend {backend.name} does not reduce {first.dtype} by {call.reduce.name}",
+                op=call.op.name,
             )
         return backend
+
+    def _stage(self, device: str) -> Backend | None:
+        """The last resort for arrays of a GPU: through the host's memory."""
+        host = next((self._served[c.cls] for c in self.choices if c.staged), self._host)
+        if device != "cuda" or not host.stages:
+            return None
+        self._staged = Staged(host, self._rank, self._size, self._name)
+        self._backends[device] = self._staged
+        return self._staged
 
     def _seconds(self, timeout: Timeout) -> float:
         if timeout is None:
@@ -603,3 +665,5 @@ class ProcessGroup:
         self._known.clear()
         for backend in self._served.values():
             backend.close()
+        if self._staged is not None:
+            self._staged.close()

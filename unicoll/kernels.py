@@ -22,7 +22,7 @@ from unicoll.errors import DistTypeError
 from unicoll.halves import BLOCK, HALVES, rooms
 from unicoll.types import BY_NAME, DType, Reduction
 
-__all__ = ["Kernel", "Quiet", "kernel_for"]
+__all__ = ["Kernel", "Quiet", "kernel_for", "quiet_runner"]
 
 Flat = npt.NDArray[Any]
 T = TypeVar("T")
@@ -294,6 +294,15 @@ class Quiet:
             return context.run(function, *args)
         finally:
             idle.append(context)
+
+
+def quiet_runner() -> Callable[..., Any]:
+    """A :class:`Quiet` for one call at a time, never within itself: with NumPy 2 no Python code is around the call."""
+    if not _settings_are_in_context():
+        return Quiet()
+    context = contextvars.Context()
+    context.run(_switch_off)
+    return context.run
 
 
 def _switch_off() -> None:

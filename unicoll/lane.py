@@ -1,4 +1,7 @@
-"""The order of a group's operations: blocking ones run on the caller's thread when nothing is before them."""
+"""The order of a group's operations: blocking ones run on the caller's thread when nothing is before them.
+
+The thread for the others runs the callbacks of what it has done, too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from .call import Call
-from .errors import DistError
 from .work import HostCompletion
 
 __all__ = ["Lane"]
@@ -36,14 +38,15 @@ class Lane:
         self._thread: threading.Thread | None = None
 
     def run(self, call: Call) -> None:
-        """Do a call after all that were accepted before it; returns when it is done."""
+        """Do a call after all that were accepted before it; returns when it is done.
+
+        In a callback of the group's own work the call is done at once, before what is queued (see :meth:`_nest`).
+        """
+        if self._thread is not None and threading.current_thread() is self._thread:
+            self._nest((call,))
+            self._do(call)
+            return
         with self._lock:
-            if self._busy and threading.current_thread() is self._thread:
-                raise DistError(
-                    f"{call.op.name}: a blocking collective in a callback of its group's own work would wait for"
-                    " itself; use async_op=True there",
-                    op=call.op.name,
-                )
             self.sequence = call.seq = self.sequence + 1
             if self._busy:
                 completion = HostCompletion((call,))
@@ -55,17 +58,23 @@ class Lane:
             completion.wait(None)
             return
         try:
-            self._execute(call)
+            if call.carry is None:
+                self._execute(call)
+            else:
+                call.carry(self._execute)
         finally:
-            with self._lock:
-                if self._queue:
-                    self._start()
-                else:
-                    self._busy = False
+            # without the lock: whoever queues looks at _busy afterwards, so one of us two sees the other
+            self._busy = False
+            if self._queue:
+                self._resume()
 
     def post(self, calls: tuple[Call, ...]) -> HostCompletion:
-        """Do the calls in the background, in order."""
+        """Do the calls in the background, in order; in a callback of the group's own work as :meth:`run` does."""
         completion = HostCompletion(calls)
+        if threading.current_thread() is self._thread:
+            self._nest(calls)
+            completion.finish(self._attempt(calls))
+            return completion
         with self._lock:
             for call in calls:
                 self.sequence = call.seq = self.sequence + 1
@@ -101,6 +110,42 @@ class Lane:
             time.sleep(0.001)
         return not self._busy
 
+    def _nest(self, calls: tuple[Call, ...]) -> None:
+        """Number calls of a callback, which the thread runs between two operations: right after the first of them.
+
+        So their place does not depend on how much happens to be queued on this rank, and whoever waits for them in the
+        callback does not wait for itself.
+        """
+        with self._lock:
+            queued = [call for completion in self._queue for call in completion.calls]
+            number = queued[0].seq if queued else self.sequence + 1
+            for call in queued:
+                call.seq += len(calls)
+            for i, call in enumerate(calls):
+                call.seq = number + i
+            self.sequence += len(calls)
+
+    def _do(self, call: Call) -> None:
+        if call.carry is None:
+            self._execute(call)
+        else:
+            call.carry(self._execute)
+
+    def _attempt(self, calls: tuple[Call, ...]) -> BaseException | None:
+        try:
+            for call in calls:
+                self._do(call)
+        except BaseException as e:
+            return e
+        return None
+
+    def _resume(self) -> None:
+        """Let the thread do what is queued, unless somebody is at it."""
+        with self._lock:
+            if self._queue and not self._busy:
+                self._busy = True
+                self._start()
+
     def _start(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -115,13 +160,8 @@ class Lane:
                         self._busy = False
                         break
                     completion = self._running = self._queue.popleft()
-                error: BaseException | None = None
                 self.in_background = True
-                try:
-                    for call in completion.calls:
-                        self._execute(call)
-                except BaseException as e:
-                    error = e
+                error = self._attempt(completion.calls)
                 self.in_background = False
                 self._running = None
                 completion.finish(error)

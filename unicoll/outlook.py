@@ -5,21 +5,41 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from . import auth, launchers, net, registry
+from . import auth, launchers, net, registry, streams
 from .errors import DistError
 
 __all__ = ["lines"]
 
 
 def lines(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Launcher, rank, store, secret, interface and backends, one line each; nothing is connected to."""
+    """Launcher, rank, store, secret, interface, backends and devices, one line each; nothing is connected to."""
     found = [*_identity(environ)]
     try:
         secret = auth.find_secret(environ)
         found.append(f"secret: {secret.source if secret.key else 'none'}")
     except DistError as e:
         found.append(f"secret: {e}")
-    found += [registry.reason_against(name) or f"backend {name!r}: available" for name in registry.known()]
+    found += [registry.in_words(name) for name in registry.known()]
+    return found + _devices()
+
+
+def _devices() -> list[str]:
+    """CUDA's driver and each device; nothing where there are none, since NCCL's line says why."""
+    if streams.reason_against() is not None:
+        return []
+    try:
+        cuda = streams.cuda()
+        count = cuda.device_count()
+        found = [f"{cuda.description}: {count} device{'s' if count != 1 else ''}"]
+        for device in range(count):
+            facts = cuda.facts(device)
+            capability = ".".join(map(str, facts.capability))
+            found.append(
+                f"cuda:{device}: {facts.name}, {facts.memory / 2**30:.1f} GiB, compute capability {capability},"
+                f" {facts.bus}, {facts.uuid}"
+            )
+    except DistError as e:
+        return [f"CUDA: {e}"]
     return found
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,6 +24,7 @@ __all__ = [
     "MPIWorld",
     "choose",
     "default_backend_for_device",
+    "in_words",
     "known",
     "mpi_store",
     "mpi_world",
@@ -148,6 +149,18 @@ def reason_against(name: str) -> str | None:
     return None if reason is None else f"backend {name!r}: {reason}"
 
 
+def in_words(name: str) -> str:
+    """A backend in a line: why it cannot be used here, or that it can, and with which library."""
+    reason = reason_against(name)
+    if reason is not None:
+        return reason
+    try:
+        library = load(name).library()
+    except Exception as e:
+        library = f"{type(e).__name__}: {e}"
+    return f"backend {name!r}: available{f': {library}' if library else ''}"
+
+
 class MPIWorld(NamedTuple):
     """MPI's processes as this one sees them.
 
@@ -180,12 +193,23 @@ def mpi_store(deadline: float) -> Store:
 
 @dataclass(frozen=True)
 class Choice:
-    """A backend chosen for a device type, and why."""
+    """A backend chosen for a device type, and why.
+
+    Attributes:
+        device, name, cls: what is chosen for what.
+        why: in words.
+        asked: whether the user named it.
+        beside: whether it came along with the one that the user named.
+        staged: whether arrays go through the host's memory, which is what the backend serves.
+    """
 
     device: str
     name: str
     cls: type[BackendBase]
     why: str
+    asked: bool = False
+    beside: bool = False
+    staged: bool = False
 
 
 def _devices(name: str, cls: type[BackendBase]) -> frozenset[str]:
@@ -197,7 +221,8 @@ def choose(backend: str | None, started_by_mpi: bool = False, but: str = "") -> 
 
     Args:
         backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available, else to gloo; CUDA
-            arrays to NCCL where it is available), a name, or ``"cpu:gloo,cuda:nccl"``.
+            arrays to NCCL where it is available), a name, or ``"cpu:gloo,cuda:nccl"``. With ``"nccl"`` comes what
+            would serve CPU arrays by default: objects and barriers are no matter of a GPU.
         started_by_mpi: whether an MPI launcher started the process.
         but: why MPI, though it is available, is of no use here; "" if it is.
 
@@ -210,16 +235,24 @@ def choose(backend: str | None, started_by_mpi: bool = False, but: str = "") -> 
     spec = backend.lower()
     if ":" not in spec:
         cls = _usable([spec])[1]
-        return [Choice(d, spec, cls, f"backend={backend!r}") for d in sorted(_devices(spec, cls))]
+        choices = [Choice(d, spec, cls, f"backend={backend!r}", True) for d in sorted(_devices(spec, cls))]
+        if spec == "nccl":
+            host = _choose_by_device(started_by_mpi, but)[0]
+            choices.append(replace(host, why="for objects, barriers and CPU arrays, beside NCCL", beside=True))
+        return choices
     choices = []
     for part in spec.split(","):
         device, _, name = part.strip().partition(":")
         if not device or not name:
             raise DistArgumentError(f"backend: {backend!r} is not of the form 'cpu:gloo,cuda:nccl'")
         cls = _usable([name])[1]
-        if device not in _devices(name, cls):
+        why = f"backend={backend!r}"
+        staged = device == "cuda" and device not in _devices(name, cls) and cls.stages
+        if not staged and device not in _devices(name, cls):
             raise BackendUnavailableError(f"backend {name!r} does not serve {device} arrays")
-        choices.append(Choice(device, name, cls, f"backend={backend!r}"))
+        if staged:
+            why += "; through the host's memory"
+        choices.append(Choice(device, name, cls, why, True, staged=staged))
     return choices
 
 

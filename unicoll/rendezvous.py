@@ -98,7 +98,7 @@ def rendezvous(
     init_method: str | None = None,
     rank: int = -1,
     world_size: int = -1,
-    store: Store | None = None,
+    store: Store | Place | None = None,
     timeout: float = 300.0,
     environ: Environ = os.environ,
     launched: Launched | None = None,
@@ -111,7 +111,7 @@ def rendezvous(
             scheme; rank and world size may stand in the query, ``?rank=0&world_size=4``.
         rank, world_size: -1 where the query or the launcher gives them; what is given here wins over the
             launcher.
-        store: a store that all ranks share, in place of an init method.
+        store: a store that all ranks share, or the place where it is, instead of an init method.
         timeout: seconds for the whole meeting.
         launched: the launcher, where the caller knows it; None looks into the environment.
         mpi_store: opens a store over MPI, where MPI has been chosen; it serves where ``env://`` gives no address.
@@ -282,14 +282,14 @@ def _how_to_say(given: Mapping[str, int | None], environ: Environ) -> str:
 def _place(
     url: SplitResult,
     world_size: int,
-    store: Store | None,
+    store: Store | Place | None,
     launched: Launched | None,
     secret: Secret,
     environ: Environ,
     mpi_store: Callable[[float], Store] | None = None,
 ) -> Place:
     if store is not None:
-        return GivenPlace(store)
+        return store if isinstance(store, Place) else GivenPlace(store)
     if url.scheme == "tcp":
         return _tcp_place(url, secret, launched)
     if url.scheme == "file":

@@ -13,7 +13,7 @@ from .group import ProcessGroup
 from .registry import Choice
 from .world import World
 
-__all__ = ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group"]
+__all__ = ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "shrink_group", "split_group"]
 
 Timeout = timedelta | float | None
 
@@ -27,10 +27,15 @@ def _make(
     desc: str | None,
     options: Any,
     device: Any,
+    parent: ProcessGroup | None,
 ) -> Any:
     if here.job.rank not in ranks:
+        if parent is not None:
+            parent.leave_out(choices)
         return world.GroupMember.NON_GROUP_MEMBER
-    made = ProcessGroup(here.job, name, tuple(ranks), choices, timeout, desc or "", options, device)
+    if device is None and parent is not None:
+        device = parent.bound_device_id
+    made = ProcessGroup(here.job, name, tuple(ranks), choices, timeout, desc or "", options, device, parent)
     here.groups.append(made)
     return made
 
@@ -100,7 +105,8 @@ def new_group(
         name = f"group-{here.made}"
     seconds = world.seconds(timeout, here.default.timeout)
     choices = _choices(here, backend, here.default)
-    return _make(here, name, members, choices, seconds, group_desc, pg_options, device_id)
+    parent = None if use_local_synchronization else here.default
+    return _make(here, name, members, choices, seconds, group_desc, pg_options, device_id, parent)
 
 
 def new_subgroups(
@@ -202,6 +208,47 @@ def split_group(
         if parent.rank() in part:
             name = f"{parent.name}/{parent.splits}.{i}"
             members = [parent.ranks[r] for r in sorted(part)]
-            made: ProcessGroup = _make(here, name, members, choices, seconds, group_desc, pg_options, None)
+            made: ProcessGroup = _make(
+                here, name, members, choices, seconds, group_desc, pg_options, None, parent
+            )
             return made
+    parent.leave_out(choices)
     return None
+
+
+def shrink_group(
+    ranks_to_exclude: Sequence[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = 0,
+    pg_options: Any = None,
+) -> ProcessGroup:
+    """A group of those that are left of one; they all call this, and the excluded do not.
+
+    It may be made of a group that has failed: what is left of that is aborted here, and it should then be destroyed.
+    NCCL shrinks the communicator where it can (2.27), else the survivors connect anew.
+
+    Args:
+        ranks_to_exclude: ranks *in the group*, at least one.
+        group: None is the default group, which is not replaced.
+        shrink_flags: accepted for torch's sake; a failed group is always aborted.
+        pg_options: as for :func:`new_group`.
+
+    Raises:
+        DistArgumentError: nobody is excluded, or the caller, or a rank that is not in the group.
+        OperationTimeoutError, RankLostError: not all survivors came.
+    """
+    here = world.current("shrink_group")
+    parent = world.member(group, "shrink_group")
+    excluded = sorted(ranks_to_exclude)
+    _check_ranks("shrink_group", excluded, parent.size())
+    if parent.rank() in excluded:
+        raise DistArgumentError("shrink_group: the caller is among the excluded ranks, who do not call it")
+    parent.splits += 1
+    name = f"{parent.name}/shrunk-{parent.splits}"
+    members = tuple(r for i, r in enumerate(parent.ranks) if i not in excluded)
+    made = ProcessGroup(
+        here.job, name, members, parent.choices, parent.timeout, parent.group_desc, pg_options,
+        parent.bound_device_id, parent, excluded,
+    )  # fmt: skip
+    here.groups.append(made)
+    return made

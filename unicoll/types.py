@@ -102,14 +102,18 @@ CPU = Device("cpu")
 
 
 class Reduction:
-    """A reduction operation; PREMUL_SUM carries a factor, the others are singletons."""
+    """A reduction operation; PREMUL_SUM carries a factor, the others are singletons.
 
-    __slots__ = ("code", "factor", "name")
+    ``key`` stands for it in dictionaries, where hashing the object would take longer.
+    """
+
+    __slots__ = ("code", "factor", "key", "name")
 
     def __init__(self, name: str, code: int, factor: Any = None) -> None:
         self.name = name
         self.code = code
         self.factor = factor
+        self.key: Any = code if factor is None else (code, factor)
 
     def __repr__(self) -> str:
         if self.factor is not None:

@@ -45,7 +45,7 @@ def begin(backend: str | None, rank: int, world_size: int, patience: float) -> B
     Raises:
         BackendUnavailableError: MPI was asked for by name, and it does not know the other processes.
     """
-    by_name = backend not in (None, "", "undefined")
+    by_name = backend not in (None, "", "undefined", "nccl")
     found = _launcher()
     if found is None:
         by_mpi = launchers.mpi_alone_knows()

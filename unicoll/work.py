@@ -13,9 +13,8 @@ from .errors import OperationTimeoutError
 from .types import to_seconds
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from .call import Call
+    from .futures import Future
 
 __all__ = ["Completion", "HostCompletion", "Work"]
 
@@ -170,9 +169,12 @@ class Work:
         return [b.owner for call in self._calls for b in (call.outputs or call.inputs)]
 
     def get_future(self) -> Future[list[Any]]:
-        """A ``concurrent.futures.Future`` of the output arrays; the same one at every call."""
+        """A ``concurrent.futures.Future`` of the output arrays; the same one at every call.
+
+        It has ``then``, ``value`` and ``wait`` as torch's futures do.
+        """
         if self._future is None:
-            from concurrent.futures import Future
+            from .futures import Future  # here, since few ask for it and its parent imports much
 
             self._waited = True
             with _making_a_future:
@@ -182,6 +184,14 @@ class Work:
                     self._completion.add_done_callback(lambda: self._resolve(future))
                     self._future = future
         return self._future
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        """Call ``fn()`` once when the operation has ended, well or badly, on the thread that ends it, or now if it has.
+
+        Operations of the same group that ``fn`` starts come before those that are queued behind this one.
+        """
+        self._waited = True
+        self._completion.add_done_callback(fn)
 
     def _resolve(self, future: Future[list[Any]]) -> None:
         error = self._completion.exception()

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import json
-import signal
-import sys
-import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
-from . import forks, launchers, outlook, registry, under_mpi
-from .backend import Job
+from . import launchers, outlook, registry
 from .errors import DistArgumentError, DistError, DistTypeError, NotInitializedError
 from .group import ProcessGroup
+from .joining import Membership, join, when_leaving
 from .launchers import detect
-from .observe.control import Control
 from .registry import Backend
-from .rendezvous import Rendezvous, rendezvous
 from .types import default_pg_timeout, to_seconds
 
 __all__ = [
@@ -52,8 +43,6 @@ __all__ = [
 
 Timeout = timedelta | float | None
 _RENDEZVOUS_S = 300.0
-_WITNESS_S = 0.3
-"""How long the launcher's word on a death is waited for; it looks at its workers ten times a second."""
 
 
 class _NonMember:
@@ -66,38 +55,21 @@ class _NonMember:
 class World:
     """Everything that ``init_process_group`` sets up and ``destroy_process_group`` takes down."""
 
-    def __init__(self, meeting: Rendezvous, job: Job, default: ProcessGroup, notes: list[str]) -> None:
-        self.meeting = meeting
-        self.job = job
+    def __init__(self, membership: Membership, default: ProcessGroup) -> None:
+        self.membership = membership
+        self.job = membership.job
         self.default = default
-        self.groups: list[ProcessGroup] = [default]
-        self.notes = notes
+        self.groups = membership.groups
+        self.groups.append(default)
+        self.notes = membership.notes
         self.made = 0  # groups asked for so far, on this as on every rank: numbers the next
-        self.named: dict[str, int] = {}
+        self.named = membership.named
 
     def close(self, error: BaseException | None = None) -> None:
-        if error is not None:  # the program failed: nobody is to wait for what was posted
-            for one in self.groups:
-                for backend in one._served.values():
-                    backend.abort(DistError(f"this process ended with {type(error).__name__}: {error}"))
-        for one in reversed(self.groups):
-            one.close()
-        _take_down(self.meeting, self.job, error)
-
-
-def _take_down(meeting: Rendezvous, job: Job, error: BaseException | None) -> None:
-    try:
-        if job.control is not None:
-            job.control.close(error)
-    finally:
-        try:
-            job.close()
-        finally:
-            meeting.close()
+        self.membership.close(error)
 
 
 _world: World | None = None
-_uncaught: BaseException | None = None
 
 
 class _GroupMeta(type):
@@ -177,74 +149,17 @@ def init_process_group(
             "init_process_group: the default process group exists already; destroy it first"
         )
     limit = seconds(timeout, default_pg_timeout.total_seconds())
-    if backend is not None:
-        registry.choose(backend)  # refuse it before anybody is kept waiting
     patience = min(limit, _RENDEZVOUS_S) if timeout is None else limit
-    mpi = under_mpi.begin(backend, rank, world_size, patience)
-    meeting = rendezvous(
-        init_method, mpi.rank, mpi.world_size, store, patience, launched=mpi.launched, mpi_store=mpi.store
-    )
-    meeting.notes[:0] = mpi.notes
-    job = Job(
-        meeting.rank,
-        meeting.world_size,
-        meeting.store,
-        meeting.secret.key,
-        meeting.trusted,
-        list(meeting.listen_addresses),
-        limit,
-        local_size=meeting.local_world_size,
-        post_mortem=_launcher_witness(meeting),
-    )
+    membership = join(backend, init_method, rank, world_size, store, limit, patience)
+    job, choices = membership.job, membership.choices
     try:
-        launched = meeting.launched
-        by_mpi = launched is not None and launched.started_by_mpi
-        choices = registry.choose(backend, by_mpi, mpi.but)
-        for cls in {c.cls for c in choices}:
-            cls.prepare(job)
-        if job.size > 1:
-            job.control = Control(job.rank, job.size, job.key, job.addresses[0])
-            job.control.start(job.store, patience)
-        default = ProcessGroup(
-            job, "world", tuple(range(job.size)), choices, limit, "default_pg", pg_options, device_id
-        )
+        everybody = tuple(range(job.size))
+        default = ProcessGroup(job, "world", everybody, choices, limit, "default_pg", pg_options, device_id)
     except BaseException as e:
-        _take_down(meeting, job, e)
+        membership.close(e)
         raise
-    notes = [*meeting.notes, *(f"{c.device} arrays: backend {c.name}: {c.why}" for c in choices)]
-    _world = World(meeting, job, default, notes)
-    _watch_the_exit()
-
-
-def _launcher_witness(meeting: Rendezvous) -> Callable[[int], str | None] | None:
-    """How to learn from our launcher, which hosts the store, how a rank ended."""
-    if meeting.launched is None or meeting.launched.name != "unicoll":
-        return None
-
-    def ask(rank: int) -> str | None:
-        deadline = time.monotonic() + _WITNESS_S
-        while time.monotonic() < deadline:
-            try:
-                note = meeting.root.try_get(f"launcher/exit/{rank}")
-            except DistError:
-                return None
-            if note is not None:
-                return _how_it_ended(**json.loads(note))
-            time.sleep(0.02)
-        return None
-
-    return ask
-
-
-def _how_it_ended(pid: int, status: int, cause: str) -> str:
-    if cause:
-        return cause
-    if status >= 0:
-        return f"exit code {status}"
-    try:
-        return f"killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"killed by signal {-status}"
+    _world = World(membership, default)
+    when_leaving(_leave, _forget)
 
 
 def destroy_process_group(group: Any = None) -> None:
@@ -273,32 +188,11 @@ def destroy_process_group(group: Any = None) -> None:
     pg.close()
 
 
-_watching = False
-
-
-def _watch_the_exit() -> None:
-    """An interpreter that ends leaves the job; one that ends with an exception says so to the others."""
-    global _watching
-    if _watching:
-        return
-    _watching = True
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        global _uncaught
-        _uncaught = value
-        before(kind, value, trace)
-
-    sys.excepthook = hook
-    atexit.register(_leave)
-    forks.in_child(_forget)
-
-
-def _leave() -> None:
+def _leave(error: BaseException | None) -> None:
     global _world
     if _world is not None:
         ending, _world = _world, None
-        ending.close(_uncaught)
+        ending.close(error)
 
 
 def _forget() -> None:

@@ -304,7 +304,7 @@ class Control:
             watcher(error)
 
 
-_FIELDS = ("group", "rank", "op", "seq", "host", "pid")
+_FIELDS = ("group", "rank", "op", "seq", "host", "pid", "missing")
 
 
 def _pack(error: DistError) -> Message:

@@ -20,7 +20,7 @@ __all__ = ["lost", "mismatch", "report", "timed_out", "where", "while_waiting"]
 
 _SHOWN = 64
 """Ranks that an error lists at most."""
-_OURS = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "threading")
+_NOT_THE_USERS = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "threading", "torch")
 
 Report = dict[str, Any]
 
@@ -63,23 +63,26 @@ def mismatch(context: Context, call: Call, peer: int, seq: int) -> CollectiveMis
 
 def timed_out(context: Context, call: Call) -> OperationTimeoutError:
     """The error of a deadline that has passed."""
-    arrived, missing = _roll_call(context, call)
+    reports = _ask(context)
+    arrived, absent = _roll_call(context, call, reports)
     names = f"rank{'s' if len(arrived) > 1 else ''} {', '.join(map(str, arrived[:_SHOWN]))}"
-    return OperationTimeoutError(
+    error = OperationTimeoutError(
         f"{call.describe()} #{call.seq} on group {context.name!r} timed out after {call.timeout:g} s;"
-        f" arrived: {names}; missing: {_list(missing)}",
+        f" arrived: {names}; missing: {_list(list(absent.values()))}{_differing(call, reports)}",
         group=context.name,
         op=call.op.name,
         seq=call.seq,
     )
+    error.missing = list(absent)
+    return error
 
 
 def while_waiting(context: Context, call: Call, seconds: float) -> None:
     """Warn that a call has waited so long, and for whom."""
-    _, missing = _roll_call(context, call)
+    _, absent = _roll_call(context, call, _ask(context))
     logging.getLogger("unicoll").warning(
         "%s #%d on group %r has waited %.0f s; missing: %s",
-        call.describe(), call.seq, context.name, seconds, _list(missing),
+        call.describe(), call.seq, context.name, seconds, _list(list(absent.values())),
     )  # fmt: skip
 
 
@@ -99,23 +102,34 @@ def where() -> str:
     main = threading.main_thread().ident
     frame = sys._current_frames().get(main) if main is not None else None
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
 
-def _roll_call(context: Context, call: Call) -> tuple[list[int], list[str]]:
-    """Global ranks that are in this call or past it, and the others with what they are doing."""
-    reports = _ask(context)
-    arrived, missing = [], []
+def _differing(call: Call, reports: dict[int, Report]) -> str:
+    """Which ranks are in another call of the same number, where the backend itself does not notice."""
+    mine = f"{call.describe()} #{call.seq}"
+    others = [
+        f"rank {rank} is in {told['call']}{_at(told['where'])}"
+        for rank, told in sorted(reports.items())
+        if told.get("seq") == call.seq and told.get("call") not in (None, mine)
+    ]
+    return f"; the calls differ: {'; '.join(others[:_SHOWN])}" if others else ""
+
+
+def _roll_call(context: Context, call: Call, reports: dict[int, Report]) -> tuple[list[int], dict[int, str]]:
+    """Global ranks that are in this call or past it, and the others with what they are doing, in words."""
+    arrived: list[int] = []
+    absent: dict[int, str] = {}
     for member, rank in enumerate(context.ranks):
         told = reports.get(rank)
         if member == context.rank or (told is not None and told.get("seq", 0) >= call.seq):
             arrived.append(rank)
         else:
-            missing.append(f"{context.who(member)}: {_doing(context, rank, told, None)}")
-    return arrived, missing
+            absent[rank] = f"{context.who(member)}: {_doing(context, rank, told, None)}"
+    return arrived, absent
 
 
 def _list(missing: list[str]) -> str:

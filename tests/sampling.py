@@ -1,0 +1,65 @@
+"""Which cells of the large tables a run does, drawn from the run's seed.
+
+A test with ``@pytest.mark.sampled(rows, columns, count)`` is a table: ``rows`` and ``columns`` are names of its
+parameters ("" where it has columns only). A run does ``count`` columns of every row, and every column in some row. The
+classes that share a suite (one for each transport) take turns: class 0 has the first ``count`` columns of a row's own
+order, class 1 the next, so that together they miss as little as possible: with ``count`` columns for each of n classes,
+every cell is done by some class once n * count reaches the number of columns. A class, or a module, says its turn with
+an attribute ``turn``.
+
+``UNICOLL_TEST_FULL=1`` does everything. So does naming a cell (a test with its parameters in brackets).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["FULL_VARIABLE", "drawn", "is_drawn", "wants_all"]
+
+FULL_VARIABLE = "UNICOLL_TEST_FULL"
+
+
+def wants_all(arguments: Sequence[str]) -> bool:
+    """Whether nothing is to be left out: it was asked for, or pytest's arguments name single cells."""
+    asked = os.environ.get(FULL_VARIABLE, "").strip().lower() not in ("", "0", "no", "off", "false")
+    return asked or any("::" in argument and "[" in argument for argument in arguments)
+
+
+def drawn(table: str, row: int, columns: int, count: int, turn: int, seed: int) -> set[int]:
+    """The columns that are done of a row.
+
+    Args:
+        table: name of the table, equal for all classes that have it.
+        row, columns: position of the row, and number of columns.
+        count: of columns that one class does.
+        turn: of the class.
+    """
+    order = list(range(columns))
+    random.Random(f"{seed} {table}").shuffle(order)
+    start = row + turn * count
+    return {order[(start + i) % columns] for i in range(min(count, columns))}
+
+
+def is_drawn(item: Any, seed: int) -> bool:
+    """Whether a test that pytest has collected is done in this run."""
+    marker = item.get_closest_marker("sampled")
+    if marker is None:
+        return True
+    rows, columns, count = marker.args
+    values = _values(item)
+    row = values[rows].index(item.callspec.params[rows]) if rows else 0
+    column = values[columns].index(item.callspec.params[columns])
+    turn = getattr(item.cls or item.module, "turn", 0)
+    return column in drawn(item.originalname, row, len(values[columns]), count, turn, seed)
+
+
+def _values(item: Any) -> dict[str, list[Any]]:
+    """The values of each parameter of a test."""
+    found: dict[str, list[Any]] = {}
+    for marker in item.iter_markers("parametrize"):
+        names, values = marker.args[:2]
+        found.setdefault(names, list(values))
+    return found

@@ -1,0 +1,68 @@
+"""Device arrays under mpirun: over MPI through the host's memory, and over NCCL, whose ranks meet over MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import staged
+import staged_jobs as jobs
+from conformance import as_reduction
+from mpi_ranks import MpiJob, why_not
+from ranks import Pool, end_well, pools
+from simulated_ranks import Settings
+from worker import enter
+
+from unicoll import registry
+from unicoll.types import BY_NAME
+
+if why_not():
+    pytest.skip(why_not(), allow_module_level=True)
+
+from test_staged import (  # noqa: F401
+    test_a_device_that_is_late_is_named,
+    test_a_graph_cannot_record_it,
+    test_arrays_of_device_and_host_keep_one_order,
+    test_calls_that_differ_raise_the_same_error,
+    test_it_says_how_device_arrays_go,
+    test_messages,
+    test_streams_are_ordered_on_both_sides,
+)
+
+
+def _start(size: int, backend: str, seed: int) -> MpiJob:
+    settings = Settings(policy="random", seed=seed, own_stream=True, backend=backend)
+    return MpiJob(size, backend=backend, rehearse=True, prepare=(staged.prepare, settings))
+
+
+@pytest.fixture(scope="module")
+def pool(seed: int) -> Iterator[Callable[[int], Pool]]:
+    with pools(partial(_start, backend="cpu:mpi,cuda:mpi", seed=seed)) as made:
+        yield made
+
+
+class TestMPI(staged.Staged):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls, seed: int) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(_start, backend="mpi", seed=seed)) as made:
+            yield made
+
+    def reduces(self, dtype: str, reduction: str) -> bool:
+        return registry.load("mpi").caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
+
+
+@pytest.mark.parametrize("backend", ["cpu:mpi,cuda:nccl", None])
+def test_nccl_meets_over_mpi_with_no_tcp_store(backend: str | None) -> None:
+    prepare = (staged.prepare, Settings(backend=backend))
+    with MpiJob(2, backend="mpi", rehearse=True, prepare=prepare) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.over_nccl)
+        for told in job.results():
+            assert told["device"] == [3.0] * 3
+            assert told["host"] == [3.0] * 3
+            assert "store: over MPI" in told["explained"]
+            assert "cuda arrays: backend nccl" in told["explained"]
+        end_well(job)

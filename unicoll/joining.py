@@ -1,0 +1,219 @@
+"""How a process joins a job, and leaves it: from a meeting to a job with backends and control plane."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from . import forks, registry, under_mpi
+from .backend import Job
+from .errors import DistError
+from .group import ProcessGroup
+from .meeting import Place
+from .observe.control import Control
+from .registry import Choice
+from .rendezvous import Rendezvous, rendezvous
+from .stores import Store
+
+__all__ = ["Membership", "enter", "join", "meet", "when_leaving"]
+
+_WITNESS_S = 0.3
+"""How long the launcher's word on a death is waited for; it looks at its workers ten times a second."""
+
+
+class Membership:
+    """A job that this process has joined, and its groups in it.
+
+    Attributes:
+        meeting: where the processes met.
+        job: what all groups share.
+        choices: the backends that were chosen for it.
+        groups: the groups that are in use, in the order in which they were made.
+        notes: what was chosen, from which source, why; one line each.
+        named: how often a group was made under a name, for numbering.
+    """
+
+    def __init__(self, meeting: Rendezvous, job: Job, choices: list[Choice]) -> None:
+        self.meeting = meeting
+        self.job = job
+        self.choices = choices
+        self.groups: list[ProcessGroup] = []
+        self.notes = [*meeting.notes, *(f"{c.device} arrays: backend {c.name}: {c.why}" for c in choices)]
+        self.named: dict[str, int] = {}
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave: end the groups, say goodbye, give everything back. ``error`` is what ended the program."""
+        if error is not None:  # the program failed: nobody is to wait for what was posted
+            for one in self.groups:
+                for backend in one._served.values():
+                    backend.abort(DistError(f"this process ended with {type(error).__name__}: {error}"))
+        groups, self.groups = self.groups, []
+        for one in reversed(groups):
+            one.close()
+        _take_down(self.meeting, self.job, error)
+
+
+def join(
+    backend: str | None,
+    init_method: str | None,
+    rank: int,
+    world_size: int,
+    store: Store | Place | None,
+    timeout: float,
+    patience: float,
+) -> Membership:
+    """:func:`meet` the other processes and :func:`enter` their job."""
+    if backend is not None:
+        registry.choose(backend)  # refuse it before anybody is kept waiting
+    meeting, but = meet(backend, init_method, rank, world_size, store, patience)
+    return enter(meeting, backend, timeout, patience, but)
+
+
+def meet(
+    backend: str | None,
+    init_method: str | None,
+    rank: int,
+    world_size: int,
+    store: Store | Place | None,
+    patience: float,
+) -> tuple[Rendezvous, str]:
+    """Meet the other processes; also why MPI is of no use, though its launcher started us ("" if it is, or did not).
+
+    Args:
+        backend, init_method, rank, world_size: as for init_process_group.
+        store: as for init_process_group, or the place where to meet.
+        patience: seconds until rank 0 must have come.
+
+    Raises:
+        DistArgumentError: arguments or environment do not say who we are, or contradict each other.
+        BackendUnavailableError: MPI was asked for by name, and it does not know the other processes.
+        AuthenticationError, DistStoreError, DistNetworkError: as :func:`unicoll.rendezvous.rendezvous`.
+    """
+    mpi = under_mpi.begin(backend, rank, world_size, patience)
+    meeting = rendezvous(
+        init_method, mpi.rank, mpi.world_size, store, patience, launched=mpi.launched, mpi_store=mpi.store
+    )
+    meeting.notes[:0] = mpi.notes
+    return meeting, mpi.but
+
+
+def enter(
+    meeting: Rendezvous, backend: str | None, timeout: float, patience: float, but: str = ""
+) -> Membership:
+    """Join the job of a meeting; returns when all have come. On an error all is taken down, the meeting too.
+
+    Args:
+        backend: as for init_process_group.
+        timeout: default timeout of the world group, seconds.
+        patience: seconds until the ranks must have come.
+        but: see :func:`meet`.
+
+    Raises:
+        BackendUnavailableError: the backend cannot be used here, and why.
+        OperationTimeoutError: not all ranks came in time; names the missing.
+    """
+    job = Job(
+        meeting.rank,
+        meeting.world_size,
+        meeting.store,
+        meeting.secret.key,
+        meeting.trusted,
+        list(meeting.listen_addresses),
+        timeout,
+        local_size=meeting.local_world_size,
+        post_mortem=_launcher_witness(meeting),
+        local_rank=meeting.local_rank,
+    )
+    try:
+        launched = meeting.launched
+        choices = registry.choose(backend, launched is not None and launched.started_by_mpi, but)
+        for cls in {c.cls for c in choices}:
+            cls.prepare(job)
+        if job.size > 1:
+            job.control = Control(job.rank, job.size, job.key, job.addresses[0])
+            job.control.start(job.store, patience)
+    except BaseException as e:
+        _take_down(meeting, job, e)
+        raise
+    return Membership(meeting, job, choices)
+
+
+def _take_down(meeting: Rendezvous, job: Job, error: BaseException | None) -> None:
+    try:
+        if job.control is not None:
+            job.control.close(error)
+    finally:
+        try:
+            job.close()
+        finally:
+            meeting.close()
+
+
+# --- how others ended ------------------------------------------------------------------------------------------------
+
+
+def _launcher_witness(meeting: Rendezvous) -> Callable[[int], str | None] | None:
+    """How to learn from our launcher, which hosts the store, how a rank ended."""
+    if meeting.launched is None or meeting.launched.name != "unicoll":
+        return None
+
+    def ask(rank: int) -> str | None:
+        deadline = time.monotonic() + _WITNESS_S
+        while time.monotonic() < deadline:
+            try:
+                note = meeting.root.try_get(f"launcher/exit/{rank}")
+            except DistError:
+                return None
+            if note is not None:
+                return _how_it_ended(**json.loads(note))
+            time.sleep(0.02)
+        return None
+
+    return ask
+
+
+def _how_it_ended(pid: int, status: int, cause: str) -> str:
+    if cause:
+        return cause
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+# --- how this process ends ------------------------------------------------------------------------------------------
+
+_uncaught: BaseException | None = None
+_leaving: list[Callable[[BaseException | None], None]] = []
+
+
+def when_leaving(leave: Callable[[BaseException | None], None], forget: Callable[[], None]) -> None:
+    """Have an interpreter that ends call ``leave`` with the exception that ended it, if one did.
+
+    A forked child, which is no member of its parent's groups, calls ``forget`` instead. Each ``leave`` counts once.
+    """
+    if leave in _leaving:
+        return
+    if not _leaving:
+        _watch_for_the_uncaught()
+    _leaving.append(leave)
+    atexit.register(lambda: leave(_uncaught))
+    forks.in_child(forget)
+
+
+def _watch_for_the_uncaught() -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        global _uncaught
+        _uncaught = value
+        before(kind, value, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,366 @@
+"""Arrays on a GPU over a backend that moves the host's memory: through page-locked memory, in pieces.
+
+A collective is cut into pieces, which go one after another through the backend, in the place that the call has in the
+group's order. Before, a piece is copied to the host, behind whatever the producer had put on its stream; afterwards
+its results are copied to the device. While one piece is with the backend, the next one and the one before are being
+copied, on streams of our own.
+
+A call is done when the device has its results: the host needs to wait for them anyway, so the caller's stream has
+nothing left to wait for. Packed results of strided arrays are unpacked on the stream of whoever waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+from .backend import Backend, Caps, Context
+from .buffers import Buffer
+from .call import Call
+from .dock import Dock, Lanes
+from .errors import (
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    DistError,
+    GroupAbortedError,
+    MessageMismatchError,
+)
+from .pieces import Plan, plan
+from .pinned import Pinned
+from .streams import cuda, on_device
+from .work import Completion, HostCompletion
+
+__all__ = ["PIECE", "Staged"]
+
+PIECE = 4 << 20
+"""Bytes of a call that are moved at a time; what is larger goes in several pieces."""
+_DEPTH = 3
+"""Pieces under way: one with the backend, one on its way to it, one on its way back."""
+_SETTLE_S = 5.0
+_HARMLESS = (CollectiveMismatchError, MessageMismatchError)
+"""Errors after which no backend uses the arrays any more."""
+
+Execute = Callable[[Call], None]
+
+
+@dataclass
+class _Slot:
+    """What one piece has on the host."""
+
+    came: int  # event: the inputs are on the host
+    went: int  # event: the results are on the device
+    memory: list[Pinned] = field(default_factory=list)
+    buffers: dict[int, Buffer] = field(default_factory=dict)
+    handed: bool = False  # whether the backend has it
+
+
+class Staged(Backend):
+    """Device arrays over a backend of host arrays, whose calls all go through a :class:`~unicoll.lane.Lane`.
+
+    Args:
+        host: which it neither closes nor aborts but for faults of the device.
+        rank, size: in the group.
+    """
+
+    def __init__(self, host: Backend, rank: int, size: int, group: str) -> None:
+        self.name = host.name  # type: ignore[misc]
+        self.caps = Caps(frozenset(("cuda",)), host.caps.native, host.caps.reduces)  # type: ignore[misc]
+        self._host = host
+        self._rank = rank
+        self._size = size
+        self._group = group
+        self._dock = Dock(cuda(), group)
+        self._lock = threading.Lock()
+        self._landings: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @classmethod
+    def create(cls, context: Context) -> Backend:
+        raise BackendUnavailableError("staging is made around another backend")
+
+    @property
+    def sequence(self) -> int:
+        return self._host.sequence
+
+    @property
+    def staging(self) -> int:
+        return self._host.staging + self._dock.pins.held
+
+    def describe(self) -> str:
+        return f"cuda arrays through page-locked memory, in pieces of {PIECE >> 20} MiB, and {self.name}"
+
+    def run(self, call: Call) -> None:
+        if call.op.name == "send":
+            self._send(call)
+        elif call.op.name == "recv":
+            self._receive(call)
+        else:
+            call.carry = self._carrier(call)
+            self._host.run(call)
+        call.write_back()
+
+    def post(self, calls: Sequence[Call], stream: object = None) -> Completion:
+        calls = tuple(calls)
+        name = calls[0].op.name
+        if name == "send":
+            return self._post_send(calls[0])
+        if name == "recv":
+            return _Unpacking(self._post_receive(calls[0]), calls)
+        for call in calls:
+            call.carry = self._carrier(call)
+        return _Unpacking(self._host.post(calls), calls)
+
+    def abort(self, error: Exception) -> None:
+        self._host.abort(error)
+
+    def close(self) -> None:
+        """Give everything back; the backend has been closed."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._landings.put(None)
+            thread.join(_SETTLE_S)
+        self._dock.close()
+
+    # --- collectives -------------------------------------------------------------------------------------------------
+
+    def _carrier(self, call: Call) -> Callable[[Execute], None] | None:
+        if not call.inputs and not call.outputs:
+            return None
+        return partial(self._carry, call, self._dock.begin(call), plan(call, self._size, PIECE))
+
+    def _carry(self, call: Call, device: int, cut: Plan, execute: Execute) -> None:
+        """Do a collective, piece by piece, at its place in the group's order."""
+        call.carry = None
+        deadline = time.monotonic() + call.timeout
+        slots: list[_Slot] = []
+        with on_device(self._dock.cuda, device):
+            lanes = self._dock.lanes(device)
+            error: BaseException | None = None
+            try:
+                for _ in range(min(_DEPTH, cut.pieces)):
+                    slots.append(_Slot(self._dock.event(device), self._dock.event(device)))
+                self._fetch(call, cut, 0, slots[0], lanes)
+                for k in range(cut.pieces):
+                    slot = slots[k % len(slots)]
+                    if k + 1 < cut.pieces:
+                        after = slots[(k + 1) % len(slots)]
+                        self._dock.wait(after.went, call, deadline)
+                        self._fetch(call, cut, k + 1, after, lanes)
+                    self._dock.wait(slot.came, call, deadline)
+                    slot.handed = True
+                    execute(self._piece(call, cut, k, slot, deadline))
+                    slot.handed = False
+                    self._store(call, cut, k, slot, lanes)
+                for slot in slots:
+                    self._dock.wait(slot.went, call, deadline)
+            except BaseException as e:
+                error = e
+                if not any(slot.handed for slot in slots):  # the others wait for us with the next piece
+                    self._host.abort(
+                        e if isinstance(e, DistError) else GroupAbortedError(f"{e}", group=self._group)
+                    )
+                raise
+            finally:
+                self._release(slots, call, device, error)
+
+    def _fetch(self, call: Call, cut: Plan, k: int, slot: _Slot, lanes: Lanes) -> None:
+        """Make room for a piece, and let its inputs come."""
+        unread = call.op.name == "broadcast" and self._rank != call.root
+        for buffer in dict.fromkeys((*call.inputs, *call.outputs)):
+            ranges = cut.ranges(buffer, k)
+            room = self._room(slot, buffer, sum(count for _, count in ranges))
+            if buffer in call.inputs and not unread:
+                self._copy(buffer, ranges, room, lanes.down, False)
+        self._dock.cuda.record(slot.came, lanes.down)
+
+    def _room(self, slot: _Slot, buffer: Buffer, count: int) -> Buffer:
+        """A piece of a buffer on the host."""
+        kept = slot.buffers.get(id(buffer))
+        if kept is None or kept.owner.size < count * buffer.dtype.itemsize:
+            pinned = self._dock.pins.take(count * buffer.dtype.itemsize)
+            slot.memory.append(pinned)
+        else:
+            pinned = kept.owner
+        flat = pinned.bytes[: count * buffer.dtype.itemsize].view(buffer.dtype.storage)
+        slot.buffers[id(buffer)] = room = Buffer(pinned, buffer.dtype, buffer.shape, flat)
+        return room
+
+    def _copy(
+        self, buffer: Buffer, ranges: Sequence[tuple[int, int]], room: Buffer, stream: int, back: bool
+    ) -> None:
+        """Copy between a piece of a buffer and its room on the host."""
+        itemsize, at = buffer.dtype.itemsize, room.owner.ptr
+        for first, count in ranges:
+            there = buffer.ptr + first * itemsize
+            to, source = (there, at) if back else (at, there)
+            if count:
+                self._dock.cuda.copy(to, source, count * itemsize, stream)
+            at += count * itemsize
+
+    def _piece(self, call: Call, cut: Plan, k: int, slot: _Slot, deadline: float) -> Call:
+        """A piece as a call on host arrays."""
+        inputs = tuple(slot.buffers[id(b)] for b in call.inputs)
+        outputs = inputs if call.outputs is call.inputs else tuple(slot.buffers[id(b)] for b in call.outputs)
+        timeout = call.timeout if k == 0 else max(0.001, deadline - time.monotonic())
+        piece = Call(call.op, inputs, outputs, timeout, call.reduce, call.root)
+        piece.in_counts, piece.out_counts, piece.even = call.in_counts, call.out_counts, call.even
+        piece.signature = call.signature if cut.pieces == 1 else hash((call.signature, k))
+        piece.seq, piece.site = call.seq, call.site
+        return piece
+
+    def _store(self, call: Call, cut: Plan, k: int, slot: _Slot, lanes: Lanes) -> None:
+        """Let the results of a piece go."""
+        for buffer in call.outputs:
+            self._copy(buffer, cut.ranges(buffer, k), slot.buffers[id(buffer)], lanes.up, True)
+        self._dock.cuda.record(slot.went, lanes.up)
+
+    def _release(self, slots: Sequence[_Slot], call: Call, device: int, error: BaseException | None) -> None:
+        """Give back what a call has used, at once if it went well, else when nothing uses it any more."""
+        for slot in slots:
+            events = (slot.came, slot.went)
+            if error is None:
+                self._dock.give(slot.memory, device, events)
+            else:
+                keeps = slot.handed and self._kept(call, error)
+                buffers = (*call.inputs, *call.outputs)
+                self._dock.lose(() if keeps else slot.memory, buffers, device, events)
+
+    def _kept(self, call: Call, error: BaseException) -> bool:
+        """Whether the backend may go on using the arrays of a call that has failed."""
+        return self._host.keeps(call) and not isinstance(error, _HARMLESS)
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _host_call(self, call: Call, pinned: Pinned) -> Call:
+        """A send or receive as one of the host's memory."""
+        buffer = (call.inputs or call.outputs)[0]
+        flat = pinned.bytes[: buffer.nbytes].view(buffer.dtype.storage)
+        rooms = (Buffer(pinned, buffer.dtype, buffer.shape, flat),)
+        made = Call(call.op, rooms if call.inputs else (), rooms if call.outputs else (), call.timeout,
+                    peer=call.peer, tag=call.tag)  # fmt: skip
+        made.site = call.site
+        return made
+
+    def _leave(self, call: Call) -> Call:
+        """The message of a send, once it is on the host."""
+        buffer, device = call.inputs[0], self._dock.begin(call)
+        pinned = self._dock.pins.take(buffer.nbytes)
+        self._dock.move(call, device, buffer, pinned, back=False)
+        return self._host_call(call, pinned)
+
+    def _land(self, call: Call, device: int, got: Call) -> None:
+        """The message of a receive to the device."""
+        pinned: Pinned = got.outputs[0].owner
+        call.source = got.source
+        self._dock.move(call, device, call.outputs[0], pinned, back=True)
+        self._dock.pins.give(pinned)
+
+    def _send(self, call: Call) -> None:
+        made = self._leave(call)
+        self._run_host(made)
+        self._dock.pins.give(made.inputs[0].owner)
+
+    def _receive(self, call: Call) -> None:
+        device = self._dock.begin(call)
+        made = self._host_call(call, self._dock.pins.take(call.outputs[0].nbytes))
+        self._run_host(made)
+        self._land(call, device, made)
+
+    def _run_host(self, made: Call) -> None:
+        try:
+            self._host.run(made)
+        except BaseException as e:
+            self._failed(made, e)
+            raise
+
+    def _failed(self, made: Call, error: BaseException) -> None:
+        """A message that has failed: its memory is free, unless the backend may use it still."""
+        if not self._kept(made, error):
+            self._dock.pins.give((made.inputs or made.outputs)[0].owner)
+
+    def _post_send(self, call: Call) -> Completion:
+        made = self._leave(call)
+        done = self._host.post((made,))
+
+        def settle() -> None:
+            error = done.exception()
+            if error is None:
+                self._dock.pins.give(made.inputs[0].owner)
+            else:
+                self._failed(made, error)
+
+        done.add_done_callback(settle)
+        return done
+
+    def _post_receive(self, call: Call) -> Completion:
+        device = self._dock.begin(call)
+        made = self._host_call(call, self._dock.pins.take(call.outputs[0].nbytes))
+        landed = HostCompletion((call,))
+
+        def land() -> None:
+            try:
+                self._land(call, device, made)
+            except BaseException as e:
+                landed.finish(e)
+            else:
+                landed.finish()
+
+        def came() -> None:
+            error = done.exception()
+            if error is None:
+                self._later(land)
+                return
+            self._failed(made, error)
+            landed.finish(error)
+
+        done = self._host.post((made,))
+        done.add_done_callback(came)
+        return landed
+
+    def _later(self, task: Callable[[], None]) -> None:
+        """Do something that may wait for the device on a thread of our own."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name=f"unicoll-{self._group}-staging", daemon=True
+                )
+                self._thread.start()
+        self._landings.put(task)
+
+    def _work(self) -> None:
+        while (task := self._landings.get()) is not None:
+            task()
+
+
+class _Unpacking(Completion):
+    """A completion whose waiter unpacks the results of strided arrays, on its own stream."""
+
+    __slots__ = ("_calls", "_done", "_lock", "_packed")
+
+    def __init__(self, done: Completion, calls: tuple[Call, ...]) -> None:
+        self._done = done
+        self._calls = calls
+        self._packed = any(b.unpack is not None for call in calls for b in call.outputs)
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        return self._done.done()
+
+    def wait(self, timeout: float | None) -> None:
+        self._done.wait(timeout)
+        if self._packed:
+            with self._lock:
+                packed, self._packed = self._packed, False
+            if packed:
+                for call in self._calls:
+                    call.write_back()
+
+    def exception(self) -> BaseException | None:
+        return self._done.exception()
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        self._done.add_done_callback(fn)
