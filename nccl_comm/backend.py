@@ -1,0 +1,357 @@
+"""The NCCL backend of one group: arrays on a device, ordered by streams.
+
+Blocking calls go on the caller's current stream: there is nothing to wait for, and nothing to keep alive. Asynchronous
+ones go on the group's own stream, between an event that stands for what the caller has queued and one that
+``wait()`` lets the caller's stream wait for. Neither blocks the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from unicoll import streams
+from unicoll.backend import Call, Caps, Context
+from unicoll.errors import DistArgumentError
+from unicoll.ops import OPS
+from unicoll.options import as_options
+from unicoll.types import DType, Reduction
+from unicoll.work import Completion
+
+from . import library
+from .api import Config
+from .communicator import Communicator
+from .devices import bound_device, on_device
+from .flights import Flight, StreamCompletion
+from .lifecycle import Supervised
+from .meeting import meet
+from .memory import DeviceArray, symmetric_array
+from .operations import OPERATIONS, barrier, batch
+from .types import way
+
+__all__ = ["NCCLBackend"]
+
+_NAP_S = 1e-3
+_SCRATCH = 512
+"""Bytes of device memory for barriers."""
+_NOTHING = nullcontext()
+_MESSAGES = frozenset(("send", "recv"))
+
+
+def _reduces(dtype: DType, reduction: Reduction) -> bool:
+    return way(dtype, reduction, library.nccl().version) is not None
+
+
+class NCCLBackend(Supervised):
+    """Collectives between GPUs."""
+
+    name = "nccl"
+    caps = Caps(frozenset(("cuda",)), frozenset(OPS), _reduces)
+
+    def __init__(
+        self, context: Context, split_from: NCCLBackend | None = None, connect: bool = True
+    ) -> None:
+        super().__init__(context)
+        self.splits = False  # whether all members connected when the group was made, so that it can be split
+        self._options = as_options(context.options)
+        self._device = -1
+        self._stream = self._scratch = self._before = 0
+        self._sequence = 0
+        if not connect:
+            return
+        bound = bound_device(context, self.cuda, context.asked)
+        deadline = time.monotonic() + context.timeout
+        if split_from is not None and split_from.splits:
+            self._connect(split_from._device, deadline, split_from)
+            self.splits = True
+        elif bound is not None:
+            self._connect(bound, deadline)
+            self.splits = True
+
+    @classmethod
+    def availability(cls) -> str | None:
+        found = library.find()
+        return found if isinstance(found, str) else streams.reason_against()
+
+    @classmethod
+    def library(cls) -> str:
+        return library.describe(library.nccl())
+
+    @classmethod
+    def create(cls, context: Context) -> NCCLBackend:
+        return cls(context)
+
+    def split(self, context: Context | None) -> NCCLBackend | None:
+        if context is not None:
+            return NCCLBackend(context, self if self.error is None else None)
+        if self.splits and self.error is None and self._comm is not None:
+            deadline = time.monotonic() + self.context.timeout
+            with on_device(self.cuda, self._device):
+                self._comm.split(None, self._config(), deadline)
+        return None
+
+    def shrink(self, context: Context, excluded: Sequence[int]) -> NCCLBackend:
+        self._stop_ending()
+        made = NCCLBackend(context, connect=False)
+        with on_device(self.cuda, self._device) if self._device >= 0 else nullcontext():
+            made._shrink_from(self, list(excluded))
+        return made
+
+    def _shrink_from(self, parent: NCCLBackend, excluded: list[int]) -> None:
+        """Connect as those that are left of a group."""
+        deadline = time.monotonic() + self.context.timeout
+        above = parent._comm
+        if above is None:
+            return  # it connects at its first operation
+        if above.handle and self.nccl.has("ncclCommShrink"):
+            self._adopt(above.shrink(self.context, excluded, self._config(), deadline, self._look))
+        else:
+            self._connect(above.device, deadline)
+        self.splits = True
+
+    def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        with self._lock:
+            if self.error is not None:
+                raise self.error.with_traceback(None) from None
+            if self._comm is None:
+                raise DistArgumentError(
+                    f"symmetric_empty: group {self.context.name!r} does not know its device yet: give device_id= to"
+                    " init_process_group, or use an array first"
+                )
+            with on_device(self.cuda, self._device):
+                made = symmetric_array(self._comm, shape, dtype, self.context.timeout)
+            self._windows.add(made)
+            return made
+
+    # --- connecting -----------------------------------------------------------------------------------------------
+
+    def _config(self) -> Config:
+        o = self._options
+        return Config(
+            blocking=o.blocking is not False, cga_cluster_size=o.cga_cluster_size, min_ctas=o.min_ctas,
+            max_ctas=o.max_ctas, net_name=o.net_name, split_share=o.split_share, traffic_class=o.traffic_class,
+            comm_name=self.context.name if self.nccl.version >= 22700 else None,
+        )  # fmt: skip
+
+    def _connect(self, device: int, deadline: float, parent: NCCLBackend | None = None) -> Communicator:
+        """Make the communicator; all members do, at their first operation or when the group is made."""
+        context, cuda = self.context, self.cuda
+        with on_device(cuda, device):
+            if parent is not None and parent._comm is not None:
+                made = parent._comm.split(context, self._config(), deadline)
+                assert made is not None
+            else:
+                unique_id = meet(context, device, self.nccl, cuda, deadline)
+                made = Communicator(
+                    context, self.nccl, cuda, device,
+                    lambda: self.nccl.comm_init(context.size, unique_id, context.rank, self._config()),
+                    "ncclCommInitRankConfig", deadline, self._look,
+                )  # fmt: skip
+            self._adopt(made)
+        return made
+
+    def _adopt(self, made: Communicator) -> None:
+        cuda, device = self.cuda, made.device
+        self._stream = cuda.create_stream(device, high_priority=self._options.high_priority is not False)
+        self._given.append((cuda.destroy_stream, self._stream))
+        self._scratch = cuda.allocate(device, _SCRATCH)
+        self._given.append((cuda.free, self._scratch))
+        self._before = cuda.create_event(device)
+        self._given.append((cuda.destroy_event, self._before))
+        self._device, self._comm = device, made
+        self._supervise()
+
+    # --- operations ---------------------------------------------------------------------------------------------
+
+    def run(self, call: Call) -> None:
+        with self._lock:
+            comm = self._ready(call)
+            if call.op.name == "barrier":
+                completion = self._barrier(comm, call)
+            else:
+                completion = None
+                stream = (call.inputs or call.outputs)[0].stream
+                with _NOTHING if stream else self._legacy():
+                    self._put((call,), comm, stream)
+        if completion is not None:
+            completion.wait(None)
+        call.write_back()
+
+    def _put(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
+        """Put a call on the caller's stream, where nothing has to be held: the memory is used on its own stream."""
+        captured = stream != 0 and self.cuda.capturing(stream)
+        self._await_producers(calls, stream)
+        self._issue(calls, comm, stream)
+        if not captured:
+            self._depart(calls, stream, stream, False).release()
+        self._await_elsewhere(calls, stream)
+
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        calls = tuple(calls)
+        first = calls[0]
+        with self._lock:
+            for call in calls:
+                comm = self._ready(call)
+            if first.op.name == "barrier":
+                return self._barrier(comm, first)
+            current = (first.inputs or first.outputs)[0].stream
+            with _NOTHING if current else self._legacy():
+                captured = current != 0 and self.cuda.capturing(current)
+                self._await_producers(calls, self._stream)
+                self._issue(calls, comm, self._stream)
+                return StreamCompletion(self, self._depart(calls, self._stream, current, captured))
+
+    def _issue(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
+        """Call NCCL; the watchdog sees that somebody is in there."""
+        first = calls[0]
+        self._inside = first
+        try:
+            code = OPERATIONS[first.op.name](comm, first, stream) if len(calls) == 1 else batch(comm, calls, stream)
+            if code:
+                comm.settle(code, first, time.monotonic() + first.timeout)
+        finally:
+            self._inside = None
+
+    def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
+        """Sends and receives of a batch are one group call, so that their order does not matter."""
+        return [self.post(calls, stream)] * len(calls)
+
+    def _ready(self, call: Call) -> Communicator:
+        """Number a call, and refuse what cannot be done; the communicator."""
+        if self.error is not None:
+            raise self.error.with_traceback(None) from None
+        self._refuse(call)
+        buffers = call.inputs or call.outputs
+        comm = self._comm
+        if comm is None:
+            if not buffers:
+                raise DistArgumentError(
+                    f"{call.op.name}: group {self.context.name!r} does not know its device yet: give device_id= to"
+                    " init_process_group, or use an array first",
+                    op=call.op.name,
+                )
+            comm = self._connect_for(call)
+        if buffers and buffers[0].device.index != self._device:
+            raise DistArgumentError(
+                f"{call.op.name}: the array is on {buffers[0].device}, but group {self.context.name!r} is bound to"
+                f" cuda:{self._device} on this rank (device_id=, or LOCAL_RANK)",
+                op=call.op.name,
+            )
+        self._sequence = call.seq = self._sequence + 1
+        return comm
+
+    def _refuse(self, call: Call) -> None:
+        if call.op.name not in _MESSAGES:
+            return
+        if call.peer < 0:
+            raise DistArgumentError("recv: NCCL cannot receive from any rank: name it with src=", op="recv")
+        if call.tag != 0:
+            raise DistArgumentError(
+                f"{call.op.name}: NCCL has no tags (tag={call.tag}): messages between two ranks match in order",
+                op=call.op.name,
+            )
+
+    def _connect_for(self, call: Call) -> Communicator:
+        first = (call.inputs or call.outputs)[0]
+        if first.stream and self.cuda.capturing(first.stream):
+            raise DistArgumentError(
+                f"{call.op.name}: the first operation of group {self.context.name!r} connects its ranks, which a graph"
+                " cannot record: do one before capturing, or give device_id= to init_process_group",
+                op=call.op.name,
+            )
+        return self._connect(first.device.index, time.monotonic() + call.timeout)
+
+    def _barrier(self, comm: Communicator, call: Call) -> Completion:
+        """A barrier on the group's own stream; unlike with arrays, its ``wait()`` blocks the host."""
+        self._inside = call
+        try:
+            code = barrier(comm, self._scratch, self._stream)
+            if code:
+                comm.settle(code, call, time.monotonic() + call.timeout)
+        finally:
+            self._inside = None
+        return StreamCompletion(self, self._depart((call,), self._stream, self._stream, False), blocking=True)
+
+    def _depart(self, calls: tuple[Call, ...], stream: int, current: int, captured: bool) -> Flight:
+        """Mark the end of what was just put on ``stream``, and keep the arrays until it has come."""
+        event = self.events.take(self._device)
+        self.cuda.record(event, stream)
+        self._last = flight = Flight(calls, event, current, captured)
+        if not captured:  # a graph's arrays are its maker's to keep, and its events may not be asked
+            self.flights.append(flight)
+        return flight
+
+    # --- order between streams ----------------------------------------------------------------------------------
+
+    def _await_producers(self, calls: Iterable[Call], stream: int) -> None:
+        """Let ``stream`` wait for whatever writes the arrays on other streams."""
+        for other in _streams(calls):
+            if other != stream:
+                with _NOTHING if other else self._legacy():
+                    self.cuda.record(self._before, other)
+                self.cuda.wait_event(stream, self._before)
+
+    def _await_elsewhere(self, calls: Iterable[Call], stream: int) -> None:
+        """Let the streams of arrays that are not ordered by ``stream`` wait for it."""
+        others = [other for other in _streams(calls) if other != stream]
+        if others:
+            self.cuda.record(self._before, stream)
+            for other in others:
+                self.order(other, self._before)
+
+    def order(self, stream: int, event: int) -> None:
+        """Let a stream wait for an event."""
+        with _NOTHING if stream else self._legacy():
+            self.cuda.wait_event(stream, event)
+
+    def _legacy(self) -> AbstractContextManager[None]:
+        """The legacy stream is that of the current device: it has to be ours."""
+        return _NOTHING if self.cuda.current_device() == self._device else on_device(self.cuda, self._device)
+
+    def settle(self, stream: int) -> None:
+        """Block the host until all that is on a stream has been done, or the group has failed."""
+        while not self._stream_done(stream):
+            if self.error is not None:
+                raise self.error.with_traceback(None) from None
+            time.sleep(_NAP_S)
+
+    def _stream_done(self, stream: int) -> bool:
+        with _NOTHING if stream else self._legacy():
+            return self.cuda.stream_done(stream)
+
+    # --- what it is -----------------------------------------------------------------------------------------------
+
+    @property
+    def sequence(self) -> int:
+        return self._sequence
+
+    @property
+    def staging(self) -> int:
+        return _SCRATCH if self._comm is not None else 0
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """The communicator, once there is one."""
+        return self._comm
+
+    def describe(self) -> str:
+        words = library.describe(self.nccl)
+        if self._comm is None:
+            return f"{words}, connects at its first operation"
+        return f"{words} on cuda:{self._device} ({self.cuda.facts(self._device).name})"
+
+
+def _streams(calls: Iterable[Call]) -> list[int]:
+    """The streams that the calls' arrays are ordered by, each once."""
+    found: list[int] = []
+    for call in calls:
+        for buffer in call.inputs:
+            if buffer.stream not in found:
+                found.append(buffer.stream)
+        if call.outputs is not call.inputs:
+            for buffer in call.outputs:
+                if buffer.stream not in found:
+                    found.append(buffer.stream)
+    return found

@@ -1,0 +1,233 @@
+"""libnccl by ctypes: every function that the backend uses, with the signature of ``nccl.h`` 2.18 to 2.32.
+
+Functions whose signature is the protocol's are the library's own, bound as they are: a call costs ctypes' conversion of
+its arguments and nothing more. ctypes lets other threads run while NCCL works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_void_p
+from typing import Any, NoReturn
+
+from unicoll.errors import DistBackendError
+
+from .api import IN_PROGRESS, UNIQUE_ID_BYTES, Config, Slot
+from .structs import NO_COLOR, ConfigStruct, UniqueId, config_struct, version_text
+
+__all__ = ["DIRECT", "SIGNATURES", "Bindings"]
+
+_HOST_IMMEDIATE = 1
+_WINDOW_DEFAULT, _WINDOW_SYMMETRIC = 0x00, 0x01
+_SHRINK_DEFAULT, _SHRINK_ABORT = 0x00, 0x01
+_REVOKE_DEFAULT = 0
+
+_EIGHT_BYTES_EACH = platform.machine() in ("x86_64", "aarch64")
+"""Whether C passes every integer and pointer in eight bytes of its own, of which the function reads what it takes.
+
+There all arguments can go as pointers, which ctypes converts in half the time that it takes for numbers.
+"""
+
+_out = POINTER(c_void_p)
+_config = POINTER(ConfigStruct)
+_comm = _stream = _ptr = c_void_p
+
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ncclGetVersion": (POINTER(c_int),),
+    "ncclGetUniqueId": (POINTER(UniqueId),),
+    "ncclGetLastError": (_comm,),
+    "ncclCommInitRankConfig": (_out, c_int, UniqueId, c_int, _config),
+    "ncclCommSplit": (_comm, c_int, c_int, _out, _config),
+    "ncclCommShrink": (_comm, POINTER(c_int), c_int, _out, _config, c_int),
+    "ncclCommGetAsyncError": (_comm, POINTER(c_int)),
+    "ncclCommFinalize": (_comm,),
+    "ncclCommDestroy": (_comm,),
+    "ncclCommAbort": (_comm,),
+    "ncclCommRevoke": (_comm, c_int),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+    "ncclAllReduce": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream),
+    "ncclBroadcast": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream),
+    "ncclReduce": (_ptr, _ptr, c_size_t, c_int, c_int, c_int, _comm, _stream),
+    "ncclAllGather": (_ptr, _ptr, c_size_t, c_int, _comm, _stream),
+    "ncclReduceScatter": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream),
+    "ncclSend": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
+    "ncclRecv": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
+    "ncclAlltoAll": (_ptr, _ptr, c_size_t, c_int, _comm, _stream),
+    "ncclGather": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream),
+    "ncclScatter": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream),
+    "ncclRedOpCreatePreMulSum": (POINTER(c_int), c_void_p, c_int, c_int, _comm),
+    "ncclRedOpDestroy": (c_int, _comm),
+    "ncclMemAlloc": (_out, c_size_t),
+    "ncclMemFree": (_ptr,),
+    "ncclCommWindowRegister": (_comm, _ptr, c_size_t, _out, c_int),
+    "ncclCommWindowDeregister": (_comm, c_void_p),
+}
+"""What each function takes; all return ncclResult_t but ncclGetLastError, which returns text."""
+
+DIRECT = {
+    "comm_finalize": "ncclCommFinalize",
+    "comm_destroy": "ncclCommDestroy",
+    "comm_abort": "ncclCommAbort",
+    "group_start": "ncclGroupStart",
+    "group_end": "ncclGroupEnd",
+    "all_reduce": "ncclAllReduce",
+    "broadcast": "ncclBroadcast",
+    "reduce": "ncclReduce",
+    "all_gather": "ncclAllGather",
+    "reduce_scatter": "ncclReduceScatter",
+    "send": "ncclSend",
+    "recv": "ncclRecv",
+    "all_to_all": "ncclAlltoAll",
+    "gather": "ncclGather",
+    "scatter": "ncclScatter",
+    "redop_destroy": "ncclRedOpDestroy",
+    "mem_free": "ncclMemFree",
+    "window_deregister": "ncclCommWindowDeregister",
+}
+"""Methods of the protocol that are the library's functions as they are; their arguments are positional."""
+
+
+class Bindings:
+    """One loaded libnccl, as :class:`nccl_comm.api.Nccl`. A function that the library lacks raises when it is called.
+
+    Args:
+        library: what has NCCL's functions as attributes: a ``ctypes.CDLL``.
+        path: where it was loaded from.
+
+    Raises:
+        DistBackendError: it does not answer as NCCL does.
+    """
+
+    def __init__(self, library: Any, path: str) -> None:
+        self.path = path
+        self.version = 0
+        self._library = library
+        self._slots: list[c_void_p] = []
+        number = c_int()
+        # First of all: NCCL reads the environment here, and must not do so while another thread changes it.
+        code = self._function("ncclGetVersion")(byref(number))
+        if code:
+            raise DistBackendError(f"ncclGetVersion of {path} answers {code}")
+        self.version = number.value
+        for name, symbol in DIRECT.items():
+            setattr(self, name, self._function(symbol, direct=True))
+        self._get_unique_id = self._function("ncclGetUniqueId")
+        self._get_last_error = self._function("ncclGetLastError")
+        self._comm_init = self._function("ncclCommInitRankConfig")
+        self._comm_split = self._function("ncclCommSplit")
+        self._comm_shrink = self._function("ncclCommShrink")
+        self._comm_state = self._function("ncclCommGetAsyncError")
+        self._comm_revoke = self._function("ncclCommRevoke")
+        self._premul_sum = self._function("ncclRedOpCreatePreMulSum")
+        self._mem_alloc = self._function("ncclMemAlloc")
+        self._window_register = self._function("ncclCommWindowRegister")
+
+    def __repr__(self) -> str:
+        return f"NCCL {version_text(self.version)} ({self.path})" if self.version else self.path
+
+    def has(self, function: str) -> bool:
+        """Whether the library exports a function, for example ``"ncclCommShrink"``."""
+        try:
+            getattr(self._library, function)
+        except AttributeError:
+            return False
+        return True
+
+    def last_error(self, comm: int = 0) -> str:
+        """NCCL's own words on the last error; "" if there was none. It knows one for the whole process."""
+        said: bytes | None = self._get_last_error(comm)
+        return (said or b"").decode(errors="replace").strip()
+
+    # --- communicators ---
+
+    def unique_id(self) -> tuple[int, bytes]:
+        """A new id. NCCL starts a thread that listens for the ranks: one rank calls this, and does not fork after."""
+        made = UniqueId()
+        return self._get_unique_id(byref(made)), bytes(made)
+
+    def comm_init(self, size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, Slot]:
+        """A communicator on the current device; its handle is there at once."""
+        if len(unique_id) != UNIQUE_ID_BYTES:
+            raise DistBackendError(f"an NCCL id has {UNIQUE_ID_BYTES} bytes, not {len(unique_id)}")
+        slot, told = c_void_p(), config_struct(config, self.version)
+        code = self._comm_init(byref(slot), size, UniqueId.from_buffer_copy(unique_id), rank, byref(told))
+        return code, slot
+
+    def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, Slot]:
+        """Take part in a split; the slot is filled while ``comm`` is in progress, and stays None without a color."""
+        slot, told = c_void_p(), config_struct(config, self.version)
+        mine = NO_COLOR if color is None else color
+        return self._keep(self._comm_split(comm, mine, key, byref(slot), byref(told)), slot)
+
+    def comm_shrink(
+        self, comm: int, excluded: Sequence[int], config: Config, abort: bool
+    ) -> tuple[int, Slot]:
+        """A communicator without some ranks; the slot is filled while ``comm`` is in progress."""
+        slot, told = c_void_p(), config_struct(config, self.version)
+        ranks = (c_int * len(excluded))(*excluded)
+        flags = _SHRINK_ABORT if abort else _SHRINK_DEFAULT
+        return self._keep(
+            self._comm_shrink(comm, ranks, len(excluded), byref(slot), byref(told), flags), slot
+        )
+
+    def comm_state(self, comm: int) -> tuple[int, int]:
+        """ncclCommGetAsyncError: the call's own code, and the communicator's state."""
+        state = c_int()
+        code = self._comm_state(comm, byref(state))
+        return code, state.value
+
+    def comm_revoke(self, comm: int) -> int:
+        """Stop what a communicator is doing, but keep it; from 2.28.7."""
+        code: int = self._comm_revoke(comm, _REVOKE_DEFAULT)
+        return code
+
+    # --- operations with a factor ---
+
+    def premul_sum(self, factor: bytes, dtype: int, comm: int) -> tuple[int, int]:
+        """An operation that multiplies by ``factor``, which NCCL reads before this returns, and sums."""
+        op = c_int()
+        scalar = (c_ubyte * len(factor)).from_buffer_copy(factor)
+        code = self._premul_sum(byref(op), ctypes.addressof(scalar), dtype, _HOST_IMMEDIATE, comm)
+        return code, op.value
+
+    # --- memory ---
+
+    def mem_alloc(self, nbytes: int) -> tuple[int, int]:
+        """Memory of the current device that NCCL can register as a window; from 2.19."""
+        slot = c_void_p()
+        code = self._mem_alloc(byref(slot), nbytes)
+        return code, slot.value or 0
+
+    def window_register(self, comm: int, ptr: int, nbytes: int, symmetric: bool) -> tuple[int, Slot]:
+        """Register memory, on all ranks; the slot is filled while ``comm`` is in progress; from 2.27."""
+        slot = c_void_p()
+        flags = _WINDOW_SYMMETRIC if symmetric else _WINDOW_DEFAULT
+        return self._keep(self._window_register(comm, ptr, nbytes, byref(slot), flags), slot)
+
+    # --- within ---
+
+    def _keep(self, code: int, slot: c_void_p) -> tuple[int, c_void_p]:
+        """Hold the memory that NCCL will write to, for good: whoever gives up waiting for it may drop the slot."""
+        if code == IN_PROGRESS:
+            self._slots.append(slot)
+        return code, slot
+
+    def _function(self, symbol: str, direct: bool = False) -> Callable[..., Any]:
+        """A function of the library with its signature, or one that says that it is not there."""
+        if not self.has(symbol):
+            return self._missing(symbol)
+        found = getattr(self._library, symbol)
+        found.restype = c_char_p if symbol == "ncclGetLastError" else c_int
+        found.argtypes = SIGNATURES[symbol]
+        if direct and _EIGHT_BYTES_EACH:
+            found.argtypes = (c_void_p,) * len(SIGNATURES[symbol])
+        return found  # type: ignore[no-any-return]
+
+    def _missing(self, symbol: str) -> Callable[..., NoReturn]:
+        def missing(*_: object) -> NoReturn:
+            raise DistBackendError(f"{self!r} has no {symbol}")
+
+        return missing

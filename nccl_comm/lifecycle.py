@@ -1,0 +1,224 @@
+"""What watches a group of NCCL: operations that have ended, deadlines, deaths, NCCL's own errors, and its end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+from weakref import WeakSet
+
+from unicoll import streams
+from unicoll.backend import Backend, Call, Context
+from unicoll.errors import DistError, GroupAbortedError, RankLostError
+from unicoll.observe import inquest
+
+from . import library
+from .api import IN_PROGRESS, SUCCESS, Nccl
+from .communicator import Communicator
+from .flights import EventCache, Flight
+from .memory import DeviceArray
+from .watchdog import Watchdog
+
+__all__ = ["Supervised"]
+
+_DRAIN_S = 5.0
+_END_S = 20.0
+_POLITE_S = 1.0
+_NAP_S = 1e-3
+
+
+class Supervised(Backend):
+    """A group's operations in flight, and its end; :class:`nccl_comm.backend.NCCLBackend` puts them there.
+
+    Attributes:
+        context: the group.
+        nccl, cuda: the libraries.
+        flights: what is on its way, in the order in which it was put there.
+        error: what ended the group, or None.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.nccl: Nccl = library.nccl()
+        self.cuda = streams.cuda()
+        self.events = EventCache(self.cuda)
+        self.flights: deque[Flight] = deque()
+        self.error: DistError | None = None
+        self._lock = threading.RLock()
+        self._comm: Communicator | None = None
+        self._given: list[tuple[Any, int]] = []  # how to give back what the group holds on the device
+        self._last: Flight | None = None
+        self._inside: Call | None = None  # the call that a thread is in NCCL with
+        self._seen: tuple[Call | None, float] = None, 0.0  # what the watchdog last saw there, and since when
+        self._closed = False
+        self._ending_lock = threading.Lock()
+        self._ending: threading.Thread | None = None
+        self._windows: WeakSet[DeviceArray] = WeakSet()
+        self._abandoned: list[tuple[Call, ...]] = []  # what NCCL could not stop: their arrays stay
+        self._watchdog: Watchdog | None = None
+        if context.job.control is not None:
+            context.job.control.watch(context.name, self.abort, self._report)
+
+    def _supervise(self) -> None:
+        """The group has connected: look after it from now on."""
+        self._watchdog = self.context.job.shared("nccl-watchdog", Watchdog)
+        self._watchdog.watch(self)
+
+    def _look(self) -> None:
+        """While NCCL is waited for: has the group failed, is everybody there?"""
+        if self.error is not None:
+            raise self.error.with_traceback(None) from None
+        self.check_departures(None)
+
+    # --- looking after what is on its way -----------------------------------------------------------------------
+
+    def landed(self, flight: Flight) -> bool:
+        """Whether a flight has ended; any thread."""
+        if not flight.done and self.cuda.event_done(flight.event):
+            flight.finish(self.error)  # what ends after the group has failed was stopped half-way
+        return flight.done
+
+    def hurry(self) -> None:
+        """Somebody waits for an end."""
+        if self._watchdog is not None:
+            self._watchdog.hurry()
+
+    def sweep(self, now: float) -> bool:
+        """Let go of what has ended, and find out what has gone wrong; whether somebody waits to be told of an end.
+
+        On the watchdog's thread.
+        """
+        flights = self.flights
+        try:
+            while flights and self.landed(flights[0]):
+                self.events.give(flights.popleft().event)
+            if self.error is None and self._comm is not None:
+                self._examine(now)
+        except DistError as e:
+            self.fail(e)
+        return any(flight.callbacks for flight in list(flights))  # others go on posting meanwhile
+
+    def _examine(self, now: float) -> None:
+        assert self._comm is not None
+        state = self._comm.state()
+        first = self.flights[0] if self.flights else None
+        self._look_inside(now)
+        if state not in (SUCCESS, IN_PROGRESS):
+            call = first.words() if first is not None else None
+            raise self._comm.error(state, "an operation in progress", call)
+        if first is None:
+            return
+        self.check_departures(first.words())
+        late = next((f for f in list(self.flights) if now >= f.deadline), None)
+        if late is not None:
+            raise inquest.timed_out(self.context, late.words())
+
+    def _look_inside(self, now: float) -> None:
+        """NCCL connects ranks within their first calls, which can take for ever when one of them is gone."""
+        call, since = self._inside, self._seen[1]
+        if call is None or call is not self._seen[0]:
+            self._seen = call, now
+            return
+        self.check_departures(call)
+        if now - since >= call.timeout:
+            raise inquest.timed_out(self.context, call)
+
+    def check_departures(self, call: Call | None) -> None:
+        """Raise if a member died: NCCL itself may never notice."""
+        context, control = self.context, self.context.job.control
+        if control is None:
+            return
+        for member, rank in enumerate(context.ranks):
+            if rank in control.departed and rank not in control.left:
+                why = control.departed[rank]
+                if call is not None:
+                    raise inquest.lost(context, call, member, why)
+                raise RankLostError(f"group {context.name!r}, while it connected: {why}", group=context.name, rank=rank)
+
+    # --- ends -----------------------------------------------------------------------------------------------------
+
+    def fail(self, error: DistError) -> None:
+        """Tell all members that the group has failed, and end it here."""
+        control = self.context.job.control
+        if control is not None:
+            error = control.fail(self.context.name, self.context.ranks, error)
+        self.abort(error)
+
+    def abort(self, error: Exception) -> None:
+        cause = error if isinstance(error, DistError) else GroupAbortedError(str(error), group=self.context.name)
+        with self._ending_lock:
+            if self.error is not None:
+                return
+            self.error = cause
+            if self._comm is None or self._closed:
+                return
+            name = f"unicoll-{self.context.name}-abort"
+            self._ending = threading.Thread(target=self._abort, args=(cause,), name=name, daemon=True)
+            self._ending.start()
+
+    def _abort(self, cause: DistError) -> None:
+        """Stop the device's work, and only then let the arrays go."""
+        flights = list(self.flights)
+        for flight in flights:
+            flight.error = cause
+        mine = self._lock.acquire(timeout=_POLITE_S)  # else a thread hangs in NCCL, which an abort ends
+        try:
+            assert self._comm is not None
+            stopped = (mine and self._comm.revoke()) or self._comm.abort()
+        finally:
+            if mine:
+                self._lock.release()
+        if not stopped:
+            self._abandoned.extend(flight.calls for flight in flights)
+        for flight in flights:
+            flight.finish(cause)
+
+    def _stop_ending(self) -> None:
+        """Wait for the end of an abort that has begun."""
+        with self._ending_lock:
+            ending = self._ending
+        if ending is not None:
+            ending.join(_END_S)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        context = self.context
+        if context.job.control is not None:
+            context.job.control.unwatch(context.name)
+        comm = self._comm
+        drained = comm is None or self._drain(time.monotonic() + _DRAIN_S)
+        with self._ending_lock:
+            self._closed = True
+            failed, ending = self.error, self._ending
+            self.error = failed or GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
+        if comm is None:
+            return
+        assert self._watchdog is not None
+        self._watchdog.unwatch(self)
+        if ending is not None:
+            ending.join(_END_S)
+        for window in list(self._windows):
+            window.deregister()
+        over = comm.finish(_DRAIN_S) if failed is None and drained else comm.abort()
+        for flight in self.flights:
+            flight.finish(self.error)
+        self.flights.clear()
+        if over:  # else the device may still use them
+            self.events.close()
+            for give_back, handle in self._given:
+                give_back(handle)
+
+    def _drain(self, deadline: float) -> bool:
+        """Wait for what is on its way; whether all of it has ended."""
+        while self.error is None and time.monotonic() < deadline:
+            if all(self.landed(flight) for flight in list(self.flights)):
+                return True
+            time.sleep(_NAP_S)
+        return self.error is None and not self.flights
+
+    def _report(self) -> dict[str, Any]:
+        flight = next((f for f in list(self.flights) if not f.done), None)
+        last = self._last.words() if self._last is not None else None
+        return inquest.report(self._inside or (flight.words() if flight is not None else None), last)

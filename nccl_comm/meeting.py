@@ -1,0 +1,123 @@
+"""How the members of a group find each other: rank 0 looks at everybody's device and hands out NCCL's unique id.
+
+It goes through the job's store, whatever that is: TCP, a file, or MPI.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from typing import Any
+
+from unicoll.backend import Context
+from unicoll.errors import (
+    DistArgumentError,
+    DistBackendError,
+    DistError,
+    OperationTimeoutError,
+    RankLostError,
+    StoreTimeoutError,
+)
+from unicoll.streams import Cuda
+
+from . import api
+from .api import Nccl
+from .errors import error_for
+
+__all__ = ["SHARING", "meet"]
+
+SHARING = "UNICOLL_NCCL_SHARE_DEVICE"
+"""With the value 1 several ranks may use one device (for tests: NCCL itself has to be told, too)."""
+_SLICE_S = 1.0
+
+
+def meet(context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float) -> bytes:
+    """NCCL's unique id of a group; every member calls this, with its device.
+
+    Raises:
+        DistArgumentError: two members are on one device.
+        OperationTimeoutError: not all members came before ``deadline``; names the missing.
+        RankLostError: a member died meanwhile.
+        DistBackendError: rank 0 could not make an id.
+    """
+    prefix = f"nccl/{context.name}"
+    store = context.job.store
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "device": device, "uuid": cuda.facts(device).uuid}
+    store.set(f"{prefix}/{context.rank}", json.dumps(mine))
+    if context.rank == 0:
+        answer = _preside(context, prefix, nccl, deadline)
+        store.set(f"{prefix}/id", json.dumps(answer))
+    else:
+        _await(context, [f"{prefix}/id"], prefix, deadline)
+        answer = json.loads(store.get(f"{prefix}/id"))
+    if "id" in answer:
+        return bytes.fromhex(answer["id"])
+    kind = {"argument": DistArgumentError, "timeout": OperationTimeoutError}.get(answer["kind"], DistBackendError)
+    raise kind(answer["error"], group=context.name)
+
+
+def _preside(context: Context, prefix: str, nccl: Nccl, deadline: float) -> dict[str, str]:
+    """Rank 0's part: whatever goes wrong here is everybody's answer, so that nobody is left waiting."""
+    keys = [f"{prefix}/{rank}" for rank in range(context.size)]
+    try:
+        _await(context, keys, prefix, deadline)
+        facts = [json.loads(text) for text in context.job.store.multi_get(keys)]
+        if os.environ.get(SHARING, "") != "1":
+            _refuse_sharing(context, facts)
+        code, unique_id = nccl.unique_id()
+        if code:
+            raise error_for(code, nccl, 0, "ncclGetUniqueId", context.name, None, None)
+    except DistArgumentError as e:
+        return {"kind": "argument", "error": str(e)}
+    except OperationTimeoutError as e:
+        return {"kind": "timeout", "error": str(e)}
+    except RankLostError:
+        raise  # everybody learns of it from the control plane
+    except DistError as e:
+        return {"kind": "backend", "error": f"{context.who(0)} could not start NCCL: {e}"}
+    assert len(unique_id) == api.UNIQUE_ID_BYTES
+    return {"id": unique_id.hex()}
+
+
+def _refuse_sharing(context: Context, facts: list[dict[str, Any]]) -> None:
+    owners: dict[tuple[str, str], int] = {}
+    for member, fact in enumerate(facts):
+        other = owners.setdefault((fact["host"], fact["uuid"]), member)
+        if other != member:
+            raise DistArgumentError(
+                f"group {context.name!r}: rank {context.ranks[other]} (pid {facts[other]['pid']}, cuda:"
+                f"{facts[other]['device']}) and rank {context.ranks[member]} (pid {fact['pid']}, cuda:{fact['device']})"
+                f" are on the same device {fact['uuid']} of host {fact['host']}: give each rank a device of its own"
+                " (device_id=, the current device, or LOCAL_RANK)",
+                group=context.name,
+            )
+
+
+def _await(context: Context, keys: list[str], prefix: str, deadline: float) -> None:
+    """Wait for keys, in slices: between them, look whether everybody is alive."""
+    store, control = context.job.store, context.job.control
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait(keys, max(0.001, min(_SLICE_S, left)))
+            return
+        except StoreTimeoutError:
+            pass
+        if control is not None:
+            for rank in context.ranks:
+                if rank in control.departed:
+                    why = f"group {context.name!r} was to start NCCL: {control.departed[rank]}"
+                    raise RankLostError(why, group=context.name, rank=rank)
+        if left <= _SLICE_S:
+            raise _too_late(context, prefix)
+
+
+def _too_late(context: Context, prefix: str) -> OperationTimeoutError:
+    store = context.job.store
+    missing = [m for m in range(context.size) if not store.check([f"{prefix}/{m}"])]
+    names = ", ".join(context.who(m) for m in missing[:16]) or context.who(0)
+    return OperationTimeoutError(
+        f"starting NCCL for group {context.name!r} was not done in time; have not come: {names}", group=context.name
+    )

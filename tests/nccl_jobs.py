@@ -1,0 +1,332 @@
+"""What ranks with a simulated device do in the tests of the NCCL backend."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import simulated_arrays as arrays
+import simulated_ranks
+import worker
+
+import unicoll as dist
+
+
+def mixed() -> dict[str, Any]:
+    """Device arrays, host arrays, objects and a barrier in the default group."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    x = arrays.full(4, me + 1, np.float32)
+    dist.all_reduce(x)
+    host = np.full(3, me + 1.0)
+    dist.all_reduce(host)
+    objects: list[Any] = [None] * n
+    dist.all_gather_object(objects, {"rank": me})
+    dist.barrier()
+    return {
+        "device": x.numpy().tolist(), "host": host.tolist(), "objects": objects, "backend": dist.get_backend(),
+        "config": dist.get_backend_config(), "explained": dist.explain(),
+    }  # fmt: skip
+
+
+def alone() -> list[str]:
+    """A group with NCCL alone: its barrier, and what it says of host arrays before and after."""
+    group = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    dist.barrier(group=group)
+    work = dist.barrier(group=group, async_op=True)
+    work.wait()
+    assert work.is_completed()
+    said = []
+    try:
+        dist.all_reduce(np.ones(2), group=group)
+    except dist.DistError as e:
+        said.append(f"{type(e).__name__}: {e}")
+    return said
+
+
+def asynchronous(rounds: int) -> list[bool]:
+    """Arrays dropped in flight, their memory used again at once; results read after ``wait()`` alone."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    good = []
+    for i in range(rounds):
+        source = arrays.full(100, me + i, np.float64)
+        whole = arrays.empty(100 * n, np.float64)
+        work = dist.all_gather_into_tensor(whole, source, async_op=True)
+        del source
+        noise = [arrays.full(100, -1.0, np.float64) for _ in range(3)]
+        work.wait()
+        expected = np.repeat(np.arange(n) + i, 100)
+        good.append(bool((whole.numpy() == expected).all()))
+        del noise, work
+    gc.collect()
+    return good
+
+
+def not_blocking() -> dict[str, Any]:
+    """With the device held, everything asynchronous returns to the host; then results come."""
+    x = arrays.full(8, 1.0, np.float32)
+    dist.all_reduce(x)  # connects
+    x.numpy()
+    here = simulated_ranks.here()
+    here.scheduler.forget()
+    with here.hold():
+        dist.all_reduce(x)
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        done = work.is_completed()
+        blocked = [str(b) for b in here.scheduler.blocking_calls()]
+    work.synchronize()
+    return {"early": done, "late": work.is_completed(), "blocked": blocked, "value": x.numpy().tolist()}
+
+
+def strided(async_op: bool) -> list[float]:
+    """An all_reduce of every other element."""
+    base = arrays.full(10, dist.get_rank() + 1, np.float32)
+    view = base[::2]
+    work = dist.all_reduce(view, async_op=async_op)
+    if work is not None:
+        work.synchronize()
+    found: list[float] = base.numpy().tolist()
+    return found
+
+
+def messages() -> dict[str, Any]:
+    """Point-to-point: blocking, in a batch whose order would deadlock otherwise, and what is refused."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    other = 1 - me
+    x, y = arrays.full(5, me, np.int32), arrays.empty(5, np.int32)
+    if me == 0:
+        dist.send(x, dst=1)
+        source = dist.recv(y, src=1)
+    else:
+        source = dist.recv(y, src=0)
+        dist.send(x, dst=0)
+    first = y.numpy().tolist()
+    big, into = arrays.full(1 << 16, me, np.int32), arrays.empty(1 << 16, np.int32)
+    ops = [dist.P2POp(dist.isend, big, other), dist.P2POp(dist.irecv, into, other)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    refused = []
+    for attempt in (lambda: dist.send(x, dst=other, tag=3), lambda: dist.recv(y)):
+        try:
+            attempt()
+        except dist.DistError as e:
+            refused.append(f"{type(e).__name__}: {e}")
+    again = arrays.full(1, 1, np.int32)
+    dist.all_reduce(again)
+    return {
+        "first": first, "source": source, "second": sorted(set(into.numpy().tolist())), "refused": refused,
+        "again": again.numpy().tolist(), "n": n,
+    }  # fmt: skip
+
+
+def not_waiting_within_nccl() -> list[float]:
+    """A group whose communicator is non-blocking: blocking, asynchronous, coalesced."""
+    group = dist.new_group(backend="cuda:nccl", pg_options={"blocking": False}, device_id=dist.get_rank())
+    x = arrays.full(3, 1.0)
+    dist.all_reduce(x, group=group)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    work.wait()
+    dist.all_reduce_coalesced([x, arrays.full(2, 1.0)], group=group)
+    found: list[float] = x.numpy().tolist()
+    dist.destroy_process_group(group)
+    return found
+
+
+def coalesced() -> list[list[float]]:
+    """Several all_reduces as one group call."""
+    me = dist.get_rank()
+    several = [arrays.full(3 + i, me + i, np.float32) for i in range(4)]
+    dist.all_reduce_coalesced(several)
+    return [x.numpy().tolist() for x in several]
+
+
+def split_groups() -> dict[str, Any]:
+    """Groups made of a group that connected when it was made."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    nccl: Any = simulated_ranks.nccl()
+    split, colors = nccl.comm_split, []
+
+    def counting(comm: int, color: int | None, key: int, config: Any) -> Any:
+        colors.append(color)
+        return split(comm, color, key, config)
+
+    nccl.comm_split = counting
+    evens = dist.new_group(list(range(0, n, 2)))
+    halves = dist.split_group(split_ranks=[list(range(n // 2)), list(range(n // 2, n))])
+    x = arrays.full(2, me, np.float32)
+    if me % 2 == 0:
+        dist.all_reduce(x, group=evens)
+    y = arrays.full(2, me, np.float32)
+    dist.all_reduce(y, group=halves)
+    return {"evens": x.numpy().tolist(), "halves": y.numpy().tolist(), "colors": colors}
+
+
+def shared_device() -> str:
+    """All ranks are on one device."""
+    try:
+        dist.all_reduce(arrays.full(2, 1.0))
+    except dist.DistArgumentError as e:
+        return str(e)
+    return "accepted"
+
+
+def other_device() -> str:
+    """An array on a device that the group is not bound to."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(arrays.full(2, 1.0))
+    with arrays.device((me + 1) % n):
+        x = arrays.full(2, 1.0)
+    try:
+        dist.all_reduce(x)
+    except dist.DistArgumentError as e:
+        return str(e)
+    return "accepted"
+
+
+def from_another_device() -> list[Any]:
+    """Calls made while another device is current; the arrays are on the group's, ordered by its legacy stream."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    connect()
+    x = arrays.full(2, 1.0)
+    with arrays.device((me + 1) % n):
+        dist.all_reduce(x)
+        work = dist.all_reduce(x, async_op=True)
+        work.wait()
+        work.synchronize()
+        here = simulated_ranks.here().cuda.current_device()
+    return [x.numpy().tolist(), here]
+
+
+def connect() -> None:
+    """One all_reduce, so that all are connected."""
+    x = arrays.full(2, 1.0)
+    dist.all_reduce(x)
+    x.numpy()
+
+
+def miss(late: int, seconds: float) -> list[str]:
+    """All but one rank call an all_reduce with a deadline; what they learn from the wait and from the next call."""
+    connect()
+    if dist.get_rank() == late:
+        worker.tell("late")
+        time.sleep(seconds)
+        errors = []
+    else:
+        x = arrays.full(2, 1.0)
+        work = dist.all_reduce(x, async_op=True, timeout=1.0)
+        errors = [_error(work.synchronize)]
+    return [*errors, _error(lambda: dist.all_reduce(arrays.full(2, 1.0)))]
+
+
+def differ() -> str:
+    """Rank 1 gives more elements than the others, which NCCL does not notice."""
+    connect()
+    count = 3 if dist.get_rank() == 1 else 2
+
+    def attempt() -> None:
+        work = dist.all_reduce(arrays.full(count, 1.0), async_op=True, timeout=1.0)
+        assert work is not None
+        work.synchronize()
+
+    said = _error(attempt)
+    simulated_ranks.nccl().machine.mismatches.clear()
+    return said
+
+
+def _error(attempt: Any) -> str:
+    try:
+        attempt()
+    except dist.DistError as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
+def wait_for_the_dead(victim: int) -> str:
+    """An all_reduce that the victim, which is killed meanwhile, never calls."""
+    connect()
+    worker.tell("connected")
+    if dist.get_rank() == victim:
+        threading.Event().wait()
+
+    def attempt() -> None:
+        work = dist.all_reduce(arrays.full(2, 1.0), async_op=True)
+        assert work is not None
+        work.synchronize()
+
+    return _error(attempt)
+
+
+def shrink(victim: int) -> dict[str, Any]:
+    """After a death: the survivors' group, and what it computes."""
+    group = dist.shrink_group([victim])
+    x = arrays.full(2, dist.get_rank() + 1.0)
+    dist.all_reduce(x, group=group)
+    host = np.ones(1)
+    dist.all_reduce(host, group=group)
+    found = {"size": group.size(), "x": x.numpy().tolist(), "host": host.tolist()}
+    dist.destroy_process_group(group)
+    return found
+
+
+def sudden_error(code: int) -> str:
+    """NCCL reports an asynchronous error on rank 0."""
+    connect()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        simulated_ranks.nccl().inject(code)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        said = _error(lambda: dist.all_reduce(arrays.full(2, 1.0), async_op=True).wait())
+        if said != "nothing":
+            return said
+        time.sleep(0.02)
+    return "nothing"
+
+
+def captured() -> dict[str, Any]:
+    """Blocking and asynchronous operations recorded into a graph, which is then launched twice."""
+    here = simulated_ranks.here()
+    stream = arrays.Stream()
+    group = dist.new_group()
+    with stream:
+        x = arrays.full(4, 1.0, np.float32)
+        with here.capture(stream.ptr):
+            said = _error(lambda: dist.all_reduce(x, group=group))
+        connect()
+        y = arrays.full(4, dist.get_rank() + 1.0, np.float32)
+        stream.synchronize()
+        with here.capture(stream.ptr) as graphs:
+            dist.all_reduce(x)
+            work = dist.all_reduce(y, async_op=True)
+            work.wait()
+        for _ in range(2):
+            here.launch(graphs[0], stream.ptr)
+        values = x.numpy().tolist(), y.numpy().tolist()
+    graphs[0].destroy()  # NCCL's communicators last as long as graphs that use them
+    dist.destroy_process_group(group)
+    return {"first": said, "x": values[0], "y": values[1], "n": dist.get_world_size()}
+
+
+def told_of_the_end() -> list[Any]:
+    """A future, and a callback, of an asynchronous operation."""
+    x = arrays.full(2, 1.0)
+    called = threading.Event()
+    work = dist.all_reduce(x, async_op=True)
+    work.add_done_callback(called.set)
+    (result,) = work.get_future().result(timeout=20)
+    return [called.wait(20), result is x, x.numpy().tolist()]
+
+
+def symmetric() -> list[Any]:
+    """Memory of NCCL's own."""
+    connect()
+    group: Any = dist.group.WORLD
+    made = group.symmetric_empty((2, 3), "float32")
+    interface = made.__cuda_array_interface__
+    n = simulated_ranks.nccl()
+    x = arrays.full(1, 1.0)
+    dist.all_reduce(x)
+    return [interface["shape"], interface["typestr"], n.has("ncclCommWindowRegister"), x.numpy().tolist()]

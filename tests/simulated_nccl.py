@@ -1,0 +1,181 @@
+"""An NCCL for tests: :class:`nccl_comm.api.Nccl` over the simulated device, between processes of one machine.
+
+It keeps NCCL's rules where breaking them would hang, corrupt or kill a real program: kernels run on streams, in order
+and all together within a group; what the ranks call must match, or they hang; a communicator that is not blocking has
+to be polled before anything else is done with it; its kernels reach their streams only then. The rules were read off
+NCCL's sources (2.18 to 2.30).
+
+    nccl = SimulatedNccl(simulation, version=23007)
+    nccl_comm.library.install(nccl)
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+from simulated_calls import Refused, Slot
+from simulated_comm import Communicator, Result
+from simulated_cuda import Simulation
+from simulated_network import Address
+from simulated_operations import Operations
+
+from nccl_comm.api import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Config
+
+__all__ = ["Result", "SimulatedNccl", "Slot"]
+
+_UNIQUE = 16
+
+
+class SimulatedNccl(Operations):
+    """One process's NCCL.
+
+    Args:
+        simulation: whose device memory and streams it works on.
+        version: as NCCL codes it; functions are there from the version on that brought them.
+        prompt: whether non-blocking communicators launch kernels at once, and not only when they are polled.
+
+    Attributes:
+        machine: ``mute`` makes this rank one that never comes; ``remote_errors`` turns the death of a rank into
+            the asynchronous error "remote error" on the others, who otherwise hang; ``mismatches`` has what the ranks
+            disagreed on.
+        hang_aborts: while set, ncclCommAbort does not return.
+    """
+
+    def __init__(self, simulation: Simulation, version: int = 23007, prompt: bool = False) -> None:
+        super().__init__(simulation, version, prompt)
+        self.hang_aborts = threading.Event()
+
+    def close(self) -> None:
+        """End the network's thread and close its sockets; communicators left over are stopped."""
+        for comm in self.communicators:
+            comm.leave()
+        self.network.close()
+
+    # --- communicators ---
+
+    def unique_id(self) -> tuple[int, bytes]:
+        name, token = self.network.address
+        said = secrets.token_bytes(_UNIQUE) + token + name.encode()
+        return SUCCESS, said.ljust(UNIQUE_ID_BYTES, b"\xff")
+
+    def comm_init(self, size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, Slot]:
+        slot = Slot()
+        if not 0 <= rank < size or len(unique_id) != UNIQUE_ID_BYTES:
+            self._last_error = f"rank {rank} of {size}, unique id of {len(unique_id)} bytes"
+            return Result.INVALID_ARGUMENT, slot
+        device = max(0, self._simulation.cuda.current_device())
+        comm = Communicator(self.machine, size, rank, device, config)
+        rest = unique_id[_UNIQUE:].rstrip(b"\xff")
+        address: Address = (rest[16:].decode(), rest[:16])
+        comm.join(address, unique_id[:_UNIQUE].hex())
+        slot.value = self._made(comm)
+        return self._settle(comm), slot
+
+    def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, Slot]:
+        self._needs("ncclCommSplit")
+        slot = Slot()
+
+        def split() -> int:
+            parent = self._usable(comm)
+            child = None if color is None else Communicator(self.machine, -1, -1, parent.device, config)
+            if child is None:
+                parent.split(None, color, key, lambda: None)
+            else:
+                parent.split(child, color, key, self._writer(slot, partial(self._made, child)))
+            return self._settle(parent, child)
+
+        return self._call(split), slot
+
+    def comm_shrink(
+        self, comm: int, excluded: Sequence[int], config: Config, abort: bool
+    ) -> tuple[int, Slot]:
+        self._needs("ncclCommShrink")
+        slot = Slot()
+
+        def shrink() -> int:
+            parent = self._known(comm) if abort else self._usable(comm)
+            survivors = [r for r in range(parent.size) if r not in set(excluded)]
+            if parent.rank in excluded or len(survivors) == parent.size:
+                raise Refused(Result.INVALID_ARGUMENT, f"rank {parent.rank} excludes {list(excluded)}")
+            if not all(0 <= r < parent.size for r in excluded):
+                raise Refused(Result.INVALID_ARGUMENT, f"no such ranks: {list(excluded)}")
+            if abort:
+                parent.stop()
+            elif parent.unfinished():
+                self._simulation.scheduler.fault(
+                    "ncclCommShrink while the communicator has work, without abort"
+                )
+            child = Communicator(self.machine, -1, -1, parent.device, config)
+            parent.shrink(child, survivors, self._writer(slot, partial(self._made, child)))
+            return self._settle(parent, child)
+
+        return self._call(shrink), slot
+
+    def comm_state(self, comm: int) -> tuple[int, int]:
+        state = [SUCCESS]
+
+        def ask() -> int:
+            state[0] = self._known(comm).poll()
+            return SUCCESS
+
+        return self._call(ask), state[0]
+
+    def comm_finalize(self, comm: int) -> int:
+        self._needs("ncclCommFinalize")
+
+        def finalize() -> int:
+            found = self._usable(comm)
+            if found.revoked or found.finalizing:
+                raise Refused(Result.INVALID_ARGUMENT, "the communicator has been revoked or finalized")
+            found.finalizing = True
+            if found.config.blocking:
+                self._finish(found)
+                return SUCCESS
+            return IN_PROGRESS
+
+        return self._call(finalize)
+
+    def comm_destroy(self, comm: int) -> int:
+        def destroy() -> int:
+            found = self._known(comm) if self._known(comm).error else self._usable(comm)
+            self._finish(found)
+            found.leave()
+            self._forget(comm)
+            return SUCCESS
+
+        return self._call(destroy)
+
+    def _finish(self, comm: Communicator) -> None:
+        """Block the host until the work of a communicator has been done, and no graph needs it."""
+        scheduler = self._simulation.scheduler
+        for op in comm.unfinished():
+            scheduler.wait_for(op, f"{op}", "destroy")
+        with scheduler.changed:
+            while comm.graphs:
+                scheduler.changed.wait()
+
+    def comm_abort(self, comm: int) -> int:
+        def abort() -> int:
+            found = self._known(comm)
+            while self.hang_aborts.is_set():
+                threading.Event().wait(0.01)
+            found.leave()
+            self._forget(comm)
+            return SUCCESS
+
+        return self._call(abort)
+
+    def comm_revoke(self, comm: int) -> int:
+        self._needs("ncclCommRevoke")
+
+        def revoke() -> int:
+            found = self._known(comm)
+            if found.revoked or found.finalizing:
+                raise Refused(Result.INVALID_ARGUMENT, "the communicator has been revoked or finalized")
+            found.revoke()
+            return SUCCESS if found.config.blocking else IN_PROGRESS
+
+        return self._call(revoke)

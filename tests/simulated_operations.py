@@ -1,0 +1,314 @@
+"""Operations, groups and memory of the simulated NCCL."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from simulated_calls import Calls, Refused, Slot
+from simulated_comm import Communicator, Result, Task
+from simulated_cuda import Simulation
+from simulated_reduce import NAMES, PREMUL_SUM, REDUCING, Signature, element
+from simulated_streams import Range, Stream
+
+from nccl_comm.api import IN_PROGRESS, SUCCESS
+
+__all__ = ["Operations"]
+
+_FP8_SINCE = 22400
+_FIRST_FP8 = 10
+_BUILT_IN_OPS = 5
+
+
+class _Group(threading.local):
+    """The calling thread's group call."""
+
+    depth = 0
+    error = SUCCESS
+
+    def __init__(self) -> None:
+        self.tasks: dict[Communicator, list[Task]] = {}
+
+
+class Operations(Calls):
+    """What puts work on streams, and what gives memory to it."""
+
+    def __init__(self, simulation: Simulation, version: int = 23007, prompt: bool = False) -> None:
+        super().__init__(simulation, version, prompt)
+        self._group = _Group()
+
+    # --- groups ---
+
+    def group_start(self) -> int:
+        self._group.depth += 1
+        return SUCCESS
+
+    def group_end(self) -> int:
+        group = self._group
+        if group.depth == 0:
+            self._last_error = "ncclGroupEnd: not in a group call"
+            return Result.INVALID_USAGE
+        group.depth -= 1
+        if group.depth:
+            return SUCCESS
+        tasks, group.tasks = group.tasks, {}
+        error, group.error = group.error, SUCCESS
+        if error != SUCCESS:
+            return error
+        return self._call(self._launch, tasks)
+
+    def _launch(self, tasks: dict[Communicator, list[Task]]) -> int:
+        answer = SUCCESS
+        for comm, theirs in tasks.items():
+            own = [t.kind for t in theirs if t.peer == comm.rank]
+            if own.count("send") != own.count("recv"):
+                raise Refused(
+                    Result.INVALID_USAGE, "sending to oneself without a matching receive in the group"
+                )
+            if len({t.stream.capture for t in theirs}) > 1:
+                raise Refused(
+                    Result.INVALID_USAGE, "the streams of a group are not all captured by the same graph"
+                )
+        for comm, theirs in tasks.items():
+            at_once = comm.config.blocking or self._prompt
+            comm.launch(theirs, at_once)
+            answer = answer if at_once else IN_PROGRESS
+        return answer
+
+    def _enqueue(self, comm: int, prepare: Any) -> int:
+        """Check an operation and take it up, within a group of its own if there is none."""
+        self.group_start()
+
+        def check() -> int:
+            found = self._usable(comm, poison=True)
+            try:
+                if found.revoked or found.finalizing:
+                    raise Refused(Result.INVALID_USAGE, "the communicator has been revoked or finalized")
+                task = prepare(found)
+            except Refused as refused:
+                if not found.config.blocking:
+                    found.error = refused.code
+                raise
+            if task is not None:
+                self._group.tasks.setdefault(found, []).append(task)
+            return SUCCESS
+
+        code = self._call(check)
+        self._group.error = self._group.error or code
+        ended = self.group_end()
+        return code or ended
+
+    # --- operations ---
+
+    def _element(self, dtype: int) -> int:
+        if dtype not in NAMES or (dtype >= _FIRST_FP8 and self._version < _FP8_SINCE):
+            raise Refused(Result.INVALID_ARGUMENT, f"no element type {dtype}")
+        return element(dtype).itemsize
+
+    def _stream(self, comm: Communicator, handle: int) -> Stream:
+        stream = self._simulation.cuda.stream(handle)
+        if stream.device != comm.device:
+            raise Refused(Result.CUDA_ERROR, f"{stream} is of device {stream.device}, not {comm.device}")
+        return stream
+
+    def _range(self, comm: Communicator, what: str, ptr: int, nbytes: int) -> Range:
+        """Memory that an operation uses."""
+        if nbytes == 0:
+            return (0, 0)
+        block = self._simulation.memory.find(ptr) if ptr else None
+        if block is None or block.freed or block.device != comm.device:
+            where = "is null" if not ptr else f"{ptr:#x} is not memory of device {comm.device}"
+            raise Refused(Result.INVALID_ARGUMENT, f"{what} buffer {where}")
+        if ptr + nbytes > block.ptr + block.nbytes:
+            self._simulation.scheduler.fault(
+                f"{what} buffer of {nbytes} bytes at {ptr:#x} goes beyond {block}"
+            )
+            raise Refused(Result.INVALID_ARGUMENT, f"{what} buffer goes beyond its memory")
+        return (ptr, nbytes)
+
+    def _collective(
+        self,
+        kind: str,
+        send: int,
+        recv: int,
+        count: int,
+        dtype: int,
+        comm: int,
+        stream: int,
+        op: int = 0,
+        root: int = 0,
+    ) -> int:
+        def prepare(found: Communicator) -> Task | None:
+            size = self._element(dtype)
+            if count < 0 or not 0 <= root < found.size:
+                raise Refused(Result.INVALID_ARGUMENT, f"{kind}: count {count}, root {root} of {found.size}")
+            code, factor = self._op(found, op, dtype) if kind in REDUCING else (0, None)
+            target = self._stream(found, stream)
+            if count == 0:
+                return None
+            gives, gets = _shares(kind, found.size, found.rank == root)
+            return Task(
+                kind,
+                target,
+                self._range(found, "send", send, gives * count * size),
+                self._range(found, "receive", recv, gets * count * size),
+                Signature(kind, count, dtype, code, root),
+                factor,
+            )
+
+        return self._enqueue(comm, prepare)
+
+    def _op(self, comm: Communicator, op: int, dtype: int) -> tuple[int, bytes | None]:
+        if 0 <= op < _BUILT_IN_OPS:
+            return op, None
+        found = comm.factors.get(op)
+        if found is None or found[0] != dtype:
+            raise Refused(Result.INVALID_ARGUMENT, f"no reduction {op} for element type {dtype}")
+        return PREMUL_SUM, found[1]
+
+    def all_reduce(
+        self, send: int, recv: int, count: int, dtype: int, op: int, comm: int, stream: int
+    ) -> int:
+        return self._collective("all_reduce", send, recv, count, dtype, comm, stream, op)
+
+    def broadcast(
+        self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int
+    ) -> int:
+        return self._collective("broadcast", send, recv, count, dtype, comm, stream, root=root)
+
+    def reduce(
+        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: int, stream: int
+    ) -> int:
+        return self._collective("reduce", send, recv, count, dtype, comm, stream, op, root)
+
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int) -> int:
+        return self._collective("all_gather", send, recv, count, dtype, comm, stream)
+
+    def reduce_scatter(
+        self, send: int, recv: int, count: int, dtype: int, op: int, comm: int, stream: int
+    ) -> int:
+        return self._collective("reduce_scatter", send, recv, count, dtype, comm, stream, op)
+
+    def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int) -> int:
+        self._needs("ncclAlltoAll")
+        return self._collective("all_to_all", send, recv, count, dtype, comm, stream)
+
+    def gather(self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int) -> int:
+        self._needs("ncclGather")
+        return self._collective("gather", send, recv, count, dtype, comm, stream, root=root)
+
+    def scatter(self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int) -> int:
+        self._needs("ncclScatter")
+        return self._collective("scatter", send, recv, count, dtype, comm, stream, root=root)
+
+    def _message(self, kind: str, ptr: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
+        def prepare(found: Communicator) -> Task:
+            nbytes = count * self._element(dtype)
+            if count < 0 or not 0 <= peer < found.size:
+                raise Refused(Result.INVALID_ARGUMENT, f"{kind}: count {count}, peer {peer} of {found.size}")
+            memory = self._range(found, kind, ptr, nbytes)
+            target = self._stream(found, stream)
+            if kind == "send":
+                return Task(kind, target, reads=memory, peer=peer)
+            return Task(kind, target, writes=memory, peer=peer)
+
+        return self._enqueue(comm, prepare)
+
+    def send(self, send: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
+        return self._message("send", send, count, dtype, peer, comm, stream)
+
+    def recv(self, recv: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
+        return self._message("recv", recv, count, dtype, peer, comm, stream)
+
+    def premul_sum(self, factor: bytes, dtype: int, comm: int) -> tuple[int, int]:
+        self._needs("ncclRedOpCreatePreMulSum")
+        made = [0]
+
+        def create() -> int:
+            found = self._usable(comm)
+            if len(factor) != self._element(dtype):
+                raise Refused(
+                    Result.INVALID_ARGUMENT, f"a factor of {len(factor)} bytes for element type {dtype}"
+                )
+            made[0] = _BUILT_IN_OPS + next(self._handles)
+            found.factors[made[0]] = (dtype, bytes(factor))
+            return SUCCESS
+
+        return self._call(create), made[0]
+
+    def redop_destroy(self, op: int, comm: int) -> int:
+        self._needs("ncclRedOpDestroy")
+
+        def destroy() -> int:
+            if self._usable(comm).factors.pop(op, None) is None:
+                raise Refused(Result.INVALID_ARGUMENT, f"no reduction {op}")
+            return SUCCESS
+
+        return self._call(destroy)
+
+    # --- memory ---
+
+    def mem_alloc(self, nbytes: int) -> tuple[int, int]:
+        self._needs("ncclMemAlloc")
+        made = [0]
+
+        def allocate() -> int:
+            cuda = self._simulation.cuda
+            made[0] = cuda.allocate(max(0, cuda.current_device()), nbytes)
+            return SUCCESS
+
+        return self._call(allocate), made[0]
+
+    def mem_free(self, ptr: int) -> int:
+        self._needs("ncclMemFree")
+
+        def free() -> int:
+            for comm in self.communicators:
+                if any(ptr <= start < ptr + 1 for start, _ in comm.windows.values()):
+                    self._simulation.scheduler.fault("ncclMemFree of memory that is registered as a window")
+            self._simulation.cuda.free(ptr)
+            return SUCCESS
+
+        return self._call(free)
+
+    def window_register(self, comm: int, ptr: int, nbytes: int, symmetric: bool) -> tuple[int, Slot]:
+        self._needs("ncclCommWindowRegister")
+        slot = Slot()
+
+        def register() -> int:
+            found = self._usable(comm)
+            memory = self._range(found, "window", ptr, nbytes)
+
+            def make() -> int:
+                window = next(self._handles)
+                found.windows[window] = memory
+                return window
+
+            found.put_off(self._writer(slot, make))
+            return self._settle(found)
+
+        return self._call(register), slot
+
+    def window_deregister(self, comm: int, window: int) -> int:
+        self._needs("ncclCommWindowDeregister")
+
+        def deregister() -> int:
+            if self._usable(comm).windows.pop(window, None) is None:
+                raise Refused(Result.INVALID_ARGUMENT, f"no window {window:#x}")
+            return SUCCESS
+
+        return self._call(deregister)
+
+
+def _shares(kind: str, size: int, is_root: bool) -> tuple[int, int]:
+    """How many times ``count`` elements a rank gives and gets."""
+    return {
+        "all_reduce": (1, 1),
+        "broadcast": (int(is_root), 1),
+        "reduce": (1, int(is_root)),
+        "all_gather": (1, size),
+        "reduce_scatter": (size, 1),
+        "all_to_all": (size, size),
+        "gather": (1, size if is_root else 0),
+        "scatter": (size if is_root else 0, 1),
+    }[kind]

@@ -1,0 +1,69 @@
+"""Device arrays over backends of the host: the conformance suite, on ranks with a simulated device and small pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import simulated_ranks
+from conformance import COLLECTIVES, DATA, Conformance
+from families import SimulatedFamily
+from ranks import Pool
+
+from unicoll import staging
+
+__all__ = ["PIECE", "Staged", "prepare"]
+
+SIZES = (1, 2, 3)
+PIECE = 4096
+"""Bytes of a piece in the tests."""
+
+
+def prepare(settings: simulated_ranks.Settings, piece: int = PIECE) -> None:
+    """What a rank does before it joins."""
+    staging.PIECE = piece
+    simulated_ranks.prepare(settings)
+
+
+class Staged(Conformance):
+    """What a backend of the host does with arrays of a device."""
+
+    families = ("simulated",)
+    sample = 15
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        one, share = PIECE // itemsize, PIECE // size // itemsize
+        return [0, 1, 7, share, share + 1, one - 1, one, one + 1, 3 * one, 4 * one + 5]
+
+    def large(self, itemsize: int) -> int:
+        return (50 * PIECE // itemsize + 11) | 1
+
+    @pytest.mark.sampled("op", "size", 1)
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("op", COLLECTIVES)
+    def test_every_type_and_reduction(
+        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
+    ) -> None:
+        super().test_every_type_and_reduction(op, size, pool, seed)
+
+    @pytest.mark.sampled("op", "size", 1)
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("op", DATA)
+    def test_layouts_groups_and_sizes(
+        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
+    ) -> None:
+        super().test_layouts_groups_and_sizes(op, size, pool, seed)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_nobody_leaves_a_barrier_before_all_have_come(
+        self, size: int, pool: Callable[[int], Pool]
+    ) -> None:
+        super().test_nobody_leaves_a_barrier_before_all_have_come(size, pool)
+
+    @pytest.mark.sampled("layout", "async_op", 1)
+    @pytest.mark.parametrize("layout", [*SimulatedFamily.layouts, "scalar"])
+    @pytest.mark.parametrize("async_op", [False, True])
+    def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
+        super().test_every_layout(layout, async_op, pool)
+
+    test_torch_tensors = None  # type: ignore[assignment]  # CPU tensors go another way

@@ -1,0 +1,92 @@
+"""The simulated device is worth its keep: with one safeguard of the NCCL backend taken out, a program goes wrong.
+
+Every program is first run with the backend as it is, under each policy; it must be right, and the simulation content.
+Then, under the policy that brings it to light, with one safeguard taken out, several times: wrong every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import mutation_jobs as jobs
+import pytest
+from ranks import Pool, pools
+from simulated_ranks import SimulatedJob
+from worker import enter
+
+_RANKS = 2
+_AGAIN = 5
+_RIGHT: dict[str, list[list[float]]] = {
+    "reads_what_was_written": [[3.0, 3.0]] * 2,
+    "result_is_read": [[6.0, 6.0]] * 2,
+    "memory_is_reused": [[1.0, 2.0]] * 2,
+    "neighbours_exchange": [[1.0, 1.0], [0.0, 0.0]],
+    "everyone_exchanges": [[0.0, 1.0, 1.0]] * 2,
+}
+_POLICIES = ("oldest", "newest", "random")
+
+
+@pytest.fixture(scope="module", params=_POLICIES)
+def policed(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
+    with pools(partial(SimulatedJob, policy=request.param, seed=11)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("program", _RIGHT)
+def test_nothing_is_wrong_with_the_backend_as_it_is(program: str, policed: Callable[[int], Pool]) -> None:
+    for _ in range(_AGAIN):
+        assert policed(_RANKS).run(jobs.run, program, None) == [(right, []) for right in _RIGHT[program]]
+
+
+@pytest.mark.parametrize(
+    ("mutation", "program", "policy", "fault"),
+    [
+        ("producers", "reads_what_was_written", "newest", "race"),
+        ("end", "result_is_read", "oldest", "race"),
+        ("hold", "memory_is_reused", "oldest", "freed too early"),
+        ("release", "memory_is_reused", "oldest", "freed too early"),
+    ],
+)
+def test_without_a_safeguard_results_are_wrong_every_time(
+    mutation: str, program: str, policy: str, fault: str
+) -> None:
+    def is_wrong(got: list[float], rank: int) -> bool:
+        if mutation == "end":
+            return got == [2.0 * (rank + 1)] * 2  # twice the rank's own
+        if program == "memory_is_reused":
+            return got == [99.0, 99.0]
+        return got != _RIGHT[program][rank]
+
+    with SimulatedJob(_RANKS, policy=policy) as job:
+        job.call(enter)
+        job.results()
+        for _ in range(_AGAIN):
+            job.call(jobs.run, program, mutation)
+            for rank, (got, faults) in enumerate(job.results()):
+                assert is_wrong(got, rank), (rank, got)
+                assert any(fault in text for text in faults), faults
+
+
+@pytest.mark.parametrize(
+    ("program", "error"),
+    [
+        ("neighbours_exchange", "OperationTimeoutError"),  # all ranks send, and their receives are behind that
+        ("everyone_exchanges", "DistBackendError"),  # nobody can send to itself alone
+    ],
+)
+def test_without_the_group_call_exchanges_hang_or_are_refused(program: str, error: str) -> None:
+    with SimulatedJob(_RANKS) as job:
+        job.call(enter, 2.0)
+        job.results()
+        job.call(jobs.run, program, "group")
+        kinds = [o.failure.type if o.failure is not None else None for o in job.collect()]
+        assert kinds == [error] * _RANKS, job.report()
+
+
+def test_no_call_blocks_the_host() -> None:
+    with SimulatedJob(_RANKS) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.enqueue_everything)
+        assert job.results() == [[], []]
