@@ -7,7 +7,6 @@ full bucket is averaged in the background while later gradients are computed.
 
 from __future__ import annotations
 
-import copy
 import math
 import operator
 from collections.abc import Iterator
@@ -15,14 +14,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from unicoll.errors import DistArgumentError, DistBackendError, DistError, DistTypeError
+from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.parallel.common import (
     Arrays,
     Kind,
     element_type,
+    explained,
     flat_like,
     host_bytes,
     kind_of,
+    listed,
     member_group,
     named,
     plan_buckets,
@@ -332,25 +333,13 @@ class GradientBuckets:
         return found
 
     def _explained(self, error: Exception, number: int) -> DistError:
-        """The same error with the bucket named in its message; a DistBackendError for foreign types."""
-        members = self._list(self.layout[number])
-        text = f"{error} (averaging gradient bucket {number + 1} of {len(self._buckets)}: {members})"
-        told: DistError
-        if isinstance(error, DistError):
-            told = copy.copy(error)
-            told.args = (text,)
-        else:
-            told = DistBackendError(f"{type(error).__name__}: {text}", op="all_reduce")
-        told.__cause__ = error
-        return told
+        return explained(error, number, len(self._buckets), self._list(self.layout[number]))
 
     def _name(self, index: int) -> str:
         return f"parameter {self.names[index]}"
 
-    def _list(self, indices: list[int], most: int = 8) -> str:
-        names = [self.names[i] for i in indices[:most]]
-        more = f" and {len(indices) - most} more" if len(indices) > most else ""
-        return ("parameter " if len(indices) == 1 else "parameters ") + ", ".join(names) + more
+    def _list(self, indices: list[int]) -> str:
+        return listed([self.names[i] for i in indices])
 
 
 def _gradient_kind(name: str, array: Any) -> Kind:

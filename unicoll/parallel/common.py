@@ -5,6 +5,7 @@ CuPy and torch are used through the modules that the arrays came from; nothing i
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unicoll.buffers import as_buffer
-from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.errors import DistArgumentError, DistBackendError, DistError, DistTypeError
 from unicoll.types import BY_NAME, DType
 from unicoll.world import GroupMember, resolve
 
@@ -28,9 +29,11 @@ __all__ = [
     "byte_array",
     "check_writable",
     "element_type",
+    "explained",
     "flat_like",
     "host_bytes",
     "kind_of",
+    "listed",
     "member_group",
     "named",
     "plan_buckets",
@@ -107,6 +110,32 @@ def named(arrays: Arrays) -> tuple[list[str], list[Any]]:
     if isinstance(arrays, Mapping):
         return list(arrays), list(arrays.values())
     return [f"#{i}" for i in range(len(arrays))], list(arrays)
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """``parameters a, b and 3 more``, for messages."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ("parameter " if len(names) == 1 else "parameters ") + ", ".join(names[:most]) + more
+
+
+def explained(error: Exception, number: int, count: int, members: str) -> DistError:
+    """The same error with the bucket named in its message; a DistBackendError for foreign types.
+
+    Args:
+        error: what averaging the bucket raised.
+        number: the bucket's, from 0.
+        count: of all buckets.
+        members: its parameters, in words.
+    """
+    text = f"{error} (averaging gradient bucket {number + 1} of {count}: {members})"
+    told: DistError
+    if isinstance(error, DistError):
+        told = copy.copy(error)
+        told.args = (text,)
+    else:
+        told = DistBackendError(f"{type(error).__name__}: {text}", op="all_reduce")
+    told.__cause__ = error
+    return told
 
 
 def without_history(array: Any) -> Any:

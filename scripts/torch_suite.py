@@ -1,0 +1,381 @@
+#!/usr/bin/env python3
+"""Runs PyTorch's own tests of torch.distributed (``torch.testing._internal.distributed.distributed_test``) on backends.
+
+    python scripts/torch_suite.py                                    # gloo and unicoll-gloo, 2 and 3 ranks
+    python scripts/torch_suite.py --backends gloo,unicoll-mpi        # with mpirun in this environment
+    python scripts/torch_suite.py --ranks 2 -k all_to_all --verbose
+
+The tests believe that they run on gloo, so exactly those that torch means for Gloo are run; only the groups that they
+make are of another backend. torch is imported once: for each test one process per rank is forked, which is ended
+after ``--limit`` seconds. Under ``mpirun`` a stub takes the rank's place, and hands its environment to the forked one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
+_KEPT = 4000
+_MPI_VARIABLES = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+# --- the process that forks ----------------------------------------------------------------------------------------
+
+
+def forker(backend: str, size: int, limit: float, names: Sequence[str], folder: str) -> None:
+    """Run tests and print a line of JSON for each."""
+    os.environ |= {
+        "BACKEND": "gloo",
+        "WORLD_SIZE": str(size),
+        "INIT_METHOD": "file://",
+        "TEMP_DIR": folder,
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    os.environ.pop("RANK", None)
+    import torch.testing._internal.common_distributed as common
+    import torch.testing._internal.distributed.distributed_test as suite
+
+    if backend.startswith("unicoll"):
+        import unicoll.torch_plugin  # noqa: F401
+
+        suite.BACKEND = _LikeGloo(backend)
+
+    class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
+        """torch's tests, as its own test_distributed_spawn.py puts them together."""
+
+    if not names:
+        names = sorted(name for name in dir(Tests) if name.startswith("test_"))
+    if size > 2:
+        os.environ["BACKEND"] = "mpi"  # all that asks at run time is a gate against small worlds
+    skips = {skip.exit_code for skip in common.TEST_SKIPS.values()}
+    stub = _Stub(size, folder) if "mpi" in backend else None
+    for name in names:
+        suite.initialize_temp_directories()
+        suite.INIT_METHOD = os.environ["INIT_METHOD"]
+        suite.Barrier.init()
+        began = time.monotonic()
+        codes, output = _one_test(Tests, name, size, limit, folder, stub)
+        state = _state(codes, skips)
+        found = {"name": name, "state": state, "seconds": round(time.monotonic() - began, 2)}
+        if state == FAILED:
+            found |= {"codes": codes, "output": output}
+        print(json.dumps(found), flush=True)
+        suite.cleanup_temp_dir()
+
+
+class _LikeGloo(str):
+    """The name of a backend, which tests that ask for it find to be Gloo's."""
+
+    def __eq__(self, other: object) -> bool:
+        return other == "gloo" or str.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash("gloo")
+
+
+def _state(codes: Sequence[int], skips: set[int]) -> str:
+    if any(code and code not in skips for code in codes):
+        return FAILED
+    return SKIPPED if any(codes) else PASSED
+
+
+def _one_test(
+    tests: Any, name: str, size: int, limit: float, folder: str, stub: _Stub | None
+) -> tuple[list[int], str]:
+    """Exit codes of the ranks (-9 for one that was ended), and what they wrote."""
+    meeting = tempfile.mktemp(dir=folder)
+    logs = [Path(folder, f"rank{rank}.log") for rank in range(size)]
+    for log in logs:
+        log.write_bytes(b"")  # a rank that is never started has written nothing
+    if stub is None:
+        children = [_fork(tests, name, rank, meeting, logs[rank], None, ()) for rank in range(size)]
+        codes = _await_all(children, limit)
+    else:
+        codes = stub.run(
+            lambda rank, environ, fds: _fork(tests, name, rank, meeting, logs[rank], environ, fds), limit
+        )
+    output = "\n".join(
+        f"--- rank {rank}\n{log.read_text(errors='replace')[-_KEPT:]}" for rank, log in enumerate(logs)
+    )
+    return codes, output
+
+
+def _fork(
+    tests: Any,
+    name: str,
+    rank: int,
+    meeting: str,
+    log: Path,
+    environ: dict[str, str] | None,
+    fds: Sequence[int],
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        atexit._clear()  # what the forker has to tidy up is not the ranks' to remove
+        os.setsid()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        if environ is not None:
+            os.environ |= environ
+        os.environ["RANK"] = str(rank)
+        import torch
+
+        ours, theirs = torch.multiprocessing.Pipe()
+        try:
+            tests._run(rank, name, meeting, theirs)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+        del ours
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        atexit._run_exitfuncs()  # as an interpreter that ends does
+        os._exit(code)
+
+
+def _await_all(children: Sequence[int], limit: float) -> list[int]:
+    deadline = time.monotonic() + limit
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        for pid in children:
+            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(ended[1])
+                if codes[pid]:  # the others may wait for it in vain
+                    deadline = min(deadline, time.monotonic() + 20)
+        if time.monotonic() > deadline:
+            for pid in set(children) - codes.keys():
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                codes[pid] = -signal.SIGKILL
+        time.sleep(0.01)
+    return [codes[pid] for pid in children]
+
+
+class _Stub:
+    """mpirun, once for each test, with programs that hand their place to forked processes."""
+
+    def __init__(self, size: int, folder: str) -> None:
+        self._size = size
+        self._folder = folder
+        self._path = str(Path(folder, "stub"))
+        self._mpirun = str(Path(sys.executable).with_name("mpirun"))
+        if not os.path.exists(self._mpirun):
+            self._mpirun = shutil.which("mpirun") or "mpirun"
+
+    def run(self, fork: Any, limit: float) -> list[int]:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(self._path)
+            door.listen()
+            door.settimeout(30)
+            environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+            environ |= _MPI_VARIABLES | {"UNICOLL_STUB": self._path, "TMPDIR": self._folder}
+            program = [sys.executable, "-S", "-c", _STUB]
+            launcher = subprocess.Popen(
+                [self._mpirun, "-n", str(self._size), *program], env=environ, stdin=subprocess.DEVNULL
+            )
+            callers: dict[int, socket.socket] = {}
+            pids: dict[int, int] = {}
+            try:
+                for _ in range(self._size):
+                    caller, _address = door.accept()
+                    there, fds = _receive(caller)
+                    rank = int(there.get("OMPI_COMM_WORLD_RANK") or there["PMI_RANK"])
+                    callers[rank] = caller
+                    for number, fd in zip(_fds_of(there), fds, strict=True):
+                        os.dup2(fd, number)
+                    there.pop("UNICOLL_STUB")
+                    pids[rank] = fork(rank, there, fds)
+                    for fd in (*fds, *_fds_of(there)):
+                        os.close(fd)
+                codes = _await_all([pids[rank] for rank in range(self._size)], limit)
+            finally:
+                for caller in callers.values():
+                    caller.close()
+                os.unlink(self._path)
+                try:
+                    launcher.wait(20)
+                except subprocess.TimeoutExpired:
+                    launcher.kill()
+                    launcher.wait()
+        return codes
+
+
+_STUB = """
+import array, json, os, socket
+s = socket.socket(socket.AF_UNIX); s.connect(os.environ["UNICOLL_STUB"])
+fds = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []
+data = json.dumps(dict(os.environ)).encode()
+rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+s.sendmsg([len(data).to_bytes(4, "big")], rights)
+s.sendall(data)
+for fd in fds: os.close(fd)
+s.recv(1)
+"""
+
+
+def _fds_of(environ: dict[str, str]) -> list[int]:
+    return [int(environ["PMI_FD"])] if "PMI_FD" in environ else []
+
+
+def _receive(caller: socket.socket) -> tuple[dict[str, str], list[int]]:
+    head, ancillary, _, _ = caller.recvmsg(4, socket.CMSG_SPACE(4 * 4))
+    fds = array("i")
+    for _, _, data in ancillary:
+        fds.frombytes(data)
+    left = int.from_bytes(head, "big")
+    body = b""
+    while len(body) < left:
+        body += caller.recv(left - len(body))
+    found: dict[str, str] = json.loads(body)
+    return found, list(fds)
+
+
+# --- the process that is called ------------------------------------------------------------------------------------
+
+
+def run(backend: str, size: int, limit: float, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Run tests on a backend (all if none are named); what became of each, as they end."""
+    with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
+        environ = dict(os.environ)
+        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
+        environ |= {"OMP_NUM_THREADS": "1", "UNICOLL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+        program = [sys.executable, __file__, "--fork", backend, str(size), str(limit), folder, *names]
+        with subprocess.Popen(program, env=environ, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield json.loads(line)
+        if process.returncode:
+            raise RuntimeError(f"the runner of {backend} on {size} ranks ended with {process.returncode}")
+
+
+def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """A row for each run: passed, failed, skipped."""
+    lines = ["| backend | ranks | passed | failed | skipped |", "|---|---|---|---|---|"]
+    for label, tests in results.items():
+        backend, _, size = label.partition("/")
+        counts = Counter(test["state"] for test in tests.values())
+        lines.append(f"| {backend} | {size} | {counts[PASSED]} | {counts[FAILED]} | {counts[SKIPPED]} |")
+    return "\n".join(lines)
+
+
+def behind(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """Tests that Gloo passes and another backend does not: ``"unicoll-gloo/2 test_x: failed"``."""
+    found = []
+    for label, tests in results.items():
+        reference = results.get(f"gloo/{label.partition('/')[2]}", {})
+        found += [
+            f"{label} {name}: {test['state']}"
+            for name, test in tests.items()
+            if reference.get(name, {}).get("state") == PASSED and test["state"] != PASSED
+        ]
+    return found
+
+
+def main() -> int:
+    """The command."""
+    if sys.argv[1:2] == ["--fork"]:
+        backend, size, limit, folder, *names = sys.argv[2:]
+        forker(backend, int(size), float(limit), names, folder)
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--backends", default="gloo,unicoll-gloo")
+    parser.add_argument("--ranks", default="2,3", help="numbers of ranks")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that one test may take")
+    parser.add_argument("-k", default="", help="only tests with this in their name")
+    parser.add_argument("--sample", type=int, default=0, help="only so many tests, drawn by the seed")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--output", help="write results to this file, as JSON")
+    parser.add_argument("--verbose", action="store_true", help="show what failing tests wrote")
+    options = parser.parse_args()
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    names = choose(options.k, options.sample, options.seed)
+    for size in map(int, options.ranks.split(",")):
+        for backend in options.backends.split(","):
+            tests = results[f"{backend}/{size}"] = {}
+            for found in run(backend, size, options.limit, names):
+                tests[found.pop("name")] = found
+                _show(f"{backend}/{size}", list(tests)[-1], found, options.verbose)
+    print(f"\n{table(results)}")
+    lost = behind(results)
+    print("\n".join(["", "Passed by gloo alone:", *lost]) if lost else "")
+    if options.output:
+        import torch
+
+        facts = {"torch": torch.__version__, "python": sys.version.split()[0], "cpus": os.cpu_count()}
+        Path(options.output).write_text(json.dumps({**facts, "results": _short(results)}, indent=1) + "\n")
+    return 1 if lost else 0
+
+
+def choose(part: str, sample: int, seed: int | None) -> list[str]:
+    """Names of tests, an empty list for all of them."""
+    if not part and not sample:
+        return []
+    source = "import os; os.environ |= {'BACKEND': 'gloo', 'WORLD_SIZE': '2', 'TEMP_DIR': '/tmp'};"
+    source += "from torch.testing._internal.distributed.distributed_test import DistributedTest as d;"
+    source += "print(*sorted(n for n in dir(d._DistTestBase) if n.startswith('test_')))"
+    names = subprocess.run(
+        [sys.executable, "-c", source], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
+    names = [name for name in names if part in name]
+    if sample:
+        seed = random.randrange(1 << 24) if seed is None else seed
+        print(f"seed {seed}")
+        names = sorted(random.Random(seed).sample(names, min(sample, len(names))))
+    return names
+
+
+def _show(label: str, name: str, found: dict[str, Any], verbose: bool) -> None:
+    if found["state"] == SKIPPED:
+        return
+    print(f"{label:16} {found['seconds']:6.1f} s  {found['state']:8}{name}", flush=True)
+    if verbose and found["state"] == FAILED:
+        print(found["output"], flush=True)
+
+
+def _short(results: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, list[str]]]:
+    """Names by state, for the file."""
+    return {
+        label: {
+            state: [name for name, test in tests.items() if test["state"] == state]
+            for state in (PASSED, FAILED, SKIPPED)
+        }
+        for label, tests in results.items()
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

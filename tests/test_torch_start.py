@@ -1,0 +1,167 @@
+"""Programs of torch.distributed on unicoll's backends: started by every launcher, ending in every way."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpi_library import command, library, variables_for, why_not
+from ranks import HERE, ROOT, environment, free_port
+
+pytestmark = pytest.mark.torch
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("torch is not installed", allow_module_level=True)
+
+PROGRAM = str(HERE / "torch_program.py")
+OURS = ["-m", "unicoll.run", "--no-prefix", "--nproc-per-node"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
+LEFT = ["rank 0 of 2: left []", "rank 1 of 2: left []"]
+
+
+def launched(
+    launcher: list[str],
+    *words: str,
+    code: int | None = 0,
+    env: dict[str, str] | None = None,
+    program: str | Path = PROGRAM,
+) -> tuple[list[str], str]:
+    """Lines that two ranks print, sorted, and what they write to standard error."""
+    variables = environment({"PYTHONPATH": str(ROOT)} | (env or {}))
+    torchrun = ["--master-port", str(free_port())] if launcher is TORCHRUN else []
+    call = [sys.executable, *launcher, "2", *torchrun, str(program), *words]
+    done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert code is None or done.returncode == code, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines()), done.stderr
+
+
+@pytest.mark.parametrize("launcher", [OURS, TORCHRUN], ids=["unicoll.run", "torchrun"])
+@pytest.mark.parametrize("backend", ["unicoll", "cpu:unicoll-gloo"])
+def test_launchers(launcher: list[str], backend: str) -> None:
+    lines, _ = launched(launcher, backend, "explain", "torchs", "leave", "again", "leave")
+    assert [line for line in lines if "left" in line] == sorted(LEFT * 2)
+    assert any(line.startswith("cpu arrays: backend gloo") for line in lines)
+    assert any("'0' of 2: gloo over shared memory" in line for line in lines)
+    secret = next(line for line in lines if line.startswith("secret"))
+    assert ("UNICOLL_SECRET" in secret) == (launcher is OURS)
+    store = next(line for line in lines if line.startswith("store"))
+    assert ("torch's tcp://" in store) == (launcher is TORCHRUN)
+
+
+def test_detailed_debugging() -> None:
+    lines, _ = launched(
+        OURS, "unicoll", "detail", "mismatch", code=None, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    )
+    assert [line.split(":")[1] for line in lines if "Mismatch" in line] == [" CollectiveMismatchError"] * 2
+    places = [line for line in lines if "torch_program.py" in line]
+    assert len(places) == 4  # each rank tells where both are, in the user's program
+    assert all("all_reduce(float32[" in line for line in places)
+
+
+def test_a_program_that_ends_without_leaving() -> None:
+    lines, errors = launched(OURS, "unicoll-gloo")
+    assert lines == []
+    assert errors == ""
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    lines, _ = launched(OURS, "unicoll-gloo", "die", code=None)
+    assert len(lines) == 1
+    assert lines[0].startswith("rank 0: RankLostError in 0 s: all_reduce(float32[1], SUM)")
+    assert "rank 1 (host" in lines[0]
+    assert "killed by SIGKILL" in lines[0]  # as our launcher knows
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    lines, _ = launched(OURS, "unicoll-gloo", "late")
+    assert lines[0].startswith(
+        "rank 0: OperationTimeoutError: Rank 1 failed to pass monitoredBarrier in 1000 ms: barrier() #2 on"
+    )
+    assert lines[1].startswith("rank 0: OperationTimeoutError: collective operation timeout : all_reduce(")
+    assert "missing: rank 1 (host" in lines[1]
+
+
+def test_abort() -> None:
+    lines, _ = launched(OURS, "unicoll-gloo", "abort")
+    assert lines == [*LEFT, "rank 1: GroupAbortedError"]
+
+
+def test_an_exception_is_told_to_the_others() -> None:
+    _, errors = launched(TORCHRUN, "unicoll-gloo", "raise", "mismatch", code=1)
+    assert "ValueError: an error of the program" in errors
+    assert "terminate called" not in errors
+
+
+def test_a_backend_that_is_not_there_says_why() -> None:
+    _, errors = launched(OURS, "unicoll-nccl", code=1)
+    assert "BackendUnavailableError: backend 'nccl'" in errors
+
+
+def test_importing_unicoll_imports_no_torch() -> None:
+    source = "import sys, unicoll; print('torch' in sys.modules)"
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_env_init_of_other_backends_is_torchs() -> None:
+    source = (
+        "import torch.distributed as dist, unicoll.torch_plugin\n"
+        "try: dist.init_process_group('gloo')\nexcept ValueError as e: print(e)"
+    )
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)
+    assert "environment variable RANK expected, but not set" in done.stdout
+
+
+# --- the examples ---------------------------------------------------------------------------------------------------
+
+LAST_LINES = {"torch_ddp.py": "epoch 3: ", "torch_fsdp2.py": "saved in 2 parts"}
+
+
+@pytest.mark.parametrize("example", LAST_LINES)
+@pytest.mark.parametrize("launcher", [OURS, TORCHRUN], ids=["unicoll.run", "torchrun"])
+def test_examples(launcher: list[str], example: str) -> None:
+    lines, errors = launched(launcher, program=ROOT / "examples" / example)
+    assert any(line.startswith(LAST_LINES[example]) for line in lines), errors
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("example", LAST_LINES)
+def test_examples_under_mpirun(example: str, tmp_path: Path) -> None:
+    variables = variables_for(str(tmp_path), {"PYTHONPATH": str(ROOT)})
+    program = command(2, (), [sys.executable, str(ROOT / "examples" / example)])
+    done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert LAST_LINES[example] in done.stdout
+
+
+# --- under mpirun -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+@pytest.mark.parametrize("backend", ["unicoll", "unicoll-mpi", "unicoll-gloo", "mpi", "cpu:mpi"])
+def test_mpirun_needs_no_variables(backend: str, tmp_path: Path) -> None:
+    variables = variables_for(str(tmp_path), {"PYTHONPATH": str(ROOT)})
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(variables)
+    words = ["explain", "leave"] if backend == "mpi" else ["explain", "torchs", "leave"]  # torch has no store there
+    program = command(2, library().recover, [sys.executable, PROGRAM, backend, *words])
+    done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line for line in lines if "left" in line] == LEFT
+    used = "gloo" if backend == "unicoll-gloo" else "mpi"
+    assert any(line.startswith(f"cpu arrays: backend {used}") for line in lines)
+
+
+def test_no_launcher_is_told_what_to_do() -> None:
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "unicoll"], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "no launcher was recognised" in done.stderr
+    assert os.linesep in done.stderr

@@ -1,0 +1,346 @@
+"""What torch builds on torch.distributed, on ranks whose backend is unicoll's; each beside the same on one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch_jobs import me, size
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """A small network; ``unused`` takes no part, ``embedding`` has sparse gradients if asked."""
+
+    def __init__(self, unused: bool = False, sparse: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8, sparse=sparse)
+        self.first = nn.Linear(8, 16)
+        self.second = nn.Linear(16, 4)
+        self.spare = nn.Linear(4, 4) if unused else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(self.embedding(x).mean(1))))
+
+
+def net(**options: bool) -> Net:
+    torch.manual_seed(1)
+    return Net(**options)
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randint(0, 10, (4, 3), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def alone(model: nn.Module, lr: float = 0.1) -> nn.Module:
+    """The model after training on everybody's batches in one process."""
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (sum(loss_of(model, batch(step, rank)) for rank in range(size())) / size()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, batch(step, me())).backward()
+        optimizer.step()
+    return model
+
+
+def alike(found: Iterable[torch.Tensor], expected: Iterable[torch.Tensor], rtol: float = 1e-5) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.detach(), theirs.detach(), rtol=rtol, atol=rtol)
+
+
+# --- data parallel --------------------------------------------------------------------------------------------------
+
+
+def ddp() -> None:
+    expected = alone(net())
+    for options in (
+        {},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.0001},  # many buckets in flight
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    ):
+        alike(train(DDP(net(), **options)).parameters(), expected.parameters())
+    unused = train(DDP(net(unused=True), find_unused_parameters=True))
+    alike(unused.module.first.parameters(), expected.first.parameters())
+    data = DDP(net(sparse=True))
+    alike(train(data).parameters(), alone(net(sparse=True)).parameters())
+
+
+def ddp_says_which_parameters_are_unused() -> str:
+    model = DDP(net(unused=True))
+    loss_of(model, batch(0, me())).backward()
+    try:
+        loss_of(model, batch(1, me())).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def comm_hooks() -> None:
+    expected = alone(net())
+    for hook, rtol in ((default_hooks.allreduce_hook, 1e-5), (default_hooks.fp16_compress_hook, 2e-2)):
+        for cap in (25, 0.0001):
+            model = DDP(net(), bucket_cap_mb=cap)
+            model.register_comm_hook(dist.group.WORLD, hook)
+            alike(train(model).parameters(), expected.parameters(), rtol)
+    for cap in (25, 0.0001):
+        model = DDP(net(), bucket_cap_mb=cap)
+        state = power.PowerSGDState(
+            dist.group.WORLD, matrix_approximation_rank=8, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
+        model.register_comm_hook(state, power.powerSGD_hook)
+        alike(train(model).parameters(), expected.parameters(), 5e-2)
+
+    def python_hook(state, bucket):  # type: ignore[no-untyped-def]
+        tensor = bucket.buffer().div_(size())
+        future = dist.all_reduce(tensor, async_op=True).get_future()
+        return future.then(lambda f: f.value()[0])
+
+    model = DDP(net())
+    model.register_comm_hook(None, python_hook)
+    alike(train(model).parameters(), expected.parameters())
+
+
+def no_sync_and_join() -> None:
+    model, twin = DDP(net()), net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.no_sync():
+        loss_of(model, batch(0, me())).backward()
+    loss_of(model, batch(1, me())).backward()
+    optimizer.step()
+    for step in range(2):
+        (sum(loss_of(twin, batch(step, r)) for r in range(size())) / size()).backward()  # type: ignore[union-attr]
+    torch.optim.SGD(twin.parameters(), 0.1).step()
+    alike(model.parameters(), twin.parameters())
+    uneven = DDP(net())
+    optimizer = torch.optim.SGD(uneven.parameters(), 0.1)
+    with uneven.join():
+        for step in range(2 + 2 * me()):
+            optimizer.zero_grad()
+            loss_of(uneven, batch(step, me())).backward()
+            optimizer.step()
+    states = [torch.empty_like(uneven.module.first.weight) for _ in range(size())]
+    dist.all_gather(states, uneven.module.first.weight.detach())
+    alike(states, [states[-1]] * size())
+
+
+def zero_redundancy() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DDP(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    alike(train(model, optimizer).parameters(), alone(net()).parameters())
+    optimizer.consolidate_state_dict(0)
+    assert me() != 0 or optimizer.state_dict()["param_groups"]
+
+
+# --- sharded --------------------------------------------------------------------------------------------------------
+
+
+def fsdp1() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from torch.distributed.fsdp import ShardingStrategy
+
+    expected = alone(net())
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        model = FSDP(net(), sharding_strategy=strategy, device_id=torch.device("cpu"))
+        train(model)
+        with FSDP.summon_full_params(model):
+            alike(model.parameters(), [torch.cat([p.reshape(-1) for p in expected.parameters()])]
+                  if len(list(model.parameters())) == 1 else expected.parameters())  # fmt: skip
+
+
+def fsdp2() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for options, rtol in (
+        ({}, 1e-5),
+        ({"reshard_after_forward": False}, 1e-5),
+        ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}, 5e-2),
+    ):
+        model = net()
+        for part in (model.first, model.second):
+            fully_shard(part, **options)
+        fully_shard(model, **options)
+        train(model)
+        full = [p.full_tensor() for p in model.parameters()]
+        alike(full, alone(net()).parameters(), rtol)
+
+
+def dtensor() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (size(),))
+    whole = torch.arange(8.0 * size()).reshape(2 * size(), 4)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    assert sharded.to_local().shape == (2, 4)
+    alike([sharded.redistribute(mesh, [Replicate()]).to_local(), sharded.full_tensor()], [whole, whole])
+    alike([sharded.redistribute(mesh, [Shard(1)]).full_tensor()], [whole])
+    alike([(sharded @ distribute_tensor(whole.T.contiguous(), mesh, [Replicate()])).full_tensor()], [whole @ whole.T])
+    alike([sharded.sum().full_tensor()], [whole.sum()])
+
+
+def tensor_parallel() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (size(),))
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    model, twin = parallelize_module(net(), mesh, plan), net()
+    x = batch(0, 0)
+    loss_of(model, x).backward()
+    loss_of(twin, x).backward()
+    alike([model(x)], [twin(x)])
+    gradient = model.first.weight.grad
+    alike([gradient.full_tensor()], [twin.first.weight.grad])
+
+
+def meshes() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size(), 1), mesh_dim_names=("data", "model"))
+    x = torch.tensor([me() + 1.0])
+    dist.all_reduce(x, group=mesh.get_group("data"))
+    assert x.item() == size() * (size() + 1) / 2
+    dist.all_reduce(x, group=mesh["model"].get_group())
+    assert mesh.get_local_rank("data") == me()
+    assert mesh["data"].size() == size()
+    flat = init_device_mesh("cpu", (size(),))
+    assert flat.get_group().size() == size()
+
+
+def checkpoints() -> None:
+    from torch.distributed import checkpoint
+    from torch.distributed.fsdp import fully_shard
+
+    where = [tempfile.mkdtemp() if me() == 0 else None]
+    dist.broadcast_object_list(where, 0)
+    folder = str(where[0])
+    torch.manual_seed(3)
+    model = Net()
+    fully_shard(model)
+    saved = copy.deepcopy({k: v.full_tensor() for k, v in model.state_dict().items()})
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=os.path.join(folder, "sync"))
+    pending = checkpoint.async_save({"model": model.state_dict()}, checkpoint_id=os.path.join(folder, "async"))
+    pending.result(60)
+    for kind in ("sync", "async"):
+        torch.manual_seed(4)
+        other = Net()
+        fully_shard(other)
+        state = {"model": other.state_dict()}
+        checkpoint.load(state, checkpoint_id=os.path.join(folder, kind))
+        other.load_state_dict(state["model"])
+        alike([v.full_tensor() for v in other.state_dict().values()], saved.values())
+    dist.barrier()
+
+
+# --- pipelines, compiled, profiled ----------------------------------------------------------------------------------
+
+
+def pipeline() -> None:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+    torch.manual_seed(5)
+    layers = [nn.Linear(4, 4) for _ in range(size())]
+    whole = copy.deepcopy(nn.Sequential(*layers))
+    x = torch.arange(32.0).reshape(8, 4) / 10
+    expected = whole(x)
+    expected.square().mean().backward()
+    for schedule in (ScheduleGPipe, Schedule1F1B):
+        module = copy.deepcopy(layers[me()])
+        stage = PipelineStage(module, me(), size(), torch.device("cpu"))
+        steps = schedule(stage, n_microbatches=4, loss_fn=lambda out, target: out.square().mean())
+        first, last = me() == 0, me() == size() - 1
+        out = steps.step(*([x] if first else []), **({"target": x} if last else {}))
+        if last:
+            alike([out], [expected])
+        alike([module.weight.grad], [whole[me()].weight.grad])
+
+
+def functional() -> None:
+    """The operations behind compiled code, called as they are."""
+    import torch.distributed._functional_collectives as funcol
+
+    group = dist.group.WORLD
+    x = torch.arange(4.0) + me()
+    ranks = [torch.arange(4.0) + r for r in range(size())]
+    alike([funcol.all_reduce(x, "sum", group)], [sum(ranks)])  # type: ignore[list-item]
+    alike([funcol.all_gather_tensor(x, 0, group)], [torch.cat(ranks)])
+    alike([funcol.broadcast(x, 1, group)], [ranks[1]])
+    scattered = funcol.reduce_scatter_tensor(torch.cat([x] * size()), "avg", 0, group)
+    alike([scattered], [sum(ranks) / size()])  # type: ignore[list-item]
+    swapped = funcol.all_to_all_single(torch.cat([x] * size()), None, None, group)
+    alike([swapped], [torch.cat(ranks)])
+    alike(funcol.all_reduce_coalesced([x, x * 2], "sum", group), [sum(ranks), 2 * sum(ranks)])  # type: ignore[list-item, operator]
+    gathered = funcol.all_gather_into_tensor_coalesced([x, x * 2], group)
+    alike(gathered, [torch.cat(ranks), 2 * torch.cat(ranks)])
+    parts = funcol.reduce_scatter_tensor_coalesced([torch.cat([x] * size())], "sum", [0], group)
+    alike(parts, [sum(ranks)])  # type: ignore[list-item]
+    out = torch.empty(4 * size())
+    name = group.group_name  # type: ignore[union-attr]
+    done = torch.ops._c10d_functional.all_gather_into_tensor_out(x, size(), name, out=out)
+    alike([torch.ops._c10d_functional.wait_tensor(done)], [torch.cat(ranks)])
+
+
+def compiled() -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    group = dist.group.WORLD
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = funcol.all_reduce(x * 2, "sum", group) + 1
+        return funcol.all_gather_tensor(y, 0, group).sum() * y
+
+    x = torch.arange(4.0) + me()
+    alike([torch.compile(step, fullgraph=True)(x)], [step(x)])
+
+    def in_place(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y)
+        return y + 1
+
+    alike([torch.compile(in_place)(x)], [in_place(x)])
+
+
+def profiled() -> dict[str, int]:
+    from torch.profiler import ProfilerActivity, profile
+
+    x = torch.ones(4)
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+        dist.broadcast(x, 0)
+        work = dist.isend(x, 1) if me() == 0 else dist.irecv(x, 0) if me() == 1 else None
+        if work is not None:
+            work.wait()
+    return {e.key: e.count for e in profiler.key_averages() if e.key.startswith("unicoll:")}
+
+
+JOBS: tuple[Callable[[], Any], ...] = (
+    ddp, comm_hooks, no_sync_and_join, zero_redundancy, fsdp1, fsdp2, dtensor, tensor_parallel, meshes, checkpoints,
+    pipeline, functional,
+)  # fmt: skip

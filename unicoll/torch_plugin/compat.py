@@ -1,0 +1,141 @@
+"""What differs between versions of torch, and what stands in the way of a process group in Python, in one place.
+
+From torch 2.6 to 2.13 at least. Everything here says what it works around.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = [
+    "OLD_NAMES",
+    "Asked",
+    "asked",
+    "backend_of_init",
+    "dispatch_monitored_barrier",
+    "is_profiling",
+    "limit",
+]
+
+OLD_NAMES: dict[str, tuple[str, ...]] = {
+    "all_gather_single": ("_allgather_base",),
+    "reduce_scatter_single": ("_reduce_scatter_base",),
+    "all_to_all_single": ("alltoall_base",),
+    "all_gather_single_coalesced": ("allgather_into_tensor_coalesced",),
+    "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced",),
+}
+"""Methods of torch's process group that older versions call by another name."""
+
+_ZERO = timedelta(0)
+
+
+class Asked(NamedTuple):
+    """What a group was asked to be, as far as torch tells a backend.
+
+    Attributes:
+        backend: the whole backend string, ``"cpu:unicoll-gloo,cuda:nccl"``; None where it cannot be seen.
+        timeout: default timeout of its operations.
+        name, desc: of the group.
+        device: the device that it is bound to, or None.
+        store: torch's store, or None where it has none.
+    """
+
+    backend: str | None = None
+    timeout: timedelta | None = None
+    name: str | None = None
+    desc: str | None = None
+    device: Any = None
+    store: Any = None
+
+
+def asked() -> Asked:
+    """What the group that is being made was asked to be.
+
+    torch tells the maker of a backend neither the other devices' backends, which the group of a Python backend
+    replaces, nor the device; and the maker of "mpi" nothing but the ranks. So the caller's own variables are looked at.
+    """
+    frame = _caller("_new_process_group_helper")
+    if frame is None:
+        return Asked()
+    there = frame.f_locals
+    backend, store = there.get("backend"), there.get("store")
+    return Asked(
+        None if backend is None else str(backend),
+        there.get("timeout"),
+        there.get("group_name"),
+        there.get("group_desc"),
+        there.get("device_id"),
+        None if type(store) is dist.Store else store,  # what torch passes for "mpi" alone
+    )
+
+
+def backend_of_init() -> str | None:
+    """The backend string of the ``init_process_group`` that is being called; its rendezvous is not told."""
+    frame = _caller("init_process_group")
+    backend = frame.f_locals.get("backend") if frame is not None else None
+    return None if backend is None else str(backend)
+
+
+def _caller(function: str) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == function and frame.f_globals.get("__name__") == c10d.__name__:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def limit(timeout: timedelta) -> timedelta | None:
+    """A call's timeout; torch says -1 ms where none was given."""
+    return timeout if timeout > _ZERO else None
+
+
+def is_profiling() -> bool:
+    """Whether a profiler is on, so that operations are to be marked."""
+    return torch.autograd._profiler_enabled()  # type: ignore[no-any-return]
+
+
+def dispatch_monitored_barrier(ours: type[Any]) -> None:
+    """Let ``dist.monitored_barrier`` take groups of ours: it refuses any backend that is not called gloo."""
+    theirs = c10d.monitored_barrier
+    if getattr(theirs, "knows_unicoll", False):
+        return
+
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        pg = c10d.GroupMember.WORLD if group is None else group
+        if not isinstance(pg, ours):
+            theirs(group, timeout, wait_all_ranks)
+            return
+        pg.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    monitored_barrier.__doc__ = theirs.__doc__
+    monitored_barrier.knows_unicoll = True  # type: ignore[attr-defined]
+    c10d.monitored_barrier = monitored_barrier
+    dist.monitored_barrier = monitored_barrier
+
+
+def dispatch_ends(ours: type[Any]) -> None:
+    """Have groups of ours shut down and aborted by torch versions that do so with some backends of their own only."""
+    for name, method in (("_shutdown_backend", "shutdown"), ("_abort_backend", "abort")):
+        theirs = getattr(c10d, name, None)
+        if theirs is not None and not getattr(theirs, "knows_unicoll", False):
+            setattr(c10d, name, _ending(theirs, ours, method))
+
+
+def _ending(theirs: Callable[[Any], None], ours: type[Any], method: str) -> Callable[[Any], None]:
+    def end(pg: Any) -> None:
+        if isinstance(pg, ours):
+            getattr(pg, method)()
+        else:
+            theirs(pg)
+
+    end.knows_unicoll = True  # type: ignore[attr-defined]
+    return end

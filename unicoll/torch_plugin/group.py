@@ -1,0 +1,288 @@
+"""torch's process group over one of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import record_function
+from torch.distributed import distributed_c10d as c10d
+
+from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
+from unicoll.group import ProcessGroup
+from unicoll.types import to_seconds
+from unicoll.work import Work as Handle
+
+from .calls import ROWS, Row, one, reduction
+from .compat import OLD_NAMES, is_profiling, limit
+from .members import Members
+from .sparse import sparse_all_reduce
+from .words import in_torchs_words, raise_monitored
+from .work import DONE, Keeper, Work
+
+__all__ = ["Group"]
+
+_set_grad_enabled: Callable[[bool], Any] = torch._C._set_grad_enabled
+_LABEL = "unicoll:"
+"""How operations are called in profiles: ``unicoll:all_reduce``."""
+
+
+class Group(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group of torch.distributed whose operations are a unicoll group's; made by torch, never directly.
+
+    All of torch.distributed's operations work on it, on tensors of the devices that its backends serve. Their errors
+    are :mod:`unicoll.errors`' (RuntimeErrors, all of them).
+
+    Args:
+        members: the job that the group belongs to.
+        ours: the unicoll group.
+        backend: what the user called it.
+        name, desc: torch's name and description of it.
+        store: what torch calls the group's store.
+    """
+
+    def __init__(
+        self, members: Members, ours: ProcessGroup, backend: str, name: str, desc: str, store: Any
+    ) -> None:
+        super().__init__(ours.rank(), ours.size())
+        self._backend = backend
+        self.unicoll = ours
+        self.members = members
+        self._names = [name, desc]
+        self._store = store
+        self._keeper = Keeper()
+        self._coalesced: list[Handle] | None = None
+        self._over = False
+        self._limit: timedelta | None = None  # a default timeout that was set later
+        self.options = None
+        self.asked_for: str | None = None  # backends, as the user named them
+
+    # --- who it is -----------------------------------------------------------------------------------------------
+
+    def getBackendName(self) -> str:
+        """The backend as the user named it."""
+        return self._backend
+
+    def getGroupName(self) -> str:
+        """torch's name of the group."""
+        return self._names[0]
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch."""
+        self._names[0] = name
+
+    def getGroupDesc(self) -> str:
+        """The user's description."""
+        return self._names[1]
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Called by torch."""
+        self._names[1] = desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(choice.device) for choice in self.unicoll.choices]
+
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
+
+    supports_splitting = True
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def get_group_store(self) -> Any:
+        """The store of the group."""
+        return self._store
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.unicoll._host.sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # operations are numbered from 1 on all ranks
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _enable_collectives_timing(self) -> None:
+        pass
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Default timeout of the operations from now on."""
+        self._limit = timeout
+
+    _set_default_timeout = set_timeout
+
+    # --- operations ----------------------------------------------------------------------------------------------
+
+    def _started(self, handle: Handle, outputs: Sequence[Any]) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(handle)
+        return self._keeper.keep(handle, outputs)
+
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """A barrier whose timeout names every rank that has not come; afterwards the group is of no further use."""
+        seconds = to_seconds(self._limit if timeout is None else timeout)
+        if seconds is None:
+            seconds = self.unicoll.timeout
+        if seconds <= 0:
+            raise OperationTimeoutError(f"Rank {self.rank()} timed out in monitoredBarrier after {seconds} s")
+        try:
+            self.unicoll.monitored_barrier(seconds, wait_all_ranks)
+        except DistError as error:
+            raise_monitored(self.unicoll, error, seconds, wait_all_ranks)
+
+    def send(self, tensors: Sequence[Any], peer: int, tag: int) -> Work:
+        """Send one tensor."""
+        return self._message(self.unicoll.isend, tensors, peer, tag)
+
+    def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> Work:
+        """Receive one tensor."""
+        return self._message(self.unicoll.irecv, tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Sequence[Any], tag: int) -> Work:
+        """Receive one tensor from anyone."""
+        return self._message(self.unicoll.irecv, tensors, None, tag)
+
+    def _message(
+        self, method: Callable[..., Handle], tensors: Sequence[Any], peer: int | None, tag: int
+    ) -> Work:
+        if is_profiling():
+            with record_function(f"{_LABEL}{method.__name__[1:]}"):
+                handle = method(one(tensors), peer, tag, timeout=self._limit)
+        else:
+            handle = method(one(tensors), peer, tag, timeout=self._limit)
+        return self._started(handle, tensors)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if self._coalesced is not None:
+            raise DistArgumentError("operations of this group are being coalesced already")
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        handles, self._coalesced = self._coalesced or [], None
+        return Several(handles) if handles else DONE
+
+    # --- more groups, and none any more ----------------------------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> Group | None:
+        """A group of some members, by their ranks in this one; None where this process is not among them."""
+        if self.rank() not in ranks:
+            return None
+        name = group_name or f"{self._names[0]}:split:{list(ranks)}"
+        desc = group_desc or f"{self._names[1]}:split"
+        members = [self.unicoll.global_rank(r) for r in ranks]
+        ours = self.members.make(name, members, self.unicoll.choices, timeout, desc, opts)
+        return Group(self.members, ours, self._backend, name, desc, self._store)
+
+    def eager_connect_single_device(self, device: Any = None) -> None:
+        """Nothing: connections are made when they are needed."""
+
+    def perform_nocolor_split(self, device: Any = None) -> None:
+        """Nothing: ranks that are not in a part have no share in making it."""
+
+    def shutdown(self) -> None:
+        """Finish what was posted, within bounds, and give everything back; the last group leaves the job."""
+        if not self._over:
+            self._over = True
+            self.members.end(self.unicoll)
+            self._keeper.clear()
+            self._store = None
+
+    def abort(self) -> None:
+        """Make every pending operation raise, on all members, and give everything back."""
+        if not self._over:
+            self.unicoll.abort()
+            self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._names[0]!r} over {self.unicoll!r}>"
+
+
+class Several(dist.Work):  # type: ignore[misc]
+    """Operations that were coalesced."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        super().__init__()
+        self._handles = handles
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all of them."""
+        for handle in self._handles:
+            handle.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(handle.is_completed() for handle in self._handles)
+
+
+def _method(name: str, row: Row) -> Callable[..., Any]:
+    """The method of torch's process group for a row of the table."""
+    ours, arity, default, take, outputs = row
+    label = _LABEL + ours
+
+    def run(self: Group, *given: Any, opts: Any = None) -> Any:
+        if len(given) > arity:
+            opts = given[arity]
+            given = given[:arity]
+        elif opts is None:
+            opts = default()
+        recording = torch.is_grad_enabled()
+        if recording:  # as with torch's backends, results may be written to what autograd knows
+            _set_grad_enabled(False)
+        try:
+            if is_profiling():
+                with record_function(label):
+                    return start(self, given, opts)
+            return start(self, given, opts)
+        finally:
+            if recording:
+                _set_grad_enabled(True)
+
+    def start(self: Group, given: tuple[Any, ...], opts: Any) -> Any:
+        method = getattr(self.unicoll, ours)
+        timeout = limit(opts.timeout) or self._limit
+        if getattr(opts, "asyncOp", True) or self._coalesced is not None:
+            handle = method(*take(opts, *given), async_op=True, timeout=timeout)
+            return self._started(handle, outputs(*given))
+        try:
+            method(*take(opts, *given), timeout=timeout)
+        except OperationTimeoutError as error:
+            raise in_torchs_words(error) from None
+        return DONE
+
+    run.__name__ = name
+    run.__doc__ = f"unicoll's {ours} with torch's arguments."
+    return run
+
+
+_dense_allreduce = _method("allreduce", ROWS["allreduce"])
+
+
+def _allreduce(self: Group, tensors: Any, opts: Any = None) -> Any:
+    """unicoll's all_reduce with torch's arguments; a sparse tensor's is over when this returns."""
+    tensor = one(tensors)
+    if tensor.layout is torch.strided:
+        return _dense_allreduce(self, tensors, opts or c10d.AllreduceOptions())
+    opts = opts or c10d.AllreduceOptions()
+    sparse_all_reduce(self.unicoll, tensor, reduction(opts.reduceOp), limit(opts.timeout) or self._limit)
+    return self._keeper.keep_done([tensor])
+
+
+for _name, _row in ROWS.items():
+    for _each in (_name, *OLD_NAMES.get(_name, ())):
+        setattr(Group, _each, _method(_each, _row))
+Group.allreduce = _allreduce
