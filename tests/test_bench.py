@@ -13,9 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_jobs
 import numpy as np
 import pytest
 from ranks import ROOT, environment, free_port
+from simulated_ranks import SimulatedJob
 
 import unicoll as dist
 from unicoll.bench import contenders, launch, main, plot, table
@@ -682,3 +684,50 @@ def test_what_cannot_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plot, "find_spec", lambda name: object())
     assert "must end in .png" in (plot.reason_against("x") or "")
     assert plot.reason_against("x.svg") is None
+
+
+# --- on a device ----------------------------------------------------------------------------------------------------
+
+ON_DEVICE = ("--backend", "nccl", "--peer", "bare-nccl", *QUICK, "--sizes", "8,4K")
+
+
+def on_device(*arguments: str) -> tuple[str, list[int]]:
+    """The benchmark on two simulated devices: what rank 0 prints, and the exit statuses."""
+    with SimulatedJob(2, join="env") as job:
+        job.call(bench_jobs.bench, arguments)
+        outcomes = job.results(120.0)
+    return outcomes[0][1], [status for status, _ in outcomes]
+
+
+@pytest.mark.parametrize(
+    "op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv", "latency"]
+)
+def test_nccl_is_measured_beside_its_own_functions_and_is_right(op: str, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    printed, statuses = on_device(op, *ON_DEVICE, "--json", str(path))
+    assert statuses == [0, 0], printed
+    assert json.loads(path.read_text())["results"]
+    assert "called directly" in printed
+    contenders_seen = {name for line in rows(printed) for name in ("nccl", "bare-nccl") if name in line}
+    assert contenders_seen == {"nccl", "bare-nccl"}, printed
+
+
+@pytest.mark.parametrize("how", ["-C1", "--events"])
+def test_time_on_a_device_is_the_hosts_or_between_events(how: str) -> None:
+    arguments = ("-C", "1") if how == "-C1" else (how,)
+    printed, statuses = on_device("all_reduce", *ON_DEVICE, *arguments)
+    assert statuses == [0, 0], printed
+    assert len(rows(printed)) == 4, printed
+
+
+def test_the_hosts_time_is_not_between_events(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["all_reduce", "-C", "1", "--events"])
+    assert "--events" in capsys.readouterr().err
+
+
+def test_what_bare_nccl_lacks_is_told() -> None:
+    printed, statuses = on_device("all_to_all", *ON_DEVICE)
+    assert statuses == [0, 0]
+    assert "all_to_all is not measured with bare NCCL" in printed
+    assert len(rows(printed)) == 2, printed

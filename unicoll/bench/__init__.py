@@ -7,8 +7,9 @@ torch-gloo,mpi4py,torch-nccl``) in the same processes, turn by turn, and checks 
 
     args.py, sizes.py   the command line                launch.py      starting the ranks
     operations.py   THE TABLE of operations             contenders.py  THE TABLE of backends and peers
-    contract.py     what a contender is                 distributed.py, mpi.py   the contenders
-    arrays.py       array families                      values.py      data, expected results, tolerance
+    contract.py     what a contender is                 distributed.py, mpi.py, nccl.py   the contenders
+    arrays.py       array families                      cuda.py        the rank's device
+    values.py       data, expected results, tolerance
     measure.py      turns, time, statistics, checks     overlap.py     an operation beside computation
     session.py      what a rank does                    progress.py    the line on the terminal
     table.py        nccl-tests' and OSU's tables        report.py, plot.py   JSON, machine, drawing

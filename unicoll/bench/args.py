@@ -203,6 +203,7 @@ def _how(parser: _Parser) -> None:
         default=0,
         help="1: on CUDA, time until a call returns",
     )
+    group.add_argument("--events", action="store_true", help="on CUDA, time between events on the device")
     group.add_argument(
         "-T", "--timeout", type=float, default=0, metavar="S", help="an operation may take S seconds"
     )
@@ -237,6 +238,8 @@ def _options(given: argparse.Namespace, words: tuple[str, ...]) -> Options:
         least = 1 if flag == "turns" else 0
         if getattr(given, flag) < least:
             raise ValueError(f"--{flag} must be at least {least}")
+    if given.report_cputime and given.events:
+        raise ValueError("-C 1 is the host's time and --events the device's: choose one")
     if osu and given.overlap:
         raise ValueError("--osu and --overlap are two tables: choose one")
     if given.plot and given.overlap:
@@ -350,6 +353,7 @@ def _pace(given: argparse.Namespace) -> Pace:
         aggregate=given.agg_iters,
         sync=bool(given.blocking),
         host_time=bool(given.report_cputime),
+        events=given.events,
     )
 
 

@@ -5,7 +5,9 @@ The host's side is always a flat NumPy array in ``DType.storage``, which for typ
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -52,6 +54,14 @@ class Family(ABC):
 
     def finish(self) -> None:  # noqa: B027 - optional
         """Wait until the device has done what was asked of it; nothing to do on the CPU."""
+
+    def mark(self) -> Any:
+        """A moment of the current stream, for :meth:`between`; on the CPU the clock's."""
+        return time.perf_counter()
+
+    def between(self, first: Any, last: Any) -> float:
+        """Seconds of the device between two marks, once both are past (:meth:`finish`)."""
+        return float(last - first)
 
     def describe(self) -> str:
         """Library and device, for the header."""
@@ -120,6 +130,18 @@ class TorchFamily(Family):
         if self.device != "cpu":
             self._torch.cuda.current_stream(self.device).synchronize()
 
+    def mark(self) -> Any:
+        if self.device == "cpu":
+            return super().mark()
+        event = self._torch.cuda.Event(enable_timing=True)
+        event.record(self._torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, first: Any, last: Any) -> float:
+        if self.device == "cpu":
+            return super().between(first, last)
+        return float(first.elapsed_time(last)) / 1e3
+
 
 class CupyFamily(Family):
     """CuPy, on the process's CUDA device."""
@@ -146,6 +168,20 @@ class CupyFamily(Family):
     def finish(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()
 
+    def mark(self) -> Any:
+        return self._cupy.cuda.get_current_stream().record(self._cupy.cuda.Event())
+
+    def between(self, first: Any, last: Any) -> float:
+        return float(self._cupy.cuda.get_elapsed_time(first, last)) / 1e3
+
+
+_more: dict[str, Callable[[str], Family]] = {}
+
+
+def register(name: str, make: Callable[[str], Family]) -> None:
+    """One more family for CUDA devices, made from ``"cuda:N"``; where none is asked for it is taken first."""
+    _more[name] = make
+
 
 def family(wanted: str | None, device: str, dtype: DType) -> Family:
     """The family that a contender measures with.
@@ -161,6 +197,8 @@ def family(wanted: str | None, device: str, dtype: DType) -> Family:
     """
     if wanted is None:
         wanted = _default(device, dtype)
+    if wanted in _more:
+        return _more[wanted](device)
     if wanted != "numpy" and find_spec(wanted) is None:
         raise Unsupported(f"{wanted} is not installed")
     if wanted == "numpy":
@@ -178,4 +216,6 @@ def _default(device: str, dtype: DType) -> str:
     if device == "cpu":
         short = not dtype.native and find_spec("ml_dtypes") is None and find_spec("torch") is not None
         return "torch" if short else "numpy"
+    if _more:
+        return next(iter(_more))
     return "cupy" if dtype.native and find_spec("cupy") is not None else "torch"

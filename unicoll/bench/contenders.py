@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .contract import Contender
-from .distributed import Torch, Unicoll
+from .distributed import Torch, TorchOnUnicoll, Unicoll
 from .mpi import Mpi4py
+from .nccl import BareNccl
 
 __all__ = ["TABLE", "Row", "contender"]
 
@@ -31,8 +32,12 @@ TABLE: dict[str, Row] = {
     "gloo": Row(Unicoll, "--backend"),
     "mpi": Row(Unicoll, "--backend", mpi=True),
     "nccl": Row(Unicoll, "--backend"),
+    "torch-unicoll-gloo": Row(TorchOnUnicoll, "--backend"),
+    "torch-unicoll-mpi": Row(TorchOnUnicoll, "--backend", mpi=True),
+    "torch-unicoll-nccl": Row(TorchOnUnicoll, "--backend"),
     "torch-gloo": Row(Torch, "--peer"),
     "torch-nccl": Row(Torch, "--peer"),
+    "bare-nccl": Row(BareNccl, "--peer"),
     "mpi4py": Row(Mpi4py, "--peer", mpi=True),
 }
 """The contenders. Backends that are not in it (third parties') are measured as our own."""

@@ -16,9 +16,10 @@ from .. import registry
 from ..types import DType
 from .arrays import Family, TorchFamily, Unsupported
 from .contract import Call, Case, Contender, World, there_and_back
+from .cuda import use_cuda
 from .values import FACTOR
 
-__all__ = ["Torch", "Unicoll"]
+__all__ = ["Torch", "TorchOnUnicoll", "Unicoll"]
 
 _REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
 
@@ -117,8 +118,9 @@ class Unicoll(_Distributed):
     def open(self, world: World) -> None:
         devices = registry.load(self.name).caps.devices
         kind = "cpu" if "cpu" in devices else "cuda"
-        self.device = "cpu" if kind == "cpu" else _use_cuda(world)
-        self.group = dist.new_group(backend=f"{kind}:{self.name}", timeout=world.timeout)
+        self.device = "cpu" if kind == "cpu" else use_cuda(world)
+        device = None if kind == "cpu" else self.device
+        self.group = dist.new_group(backend=f"{kind}:{self.name}", timeout=world.timeout, device_id=device)
         self.group.barrier()  # how a group's data moves is settled in its first collective
 
     def close(self) -> None:
@@ -134,20 +136,6 @@ class Unicoll(_Distributed):
 
     def _premultiplied(self) -> Any:
         return dist.ReduceOp.PREMUL_SUM(FACTOR)
-
-
-def _use_cuda(world: World) -> str:
-    """The CUDA device of this rank, made the current one of the libraries that are there."""
-    if find_spec("torch") is not None:
-        torch = import_module("torch")
-        if torch.cuda.is_available():
-            index = world.local_rank % torch.cuda.device_count()
-            torch.cuda.set_device(index)
-            return f"cuda:{index}"
-    cupy = import_module("cupy")
-    index = world.local_rank % cupy.cuda.runtime.getDeviceCount()
-    cupy.cuda.Device(index).use()
-    return f"cuda:{index}"
 
 
 class Torch(_Distributed):
@@ -175,7 +163,7 @@ class Torch(_Distributed):
 
         limit = timedelta(seconds=world.timeout)
         if self.backend == "nccl":
-            self.device = _use_cuda(world)
+            self.device = use_cuda(world)
         if self.module.is_initialized():
             self.group = self.module.new_group(backend=self.backend, timeout=limit)
             return
@@ -197,9 +185,28 @@ class Torch(_Distributed):
         return TorchFamily(self.device)
 
     def _premultiplied(self) -> Any:
-        if self.backend != "nccl":
+        if self.backend in ("gloo", "mpi"):
             raise Unsupported(f"torch's {self.backend} has no premultiplied sum")
         return import_module("torch.distributed.distributed_c10d")._make_nccl_premul_sum(float(FACTOR))
+
+
+class TorchOnUnicoll(Torch):
+    """torch.distributed on one of unicoll's backends (``torch-unicoll-gloo``), through its plug-in."""
+
+    def reason(self) -> str | None:
+        if find_spec("torch") is None:
+            return "torch is not installed"
+        return registry.reason_against(self.backend.removeprefix("unicoll-"))
+
+    def open(self, world: World) -> None:
+        import_module("unicoll.torch_plugin")
+        if self.backend == "unicoll-nccl":
+            self.device = use_cuda(world)
+        super().open(world)
+        self.module.barrier(group=self.group)  # how a group's data moves is settled in its first collective
+
+    def describe(self) -> str:
+        return f"{super().describe()}: {self.group.unicoll.describe()}"
 
 
 def _torch_store(module: Any, world: World, limit: Any) -> Any:

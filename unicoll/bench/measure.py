@@ -64,6 +64,7 @@ class Pace:
         aggregate: calls between two looks at the clock.
         sync: whether all ranks meet before each call whatever its size.
         host_time: on a CUDA device, time the call alone, without waiting for the device.
+        events: on a CUDA device, time between events before and after the calls, not by the host's clock.
     """
 
     turns: int = 10
@@ -73,6 +74,7 @@ class Pace:
     aggregate: int = 1
     sync: bool = False
     host_time: bool = False
+    events: bool = False
 
 
 @dataclass
@@ -205,6 +207,23 @@ def timed(call: Call, times: int, aggregate: int, sync: Call | None, finish: Cal
     return samples
 
 
+def timed_on_device(
+    call: Call, times: int, aggregate: int, sync: Call | None, family: Family
+) -> list[float]:
+    """As :func:`timed`, between events on the current stream."""
+    samples = []
+    for _ in range(times):
+        if sync is not None:
+            sync()
+        first = family.mark()
+        for _ in range(aggregate):
+            call()
+        last = family.mark()
+        family.finish()
+        samples.append(family.between(first, last) / aggregate)
+    return samples
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Without the garbage collector, as timeit does it."""
@@ -238,6 +257,9 @@ def measure(lanes: Sequence[Lane], size: int, pace: Pace, average: int, tell: Te
                 tell(f"{lane.contender.name}, turn {turn + 1} of {pace.turns}")
                 times = _batch(lane, turn, pace)
                 meet()
+                if pace.events and lane.family.device != "cpu":
+                    lane.samples += timed_on_device(lane.call, times, lane.aggregate, sync, lane.family)
+                    continue
                 lane.samples += timed(lane.call, times, lane.aggregate, sync, _finish(lane, pace))
                 if pace.host_time:
                     lane.family.finish()

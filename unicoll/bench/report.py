@@ -11,7 +11,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import unicoll as dist
 
 from .args import Options
 from .contract import Contender
+from .cuda import facts
 from .mpi import library
 from .operations import IN, OUT
 from .table import Half, Line
@@ -88,16 +88,8 @@ def device(rank: int, contenders: Sequence[Contender]) -> dict[str, Any]:
     used = [c.device for c in contenders if c.device != "cpu"]
     if used:
         index = int(used[0].partition(":")[2])
-        if "torch" in sys.modules:
-            properties = import_module("torch").cuda.get_device_properties(index)
-            place = "{:04x}:{:02x}:{:02x}".format(
-                *(getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
-            )
-            words = properties.name
-        else:
-            raw = import_module("cupy").cuda.runtime.getDeviceProperties(index)
-            place = f"{raw['pciDomainID']:04x}:{raw['pciBusID']:02x}:{raw['pciDeviceID']:02x}"
-            words = raw["name"].decode()
+        found = facts(used[0])
+        place, words = found.bus, found.name
     return {
         "rank": rank,
         "group": 0,

@@ -1,0 +1,170 @@
+"""The stages that run the conformance suite's cases: as many as the time allows, every type and reduction first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+from cases import Case
+from conformance import COLLECTIVES, Conformance, as_reduction
+from ranks import Pool, drawn_seed
+
+from nccl_comm.types import way
+from unicoll.types import BY_NAME
+
+from . import conformity_jobs as jobs
+from . import rank_jobs
+from .place import Place, leave
+from .record import Reporter, Skip
+
+__all__ = ["four", "one", "two"]
+
+_BATCH = 40
+_BATCH_S = 60.0
+_RESERVE_S = 6.0
+_MOST_FAILURES = 4
+
+
+class Drawn(Conformance):
+    """The suite's choice of cases, for the arrays that are here and the NCCL that was found."""
+
+    def __init__(self, families: Sequence[str], version: int) -> None:
+        self.families = tuple(families)
+        self._version = version
+
+    def reduces(self, dtype: str, reduction: str) -> bool:
+        return way(BY_NAME[dtype], as_reduction(reduction, dtype), self._version) is not None
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        return [0, 1, 7, 1000, 16384 // itemsize + 1, 262144 // itemsize + 3]
+
+    def large(self, itemsize: int) -> int:
+        return 4_000_037 // itemsize
+
+    def has(self, family: str, dtype: str) -> bool:
+        """Whether a family has arrays of a type: CuPy lacks those that NumPy lacks."""
+        return BY_NAME[dtype].native or family in ("torch_cuda", "torch", "simulated")
+
+    def systematic(self) -> Iterator[Case]:
+        """Every operation with every type and reduction, the families in turn, blocking and not."""
+        counts, families = cycle([5, 1, 0, 12, 1000]), cycle(self.families)
+        for op in COLLECTIVES:
+            for i, (dtype, reduction) in enumerate(self.pairs(op)):
+                family = next((f for f in islice(families, len(self.families)) if self.has(f, dtype)), None)
+                if family is not None:
+                    special = reduction in ("MIN", "MAX")
+                    yield Case(
+                        op,
+                        dtype,
+                        reduction,
+                        next(counts),
+                        async_op=i % 2 == 1,
+                        special=special,
+                        family=family,
+                        seed=i,
+                    )
+
+    def drawn(self, size: int, rng: random.Random) -> Iterator[Case]:
+        """Random cases without end; now and then a large one."""
+        while True:
+            case = self.draw(rng.choice([op for op in COLLECTIVES if op != "barrier"]), size, rng)
+            if not self.has(case.family, case.dtype):
+                continue
+            if rng.random() < 0.05 and case.layout != "scalar":
+                case = replace(case, count=self.large(BY_NAME[case.dtype].itemsize) // size)
+            yield case
+
+
+def one(reporter: Reporter, place: Place) -> None:
+    """One rank."""
+    _conformance(reporter, place, 1)
+
+
+def two(reporter: Reporter, place: Place) -> None:
+    """Two ranks on the one GPU; then CPU and CUDA arrays in one group, and the CPU backend on CUDA arrays."""
+    _conformance(reporter, place, 2)
+
+
+def four(reporter: Reporter, place: Place) -> None:
+    """Four ranks on the one GPU."""
+    _conformance(reporter, place, 4)
+
+
+def _conformance(reporter: Reporter, place: Place, size: int) -> None:
+    seed = drawn_seed()
+    rng = random.Random(f"{seed} {size}")
+    reporter.figure("seed", seed)
+    ranks = Ranks(place, size)
+    try:
+        facts = reporter.check(f"{size} ranks join and find NCCL", ranks.run, rank_jobs.device_facts)
+        if facts is None:
+            return
+        suite = Drawn(place.families, facts[0]["nccl"])
+        for name in place.kits:
+            reporter.check(f"{name}: the first operations", ranks.run, rank_jobs.warm_up, name)
+            reporter.check(f"{name}: coalesced calls, batches, messages", ranks.run, jobs.together, name)
+            reporter.check(f"{name}: CPU and CUDA arrays in one group", ranks.run, jobs.mixed, name)
+        _work_through(reporter, suite, ranks, suite.systematic(), "every type and reduction")
+        count = _BATCH if place.simulated else None
+        _work_through(reporter, suite, ranks, islice(suite.drawn(size, rng), count), "drawn at random")
+    finally:
+        reporter.check(f"{size} ranks leave", ranks.close)
+    if size == 2:
+        reporter.check("the CPU backend on CUDA arrays", _staged, reporter, place, suite, rng, needs=15.0)
+
+
+class Ranks(Pool):
+    """Ranks that join at the first call, and anew after a failure."""
+
+    def __init__(self, place: Place, size: int, backend: str = "cpu:gloo,cuda:nccl") -> None:
+        super().__init__(size, lambda n: place.job(n, backend))
+        self._place = place
+
+    def close(self) -> None:
+        """Leave the job, in order."""
+        job, self._job = self._job, None
+        if job is not None:
+            with job:
+                leave(self._place, job)
+
+
+def _work_through(reporter: Reporter, suite: Drawn, ranks: Pool, cases: Iterator[Case], what: str) -> None:
+    """Run cases in batches until there are none, or no time, or too much has failed."""
+    done, failed, batch = 0, 0, list(islice(cases, _BATCH))
+    while batch and reporter.left() > _RESERVE_S and failed < _MOST_FAILURES:
+        try:
+            suite.judge(ranks, batch, timeout=min(_BATCH_S, max(10.0, reporter.left())))
+        except Exception as error:
+            failed += 1
+            reporter.check(f"{what}: cases {done} to {done + len(batch) - 1}", _raise, error)
+        done += len(batch)
+        reporter.say(f"{what}: {done} cases")
+        batch = list(islice(cases, _BATCH))
+    reporter.figure(f"cases, {what}", {"run": done, "batches failed": failed, "all": not batch})
+    reporter.check(what, _some, done, failed)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _some(done: int, failed: int) -> None:
+    if not done:
+        raise Skip("there was no time for any")
+    assert not failed, f"{failed} batches failed"
+
+
+def _staged(reporter: Reporter, place: Place, suite: Drawn, rng: random.Random) -> None:
+    """A sample with the CPU backend, where that takes CUDA arrays."""
+    from unicoll import registry
+
+    if "cuda" not in registry.load("gloo").caps.devices:
+        raise Skip("the CPU backend takes no CUDA arrays")
+    ranks = Ranks(place, 2, "cpu:gloo,cuda:gloo")
+    try:
+        suite.judge(ranks, list(islice(suite.drawn(2, rng), 2 * _BATCH)))
+    finally:
+        ranks.close()
+    reporter.figure("staged cases", 2 * _BATCH)

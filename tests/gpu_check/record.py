@@ -1,0 +1,150 @@
+"""What a stage reports, line by line, and the one JSON that the reports become."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Document", "Reporter", "Skip"]
+
+_STORY = 4000
+"""Characters that are kept of what went wrong."""
+_PERIOD_S = 1.0
+
+
+class Skip(Exception):
+    """A check cannot be made here; the message says why."""
+
+
+class Reporter:
+    """A stage's side: checks with their outcome, and figures; each is told at once.
+
+    Args:
+        descriptor: of a pipe that takes lines of JSON.
+        seconds: how long the stage is to take; it is ended by force some time after that.
+    """
+
+    def __init__(self, descriptor: int, seconds: float) -> None:
+        self._descriptor = descriptor
+        self._end = time.monotonic() + seconds
+        self.seconds = seconds
+
+    def left(self) -> float:
+        """Seconds until the stage should be over."""
+        return self._end - time.monotonic()
+
+    def _tell(self, **line: Any) -> None:
+        data = json.dumps(plain(line)).encode() + b"\n"
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def figure(self, name: str, value: Any) -> None:
+        """Something measured, or found out."""
+        self._tell(figure=name, value=value)
+
+    def say(self, text: str) -> None:
+        """A word on what is going on."""
+        self._tell(say=text)
+
+    def check(self, name: str, function: Callable[..., Any], *args: Any, needs: float = 0.0) -> Any:
+        """Call a function as a check: it passes, fails by an exception, or is skipped by :class:`Skip`.
+
+        Args:
+            name: of the check.
+            function, args: what to do.
+            needs: seconds that it may take; with less left it is skipped.
+
+        Returns:
+            What the function returns; None unless it passed.
+        """
+        began = time.monotonic()
+        outcome, detail, value = "passed", "", None
+        self._tell(doing=name)
+        try:
+            if self.left() < needs:
+                raise Skip(
+                    f"{max(0.0, self.left()):.0f} s are left of {self.seconds:.0f}, it may need {needs:.0f}"
+                )
+            value = function(*args)
+        except Skip as why:
+            outcome, detail = "skipped", str(why)
+        except Exception as error:
+            outcome, detail = "failed", _story(error)
+        self._tell(check=name, outcome=outcome, seconds=round(time.monotonic() - began, 3), detail=detail)
+        return value
+
+
+def _story(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, AssertionError) and len(text) > 200:  # ranks' stories have their own tracebacks
+        return text[:_STORY]
+    return (text + "\n" + "".join(traceback.format_exception(error)))[:_STORY]
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: no NaN, no NumPy, no tuples as keys."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    if hasattr(value, "item") and not isinstance(value, str | bytes):
+        value = value.item()
+    if isinstance(value, float):
+        return None if not math.isfinite(value) else float(f"{value:.6g}")
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    return str(value)
+
+
+class Document:
+    """The JSON: always a whole one on disk, whenever the run is cut.
+
+    Attributes:
+        data: what is in it.
+    """
+
+    def __init__(self, path: Path, head: dict[str, Any]) -> None:
+        self.path = path
+        self.data: dict[str, Any] = {"format": 1, **plain(head), "verdict": "incomplete", "stages": {}}
+        self._written = 0.0
+        self.write()
+
+    def begin(self, stage: str, limit: float) -> dict[str, Any]:
+        """A stage begins; its record."""
+        record: dict[str, Any] = {
+            "state": "running", "limit_s": round(limit, 1), "seconds": 0.0, "checks": [], "figures": {},
+        }  # fmt: skip
+        self.data["stages"][stage] = record
+        self.write()
+        return record
+
+    def take(self, record: dict[str, Any], line: dict[str, Any]) -> None:
+        """A line of a stage's report."""
+        if "doing" in line:
+            record["doing"] = line["doing"]  # stays there if the stage is cut off in it
+        elif "check" in line:
+            record.pop("doing", None)
+            record["checks"].append({"name": line.pop("check"), **line})
+        elif "figure" in line:
+            record["figures"][line["figure"]] = line["value"]
+        if time.monotonic() - self._written > _PERIOD_S:
+            self.write()
+
+    def write(self) -> None:
+        """Put it on disk, as a whole."""
+        self._written = time.monotonic()
+        beside = self.path.with_name(self.path.name + ".part")
+        beside.write_text(json.dumps(self.data, indent=1) + "\n")
+        os.replace(beside, self.path)
+
+    def move(self, path: Path) -> None:
+        """It is called otherwise from now on."""
+        if path != self.path:
+            os.replace(self.path, path)
+            self.path = path

@@ -1,0 +1,54 @@
+"""The stage on data-parallel training: two ranks with half the batch each end where one with the whole batch does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import rank_jobs, training_jobs
+from .place import Place, joined
+from .record import Reporter
+
+__all__ = ["both", "same"]
+
+_TOLERANCE = 1e-9
+
+
+def both(reporter: Reporter, place: Place) -> None:
+    """Gradients written by hand, for CuPy; autograd, for torch."""
+    for name in place.kits:
+        train = training_jobs.transformer if name == "torch" else training_jobs.perceptron
+        found = reporter.check(f"{name}: two ranks train as one", _train, place, name, train, needs=8.0)
+        if found is not None:
+            reporter.figure(name, found)
+
+
+def _train(place: Place, name: str, train: Any) -> dict[str, Any]:
+    results: dict[int, list[dict[str, Any]]] = {}
+    for size in (1, 2):
+        with joined(place, size, [name]) as job:
+            job.call(rank_jobs.warm_up, name)
+            job.results(90.0)
+            job.call(train, name)
+            results[size] = job.results(90.0)
+    return same(results)
+
+
+def same(results: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
+    """All ranks of both runs have the same parameters, and learned something.
+
+    Returns:
+        The greatest relative difference, and what the runs say beside parameters.
+    """
+    reference = results[1][0]
+    worst = 0.0
+    for result in results[2]:
+        for mine, theirs in zip(result["parameters"], reference["parameters"], strict=True):
+            a, b = np.asarray(mine), np.asarray(theirs)
+            worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
+    assert worst <= _TOLERANCE, f"parameters differ by {worst:g} (relative)"
+    first, last = reference["losses"][0], reference["losses"][-1]
+    assert last < 0.9 * first, f"the loss went from {first} to {last}"
+    told = {key: value for key, value in results[2][0].items() if key != "parameters"}
+    return {"relative difference": worst, **told}

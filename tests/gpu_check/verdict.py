@@ -1,0 +1,74 @@
+"""What the checks and figures amount to: passed, failed or incomplete; and whether the bars are met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+__all__ = ["bars", "lines", "verdict"]
+
+Stages = dict[str, Any]
+_DEVICE_TIME = 1.01
+_LARGE = 16 << 20
+
+
+def verdict(stages: Stages, wanted: Sequence[str]) -> str:
+    """ "failed" if a check failed or a stage crashed, "incomplete" if not all stages came to their end."""
+    found = [stages.get(name, {"state": "not run", "checks": []}) for name in wanted]
+    if any(check["outcome"] == "failed" for stage in found for check in stage["checks"]):
+        return "failed"
+    if any(stage["state"] == "crashed" for stage in found):
+        return "failed"
+    return "passed" if all(stage["state"] == "done" for stage in found) else "incomplete"
+
+
+def bars(stages: Stages) -> list[dict[str, Any]]:
+    """The bars that the figures speak of: what, the ratio, the most that it may be, and whether it is met."""
+    return [*_enqueue(stages), *_device_time(stages)]
+
+
+def _enqueue(stages: Stages) -> Iterator[dict[str, Any]]:
+    """Host time to enqueue, over torch.distributed's."""
+    rows = stages.get("cost", {}).get("figures", {}).get("enqueue", {})
+    for what, row in rows.items():
+        theirs = (row.get("torch.distributed") or {}).get("p50_us")
+        for name, stat in row.items():
+            if theirs and name.startswith("unicoll") and stat.get("p50_us"):
+                ratio = stat["p50_us"] / theirs
+                yield _bar(f"host time to enqueue, {what}, {name} over torch.distributed", ratio, 1.0)
+
+
+def _device_time(stages: Stages) -> Iterator[dict[str, Any]]:
+    """Time of the device, over bare NCCL's."""
+    rows = stages.get("device-time", {}).get("figures", {}).get("device time", {})
+    for what, row in rows.items():
+        if row.get("bytes", 0) < _LARGE:
+            continue
+        theirs = (row["contenders"].get("bare NCCL") or {}).get("p50_us")
+        for name, stat in row["contenders"].items():
+            if theirs and name.startswith("unicoll"):
+                yield _bar(
+                    f"device time, {what}, {name} over bare NCCL", stat["p50_us"] / theirs, _DEVICE_TIME
+                )
+
+
+def _bar(what: str, ratio: float, most: float) -> dict[str, Any]:
+    return {"what": what, "ratio": ratio, "most": most, "met": ratio <= most}
+
+
+def lines(data: dict[str, Any]) -> Iterator[str]:
+    """The end of the run, for people."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0}
+    for stage in data["stages"].values():
+        for check in stage["checks"]:
+            counts[check["outcome"]] += 1
+    yield ""
+    yield f"{counts['passed']} checks passed, {counts['failed']} failed, {counts['skipped']} were skipped"
+    for name, stage in data["stages"].items():
+        if stage["state"] != "done":
+            yield f"stage {name}: {stage['state']}"
+        for check in stage["checks"]:
+            if check["outcome"] == "failed":
+                yield f"FAILED {name}: {check['name']}"
+    for bar in data["bars"]:
+        yield f"{'met   ' if bar['met'] else 'MISSED'} {bar['ratio']:7.3f} (at most {bar['most']:g})  {bar['what']}"
