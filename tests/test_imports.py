@@ -26,6 +26,7 @@ _LAYERS = (
     {"arguments", "backend", "checks", "composites", "lane", "dock", "pieces", "staging", "meeting", "places",
      "rendezvous"},
     {"registry", "outlook", "under_mpi"},
+    {"dispatch"},
     {"group"},
     {"joining"},
     {"world"},
