@@ -17,13 +17,14 @@ from unicoll.backend import Call, Caps, Context
 from unicoll.errors import DistArgumentError
 from unicoll.ops import OPS
 from unicoll.options import as_options
+from unicoll.streams import SPIN_S, naps, on_device
 from unicoll.types import DType, Reduction
 from unicoll.work import Completion
 
 from . import library
 from .api import Config
 from .communicator import Communicator
-from .devices import bound_device, on_device
+from .devices import bound_device
 from .flights import Flight, StreamCompletion
 from .lifecycle import Supervised
 from .meeting import meet
@@ -33,7 +34,6 @@ from .types import way
 
 __all__ = ["NCCLBackend"]
 
-_NAP_S = 1e-3
 _SCRATCH = 512
 """Bytes of device memory for barriers."""
 _NOTHING = nullcontext()
@@ -312,10 +312,11 @@ class NCCLBackend(Supervised):
 
     def settle(self, stream: int) -> None:
         """Block the host until all that is on a stream has been done, or the group has failed."""
-        while not self._stream_done(stream):
+        for _ in naps(SPIN_S):
+            if self._stream_done(stream):
+                break
             if self.error is not None:
                 raise self.error.with_traceback(None) from None
-            time.sleep(_NAP_S)
 
     def _stream_done(self, stream: int) -> bool:
         with _NOTHING if stream else self._legacy():

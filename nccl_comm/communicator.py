@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from unicoll.backend import Call, Context
 from unicoll.errors import DistError, OperationTimeoutError
-from unicoll.streams import Cuda
+from unicoll.streams import Cuda, naps
 
 from .api import IN_PROGRESS, SUCCESS, Config, Nccl, Slot
 from .errors import error_for
@@ -18,7 +18,6 @@ from .types import factor_bytes
 
 __all__ = ["Communicator"]
 
-_SHORTEST_S, _LONGEST_S = 20e-6, 2e-3
 _END_S = 10.0
 """How long NCCL may take to end a communicator before it is left behind."""
 _LOOK_S = 0.05
@@ -117,12 +116,12 @@ class Communicator:
 
     def await_ready(self, what: str, deadline: float, call: Call | None) -> None:
         """Wait while NCCL works on something that it has begun."""
-        nap = _SHORTEST_S
-        while (state := self.state()) == IN_PROGRESS:
+        for _ in naps():
+            state = self.state()
+            if state != IN_PROGRESS:
+                break
             self._look()
             self._check_time(what, deadline, call)
-            time.sleep(nap)
-            nap = min(1.3 * nap, _LONGEST_S)
         if state != SUCCESS:
             raise self.error(state, what, call)
 
@@ -214,20 +213,21 @@ class Communicator:
     def finish(self, timeout: float) -> bool:
         """End it after all that was begun; all members call this. Whether it ended in ``timeout`` seconds."""
 
-        def end() -> None:
+        def finalize() -> None:
             self.forget_ops()
             deadline = time.monotonic() + timeout
             code = self.nccl.comm_finalize(self.handle)
-            while code in (SUCCESS, IN_PROGRESS) and self.state() == IN_PROGRESS:
-                if time.monotonic() >= deadline:
-                    self.nccl.comm_abort(self.handle)
+            end = self.nccl.comm_destroy
+            for _ in naps():
+                if code not in (SUCCESS, IN_PROGRESS) or self.state() != IN_PROGRESS:
                     break
-                time.sleep(_LONGEST_S)
-            else:
-                self.nccl.comm_destroy(self.handle)
+                if time.monotonic() >= deadline:
+                    end = self.nccl.comm_abort
+                    break
+            end(self.handle)
             self.handle = 0
 
-        return self._bounded(end, "ending", timeout + _END_S)
+        return self._bounded(finalize, "ending", timeout + _END_S)
 
     def abort(self) -> bool:
         """End it and whatever it is doing on the device; whether that was done in bounded time."""

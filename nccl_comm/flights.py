@@ -9,13 +9,10 @@ from typing import Any, Protocol
 from unicoll.backend import Call
 from unicoll.buffers import Buffer
 from unicoll.errors import OperationTimeoutError
-from unicoll.streams import Cuda
+from unicoll.streams import SPIN_S, Cuda, naps
 from unicoll.work import Completion
 
 __all__ = ["EventCache", "Flight", "StreamCompletion"]
-
-_SPIN_S = 50e-6
-_SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 
 
 class EventCache:
@@ -181,19 +178,16 @@ class StreamCompletion(Completion):
         if flight.captured:
             return  # it runs whenever the graph does
         started = time.monotonic()
-        nap = _SHORTEST_S
-        while not self.done():
-            now = time.monotonic()
-            if timeout is not None and now - started >= timeout:
+        for _ in naps(SPIN_S):
+            if self.done():
+                break
+            if timeout is not None and time.monotonic() - started >= timeout:
                 call = flight.words()
                 raise OperationTimeoutError(
                     f"{call.describe()} #{call.seq} was not done after waiting {timeout:g} s; it goes on",
                     op=call.op.name,
                     seq=call.seq,
                 )
-            if now - started > _SPIN_S:
-                time.sleep(nap)
-                nap = min(1.3 * nap, _LONGEST_S)
         if flight.error is not None:
             raise flight.error
 

@@ -12,6 +12,7 @@ from unicoll import streams
 from unicoll.backend import Backend, Call, Context
 from unicoll.errors import DistError, GroupAbortedError, RankLostError
 from unicoll.observe import inquest
+from unicoll.streams import naps
 
 from . import library
 from .api import IN_PROGRESS, SUCCESS, Nccl
@@ -25,7 +26,6 @@ __all__ = ["Supervised"]
 _DRAIN_S = 5.0
 _END_S = 20.0
 _POLITE_S = 1.0
-_NAP_S = 1e-3
 
 
 class Supervised(Backend):
@@ -212,10 +212,11 @@ class Supervised(Backend):
 
     def _drain(self, deadline: float) -> bool:
         """Wait for what is on its way; whether all of it has ended."""
-        while self.error is None and time.monotonic() < deadline:
+        for _ in naps():
+            if self.error is not None or time.monotonic() >= deadline:
+                break
             if all(self.landed(flight) for flight in list(self.flights)):
                 return True
-            time.sleep(_NAP_S)
         return self.error is None and not self.flights
 
     def _report(self) -> dict[str, Any]:

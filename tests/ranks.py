@@ -337,6 +337,18 @@ def end_well(job: Job) -> None:
         raise RanksFailed(f"exit codes {codes}\n{job.report()}")
 
 
+def joined(size: int, start: Callable[..., Job] = Job, **options: Any) -> Job:
+    """A job whose ranks have joined; ``options`` are those of ``start``."""
+    job = start(size, **options)
+    try:
+        job.call(enter)
+        job.results()
+    except BaseException:
+        job.close()
+        raise
+    return job
+
+
 def run_ranks(
     size: int,
     function: Callable[..., Any],
@@ -346,9 +358,7 @@ def run_ranks(
     join: str = "file",
 ) -> list[Any]:
     """Join, call, leave: each rank's value; RanksFailed where any failed, hung, left something behind or was loud."""
-    with Job(size, join=join, env=env) as job:
-        job.call(enter)
-        job.results()
+    with joined(size, join=join, env=env) as job:
         job.call(function, *args)
         values = job.results(timeout)
         end_well(job)
@@ -380,10 +390,8 @@ class Pool:
         """Each rank's value; RanksFailed where any failed or hung."""
         try:
             if self._job is None:
-                self._job = self._begin(self.size)
+                self._job = joined(self.size, self._begin)
                 _pooled.add(self._job)
-                self._job.call(enter)
-                self._job.results()
             self._job.call(function, *args)
             return self._job.results(timeout)
         except BaseException:

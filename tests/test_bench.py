@@ -27,7 +27,7 @@ from unicoll.bench.distributed import Unicoll
 from unicoll.bench.measure import over_ranks
 from unicoll.bench.operations import IN, OPERATIONS, OUT, REDUCED, Place, Segment, named
 from unicoll.bench.progress import Progress
-from unicoll.bench.report import write
+from unicoll.bench.report import _environment, write
 from unicoll.bench.sizes import DEFAULT_SIZES, parse_size
 from unicoll.bench.values import PERIOD, REDOPS, Values, decoded, encoded
 from unicoll.types import BY_NAME
@@ -493,6 +493,21 @@ def check_json(data: dict[str, Any], names: list[str], sizes: list[int], ranks: 
         first = next(r for r in data["results"] if r["size"] == result["size"])
         place = OPERATIONS[data["operation"]].halves[0]
         assert result["ratio"] == pytest.approx(result[place]["time"] / first[place]["time"], rel=1e-3)
+
+
+def test_the_environment_is_kept_without_secrets_and_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NCCL_TOPO_FILE", "/home/somebody/topologies/box.xml")
+    monkeypatch.setenv("OMPI_MCA_paths", "a:/usr/lib/x,~b;c=/opt/y/z/")
+    monkeypatch.setenv("UNICOLL_STORE", "tcp://host:1/x")
+    monkeypatch.setenv("UNICOLL_SECRET", "s" * 32)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert _environment() == [
+        "NCCL_TOPO_FILE=.../box.xml",
+        "OMPI_MCA_paths=a:.../x,~b;c=.../",
+        "UNICOLL_STORE=tcp://host:1/x",
+    ]
 
 
 def test_two_ranks_that_it_starts_itself(tmp_path: Path) -> None:

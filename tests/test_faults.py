@@ -13,13 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import fault_jobs as jobs
 import pytest
 from calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row_name
-from ranks import Job, Outcome, Pool, end_well
-from worker import end, enter, leave
+from ranks import Outcome, Pool, end_well, joined
+from worker import end, leave
 
 from unicoll import auth
 from unicoll.errors import DistError
@@ -27,18 +26,6 @@ from unicoll.errors import DistError
 turn = 1 if os.environ.get("UNICOLL_TRANSPORT") else 0  # see :mod:`sampling`
 SOON_S = 5.0
 OURS = socket.gethostname()
-
-
-def joined(size: int, **options: Any) -> Job:
-    """A job whose ranks have joined."""
-    job = Job(size, **options)
-    try:
-        job.call(enter)
-        job.results()
-    except BaseException:
-        job.close()
-        raise
-    return job
 
 
 def check_lost(outcomes: Sequence[Outcome], victim: int, pid: int, name: str, killed: float) -> None:

@@ -8,9 +8,9 @@ from functools import partial
 
 import nccl_jobs as jobs
 import pytest
-from ranks import Pool, pools
+from ranks import Pool, joined, pools
 from simulated_ranks import SimulatedJob
-from worker import enter, leave
+from worker import leave
 
 POLICIES = ("oldest", "newest")
 
@@ -21,21 +21,9 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
-def joined(size: int, **options: object) -> SimulatedJob:
-    """A job whose ranks have joined."""
-    job = SimulatedJob(size, **options)  # type: ignore[arg-type]
-    try:
-        job.call(enter)
-        job.results()
-    except BaseException:
-        job.close()
-        raise
-    return job
-
-
 def run(size: int, job: Callable[..., object], *args: object, **options: object) -> list[object]:
     """A job of its own, which leaves nothing behind."""
-    with joined(size, **options) as ranks:
+    with joined(size, SimulatedJob, **options) as ranks:
         ranks.call(job, *args)
         values = ranks.results()
         ranks.call(leave)
@@ -132,7 +120,7 @@ def test_the_current_device_may_be_another(pool: Callable[[int], Pool]) -> None:
 
 
 def test_a_deadline_names_who_is_missing_and_ends_the_group_for_all() -> None:
-    with joined(3) as job:
+    with joined(3, SimulatedJob) as job:
         job.call(jobs.miss, 1, 4.0)
         job.await_note(1)
         first, late, third = job.results(60)
@@ -156,7 +144,7 @@ def test_a_deadline_tells_of_calls_that_differ() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_by_the_others_who_go_on_without_it(victim: int) -> None:
-    with joined(3) as job:
+    with joined(3, SimulatedJob) as job:
         job.call(jobs.wait_for_the_dead, victim)
         job.await_notes()
         job.signal(victim, signal.SIGKILL)
@@ -176,7 +164,7 @@ def test_a_killed_rank_is_named_by_the_others_who_go_on_without_it(victim: int) 
 
 @pytest.mark.parametrize("version", [21805, 22705, 23007])
 def test_survivors_shrink_with_every_version(version: int) -> None:
-    with joined(3, version=version) as job:
+    with joined(3, SimulatedJob, version=version) as job:
         job.call(jobs.wait_for_the_dead, 2)
         job.await_notes()
         job.signal(2, signal.SIGKILL)

@@ -140,6 +140,7 @@ def _torch_family() -> Adapter:
     by_torch = {getattr(torch, d.name): d for d in DTYPES if hasattr(torch, d.name)}
     strided = torch.strided
     on_cuda = _torch_on_cuda(torch)
+    grad_enabled = torch.is_grad_enabled
 
     def adapt(tensor: Any) -> Buffer:
         dtype = by_torch.get(tensor.dtype)
@@ -156,13 +157,8 @@ def _torch_family() -> Adapter:
             return on_cuda(tensor, dtype, device)
         unpack, packed = None, tensor
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            source = tensor.detach()
-            packed = _packed_tensor(source)
-
-            def unpack() -> None:
-                source.copy_(packed)
-
-        writable = not (tensor.requires_grad and tensor.grad_fn is not None and torch.is_grad_enabled())
+            packed, unpack = _packed_tensor(tensor.detach())
+        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
         return Buffer(tensor, dtype, tuple(tensor.shape), _memory(packed, dtype), writable, unpack)
 
     return adapt
@@ -181,17 +177,21 @@ def _memory(tensor: Any, dtype: DType) -> FlatArray:
     return np.frombuffer(memory, dtype.storage)
 
 
-def _packed_tensor(source: Any) -> Any:
-    """The tensor itself if it is plain contiguous memory, else a copy that is."""
-    if source.is_conj() or source.is_neg():
-        return source.resolve_conj().resolve_neg().contiguous()
-    return source if source.is_contiguous() else source.contiguous()
+def _packed_tensor(source: Any) -> tuple[Any, Callable[[], None]]:
+    """A copy of a tensor in plain contiguous memory, and what writes it back."""
+    packed = source.resolve_conj().resolve_neg().contiguous()
+
+    def unpack() -> None:
+        source.copy_(packed)
+
+    return packed, unpack
 
 
 def _torch_on_cuda(torch: Any) -> Callable[[Any, DType, Any], Buffer]:
     """What makes buffers of CUDA tensors."""
     places: dict[int, tuple[Device, Callable[[], int]]] = {}
     current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    grad_enabled = torch.is_grad_enabled
 
     def place(index: int) -> tuple[Device, Callable[[], int]]:
         here: Callable[[], int] = partial(current, index) if current is not None else lambda: slowly(index)
@@ -205,13 +205,8 @@ def _torch_on_cuda(torch: Any) -> Callable[[Any, DType, Any], Buffer]:
         where, here = places.get(device.index) or place(device.index)
         unpack, packed = None, tensor
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            source = tensor.detach()
-            packed = _packed_tensor(source)
-
-            def unpack() -> None:
-                source.copy_(packed)
-
-        writable = not (tensor.requires_grad and tensor.grad_fn is not None and torch.is_grad_enabled())
+            packed, unpack = _packed_tensor(tensor.detach())
+        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
         return Buffer(
             tensor, dtype, tuple(tensor.shape), None, writable, unpack, where, packed.data_ptr(), packed.numel(),
             here(), here,

@@ -17,13 +17,25 @@ from dataclasses import dataclass
 
 from .errors import BackendUnavailableError, DistBackendError
 
-__all__ = ["Cuda", "CudaError", "DeviceFacts", "await_event", "cuda", "install", "on_device", "reason_against"]
+__all__ = [
+    "SPIN_S",
+    "Cuda",
+    "CudaError",
+    "DeviceFacts",
+    "await_event",
+    "cuda",
+    "install",
+    "naps",
+    "on_device",
+    "reason_against",
+]
 
 LEGACY_STREAM = 1
 """Handle of the legacy default stream (``cudaStreamLegacy``)."""
 
-_SPIN_S = 50e-6
-_SHORTEST_S, _LONGEST_S = 20e-6, 2e-3
+SPIN_S = 50e-6
+"""How long the host looks again and again for what the device is about to do."""
+_SHORTEST_S, _LONGEST_S = 20e-6, 1e-3
 
 
 class CudaError(DistBackendError):
@@ -195,15 +207,24 @@ def on_device(cuda: Cuda, device: int) -> Iterator[None]:
             cuda.set_device(before)
 
 
+def naps(spin: float = 0.0) -> Iterator[None]:
+    """Turns of waiting for a device: at once for ``spin`` seconds, then after naps that grow from 20 us to 1 ms."""
+    until = time.monotonic() + spin
+    yield
+    while time.monotonic() < until:
+        yield
+    nap = _SHORTEST_S
+    while True:
+        time.sleep(nap)
+        nap = min(1.3 * nap, _LONGEST_S)
+        yield
+
+
 def await_event(runtime: Cuda, event: int, deadline: float) -> bool:
     """Block the host until an event is done, at most until ``deadline`` (``time.monotonic()``); whether it is."""
-    started = time.monotonic()
-    nap = _SHORTEST_S
-    while not runtime.event_done(event):
-        now = time.monotonic()
-        if now >= deadline:
-            return runtime.event_done(event)
-        if now - started > _SPIN_S:
-            time.sleep(min(nap, max(0.0, deadline - now)))
-            nap = min(1.3 * nap, _LONGEST_S)
-    return True
+    for _ in naps(SPIN_S):
+        if runtime.event_done(event):
+            return True
+        if time.monotonic() >= deadline:
+            break
+    return runtime.event_done(event)

@@ -224,13 +224,13 @@ def shrink_group(
 ) -> ProcessGroup:
     """A group of those that are left of one; they all call this, and the excluded do not.
 
-    It may be made of a group that has failed: what is left of that is aborted here, and it should then be destroyed.
+    It may be made of a group that has failed, which should then be destroyed: what it was doing ended when it failed.
     NCCL shrinks the communicator where it can (2.27), else the survivors connect anew.
 
     Args:
         ranks_to_exclude: ranks *in the group*, at least one.
         group: None is the default group, which is not replaced.
-        shrink_flags: accepted for torch's sake; a failed group is always aborted.
+        shrink_flags: accepted for torch's sake; whether the group has failed is known without.
         pg_options: as for :func:`new_group`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def begin(backend: str | None, rank: int, world_size: int, patience: float) -> B
     Raises:
         BackendUnavailableError: MPI was asked for by name, and it does not know the other processes.
     """
-    by_name = backend not in (None, "", "undefined", "nccl")
+    by_name = "mpi" in re.split("[:,]", (backend or "").lower())
     found = _launcher()
     if found is None:
         by_mpi = launchers.mpi_alone_knows()

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import sys
 import tempfile
@@ -33,6 +34,8 @@ _FORMAT = 1
 _TIME = "%Y-%m-%d %H:%M:%S"
 _TELLING = ("UNICOLL_", "OMP_", "NCCL_", "OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "FI_", "UCX_", "GLOO_", "CUDA_")
 _SECRET = ("SECRET", "KEY", "TOKEN", "PASS")
+_FOLDERS = re.compile(r"(?<![\w/])/(?!/)(?:[^/:,;\s]+/)+")
+"""Where a path begins, up to its last part; not the slashes of a URL."""
 
 
 def machine() -> dict[str, Any]:
@@ -102,9 +105,9 @@ def device(rank: int, contenders: Sequence[Contender]) -> dict[str, Any]:
 
 
 def _environment() -> list[str]:
-    """The variables that change what is measured; no secrets."""
+    """The variables that change what is measured; no secrets, and of paths the last part only."""
     return [
-        f"{name}={value}"
+        f"{name}={_FOLDERS.sub('.../', value)}"
         for name, value in sorted(os.environ.items())
         if name.startswith(_TELLING) and not any(word in name.upper() for word in _SECRET)
     ]
