@@ -11,6 +11,7 @@ from unicoll.composites import merge_all_reduces
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.kernels import quiet_runner
 from unicoll.lane import Lane
+from unicoll.observe import inquest
 from unicoll.ops import OPS
 from unicoll.options import as_options
 from unicoll.work import Completion, HostCompletion
@@ -126,18 +127,8 @@ class GlooBackend(Backend):
         return way
 
     def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
-        context = self._context
         try:
-            team.fail(
-                GroupAbortedError(
-                    f"{context.who(context.rank)} failed in {call.describe()} #{call.seq} on group {context.name!r}:"
-                    f" {type(cause).__name__}: {cause}",
-                    group=context.name,
-                    rank=context.ranks[context.rank],
-                    op=call.op.name,
-                    seq=call.seq,
-                )
-            )
+            team.fail(inquest.failed(self._context, call, cause))
         except DistError:
             pass  # it is the others' error; here the cause itself is raised
 
@@ -150,9 +141,7 @@ class GlooBackend(Backend):
         return f"gloo{in_order} {self._way.words}"
 
     def abort(self, error: Exception) -> None:
-        cause = (
-            error if isinstance(error, DistError) else GroupAbortedError(str(error), group=self._context.name)
-        )
+        cause = inquest.aborted(self._context, error)
         self._error = self._error or cause
         if self._team is not None:
             self._team.abort(cause)

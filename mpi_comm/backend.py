@@ -10,6 +10,7 @@ from unicoll.composites import merge_all_reduces
 from unicoll.errors import DistArgumentError, DistBackendError, DistError, GroupAbortedError
 from unicoll.kernels import Quiet
 from unicoll.lane import Lane
+from unicoll.observe import inquest
 from unicoll.ops import OPS
 from unicoll.work import Completion, HostCompletion
 
@@ -142,18 +143,8 @@ class MPIBackend(Backend):
             return agreed
 
     def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
-        context = self.context
         try:
-            team.fail(
-                GroupAbortedError(
-                    f"{context.who(context.rank)} failed in {call.describe()} #{call.seq} on group {context.name!r}:"
-                    f" {type(cause).__name__}: {cause}",
-                    group=context.name,
-                    rank=context.ranks[context.rank],
-                    op=call.op.name,
-                    seq=call.seq,
-                )
-            )
+            team.fail(inquest.failed(self.context, call, cause))
         except DistError:
             pass  # it is the others' error; here the cause itself is raised
 
@@ -164,9 +155,7 @@ class MPIBackend(Backend):
         return f"mpi: {self.mpi.describe()}; every call is compared across ranks{crowded}"
 
     def abort(self, error: Exception) -> None:
-        cause = (
-            error if isinstance(error, DistError) else GroupAbortedError(str(error), group=self.context.name)
-        )
+        cause = inquest.aborted(self.context, error)
         self._error = self._error or cause
         if self.team is not None:
             self.team.abort(cause)

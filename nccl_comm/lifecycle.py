@@ -146,7 +146,7 @@ class Supervised(Backend):
         self.abort(error)
 
     def abort(self, error: Exception) -> None:
-        cause = error if isinstance(error, DistError) else GroupAbortedError(str(error), group=self.context.name)
+        cause = inquest.aborted(self.context, error)
         with self._ending_lock:
             if self.error is not None:
                 return

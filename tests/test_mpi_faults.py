@@ -16,7 +16,7 @@ import pytest
 import test_faults
 from calls import EVERYTHING
 from mpi_ranks import MpiJob, why_not
-from ranks import Pool, drawn_seed, pools
+from ranks import Pool, drawn_seed, joined, pools
 from worker import enter
 
 if why_not():
@@ -47,7 +47,7 @@ class _Lasting(MpiJob):
 
 @pytest.fixture(autouse=True)
 def _under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_faults, "Job", _Lasting)
+    monkeypatch.setattr(test_faults, "joined", partial(joined, start=_Lasting))
 
 
 @pytest.fixture(scope="module")

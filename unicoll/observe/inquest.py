@@ -10,13 +10,19 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CollectiveMismatchError, OperationTimeoutError, RankLostError
+from ..errors import (
+    CollectiveMismatchError,
+    DistError,
+    GroupAbortedError,
+    OperationTimeoutError,
+    RankLostError,
+)
 
 if TYPE_CHECKING:
     from ..backend import Context
     from ..call import Call
 
-__all__ = ["lost", "mismatch", "report", "timed_out", "where", "while_waiting"]
+__all__ = ["aborted", "failed", "lost", "mismatch", "report", "timed_out", "where", "while_waiting"]
 
 _SHOWN = 64
 """Ranks that an error lists at most."""
@@ -41,6 +47,23 @@ def lost(context: Context, call: Call, peer: int, why: str) -> RankLostError:
     if control is not None and rank < len(control.peers):
         error.host, error.pid = control.peers[rank]
     return error
+
+
+def failed(context: Context, call: Call, cause: BaseException) -> GroupAbortedError:
+    """What the other ranks are told when this one fails within a call by itself."""
+    return GroupAbortedError(
+        f"{context.who(context.rank)} failed in {call.describe()} #{call.seq} on group {context.name!r}:"
+        f" {type(cause).__name__}: {cause}",
+        group=context.name,
+        rank=context.ranks[context.rank],
+        op=call.op.name,
+        seq=call.seq,
+    )
+
+
+def aborted(context: Context, reason: Exception) -> DistError:
+    """Why a group was aborted, as one of our errors."""
+    return reason if isinstance(reason, DistError) else GroupAbortedError(str(reason), group=context.name)
 
 
 def mismatch(context: Context, call: Call, peer: int, seq: int) -> CollectiveMismatchError:
