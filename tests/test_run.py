@@ -22,9 +22,10 @@ from unicoll.run.output import Lines
 ROOT = Path(__file__).resolve().parents[1]
 BOUND = 60.0
 SECRET = "0123456789abcdef0123456789abcdef"
-# Whatever runs the tests may have had SIGINT ignored (a shell's background job), and that is inherited.
+# Whatever runs the tests may have had signals ignored (a shell's background job, nohup), and that is inherited.
 INTERRUPTIBLE = (
     "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "[signal.signal(n, signal.SIG_DFL) for n in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)]; "
     "sys.argv[0] = sys.executable; os.execv(sys.executable, sys.argv)"
 )
 

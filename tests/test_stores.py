@@ -23,6 +23,7 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.stores import FileStore, HashStore, PrefixStore, Store, TCPStore, wire
+from unicoll.stores import file as file_stores
 
 SECRET = Secret(b"s" * 32, "test")
 # Forking is what some of these tests are about.
@@ -629,6 +630,31 @@ def test_a_file_that_was_deleted_is_named(tmp_path: Path):
         os.unlink(store.path)
         with pytest.raises(StoreTimeoutError, match="deleted or replaced"):
             store.wait(["k"], 0.05)
+
+
+def test_a_file_that_its_last_user_removes_is_not_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "store")
+    last = FileStore(path, 1)
+    opened = file_stores._open_log
+    seen = []
+
+    def open_late(found: str) -> file_stores._Log:
+        log = opened(found)
+        last.close()  # between opening and being counted
+        seen.append(log)
+        return log
+
+    monkeypatch.setattr(file_stores, "_open_log", open_late)
+    with FileStore(path, 2) as store:
+        assert len(seen) == 2
+        store.set("k", "v")
+        with FileStore(path, 2) as other:
+            assert other.get("k") == b"v"
+        assert os.path.exists(path)
+    assert not os.path.exists(path)
+    assert not file_stores._logs
 
 
 @pytest.mark.parametrize("where", ["absent/store", "."])

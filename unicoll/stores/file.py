@@ -70,27 +70,39 @@ class _Log:
         """
         with self._locked(op in MUTATING):
             self._catch_up()
-            if op not in MUTATING:
-                return self._table.apply(op, fields)
-            try:
-                reply = self._table.apply(op, fields)
-                if self._table.touched:
-                    self._write(record)
-            finally:
-                self._table.touched.clear()
-            return reply
+            return self._change(op, fields, record) if op in MUTATING else self._table.apply(op, fields)
 
-    def count(self, key: bytes, amount: int) -> int:
-        """Adds to a number of the store's own."""
-        fields = (key, b"%d" % amount)
-        return int(self.run(Op.ADD, fields, pack_request(Op.ADD, fields))[0])
+    def enter(self) -> bool:
+        """Counts a user in, unless the file has been removed since it was opened: whether it has not."""
+        with self._locked(True):
+            self._catch_up()
+            if not self.in_place():
+                return False
+            self._count(_USERS, 1)
+            return True
 
     def leave(self, world_size: int) -> None:
         """Counts a user out, and removes the file with the last of ``world_size``."""
-        left = self.count(_LEFT, 1)
-        users = self.count(_USERS, 0)
-        if left >= max(users, world_size) and self.in_place():
-            os.unlink(self.path)
+        with self._locked(True):
+            self._catch_up()
+            left, users = self._count(_LEFT, 1), self._count(_USERS, 0)
+            if left >= max(users, world_size) and self.in_place():
+                os.unlink(self.path)
+
+    def _change(self, op: Op, fields: Sequence[bytes], record: bytes) -> Sequence[bytes]:
+        """Does an operation that may be written down; under the lock."""
+        try:
+            reply = self._table.apply(op, fields)
+            if self._table.touched:
+                self._write(record)
+        finally:
+            self._table.touched.clear()
+        return reply
+
+    def _count(self, key: bytes, amount: int) -> int:
+        """Adds to a number of the store's own; under the lock."""
+        fields = (key, b"%d" % amount)
+        return int(self._change(Op.ADD, fields, pack_request(Op.ADD, fields))[0])
 
     def in_place(self) -> bool:
         """Whether the path still leads to this file."""
@@ -289,9 +301,12 @@ class FileStore(RequestStore):
             raise DistTypeError(f"FileStore: world_size is an int, not {type(world_size).__name__}")
         if world_size == 0:
             raise DistArgumentError("FileStore: world_size is positive, or -1 for a number not fixed")
-        self._use(os.path.abspath(file_name), world_size)
-        if world_size > 0:
-            self._log.count(_USERS, 1)
+        path = os.path.abspath(file_name)
+        self._use(path, world_size)
+        while world_size > 0 and not self._log.enter():
+            self._finalizer.detach()
+            _close_log(self._log)
+            self._use(path, world_size)
 
     def _use(self, path: str, world_size: int) -> None:
         self._path = path
