@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from unicoll.options import CallOptions
 
 __all__ = [
     "AVG",
@@ -148,12 +150,32 @@ class Nccl(Protocol):
     def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int) -> int:
         """From 2.28; ``count`` is what each rank sends to each."""
 
-    def gather(
-        self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int
+    # --- the same with options for the call; from 2.31, all or none of them ---
+
+    def call_config(self, options: CallOptions) -> Any:
+        """``ncclCollConfig_t``, to be the last argument of the functions below; it may be used for many calls."""
+
+    def all_reduce_config(
+        self, send: int, recv: int, count: int, dtype: int, op: int, comm: int, stream: int, config: Any
     ) -> int: ...
-    def scatter(
-        self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int
+    def broadcast_config(
+        self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int, config: Any
     ) -> int: ...
+    def reduce_config(
+        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: int, stream: int, config: Any
+    ) -> int: ...
+    def all_gather_config(
+        self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int, config: Any
+    ) -> int: ...
+    def reduce_scatter_config(
+        self, send: int, recv: int, count: int, dtype: int, op: int, comm: int, stream: int, config: Any
+    ) -> int: ...
+    def all_to_all_config(
+        self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int, config: Any
+    ) -> int: ...
+
+    # --- operations that are made ---
+
     def premul_sum(self, factor: bytes, dtype: int, comm: int) -> tuple[int, int]:
         """ncclRedOpCreatePreMulSum with a factor in host memory, as the bytes of one element."""
 

@@ -16,7 +16,7 @@ from unicoll import streams
 from unicoll.backend import Call, Caps, Context
 from unicoll.errors import DistArgumentError
 from unicoll.ops import OPS
-from unicoll.options import as_options
+from unicoll.options import CallOptions, as_options
 from unicoll.streams import SPIN_S, naps, on_device
 from unicoll.types import DType, Reduction
 from unicoll.work import Completion
@@ -29,7 +29,8 @@ from .flights import Flight, StreamCompletion
 from .lifecycle import Supervised
 from .meeting import meet
 from .memory import DeviceArray, symmetric_array
-from .operations import OPERATIONS, barrier, batch
+from .operations import OPERATIONS, Ranks, barrier, batch
+from .tuning import Tuned, refuse_algorithm, refuse_options
 from .types import way
 
 __all__ = ["NCCLBackend"]
@@ -38,6 +39,8 @@ _SCRATCH = 512
 """Bytes of device memory for barriers."""
 _NOTHING = nullcontext()
 _MESSAGES = frozenset(("send", "recv"))
+_TUNED = 64
+"""Options of calls that a group remembers."""
 
 
 def _reduces(dtype: DType, reduction: Reduction) -> bool:
@@ -57,6 +60,7 @@ class NCCLBackend(Supervised):
         self.splits = False  # whether all members connected when the group was made, so that it can be split
         self._options = as_options(context.options)
         self._device = -1
+        self._tuned: dict[CallOptions, Tuned] = {}
         self._stream = self._scratch = self._before = 0
         self._sequence = 0
         if not connect:
@@ -206,13 +210,26 @@ class NCCLBackend(Supervised):
     def _issue(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
         """Call NCCL; the watchdog sees that somebody is in there."""
         first = calls[0]
+        told = comm if first.options is None else self._told(comm, first.options)  # one for all: they come together
         self._inside = first
         try:
-            code = OPERATIONS[first.op.name](comm, first, stream) if len(calls) == 1 else batch(comm, calls, stream)
+            code = OPERATIONS[first.op.name](told, first, stream) if len(calls) == 1 else batch(told, calls, stream)
             if code:
                 comm.settle(code, first, time.monotonic() + first.timeout)
         finally:
             self._inside = None
+
+    def _told(self, comm: Communicator, options: CallOptions) -> Tuned:
+        """The communicator, told a call's options."""
+        found = self._tuned.get(options)
+        if found is None:
+            if len(self._tuned) >= _TUNED:
+                self._tuned.clear()
+            found = self._tuned[options] = Tuned(comm, options)
+        return found
+
+    def refuse_options(self, options: CallOptions) -> None:
+        refuse_options(options, self.nccl)
 
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
         """Sends and receives of a batch are one group call, so that their order does not matter."""
@@ -243,6 +260,8 @@ class NCCLBackend(Supervised):
         return comm
 
     def _refuse(self, call: Call) -> None:
+        if call.options is not None:
+            refuse_algorithm(call, call.options, self.nccl.has("ncclAlltoAll"))
         if call.op.name not in _MESSAGES:
             return
         if call.peer < 0:
@@ -265,9 +284,10 @@ class NCCLBackend(Supervised):
 
     def _barrier(self, comm: Communicator, call: Call) -> Completion:
         """A barrier on the group's own stream; unlike with arrays, its ``wait()`` blocks the host."""
+        told: Ranks = comm if call.options is None else self._told(comm, call.options)
         self._inside = call
         try:
-            code = barrier(comm, self._scratch, self._stream)
+            code = barrier(told, self._scratch, self._stream)
             if code:
                 comm.settle(code, call, time.monotonic() + call.timeout)
         finally:

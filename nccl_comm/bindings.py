@@ -13,9 +13,10 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_void_p
 from typing import Any, NoReturn
 
 from unicoll.errors import DistBackendError
+from unicoll.options import CallOptions
 
 from .api import IN_PROGRESS, UNIQUE_ID_BYTES, Config, Slot
-from .structs import NO_COLOR, ConfigStruct, UniqueId, config_struct, version_text
+from .structs import NO_COLOR, ConfigStruct, UniqueId, call_config_struct, config_struct, version_text
 
 __all__ = ["DIRECT", "SIGNATURES", "Bindings"]
 
@@ -32,7 +33,7 @@ There all arguments can go as pointers, which ctypes converts in half the time t
 
 _out = POINTER(c_void_p)
 _config = POINTER(ConfigStruct)
-_comm = _stream = _ptr = c_void_p
+_comm = _stream = _ptr = _call_config = c_void_p
 
 SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetVersion": (POINTER(c_int),),
@@ -56,8 +57,12 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclSend": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
     "ncclRecv": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
     "ncclAlltoAll": (_ptr, _ptr, c_size_t, c_int, _comm, _stream),
-    "ncclGather": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream),
-    "ncclScatter": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream),
+    "ncclAllReduceConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
+    "ncclBroadcastConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
+    "ncclReduceConfig": (_ptr, _ptr, c_size_t, c_int, c_int, c_int, _comm, _stream, _call_config),
+    "ncclAllGatherConfig": (_ptr, _ptr, c_size_t, c_int, _comm, _stream, _call_config),
+    "ncclReduceScatterConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
+    "ncclAlltoAllConfig": (_ptr, _ptr, c_size_t, c_int, _comm, _stream, _call_config),
     "ncclRedOpCreatePreMulSum": (POINTER(c_int), c_void_p, c_int, c_int, _comm),
     "ncclRedOpDestroy": (c_int, _comm),
     "ncclMemAlloc": (_out, c_size_t),
@@ -81,8 +86,12 @@ DIRECT = {
     "send": "ncclSend",
     "recv": "ncclRecv",
     "all_to_all": "ncclAlltoAll",
-    "gather": "ncclGather",
-    "scatter": "ncclScatter",
+    "all_reduce_config": "ncclAllReduceConfig",
+    "broadcast_config": "ncclBroadcastConfig",
+    "reduce_config": "ncclReduceConfig",
+    "all_gather_config": "ncclAllGatherConfig",
+    "reduce_scatter_config": "ncclReduceScatterConfig",
+    "all_to_all_config": "ncclAlltoAllConfig",
     "redop_destroy": "ncclRedOpDestroy",
     "mem_free": "ncclMemFree",
     "window_deregister": "ncclCommWindowDeregister",
@@ -184,7 +193,11 @@ class Bindings:
         code: int = self._comm_revoke(comm, _REVOKE_DEFAULT)
         return code
 
-    # --- operations with a factor ---
+    # --- operations with options or a factor ---
+
+    def call_config(self, options: CallOptions) -> Any:
+        """``ncclCollConfig_t`` for the functions that take one, which read it before they return; from 2.31."""
+        return byref(call_config_struct(options, self.version))
 
     def premul_sum(self, factor: bytes, dtype: int, comm: int) -> tuple[int, int]:
         """An operation that multiplies by ``factor``, which NCCL reads before this returns, and sums."""

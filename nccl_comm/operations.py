@@ -3,6 +3,11 @@
 ``OPERATIONS[name](communicator, call, stream)`` answers NCCL's code. Lists of arrays become groups of broadcasts,
 reductions or messages, so sizes may differ by rank and nothing is copied. Moved data is bytes to NCCL. How an
 operation is done depends on nothing but what is equal on all ranks.
+
+So gather and scatter are messages with every version. NCCL 2.28 has ncclGather and ncclScatter, which want the root's
+arrays as one: the root alone knows whether its list lies so in memory, and all ranks have to call the same. Copying to
+and from such memory on the root would cost it world size times the array, a pass over that, and an order among all
+streams that use it, and gain nothing: NCCL takes the two apart into these very sends and receives.
 """
 
 from __future__ import annotations
@@ -13,14 +18,16 @@ from unicoll.backend import Call
 
 from .api import SUM
 from .communicator import Communicator
+from .tuning import Tuned
 from .types import BYTES, Way, way
 
 __all__ = ["OPERATIONS", "batch", "barrier"]
 
-Operation = Callable[[Communicator, Call, int], int]
+Ranks = Communicator | Tuned
+Operation = Callable[[Ranks, Call, int], int]
 
 
-def _way(c: Communicator, call: Call) -> tuple[Way, int]:
+def _way(c: Ranks, call: Call) -> tuple[Way, int]:
     """How the call's elements are reduced, and NCCL's operation."""
     assert call.reduce is not None
     dtype = (call.inputs or call.outputs)[0].dtype
@@ -29,7 +36,7 @@ def _way(c: Communicator, call: Call) -> tuple[Way, int]:
     return found, c.made_op(call, found.type) if found.made else found.op
 
 
-def _group(c: Communicator, calls: Iterable[Callable[[], int]]) -> int:
+def _group(c: Ranks, calls: Iterable[Callable[[], int]]) -> int:
     """Several calls as one; the first code that is none of success."""
     with c.group() as codes:
         if not codes:
@@ -40,7 +47,7 @@ def _group(c: Communicator, calls: Iterable[Callable[[], int]]) -> int:
 # --- reductions ---------------------------------------------------------------------------------------------------
 
 
-def _all_reduce(c: Communicator, call: Call, stream: int) -> int:
+def _all_reduce(c: Ranks, call: Call, stream: int) -> int:
     source, out = call.inputs[0], call.outputs[0]
     how, op = _way(c, call)
     if not source.count:
@@ -48,7 +55,7 @@ def _all_reduce(c: Communicator, call: Call, stream: int) -> int:
     return c.nccl.all_reduce(source.ptr, out.ptr, source.count * how.parts, how.type, op, c.handle, stream)
 
 
-def _reduce(c: Communicator, call: Call, stream: int) -> int:
+def _reduce(c: Ranks, call: Call, stream: int) -> int:
     source = call.inputs[0]
     out = call.outputs[0] if call.outputs else source  # elsewhere than at the root it is not written
     how, op = _way(c, call)
@@ -58,7 +65,7 @@ def _reduce(c: Communicator, call: Call, stream: int) -> int:
     return c.nccl.reduce(source.ptr, out.ptr, count, how.type, op, call.root, c.handle, stream)
 
 
-def _reduce_scatter_tensor(c: Communicator, call: Call, stream: int) -> int:
+def _reduce_scatter_tensor(c: Ranks, call: Call, stream: int) -> int:
     source, out = call.inputs[0], call.outputs[0]
     how, op = _way(c, call)
     if not out.count:
@@ -66,7 +73,7 @@ def _reduce_scatter_tensor(c: Communicator, call: Call, stream: int) -> int:
     return c.nccl.reduce_scatter(source.ptr, out.ptr, out.count * how.parts, how.type, op, c.handle, stream)
 
 
-def _reduce_scatter(c: Communicator, call: Call, stream: int) -> int:
+def _reduce_scatter(c: Ranks, call: Call, stream: int) -> int:
     out = call.outputs[0]
     how, op = _way(c, call)
 
@@ -82,21 +89,21 @@ def _reduce_scatter(c: Communicator, call: Call, stream: int) -> int:
 # --- moving -------------------------------------------------------------------------------------------------------
 
 
-def _broadcast(c: Communicator, call: Call, stream: int) -> int:
+def _broadcast(c: Ranks, call: Call, stream: int) -> int:
     buffer = call.inputs[0]
     if not buffer.count:
         return 0
     return c.nccl.broadcast(buffer.ptr, buffer.ptr, buffer.nbytes, BYTES, call.root, c.handle, stream)
 
 
-def _all_gather_into_tensor(c: Communicator, call: Call, stream: int) -> int:
+def _all_gather_into_tensor(c: Ranks, call: Call, stream: int) -> int:
     source, out = call.inputs[0], call.outputs[0]
     if not source.count:
         return 0
     return c.nccl.all_gather(source.ptr, out.ptr, source.nbytes, BYTES, c.handle, stream)
 
 
-def _all_gather(c: Communicator, call: Call, stream: int) -> int:
+def _all_gather(c: Ranks, call: Call, stream: int) -> int:
     source = call.inputs[0]
 
     def part(root: int) -> Callable[[], int]:
@@ -108,7 +115,7 @@ def _all_gather(c: Communicator, call: Call, stream: int) -> int:
 
 
 def _messages(
-    c: Communicator, stream: int, out: Iterable[tuple[int, int, int]], into: Iterable[tuple[int, int, int]]
+    c: Ranks, stream: int, out: Iterable[tuple[int, int, int]], into: Iterable[tuple[int, int, int]]
 ) -> int:
     """Sends and receives as one; each is an address, bytes and the other rank, which may be this one."""
     n = c.nccl
@@ -122,25 +129,25 @@ def _messages(
     return _group(c, [*(send(*m) for m in out if m[1]), *(recv(*m) for m in into if m[1])])
 
 
-def _gather(c: Communicator, call: Call, stream: int) -> int:
+def _gather(c: Ranks, call: Call, stream: int) -> int:
     source = call.inputs[0]
     into = [(b.ptr, b.nbytes, peer) for peer, b in enumerate(call.outputs)]
     return _messages(c, stream, [(source.ptr, source.nbytes, call.root)], into)
 
 
-def _scatter(c: Communicator, call: Call, stream: int) -> int:
+def _scatter(c: Ranks, call: Call, stream: int) -> int:
     target = call.outputs[0]
     out = [(b.ptr, b.nbytes, peer) for peer, b in enumerate(call.inputs)]
     return _messages(c, stream, out, [(target.ptr, target.nbytes, call.root)])
 
 
-def _all_to_all(c: Communicator, call: Call, stream: int) -> int:
+def _all_to_all(c: Ranks, call: Call, stream: int) -> int:
     out = [(b.ptr, b.nbytes, peer) for peer, b in enumerate(call.inputs)]
     into = [(b.ptr, b.nbytes, peer) for peer, b in enumerate(call.outputs)]
     return _messages(c, stream, out, into)
 
 
-def _all_to_all_single(c: Communicator, call: Call, stream: int) -> int:
+def _all_to_all_single(c: Ranks, call: Call, stream: int) -> int:
     source, target = call.inputs[0], call.outputs[0]
     item = source.dtype.itemsize
     if call.even and c.native_all_to_all:  # then no rank has given sizes
@@ -159,14 +166,14 @@ def _all_to_all_single(c: Communicator, call: Call, stream: int) -> int:
     return _messages(c, stream, parts(source.ptr, call.in_counts), parts(target.ptr, call.out_counts))
 
 
-def _send(c: Communicator, call: Call, stream: int) -> int:
+def _send(c: Ranks, call: Call, stream: int) -> int:
     buffer = call.inputs[0]
     if not buffer.count:
         return 0
     return c.nccl.send(buffer.ptr, buffer.nbytes, BYTES, call.peer, c.handle, stream)
 
 
-def _recv(c: Communicator, call: Call, stream: int) -> int:
+def _recv(c: Ranks, call: Call, stream: int) -> int:
     buffer = call.outputs[0]
     call.source = call.peer
     if not buffer.count:
@@ -174,7 +181,7 @@ def _recv(c: Communicator, call: Call, stream: int) -> int:
     return c.nccl.recv(buffer.ptr, buffer.nbytes, BYTES, call.peer, c.handle, stream)
 
 
-def barrier(c: Communicator, scratch: int, stream: int) -> int:
+def barrier(c: Ranks, scratch: int, stream: int) -> int:
     """One byte reduced over all ranks."""
     return c.nccl.all_reduce(scratch, scratch, 1, BYTES, SUM, c.handle, stream)
 
@@ -196,7 +203,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def batch(c: Communicator, calls: Iterable[Call], stream: int) -> int:
+def batch(c: Ranks, calls: Iterable[Call], stream: int) -> int:
     """Several operations as one group call."""
 
     def one(call: Call) -> Callable[[], int]:

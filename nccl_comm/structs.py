@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_uint
+from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
 from unicoll.errors import DistArgumentError
+from unicoll.options import CallOptions
 
 from .api import UNIQUE_ID_BYTES, Config
 
-__all__ = ["NEWEST", "NO_COLOR", "UNDEFINED", "ConfigStruct", "UniqueId", "config_struct", "version_text"]
+__all__ = [
+    "CALL_CONFIGS_SINCE", "NEWEST", "NO_COLOR", "UNDEFINED", "CallConfigStruct", "ConfigStruct", "UniqueId",
+    "call_config_struct", "config_struct", "version_text",
+]  # fmt: skip
 
 UNDEFINED = -(2**31)
 """NCCL_CONFIG_UNDEF_INT."""
@@ -21,14 +25,22 @@ NEWEST = 23203
 _MAGIC = 0xCAFEBEEF
 
 
+CALL_CONFIGS_SINCE = 23100
+"""The version that brought ``ncclCollConfig_t`` and the functions that take one."""
+_POLICIES = {"default": 0x00, "efficiency": 0x01, "zero": 0x02}
+"""NCCL_CTA_POLICY_*."""
+
+
 class UniqueId(ctypes.Structure):
     """ncclUniqueId; functions take it by value."""
 
     _fields_ = [("internal", c_ubyte * UNIQUE_ID_BYTES)]
 
 
+_Members = tuple[tuple[int, str, Any], ...]
+"""Members of a structure and the version that brought them; new ones only ever come at the end."""
 _HEAD: tuple[tuple[str, Any], ...] = (("size", c_size_t), ("magic", c_uint), ("version", c_uint))
-_MEMBERS: tuple[tuple[int, str, Any], ...] = (
+_MEMBERS: _Members = (
     (21700, "blocking", c_int),
     (21700, "cgaClusterSize", c_int),
     (21700, "minCTAs", c_int),
@@ -53,7 +65,18 @@ _MEMBERS: tuple[tuple[int, str, Any], ...] = (
     (23100, "hostCftMode", c_int),
     (23200, "nvlsHostMode", c_int),
 )
-"""Members and the version that brought them; new ones only ever come at the end."""
+_CALL_MEMBERS: _Members = (
+    (23100, "ext", c_void_p),
+    (23100, "minCTAs", c_int),
+    (23100, "maxCTAs", c_int),
+    (23100, "nvlsCTAs", c_int),
+    (23100, "cgaClusterSize", c_int),
+    (23100, "algSelection", c_char_p),
+    (23100, "forceAlgSelection", c_int),
+    (23100, "CTAPolicy", c_int),
+    (23100, "userProfilerTag", c_uint64),
+    (23200, "launchCompletionEvent", c_void_p),
+)
 
 
 class ConfigStruct(ctypes.Structure):
@@ -61,6 +84,12 @@ class ConfigStruct(ctypes.Structure):
 
     _fields_ = [*_HEAD, *((name, kind) for _, name, kind in _MEMBERS)]
     since: ClassVar[dict[str, int]] = {name: version for version, name, _ in _MEMBERS}
+
+
+class CallConfigStruct(ctypes.Structure):
+    """ncclCollConfig_t of the newest version."""
+
+    _fields_ = [*_HEAD, *((name, kind) for _, name, kind in _CALL_MEMBERS)]
 
 
 _kept: dict[str, bytes] = {}
@@ -73,7 +102,7 @@ def config_struct(config: Config, version: int) -> ConfigStruct:
     Raises:
         DistArgumentError: the library is too old for something that was asked for.
     """
-    made = ConfigStruct(size=_size(version), magic=_MAGIC, version=min(version, NEWEST))
+    made = ConfigStruct(size=_size(_MEMBERS, version), magic=_MAGIC, version=min(version, NEWEST))
     for _, name, kind in _MEMBERS:
         if kind is c_int:
             setattr(made, name, UNDEFINED)
@@ -96,6 +125,25 @@ def config_struct(config: Config, version: int) -> ConfigStruct:
     return made
 
 
+def call_config_struct(options: CallOptions, version: int) -> CallConfigStruct:
+    """What a library of a version is to be told for a call."""
+    made = CallConfigStruct(size=_size(_CALL_MEMBERS, version), magic=_MAGIC, version=min(version, NEWEST))
+    numbers = {
+        "minCTAs": options.min_ctas,
+        "maxCTAs": options.max_ctas,
+        "nvlsCTAs": options.nvls_ctas,
+        "cgaClusterSize": options.cga_cluster_size,
+        "CTAPolicy": None if options.cta_policy is None else _POLICIES[options.cta_policy],
+    }
+    for name, value in numbers.items():
+        setattr(made, name, UNDEFINED if value is None else value)
+    made.forceAlgSelection = int(options.force_algorithm is not False)
+    made.userProfilerTag = options.profiler_tag or 0
+    if options.algorithm is not None:
+        made.algSelection = _keep(options.algorithm)
+    return made
+
+
 def version_text(version: int) -> str:
     """``"2.30.7"`` of 23007."""
     hundreds, patch = divmod(version, 100)
@@ -115,7 +163,7 @@ def _keep(name: str) -> bytes:
     return _kept.setdefault(name, name.encode())
 
 
-def _size(version: int) -> int:
-    """``sizeof(ncclConfig_t)`` in the header of a version."""
-    kinds = [*_HEAD, *((name, kind) for since, name, kind in _MEMBERS if since <= version)]
+def _size(members: _Members, version: int) -> int:
+    """``sizeof`` a structure in the header of a version."""
+    kinds = [*_HEAD, *((name, kind) for since, name, kind in members if since <= version)]
     return ctypes.sizeof(type("_Config", (ctypes.Structure,), {"_fields_": kinds}))

@@ -55,6 +55,8 @@ class Case:
 
 # --- groups -------------------------------------------------------------------------------------------------
 
+USING: dict[str, Any] = {}
+"""Options with which this rank does its calls."""
 _groups: dict[tuple[int, ...], Any] = {}
 
 
@@ -67,6 +69,11 @@ def members(case: Case, size: int) -> tuple[int, ...]:
 
 
 def _group(ranks: tuple[int, ...]) -> Any:
+    found = _plain_group(ranks)
+    return (found or dist.group.WORLD).using(**USING) if USING else found
+
+
+def _plain_group(ranks: tuple[int, ...]) -> Any:
     if len(ranks) == dist.get_world_size() and ranks == tuple(sorted(ranks)):
         return None
     if ranks not in _groups:

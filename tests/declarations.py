@@ -33,10 +33,20 @@ ncclResult_t ncclRecv(void* recvbuff, size_t count, ncclDataType_t datatype, int
                       cudaStream_t stream);
 ncclResult_t ncclAlltoAll(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, ncclComm_t comm,
                           cudaStream_t stream);
-ncclResult_t ncclGather(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
-                        ncclComm_t comm, cudaStream_t stream);
-ncclResult_t ncclScatter(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
-                         ncclComm_t comm, cudaStream_t stream);
+ncclResult_t ncclAllReduceConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                                 ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config);
+ncclResult_t ncclBroadcastConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype, int root,
+                                 ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config);
+ncclResult_t ncclReduceConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                              ncclRedOp_t op, int root, ncclComm_t comm, cudaStream_t stream,
+                              const ncclCollConfig_t* config);
+ncclResult_t ncclAllGatherConfig(const void* sendbuff, void* recvbuff, size_t sendcount, ncclDataType_t datatype,
+                                 ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config);
+ncclResult_t ncclReduceScatterConfig(const void* sendbuff, void* recvbuff, size_t recvcount, ncclDataType_t datatype,
+                                     ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream,
+                                     const ncclCollConfig_t* config);
+ncclResult_t ncclAlltoAllConfig(const void* sendbuff, void* recvbuff, size_t count, ncclDataType_t datatype,
+                                ncclComm_t comm, cudaStream_t stream, const ncclCollConfig_t* config);
 ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* op, void* scalar, ncclDataType_t datatype,
                                       ncclScalarResidence_t residence, ncclComm_t comm);
 ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t comm);
@@ -53,9 +63,13 @@ NCCL_SINCE = {
     "ncclCommWindowRegister": 22700,
     "ncclCommWindowDeregister": 22700,
     "ncclAlltoAll": 22800,
-    "ncclGather": 22800,
-    "ncclScatter": 22800,
     "ncclCommRevoke": 22807,
+    "ncclAllReduceConfig": 23100,
+    "ncclBroadcastConfig": 23100,
+    "ncclReduceConfig": 23100,
+    "ncclAllGatherConfig": 23100,
+    "ncclReduceScatterConfig": 23100,
+    "ncclAlltoAllConfig": 23100,
 }
 """Functions that 2.18 lacks, and the version that brought them."""
 
@@ -64,6 +78,9 @@ NCCL_CONFIG_BYTES = {
     22809: 80, 22907: 88, 23007: 96, 23102: 112, 23203: 120,
 }  # fmt: skip
 """``sizeof(ncclConfig_t)`` as compiled from the headers."""
+
+NCCL_CALL_CONFIG_BYTES = {23102: 64, 23203: 72}
+"""``sizeof(ncclCollConfig_t)``."""
 
 NCCL_CODES = {
     "ncclSuccess": 0, "ncclUnhandledCudaError": 1, "ncclSystemError": 2, "ncclInternalError": 3,

@@ -28,6 +28,7 @@ from nccl_comm import api
 from nccl_comm.api import IN_PROGRESS, SUCCESS, Config, Nccl
 from nccl_comm.errors import error_for
 from unicoll.errors import DistArgumentError
+from unicoll.options import CallOptions
 from unicoll.streams import Cuda, await_event
 
 PATIENCE_S = 60.0
@@ -271,8 +272,6 @@ def moves_of_one_rank_are_copies(b: Bench) -> None:
         "ncclBroadcast": lambda s, t, c: n.broadcast(s, t, COUNT, F32, 0, c, b.stream),
         "ncclAllGather": lambda s, t, c: n.all_gather(s, t, COUNT, F32, c, b.stream),
         "ncclAlltoAll": lambda s, t, c: n.all_to_all(s, t, COUNT, F32, c, b.stream),
-        "ncclGather": lambda s, t, c: n.gather(s, t, COUNT, F32, 0, c, b.stream),
-        "ncclScatter": lambda s, t, c: n.scatter(s, t, COUNT, F32, 0, c, b.stream),
     }
     with b.communicator() as comm:
         source = b.up(values)
@@ -302,6 +301,33 @@ def factors_are_multiplied_in(b: Bench) -> None:
             b.settle(comm, b.nccl.all_reduce(source, target, COUNT, code, op, comm, b.stream), "premul_sum")
             assert np.array_equal(b.down(target, dtype), 2.5 * values)
             assert b.nccl.redop_destroy(op, comm) == SUCCESS
+
+
+def calls_can_have_options(b: Bench) -> None:
+    """Every function that takes some, with hints; an algorithm that there is not is passed over on request."""
+    n = b.nccl
+    if not n.has("ncclAllReduceConfig"):
+        return
+    values = np.arange(COUNT, dtype=np.float32)
+    config = n.call_config(CallOptions(min_ctas=1, max_ctas=2, cta_policy="default", profiler_tag=7))
+    calls: dict[str, Callable[[int, int, int, Any], int]] = {
+        "all_reduce": lambda s, t, c, o: n.all_reduce_config(s, t, COUNT, F32, api.SUM, c, b.stream, o),
+        "broadcast": lambda s, t, c, o: n.broadcast_config(s, t, COUNT, F32, 0, c, b.stream, o),
+        "reduce": lambda s, t, c, o: n.reduce_config(s, t, COUNT, F32, api.SUM, 0, c, b.stream, o),
+        "all_gather": lambda s, t, c, o: n.all_gather_config(s, t, COUNT, F32, c, b.stream, o),
+        "reduce_scatter": lambda s, t, c, o: n.reduce_scatter_config(s, t, COUNT, F32, api.SUM, c, b.stream, o),
+        "all_to_all": lambda s, t, c, o: n.all_to_all_config(s, t, COUNT, F32, c, b.stream, o),
+    }
+    with b.communicator() as comm:
+        source = b.up(values)
+        for name, call in calls.items():
+            target = b.up(np.zeros_like(values))
+            b.settle(comm, call(source, target, comm, config), name)
+            assert np.array_equal(b.down(target, np.float32), values), name
+        anything = n.call_config(CallOptions(algorithm="no such algorithm", force_algorithm=False))
+        target = b.up(np.zeros_like(values))
+        b.settle(comm, calls["all_reduce"](source, target, comm, anything), "all_reduce")
+        assert np.array_equal(b.down(target, np.float32), values)
 
 
 def a_communicator_can_be_split(b: Bench) -> None:
@@ -374,6 +400,7 @@ CHECKS: list[Callable[[Bench], None]] = [
     all_element_types_are_reduced,
     moves_of_one_rank_are_copies,
     factors_are_multiplied_in,
+    calls_can_have_options,
     a_communicator_can_be_split,
     nccls_memory_can_be_registered,
     what_is_wrong_is_refused_in_words,

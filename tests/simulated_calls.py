@@ -19,7 +19,7 @@ __all__ = ["Calls", "Refused", "Slot"]
 
 _SINCE = {
     "ncclCommRevoke": 22807, "ncclCommShrink": 22700, "ncclCommWindowRegister": 22700,
-    "ncclCommWindowDeregister": 22700, "ncclAlltoAll": 22800, "ncclGather": 22800, "ncclScatter": 22800,
+    "ncclCommWindowDeregister": 22700, "ncclAlltoAll": 22800, "ncclAllReduceConfig": 23100,
     "ncclCommFinalize": 21800, "ncclCommSplit": 21800, "ncclRedOpCreatePreMulSum": 21100, "ncclRedOpDestroy": 21100,
     "ncclMemAlloc": 21900, "ncclMemFree": 21900, "ncclGetLastError": 21300, "ncclCommInitRankConfig": 21700,
 }  # fmt: skip

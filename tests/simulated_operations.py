@@ -12,12 +12,18 @@ from simulated_reduce import NAMES, PREMUL_SUM, REDUCING, Signature, element
 from simulated_streams import Range, Stream
 
 from nccl_comm.api import IN_PROGRESS, SUCCESS
+from unicoll.options import CallOptions
 
 __all__ = ["Operations"]
 
 _FP8_SINCE = 22400
 _FIRST_FP8 = 10
 _BUILT_IN_OPS = 5
+_RING = frozenset(("ring",))
+_ALGORITHMS = {
+    "all_reduce": _RING | {"tree"}, "broadcast": _RING, "reduce": _RING, "all_gather": _RING, "reduce_scatter": _RING,
+}  # fmt: skip
+"""What a GPU without NVLink and switches has; there are none for an all_to_all, which is messages."""
 
 
 class _Group(threading.local):
@@ -137,6 +143,7 @@ class Operations(Calls):
         stream: int,
         op: int = 0,
         root: int = 0,
+        options: CallOptions | None = None,
     ) -> int:
         def prepare(found: Communicator) -> Task | None:
             size = self._element(dtype)
@@ -152,7 +159,7 @@ class Operations(Calls):
                 target,
                 self._range(found, "send", send, gives * count * size),
                 self._range(found, "receive", recv, gets * count * size),
-                Signature(kind, count, dtype, code, root),
+                Signature(kind, count, dtype, code, root, options),
                 factor,
             )
 
@@ -193,13 +200,50 @@ class Operations(Calls):
         self._needs("ncclAlltoAll")
         return self._collective("all_to_all", send, recv, count, dtype, comm, stream)
 
-    def gather(self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int) -> int:
-        self._needs("ncclGather")
-        return self._collective("gather", send, recv, count, dtype, comm, stream, root=root)
+    # --- with options for the call ---
 
-    def scatter(self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int) -> int:
-        self._needs("ncclScatter")
-        return self._collective("scatter", send, recv, count, dtype, comm, stream, root=root)
+    def call_config(self, options: CallOptions) -> CallOptions:
+        self._needs("ncclAllReduceConfig")
+        return options
+
+    def all_reduce_config(
+        self, send: int, recv: int, count: int, dtype: int, op: int, comm: int, stream: int, config: Any
+    ) -> int:
+        return self._told("all_reduce", config, send, recv, count, dtype, comm, stream, op)
+
+    def broadcast_config(
+        self, send: int, recv: int, count: int, dtype: int, root: int, comm: int, stream: int, config: Any
+    ) -> int:
+        return self._told("broadcast", config, send, recv, count, dtype, comm, stream, root=root)
+
+    def reduce_config(
+        self, send: int, recv: int, count: int, dtype: int, op: int, root: int, comm: int, stream: int, config: Any
+    ) -> int:
+        return self._told("reduce", config, send, recv, count, dtype, comm, stream, op, root)
+
+    def all_gather_config(
+        self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int, config: Any
+    ) -> int:
+        return self._told("all_gather", config, send, recv, count, dtype, comm, stream)
+
+    def reduce_scatter_config(
+        self, send: int, recv: int, count: int, dtype: int, op: int, comm: int, stream: int, config: Any
+    ) -> int:
+        return self._told("reduce_scatter", config, send, recv, count, dtype, comm, stream, op)
+
+    def all_to_all_config(
+        self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int, config: Any
+    ) -> int:
+        return self._told("all_to_all", config, send, recv, count, dtype, comm, stream)
+
+    def _told(self, kind: str, options: CallOptions, *arguments: int, **more: int) -> int:
+        """A collective with options, which NCCL looks at before anything else; a refusal spoils no group call."""
+        self._needs("ncclAllReduceConfig")
+        allowed = _chosen(options.algorithm) & _ALGORITHMS.get(kind, frozenset())
+        if options.algorithm is not None and options.force_algorithm is not False and not allowed:
+            self._last_error = f"algSelection {options.algorithm!r}: nothing of it can be used for {kind}"
+            return Result.INVALID_ARGUMENT
+        return self._collective(kind, *arguments, **more, options=options)
 
     def _message(self, kind: str, ptr: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
         def prepare(found: Communicator) -> Task:
@@ -300,6 +344,14 @@ class Operations(Calls):
         return self._call(deregister)
 
 
+def _chosen(selection: str | None) -> frozenset[str]:
+    """The algorithms that a selection leaves: ``"ring,tree"``, or ``"^ring"`` for all others; any case."""
+    everything = frozenset(("ring", "tree", "collnetdirect", "collnetchain", "nvls", "nvlstree", "pat"))
+    words = (selection or "").lower()
+    named = frozenset(words.removeprefix("^").split(","))
+    return everything - named if words.startswith("^") else everything & named
+
+
 def _shares(kind: str, size: int, is_root: bool) -> tuple[int, int]:
     """How many times ``count`` elements a rank gives and gets."""
     return {
@@ -309,6 +361,4 @@ def _shares(kind: str, size: int, is_root: bool) -> tuple[int, int]:
         "all_gather": (1, size),
         "reduce_scatter": (size, 1),
         "all_to_all": (size, size),
-        "gather": (1, size if is_root else 0),
-        "scatter": (size if is_root else 0, 1),
     }[kind]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import cases
 import simulated_arrays
 import worker
 from ranks import Job
@@ -36,6 +37,7 @@ class Settings:
             another one for each. "shared": all ranks see the same one device.
         own_stream: whether the current stream of a rank is one of its own, which the legacy one does not wait for.
         backend: with which the ranks join.
+        using: options with which cases of the conformance suite do their calls, as (name, value) pairs.
         bound: whether they give their device as ``device_id`` when they join.
     """
 
@@ -47,6 +49,7 @@ class Settings:
     devices: str = "own"
     own_stream: bool = False
     backend: str | None = "cpu:gloo,cuda:nccl"
+    using: tuple[tuple[str, Any], ...] = ()
     bound: bool = False
 
 
@@ -111,6 +114,7 @@ def prepare(settings: Settings) -> None:
     rank, size = worker.place()
     install(settings, rank, size)
     worker.BACKEND = settings.backend
+    cases.USING = dict(settings.using)
     if settings.bound:
         worker.DEVICE = rank
     worker.start_here(complaints)

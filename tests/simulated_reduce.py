@@ -10,6 +10,7 @@ import numpy as np
 
 from nccl_comm import api
 from unicoll.kernels import Quiet, kernel_for
+from unicoll.options import CallOptions
 from unicoll.types import BY_NAME, ReduceOp
 
 __all__ = ["NAMES", "REDUCING", "Signature", "element", "results"]
@@ -36,6 +37,7 @@ class Signature:
         dtype: ncclDataType_t.
         op: ncclRedOp_t; -1 for a pre-multiplied sum, 0 where nothing is reduced.
         root: 0 where there is none.
+        options: of this call, or None.
     """
 
     kind: str
@@ -43,10 +45,12 @@ class Signature:
     dtype: int
     op: int = 0
     root: int = 0
+    options: CallOptions | None = None
 
     def __str__(self) -> str:
         what = f"{self.kind}({self.count} {NAMES[self.dtype]}"
-        return what + (f", op {self.op}" if self.kind in REDUCING else "") + f", root {self.root})"
+        told = f", {self.options}" if self.options is not None else ""
+        return what + (f", op {self.op}" if self.kind in REDUCING else "") + f", root {self.root}{told})"
 
 
 def element(dtype: int) -> np.dtype[Any]:
@@ -65,10 +69,6 @@ def results(signature: Signature, given: Sequence[Given]) -> list[bytes]:
     if kind == "all_gather":
         whole = b"".join(sent)
         return [whole for _ in ranks]
-    if kind == "gather":
-        return [b"".join(sent) if r == root else b"" for r in ranks]
-    if kind == "scatter":
-        return [sent[root][r * size : (r + 1) * size] for r in ranks]
     if kind == "all_to_all":
         return [b"".join(s[r * size : (r + 1) * size] for s in sent) for r in ranks]
     total = _reduced(signature, given)

@@ -29,7 +29,7 @@ broadcast_object_list all_gather_object gather_object scatter_object_list
 """)
 OTHER_NAMES = words("""
 Backend GroupMember P2POp ReduceOp Work Store TCPStore FileStore HashStore PrefixStore DeviceMesh ProcessGroup
-DistError DistBackendError DistNetworkError DistStoreError group reduce_op default_pg_timeout
+DistError DistBackendError DistNetworkError DistStoreError group reduce_op default_pg_timeout CallOptions
 """)
 OURS = words("""
 broadcast_coalesced all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced spawn explain

@@ -97,3 +97,18 @@ class TestAnyOrder(_Simulated):
         settings = {"policy": "random", "seed": seed, "prompt": True, "own_stream": True}
         with pools(partial(SimulatedJob, version=cls.version, **settings)) as made:
             yield made
+
+
+class TestWithOptions(_Simulated):
+    """Every call has options of its own, which all ranks have to give alike; with the newest NCCL."""
+
+    version = 23203
+    sample = 5
+    turn = 3
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        using = (("max_ctas", 4), ("algorithm", "ring"), ("force_algorithm", False))
+        with pools(partial(SimulatedJob, version=cls.version, using=using)) as made:
+            yield made

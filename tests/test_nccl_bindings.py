@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
-from declarations import NCCL, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
+from declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
 from ranks import ROOT, environment
 from simulated_cuda import Simulation
 
@@ -26,6 +26,7 @@ from nccl_comm import api, bindings, errors, library, structs
 from nccl_comm.bindings import DIRECT, SIGNATURES, Bindings
 from unicoll import errors as tree
 from unicoll import outlook, streams
+from unicoll.options import CallOptions
 from unicoll.streams import CudaError
 
 DECLARED = parse(NCCL)
@@ -233,6 +234,35 @@ def test_a_factor_is_read_while_the_call_runs() -> None:
     assert read == [(b"12345678", 8, 1, COMM)]
 
 
+@pytest.mark.parametrize("name", sorted(n for n in DIRECT if n.endswith("_config")))
+def test_options_of_a_call_arrive_as_nccls_structure(name: str) -> None:
+    made, nccl = bound()
+    symbol = DIRECT[name]
+    seen: list[dict[str, Any]] = []
+
+    def answer(*arguments: int) -> int:
+        found = structs.CallConfigStruct.from_address(arguments[-1])
+        seen.append({member: getattr(found, member) for member, *_ in structs.CallConfigStruct._fields_})
+        return 0
+
+    made.answers[symbol] = answer
+    rest = [1] * (len(DECLARED[symbol].types) - 1)
+    options = CallOptions(min_ctas=2, max_ctas=8, nvls_ctas=3, cga_cluster_size=1, algorithm="ring,tree",
+                          force_algorithm=False, cta_policy="zero", profiler_tag=(1 << 63) - 1)  # fmt: skip
+    for told in (options, CallOptions()):
+        assert getattr(nccl, name)(*rest, nccl.call_config(told)) == 0
+    given, left = seen
+    assert (given["size"], given["magic"], given["version"]) == (72, 0xCAFEBEEF, structs.NEWEST)
+    assert (given["minCTAs"], given["maxCTAs"], given["nvlsCTAs"], given["cgaClusterSize"]) == (2, 8, 3, 1)
+    assert (given["algSelection"], given["forceAlgSelection"], given["CTAPolicy"]) == (b"ring,tree", 0, 2)
+    assert given["userProfilerTag"] == (1 << 63) - 1
+    assert (given["ext"], given["launchCompletionEvent"]) == (None, None)
+    assert {n for n, v in left.items() if v == structs.UNDEFINED} == {
+        "minCTAs", "maxCTAs", "nvlsCTAs", "cgaClusterSize", "CTAPolicy"
+    }  # fmt: skip
+    assert (left["algSelection"], left["forceAlgSelection"], left["userProfilerTag"]) == (None, 1, 0)
+
+
 def test_the_last_error_is_text() -> None:
     made, nccl = bound()
     text = ctypes.create_string_buffer("Fehler \u00fcberall\n".encode())
@@ -261,6 +291,13 @@ def test_the_config_is_as_large_as_the_version_has_it(version: int, nbytes: int)
     told = structs.config_struct(api.Config(), version)
     assert (told.size, told.version) == (nbytes, version)
     assert nbytes <= ctypes.sizeof(structs.ConfigStruct)
+
+
+@pytest.mark.parametrize(("version", "nbytes"), sorted(NCCL_CALL_CONFIG_BYTES.items()))
+def test_the_options_of_a_call_are_as_large_as_the_version_has_them(version: int, nbytes: int) -> None:
+    told = structs.call_config_struct(CallOptions(), version)
+    assert (told.size, told.version) == (nbytes, version)
+    assert nbytes <= ctypes.sizeof(structs.CallConfigStruct)
 
 
 def test_a_library_newer_than_all_known_is_told_the_newest_known() -> None:
@@ -474,6 +511,29 @@ def test_the_config_has_the_headers_members() -> None:
     assert [name for _, name in members] == ours[: len(members)]
 
 
+@with_header
+def test_the_options_of_a_call_have_the_headers_members_and_defaults() -> None:
+    assert HEADER is not None
+    text = HEADER.read_text()
+    found = re.search(r"typedef struct ncclCollConfig_v\d+ \{(.*?)\} ncclCollConfig_t;", text, flags=re.S)
+    initial = re.search(r"define NCCL_COLLCONFIG_INITIALIZER \{(.*?)\n\}", text, flags=re.S)
+    if found is None:
+        pytest.skip("this header is older than 2.31")
+    assert initial is not None
+    plain = re.sub(r"/\*.*?\*/", "", found[1], flags=re.S)
+    members = re.findall(r"^ *(?:const )?([\w ]+?) *\*? *(\w+);", plain, flags=re.M)
+    ours = [name for name, *_ in structs.CallConfigStruct._fields_]
+    assert [name for _, name in members] == ours[: len(members)]
+    values = re.findall(r"^ *(\w+|sizeof\(\w+\)), ", initial[1], flags=re.M)
+    by_word = {"NCCL_CONFIG_UNDEF_INT": structs.UNDEFINED, "NCCL_CONFIG_UNDEF_PTR": None, "0": 0, "1": 1}
+    told = structs.call_config_struct(CallOptions(), structs.NEWEST)
+    assert len(values) == len(members)
+    for name, value in list(zip(ours, values, strict=False))[3:]:
+        assert getattr(told, name) == by_word[value], name
+    policies = dict(re.findall(r"#define NCCL_CTA_POLICY_(\w+) (0x\d+)", text))
+    assert {name.lower(): int(code, 16) for name, code in policies.items()} == structs._POLICIES
+
+
 REAL = isinstance(header("nccl/lib/libnccl.so.2"), Path)
 with_library = pytest.mark.skipif(not REAL, reason="libnccl is not here (pip install nvidia-nccl-cu12)")
 
@@ -527,3 +587,22 @@ def test_the_real_library_fails_without_a_gpu_and_comes_back() -> None:
         " 'CUDA' in nccl.last_error() or 'Cuda' in nccl.last_error())"
     )
     assert out.split() == ["CudaError", "None", "True"]
+
+
+@with_library
+def test_the_real_library_reads_the_options_of_a_call_where_we_put_them() -> None:
+    out = ask(
+        "import ctypes\nfrom nccl_comm import structs\nfrom unicoll.options import CallOptions\n"
+        "if not nccl.has('ncclAllReduceConfig'):\n    print('it is older than 2.31')\n    raise SystemExit\n"
+        "def tell(**wrong):\n"
+        "    told = structs.call_config_struct(CallOptions(max_ctas=4, algorithm='ring'), nccl.version)\n"
+        "    for name, value in wrong.items():\n        setattr(told, name, value)\n"
+        "    print(nccl.all_reduce_config(0, 0, 1, 7, 0, 0, 0, ctypes.byref(told)), nccl.last_error())\n"
+        "tell()\ntell(forceAlgSelection=7)\ntell(CTAPolicy=9)\n"
+    )
+    if "older" in out:
+        pytest.skip(out.strip())
+    fine, force, policy = out.strip().split("\n")
+    assert fine == "4 AllReduce : comm argument is NULL"  # the options are past, the next argument is wrong
+    assert "forceAlgSelection=7" in force
+    assert "CTAPolicy=9" in policy

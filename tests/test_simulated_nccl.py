@@ -18,6 +18,7 @@ from simulated_cuda import Simulation
 from simulated_nccl import Result, SimulatedNccl
 
 from nccl_comm.api import AVG, DATA_TYPES, IN_PROGRESS, MAX, SUCCESS, SUM, Config
+from unicoll.options import CallOptions
 from unicoll.streams import CudaError
 
 PATIENCE_S = 20.0
@@ -141,8 +142,6 @@ _OPERATIONS: dict[str, tuple[tuple[int, int], dict[str, int], Callable[[list[Any
         (6, 2), {"op": AVG}, lambda x: [[sum(y[2 * r + i] for y in x) / 3 for i in (0, 1)] for r in _RANKS]
     ),
     "all_to_all": ((6, 6), {}, lambda x: [[v for y in x for v in y[2 * r : 2 * r + 2]] for r in _RANKS]),
-    "gather": ((2, 6), {"root": 1}, lambda x: [None, x[0] + x[1] + x[2], None]),
-    "scatter": ((6, 2), {"root": 0}, lambda x: [x[0][2 * r : 2 * r + 2] for r in _RANKS]),
 }  # fmt: skip
 
 
@@ -159,6 +158,48 @@ def test_what_each_operation_gives(world: Callable[..., World], kind: str) -> No
     assert w.read(receives) == wanted
     assert w.read(sends) == given
     assert w.sim.faults == []
+
+
+@pytest.mark.parametrize("kind", _OPERATIONS)
+def test_each_operation_takes_options(world: Callable[..., World], kind: str) -> None:
+    w = world(3, blocking=True, version=23203)
+    (gives, gets), more, expected = _OPERATIONS[kind]
+    given = [[float(10 * r + i) for i in range(gives)] for r in _RANKS]
+    sends, receives = w.arrays(*given), w.arrays(*[[-1.0] * gets for _ in _RANKS])
+    config = w.nccl.call_config(CallOptions(max_ctas=4))
+    for r in _RANKS:
+        args = {"count": 2, "dtype": F64, **more, "comm": w.comms[r], "stream": w.streams[r], "config": config}
+        assert getattr(w.nccl, f"{kind}_config")(sends[r].ptr, receives[r].ptr, **args) == SUCCESS
+    assert w.read(receives) == [[-1.0] * gets if e is None else e for e in expected(given)]
+    assert w.nccl.machine.mismatches == []
+
+
+def test_options_that_differ_by_rank_do_not_match(world: Callable[..., World]) -> None:
+    w = world(2, blocking=True, version=23203)
+    xs = w.arrays([1.0], [2.0])
+    for r, ctas in enumerate((4, 8)):
+        config = w.nccl.call_config(CallOptions(max_ctas=ctas))
+        code = w.nccl.all_reduce_config(xs[r].ptr, xs[r].ptr, 1, F64, SUM, w.comms[r], w.streams[r], config)
+        assert code == SUCCESS
+    eventually(lambda: w.nccl.machine.mismatches)
+    assert "max_ctas=4" in w.nccl.machine.mismatches[0]
+    assert "max_ctas=8" in w.nccl.machine.mismatches[0]
+
+
+def test_an_algorithm_that_cannot_be_kept_is_refused_and_spoils_nothing(world: Callable[..., World]) -> None:
+    w = world(1, blocking=False, version=23203)
+    (x,), (comm,), (stream,) = w.arrays([5.0]), w.comms, w.streams
+    told = {"all_reduce": "nvls", "broadcast": "tree", "all_to_all": "ring"}
+    for kind, algorithm in told.items():
+        _, more, _ = _OPERATIONS[kind]
+        rest = {**more, "root": 0} if "root" in more else more
+        args = {"count": 1, "dtype": F64, **rest, "comm": comm, "stream": stream}
+        for force, expected in ((None, Result.INVALID_ARGUMENT), (False, IN_PROGRESS)):
+            config = w.nccl.call_config(CallOptions(algorithm=algorithm, force_algorithm=force))
+            code = getattr(w.nccl, f"{kind}_config")(x.ptr, x.ptr, **args, config=config)
+            assert code == expected, (kind, force)
+            assert w.settle() == [SUCCESS]
+    assert w.read([x]) == [[5.0]]
 
 
 @pytest.mark.parametrize("dtype", DATA_TYPES)

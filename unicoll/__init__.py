@@ -58,7 +58,7 @@ from .errors import (
 from .group import ProcessGroup
 from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from .ops import supported_reductions
-from .options import Options
+from .options import CallOptions, Options
 from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, recv_object_list, send, send_object_list
 from .registry import Backend
 from .rendezvous import register_rendezvous_handler
@@ -126,6 +126,7 @@ __all__ = [
     "AuthenticationError",
     "Backend",
     "BackendUnavailableError",
+    "CallOptions",
     "CollectiveMismatchError",
     "DeviceMesh",
     "DistArgumentError",

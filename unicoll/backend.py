@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .call import Call
 from .errors import BackendUnavailableError
+from .options import CallOptions
 from .types import DType, Reduction
 
 if TYPE_CHECKING:
@@ -207,6 +208,9 @@ class Backend(ABC):
             BackendUnavailableError: the backend has none, and why.
         """
         raise BackendUnavailableError(f"symmetric_empty: backend {self.name} has no symmetric memory")
+
+    def refuse_options(self, options: CallOptions) -> None:  # noqa: B027 - optional
+        """Raise DistArgumentError if calls cannot be told these; a backend that they do not concern takes them all."""
 
     def keeps(self, call: Call) -> bool:
         """Whether it may go on using the arrays of a call that has just failed, until the process ends."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from .buffers import Buffer
 from .ops import Op, Sizes
+from .options import CallOptions
 from .types import DType, Reduction
 
 __all__ = ["Call"]
@@ -28,12 +29,13 @@ class Call:
         seq: position in the group's order (from 1), given by the backend when it accepts the call.
         site: ``file:line`` of the caller where it was recorded, else "".
         source: for a receive from anyone, the rank in the group that the message came from.
+        options: what :meth:`~unicoll.group.ProcessGroup.using` said for this call, or None.
         carry: does the call in place of the backend, which it is given; None where the backend does it itself.
     """
 
     __slots__ = (
-        "carry", "even", "in_counts", "inputs", "op", "out_counts", "outputs", "peer", "reduce", "root", "seq",
-        "signature", "site", "source", "tag", "timeout",
+        "carry", "even", "in_counts", "inputs", "op", "options", "out_counts", "outputs", "peer", "reduce", "root",
+        "seq", "signature", "site", "source", "tag", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -62,6 +64,7 @@ class Call:
         self.seq = 0
         self.site = ""
         self.source = -1
+        self.options: CallOptions | None = None
         self.carry: Callable[[Callable[[Call], None]], None] | None = None
 
     @property

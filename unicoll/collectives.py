@@ -371,7 +371,7 @@ def all_to_all_single(
         output_split_sizes: rows that come from each rank; their sum is the output's dimension 0. None
             for equal parts.
         input_split_sizes: rows that go to each rank; their sum is the input's dimension 0. None for
-            equal parts.
+            equal parts. On NCCL, which compares nothing, all ranks give sizes or none does.
     """
     pg = world.resolve(group)
     if pg is None:

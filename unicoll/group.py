@@ -7,14 +7,16 @@ these methods. A method makes buffers of its arrays and says which of them go in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from .arguments import buffers_of, call_site, pairs_of, same_length, splits_of
 from .buffers import as_buffer
-from .dispatch import Dispatch, Timeout
-from .ops import OPS
+from .call import Call
+from .dispatch import Buffers, Dispatch, Timeout
+from .ops import OPS, Op
+from .options import CallOptions, as_call_options
 from .types import ReduceOp
 from .work import Completion, Work
 
@@ -41,8 +43,39 @@ class ProcessGroup(Dispatch):
     After one of the last four the group is of no further use: destroy it and make another.
     """
 
+    _options: CallOptions | None = None
+
     def __repr__(self) -> str:
         return f"<ProcessGroup {self._name!r}: rank {self._rank} of {self._size}, {self.backend_config}>"
+
+    @property
+    def whole(self) -> ProcessGroup:
+        """The group itself; of what :meth:`using` gives, the group that it is a view of."""
+        return self
+
+    def using(
+        self, options: CallOptions | Mapping[str, Any] | None = None, *, timeout: Timeout = None, **named: Any
+    ) -> ProcessGroup:
+        """This group with options for the calls that are made through what is returned.
+
+        It is the same group: its members, its order of operations, its life. Take it for ``group=`` of any function, or
+        call its methods; keep it for many calls or make it for one. ``group.using(max_ctas=4).all_reduce(x)``
+
+        Args:
+            options: a :class:`CallOptions`, or a dict with the same names.
+            timeout: default timeout of these calls, timedelta or seconds; None keeps the group's.
+            named: single options by name, in place of those in ``options`` and those of the view that this is; None
+                takes one back.
+
+        Raises:
+            DistArgumentError: no such option, an impossible value, or an option for which NCCL is too old.
+            DistTypeError: an option of the wrong type.
+        """
+        told = as_call_options(self._options, options, named)
+        if told is not None:
+            for backend in self._served.values():
+                backend.refuse_options(told)
+        return _View(self.whole, told, self._seconds(timeout))
 
     # --- collectives ------------------------------------------------------------------------------------------
 
@@ -325,3 +358,65 @@ class ProcessGroup(Dispatch):
         for backend, some in groupby(calls, self._route):  # arrays of device and host may come together
             completions += backend.post_each(list(some))
         return [Work(done, (call,)) for done, call in zip(completions, calls, strict=True)]
+
+
+class _View(ProcessGroup):
+    """A group whose calls carry options: all that it knows is the group's."""
+
+    def __init__(self, whole: ProcessGroup, options: CallOptions | None, timeout: float) -> None:
+        self.__dict__.update(whole.__dict__)
+        for name in _CHANGING:
+            del self.__dict__[name]
+        self._whole = whole
+        self._options = options
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        said = [str(self._options)] if self._options is not None else []
+        if self._timeout != self._whole.timeout:
+            said.append(f"timeout={self._timeout:g}")
+        return f"{repr(self._whole)[:-1]}, using {', '.join(said) or 'nothing'}>"
+
+    @property
+    def whole(self) -> ProcessGroup:
+        return self._whole
+
+    def _start(
+        self,
+        op: Op,
+        inputs: Buffers,
+        outputs: Buffers,
+        async_op: bool,
+        timeout: Timeout,
+        reduce: Any = None,
+        root: int = -1,
+        splits: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None,
+    ) -> Work | None:
+        call = self._call(op, inputs, outputs, timeout, reduce, root, splits)
+        backend = self._route(call)
+        if async_op:
+            return self._post(call, backend)
+        backend.run(call)
+        return None
+
+    def _call(self, *args: Any, **more: Any) -> Call:
+        call = super()._call(*args, **more)
+        call.options = self._options
+        return call
+
+    def _message(self, *args: Any, **more: Any) -> Call:
+        call = super()._message(*args, **more)
+        call.options = self._options
+        return call
+
+
+_CHANGING = ("_closed", "_staged", "splits")
+"""What a group changes while it lives: its views look it up there."""
+
+
+def _delegated(name: str) -> property:
+    return property(lambda view: getattr(view._whole, name), lambda view, value: setattr(view._whole, name, value))
+
+
+for _name in _CHANGING:
+    setattr(_View, _name, _delegated(_name))

@@ -1,15 +1,15 @@
-"""What ``pg_options`` may say to our own backends."""
+"""What ``pg_options`` may say to our own backends, and what ``ProcessGroup.using`` may say of single calls."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import DistArgumentError, DistTypeError
 
-__all__ = ["Options", "as_options"]
+__all__ = ["CallOptions", "Options", "as_call_options", "as_options"]
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,96 @@ class Options:
         return os.environ.get("UNICOLL_DETERMINISTIC", "").strip().lower() in ("1", "true", "yes", "on")
 
 
+@dataclass(frozen=True)
+class CallOptions:
+    """Options of single calls, for :meth:`ProcessGroup.using`; None leaves a choice to the library.
+
+    They are NCCL's (``ncclCollConfig_t``, from 2.31) and concern its kernels only: the other backends take them and do
+    nothing about them. All ranks must give the same for the same call, which nobody compares: NCCL looks at its own
+    rank's alone, and ranks that differ may hang.
+
+    Attributes:
+        min_ctas, max_ctas: thread blocks that the call's kernel takes; at most the communicator's own ``max_ctas``.
+        nvls_ctas: the most of them for NVLink SHARP.
+        cga_cluster_size: thread blocks in a cluster (Hopper and later).
+        algorithm: which algorithms may be chosen, in NCCL's words: ``"ring"``, ``"tree,nvls"``, ``"^ring"``.
+        force_algorithm: whether it is an error that none of them can be used; None: yes. Otherwise NCCL then chooses
+            freely.
+        cta_policy: ``"default"``, ``"efficiency"``, or ``"zero"`` for the copy engines in place of kernels.
+        profiler_tag: number from 0 to 2**63 - 1 that NCCL hands on to profiler plug-ins.
+    """
+
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    nvls_ctas: int | None = None
+    cga_cluster_size: int | None = None
+    algorithm: str | None = None
+    force_algorithm: bool | None = None
+    cta_policy: str | None = None
+    profiler_tag: int | None = None
+
+    def given(self) -> dict[str, Any]:
+        """What has been said, by name."""
+        return {name: value for name in _CALL_TYPES if (value := getattr(self, name)) is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.given().items())
+
+
 _UNDEFINED = -(1 << 31)
 """What NCCL's own option objects say for "not given"."""
 _TYPES: dict[str, type] = {
     "deterministic": bool, "high_priority": bool, "blocking": bool, "cga_cluster_size": int, "min_ctas": int,
     "max_ctas": int, "net_name": str, "split_share": bool, "traffic_class": int,
 }  # fmt: skip
+_CALL_TYPES: dict[str, type] = {
+    "min_ctas": int, "max_ctas": int, "nvls_ctas": int, "cga_cluster_size": int, "algorithm": str,
+    "force_algorithm": bool, "cta_policy": str, "profiler_tag": int,
+}  # fmt: skip
+_POLICIES = ("default", "efficiency", "zero")
+_TAGS = 1 << 63
+
+
+def as_call_options(base: CallOptions | None, given: Any, named: Mapping[str, Any]) -> CallOptions | None:
+    """The options of a call: those of ``base``, less what ``given`` and then ``named`` say otherwise; None for none.
+
+    Args:
+        base: what holds already.
+        given: a :class:`CallOptions`, a dict with the same names, or None.
+        named: options by name; None takes one back.
+
+    Raises:
+        DistArgumentError: a name that is none, or a value that cannot be.
+        DistTypeError: an option of the wrong type.
+    """
+    if given is not None and not isinstance(given, CallOptions | Mapping):
+        raise DistTypeError(f"using: expected CallOptions or a dict, got {given!r}")
+    told = {**(given.given() if isinstance(given, CallOptions) else given or {}), **named}
+    unknown = set(told) - set(_CALL_TYPES)
+    if unknown:
+        raise DistArgumentError(
+            f"using: unknown {', '.join(sorted(map(repr, unknown)))}; known are timeout, {', '.join(_CALL_TYPES)}"
+        )
+    _check_types("using", _CALL_TYPES, told)
+    made = replace(base or CallOptions(), **told)
+    for name in ("min_ctas", "max_ctas", "nvls_ctas", "cga_cluster_size"):
+        value = getattr(made, name)
+        if value is not None and value < (0 if name == "cga_cluster_size" else 1):
+            raise DistArgumentError(f"using: {name}={value} is too small")
+    if made.min_ctas is not None and made.max_ctas is not None and made.min_ctas > made.max_ctas:
+        raise DistArgumentError(f"using: min_ctas={made.min_ctas} is more than max_ctas={made.max_ctas}")
+    if made.cta_policy is not None and made.cta_policy not in _POLICIES:
+        raise DistArgumentError(f"using: cta_policy={made.cta_policy!r} is none of {', '.join(_POLICIES)}")
+    if made.profiler_tag is not None and not 0 <= made.profiler_tag < _TAGS:
+        raise DistArgumentError(f"using: profiler_tag={made.profiler_tag} is not from 0 to 2**63 - 1")
+    return made if made.given() else None
+
+
+def _check_types(what: str, types: Mapping[str, type], told: Mapping[str, Any]) -> None:
+    for name, value in told.items():
+        kind = types[name]
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise DistTypeError(f"{what}: {name} must be {_article(kind)}, got {value!r}")
 
 
 def as_options(given: Any) -> Options:
@@ -78,10 +162,7 @@ def as_options(given: Any) -> Options:
         return Options()
     else:
         found = _of_others(given)
-    for name, kind in _TYPES.items():
-        value = getattr(found, name)
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise DistTypeError(f"pg_options: {name} must be {_article(kind)}, got {value!r}")
+    _check_types("pg_options", _TYPES, {name: getattr(found, name) for name in _TYPES})
     return found
 
 

@@ -194,7 +194,7 @@ def split_group(
         DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent.
     """
     here = world.current("split_group")
-    parent = world.member(parent_pg, "split_group")
+    parent = world.member(parent_pg, "split_group").whole
     if not split_ranks:
         raise DistArgumentError("split_group: split_ranks is empty")
     everyone = [r for part in split_ranks for r in part]
@@ -238,7 +238,7 @@ def shrink_group(
         OperationTimeoutError, RankLostError: not all survivors came.
     """
     here = world.current("shrink_group")
-    parent = world.member(group, "shrink_group")
+    parent = world.member(group, "shrink_group").whole
     excluded = sorted(ranks_to_exclude)
     _check_ranks("shrink_group", excluded, parent.size())
     if parent.rank() in excluded:

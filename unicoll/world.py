@@ -51,6 +51,10 @@ class _NonMember:
     def __repr__(self) -> str:
         return "GroupMember.NON_GROUP_MEMBER"
 
+    def using(self, options: Any = None, **named: Any) -> _NonMember:
+        """Itself: there are no calls to give options to (:meth:`ProcessGroup.using`)."""
+        return self
+
 
 class World:
     """Everything that ``init_process_group`` sets up and ``destroy_process_group`` takes down."""
@@ -166,6 +170,7 @@ def destroy_process_group(group: Any = None) -> None:
     """End a group, or with None or ``group.WORLD`` the whole job as far as this process is concerned.
 
     What was posted is finished first, for a few seconds at most. Afterwards ``init_process_group`` may be called anew.
+    What ``ProcessGroup.using`` gave stands for its group.
 
     Raises:
         NotInitializedError: there is no default group.
@@ -176,6 +181,7 @@ def destroy_process_group(group: Any = None) -> None:
     if pg is None:
         return
     assert _world is not None
+    pg = getattr(pg, "whole", pg)
     if pg is _world.default:
         ending, _world = _world, None
         ending.close()
