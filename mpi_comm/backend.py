@@ -152,7 +152,12 @@ class MPIBackend(Backend):
         if self.team is None:
             return f"mpi, alone: {self.mpi.describe()}"
         crowded = "; more ranks than cores, so waiting yields" if self.team.crowded else ""
-        return f"mpi: {self.mpi.describe()}; every call is compared across ranks{crowded}"
+        assert self._members is not None
+        cuda = self._members.cuda(self.context)
+        return (
+            f"mpi: {self.mpi.describe()}; every call is compared across ranks{crowded};"
+            f" cuda arrays that come to it are {cuda}"
+        )
 
     def abort(self, error: Exception) -> None:
         cause = inquest.aborted(self.context, error)

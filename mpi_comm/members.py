@@ -12,6 +12,7 @@ from typing import Any
 from unicoll.backend import Context, Job
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError
 
+from .aware import Awareness, agreed
 from .runtime import Runtime, runtime
 
 __all__ = ["Members", "publish"]
@@ -20,7 +21,7 @@ _TOKEN = 16
 
 
 def publish(job: Job) -> None:
-    """Say which of MPI's processes this rank is, and which cores it may use.
+    """Say which of MPI's processes this rank is, which cores it may use, and whether MPI takes pointers to a GPU here.
 
     Raises:
         BackendUnavailableError: MPI does not know the other processes.
@@ -39,6 +40,7 @@ def publish(job: Job) -> None:
         )
     facts = {
         "rank": mpi.rank, "cores": sorted(os.sched_getaffinity(0)), "polls": mpi.polls, "owned": mpi.owner is not None,
+        "cuda": [mpi.cuda.direct, mpi.cuda.why],
     }  # fmt: skip
     job.store.set(f"mpi/{job.rank}", json.dumps(facts))
 
@@ -53,12 +55,15 @@ class Members:
     def __init__(self, job: Job) -> None:
         self.mpi: Runtime = runtime()
         self._job = job
-        facts: list[dict[str, Any]] = [{"rank": self.mpi.rank, "cores": [0], "polls": True, "owned": False}]
+        facts: list[dict[str, Any]] = [
+            {"rank": self.mpi.rank, "cores": [0], "polls": True, "owned": False, "cuda": [False, "one rank"]}
+        ]
         if job.size > 1:
             facts = [json.loads(text) for text in job.store.multi_get([f"mpi/{r}" for r in range(job.size)])]
         self._places: list[int] = [fact["rank"] for fact in facts]
         self._cores: list[list[int]] = [fact["cores"] for fact in facts]
         self._polls = any(fact["polls"] for fact in facts)
+        self._cuda = [Awareness(*fact["cuda"]) for fact in facts]
         self.owned = any(fact["owned"] for fact in facts)
         """Whether on some rank one thread makes all calls of MPI, so that none may block."""
         if len(set(self._places)) != job.size:
@@ -90,6 +95,10 @@ class Members:
         """Whether the group uses MPI's blocking collectives. Blocking and nonblocking ones do not match each other,
         so this is equal on all members."""
         return not self._polls and not self.crowded(context)
+
+    def cuda(self, context: Context) -> Awareness:
+        """Whether the group hands pointers to a GPU's memory to MPI, and why; equal on all members but for the words."""
+        return agreed(context.ranks, self._cuda, context.job.rank)
 
     def communicator(self, context: Context, finish: Callable[[Any], None]) -> Any:
         """A communicator of the group's members, in its order; collective over them.

@@ -29,6 +29,7 @@ from unicoll import forks
 from unicoll.errors import BackendUnavailableError, DistError, OperationTimeoutError
 from unicoll.types import default_pg_timeout
 
+from .aware import find_out, override
 from .library import initialize, reason_against
 from .owner import Owner
 
@@ -69,11 +70,13 @@ class Runtime:
         largest_count: most elements that one call of MPI takes; more go in several.
         polls: whether nonblocking collectives are to be used: where they are as good as the blocking ones (Open
             MPI's are several times slower), since they can be given up, or where one thread makes all calls.
+        cuda: whether MPI takes pointers to a GPU's memory in this process, and how that is known.
         left_behind: requests that were given up; they keep their arrays alive, for MPI may still use them.
     """
 
     def __init__(self, patience: float) -> None:
         self.owner: Owner | None = None
+        override()  # whether it is a word that we know
         self.MPI, self.ours = self._initialize(patience)
         mpi = self.MPI
         world = mpi.COMM_WORLD
@@ -87,6 +90,8 @@ class Runtime:
         self.polls = self.owner is not None or any(
             name in self.library.lower() for name in ("mpich", "intel")
         )
+        self.cuda = self.call(find_out, mpi, self.library)
+        log.info("mpi: %s; arrays on a GPU that come to it are %s", self.describe(), self.cuda)
         self.left_behind: list[Any] = []
         self.before_end: list[Callable[[], None]] = []  # what ends the threads that use MPI
         self.lost: dict[int, str] = {}  # processes of MPI's world that have died, with what is known of it
