@@ -1,9 +1,9 @@
 """Whether MPI takes pointers to memory of a GPU, and how that is known.
 
-A library that does not will read the pointer as one of the host's and crash. So arrays on a GPU are handed to it only
-where it is proven that it takes them, else they go through the host's memory (:mod:`unicoll.staging`). Proofs are, in
-this order: the user says so (``UNICOLL_MPI_CUDA``); ``mpi_memory_alloc_kinds`` of the world's info has "cuda" (MPI 4.1);
-the library answers so itself, asked with ``MPIX_Query_cuda_support`` (Open MPI, MVAPICH) or
+A library that does not will read the pointer as one of the host's and crash. So arrays on a GPU are handed to it
+only where it is proven that it takes them, else they go through the host's memory (:mod:`unicoll.staging`). Proofs
+are, in this order: the user says so (``UNICOLL_MPI_CUDA``); ``mpi_memory_alloc_kinds`` of the world's info has "cuda"
+(MPI 4.1); the library answers so itself, asked with ``MPIX_Query_cuda_support`` (Open MPI, MVAPICH) or
 ``MPIX_GPU_query_support`` (MPICH and what is made of it).
 """
 

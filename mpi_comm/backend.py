@@ -7,17 +7,26 @@ from typing import Any
 
 from unicoll.backend import Backend, Call, Caps, Context, Job
 from unicoll.composites import merge_all_reduces
-from unicoll.errors import DistArgumentError, DistBackendError, DistError, GroupAbortedError
+from unicoll.errors import (
+    DistArgumentError,
+    DistBackendError,
+    DistError,
+    GroupAbortedError,
+    OperationTimeoutError,
+)
 from unicoll.kernels import Quiet
 from unicoll.lane import Lane
 from unicoll.observe import inquest
 from unicoll.ops import OPS
+from unicoll.streams import CudaError
 from unicoll.work import Completion, HostCompletion
 
 from . import library, watch
 from .collectives import COLLECTIVES, UNLIKE, alone
+from .matching import BOX
 from .members import Members, publish
 from .messages import Mailroom
+from .reductions import native
 from .runtime import runtime
 from .team import Team
 
@@ -41,6 +50,7 @@ class MPIBackend(Backend):
         self.mpi = runtime()
         self.lane = Lane(f"unicoll-{context.name}", self._execute)
         self.team: Team | None = None
+        self.cuda = self.mpi.cuda
         self._members: Members | None = None
         self._mail: Mailroom | None = None
         self._error: DistError | None = None
@@ -49,6 +59,7 @@ class MPIBackend(Backend):
         if context.size > 1:
             self._members = members = context.job.shared("mpi", lambda: Members(context.job))
             self.team = Team(context, members)
+            self.cuda = members.cuda(context)
             self._mail = Mailroom(context, self.team)
             self.mpi.groups.add(self)
             watch.over(self)
@@ -83,6 +94,18 @@ class MPIBackend(Backend):
         parts = [self._mailroom(call).post(call) for call in calls]
         return parts[0] if len(parts) == 1 else _All(tuple(calls), parts)
 
+    @property
+    def direct(self) -> bool:
+        return self.team is not None and self.cuda.direct
+
+    def takes_device(self, call: Call) -> bool:
+        team = self.team
+        if team is None or not self.cuda.direct:
+            return False
+        if call.op.name in _MESSAGES:
+            return (call.inputs or call.outputs)[0].nbytes > BOX  # what travels with its header is the host's
+        return call.reduce is None or native(team, call)
+
     def keeps(self, call: Call) -> bool:
         return self._moving or call.op.name in _MESSAGES
 
@@ -115,6 +138,10 @@ class MPIBackend(Backend):
             for buffer in call.outputs:
                 if buffer.unpack is not None:
                     buffer.unpack()
+        except (CudaError, OperationTimeoutError) as e:
+            if team.error is None:  # the device of this rank, of which the others know nothing
+                self._give_up(team, call, e)
+            raise
         except DistError:
             raise
         except self.mpi.MPI.Exception as e:
@@ -152,11 +179,9 @@ class MPIBackend(Backend):
         if self.team is None:
             return f"mpi, alone: {self.mpi.describe()}"
         crowded = "; more ranks than cores, so waiting yields" if self.team.crowded else ""
-        assert self._members is not None
-        cuda = self._members.cuda(self.context)
         return (
             f"mpi: {self.mpi.describe()}; every call is compared across ranks{crowded};"
-            f" cuda arrays that come to it are {cuda}"
+            f" cuda arrays that come to it are {self.cuda}"
         )
 
     def abort(self, error: Exception) -> None:

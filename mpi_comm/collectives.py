@@ -15,6 +15,7 @@ from unicoll.backend import Call
 from unicoll.errors import CollectiveMismatchError
 from unicoll.kernels import Flat, kernel_for
 
+from . import flats
 from .reductions import STAGED, all_reduce, flat_of, reduce, reduce_scatter
 from .team import COLLECTIVE_TAG, Team
 
@@ -25,30 +26,6 @@ Collective = Callable[[Team, Call], None]
 
 def _type(team: Team, call: Call) -> Any:
     return team.mpi.types[(call.inputs or call.outputs)[0].dtype.name]
-
-
-def _in_one_piece(pieces: Sequence[Flat]) -> Flat | None:
-    """The memory of arrays that lie one behind the other in one array; None where they do not."""
-    filled = [p for p in pieces if p.size]
-    if len(filled) < 2:
-        return None
-    base = filled[0].base
-    if base is None or any(p.base is not base for p in filled):
-        return None
-    at = address(filled[0])
-    for piece in filled:
-        if address(piece) != at:
-            return None
-        at += piece.nbytes
-    count = sum(p.size for p in filled)
-    whole: Flat = np.lib.stride_tricks.as_strided(filled[0], (count,), (filled[0].itemsize,))
-    return whole
-
-
-def address(flat: Flat) -> int:
-    """Where an array begins."""
-    found: int = flat.__array_interface__["data"][0]
-    return found
 
 
 def _total(pieces: Sequence[Flat]) -> int:
@@ -100,7 +77,7 @@ def all_gather_into_tensor(team: Team, call: Call) -> None:
     source, out, kind = flat_of(call.inputs[0]), flat_of(call.outputs[0]), _type(team, call)
     if source.size > team.mpi.largest_count:
         _gather_one_by_one(team, source, _split(out, [source.size] * team.size), kind)
-    elif np.may_share_memory(source, out):
+    elif flats.overlap(source, out):
         _all_gather(team, source, out, [source.size] * team.size, kind)
     else:
         team.do("Allgather", [source, kind], [out, kind])
@@ -108,10 +85,10 @@ def all_gather_into_tensor(team: Team, call: Call) -> None:
 
 def _all_gather(team: Team, source: Flat, out: Flat, counts: Sequence[int], kind: Any) -> None:
     given: Any = [source, kind]
-    if np.may_share_memory(source, out):
+    if flats.overlap(source, out):
         mine = _split(out, counts)[team.rank]
-        if address(mine) != address(source):
-            mine[:] = source.copy()
+        if flats.address(mine) != flats.address(source):
+            flats.copy([(mine, flats.clone(source))])
         given = team.mpi.MPI.IN_PLACE
     if len(set(counts)) == 1:
         team.do("Allgather", given, [out, kind])
@@ -124,7 +101,7 @@ def _gathers_into_one_piece(call: Call) -> int:
     pieces = [flat_of(b) for b in call.outputs]
     if _total(pieces) <= STAGED:
         return 0
-    return 1 if _in_one_piece(pieces) is not None else -1
+    return 1 if flats.in_one_piece(pieces) is not None else -1
 
 
 def all_gather(team: Team, call: Call, even: bool) -> None:
@@ -132,32 +109,25 @@ def all_gather(team: Team, call: Call, even: bool) -> None:
     source, kind = flat_of(call.inputs[0]), _type(team, call)
     pieces = [flat_of(b) for b in call.outputs]
     counts = [p.size for p in pieces]
-    whole = _in_one_piece(pieces)
+    whole = flats.in_one_piece(pieces)
     if sum(counts) > team.mpi.largest_count:
         _gather_one_by_one(team, source, pieces, kind)
     elif whole is not None and (even or _total(pieces) <= STAGED):
         _all_gather(team, source, whole, counts, kind)
     elif _total(pieces) <= STAGED:
-        room = np.empty(sum(counts), source.dtype)
+        room = flats.empty(sum(counts), source)
         _all_gather(team, source, room, counts, kind)
-        _hand_out(room, pieces)
+        flats.hand_out(room, pieces)
     else:
         _gather_one_by_one(team, source, pieces, kind)
 
 
 def _gather_one_by_one(team: Team, source: Flat, pieces: Sequence[Flat], kind: Any) -> None:
     mine = pieces[team.rank]
-    if address(mine) != address(source):
-        mine[:] = source
+    if flats.address(mine) != flats.address(source):
+        flats.copy([(mine, source)])
     for i, piece in enumerate(pieces):
         _broadcast(team, piece, kind, i)
-
-
-def _hand_out(room: Flat, pieces: Sequence[Flat]) -> None:
-    start = 0
-    for piece in pieces:
-        piece[:] = room[start : start + piece.size]
-        start += piece.size
 
 
 def gather(team: Team, call: Call) -> None:
@@ -172,11 +142,11 @@ def gather(team: Team, call: Call) -> None:
         return
     pieces = [flat_of(b) for b in call.outputs]
     if small:
-        room = np.empty(source.size * team.size, source.dtype)
+        room = flats.empty(source.size * team.size, source)
         team.do("Gather", [source, kind], [room, kind], root)
-        _hand_out(room, pieces)
+        flats.hand_out(room, pieces)
         return
-    pieces[root][:] = source
+    flats.copy([(pieces[root], source)])
     for i, piece in enumerate(pieces):
         if i != root:
             _receive(team, piece, kind, i)
@@ -204,12 +174,12 @@ def scatter(team: Team, call: Call) -> None:
         return
     pieces = [flat_of(b) for b in call.inputs]
     if small:
-        team.do("Scatter", [np.concatenate(pieces), kind], [out, kind], root)
+        team.do("Scatter", [flats.joined(pieces), kind], [out, kind], root)
         return
     for i, piece in enumerate(pieces):
         if i != root:
             _send(team, piece, kind, i)
-    out[:] = pieces[root]
+    flats.copy([(out, pieces[root])])
 
 
 # --- personalised exchange ---------------------------------------------------------------------------------------
@@ -238,8 +208,8 @@ def all_to_all(team: Team, call: Call, even: bool) -> None:
     single = call.op.name == "all_to_all_single"
     if single:
         source, out = flat_of(call.inputs[0]), flat_of(call.outputs[0])
-        if np.may_share_memory(source, out):
-            source = source.copy()
+        if flats.overlap(source, out):
+            source = flats.clone(source)
         if not large:
             _exchange(team, source, out, call, even, kind)
             return
@@ -247,12 +217,12 @@ def all_to_all(team: Team, call: Call, even: bool) -> None:
     else:
         sources, targets = [flat_of(b) for b in call.inputs], [flat_of(b) for b in call.outputs]
         if even and _total(sources) <= STAGED:
-            room = np.empty(sum(call.out_counts), sources[0].dtype)
-            _exchange(team, np.concatenate(sources), room, call, even, kind)
-            _hand_out(room, targets)
+            room = flats.empty(sum(call.out_counts), sources[0])
+            _exchange(team, flats.joined(sources), room, call, even, kind)
+            flats.hand_out(room, targets)
             return
-        if any(np.may_share_memory(s, t) for s in sources for t in targets):
-            sources = [s.copy() for s in sources]
+        if any(flats.overlap(s, t) for s in sources for t in targets):
+            sources = [flats.clone(s) for s in sources]
     _pair_by_pair(team, sources, targets, kind)
 
 
@@ -267,7 +237,7 @@ def _exchange(team: Team, source: Flat, out: Flat, call: Call, even: bool, kind:
 
 def _pair_by_pair(team: Team, sources: Sequence[Flat], targets: Sequence[Flat], kind: Any) -> None:
     size, rank = team.size, team.rank
-    targets[rank][:] = sources[rank]
+    flats.copy([(targets[rank], sources[rank])])
     for distance in range(1, size):
         to, frm = (rank + distance) % size, (rank - distance) % size
         team.swap(to, sources[to], frm, targets[frm], kind)

@@ -22,6 +22,7 @@ from unicoll.errors import MessageMismatchError
 from unicoll.kernels import Flat
 from unicoll.types import DTYPES
 
+from .flats import land
 from .letters import Letter, Message, all_done
 from .team import HEADER_TAG, PAYLOAD_TAGS, Team
 
@@ -219,7 +220,7 @@ class Matching:
         buffer = call.outputs[0]
         if message.fits(letter):
             if message.data is not None and message.data is not letter.view:
-                letter.view[:] = message.data
+                land(letter.view, message.data)
             call.write_back()
             letter.completion.finish()
             return

@@ -97,7 +97,7 @@ class Members:
         return not self._polls and not self.crowded(context)
 
     def cuda(self, context: Context) -> Awareness:
-        """Whether the group hands pointers to a GPU's memory to MPI, and why; equal on all members but for the words."""
+        """Whether the group hands pointers to a GPU's memory to MPI: equal on all members. And why."""
         return agreed(context.ranks, self._cuda, context.job.rank)
 
     def communicator(self, context: Context, finish: Callable[[Any], None]) -> Any:

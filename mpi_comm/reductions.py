@@ -19,9 +19,10 @@ from unicoll.buffers import Buffer
 from unicoll.kernels import Flat, Kernel, kernel_for
 from unicoll.types import DType, Reduction
 
+from . import flats
 from .team import Team
 
-__all__ = ["all_reduce", "flat_of", "reduce", "reduce_scatter"]
+__all__ = ["all_reduce", "flat_of", "native", "reduce", "reduce_scatter"]
 
 WHOLE = 1 << 16
 """Bytes of all contributions together up to which every rank folds everything."""
@@ -100,6 +101,11 @@ def _divide(kernel: Kernel, out: Flat, ranks: int) -> None:
             kernel.finish(piece, piece, ranks)
 
 
+def native(team: Team, call: Call) -> bool:
+    """Whether MPI's operation does all of a reduction, so that no element is looked at here."""
+    return _way(team, call).plain
+
+
 # --- the operations ---------------------------------------------------------------------------------------------
 
 
@@ -119,7 +125,7 @@ def _all_reduce(team: Team, way: _Way, source: Flat, out: Flat) -> None:
         return
     scaled = _scaled(way.kernel, source)
     if scaled is not out:
-        out[:] = scaled
+        flats.copy([(out, scaled)])
     for piece in team.cut(out):
         team.do("Allreduce", way.in_place, [piece, way.type], way.op)
     _divide(way.kernel, out, team.size)
@@ -149,7 +155,7 @@ def _reduce_to(team: Team, way: _Way, given: Flat, out: Flat | None, root: int) 
             team.do("Reduce", [piece, way.type], None, way.op, root)
         return
     if given is not out:
-        out[:] = given
+        flats.copy([(out, given)])
     for piece in team.cut(out):
         team.do("Reduce", way.in_place, [piece, way.type], way.op, root)
 
@@ -160,7 +166,7 @@ def reduce_scatter(team: Team, call: Call) -> None:
     out = flat_of(call.outputs[0])
     flat = flat_of(call.inputs[0])
     single = call.op.name == "reduce_scatter_tensor"
-    if single and way.plain and out.size <= team.mpi.largest_count and not np.may_share_memory(flat, out):
+    if single and way.plain and out.size <= team.mpi.largest_count and not flats.overlap(flat, out):
         team.do("Reduce_scatter_block", [flat, way.type], [out, way.type], way.op)
         return
     if single:
@@ -172,10 +178,10 @@ def reduce_scatter(team: Team, call: Call) -> None:
 
 def _reduce_apart(team: Team, way: _Way, pieces: Sequence[Flat], flat: Flat | None, out: Flat) -> None:
     """MPI wants its output apart from its input, and a piece that it overlays would be lost before it is sent."""
-    if any(i != team.rank and np.may_share_memory(p, out) for i, p in enumerate(pieces)):
-        room = np.empty_like(out)
+    if any(i != team.rank and flats.overlap(p, out) for i, p in enumerate(pieces)):
+        room = flats.empty(out.size, out)
         _reduce_pieces(team, way, pieces, flat, room)
-        out[:] = room
+        flats.copy([(out, room)])
     else:
         _reduce_pieces(team, way, pieces, flat, out)
 
@@ -185,18 +191,18 @@ def _reduce_pieces(team: Team, way: _Way, pieces: Sequence[Flat], flat: Flat | N
         _fold_pieces(team, way, pieces, out)
         return
     kernel = way.kernel
-    inside = np.may_share_memory(pieces[team.rank], out)
+    inside = flats.overlap(pieces[team.rank], out)
     limit = team.mpi.largest_count
     if max(p.size for p in pieces) <= limit and (flat is not None or sum(p.nbytes for p in pieces) <= STAGED):
-        whole = _scaled(kernel, np.concatenate(pieces) if flat is None else flat)
-        result = np.empty_like(out) if inside and whole is flat else out
+        whole = _scaled(kernel, flats.joined(pieces) if flat is None else flat)
+        result = flats.empty(out.size, out) if inside and whole is flat else out
         counts = [p.size for p in pieces]
         if len(set(counts)) == 1:
             team.do("Reduce_scatter_block", [whole, way.type], [result, way.type], way.op)
         else:
             team.do("Reduce_scatter", [whole, way.type], [result, way.type], counts, way.op)
         if result is not out:
-            out[:] = result
+            flats.copy([(out, result)])
     else:
         _reduce_one_by_one(team, way, pieces, out)
     _divide(kernel, out, team.size)

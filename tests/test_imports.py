@@ -13,8 +13,8 @@ from ranks import ROOT, environment
 
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
 LOW = {
-    "auth", "backend", "buffers", "call", "checks", "composites", "errors", "forks", "frames", "halves", "kernels",
-    "lane", "net", "observe", "ops", "options", "stores", "streams", "types", "work",
+    "auth", "backend", "buffers", "call", "checks", "composites", "device_memory", "errors", "forks", "frames",
+    "halves", "kernels", "lane", "net", "observe", "ops", "options", "stores", "streams", "types", "work",
 }  # fmt: skip
 """The rooms of unicoll that backends may enter; what a new room there is for belongs into docs/architecture.md."""
 _LAYERS = (
@@ -22,9 +22,9 @@ _LAYERS = (
     {"types", "options", "net", "auth", "frames", "launchers", "mesh_layout", "codec"},
     {"buffers", "halves", "kernels", "ops", "stores", "work", "observe", "call", "streams",
      "cuda_driver", "dlpack"},
-    {"pinned"},
-    {"arguments", "backend", "checks", "composites", "lane", "dock", "pieces", "staging", "meeting", "places",
-     "rendezvous"},
+    {"pinned", "device_memory"},
+    {"arguments", "backend", "checks", "composites", "lane", "device_messages", "direct", "dock", "pieces", "staging",
+     "meeting", "places", "rendezvous"},
     {"registry", "outlook", "under_mpi"},
     {"dispatch"},
     {"group"},

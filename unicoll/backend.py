@@ -212,6 +212,16 @@ class Backend(ABC):
     def refuse_options(self, options: CallOptions) -> None:  # noqa: B027 - optional
         """Raise DistArgumentError if calls cannot be told these; a backend that they do not concern takes them all."""
 
+    def takes_device(self, call: Call) -> bool:
+        """Whether a call on arrays of a GPU can be given to it by address: with a
+        :class:`~unicoll.device_memory.DeviceFlat` as each buffer's ``flat``. For collectives equal on all members."""
+        return False
+
+    @property
+    def direct(self) -> bool:
+        """Whether there are such calls in this group; equal on all members."""
+        return False
+
     def keeps(self, call: Call) -> bool:
         """Whether it may go on using the arrays of a call that has just failed, until the process ends."""
         return False

@@ -1,5 +1,7 @@
 """Arrays on a GPU over a backend that moves the host's memory: through page-locked memory, in pieces.
 
+What the backend can do by address, it gets so (:mod:`unicoll.direct`). The rest is staged:
+
 A collective is cut into pieces, which go one after another through the backend, in the place that the call has in the
 group's order. Before, a piece is copied to the host, behind whatever the producer had put on its stream; afterwards
 its results are copied to the device. While one piece is with the backend, the next one and the one before are being
@@ -16,23 +18,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
 
 from .backend import Backend, Caps, Context
 from .buffers import Buffer
 from .call import Call
+from .device_messages import HARMLESS, Messages
+from .direct import Direct
 from .dock import Dock, Lanes
-from .errors import (
-    BackendUnavailableError,
-    CollectiveMismatchError,
-    DistError,
-    GroupAbortedError,
-    MessageMismatchError,
-)
+from .errors import BackendUnavailableError, DistError, GroupAbortedError
 from .pieces import Plan, plan
 from .pinned import Pinned
 from .streams import cuda, on_device
-from .work import Completion, HostCompletion
+from .work import Completion
 
 __all__ = ["PIECE", "Staged"]
 
@@ -40,9 +37,7 @@ PIECE = 4 << 20
 """Bytes of a call that are moved at a time; what is larger goes in several pieces."""
 _DEPTH = 3
 """Pieces under way: one with the backend, one on its way to it, one on its way back."""
-_SETTLE_S = 5.0
-_HARMLESS = (CollectiveMismatchError, MessageMismatchError)
-"""Errors after which no backend uses the arrays any more."""
+_MESSAGES = frozenset(("send", "recv"))
 
 Execute = Callable[[Call], None]
 
@@ -74,9 +69,8 @@ class Staged(Backend):
         self._size = size
         self._group = group
         self._dock = Dock(cuda(), group)
-        self._lock = threading.Lock()
-        self._landings: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._direct = Direct(host, self._dock, group)
+        self._messages = Messages(host, self._dock, self._direct, group)
 
     @classmethod
     def create(cls, context: Context) -> Backend:
@@ -88,16 +82,17 @@ class Staged(Backend):
 
     @property
     def staging(self) -> int:
-        return self._host.staging + self._dock.pins.held
+        return self._host.staging + self._dock.pins.held + self._direct.held
 
     def describe(self) -> str:
-        return f"cuda arrays through page-locked memory, in pieces of {PIECE >> 20} MiB, and {self.name}"
+        staged = f"through page-locked memory, in pieces of {PIECE >> 20} MiB, and {self.name}"
+        if self._host.direct:
+            return f"cuda arrays by address to {self.name}, and what it does not reduce itself {staged}"
+        return f"cuda arrays {staged}"
 
     def run(self, call: Call) -> None:
-        if call.op.name == "send":
-            self._send(call)
-        elif call.op.name == "recv":
-            self._receive(call)
+        if call.op.name in _MESSAGES:
+            self._messages.run(call)
         else:
             call.carry = self._carrier(call)
             self._host.run(call)
@@ -105,11 +100,8 @@ class Staged(Backend):
 
     def post(self, calls: Sequence[Call], stream: object = None) -> Completion:
         calls = tuple(calls)
-        name = calls[0].op.name
-        if name == "send":
-            return self._post_send(calls[0])
-        if name == "recv":
-            return _Unpacking(self._post_receive(calls[0]), calls)
+        if calls[0].op.name in _MESSAGES:
+            return _Unpacking(self._messages.post(calls[0]), calls)
         for call in calls:
             call.carry = self._carrier(call)
         return _Unpacking(self._host.post(calls), calls)
@@ -119,10 +111,8 @@ class Staged(Backend):
 
     def close(self) -> None:
         """Give everything back; the backend has been closed."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._landings.put(None)
-            thread.join(_SETTLE_S)
+        self._messages.close()
+        self._direct.close()
         self._dock.close()
 
     # --- collectives -------------------------------------------------------------------------------------------------
@@ -130,6 +120,8 @@ class Staged(Backend):
     def _carrier(self, call: Call) -> Callable[[Execute], None] | None:
         if not call.inputs and not call.outputs:
             return None
+        if self._host.takes_device(call):
+            return self._direct.carrier(call)
         return partial(self._carry, call, self._dock.begin(call), plan(call, self._size, PIECE))
 
     def _carry(self, call: Call, device: int, cut: Plan, execute: Execute) -> None:
@@ -225,115 +217,9 @@ class Staged(Backend):
             if error is None:
                 self._dock.give(slot.memory, device, events)
             else:
-                keeps = slot.handed and self._kept(call, error)
+                keeps = slot.handed and self._host.keeps(call) and not isinstance(error, HARMLESS)
                 buffers = (*call.inputs, *call.outputs)
                 self._dock.lose(() if keeps else slot.memory, buffers, device, events)
-
-    def _kept(self, call: Call, error: BaseException) -> bool:
-        """Whether the backend may go on using the arrays of a call that has failed."""
-        return self._host.keeps(call) and not isinstance(error, _HARMLESS)
-
-    # --- messages ----------------------------------------------------------------------------------------------------
-
-    def _host_call(self, call: Call, pinned: Pinned) -> Call:
-        """A send or receive as one of the host's memory."""
-        buffer = (call.inputs or call.outputs)[0]
-        flat = pinned.bytes[: buffer.nbytes].view(buffer.dtype.storage)
-        rooms = (Buffer(pinned, buffer.dtype, buffer.shape, flat),)
-        made = Call(call.op, rooms if call.inputs else (), rooms if call.outputs else (), call.timeout,
-                    peer=call.peer, tag=call.tag)  # fmt: skip
-        made.site = call.site
-        return made
-
-    def _leave(self, call: Call) -> Call:
-        """The message of a send, once it is on the host."""
-        buffer, device = call.inputs[0], self._dock.begin(call)
-        pinned = self._dock.pins.take(buffer.nbytes)
-        self._dock.move(call, device, buffer, pinned, back=False)
-        return self._host_call(call, pinned)
-
-    def _land(self, call: Call, device: int, got: Call) -> None:
-        """The message of a receive to the device."""
-        pinned: Pinned = got.outputs[0].owner
-        call.source = got.source
-        self._dock.move(call, device, call.outputs[0], pinned, back=True)
-        self._dock.pins.give(pinned)
-
-    def _send(self, call: Call) -> None:
-        made = self._leave(call)
-        self._run_host(made)
-        self._dock.pins.give(made.inputs[0].owner)
-
-    def _receive(self, call: Call) -> None:
-        device = self._dock.begin(call)
-        made = self._host_call(call, self._dock.pins.take(call.outputs[0].nbytes))
-        self._run_host(made)
-        self._land(call, device, made)
-
-    def _run_host(self, made: Call) -> None:
-        try:
-            self._host.run(made)
-        except BaseException as e:
-            self._failed(made, e)
-            raise
-
-    def _failed(self, made: Call, error: BaseException) -> None:
-        """A message that has failed: its memory is free, unless the backend may use it still."""
-        if not self._kept(made, error):
-            self._dock.pins.give((made.inputs or made.outputs)[0].owner)
-
-    def _post_send(self, call: Call) -> Completion:
-        made = self._leave(call)
-        done = self._host.post((made,))
-
-        def settle() -> None:
-            error = done.exception()
-            if error is None:
-                self._dock.pins.give(made.inputs[0].owner)
-            else:
-                self._failed(made, error)
-
-        done.add_done_callback(settle)
-        return done
-
-    def _post_receive(self, call: Call) -> Completion:
-        device = self._dock.begin(call)
-        made = self._host_call(call, self._dock.pins.take(call.outputs[0].nbytes))
-        landed = HostCompletion((call,))
-
-        def land() -> None:
-            try:
-                self._land(call, device, made)
-            except BaseException as e:
-                landed.finish(e)
-            else:
-                landed.finish()
-
-        def came() -> None:
-            error = done.exception()
-            if error is None:
-                self._later(land)
-                return
-            self._failed(made, error)
-            landed.finish(error)
-
-        done = self._host.post((made,))
-        done.add_done_callback(came)
-        return landed
-
-    def _later(self, task: Callable[[], None]) -> None:
-        """Do something that may wait for the device on a thread of our own."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name=f"unicoll-{self._group}-staging", daemon=True
-                )
-                self._thread.start()
-        self._landings.put(task)
-
-    def _work(self) -> None:
-        while (task := self._landings.get()) is not None:
-            task()
 
 
 class _Unpacking(Completion):

@@ -1,0 +1,247 @@
+"""What ranks do in the tests of MPI that gets addresses of device memory, with a watch on what it gets.
+
+The memory of the simulated device is the host's, so any MPI library takes its addresses: it is a double of one that
+takes those of a GPU. It does not wait for the device, as a real one would not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import simulated_arrays as arrays
+import simulated_ranks
+import staged
+import worker
+from stories import Story, story_of
+
+import unicoll as dist
+from mpi_comm import collectives, reductions
+from unicoll.device_memory import DeviceFlat, DeviceMemory
+from unicoll.direct import Direct
+
+STAGED = 20_000
+"""Bytes up to which lists of arrays are copied together in the tests."""
+_COUNT = 2000
+_handed = 0
+
+
+def prepare(settings: simulated_ranks.Settings) -> None:
+    """What a rank does before it joins."""
+    collectives.STAGED = reductions.STAGED = STAGED  # type: ignore[attr-defined]
+    DeviceFlat.__cuda_array_interface__ = property(_watched)  # type: ignore[assignment,method-assign]
+    staged.prepare(settings)
+
+
+_interface: Any = DeviceFlat.__dict__["__cuda_array_interface__"]
+
+
+def _watched(flat: DeviceFlat) -> dict[str, Any]:
+    """MPI is given an address: nothing on the device may still be using what lies there."""
+    global _handed
+    _handed += 1
+    found: dict[str, Any] = _interface.fget(flat)
+    here = simulated_ranks.here()
+    block = here.memory.find(flat.ptr) if flat.nbytes else None
+    if block is None:
+        return found
+    start = flat.ptr - block.ptr
+    with here.scheduler.lock:
+        for touch in block.touches:
+            if not touch.op.done and touch.start < start + flat.nbytes and start < touch.stop:
+                here.scheduler.fault(f"MPI was given {flat} before {touch.op} had been done")
+        if block.freed or block.idle:
+            here.scheduler.fault(f"MPI was given {flat} of memory that nobody has")
+    return found
+
+
+def say(words: Sequence[str], settings: simulated_ranks.Settings) -> None:
+    """Before it joins each rank says something else of MPI."""
+    os.environ["UNICOLL_MPI_CUDA"] = words[worker.place()[0]]
+    prepare(settings)
+
+
+def ways() -> tuple[int, str]:
+    """How often MPI was given an address in a few calls, and what explain() says."""
+    before = _handed
+    x = arrays.full(_COUNT, 1.0)
+    dist.all_reduce(x)
+    dist.broadcast(x, 0)
+    assert x.numpy()[0] == dist.get_world_size()
+    return _handed - before, dist.explain()
+
+
+# --- with a safeguard taken out -------------------------------------------------------------------------------------
+
+
+def _without_producers(self: Direct, call: Any, device: int, event: int, deadline: float) -> None:
+    """MPI gets the address at once."""
+    self._dock.give((), device, (event,))
+
+
+_copy = DeviceMemory.copy
+
+
+def _without_waiting(self: DeviceMemory, pairs: Any) -> None:
+    """MPI gets the address of what is still being copied."""
+    self._dock.wait = lambda *args: None  # type: ignore[method-assign]
+    try:
+        _copy(self, pairs)
+    finally:
+        del self._dock.wait
+
+
+_MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "producers": (Direct, "await_producers", _without_producers),
+    "copies": (DeviceMemory, "copy", _without_waiting),
+}
+
+
+@contextmanager
+def mutated(name: str | None) -> Iterator[None]:
+    if name is None:
+        yield
+        return
+    owner, method, replacement = _MUTATIONS[name]
+    kept = owner.__dict__[method]
+    setattr(owner, method, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, method, kept)
+
+
+def run(program: str, mutation: str | None) -> tuple[list[float], list[str]]:
+    """A program's answer, with one safeguard taken out or none, and the faults on record since it began."""
+    dist.all_reduce(arrays.full(1, 1.0))  # what is made at the first call is there
+    here = simulated_ranks.here()
+    here.synchronize()
+    with mutated(mutation):
+        answer = globals()[program](mutation is not None)
+    here.synchronize()
+    faults, here.faults[:] = list(here.faults), []
+    return answer, faults
+
+
+def _end(work: Any, mutated: bool) -> None:
+    """Without the wait for the device nothing keeps the operation from its end while the device is held."""
+    if mutated:
+        work.wait(timeout=20)
+
+
+def producer_is_late(mutated: bool) -> list[float]:
+    """The array is written on the current stream, by a device that does not come to it before the call is made."""
+    here = simulated_ranks.here()
+    x = arrays.full(_COUNT, 0.0)
+    here.synchronize()
+    with here.hold():
+        x.fill(float(dist.get_rank() + 1))
+        work = dist.all_reduce(x, async_op=True)
+        _end(work, mutated)
+    work.wait()
+    return _ends(x)
+
+
+def sender_is_late(mutated: bool) -> list[float]:
+    """A message is written when it is to be sent; the receive has been made long before."""
+    here, me = simulated_ranks.here(), dist.get_rank()
+    x = arrays.full(_COUNT, 0.0)
+    here.synchronize()
+    if me == 0:
+        work = dist.irecv(x, 1)
+        dist.barrier()
+        work.wait()
+        return _ends(x)
+    dist.barrier()
+    if mutated:
+        with here.hold():
+            x.fill(5.0)
+            dist.send(x, 0)
+    else:
+        x.fill(5.0)
+        dist.send(x, 0)
+    return [5.0, 5.0]
+
+
+def copies_are_late(mutated: bool) -> list[float]:
+    """Arrays are put together in one piece before MPI gets that."""
+    given = [arrays.full(100, float(10 * dist.get_rank() + i)) for i in range(2)]
+    out = arrays.full(100, 0.0)
+    dist.reduce_scatter(out, given)
+    return _ends(out)
+
+
+def _ends(x: arrays.Array) -> list[float]:
+    found = x.numpy()
+    return [float(found[0]), float(found[-1])]
+
+
+# --- what goes by address -------------------------------------------------------------------------------------------
+
+
+def addresses() -> dict[str, int]:
+    """How often MPI is given an address in operations of each kind."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    x, wide = arrays.full(6, 1.0, np.float32), arrays.full(6 * n, 1.0, np.float32)
+    whole = arrays.full(6, me, np.int64)
+    flags, half = arrays.full(6, True, np.bool_), arrays.full(6, 1.0, np.float16)
+    large, other = arrays.full(_COUNT, 1.0), arrays.full(_COUNT, 0.0)
+    mean, scaled = dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM(0.5)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(wide, x),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(x, wide),
+        "strided": lambda: dist.all_reduce(wide[::2]),
+        "bool": lambda: dist.all_reduce(flags),
+        "float16 moved": lambda: dist.broadcast(half, 0),
+        "float16 reduced": lambda: dist.all_reduce(half),
+        "AVG": lambda: dist.all_reduce(x, mean),
+        "PREMUL_SUM": lambda: dist.all_reduce(x, scaled),
+        "MAX": lambda: dist.all_reduce(whole, dist.ReduceOp.MAX),
+        "MAX with NaN": lambda: dist.all_reduce(x, dist.ReduceOp.MAX),
+        "messages": lambda: _swap(large, other, me, n),
+        "small messages": lambda: _swap(x, x.copy(), me, n),
+    }
+    found = {}
+    for name, call in calls.items():
+        simulated_ranks.here().synchronize()
+        before = _handed
+        call()
+        found[name] = _handed - before
+    return found
+
+
+def _swap(x: arrays.Array, y: arrays.Array, me: int, n: int) -> None:
+    coming = dist.irecv(y, (me - 1) % n)
+    simulated_ranks.here().synchronize()
+    dist.send(x, (me + 1) % n)
+    coming.wait()
+
+
+def room(times: int) -> list[int]:
+    """Bytes that the group holds after many operations that need room on the device."""
+    n, held = dist.get_world_size(), []
+    for _ in range(times):
+        given = [arrays.full(500, float(i)) for i in range(n)]
+        taken = [arrays.full(500, -1.0) for _ in range(n)]
+        dist.all_to_all(taken, given)
+        held.append(dist.group.WORLD.staging_bytes()["cuda"])
+    return held
+
+
+def captured_message() -> list[Story]:
+    """A graph cannot record a message either."""
+    peer = 1 - dist.get_rank()
+    with arrays.Stream() as stream:
+        x = arrays.full(_COUNT, 1.0)
+        stream.synchronize()
+        here = simulated_ranks.here()
+        here.begin_capture(stream.ptr)
+        try:
+            return [story_of(lambda: dist.isend(x, peer)), story_of(lambda: dist.irecv(x, peer))]
+        finally:
+            here.end_capture(stream.ptr)

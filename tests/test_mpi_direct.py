@@ -1,0 +1,178 @@
+"""MPI that takes addresses of device memory: conformance, order and the safeguards, under mpirun.
+
+Both libraries take those of the simulated device, whose memory is the host's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import direct_jobs as jobs
+import pytest
+import staged_jobs
+from conformance import COLLECTIVES, DATA, Conformance, as_reduction
+from mpi_ranks import MpiJob, library, why_not
+from ranks import Pool, end_well, pools
+from simulated_ranks import Settings
+from worker import enter
+
+from unicoll import registry
+from unicoll.types import BY_NAME
+
+if why_not():
+    pytest.skip(why_not(), allow_module_level=True)
+
+from test_staged import (  # noqa: F401
+    test_a_device_that_is_late_is_named,
+    test_a_graph_cannot_record_it,
+    test_arrays_of_device_and_host_keep_one_order,
+    test_calls_that_differ_raise_the_same_error,
+    test_messages,
+    test_streams_are_ordered_on_both_sides,
+)
+
+SIZES = (2, 3)
+_AGAIN = 3
+_RANKS = 2
+_RIGHT: dict[str, list[list[float]]] = {
+    "producer_is_late": [[3.0, 3.0]] * 2,
+    "sender_is_late": [[5.0, 5.0]] * 2,
+    "copies_are_late": [[10.0, 10.0], [12.0, 12.0]],
+}
+_MUTATIONS = (
+    ("producer_is_late", "producers"),
+    ("sender_is_late", "producers"),
+    ("copies_are_late", "copies"),
+)
+_WRONG: dict[str, list[bool | None]] = {
+    "producer_is_late": [True, True],
+    "sender_is_late": [True, False],  # what one gave too early the other got
+    "copies_are_late": [None, None],  # the device may be quick enough
+}
+"""Whether a rank's answer is wrong then."""
+_SEEN = {"producer_is_late": [True, True], "sender_is_late": [False, True], "copies_are_late": [True, True]}
+"""Whether the watch on what MPI is given has seen why."""
+
+
+def _start(size: int, seed: int, policy: str = "random", backend: str = "mpi", word: str = "1") -> MpiJob:
+    settings = Settings(policy=policy, seed=seed, own_stream=True, backend=backend)
+    prepare, env = (jobs.prepare, settings), {"UNICOLL_MPI_CUDA": word}
+    return MpiJob(size, backend=backend, rehearse=True, prepare=prepare, env=env)
+
+
+@pytest.fixture(scope="module")
+def pool(seed: int) -> Iterator[Callable[[int], Pool]]:
+    with pools(partial(_start, seed=seed)) as made:
+        yield made
+
+
+class TestMPI(Conformance):
+    """Whatever differs from arrays of the host: how operations go, element types, layouts, sizes around switches."""
+
+    families = ("simulated",)
+    sample = 10
+    turn = ("openmpi", "mpich").index(library().name)
+
+    def reduces(self, dtype: str, reduction: str) -> bool:
+        return registry.load("mpi").caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        return [n // size // itemsize for n in (4096, jobs.STAGED - 8, jobs.STAGED, jobs.STAGED + 8)]
+
+    def large(self, itemsize: int) -> int:
+        return (200_000 // itemsize) | 1
+
+    @pytest.mark.sampled("op", "size", 1)
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("op", COLLECTIVES)
+    def test_every_type_and_reduction(
+        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
+    ) -> None:
+        super().test_every_type_and_reduction(op, size, pool, seed)
+
+    @pytest.mark.sampled("op", "size", 1)
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("op", DATA)
+    def test_layouts_groups_and_sizes(
+        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
+    ) -> None:
+        super().test_layouts_groups_and_sizes(op, size, pool, seed)
+
+    @pytest.mark.sampled("op", "size", 1)
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("op", DATA)
+    def test_sizes_around_the_switches(self, op: str, size: int, pool: Callable[[int], Pool]) -> None:
+        super().test_sizes_around_the_switches(op, size, pool)
+
+    @pytest.mark.parametrize("size", [2])
+    def test_coalesced_calls(self, size: int, pool: Callable[[int], Pool]) -> None:
+        super().test_coalesced_calls(size, pool)
+
+    test_every_layout = None  # type: ignore[assignment]  # the random cases have them
+    test_torch_tensors = None  # type: ignore[assignment]  # CPU tensors go another way
+    test_nobody_leaves_a_barrier_before_all_have_come = None  # type: ignore[assignment]  # as without arrays
+    test_refuses_what_it_does_not_reduce = None  # type: ignore[assignment]  # as for arrays of the host
+    test_the_same_data_gives_the_same_bits_again = None  # type: ignore[assignment]
+    test_buffers_of_other_kinds = None  # type: ignore[assignment]
+
+
+def test_it_says_how_device_arrays_go_and_why(pool: Callable[[int], Pool]) -> None:
+    for facts in pool(2).run(staged_jobs.facts):
+        assert facts["sum"] == [2.0] * 3
+        assert "cuda arrays that come to it are direct: UNICOLL_MPI_CUDA=1" in facts["before"]
+        assert "cuda arrays by address to mpi" in facts["after"]
+        assert "through page-locked memory" in facts["after"]
+
+
+def test_what_goes_by_address(pool: Callable[[int], Pool]) -> None:
+    through_the_host = {"float16 reduced", "AVG", "PREMUL_SUM", "MAX with NaN", "small messages"}
+    for found in pool(2).run(jobs.addresses):
+        assert {name for name, times in found.items() if not times} == through_the_host
+
+
+def test_room_on_the_device_is_used_again(pool: Callable[[int], Pool]) -> None:
+    for held in pool(2).run(jobs.room, 10):
+        assert held[0] > 0
+        assert set(held[1:]) == {held[1]}
+
+
+def test_a_graph_cannot_record_a_message(pool: Callable[[int], Pool]) -> None:
+    for stories in pool(2).run(jobs.captured_message):
+        for failure, _ in stories:
+            assert failure is not None
+            assert failure.type == "DistArgumentError"
+            assert "a graph cannot record" in failure.message
+
+
+def test_ranks_that_know_different_things_go_one_way() -> None:
+    with MpiJob(_RANKS, backend="mpi", prepare=(jobs.say, ["1", "0"], Settings(backend="mpi"))) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.ways)
+        (handed, first), (handed_too, second) = job.results()
+    assert handed == handed_too == 0
+    assert "cuda arrays that come to it are staged: rank 1: UNICOLL_MPI_CUDA=0" in first
+    assert "cuda arrays that come to it are staged: UNICOLL_MPI_CUDA=0" in second
+
+
+# --- the safeguards -------------------------------------------------------------------------------------------------
+
+
+def test_the_device_is_waited_for_and_without_that_it_is_wrong_every_time() -> None:
+    with _start(_RANKS, 11, "newest") as job:
+        job.call(enter)
+        job.results()
+        for program, right in _RIGHT.items():
+            for _ in range(_AGAIN):
+                job.call(jobs.run, program, None)
+                assert job.results() == [(each, []) for each in right]
+        for program, mutation in _MUTATIONS:
+            for _ in range(_AGAIN):
+                job.call(jobs.run, program, mutation)
+                got = job.results()
+                for rank, wrong in enumerate(_WRONG[program]):
+                    assert wrong is None or (got[rank][0] != _RIGHT[program][rank]) == wrong, (program, got)
+                seen = [any("MPI was given" in fault for fault in faults) for _, faults in got]
+                assert seen == _SEEN[program], (program, got)
+        end_well(job)
