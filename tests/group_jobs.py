@@ -30,6 +30,28 @@ def total(group: Any = None) -> float:
     return float(x[0])
 
 
+def shrunk() -> list[Any]:
+    """A group of the world without a rank, by the method, and one of that without another, by the function."""
+    found: list[Any] = []
+    for excluded in ([], [0, 0], [9], [me()]):
+        try:
+            dist.shrink_group(excluded)
+        except dist.DistArgumentError as error:
+            found.append(str(error).partition(": ")[2])
+    pg = dist.group.WORLD
+    assert pg is not None
+    if me() != 1:
+        first = pg.shrink([1])
+        found.append((first.ranks, first.rank(), total(first)))
+        if me() != 3:
+            second = dist.shrink_group([2], first)
+            found.append((second.ranks, total(second)))
+            dist.destroy_process_group(second)
+        dist.destroy_process_group(first)
+    found.append(total())
+    return found
+
+
 # --- groups -------------------------------------------------------------------------------------------------
 
 

@@ -261,7 +261,9 @@ def wait_for_the_dead(victim: int) -> str:
 
 def shrink(victim: int) -> dict[str, Any]:
     """After a death: the survivors' group, and what it computes."""
-    group = dist.shrink_group([victim])
+    world = dist.group.WORLD
+    assert world is not None
+    group = world.shrink([victim])
     x = arrays.full(2, dist.get_rank() + 1.0)
     dist.all_reduce(x, group=group)
     host = np.ones(1)

@@ -52,6 +52,19 @@ def test_overlapping_groups_work_at_the_same_time(size: int, pool: Pools) -> Non
     assert pool(size).run(jobs.concurrent_groups, 25) == [[]] * size
 
 
+def test_groups_shrink_by_ranks_of_theirs(pool: Pools) -> None:
+    for rank, (empty, twice, absent, mine, *groups, world) in enumerate(pool(4).run(jobs.shrunk)):
+        assert (empty, twice) == ("ranks is empty", "ranks [0, 0] has duplicates")
+        assert absent == "9 is not a rank of a world of 4"
+        assert "the caller is among the excluded" in mine
+        assert world == 6.0
+        if rank == 1:
+            assert groups == []
+            continue
+        assert groups[0] == ((0, 2, 3), (0, 2, 3).index(rank), 5.0)
+        assert groups[1:] == ([((0, 2), 2.0)] if rank != 3 else [])
+
+
 def test_fifty_groups(pool: Pools) -> None:
     first = pool(3).run(jobs.many_groups, 50)
     second = pool(3).run(jobs.many_groups, 50)

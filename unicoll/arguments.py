@@ -9,7 +9,7 @@ from typing import Any
 from .buffers import Buffer, as_buffer
 from .errors import DistArgumentError, DistTypeError
 
-__all__ = ["buffers_of", "call_site", "pairs_of", "same_length", "splits_of"]
+__all__ = ["buffers_of", "call_site", "check_ranks", "pairs_of", "same_length", "splits_of"]
 
 
 def buffers_of(what: str, arrays: Sequence[Any]) -> tuple[Buffer, ...]:
@@ -25,6 +25,17 @@ def same_length(name: str, first: Sequence[Any], second: Sequence[Any]) -> None:
     """Refuse lists of different lengths."""
     if len(first) != len(second):
         raise DistArgumentError(f"{name}: {len(first)} given for {len(second)} inputs")
+
+
+def check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
+    """Refuse a list of ranks that is empty, has duplicates, or one that is not in a group of ``size``."""
+    if len(ranks) == 0:
+        raise DistArgumentError(f"{what}: ranks is empty")
+    if len(set(ranks)) != len(ranks):
+        raise DistArgumentError(f"{what}: ranks {list(ranks)} has duplicates")
+    for rank in ranks:
+        if not isinstance(rank, int) or not 0 <= rank < size:
+            raise DistArgumentError(f"{what}: {rank!r} is not a rank of a world of {size}")
 
 
 def pairs_of(

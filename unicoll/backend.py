@@ -54,6 +54,7 @@ class Job:
         timeout: default timeout of the world group, seconds.
         local_rank, local_size: of the processes on this host, where a launcher said.
         post_mortem: asks the launcher how a rank ended; may take a fraction of a second.
+        groups: the groups that are in use, in the order in which they were made.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Job:
         self.control = control
         self.local_size = local_size
         self.local_rank = local_rank
+        self.groups: list[Any] = []
         self._post_mortem = post_mortem
         self._shared: dict[str, Any] = {}
         self._lock = threading.Lock()

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from .arguments import buffers_of, call_site, pairs_of, same_length, splits_of
+from .arguments import buffers_of, call_site, check_ranks, pairs_of, same_length, splits_of
 from .buffers import as_buffer
 from .call import Call
 from .dispatch import Buffers, Dispatch, Timeout
+from .errors import DistArgumentError
 from .ops import OPS, Op
 from .options import CallOptions, as_call_options
 from .types import ReduceOp
@@ -76,6 +77,29 @@ class ProcessGroup(Dispatch):
             for backend in self._served.values():
                 backend.refuse_options(told)
         return _View(self.whole, told, self._seconds(timeout))
+
+    def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
+        """:func:`unicoll.shrink_group` of this group: those that are left call it, and get a group of their own."""
+        excluded = sorted(ranks_to_exclude)
+        check_ranks("shrink_group", excluded, self._size)
+        if self._rank in excluded:
+            raise DistArgumentError("shrink_group: the caller is among the excluded ranks, who do not call it")
+        parent = self.whole
+        parent.splits += 1
+        made = ProcessGroup(
+            parent.job,
+            f"{parent.name}/shrunk-{parent.splits}",
+            tuple(r for i, r in enumerate(parent.ranks) if i not in excluded),
+            parent.choices,
+            parent.timeout,
+            parent.group_desc,
+            pg_options,
+            parent.bound_device_id,
+            parent,
+            excluded,
+        )
+        parent.job.groups.append(made)
+        return made
 
     # --- collectives ------------------------------------------------------------------------------------------
 

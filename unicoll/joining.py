@@ -42,7 +42,7 @@ class Membership:
         self.meeting = meeting
         self.job = job
         self.choices = choices
-        self.groups: list[ProcessGroup] = []
+        self.groups: list[ProcessGroup] = job.groups
         self.notes = [*meeting.notes, *(f"{c.device} arrays: backend {c.name}: {c.why}" for c in choices)]
         self.named: dict[str, int] = {}
 
@@ -52,7 +52,8 @@ class Membership:
             for one in self.groups:
                 for backend in one._served.values():
                     backend.abort(DistError(f"this process ended with {type(error).__name__}: {error}"))
-        groups, self.groups = self.groups, []
+        groups = [*self.groups]
+        self.groups.clear()
         for one in reversed(groups):
             one.close()
         _take_down(self.meeting, self.job, error)

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from . import registry, world
+from .arguments import check_ranks
 from .errors import DistArgumentError
 from .group import ProcessGroup
 from .registry import Choice
@@ -49,16 +50,6 @@ def _choices(here: World, backend: str | None, parent: ProcessGroup) -> Sequence
     return choices
 
 
-def _check_ranks(what: str, ranks: Sequence[int], size: int) -> None:
-    if len(ranks) == 0:
-        raise DistArgumentError(f"{what}: ranks is empty")
-    if len(set(ranks)) != len(ranks):
-        raise DistArgumentError(f"{what}: ranks {list(ranks)} has duplicates")
-    for rank in ranks:
-        if not isinstance(rank, int) or not 0 <= rank < size:
-            raise DistArgumentError(f"{what}: {rank!r} is not a rank of a world of {size}")
-
-
 def new_group(
     ranks: Sequence[int] | None = None,
     timeout: Timeout = None,
@@ -91,7 +82,7 @@ def new_group(
     """
     here = world.current("new_group")
     members = list(range(here.job.size)) if ranks is None else [int(r) for r in ranks]
-    _check_ranks("new_group", members, here.job.size)
+    check_ranks("new_group", members, here.job.size)
     if sort_ranks:
         members.sort()
     if use_local_synchronization:
@@ -198,7 +189,7 @@ def split_group(
     if not split_ranks:
         raise DistArgumentError("split_group: split_ranks is empty")
     everyone = [r for part in split_ranks for r in part]
-    _check_ranks("split_group", everyone, parent.size())
+    check_ranks("split_group", everyone, parent.size())
     parent.splits += 1
     seconds = world.seconds(timeout, parent.timeout)
     choices = _choices(here, backend, parent)
@@ -237,18 +228,4 @@ def shrink_group(
         DistArgumentError: nobody is excluded, or the caller, or a rank that is not in the group.
         OperationTimeoutError, RankLostError: not all survivors came.
     """
-    here = world.current("shrink_group")
-    parent = world.member(group, "shrink_group").whole
-    excluded = sorted(ranks_to_exclude)
-    _check_ranks("shrink_group", excluded, parent.size())
-    if parent.rank() in excluded:
-        raise DistArgumentError("shrink_group: the caller is among the excluded ranks, who do not call it")
-    parent.splits += 1
-    name = f"{parent.name}/shrunk-{parent.splits}"
-    members = tuple(r for i, r in enumerate(parent.ranks) if i not in excluded)
-    made = ProcessGroup(
-        here.job, name, members, parent.choices, parent.timeout, parent.group_desc, pg_options,
-        parent.bound_device_id, parent, excluded,
-    )  # fmt: skip
-    here.groups.append(made)
-    return made
+    return world.member(group, "shrink_group").shrink(ranks_to_exclude, pg_options)
