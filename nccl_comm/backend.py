@@ -21,13 +21,13 @@ from unicoll.streams import SPIN_S, naps, on_device
 from unicoll.types import DType, Reduction
 from unicoll.work import Completion
 
-from . import library
+from . import library, transports
 from .api import Config
 from .communicator import Communicator
 from .devices import bound_device
 from .flights import Flight, StreamCompletion
 from .lifecycle import Supervised
-from .meeting import meet
+from .meeting import facts_of, meet
 from .memory import DeviceArray, symmetric_array
 from .operations import OPERATIONS, Ranks, barrier, batch
 from .tuning import Tuned, refuse_algorithm, refuse_options
@@ -39,6 +39,8 @@ _SCRATCH = 512
 """Bytes of device memory for barriers."""
 _NOTHING = nullcontext()
 _MESSAGES = frozenset(("send", "recv"))
+_ASKING_S = 2.0
+"""How long ``explain()`` waits for the store."""
 _TUNED = 64
 """Options of calls that a group remembers."""
 
@@ -60,6 +62,7 @@ class NCCLBackend(Supervised):
         self.splits = False  # whether all members connected when the group was made, so that it can be split
         self._options = as_options(context.options)
         self._device = -1
+        self._met = context  # the group whose members told each other where they are: this one, or one it comes from
         self._tuned: dict[CallOptions, Tuned] = {}
         self._stream = self._scratch = self._before = 0
         self._sequence = 0
@@ -111,6 +114,7 @@ class NCCLBackend(Supervised):
             return  # it connects at its first operation
         if above.handle and self.nccl.has("ncclCommShrink"):
             self._adopt(above.shrink(self.context, excluded, self._config(), deadline, self._look))
+            self._met = parent._met
         else:
             self._connect(above.device, deadline)
         self.splits = True
@@ -146,6 +150,7 @@ class NCCLBackend(Supervised):
             if parent is not None and parent._comm is not None:
                 made = parent._comm.split(context, self._config(), deadline)
                 assert made is not None
+                self._met = parent._met
             else:
                 unique_id = meet(context, device, self.nccl, cuda, deadline)
                 made = Communicator(
@@ -361,7 +366,19 @@ class NCCLBackend(Supervised):
         words = library.describe(self.nccl)
         if self._comm is None:
             return f"{words}, connects at its first operation"
-        return f"{words} on cuda:{self._device} ({self.cuda.facts(self._device).name})"
+        words += f" on cuda:{self._device} ({self.cuda.facts(self._device).name})"
+        return "; ".join(filter(None, (words, *self._transports())))
+
+    def _transports(self) -> list[str]:
+        """The ways that NCCL has probably chosen, and those that it says itself."""
+        met = self._met
+        try:
+            told = dict(zip(met.ranks, facts_of(met, _ASKING_S), strict=True))
+            facts = [told[rank] for rank in self.context.ranks]
+            found = transports.expected(self.context.rank, facts, self.cuda, self._options.net_name)
+            return [found, transports.logged()]
+        except Exception as e:  # who explains must not fail; the store may be gone
+            return [f"expected transports: not known ({e})"]
 
 
 def _streams(calls: Iterable[Call]) -> list[int]:

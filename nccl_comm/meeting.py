@@ -26,7 +26,7 @@ from . import api
 from .api import Nccl
 from .errors import error_for
 
-__all__ = ["SHARING", "meet"]
+__all__ = ["SHARING", "facts_of", "meet"]
 
 SHARING = "UNICOLL_NCCL_SHARE_DEVICE"
 """With the value 1 several ranks may use one device (for tests: NCCL itself has to be told, too)."""
@@ -45,6 +45,8 @@ def meet(context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float)
     prefix = f"nccl/{context.name}"
     store = context.job.store
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "device": device, "uuid": cuda.facts(device).uuid}
+    if os.environ.get("NCCL_HOSTID"):
+        mine["hostid"] = os.environ["NCCL_HOSTID"]
     store.set(f"{prefix}/{context.rank}", json.dumps(mine))
     if context.rank == 0:
         answer = _preside(context, prefix, nccl, deadline)
@@ -56,6 +58,17 @@ def meet(context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float)
         return bytes.fromhex(answer["id"])
     kind = {"argument": DistArgumentError, "timeout": OperationTimeoutError}.get(answer["kind"], DistBackendError)
     raise kind(answer["error"], group=context.name)
+
+
+def facts_of(context: Context, patience: float) -> list[dict[str, Any]]:
+    """What the members of a group said of themselves where they met, in group order.
+
+    Raises:
+        DistError: the store does not answer in ``patience`` seconds, or not any more.
+    """
+    keys = [f"nccl/{context.name}/{rank}" for rank in range(context.size)]
+    context.job.store.wait(keys, patience)
+    return [json.loads(text) for text in context.job.store.multi_get(keys)]
 
 
 def _preside(context: Context, prefix: str, nccl: Nccl, deadline: float) -> dict[str, str]:

@@ -21,7 +21,7 @@ _HANDLES = {"ncclComm_t", "ncclWindow_t", "cudaStream_t", "CUcontext", "CUstream
 _WORDS = {"size_t", "CUdeviceptr"}
 _INTS = {
     "int", "ncclResult_t", "ncclDataType_t", "ncclRedOp_t", "ncclScalarResidence_t", "CUresult", "CUdevice",
-    "CUdevice_attribute", "CUpointer_attribute",
+    "CUdevice_attribute", "CUdevice_P2PAttribute", "CUpointer_attribute",
 }  # fmt: skip
 _CTYPES: dict[str, Any] = {POINTER: c_void_p, WORD: c_uint64, INT: c_int, UNSIGNED: c_uint}
 _DECLARATION = re.compile(r"(?<![\w(])([A-Za-z_][\w ]*?[\w*] *\*?) *\b((?:nccl|cu)[A-Z]\w*) *\(([^()]*)\) *;")

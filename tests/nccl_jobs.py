@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -332,3 +334,41 @@ def symmetric() -> list[Any]:
     x = arrays.full(1, 1.0)
     dist.all_reduce(x)
     return [interface["shape"], interface["typestr"], n.has("ncclCommWindowRegister"), x.numpy().tolist()]
+
+
+def on_two_hosts(folder: str) -> dict[str, str]:
+    """What explain() says before NCCL is told of two hosts, of a group made after that, of a part of it, of a log."""
+    me = dist.get_rank()
+    told = {"NCCL_HOSTID": f"host{me // 2}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "sim0"}
+    found = {"before": dist.explain()}
+    os.environ.update(told)
+    try:
+        four: Any = dist.new_group(use_local_synchronization=True, device_id=me)
+        found["four"] = four.describe()
+        two: Any = dist.split_group(four, [[0, 1], [2, 3]])
+        found["two"] = two.describe()
+        log = Path(folder) / f"{os.getpid()}.log"
+        log.write_text(f"node:{os.getpid()}:1 [0] NCCL INFO Channel 00/0 : {me}[0] -> 9[1] via P2P/CUMEM\n")
+        told |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/%p.log"}
+        os.environ.update(told)
+        found["logged"] = dist.explain()
+        dist.destroy_process_group(two)
+        dist.destroy_process_group(four)
+    finally:
+        for name in told:
+            os.environ.pop(name, None)
+    return found
+
+
+def explain_without_a_store() -> str:
+    """What explain() says when the store does not answer any more."""
+    store: Any = dist.group.WORLD.job.store  # type: ignore[union-attr]
+
+    def wait(keys: Any, timeout: float) -> None:
+        raise dist.DistStoreError("the store is gone")
+
+    store.wait = wait
+    try:
+        return dist.explain()
+    finally:
+        del store.wait

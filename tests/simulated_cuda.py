@@ -142,7 +142,11 @@ class Simulation:
 
 
 class SimulatedCuda(Cuda):
-    """The simulated devices as unicoll sees them."""
+    """The simulated devices as unicoll sees them.
+
+    Attributes:
+        links: for two devices, what :meth:`reaches` answers; both of it where nothing is said.
+    """
 
     def __init__(self, scheduler: Scheduler, memory: Memory, devices: int, name: str) -> None:
         self._scheduler = scheduler
@@ -155,6 +159,7 @@ class SimulatedCuda(Cuda):
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, _Event] = {}
         self.captures: list[Capture] = []
+        self.links: dict[tuple[int, int], tuple[bool, bool]] = {}
 
     @property
     def description(self) -> str:
@@ -167,6 +172,11 @@ class SimulatedCuda(Cuda):
         self._check_device(device)
         uuid, bus = f"GPU-simulated-{self._name}-{device}", f"0000:{device:02x}:00.0"
         return DeviceFacts("Simulated GPU", uuid, bus, _MEMORY, (9, 0))
+
+    def reaches(self, device: int, other: int) -> tuple[bool, bool]:
+        self._check_device(device)
+        self._check_device(other)
+        return self.links.get((device, other), (True, True))
 
     def current_device(self) -> int:
         return self._thread.device

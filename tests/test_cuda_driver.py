@@ -175,6 +175,17 @@ def test_facts_of_a_device_are_asked_once(driver: Driver, machine: Machine) -> N
     assert len(machine.calls) == asked
 
 
+@pytest.mark.parametrize(("access", "atomics"), [(0, 0), (1, 0), (1, 1)])
+def test_what_a_device_reaches_of_another(access: int, atomics: int, driver: Driver, machine: Machine) -> None:
+    machine.answers |= {
+        "cuDeviceCanAccessPeer": putting(0, access, c_int),
+        "cuDeviceGetP2PAttribute": putting(0, atomics, c_int),
+    }
+    assert driver.reaches(1, 0) == (bool(access), bool(atomics))
+    assert [arguments[1:] for arguments in machine.of("cuDeviceCanAccessPeer")] == [(71, 70)]
+    assert [arguments[1:] for arguments in machine.of("cuDeviceGetP2PAttribute")] == [(3, 71, 70)] * access
+
+
 def test_a_device_that_is_not_there_is_an_error_with_cudas_words(driver: Driver) -> None:
     with pytest.raises(CudaError, match=r"^cuDeviceGet: CUDA_ERROR_INVALID_VALUE: invalid argument$"):
         driver.facts(2)

@@ -28,6 +28,7 @@ _SUCCESS, _NOT_READY, _INVALID_CONTEXT = 0, 600, 201
 _STREAM_NON_BLOCKING, _EVENT_DISABLE_TIMING, _HOST_PORTABLE = 0x1, 0x2, 0x1
 _CAPTURE_NONE, _CAPTURE_MODE_RELAXED = 0, 2
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
+_P2P_NATIVE_ATOMICS = 3
 _ASKED = (c_int * 3)(2, 8, 9)
 """Of an address: its memory's type, whether it is managed, its device's ordinal."""
 _NOT_CUDA, _HOST_MEMORY = 0, 1
@@ -50,6 +51,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetPCIBusId": (_text, c_int, _device),
     "cuDeviceTotalMem_v2": (POINTER(c_size_t), _device),
     "cuDeviceGetAttribute": (_number, c_int, _device),
+    "cuDeviceCanAccessPeer": (_number, _device, _device),
+    "cuDeviceGetP2PAttribute": (_number, c_int, _device, _device),
     "cuDevicePrimaryCtxRetain": (_out, _device),
     "cuCtxGetCurrent": (_out,),
     "cuCtxSetCurrent": (_context,),
@@ -170,6 +173,12 @@ class Driver(Cuda):
         if found is None:
             found = self._facts[device] = self._find_facts(device)
         return found
+
+    def reaches(self, device: int, other: int) -> tuple[bool, bool]:
+        here, there = self._handle(device), self._handle(other)
+        if not self._number("cuDeviceCanAccessPeer", here, there):
+            return False, False
+        return True, bool(self._number("cuDeviceGetP2PAttribute", _P2P_NATIVE_ATOMICS, here, there))
 
     def current_device(self) -> int:
         """The calling thread's device, or -1 where it has not chosen any."""

@@ -78,6 +78,10 @@ class Cuda(ABC):
         """What is known of a device."""
 
     @abstractmethod
+    def reaches(self, device: int, other: int) -> tuple[bool, bool]:
+        """Whether a device can use another's memory itself; and whether atomically, as over NVLink, not over PCIe."""
+
+    @abstractmethod
     def current_device(self) -> int:
         """The calling thread's device, or -1 where it has not chosen any."""
 

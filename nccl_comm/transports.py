@@ -1,0 +1,204 @@
+"""How a group's data will probably move, and how NCCL's own log says that it does: for ``explain()`` alone.
+
+For every pair of ranks NCCL chooses between peer-to-peer access (P2P), shared memory of the host and the network, and
+has no call that tells. :func:`expected` follows from what the members said of themselves where they met, from CUDA's
+driver and from the environment; :func:`logged` is what NCCL wrote, where it was told to write into a file.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from unicoll.streams import Cuda, CudaError
+
+__all__ = ["expected", "logged"]
+
+Fact = Mapping[str, Any]
+"""What a member said of itself: ``host``, ``device`` (ordinal in its process), ``uuid``, and ``hostid`` if it has been
+given one; see :mod:`nccl_comm.meeting`."""
+
+VARIABLES = (
+    "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL", "NCCL_P2P_DIRECT_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE",
+    "NCCL_IB_HCA", "NCCL_NET", "NCCL_NET_PLUGIN", "NCCL_NET_GDR_LEVEL", "NCCL_SOCKET_IFNAME", "NCCL_NVLS_ENABLE",
+    "NCCL_MNNVL_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_HOSTID", "NCCL_TOPO_FILE",
+)  # fmt: skip
+"""What users set to change NCCL's choice."""
+_DEVICES = Path("/sys/class/infiniband")
+_VIRTUAL = ("lo", "docker", "veth", "virbr")
+"""Interfaces that NCCL passes over unless they are asked for."""
+_NAMES = 4
+_LOG_BYTES = 64 << 20
+"""How much of a log is read."""
+_LEVELS = ("INFO", "TRACE")
+_LINE = re.compile(
+    r"(\d+):\d+ \[\d+\] NCCL INFO Channel \d+(?:/\d+)? : (\d+)\[[^\]]*\] -> (\d+)\[[^\]]*\](?: \[(send|receive)\])?"
+    r" via (.+?)(?: comm 0x.*)?$"
+)
+"""Process, ranks from and to, direction and transport."""
+_NUMBER = re.compile(r"\d+(\(\d+\))?")
+"""Of a network device, and of the rank next to it."""
+
+
+# --- what is to be expected -----------------------------------------------------------------------------------------
+
+
+def expected(
+    rank: int,
+    facts: Sequence[Fact],
+    cuda: Cuda,
+    net_name: str | None = None,
+    environ: Mapping[str, str] = os.environ,
+    devices: Path = _DEVICES,
+) -> str:
+    """The transports from this rank to the others, in words.
+
+    Args:
+        rank: of this process in the group.
+        facts: the members', in group order.
+        cuda: the devices of this process.
+        net_name: of the network that the group was told to use.
+        environ, devices: the environment, and the folder of InfiniBand devices.
+    """
+    mine, here = facts[rank], _host(facts[rank])
+    peers = [fact for i, fact in enumerate(facts) if i != rank]
+    ways = Counter(_inside(mine, p, cuda, environ) for p in peers if _host(p) == here)
+    away = [_host(p) for p in peers if _host(p) != here]
+    sockets_inside = ways.pop("", 0)
+    said = [f"{_count(n, 'peer')} by {way}" for way, n in sorted(ways.items())]
+    if sockets_inside or away:
+        where = [f"{sockets_inside} on this host"] if sockets_inside else []
+        where += [f"{len(away)} on {_count(len(set(away)), 'other host')}"] if away else []
+        said.append(f"{' and '.join(where)} by network ({_network(net_name, environ, devices)})")
+    found = f"expected transports: {', '.join(said) or 'none, there is one rank'}"
+    given = [f"{name}={environ[name]}" for name in VARIABLES if name in environ]
+    return f"{found} ({', '.join(given)})" if given else found
+
+
+def _host(fact: Fact) -> str:
+    """What NCCL takes for the host: what it was told, if anything."""
+    found: str = fact.get("hostid") or fact["host"]
+    return found
+
+
+def _inside(mine: Fact, peer: Fact, cuda: Cuda, environ: Mapping[str, str]) -> str:
+    """How two ranks of one host will talk; "" for the network."""
+    level = environ.get("NCCL_P2P_LEVEL", "").upper()
+    p2p = not _on(environ, "NCCL_P2P_DISABLE") and level not in ("LOC", "0")
+    shared = "" if _on(environ, "NCCL_SHM_DISABLE") else "shared memory"
+    if not p2p:
+        return shared
+    if peer["uuid"] == mine["uuid"]:
+        return "P2P (the same device)"
+    reach = _reach(mine, peer, cuda)
+    if reach is None:  # each process sees its own device alone
+        return f"P2P where the devices allow it, else {shared or 'network'}"
+    direct, atomic = reach
+    if direct and atomic:
+        return "P2P (NVLink)"
+    return "P2P (PCIe)" if direct and level not in ("NVL", "1") else shared
+
+
+def _reach(mine: Fact, peer: Fact, cuda: Cuda) -> tuple[bool, bool] | None:
+    """Whether this rank's device reaches a peer's, as :meth:`unicoll.streams.Cuda.reaches`; None if it is not seen."""
+    try:
+        for other in range(cuda.device_count()):
+            if cuda.facts(other).uuid == peer["uuid"]:
+                return cuda.reaches(mine["device"], other)
+    except CudaError:
+        pass
+    return None
+
+
+def _network(net_name: str | None, environ: Mapping[str, str], devices: Path) -> str:
+    name = net_name or environ.get("NCCL_NET", "")
+    plugin = environ.get("NCCL_NET_PLUGIN", "none")
+    if not name and plugin.lower() != "none":
+        return f"plug-in {plugin}"
+    if name and name.lower() not in ("ib", "socket"):
+        return name
+    if name.lower() != "socket" and not _on(environ, "NCCL_IB_DISABLE"):
+        found = _infiniband(devices)
+        if found or name:
+            return found or "InfiniBand, of which no device is here"
+    spec = environ.get("NCCL_SOCKET_IFNAME")
+    names = [name for _, name in socket.if_nameindex() if not name.startswith(_VIRTUAL)]
+    return f"sockets on {spec or _list(names) or 'no interface but the loopback'}"
+
+
+def _infiniband(devices: Path) -> str:
+    """InfiniBand's devices by kind: ``InfiniBand mlx5_0, mlx5_1; RoCE mlx5_2``."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    try:
+        for device in sorted(devices.iterdir()):
+            links = [p.read_text().strip() for p in device.glob("ports/*/link_layer")]
+            kinds["RoCE" if links and set(links) == {"Ethernet"} else "InfiniBand"].append(device.name)
+    except OSError:
+        pass
+    return "; ".join(f"{kind} {_list(names)}" for kind, names in sorted(kinds.items()))
+
+
+def _list(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES
+    return ", ".join(names[:_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' if n != 1 else ''}"
+
+
+def _on(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").strip() not in ("", "0")
+
+
+# --- what NCCL says -------------------------------------------------------------------------------------------------
+
+
+def logged(environ: Mapping[str, str] = os.environ) -> str:
+    """What NCCL's log says of this process's connections, in words; "" where it keeps none in a file, or says nothing.
+
+    All communicators of the process write there, so that ranks are those of whichever it was.
+    """
+    if environ.get("NCCL_DEBUG", "").upper() not in _LEVELS:
+        return ""
+    try:
+        peers = _read(_log_file(environ.get("NCCL_DEBUG_FILE", "")))
+    except OSError:
+        return ""
+    said = [f"{way} with {_count(len(ranks), 'rank')}" for way, ranks in sorted(peers.items())]
+    return f"NCCL says: {', '.join(said)}" if said else ""
+
+
+def _log_file(pattern: str) -> Path:
+    """The file that NCCL makes of a pattern with %h for the host and %p for the process."""
+    words = {"h": socket.gethostname().partition(".")[0], "p": str(os.getpid()), "%": "%"}
+    return Path(re.sub(r"%(.)", lambda m: words.get(m[1], m[0]), pattern))
+
+
+def _read(path: Path) -> dict[str, set[int]]:
+    """By transport the ranks that this process is connected with; several processes may write to one file."""
+    peers: dict[str, set[int]] = defaultdict(set)
+    if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe might never end
+        return peers
+    mine = str(os.getpid())
+    with path.open(errors="replace") as lines:
+        read = 0
+        for line in lines:
+            read += len(line)
+            if read > _LOG_BYTES:
+                break
+            found = _LINE.search(line.rstrip())
+            if found is not None and found[1] == mine:
+                peers[_short(found[5])].add(int(found[2] if found[4] == "receive" else found[3]))
+    return peers
+
+
+def _short(transport: str) -> str:
+    """A transport without the number of its device: ``NET/IB/GDRDMA`` of ``NET/IB/0(3)/GDRDMA``."""
+    return "/".join(part for part in transport.split("/") if not _NUMBER.fullmatch(part))
