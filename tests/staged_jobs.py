@@ -124,6 +124,69 @@ def differ() -> Story:
     return story
 
 
+def _elements(give: int, take: int, much: int) -> int:
+    """How many elements one rank has for another: none for some, many for others."""
+    return (0, 1, much, 3, much // 7)[(3 * give + 2 * take + 2) % 5]
+
+
+def exchanges(much: int) -> dict[str, Any]:
+    """Exchanges of sizes that differ between any two ranks, in a group of its own; the largest has ``much`` elements.
+
+    Which were right, and the bytes that were moved, and held for that on the host.
+    """
+    group = dist.new_group()
+    me, n = dist.get_rank(), dist.get_world_size()
+    sent = [[_elements(i, j, much) for j in range(n)] for i in range(n)]
+    values = [[np.arange(sent[i][j], dtype=np.float32) + 1000 * i + j for j in range(n)] for i in range(n)]
+    good = []
+    for async_op in (False, True):
+        outs = [arrays.full(sent[i][me], -1, np.float32) for i in range(n)]
+        work = dist.all_to_all(outs, [arrays.array(v) for v in values[me]], group=group, async_op=async_op)
+        if work is not None:
+            work.wait()
+        good.append(all((out.numpy() == values[i][me]).all() for i, out in enumerate(outs)))
+        give, take = sent[me], [sent[i][me] for i in range(n)]
+        out = arrays.full((sum(take), 2), -1, np.float32)
+        whole = np.repeat(np.concatenate(values[me]), 2).reshape(-1, 2)
+        work = dist.all_to_all_single(out, arrays.array(whole), take, give, group=group, async_op=async_op)
+        if work is not None:
+            work.wait()
+        right = np.concatenate([values[i][me] for i in range(n)])
+        good.append(bool((out.numpy() == right[:, None]).all()))
+    nothing = [arrays.empty(0, np.float32) for _ in range(2 * n)]
+    dist.all_to_all(nothing[:n], nothing[n:], group=group)
+    held = group.staging_bytes()
+    dist.destroy_process_group(group)
+    return {"good": good, "moved": 4 * sum(map(sum, sent)), "held": held["cuda"] - held["cpu"]}
+
+
+def sizes_misfit(count: int, ranks: list[int] | None) -> Story | None:
+    """In an exchange the first member of a group sends the second more than that has room for."""
+    group = dist.new_group(ranks)
+    if dist.get_rank() not in (ranks or range(dist.get_world_size())):
+        return None
+    n, me = dist.get_world_size(group), dist.get_rank(group)
+    given = [arrays.full(count + (me == 0 and j == 1), 1.0) for j in range(n)]
+    taken = [arrays.full(count, 0.0) for _ in range(n)]
+    story = story_of(lambda: dist.all_to_all(taken, given, group=group, timeout=20))
+    dist.destroy_process_group(group)
+    return story
+
+
+def another_call() -> Story:
+    """One rank exchanges, the others reduce what they could agree with."""
+    group = dist.new_group()
+    n = dist.get_world_size()
+    x = [arrays.full(10, 1.0) for _ in range(n)]
+    if dist.get_rank() == 0:
+        story = story_of(lambda: dist.all_to_all([arrays.full(10, 0.0) for _ in x], x, group=group, timeout=20))
+    else:
+        one = arrays.full(1, 1, np.int64)
+        story = story_of(lambda: dist.all_reduce(one, dist.ReduceOp.MAX, group=group, timeout=20))
+    dist.destroy_process_group(group)
+    return story
+
+
 def captured() -> Story:
     """A graph cannot record it."""
     with arrays.Stream() as stream:

@@ -23,6 +23,9 @@ if why_not():
 from test_staged import (  # noqa: F401
     test_a_device_that_is_late_is_named,
     test_a_graph_cannot_record_it,
+    test_an_exchange_and_another_call_are_both_named,
+    test_an_exchange_of_any_sizes_goes_in_pieces,
+    test_an_exchange_whose_sizes_do_not_fit_raises_the_same_error,
     test_arrays_of_device_and_host_keep_one_order,
     test_calls_that_differ_raise_the_same_error,
     test_it_says_how_device_arrays_go,

@@ -61,6 +61,39 @@ def test_calls_that_differ_raise_the_same_error(pool: Callable[[int], Pool]) -> 
     assert "float32[50001]" in message
 
 
+@pytest.mark.parametrize(("size", "much"), [(2, 30_000), (3, 30_000), (2, 3)])
+def test_an_exchange_of_any_sizes_goes_in_pieces(size: int, much: int, pool: Callable[[int], Pool]) -> None:
+    for told in pool(size).run(jobs.exchanges, much):
+        assert told["good"] == [True] * 4
+        if much > staged.PIECE:
+            assert told["moved"] > 50 * staged.PIECE
+            assert told["held"] < 25 * staged.PIECE
+
+
+@pytest.mark.parametrize("count", [3, 20_000])
+def test_an_exchange_whose_sizes_do_not_fit_raises_the_same_error(
+    count: int, pool: Callable[[int], Pool]
+) -> None:
+    for ranks in (None, [0, 2]):
+        stories = [story for story in pool(3).run(jobs.sizes_misfit, count, ranks) if story is not None]
+        texts = {failure.message for failure, _ in stories if failure is not None}
+        assert len(texts) == 1, texts
+        assert {failure.type if failure else "" for failure, _ in stories} == {"CollectiveMismatchError"}
+        text = texts.pop()
+        for words in ("all_to_all", "rank 0", f"rank {(ranks or [0, 1])[1]}", f"{count + 1} ", f"room for {count}"):
+            assert words in text
+
+
+def test_an_exchange_and_another_call_are_both_named(pool: Callable[[int], Pool]) -> None:
+    failures = [failure for failure, _ in pool(2).run(jobs.another_call)]
+    assert {f.type if f else "" for f in failures} == {"CollectiveMismatchError"}
+    assert len({f.message if f else "" for f in failures}) == 1
+    message = failures[0].message if failures[0] else ""
+    assert "rank 0: all_to_all(float64[10] on cuda:0) #1" in message
+    assert "rank 1: all_reduce(int64[1] on cuda:1, MAX) #1" in message
+    assert failures[0] is None or failures[0].fields["op"] in ("all_to_all", "all_reduce")
+
+
 def test_a_graph_cannot_record_it(pool: Callable[[int], Pool]) -> None:
     for failure, _ in pool(2).run(jobs.captured):
         assert failure is not None

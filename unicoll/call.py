@@ -9,7 +9,7 @@ from .ops import Op, Sizes
 from .options import CallOptions
 from .types import DType, Reduction
 
-__all__ = ["Call"]
+__all__ = ["Call", "ProxyCall"]
 
 
 class Call:
@@ -97,6 +97,33 @@ class Call:
         if op.name in ("send", "recv"):
             parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}, tag={self.tag}")
         return f"{op.name}({', '.join(parts)})"
+
+
+class ProxyCall(Call):
+    """A call that a backend is given on behalf of a user's, of whose place and words it is.
+
+    Attributes:
+        of: the user's call.
+    """
+
+    __slots__ = ("of",)
+
+    def __init__(
+        self,
+        of: Call,
+        op: Op,
+        inputs: tuple[Buffer, ...],
+        outputs: tuple[Buffer, ...],
+        timeout: float,
+        reduce: Reduction | None = None,
+        root: int = -1,
+    ) -> None:
+        super().__init__(op, inputs, outputs, timeout, reduce, root, of.peer, of.tag)
+        self.of = of
+        self.seq, self.site = of.seq, of.site
+
+    def describe(self) -> str:
+        return self.of.describe()
 
 
 def _describe_pieces(pieces: Sequence[Buffer]) -> str:

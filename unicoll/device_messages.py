@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 from .backend import Backend
 from .buffers import Buffer
-from .call import Call
+from .call import Call, ProxyCall
 from .device_memory import DeviceFlat
 from .direct import Direct
 from .dock import Dock
@@ -105,10 +105,9 @@ class Messages:
         buffer = (call.inputs or call.outputs)[0]
         flat = pinned.bytes[: buffer.nbytes].view(buffer.dtype.storage)
         rooms = (Buffer(pinned, buffer.dtype, buffer.shape, flat),)
-        made = Call(call.op, rooms if call.inputs else (), rooms if call.outputs else (), call.timeout,
-                    peer=call.peer, tag=call.tag)  # fmt: skip
-        made.site = call.site
-        return made
+        return ProxyCall(
+            call, call.op, rooms if call.inputs else (), rooms if call.outputs else (), call.timeout
+        )
 
     def _land(self, call: Call, device: int, got: Call) -> None:
         """The message of a receive to the device, if it is not there."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from .backend import Backend
 from .buffers import Buffer
-from .call import Call
+from .call import Call, ProxyCall
 from .device_memory import DeviceMemory, Rooms
 from .dock import Dock
 from .errors import DistError, GroupAbortedError
@@ -114,9 +114,9 @@ class Direct:
                 )
         inputs = tuple(made[id(b)] for b in call.inputs)
         outputs = inputs if call.outputs is call.inputs else tuple(made[id(b)] for b in call.outputs)
-        handed = Call(call.op, inputs, outputs, call.timeout, call.reduce, call.root, call.peer, call.tag)
+        handed = ProxyCall(call, call.op, inputs, outputs, call.timeout, call.reduce, call.root)
         handed.in_counts, handed.out_counts, handed.even = call.in_counts, call.out_counts, call.even
-        handed.signature, handed.seq, handed.site = call.signature, call.seq, call.site
+        handed.signature = call.signature
         return handed
 
     def _rooms_on(self, device: int) -> Rooms:

@@ -330,7 +330,7 @@ class Dispatch:
         host = next((self._served[c.cls] for c in self.choices if c.staged), self._host)
         if device != "cuda" or not host.stages:
             return None
-        self._staged = Staged(host, self._rank, self._size, self._name)
+        self._staged = Staged(host, self._rank, self._ranks, self._name)
         self._backends[device] = self._staged
         return self._staged
 

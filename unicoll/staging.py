@@ -21,11 +21,13 @@ from functools import partial
 
 from .backend import Backend, Caps, Context
 from .buffers import Buffer
-from .call import Call
+from .call import Call, ProxyCall
 from .device_messages import HARMLESS, Messages
 from .direct import Direct
 from .dock import Dock, Lanes
 from .errors import BackendUnavailableError, DistError, GroupAbortedError
+from .exchanged import check_sizes, largest_part
+from .ops import Sizes
 from .pieces import Plan, plan
 from .pinned import Pinned
 from .streams import cuda, on_device
@@ -58,15 +60,18 @@ class Staged(Backend):
 
     Args:
         host: which it neither closes nor aborts but for faults of the device.
-        rank, size: in the group.
+        rank: in the group.
+        ranks: the members' global ranks.
+        group: its name.
     """
 
-    def __init__(self, host: Backend, rank: int, size: int, group: str) -> None:
+    def __init__(self, host: Backend, rank: int, ranks: Sequence[int], group: str) -> None:
         self.name = host.name  # type: ignore[misc]
         self.caps = Caps(frozenset(("cuda",)), host.caps.native, host.caps.reduces)  # type: ignore[misc]
         self._host = host
         self._rank = rank
-        self._size = size
+        self._ranks = ranks
+        self._size = len(ranks)
         self._group = group
         self._dock = Dock(cuda(), group)
         self._direct = Direct(host, self._dock, group)
@@ -122,12 +127,26 @@ class Staged(Backend):
             return None
         if self._host.takes_device(call):
             return self._direct.carrier(call)
-        return partial(self._carry, call, self._dock.begin(call), plan(call, self._size, PIECE))
+        return partial(self._carry, call, self._dock.begin(call))
 
-    def _carry(self, call: Call, device: int, cut: Plan, execute: Execute) -> None:
+    def _cut(self, call: Call, execute: Execute) -> Plan:
+        """The pieces of a collective; in an all_to_all the members agree on them."""
+        if call.op.sizes is not Sizes.EXCHANGED or self._size == 1:
+            return plan(call, self._size, PIECE)
+        cut = plan(call, self._size, PIECE, largest_part(call, execute))
+        if cut.pieces > 1:
+            try:
+                check_sizes(call, self._rank, self._ranks, self._group, execute)
+            except DistError as e:
+                self._host.abort(e)
+                raise
+        return cut
+
+    def _carry(self, call: Call, device: int, execute: Execute) -> None:
         """Do a collective, piece by piece, at its place in the group's order."""
         call.carry = None
         deadline = time.monotonic() + call.timeout
+        cut = self._cut(call, execute)
         slots: list[_Slot] = []
         with on_device(self._dock.cuda, device):
             lanes = self._dock.lanes(device)
@@ -198,10 +217,11 @@ class Staged(Backend):
         inputs = tuple(slot.buffers[id(b)] for b in call.inputs)
         outputs = inputs if call.outputs is call.inputs else tuple(slot.buffers[id(b)] for b in call.outputs)
         timeout = call.timeout if k == 0 else max(0.001, deadline - time.monotonic())
-        piece = Call(call.op, inputs, outputs, timeout, call.reduce, call.root)
-        piece.in_counts, piece.out_counts, piece.even = call.in_counts, call.out_counts, call.even
+        piece = ProxyCall(call, call.op, inputs, outputs, timeout, call.reduce, call.root)
+        if call.in_counts is not None:
+            piece.in_counts, piece.out_counts = cut.counts(call.inputs, k), cut.counts(call.outputs, k)
+            piece.even = call.even
         piece.signature = call.signature if cut.pieces == 1 else hash((call.signature, k))
-        piece.seq, piece.site = call.seq, call.site
         return piece
 
     def _store(self, call: Call, cut: Plan, k: int, slot: _Slot, lanes: Lanes) -> None:
