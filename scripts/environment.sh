@@ -59,3 +59,33 @@ make_environment() {
     fi
     exec 9<&-
 }
+
+# make_layer DIR BASE REQUIREMENT...: an environment with these packages alone; all others it takes from another one,
+# BASE. So torch need not be there once more for each MPI library.
+make_layer() {
+    local dir=$1 base=$2 packages
+    shift 2
+    make_environment "$dir" --no-deps "$@"
+    packages=$(packages_of "$base")
+    printf 'import site; site.addsitedir("%s")\n' "$packages" >"$(packages_of "$dir")/base.pth"
+}
+
+packages_of() {
+    "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+}
+
+# has ENVIRONMENT MODULE
+has() {
+    "$1/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$2" 2>/dev/null
+}
+
+# .venv-test: the project with all that its tests need; torch only where it can be had, which is said loudly.
+make_test_environment() {
+    local torch="torch==2.13.0"
+    make_environment "$root/.venv-test" --editable ".[test]"
+    has "$root/.venv-test" torch && return
+    printf 'Installing %s ...\n' "$torch"
+    if ! "$root/.venv-test/bin/python" -m pip install --quiet --retries 1 "$torch"; then
+        printf '%s\n' '' '*** torch COULD NOT BE INSTALLED: every test that needs it will be SKIPPED. ***' '' >&2
+    fi
+}

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Runs PyTorch's own tests of torch.distributed (``torch.testing._internal.distributed.distributed_test``) on backends.
 
-    python scripts/torch_suite.py                                    # gloo and unicoll-gloo, 2 and 3 ranks
-    python scripts/torch_suite.py --backends gloo,unicoll-mpi        # with mpirun in this environment
-    python scripts/torch_suite.py --ranks 2 -k all_to_all --verbose
+    scripts/torch_suite                                        # gloo and unicoll-gloo, 2 and 3 ranks
+    scripts/torch_suite --backends gloo,unicoll-mpi            # under Open MPI; MPI=mpich in front: under MPICH
+    scripts/torch_suite --ranks 2 -k all_to_all --verbose
+
+(``scripts/torch_suite`` makes an environment and runs ``scripts/torch_suite.py`` in it.)
 
 The tests believe that they run on gloo, so exactly those that torch means for Gloo are run; only the groups that they
 make are of another backend. torch is imported once: for each test one process per rank is forked, which is ended
@@ -119,9 +121,9 @@ def _one_test(
         codes = stub.run(
             lambda rank, environ, fds: _fork(tests, name, rank, meeting, logs[rank], environ, fds), limit
         )
-    output = "\n".join(
-        f"--- rank {rank}\n{log.read_text(errors='replace')[-_KEPT:]}" for rank, log in enumerate(logs)
-    )
+    if stub is not None:
+        logs.append(Path(folder, "mpirun.log"))
+    output = "\n".join(f"--- {log.stem}\n{log.read_text(errors='replace')[-_KEPT:]}" for log in logs)
     return codes, output
 
 
@@ -204,9 +206,11 @@ class _Stub:
             environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
             environ |= _MPI_VARIABLES | {"UNICOLL_STUB": self._path, "TMPDIR": self._folder}
             program = [sys.executable, "-S", "-c", _STUB]
-            launcher = subprocess.Popen(
-                [self._mpirun, "-n", str(self._size), *program], env=environ, stdin=subprocess.DEVNULL
-            )
+            with open(Path(self._folder, "mpirun.log"), "wb") as said:
+                launcher = subprocess.Popen(
+                    [self._mpirun, "-n", str(self._size), *program],
+                    env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                )  # fmt: skip
             callers: dict[int, socket.socket] = {}
             pids: dict[int, int] = {}
             try:

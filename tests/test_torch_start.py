@@ -1,4 +1,4 @@
-"""Programs of torch.distributed on unicoll's backends: started by every launcher, ending in every way."""
+"""Programs of torch.distributed on unicoll's backends: started by our launcher and torchrun, ending in every way."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from mpi_library import command, library, variables_for, why_not
 from ranks import HERE, ROOT, environment, free_port
 
 pytestmark = pytest.mark.torch
@@ -127,34 +126,6 @@ LAST_LINES = {"torch_ddp.py": "epoch 3: ", "torch_fsdp2.py": "saved in 2 parts"}
 def test_examples(launcher: list[str], example: str) -> None:
     lines, errors = launched(launcher, program=ROOT / "examples" / example)
     assert any(line.startswith(LAST_LINES[example]) for line in lines), errors
-
-
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
-@pytest.mark.parametrize("example", LAST_LINES)
-def test_examples_under_mpirun(example: str, tmp_path: Path) -> None:
-    variables = variables_for(str(tmp_path), {"PYTHONPATH": str(ROOT)})
-    program = command(2, (), [sys.executable, str(ROOT / "examples" / example)])
-    done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert LAST_LINES[example] in done.stdout
-
-
-# --- under mpirun -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
-@pytest.mark.parametrize("backend", ["unicoll", "unicoll-mpi", "unicoll-gloo", "mpi", "cpu:mpi"])
-def test_mpirun_needs_no_variables(backend: str, tmp_path: Path) -> None:
-    variables = variables_for(str(tmp_path), {"PYTHONPATH": str(ROOT)})
-    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(variables)
-    words = ["explain", "leave"] if backend == "mpi" else ["explain", "torchs", "leave"]  # torch has no store there
-    program = command(2, library().recover, [sys.executable, PROGRAM, backend, *words])
-    done = subprocess.run(program, env=variables, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = sorted(done.stdout.splitlines())
-    assert [line for line in lines if "left" in line] == LEFT
-    used = "gloo" if backend == "unicoll-gloo" else "mpi"
-    assert any(line.startswith(f"cpu arrays: backend {used}") for line in lines)
 
 
 def test_no_launcher_is_told_what_to_do() -> None:

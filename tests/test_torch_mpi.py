@@ -1,0 +1,64 @@
+"""torch.distributed on the MPI backend, under the mpirun of this environment: starting, examples, PyTorch's tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpi_library import command, library, variables_for, why_not
+from ranks import HERE, ROOT
+from torch_suite_sample import RECORDED, run_sample
+
+pytestmark = pytest.mark.torch
+if why_not():
+    pytest.skip(why_not(), allow_module_level=True)
+for needed in ("torch", "expecttest"):
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed", allow_module_level=True)
+
+
+turn = 0 if library().name == "openmpi" else 1
+"""Each library does a part of the tables, see sampling.py; together they do all."""
+
+
+def output(folder: Path, options: tuple[str, ...], *program: str) -> str:
+    """What two ranks print under an mpirun that sets no variables of torch's."""
+    variables = variables_for(str(folder), {"PYTHONPATH": str(ROOT)})
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(variables)
+    call = command(2, options, [sys.executable, *program])
+    done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.sampled("", "backend", 3)
+@pytest.mark.parametrize("backend", ["unicoll", "unicoll-mpi", "unicoll-gloo", "mpi", "cpu:mpi"])
+def test_mpirun_needs_no_variables(backend: str, tmp_path: Path) -> None:
+    words = (
+        ["explain", "leave"] if backend == "mpi" else ["explain", "torchs", "leave"]
+    )  # torch has no store there
+    told = output(tmp_path, library().recover, str(HERE / "torch_program.py"), backend, *words)
+    lines = sorted(told.splitlines())
+    assert [line for line in lines if "left" in line] == ["rank 0 of 2: left []", "rank 1 of 2: left []"]
+    used = "gloo" if backend == "unicoll-gloo" else "mpi"
+    assert any(line.startswith(f"cpu arrays: backend {used}") for line in lines)
+
+
+@pytest.mark.sampled("", "example", 1)
+@pytest.mark.parametrize("example", ["torch_ddp.py", "torch_fsdp2.py"])
+def test_examples(example: str, tmp_path: Path) -> None:
+    last = {"torch_ddp.py": "epoch 3: ", "torch_fsdp2.py": "saved in 2 parts"}[example]
+    assert last in output(tmp_path, (), str(ROOT / "examples" / example))
+
+
+def test_a_sample_of_torchs_tests(seed: int) -> None:
+    """On two ranks with one MPI library and on three with the other, in turns; what Gloo does not have is always in."""
+    size = 2 + (seed + turn) % 2
+    of_gloo = RECORDED["results"][f"gloo/{size}"]["passed"]
+    ours_alone = set(RECORDED["results"][f"unicoll-mpi/{size}"]["passed"]) - set(of_gloo)
+    assert "test_all_to_all" in ours_alone
+    run_sample("unicoll-mpi", size, random.Random(seed + size), 6, sorted(ours_alone))
