@@ -205,6 +205,7 @@ class _Stub:
             door.settimeout(30)
             environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
             environ |= _MPI_VARIABLES | {"UNICOLL_STUB": self._path, "TMPDIR": self._folder}
+            environ["OMPI_MCA_btl_sm_backing_directory"] = self._folder  # gone with it, however ranks end
             program = [sys.executable, "-S", "-c", _STUB]
             with open(Path(self._folder, "mpirun.log"), "wb") as said:
                 launcher = subprocess.Popen(

@@ -14,6 +14,7 @@ from unicoll.parallel.comm_hooks import GradBucket
 from unicoll.parallel.common import member_group
 from unicoll.parallel.ddp import broadcast_parameters
 from unicoll.parallel.torch_graph import moved, tensors_in
+from unicoll.parallel.torch_join import Uneven
 from unicoll.parallel.torch_reducer import Reducer
 
 __all__ = ["DistributedDataParallel"]
@@ -30,8 +31,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
     ``backward()`` returns, ``.grad`` of every parameter holds the average. Parameters that do not require gradients
     when this is constructed are left alone. ``state_dict()`` has the keys of torch's class (``module.``...).
 
-    Unlike torch's, it has no ``join``, it keeps the buckets' order of the parameters whatever the order of their
-    gradients, and several ``backward()`` after one ``forward()`` are each averaged.
+    Unlike torch's, it keeps the buckets' order of the parameters whatever the order of their gradients, and several
+    ``backward()`` after one ``forward()`` are each averaged.
 
     Attributes:
         module: the module itself.
@@ -105,7 +106,8 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         """Agree with the other ranks and watch the parameters' gradients."""
         group = self.process_group
         ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-        every = {n: p for n, p in self.module.named_parameters() if n not in ignored}
+        self._parameter_names = [n for n, _ in self.module.named_parameters() if n not in ignored]
+        every = self._parameters_now()
         learned = {n: p for n, p in every.items() if p.requires_grad}
         if not learned:
             raise DistArgumentError(
@@ -114,10 +116,9 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
             )
         self._buffer_names = [n for n, _ in self.module.named_buffers() if n not in ignored]
         if spread:
-            tensors = every | (self._buffers_now() if self._spreads_buffers else {})
-            _compare(group, tensors)
-            with torch.no_grad():
-                broadcast_parameters(tensors, src=group.global_rank(0), group=group)
+            _compare(group, self._all_now())
+            self._spread(self._all_now(), 0)
+        self._uneven: Uneven | None = None
         self._reducer = Reducer(
             list(learned),
             list(learned.values()),
@@ -132,16 +133,17 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         """The module's forward; the backward pass of what it returns averages the gradients.
 
         Raises:
-            DistError: in the backward pass before, some parameters got no gradient; names them.
+            DistError: in the backward pass before, some parameters got no gradient; names them. Within :meth:`join`,
+                a rank has run out of inputs and this is to be raised.
             Any error of the communication, where buffers are broadcast.
         """
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         if syncing:
             self._reducer.check_finished()
-        if self.require_forward_param_sync and self.broadcast_buffers and self._buffer_names:
-            with torch.no_grad():
-                group = self.process_group
-                broadcast_parameters(self._buffers_now(), src=group.global_rank(0), group=group)
+        spreads = self.require_forward_param_sync and self.broadcast_buffers and bool(self._buffer_names)
+        source = 0 if self._uneven is None else self._uneven.forward_begins(spreads)
+        if spreads:
+            self._spread(self._buffers_now(), source)
         if self.device_ids:
             inputs, kwargs = moved((inputs, kwargs), self.device_ids[0])
         output = self.module(*inputs, **kwargs)
@@ -164,6 +166,48 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         finally:
             self.require_backward_grad_sync = before
 
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Around a training loop whose number of steps differs between ranks; all ranks of the group enter it.
+
+        A rank that leaves the loop takes part in the others' averages, with zeros, until all have left it. Then all
+        get the model, parameters and buffers, of the rank that was last (the highest of those). Buffers that are
+        spread before a forward pass are those of the highest rank that still has inputs. What the module or the loop
+        communicates otherwise is not taken part in: use ``throw_on_early_termination`` there.
+
+        Args:
+            divide_by_initial_world_size: averages divide by the number of all ranks, so that each input counts the
+                same; False: by the number of ranks that still have inputs. Comm hooks divide as they will.
+            enable: False does nothing, where numbers of steps are known to be equal.
+            throw_on_early_termination: as soon as one rank has run out, all ranks raise: the others in their next
+                forward pass, this one when it leaves the loop.
+
+        Raises:
+            DistArgumentError: it is entered already.
+            DistError: ranks have run out of inputs and this is to be raised; ranks with inputs make different passes.
+            Any error of the communication.
+        """
+        if not enable:
+            yield
+            return
+        if self._uneven is not None:
+            raise DistArgumentError("join: it is entered already")
+        device = next(iter(self._parameters_now().values())).device
+        uneven = Uneven(self.process_group, device, divide_by_initial_world_size, throw_on_early_termination)
+        self._uneven = self._reducer.uneven = uneven
+        try:
+            yield
+            last = uneven.follow(lambda source: self._spread(self._buffers_now(), source), self._reducer.follow)
+            self._spread(self._all_now(), last)
+            self.require_forward_param_sync = True  # on all ranks, whatever their last passes were
+        finally:
+            self._uneven = self._reducer.uneven = None
+
     def register_comm_hook(self, state: Any, hook: Callable[[Any, GradBucket], Any]) -> None:
         """Average each bucket by ``hook(state, bucket)`` instead of an all_reduce.
 
@@ -184,9 +228,23 @@ class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc]
         found = dict(self.module.named_buffers())
         return {name: found[name] for name in self._buffer_names if name in found}
 
+    def _parameters_now(self) -> dict[str, torch.Tensor]:
+        found = dict(self.module.named_parameters())
+        return {name: found[name] for name in self._parameter_names}
+
+    def _all_now(self) -> dict[str, torch.Tensor]:
+        """What is to be the same on all ranks."""
+        return self._parameters_now() | (self._buffers_now() if self._spreads_buffers else {})
+
+    def _spread(self, tensors: dict[str, torch.Tensor], source: int) -> None:
+        """Overwrite the tensors with those of a rank in the group."""
+        group = self.process_group
+        with torch.no_grad():
+            broadcast_parameters(tensors, src=group.global_rank(source), group=group)
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without what belongs to this process; a copy uses the default group."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("process_group", "_reducer")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("process_group", "_reducer", "_uneven")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

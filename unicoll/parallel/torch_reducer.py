@@ -16,9 +16,11 @@ import torch
 
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.group import ProcessGroup
-from unicoll.parallel.comm_hooks import GradBucket, views_of
+from unicoll.parallel.comm_hooks import GradBucket
 from unicoll.parallel.common import explained, kind_of, listed, plan_buckets
+from unicoll.parallel.torch_buckets import Bucket
 from unicoll.parallel.torch_graph import reachable_leaves
+from unicoll.parallel.torch_join import Round, Uneven
 from unicoll.types import ReduceOp
 from unicoll.work import Work
 
@@ -29,21 +31,6 @@ FIRST_BUCKET_MIB = 1.0
 """A small first bucket starts to travel early."""
 
 Hook = Callable[[Any, GradBucket], Any]
-
-
-class _Bucket:
-    """A flat tensor, its members' places in it, and how far it is in this step."""
-
-    __slots__ = ("flat", "members", "outcome", "parameters", "pending", "views")
-
-    def __init__(self, members: list[int], parameters: list[torch.Tensor]) -> None:
-        self.members = members
-        self.parameters = [parameters[i] for i in members]
-        first = self.parameters[0].detach()
-        self.flat = first.new_zeros(sum(p.numel() for p in self.parameters))
-        self.views = views_of(self.flat, self.parameters)
-        self.pending = len(members)
-        self.outcome: Any = None
 
 
 class Reducer:
@@ -57,6 +44,9 @@ class Reducer:
         as_views: ``.grad`` becomes a view of the bucket.
         find_unused: parameters that the outputs do not lead to count as zeros.
         static: every pass uses the same parameters, equally often.
+
+    Attributes:
+        uneven: where ranks may run out of inputs at different times, what they tell each other.
     """
 
     def __init__(
@@ -77,11 +67,12 @@ class Reducer:
         self._static = static
         self._find_unused = find_unused and not static
         self._hook: tuple[Any, Hook] | None = None
+        self.uneven: Uneven | None = None
         kinds = [kind_of(p) for p in parameters]
         sizes = [p.numel() * p.element_size() for p in parameters]
         first_cap, cap = int(min(FIRST_BUCKET_MIB, bucket_cap_mb) * MIB), int(bucket_cap_mb * MIB)
         plan = plan_buckets(kinds, sizes, reversed(range(len(parameters))), first_cap, cap)
-        self._buckets = [_Bucket(members, parameters) for members in plan]
+        self._buckets = [Bucket(members, parameters) for members in plan]
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.members}
         self._everything = frozenset(range(len(parameters)))
         self._expecting = False  # whether gradients are to be averaged in the next backward pass
@@ -178,6 +169,7 @@ class Reducer:
         self._left = Counter(self._fired) if self._fired else Counter(dict.fromkeys(self._everything, 1))
         self._launched = 0
         self._usage: tuple[torch.Tensor, Any] | None = None
+        self._round: Round | None = None
         self._finishing = False
         for bucket in self._buckets:
             bucket.pending = len(bucket.members)
@@ -236,40 +228,47 @@ class Reducer:
 
     def _launch(self) -> None:
         number, bucket = self._launched, self._buckets[self._launched]
-        self._pack(bucket)
+        if number == 0 and self.uneven is not None:
+            self._round = self.uneven.backward_begins()
+        bucket.pack(self._as_views)
         self._launched += 1
+        bucket.outcome = self._averaging(number, bucket.flat)
+        if self._launched == len(self._buckets):
+            self._usage = self._telling_usage([int(i in self._used) for i in range(len(self._parameters))])
+
+    def _averaging(self, number: int, flat: torch.Tensor) -> Any:
+        """Start to average a bucket's contents; what there will be of it."""
         try:
             if self._hook is None:
-                bucket.outcome = self._group.all_reduce(bucket.flat, op=ReduceOp.AVG, async_op=True)
-            else:
-                state, hook = self._hook
-                last = self._launched == len(self._buckets)
-                bucket.outcome = hook(state, GradBucket(number, bucket.flat, bucket.parameters, last))
+                return self._group.all_reduce(flat, op=ReduceOp.AVG, async_op=True)
+            state, hook = self._hook
+            last = number == len(self._buckets) - 1
+            return hook(state, GradBucket(number, flat, self._buckets[number].parameters, last))
         except Exception as error:
             raise self._explained(error, number) from error
-        if self._launched == len(self._buckets) and self._used_by_any is None:
-            self._tell_usage()
 
-    def _pack(self, bucket: _Bucket) -> None:
-        places, gradients = [], []
-        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                view.zero_()
-            elif not _same_memory(gradient, view):
-                places.append(view)
-                gradients.append(gradient.detach())
-                if self._as_views:
-                    parameter.grad = view
-        if places:
-            torch._foreach_copy_(places, gradients)
+    def _telling_usage(self, marks: list[int]) -> tuple[torch.Tensor, Any] | None:
+        """Start to add up over the ranks who used what, so that gradients that nobody has are left alone."""
+        if self._used_by_any is not None or not (self._find_unused or self._static):
+            return None
+        usage = torch.tensor(marks, dtype=torch.int32, device=self._parameters[0].device)
+        return usage, self._group.all_reduce(usage, async_op=True)
 
-    def _tell_usage(self) -> None:
-        """Add up over the ranks who used what, so that gradients that nobody has are left alone."""
-        if self._find_unused or self._static:
-            marks = [int(i in self._used) for i in range(len(self._parameters))]
-            usage = torch.tensor(marks, dtype=torch.int32, device=self._parameters[0].device)
-            self._usage = (usage, self._group.all_reduce(usage, async_op=True))
+    def follow(self) -> None:
+        """Take part in the other ranks' averaging, with zeros: this one has run out of inputs."""
+        outcomes = []
+        for number, bucket in enumerate(self._buckets):
+            outcomes.append(self._averaging(number, torch.zeros_like(bucket.flat)))
+        told = self._telling_usage([0] * len(self._parameters))
+        for number, outcome in enumerate(outcomes):
+            try:
+                _value(outcome, self._group.timeout)
+            except Exception as error:
+                raise self._explained(error, number) from error
+        if told is not None:
+            told[1].wait()
+            if self._static:  # it is told once
+                self._used_by_any = [bool(mark) for mark in told[0].tolist()]
 
     # --- at the end of a backward pass -------------------------------------------------------------------------
 
@@ -303,15 +302,20 @@ class Reducer:
             if self._usage is not None:
                 self._usage[1].wait()
             usage = self._usage_by_any()
+            factor = 1.0
+            if self._round is not None and self._hook is None:
+                factor = self._round.factor()
             for bucket, result in zip(self._buckets, results, strict=True):
-                self._unpack(bucket, result, usage)
+                if factor != 1:
+                    result.mul_(factor)
+                bucket.unpack(result, usage, self._as_views)
         finally:
             self._step_over = True
             if not self._static:
                 self._used.clear()
             self._begin()
 
-    def _result(self, bucket: _Bucket) -> torch.Tensor:
+    def _result(self, bucket: Bucket) -> torch.Tensor:
         result = _value(bucket.outcome, self._group.timeout)
         if self._hook is not None and bucket.flat.is_cuda:  # a future's callbacks run on the default stream
             device = bucket.flat.device
@@ -339,24 +343,6 @@ class Reducer:
             self._used_by_any = found or [True] * len(self._parameters)
         return found
 
-    def _unpack(self, bucket: _Bucket, result: torch.Tensor, usage: list[bool] | None) -> None:
-        if self._as_views and not _same_memory(result, bucket.flat):
-            bucket.flat.copy_(result)
-            result = bucket.flat
-        views = bucket.views if result is bucket.flat else views_of(result, bucket.parameters)
-        averages, gradients = [], []
-        for index, parameter, view in zip(bucket.members, bucket.parameters, views, strict=True):
-            if usage is not None and not usage[index]:
-                continue
-            gradient = parameter.grad
-            if gradient is None:
-                parameter.grad = view if self._as_views else view.to(parameter.dtype, copy=True)
-            elif not _same_memory(gradient, view):
-                averages.append(view)
-                gradients.append(gradient.detach())
-        if gradients:
-            torch._foreach_copy_(gradients, averages)
-
     def _explained(self, error: Exception, number: int) -> DistError:
         members = listed([self._names[i] for i in self._buckets[number].members])
         return explained(error, number, len(self._buckets), members)
@@ -373,19 +359,6 @@ def _at_the_end_of_backward(function: Callable[[], None]) -> None:
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(
-        one is other
-        or (
-            one.data_ptr() == other.data_ptr()
-            and one.device == other.device
-            and one.dtype == other.dtype
-            and one.shape == other.shape
-            and one.stride() == other.stride()
-        )
-    )
 
 
 def _value(outcome: Any, timeout: float) -> Any:
