@@ -375,8 +375,9 @@ class NCCLBackend(Supervised):
         try:
             told = dict(zip(met.ranks, facts_of(met, _ASKING_S), strict=True))
             facts = [told[rank] for rank in self.context.ranks]
-            found = transports.expected(self.context.rank, facts, self.cuda, self._options.net_name)
-            return [found, transports.logged()]
+            variables = transports.settings()
+            found = transports.expected(self.context.rank, facts, self.cuda, self._options.net_name, variables)
+            return [found, transports.logged(variables)]
         except Exception as e:  # who explains must not fail; the store may be gone
             return [f"expected transports: not known ({e})"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from unicoll.streams import Cuda, CudaError
 
-__all__ = ["expected", "logged"]
+__all__ = ["expected", "logged", "settings"]
 
 Fact = Mapping[str, Any]
 """What a member said of itself: ``host``, ``device`` (ordinal in its process), ``uuid``, and ``hostid`` if it has been
@@ -31,6 +31,7 @@ VARIABLES = (
 )  # fmt: skip
 """What users set to change NCCL's choice."""
 _DEVICES = Path("/sys/class/infiniband")
+_SYSTEM = Path("/etc/nccl.conf")
 _VIRTUAL = ("lo", "docker", "veth", "virbr")
 """Interfaces that NCCL passes over unless they are asked for."""
 _NAMES = 4
@@ -46,6 +47,19 @@ _NUMBER = re.compile(r"\d+(\(\d+\))?")
 """Of a network device, and of the rank next to it."""
 
 
+def settings(environ: Mapping[str, str] = os.environ, system: Path = _SYSTEM) -> dict[str, str]:
+    """NCCL's variables: the environment's, else those of ``NCCL_CONF_FILE`` or ``~/.nccl.conf``, else the system's."""
+    found: dict[str, str] = {}
+    for path in (system, Path(os.path.expanduser(environ.get("NCCL_CONF_FILE") or "~/.nccl.conf"))):
+        try:
+            lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+        except OSError:
+            continue
+        pairs = [line.partition("=") for line in lines if line.startswith("NCCL_")]
+        found |= {name.strip(): value.strip() for name, _, value in pairs}
+    return found | {name: value for name, value in environ.items() if name.startswith("NCCL_")}
+
+
 # --- what is to be expected -----------------------------------------------------------------------------------------
 
 
@@ -53,8 +67,8 @@ def expected(
     rank: int,
     facts: Sequence[Fact],
     cuda: Cuda,
-    net_name: str | None = None,
-    environ: Mapping[str, str] = os.environ,
+    net_name: str | None,
+    environ: Mapping[str, str],
     devices: Path = _DEVICES,
 ) -> str:
     """The transports from this rank to the others, in words.
@@ -64,7 +78,7 @@ def expected(
         facts: the members', in group order.
         cuda: the devices of this process.
         net_name: of the network that the group was told to use.
-        environ, devices: the environment, and the folder of InfiniBand devices.
+        environ, devices: NCCL's variables (:func:`settings`), and the folder of InfiniBand devices.
     """
     mine, here = facts[rank], _host(facts[rank])
     peers = [fact for i, fact in enumerate(facts) if i != rank]
@@ -160,7 +174,7 @@ def _on(environ: Mapping[str, str], name: str) -> bool:
 # --- what NCCL says -------------------------------------------------------------------------------------------------
 
 
-def logged(environ: Mapping[str, str] = os.environ) -> str:
+def logged(environ: Mapping[str, str]) -> str:
     """What NCCL's log says of this process's connections, in words; "" where it keeps none in a file, or says nothing.
 
     All communicators of the process write there, so that ranks are those of whichever it was.

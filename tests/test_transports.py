@@ -15,7 +15,7 @@ from ranks import Pool, pools
 from simulated_cuda import Simulation
 from simulated_ranks import SimulatedJob
 
-from nccl_comm.transports import VARIABLES, expected, logged
+from nccl_comm.transports import VARIABLES, expected, logged, settings
 
 NOWHERE = Path("/no/such/folder")
 
@@ -106,6 +106,18 @@ def test_variables_change_what_is_expected_and_are_named(
     ((name, value),) = environ.items()
     assert said(("here", 1), **environ) == f"expected transports: 1 peer by {nvlink} ({name}={value})"
     assert said(("here", 2), **environ) == f"expected transports: 1 peer by {pcie} ({name}={value})"
+
+
+def test_variables_come_from_nccls_files_too(tmp_path: Path) -> None:
+    system, user = tmp_path / "nccl.conf", tmp_path / "mine.conf"
+    system.write_text("# for all\nNCCL_NET=Socket\nNCCL_P2P_DISABLE = 1\nNCCL_SHM_DISABLE=1\nother words\n")
+    user.write_text("NCCL_SHM_DISABLE=0\nNCCL_NET=IB\n")
+    environ = {"NCCL_CONF_FILE": str(user), "NCCL_NET": "mine", "HOME": str(tmp_path)}
+    assert settings(environ, system) == {
+        "NCCL_CONF_FILE": str(user), "NCCL_NET": "mine", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "0",
+    }  # fmt: skip
+    environ["NCCL_CONF_FILE"] = str(tmp_path)  # no file
+    assert settings(environ, tmp_path / "missing") == {k: v for k, v in environ.items() if k != "HOME"}
 
 
 def test_all_variables_are_named_once() -> None:
