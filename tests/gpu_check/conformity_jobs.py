@@ -65,6 +65,8 @@ def mixed(name: str) -> None:
         assert found == [{"rank": r} for r in range(n)]
     said = dist.explain()
     assert "nccl" in said, said
+    assert "; expected transports: " in said, said
+    assert "not known" not in said, said
 
 
 def _finish(work: Any, async_op: bool) -> None:
