@@ -23,6 +23,7 @@ from unicoll.work import Completion, HostCompletion
 
 from . import library, watch
 from .collectives import COLLECTIVES, UNLIKE, alone
+from .flats import bind_to_device
 from .matching import BOX
 from .members import Members, publish
 from .messages import Mailroom
@@ -123,6 +124,9 @@ class MPIBackend(Backend):
             call.write_back()
             return
         self._moving = False
+        owner = self.mpi.owner
+        if owner is not None and call.dtype is not None:
+            bind_to_device((call.inputs or call.outputs)[0].flat, owner.call)
         team.begin(call, self.lane.in_background)
         try:
             collective = COLLECTIVES.get(call.op.name)

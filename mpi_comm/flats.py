@@ -6,7 +6,7 @@ requests keep what they were given alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +14,9 @@ import numpy as np
 from unicoll.device_memory import DeviceFlat
 from unicoll.kernels import Flat
 
-__all__ = ["address", "clone", "copy", "empty", "hand_out", "in_one_piece", "joined", "land", "overlap"]
+__all__ = [
+    "address", "bind_to_device", "clone", "copy", "empty", "hand_out", "in_one_piece", "joined", "land", "overlap",
+]  # fmt: skip
 
 
 def address(flat: Flat) -> int:
@@ -74,6 +76,12 @@ def _parts(room: Flat, pieces: Sequence[Flat]) -> list[Flat]:
         found.append(room[start : start + piece.size])
         start += piece.size
     return found
+
+
+def bind_to_device(flat: Flat | None, on_thread: Callable[[Callable[[], None]], Any]) -> None:
+    """Make the device of an array, if it is on one, that of the thread that calls MPI."""
+    if isinstance(flat, DeviceFlat):
+        on_thread(flat.memory.bind)
 
 
 def land(target: Flat, data: Flat) -> None:

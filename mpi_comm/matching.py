@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from unicoll.backend import Context
+from unicoll.device_memory import DeviceFlat, DeviceMemory
 from unicoll.errors import MessageMismatchError
 from unicoll.kernels import Flat
 from unicoll.types import DTYPES
@@ -60,9 +61,19 @@ class Matching:
         self._box = bytearray(_HEADER.size + BOX)
         self._opening: Any = None  # the receive that is open for headers
         self._status: Any = None
+        self._device: DeviceMemory | None = None  # of the last message whose address MPI was given
 
     def take(self, letter: Letter) -> None:
         """Begin a send or receive; like everything that takes the lock and calls MPI, on a thread that may."""
+        if isinstance(letter.view, DeviceFlat):
+            self._device = letter.view.memory
+        if self._device is None:
+            self._take(letter)
+        else:  # MPI wants the device of what it is given to be the thread's, whoever's thread that is
+            with self._device.bound():
+                self._take(letter)
+
+    def _take(self, letter: Letter) -> None:
         with self._lock:
             if letter.call.op.name == "send":
                 self._send(letter)
@@ -131,6 +142,12 @@ class Matching:
 
     def look(self) -> bool:
         """Look once at everything; whether anything has come to its end."""
+        if self._device is None:
+            return self._look()
+        with self._device.bound():
+            return self._look()
+
+    def _look(self) -> bool:
         with self._lock:
             moved = self._opening is not None and self._look_at_headers()
             if self._coming or self._announced:

@@ -22,6 +22,7 @@ import unicoll as dist
 from mpi_comm import collectives, reductions
 from unicoll.device_memory import DeviceFlat, DeviceMemory
 from unicoll.direct import Direct
+from unicoll.streams import CudaError
 
 STAGED = 20_000
 """Bytes up to which lists of arrays are copied together in the tests."""
@@ -53,6 +54,8 @@ def _watched(flat: DeviceFlat) -> dict[str, Any]:
         for touch in block.touches:
             if not touch.op.done and touch.start < start + flat.nbytes and start < touch.stop:
                 here.scheduler.fault(f"MPI was given {flat} before {touch.op} had been done")
+        if here.cuda.current_device() != block.device:
+            here.scheduler.fault(f"MPI was given {flat} by a thread whose device is another")
         if block.freed or block.idle:
             here.scheduler.fault(f"MPI was given {flat} of memory that nobody has")
     return found
@@ -62,6 +65,11 @@ def say(words: Sequence[str], settings: simulated_ranks.Settings) -> None:
     """Before it joins each rank says something else of MPI."""
     os.environ["UNICOLL_MPI_CUDA"] = words[worker.place()[0]]
     prepare(settings)
+
+
+def faults() -> list[str]:
+    """What the simulation has found wrong."""
+    return simulated_ranks.here().faults
 
 
 def ways() -> tuple[int, str]:
@@ -222,6 +230,29 @@ def _swap(x: arrays.Array, y: arrays.Array, me: int, n: int) -> None:
     coming.wait()
 
 
+def receives_while_in_use() -> tuple[int, bool]:
+    """Receives into arrays that the device has yet to come to return at once, and keep their order.
+
+    How often MPI was given an address, and whether the messages came to where they should.
+    """
+    here, me = simulated_ranks.here(), dist.get_rank()
+    peer = 1 - me
+    first, second = arrays.full(_COUNT, 0.0), arrays.full(_COUNT, 0.0)
+    given = [arrays.full(_COUNT, 10.0 * me + i + 1) for i in range(2)]
+    here.synchronize()
+    before = _handed
+    with here.hold():
+        first.fill(-1.0)
+        works = [dist.irecv(first, peer), dist.irecv(second, peer)]
+    received = _handed - before
+    for x in given:
+        dist.send(x, peer)
+    for work in works:
+        work.wait()
+    right = [10.0 * peer + 1] * 2 == _ends(first) and [10.0 * peer + 2] * 2 == _ends(second)
+    return received, right
+
+
 def room(times: int) -> list[int]:
     """Bytes that the group holds after many operations that need room on the device."""
     n, held = dist.get_world_size(), []
@@ -231,6 +262,20 @@ def room(times: int) -> list[int]:
         dist.all_to_all(taken, given)
         held.append(dist.group.WORLD.staging_bytes()["cuda"])
     return held
+
+
+def device_fails(who: int) -> Story:
+    """The device of one rank fails while arrays are put together in the midst of an operation."""
+    if dist.get_rank() == who:
+        DeviceMemory.copy = _fail  # type: ignore[method-assign]
+    given = [arrays.full(100, 1.0) for _ in range(dist.get_world_size())]
+    out = arrays.full(100, 0.0)
+    work = dist.reduce_scatter(out, given, async_op=True)  # another thread may be in MPI, where it cannot be given up
+    return story_of(lambda: work.wait(timeout=20))
+
+
+def _fail(self: DeviceMemory, pairs: Any) -> None:
+    raise CudaError("cudaErrorECCUncorrectable: the device has had enough")
 
 
 def captured_message() -> list[Story]:

@@ -17,6 +17,7 @@ from ranks import Pool, end_well, pools
 from simulated_ranks import Settings
 from worker import enter
 
+from mpi_comm.reductions import _native
 from unicoll import registry
 from unicoll.types import BY_NAME
 
@@ -77,6 +78,14 @@ class TestMPI(Conformance):
     def reduces(self, dtype: str, reduction: str) -> bool:
         return registry.load("mpi").caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
 
+    def pairs(self, op: str) -> list[tuple[str, str | None]]:
+        """What goes by address, and little of what does not: that is tested as staged."""
+        return [
+            (d, r)
+            for d, r in super().pairs(op)
+            if r is None or d == "float16" or (_native(BY_NAME[d], r) and r not in ("AVG", "PREMUL_SUM"))
+        ]
+
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         return [n // size // itemsize for n in (4096, jobs.STAGED - 8, jobs.STAGED, jobs.STAGED + 8)]
 
@@ -129,6 +138,38 @@ def test_what_goes_by_address(pool: Callable[[int], Pool]) -> None:
     through_the_host = {"float16 reduced", "AVG", "PREMUL_SUM", "MAX with NaN", "small messages"}
     for found in pool(2).run(jobs.addresses):
         assert {name for name, times in found.items() if not times} == through_the_host
+
+
+def test_a_receive_into_an_array_in_use_waits_for_nothing(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.receives_while_in_use) == [(0, True)] * 2
+
+
+def test_one_thread_makes_all_calls() -> None:
+    settings = Settings(policy="random", seed=5, own_stream=True, backend="mpi")
+    env = {"UNICOLL_MPI_CUDA": "1", "UNICOLL_MPI_THREAD_LEVEL": "funneled"}
+    with MpiJob(_RANKS, backend="mpi", prepare=(jobs.prepare, settings), env=env) as job:
+        job.call(enter)
+        job.results()
+        job.call(staged_jobs.mixed_kinds, 2)
+        assert job.results() == [True] * _RANKS
+        job.call(staged_jobs.messages)
+        assert job.results() == [[True] * 12] * _RANKS
+        job.call(jobs.faults)
+        assert job.results() == [[], []]
+
+
+def test_a_device_that_fails_within_an_operation_is_told_of() -> None:
+    with _start(_RANKS, 1) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.device_fails, 1)
+        (other, _), (mine, _) = job.results()
+    assert mine is not None
+    assert mine.type == "CudaError"
+    assert other is not None
+    assert other.type == "GroupAbortedError"
+    assert "rank 1" in other.message
+    assert "CudaError: cudaErrorECCUncorrectable" in other.message
 
 
 def test_room_on_the_device_is_used_again(pool: Callable[[int], Pool]) -> None:

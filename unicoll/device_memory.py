@@ -12,11 +12,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .errors import DistArgumentError
+from .streams import on_device
 
 if TYPE_CHECKING:
     from .buffers import Buffer
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["DeviceFlat", "DeviceMemory", "Rooms"]
 
 _LEAST = 4096
+_LARGEST_KEPT = 16 << 20
+"""Bytes of the largest piece that is kept for the next user."""
 
 
 class DeviceFlat:
@@ -108,6 +112,14 @@ class DeviceMemory:
         self._call = call
         self._deadline = deadline
         self.came: Any = None
+
+    def bound(self) -> AbstractContextManager[None]:
+        """Makes the device the thread's for a while: libraries that take its addresses want that."""
+        return on_device(self._dock.cuda, self._device)
+
+    def bind(self) -> None:
+        """Make the device the thread's from now on."""
+        self._dock.cuda.set_device(self._device)
 
     def flat(self, buffer: Buffer) -> DeviceFlat:
         """An array of the call."""
@@ -191,6 +203,10 @@ class Rooms:
         return _Room(ptr, size, self._give)
 
     def _give(self, ptr: int, size: int) -> None:
+        if size > _LARGEST_KEPT:
+            self._cuda.free(ptr)
+            self.held -= size
+            return
         self._free.setdefault(size, deque()).append(ptr)
         if self._closed:
             self.close()
