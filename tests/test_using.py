@@ -97,6 +97,10 @@ def test_every_function_takes_a_view(pool: Pools) -> None:
     assert pool(2).run(jobs.every_function) == [["1"]] * 2
 
 
+def test_a_view_for_one_call_is_gone_after_it(pool: Pools) -> None:
+    assert pool(2).run(jobs.for_one_call) == [True, True]
+
+
 def test_a_view_lives_as_long_as_its_group(pool: Pools) -> None:
     for found in pool(2).run(jobs.ends):
         assert "GroupAbortedError" in found["after the group"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,16 @@ def every_function() -> list[str]:
         each.wait()
     assert (y == peer).all()
     return [str(dist.new_subgroups(1, group=view)[0].size())]
+
+
+def for_one_call() -> bool:
+    """Whether nothing holds a view that was used, without a collection of garbage."""
+    view = world().using(timeout=60)
+    view.all_reduce(np.ones(2))
+    view.all_reduce(np.ones(2), async_op=True).wait()
+    left = weakref.ref(view)
+    del view
+    return left() is None
 
 
 def ends() -> dict[str, Any]:

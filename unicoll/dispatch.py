@@ -6,7 +6,7 @@ and now or posted, which gives a :class:`~unicoll.work.Work`. The operations the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -73,6 +73,7 @@ class Dispatch:
         self.bound_device_id = device
         self.choices = tuple(choices)
         self.splits = 0  # how often this group has been split; numbers the children
+        self._new_call: Callable[..., Call] = Call  # views of the group make others
         self._known: dict[Any, tuple[int, Backend]] = {}
         self._served: dict[type[Backend], Backend] = {}
         self._backends: dict[str, Backend] = {}
@@ -213,7 +214,7 @@ class Dispatch:
             backend = self._route(call)
         else:  # one array in place: what has been found out once holds for its like
             first = inputs[0]
-            call = Call(
+            call = self._new_call(
                 op,
                 inputs,
                 outputs,
@@ -252,7 +253,7 @@ class Dispatch:
     ) -> Call:
         if reduce is not None and type(reduce) is not Reduction:
             reduce = as_reduce_op(reduce)
-        call = Call(op, inputs, outputs, self._seconds(timeout), reduce, root)
+        call = self._new_call(op, inputs, outputs, self._seconds(timeout), reduce, root)
         if splits is not None:
             call.in_counts, call.out_counts = splits
             call.even = splits == (None, None)
@@ -292,7 +293,7 @@ class Dispatch:
         if not isinstance(tag, int):
             raise DistTypeError(f"{op.name}: tag must be an integer, not {tag!r}", op=op.name)
         inputs, outputs = (buffers, ()) if op is not _RECV else ((), buffers)
-        call = Call(op, inputs, outputs, self._seconds(timeout), peer=peer, tag=tag)
+        call = self._new_call(op, inputs, outputs, self._seconds(timeout), peer=peer, tag=tag)
         check(call, self._rank, self._size)
         return call
 

@@ -7,16 +7,16 @@ these methods. A method makes buffers of its arrays and says which of them go in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from .arguments import buffers_of, call_site, check_ranks, pairs_of, same_length, splits_of
 from .buffers import as_buffer
 from .call import Call
-from .dispatch import Buffers, Dispatch, Timeout
+from .dispatch import Dispatch, Timeout
 from .errors import DistArgumentError
-from .ops import OPS, Op
+from .ops import OPS
 from .options import CallOptions, as_call_options
 from .types import ReduceOp
 from .work import Completion, Work
@@ -394,6 +394,7 @@ class _View(ProcessGroup):
         self._whole = whole
         self._options = options
         self._timeout = timeout
+        self._new_call = _calls_with(options)
 
     def __repr__(self) -> str:
         said = [str(self._options)] if self._options is not None else []
@@ -405,33 +406,16 @@ class _View(ProcessGroup):
     def whole(self) -> ProcessGroup:
         return self._whole
 
-    def _start(
-        self,
-        op: Op,
-        inputs: Buffers,
-        outputs: Buffers,
-        async_op: bool,
-        timeout: Timeout,
-        reduce: Any = None,
-        root: int = -1,
-        splits: tuple[tuple[int, ...] | None, tuple[int, ...] | None] | None = None,
-    ) -> Work | None:
-        call = self._call(op, inputs, outputs, timeout, reduce, root, splits)
-        backend = self._route(call)
-        if async_op:
-            return self._post(call, backend)
-        backend.run(call)
-        return None
 
-    def _call(self, *args: Any, **more: Any) -> Call:
-        call = super()._call(*args, **more)
-        call.options = self._options
+def _calls_with(options: CallOptions | None) -> Callable[..., Call]:
+    """What makes calls with options; not a method, since views of one call should leave no circle behind."""
+
+    def make(*args: Any, **more: Any) -> Call:
+        call = Call(*args, **more)
+        call.options = options
         return call
 
-    def _message(self, *args: Any, **more: Any) -> Call:
-        call = super()._message(*args, **more)
-        call.options = self._options
-        return call
+    return make
 
 
 _CHANGING = ("_closed", "_staged", "splits")
