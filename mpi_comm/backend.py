@@ -23,7 +23,7 @@ from unicoll.work import Completion, HostCompletion
 
 from . import library, watch
 from .collectives import COLLECTIVES, UNLIKE, alone
-from .flats import bind_to_device
+from .flats import device_memory
 from .matching import BOX
 from .members import Members, publish
 from .messages import Mailroom
@@ -52,6 +52,7 @@ class MPIBackend(Backend):
         self.lane = Lane(f"unicoll-{context.name}", self._execute)
         self.team: Team | None = None
         self.cuda = self.mpi.cuda
+        self._owned = self.mpi.owner is not None
         self._members: Members | None = None
         self._mail: Mailroom | None = None
         self._error: DistError | None = None
@@ -60,7 +61,7 @@ class MPIBackend(Backend):
         if context.size > 1:
             self._members = members = context.job.shared("mpi", lambda: Members(context.job))
             self.team = Team(context, members)
-            self.cuda = members.cuda(context)
+            self.cuda, self._owned = members.cuda(context), members.owned
             self._mail = Mailroom(context, self.team)
             self.mpi.groups.add(self)
             watch.over(self)
@@ -105,6 +106,8 @@ class MPIBackend(Backend):
             return False
         if call.op.name in _MESSAGES:
             return (call.inputs or call.outputs)[0].nbytes > BOX  # what travels with its header is the host's
+        if self._owned and not self.mpi.posts_addresses:
+            return False  # none of MPI's calls may block
         return call.reduce is None or native(team, call)
 
     def keeps(self, call: Call) -> bool:
@@ -124,9 +127,8 @@ class MPIBackend(Backend):
             call.write_back()
             return
         self._moving = False
-        owner = self.mpi.owner
-        if owner is not None and call.dtype is not None:
-            bind_to_device((call.inputs or call.outputs)[0].flat, owner.call)
+        if self.cuda.direct:
+            self._prepare_for(team, call)
         team.begin(call, self.lane.in_background)
         try:
             collective = COLLECTIVES.get(call.op.name)
@@ -155,6 +157,14 @@ class MPIBackend(Backend):
             raise
         finally:
             team.last, team.call = call, None
+
+    def _prepare_for(self, team: Team, call: Call) -> None:
+        """See to what MPI needs where it is given addresses of a GPU's memory, and to nothing where it is not."""
+        memory = device_memory(call)
+        team.must_block = memory is not None and not self.mpi.posts_addresses
+        owner = self.mpi.owner
+        if memory is not None and owner is not None:
+            owner.call(memory.bind)
 
     def _blame(self, team: Team, call: Call, error: Exception) -> DistError:
         """What all ranks are told of an error of MPI."""

@@ -6,16 +6,17 @@ requests keep what they were given alive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
-from unicoll.device_memory import DeviceFlat
+from unicoll.backend import Call
+from unicoll.device_memory import DeviceFlat, DeviceMemory
 from unicoll.kernels import Flat
 
 __all__ = [
-    "address", "bind_to_device", "clone", "copy", "empty", "hand_out", "in_one_piece", "joined", "land", "overlap",
+    "address", "clone", "copy", "device_memory", "empty", "hand_out", "in_one_piece", "joined", "land", "overlap",
 ]  # fmt: skip
 
 
@@ -78,10 +79,10 @@ def _parts(room: Flat, pieces: Sequence[Flat]) -> list[Flat]:
     return found
 
 
-def bind_to_device(flat: Flat | None, on_thread: Callable[[Callable[[], None]], Any]) -> None:
-    """Make the device of an array, if it is on one, that of the thread that calls MPI."""
-    if isinstance(flat, DeviceFlat):
-        on_thread(flat.memory.bind)
+def device_memory(call: Call) -> DeviceMemory | None:
+    """The device of a call's arrays, if it has come with their addresses."""
+    flat = (call.inputs or call.outputs)[0].flat if call.dtype is not None else None
+    return flat.memory if isinstance(flat, DeviceFlat) else None
 
 
 def land(target: Flat, data: Flat) -> None:

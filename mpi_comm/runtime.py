@@ -70,6 +70,9 @@ class Runtime:
         largest_count: most elements that one call of MPI takes; more go in several.
         polls: whether nonblocking collectives are to be used: where they are as good as the blocking ones (Open
             MPI's are several times slower), since they can be given up, or where one thread makes all calls.
+        posts_addresses: whether nonblocking collectives take pointers to a GPU's memory where the blocking ones do.
+            Open MPI's do not: reductions among them read the memory on the host (its issues 9845 and 12045), and of
+            the others its documentation says so for some transports.
         cuda: whether MPI takes pointers to a GPU's memory in this process, and how that is known.
         left_behind: requests that were given up; they keep their arrays alive, for MPI may still use them.
     """
@@ -90,6 +93,7 @@ class Runtime:
         self.polls = self.owner is not None or any(
             name in self.library.lower() for name in ("mpich", "intel")
         )
+        self.posts_addresses = "mpich" in self.library.lower()
         self.cuda = self.call(find_out, mpi, self.library)
         log.info("mpi: %s; arrays on a GPU that come to it are %s", self.describe(), self.cuda)
         self.left_behind: list[Any] = []

@@ -68,6 +68,7 @@ class Team:
         self.last: Call | None = None
         self.crowded = members.crowded(context)
         self._direct = members.blocks(context)
+        self.must_block = False  # whether the call that has begun is one for blocking collectives alone, on all ranks
         self._may_block = not (self.crowded or members.owned)
         self.in_order = as_options(context.options).in_order
         self.ways: dict[Any, Any] = {}  # how each kind of reduction is done
@@ -210,7 +211,7 @@ class Team:
 
         Inside MPI, where that is the quicker way, the call cannot be given up; so all ranks must have agreed.
         """
-        if self._direct or (self._may_block and name in _SLOW_UNLESS_BLOCKING):
+        if self._direct or self.must_block or (self._may_block and name in _SLOW_UNLESS_BLOCKING):
             self.inside = time.monotonic()
             try:
                 self._blocking[name](*args)

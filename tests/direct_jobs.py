@@ -230,6 +230,51 @@ def _swap(x: arrays.Array, y: arrays.Array, me: int, n: int) -> None:
     coming.wait()
 
 
+def posted() -> list[str]:
+    """The nonblocking collectives of MPI that are given addresses."""
+    team: Any = dist.group.WORLD._host.team  # type: ignore[attr-defined]
+    kept, found = dict(team._posting), []
+
+    def watched(name: str) -> Callable[..., Any]:
+        def post(*args: Any) -> Any:
+            before = _handed
+            request = kept[name](*args)
+            if _handed > before:
+                found.append(name)
+            return request
+
+        return post
+
+    team._posting.update({name: watched(name) for name in kept if name not in ("Send", "Recv")})
+    n, me = dist.get_world_size(), dist.get_rank()
+    x, wide = arrays.full(8, 1.0), arrays.full(8 * n, float(me))
+    many = [arrays.full(4 + r, 1.0) for r in range(n)]
+    for async_op in (False, True):
+        for work in (
+            dist.all_reduce(x, async_op=async_op),
+            dist.broadcast(x, 0, async_op=async_op),
+            dist.reduce(x, 0, async_op=async_op),
+            dist.all_gather_into_tensor(wide, x, async_op=async_op),
+            dist.all_gather(many, many[me].copy(), async_op=async_op),
+            dist.reduce_scatter_tensor(x, wide, async_op=async_op),
+            dist.all_to_all_single(wide, wide.copy(), async_op=async_op),
+            dist.all_reduce(np.ones(3), async_op=async_op),
+        ):
+            if work is not None:
+                work.wait()
+    team._posting.update(kept)
+    return found
+
+
+def one_on_the_host() -> Story:
+    """The array of one rank alone is on a device."""
+    group = dist.new_group()
+    x: Any = arrays.full(5, 1.0) if dist.get_rank() else np.ones(5)
+    story = story_of(lambda: dist.all_reduce(x, group=group, timeout=20))
+    dist.destroy_process_group(group)
+    return story
+
+
 def receives_while_in_use() -> tuple[int, bool]:
     """Receives into arrays that the device has yet to come to return at once, and keep their order.
 

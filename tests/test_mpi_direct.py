@@ -140,6 +140,22 @@ def test_what_goes_by_address(pool: Callable[[int], Pool]) -> None:
         assert {name for name, times in found.items() if not times} == through_the_host
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_no_nonblocking_collective_of_open_mpi_is_given_an_address(
+    size: int, pool: Callable[[int], Pool]
+) -> None:
+    for names in pool(size).run(jobs.posted):
+        assert bool(names) == (library().name == "mpich"), names
+
+
+def test_arrays_of_one_collective_are_all_on_devices_or_none(pool: Callable[[int], Pool]) -> None:
+    failures = [failure for failure, _ in pool(2).run(jobs.one_on_the_host)]
+    assert {f.type if f else "" for f in failures} == {"CollectiveMismatchError"}
+    message = failures[0].message if failures[0] else ""
+    assert "rank 0: all_reduce(float64[5], SUM)" in message
+    assert "rank 1: all_reduce(float64[5] on cuda:1, SUM)" in message
+
+
 def test_a_receive_into_an_array_in_use_waits_for_nothing(pool: Callable[[int], Pool]) -> None:
     assert pool(2).run(jobs.receives_while_in_use) == [(0, True)] * 2
 

@@ -26,6 +26,9 @@ from .streams import await_event, on_device
 
 __all__ = ["Direct"]
 
+_BY_ADDRESS = -5
+"""What stands in the signatures of calls by address; see also :mod:`unicoll.exchanged`."""
+
 
 class Direct:
     """Calls on device arrays as calls that a backend does by address.
@@ -116,7 +119,7 @@ class Direct:
         outputs = inputs if call.outputs is call.inputs else tuple(made[id(b)] for b in call.outputs)
         handed = ProxyCall(call, call.op, inputs, outputs, call.timeout, call.reduce, call.root)
         handed.in_counts, handed.out_counts, handed.even = call.in_counts, call.out_counts, call.even
-        handed.signature = call.signature
+        handed.signature = hash((call.signature, _BY_ADDRESS))  # a rank whose arrays are elsewhere calls MPI otherwise
         return handed
 
     def _rooms_on(self, device: int) -> Rooms:
