@@ -55,6 +55,42 @@ def test_examples(example: str, tmp_path: Path) -> None:
     assert last in output(tmp_path, (), str(ROOT / "examples" / example))
 
 
+def test_the_tutorials_way_to_start(tmp_path: Path) -> None:
+    """It says rank 0 of 0, and names an address, which torch's MPI did not ask for either."""
+    program = tmp_path / "run.py"
+    program.write_text(TUTORIAL)
+    told = output(tmp_path, (), str(program))
+    assert sorted(told.splitlines()) == ["Rank 0 of 2 has data 2.0", "Rank 1 of 2 has data 2.0"]
+
+
+TUTORIAL = """
+import os
+import torch
+import torch.distributed as dist
+import unicoll.torch_plugin
+
+unicoll.torch_plugin.enable_mpi()
+
+
+def run(rank, size):
+    group = dist.new_group([0, 1])
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+    print(f"Rank {dist.get_rank()} of {dist.get_world_size()} has data {tensor[0]}", flush=True)
+
+
+def init_process(rank, size, fn, backend="gloo"):
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = "29500"
+    dist.init_process_group(backend, rank=rank, world_size=size)
+    fn(rank, size)
+
+
+if __name__ == "__main__":
+    init_process(0, 0, run, backend="mpi")
+"""
+
+
 def test_a_sample_of_torchs_tests(seed: int) -> None:
     """On two ranks with one MPI library and on three with the other, in turns; what Gloo does not have is always in."""
     size = 2 + (seed + turn) % 2

@@ -267,6 +267,11 @@ def messages() -> None:
         assert dist.recv(x, frm, tag=7) == frm
         dist.send(mine(), to, tag=7)
     same(x, mine(rank=frm))
+    keeper = dist.group.WORLD._keeper  # type: ignore[union-attr]
+    held = len(keeper._held)
+    dist.send(mine(), to) if me() else dist.recv(x, frm)
+    dist.recv(x, frm) if me() else dist.send(mine(), to)
+    assert len(keeper._held) == held  # what is waited for at once makes no work
     y = torch.zeros(6)
     works = [dist.isend(mine(), to), dist.irecv(y, frm)]
     for work in works:

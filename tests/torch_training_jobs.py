@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -83,6 +84,13 @@ def ddp() -> None:
         {"find_unused_parameters": True, "gradient_as_bucket_view": True},
     ):
         alike(train(DDP(net(), **options)).parameters(), expected.parameters())
+    group = dist.new_group(list(range(size())))
+    alike(train(DDP(net(), process_group=group)).parameters(), expected.parameters())
+    dist.destroy_process_group(group)
+    normalised = DDP(nn.BatchNorm1d(3))  # with buffers, which are rank 0's
+    for step in range(2):
+        normalised(torch.full((2, 3), me() + 1.0 + step)).sum().backward()
+    alike([normalised.module.running_mean], [torch.full((3,), 0.1 * 0.9 + 0.1 * (me() + 2))])
     unused = train(DDP(net(unused=True), find_unused_parameters=True))
     alike(unused.module.first.parameters(), expected.first.parameters())
     data = DDP(net(sparse=True))
@@ -233,6 +241,32 @@ def meshes() -> None:
     assert flat.get_group().size() == size()
 
 
+def two_dimensions() -> None:
+    """Four ranks as two by two: tensor parallel within FSDP2, and FSDP2 within replicas."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    both = parallelize_module(
+        net(), mesh["model"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    )
+    fully_shard(both, mesh=mesh["data"])
+    replicas = net()
+    fully_shard(replicas, mesh=mesh)
+    for model, group_of in ((both, lambda rank: rank // 2), (replicas, lambda rank: rank)):
+        expected = net()
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, expected)]
+        for step in range(STEPS):
+            loss_of(model, batch(step, group_of(me()))).backward()
+            losses = [loss_of(expected, batch(step, group_of(rank))) for rank in range(size())]
+            (sum(losses) / size()).backward()  # type: ignore[union-attr]
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        alike([p.full_tensor() for p in model.parameters()], expected.parameters())
+
+
 def checkpoints() -> None:
     from torch.distributed import checkpoint
     from torch.distributed.fsdp import fully_shard
@@ -264,6 +298,8 @@ def checkpoints() -> None:
 def pipeline() -> None:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+    # torch 2.6 adds up the microbatches' gradients, later versions average them
+    parts = 1 if "scale_grads" in inspect.signature(ScheduleGPipe).parameters else 4
     torch.manual_seed(5)
     layers = [nn.Linear(4, 4) for _ in range(size())]
     whole = copy.deepcopy(nn.Sequential(*layers))
@@ -273,7 +309,7 @@ def pipeline() -> None:
     for schedule in (ScheduleGPipe, Schedule1F1B):
         module = copy.deepcopy(layers[me()])
         stage = PipelineStage(module, me(), size(), torch.device("cpu"))
-        steps = schedule(stage, n_microbatches=4, loss_fn=lambda out, target: out.square().mean())
+        steps = schedule(stage, n_microbatches=4, loss_fn=lambda out, target: out.square().mean() / parts)
         first, last = me() == 0, me() == size() - 1
         out = steps.step(*([x] if first else []), **({"target": x} if last else {}))
         if last:
@@ -307,8 +343,10 @@ def functional() -> None:
 
 
 def compiled() -> None:
+    import torch._inductor.config
     import torch.distributed._functional_collectives as funcol
 
+    torch._inductor.config.compile_threads = 1  # older versions keep processes for it
     group = dist.group.WORLD
 
     def step(x: torch.Tensor) -> torch.Tensor:

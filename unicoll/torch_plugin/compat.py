@@ -5,6 +5,7 @@ From torch 2.6 to 2.13 at least. Everything here says what it works around.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +21,9 @@ __all__ = [
     "Asked",
     "asked",
     "backend_of_init",
+    "dispatch_ends",
     "dispatch_monitored_barrier",
+    "is_awaited",
     "is_profiling",
     "limit",
 ]
@@ -96,6 +99,24 @@ def _caller(function: str) -> FrameType | None:
 def limit(timeout: timedelta) -> timedelta | None:
     """A call's timeout; torch says -1 ms where none was given."""
     return timeout if timeout > _ZERO else None
+
+
+_WAIT_AT_ONCE = frozenset(inspect.unwrap(function).__code__ for function in (c10d.send, c10d.recv))
+
+
+def is_awaited() -> bool:
+    """Whether the message that is being started is that of ``dist.send`` or ``dist.recv``, which wait for it at once.
+
+    A process group is not told: both call what ``isend`` and ``irecv`` call, from 2.13 on those themselves.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(3):  # isend, what logs its exceptions, send
+        if frame is None or frame.f_code in _WAIT_AT_ONCE:
+            break
+        frame = frame.f_back
+    else:
+        return False
+    return frame is not None
 
 
 def is_profiling() -> bool:

@@ -17,11 +17,11 @@ from unicoll.types import to_seconds
 from unicoll.work import Work as Handle
 
 from .calls import ROWS, Row, one, reduction
-from .compat import OLD_NAMES, is_profiling, limit
+from .compat import OLD_NAMES, is_awaited, is_profiling, limit
 from .members import Members
 from .sparse import sparse_all_reduce
 from .words import in_torchs_words, raise_monitored
-from .work import DONE, Keeper, Work
+from .work import DONE, Done, Keeper, Work
 
 __all__ = ["Group"]
 
@@ -136,17 +136,31 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         except DistError as error:
             raise_monitored(self.unicoll, error, seconds, wait_all_ranks)
 
-    def send(self, tensors: Sequence[Any], peer: int, tag: int) -> Work:
+    def send(self, tensors: Sequence[Any], peer: int, tag: int) -> Work | Done:
         """Send one tensor."""
+        if self._coalesced is None and is_awaited() and not is_profiling():
+            return self._message_at_once(self.unicoll.send, tensors, peer, tag)
         return self._message(self.unicoll.isend, tensors, peer, tag)
 
-    def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> Work:
+    def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> Work | Done:
         """Receive one tensor."""
+        if self._coalesced is None and is_awaited() and not is_profiling():
+            return self._message_at_once(self.unicoll.recv, tensors, peer, tag)
         return self._message(self.unicoll.irecv, tensors, peer, tag)
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int) -> Work:
         """Receive one tensor from anyone."""
         return self._message(self.unicoll.irecv, tensors, None, tag)
+
+    def _message_at_once(
+        self, method: Callable[..., Any], tensors: Sequence[Any], peer: int, tag: int
+    ) -> Done:
+        """On the caller's thread: a message that is waited for at once need not go through another."""
+        try:
+            method(one(tensors), peer, tag, timeout=self._limit)
+        except OperationTimeoutError as error:
+            raise in_torchs_words(error) from None
+        return DONE
 
     def _message(
         self, method: Callable[..., Handle], tensors: Sequence[Any], peer: int | None, tag: int
