@@ -47,7 +47,8 @@ def soon() -> dist.distributed_c10d.AllreduceOptions:
     """Options of a call that is given up after a second."""
     opts = dist.distributed_c10d.AllreduceOptions()
     opts.timeout = timedelta(seconds=1)
-    opts.asyncOp = False
+    if hasattr(opts, "asyncOp"):  # not in torch 2.6
+        opts.asyncOp = False
     return opts
 
 
