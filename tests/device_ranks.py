@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import worker
+from mpi_ranks import MpiJob
 from ranks import Job
 
-__all__ = ["SHARING", "DeviceJob", "Settings", "shared_environment"]
+__all__ = ["SHARING", "DeviceJob", "DeviceMpiJob", "Settings", "shared_environment"]
 
 SHARING = ("auto", "native", "hostid")
 """How NCCL is brought to put several ranks on one device; "auto" goes by its version."""
@@ -58,14 +60,19 @@ def prepare(settings: Settings) -> None:
     """What a rank does before it joins."""
     rank, size = worker.place()
     worker.BACKEND = settings.backend
-    for name in settings.libraries:
-        importlib.import_module(name)
+    bring(settings.libraries)
     if size > 1:
         from nccl_comm import library
 
         os.environ.setdefault("UNICOLL_NCCL_SHARE_DEVICE", "1")
         # The version can be asked for first: NCCL reads these when a communicator begins.
         os.environ.update(shared_environment(rank, settings.sharing, library.nccl().version))
+
+
+def bring(libraries: Sequence[str]) -> None:
+    """Import array libraries."""
+    for name in libraries:
+        importlib.import_module(name)
 
 
 class DeviceJob(Job):
@@ -79,6 +86,20 @@ class DeviceJob(Job):
     ) -> None:
         super().__init__(
             size, join=join, env=_ONE_GPU | (env or {}), quiet=False, prepare=(prepare, Settings(**settings))
+        )
+
+
+class DeviceMpiJob(MpiJob):
+    """The same under mpirun, without NCCL."""
+
+    warnings = DeviceJob.warnings
+    patience = DeviceJob.patience
+
+    def __init__(
+        self, size: int, *, backend: str, libraries: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(
+            size, backend=backend, env=_ONE_GPU | (env or {}), quiet=False, prepare=(bring, libraries)
         )
 
 

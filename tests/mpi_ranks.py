@@ -172,7 +172,7 @@ class MpiJob(Job):
             listener.settimeout(0.1)
             self._processes.append(
                 subprocess.Popen(
-                    command(self.size, self._options, [sys.executable, "-W", "error", "-c", program]),
+                    command(self.size, self._options, [sys.executable, "-W", self.warnings, "-c", program]),
                     env=variables | library().variables | {"TMPDIR": folder},
                     stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
                 )

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import staged
 import staged_jobs as jobs
 from conformance import as_reduction
 from mpi_ranks import MpiJob, why_not
-from ranks import Pool, end_well, pools
+from ranks import HERE, ROOT, Pool, end_well, environment, pools
 from simulated_ranks import Settings
 from worker import enter
 
@@ -69,3 +73,16 @@ def test_nccl_meets_over_mpi_with_no_tcp_store(backend: str | None) -> None:
             assert "store: over MPI" in told["explained"]
             assert "cuda arrays: backend nccl" in told["explained"]
         end_well(job)
+
+
+def test_the_check_on_a_gpu_has_a_stage_for_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_check", "--simulate", "--stages", "staged", "--output", str(tmp_path / "out.json")],
+        cwd=ROOT, env=environment({"PYTHONPATH": f"{HERE}:{ROOT}"}), stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    stage = json.loads((tmp_path / "out.json").read_text())["stages"]["staged"]
+    assert [check["outcome"] for check in stage["checks"]] == ["passed", "passed"]
+    assert stage["figures"]["cases, mpi"]["run"] > 0
+    assert "page-locked memory" in stage["figures"]["cases, mpi"]["explained"]

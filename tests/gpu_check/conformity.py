@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
@@ -12,14 +12,14 @@ from conformance import COLLECTIVES, Conformance, as_reduction
 from ranks import Pool, drawn_seed
 
 from nccl_comm.types import way
-from unicoll.types import BY_NAME
+from unicoll.types import BY_NAME, DType, Reduction
 
 from . import conformity_jobs as jobs
 from . import rank_jobs
-from .place import Place, leave
+from .place import HOST_BACKENDS, Place, host_backend, leave
 from .record import Reporter, Skip
 
-__all__ = ["four", "one", "two"]
+__all__ = ["four", "one", "staged", "two"]
 
 _BATCH = 40
 _BATCH_S = 60.0
@@ -28,14 +28,14 @@ _MOST_FAILURES = 4
 
 
 class Drawn(Conformance):
-    """The suite's choice of cases, for the arrays that are here and the NCCL that was found."""
+    """The suite's choice of cases, for the arrays that are here and what the backend reduces."""
 
-    def __init__(self, families: Sequence[str], version: int) -> None:
+    def __init__(self, families: Sequence[str], reduces: Callable[[DType, Reduction], bool]) -> None:
         self.families = tuple(families)
-        self._version = version
+        self._reduces = reduces
 
     def reduces(self, dtype: str, reduction: str) -> bool:
-        return way(BY_NAME[dtype], as_reduction(reduction, dtype), self._version) is not None
+        return self._reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         return [0, 1, 7, 1000, 16384 // itemsize + 1, 262144 // itemsize + 3]
@@ -83,7 +83,7 @@ def one(reporter: Reporter, place: Place) -> None:
 
 
 def two(reporter: Reporter, place: Place) -> None:
-    """Two ranks on the one GPU; then CPU and CUDA arrays in one group, and the CPU backend on CUDA arrays."""
+    """Two ranks on the one GPU."""
     _conformance(reporter, place, 2)
 
 
@@ -101,7 +101,8 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
         facts = reporter.check(f"{size} ranks join and find NCCL", ranks.run, rank_jobs.device_facts)
         if facts is None:
             return
-        suite = Drawn(place.families, facts[0]["nccl"])
+        version = facts[0]["nccl"]
+        suite = Drawn(place.families, lambda dtype, reduction: way(dtype, reduction, version) is not None)
         for name in place.kits:
             reporter.check(f"{name}: the first operations", ranks.run, rank_jobs.warm_up, name)
             reporter.check(f"{name}: coalesced calls, batches, messages", ranks.run, jobs.together, name)
@@ -111,8 +112,6 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
         _work_through(reporter, suite, ranks, islice(suite.drawn(size, rng), count), "drawn at random")
     finally:
         reporter.check(f"{size} ranks leave", ranks.close)
-    if size == 2:
-        reporter.check("the CPU backend on CUDA arrays", _staged, reporter, place, suite, rng, needs=15.0)
 
 
 class Ranks(Pool):
@@ -156,15 +155,20 @@ def _some(done: int, failed: int) -> None:
     assert not failed, f"{failed} batches failed"
 
 
-def _staged(reporter: Reporter, place: Place, suite: Drawn, rng: random.Random) -> None:
-    """A sample with the CPU backend, where that takes CUDA arrays."""
-    from unicoll import registry
+def staged(reporter: Reporter, place: Place) -> None:
+    """Two ranks whose arrays on the GPU go through backends of the host."""
+    rng = random.Random(f"{drawn_seed()} staged")
+    for name in HOST_BACKENDS:
+        reporter.check(f"the backend {name} on CUDA arrays", _staged, reporter, place, name, rng, needs=10.0)
 
-    if "cuda" not in registry.load("gloo").caps.devices:
-        raise Skip("the CPU backend takes no CUDA arrays")
-    ranks = Ranks(place, 2, "cpu:gloo,cuda:gloo")
+
+def _staged(reporter: Reporter, place: Place, name: str, rng: random.Random) -> None:
+    caps = host_backend(name).caps
+    suite = Drawn(place.families, lambda dtype, reduction: caps.reduces(dtype, reduction))
+    ranks = Ranks(place, 2, f"cpu:{name},cuda:{name}")
     try:
+        explained = ranks.run(jobs.explained, place.kits[0])
         suite.judge(ranks, list(islice(suite.drawn(2, rng), 2 * _BATCH)))
     finally:
         ranks.close()
-    reporter.figure("staged cases", 2 * _BATCH)
+    reporter.figure(f"cases, {name}", {"run": 2 * _BATCH, "explained": explained[0]})

@@ -58,7 +58,7 @@ def pinned(nbytes: int) -> dict[str, float]:
 
 
 def staged(name: str, nbytes: int) -> dict[str, Any]:
-    """A broadcast of the CPU backend from one rank's device memory to the other's, beside one in host memory."""
+    """A broadcast from one rank's device memory to the other's, beside one in host memory."""
     k = kit(name)
     count = nbytes // 4
     x, on_host = k.full(count, float(dist.get_rank())), np.full(count, float(dist.get_rank()), np.float32)

@@ -6,14 +6,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import simulated_ranks
 import worker
-from device_ranks import DeviceJob
+from device_ranks import DeviceJob, DeviceMpiJob
+from mpi_ranks import MpiJob, why_not
 from ranks import Job, RanksFailed, end_well
-from simulated_ranks import SimulatedJob
+from simulated_ranks import Settings, SimulatedJob
+
+from unicoll import registry
+from unicoll.backend import Backend
 
 from . import rank_jobs
+from .record import Skip
 
-__all__ = ["GPU", "Place", "Simulation", "joined", "leave"]
+__all__ = ["GPU", "HOST_BACKENDS", "Place", "Simulation", "host_backend", "joined", "leave"]
+
+HOST_BACKENDS = ("gloo", "mpi")
+"""Backends of host arrays, which serve those of a device through the host's memory."""
+
+
+def host_backend(name: str) -> type[Backend]:
+    """One of :data:`HOST_BACKENDS`.
+
+    Raises:
+        Skip: it cannot be used here.
+    """
+    if name == "mpi" and why_not():
+        raise Skip(why_not())
+    return registry.load(name)
 
 
 class Place(ABC):
@@ -54,6 +74,8 @@ class GPU(Place):
     ) -> Job:
         needed = self.kits if kits is None else kits
         first = tuple(sorted(needed, reverse=True))  # torch brings an NCCL
+        if "mpi" in backend:
+            return DeviceMpiJob(size, env=env, backend=backend, libraries=first)
         return DeviceJob(size, env=env, backend=backend, libraries=first, sharing=self._sharing)
 
 
@@ -67,6 +89,11 @@ class Simulation(Place):
         self, size: int, backend: str, kits: Sequence[str] | None = None, env: dict[str, str] | None = None
     ) -> Job:
         env = {"UNICOLL_NCCL_SHARE_DEVICE": "1"} | (env or {})
+        if "mpi" in backend:
+            settings = Settings(policy="random", seed=5, backend=backend)
+            return MpiJob(
+                size, backend=backend, env=env, rehearse=True, prepare=(simulated_ranks.prepare, settings)
+            )
         return SimulatedJob(size, env=env, backend=backend, devices="shared", policy="random", seed=5)
 
 
@@ -122,6 +149,6 @@ def leave(place: Place, job: Job, ranks: Sequence[int] | None = None) -> None:
     if any(outcome.failure is not None for outcome in outcomes):
         raise RanksFailed(job.report())
     job.call(worker.end, ranks=ranks)
-    codes = job.wait_for_exit(ranks=ranks)
+    codes = job.wait_for_exit() if ranks is None else job.wait_for_exit(ranks=ranks)
     if any(left) or any(codes):
         raise RanksFailed(f"threads left over: {left}; exit codes {codes}\n{job.report()}")

@@ -52,6 +52,7 @@ _ROWS = (
     Stage("faults", "timeouts, deaths, abort, shrink, exit", "faults:all_kinds", 60),
     Stage("training", "data-parallel training, 2 ranks", "training:both", 40),
     Stage("conformance-4", "conformance, 4 ranks on the one GPU", "conformity:four", 35),
+    Stage("staged", "device arrays over backends of the host, 2 ranks", "conformity:staged", 25),
     Stage("copies", "copies between host and device", "copies:measure", 15),
 )
 STAGES: dict[str, Stage] = {row.name: row for row in _ROWS}

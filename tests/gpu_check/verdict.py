@@ -10,6 +10,8 @@ __all__ = ["bars", "lines", "verdict"]
 Stages = dict[str, Any]
 _DEVICE_TIME = 1.01
 _LARGE = 16 << 20
+_STAGED = 64 << 20
+_STAGED_TIME = 1 / 0.8
 
 
 def verdict(stages: Stages, wanted: Sequence[str]) -> str:
@@ -24,7 +26,7 @@ def verdict(stages: Stages, wanted: Sequence[str]) -> str:
 
 def bars(stages: Stages) -> list[dict[str, Any]]:
     """The bars that the figures speak of: what, the ratio, the most that it may be, and whether it is met."""
-    return [*_enqueue(stages), *_device_time(stages)]
+    return [*_enqueue(stages), *_device_time(stages), *_staged(stages)]
 
 
 def _enqueue(stages: Stages) -> Iterator[dict[str, Any]]:
@@ -50,6 +52,15 @@ def _device_time(stages: Stages) -> Iterator[dict[str, Any]]:
                 yield _bar(
                     f"device time, {what}, {name} over bare NCCL", stat["p50_us"] / theirs, _DEVICE_TIME
                 )
+
+
+def _staged(stages: Stages) -> Iterator[dict[str, Any]]:
+    """Time of device arrays through the host's memory, over that of the slower of the bus and the host's arrays."""
+    for what, row in stages.get("copies", {}).get("figures", {}).items():
+        share = row.get("share of the slower of bus and host")
+        if share and row["bytes"] >= _STAGED:
+            words = f"time of a broadcast of 64 MiB, {what}, over the slower of bus and host"
+            yield _bar(words, 1 / share, _STAGED_TIME)
 
 
 def _bar(what: str, ratio: float, most: float) -> dict[str, Any]:
