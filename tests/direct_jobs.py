@@ -249,19 +249,19 @@ def posted() -> list[str]:
     n, me = dist.get_world_size(), dist.get_rank()
     x, wide = arrays.full(8, 1.0), arrays.full(8 * n, float(me))
     many = [arrays.full(4 + r, 1.0) for r in range(n)]
-    for async_op in (False, True):
-        for work in (
-            dist.all_reduce(x, async_op=async_op),
-            dist.broadcast(x, 0, async_op=async_op),
-            dist.reduce(x, 0, async_op=async_op),
-            dist.all_gather_into_tensor(wide, x, async_op=async_op),
-            dist.all_gather(many, many[me].copy(), async_op=async_op),
-            dist.reduce_scatter_tensor(x, wide, async_op=async_op),
-            dist.all_to_all_single(wide, wide.copy(), async_op=async_op),
-            dist.all_reduce(np.ones(3), async_op=async_op),
-        ):
-            if work is not None:
-                work.wait()
+    calls: list[Callable[[bool], Any]] = [
+        lambda a: dist.all_reduce(x, async_op=a),
+        lambda a: dist.broadcast(x, 0, async_op=a),
+        lambda a: dist.reduce(x, 0, async_op=a),
+        lambda a: dist.all_gather_into_tensor(wide, x, async_op=a),
+        lambda a: dist.all_gather(many, many[me].copy(), async_op=a),
+        lambda a: dist.reduce_scatter_tensor(x, wide, async_op=a),
+        lambda a: dist.all_to_all_single(wide, wide.copy(), async_op=a),
+        lambda a: dist.all_reduce(np.ones(3), async_op=a),
+    ]
+    for call in calls:
+        call(False)
+        call(True).wait()
     team._posting.update(kept)
     return found
 

@@ -61,5 +61,5 @@ def _values(item: Any) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for marker in item.iter_markers("parametrize"):
         names, values = marker.args[:2]
-        found.setdefault(names, list(values))
+        found.setdefault(names, [v.values[0] if hasattr(v, "marks") else v for v in values])
     return found

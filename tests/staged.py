@@ -29,7 +29,7 @@ class Staged(Conformance):
     """What a backend of the host does with arrays of a device."""
 
     families = ("simulated",)
-    sample = 15
+    sample = 10
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         one, share = PIECE // itemsize, PIECE // size // itemsize

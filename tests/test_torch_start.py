@@ -36,6 +36,7 @@ def launched(
     return sorted(done.stdout.splitlines()), done.stderr
 
 
+@pytest.mark.sampled("backend", "launcher", 1)
 @pytest.mark.parametrize("launcher", [OURS, TORCHRUN], ids=["unicoll.run", "torchrun"])
 @pytest.mark.parametrize("backend", ["unicoll", "cpu:unicoll-gloo"])
 def test_launchers(launcher: list[str], backend: str) -> None:
@@ -122,6 +123,7 @@ LAST_LINES = {"torch_ddp.py": "epoch 3: ", "torch_fsdp2.py": "saved in 2 parts"}
 needs_27 = pytest.mark.skipif(torch.__version__ < "2.7", reason="this torch has FSDP2 on GPUs alone")
 
 
+@pytest.mark.sampled("example", "launcher", 1)
 @pytest.mark.parametrize("example", ["torch_ddp.py", pytest.param("torch_fsdp2.py", marks=needs_27)])
 @pytest.mark.parametrize("launcher", [OURS, TORCHRUN], ids=["unicoll.run", "torchrun"])
 def test_examples(launcher: list[str], example: str) -> None:
