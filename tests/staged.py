@@ -60,10 +60,14 @@ class Staged(Conformance):
     ) -> None:
         super().test_nobody_leaves_a_barrier_before_all_have_come(size, pool)
 
-    @pytest.mark.sampled("layout", "async_op", 1)
+    @pytest.mark.sampled("async_op", "layout", 2)
     @pytest.mark.parametrize("layout", [*SimulatedFamily.layouts, "scalar"])
     @pytest.mark.parametrize("async_op", [False, True])
     def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
         super().test_every_layout(layout, async_op, pool)
 
     test_torch_tensors = None  # type: ignore[assignment]  # CPU tensors go another way
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_coalesced_calls(self, size: int, pool: Callable[[int], Pool]) -> None:
+        super().test_coalesced_calls(size, pool)
