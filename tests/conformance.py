@@ -67,6 +67,31 @@ class Conformance:
     """Random cases for each operation and group size."""
     turn = 0
     """Which part of the tables a run does, see :mod:`sampling`: other classes of the same suite have other numbers."""
+    whole: Sequence[str] = ()
+    """Tests of which a run does everything all the same."""
+    sizes: Sequence[int] = SIZES
+    switch_sizes: Sequence[int] = (2, 3, 4)
+    coalesced_sizes: Sequence[int] = (1, 2, 3, 4)
+    barrier_sizes: Sequence[int] = (1, 2, 3, 7)
+    """Group sizes of the tests; a backend may have reasons for others."""
+    layouts: Sequence[str] = (*NumpyFamily.layouts, "scalar")
+
+    @classmethod
+    def axes(cls, test: str) -> dict[str, Sequence[Any]]:
+        """Parameters of a test and their values, where these depend on the backend."""
+        known: dict[str, dict[str, Sequence[Any]]] = {
+            "test_every_type_and_reduction": {"op": COLLECTIVES, "size": cls.sizes},
+            "test_layouts_groups_and_sizes": {"op": DATA, "size": cls.sizes},
+            "test_every_layout": {"async_op": (False, True), "layout": cls.layouts},
+            "test_sizes_around_the_switches": {"op": DATA, "size": cls.switch_sizes},
+            "test_coalesced_calls": {"size": cls.coalesced_sizes},
+            "test_nobody_leaves_a_barrier_before_all_have_come": {"size": cls.barrier_sizes},
+        }
+        return known.get(test, {})
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for name, values in self.axes(metafunc.function.__name__).items():
+            metafunc.parametrize(name, values)
 
     def reduces(self, dtype: str, reduction: str) -> bool:
         """Whether the backend has this reduction of this type."""
@@ -134,8 +159,6 @@ class Conformance:
     # --- the tests ------------------------------------------------------------------------------------------
 
     @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", COLLECTIVES)
     def test_every_type_and_reduction(
         self, op: str, size: int, pool: Callable[[int], Pool], seed: int
     ) -> None:
@@ -149,8 +172,6 @@ class Conformance:
         self.judge(pool(size), cases)
 
     @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", DATA)
     def test_layouts_groups_and_sizes(
         self, op: str, size: int, pool: Callable[[int], Pool], seed: int
     ) -> None:
@@ -158,8 +179,6 @@ class Conformance:
         self.judge(pool(size), [self.draw(op, size, rng) for _ in range(self.sample)])
 
     @pytest.mark.sampled("layout", "async_op", 1)
-    @pytest.mark.parametrize("layout", [*NumpyFamily.layouts, "scalar"])
-    @pytest.mark.parametrize("async_op", [False, True])
     def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
         cases = [
             Case(op, dtype, "SUM" if OPS[op].reduces else None, count, layout, async_op, group, in_place)
@@ -174,8 +193,6 @@ class Conformance:
         self.judge(pool(3), cases)
 
     @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", [2, 3, 4])
-    @pytest.mark.parametrize("op", DATA)
     def test_sizes_around_the_switches(self, op: str, size: int, pool: Callable[[int], Pool]) -> None:
         reduce = "SUM" if OPS[op].reduces else None
         cases = [
@@ -238,12 +255,10 @@ class Conformance:
             pytest.skip(f"ml_dtypes is not installed: {', '.join(missing)} go untested with NumPy")
         assert {d for d, _ in self.pairs("broadcast")} == {d.name for d in DTYPES}
 
-    @pytest.mark.parametrize("size", [1, 2, 3, 4])
     def test_coalesced_calls(self, size: int, pool: Callable[[int], Pool]) -> None:
         for async_op in (False, True):
             assert pool(size).run(jobs.coalesced, async_op, self.families[0]) == [None] * size
 
-    @pytest.mark.parametrize("size", [1, 2, 3, 7])
     def test_nobody_leaves_a_barrier_before_all_have_come(
         self, size: int, pool: Callable[[int], Pool]
     ) -> None:

@@ -46,7 +46,7 @@ def drawn(table: str, row: int, columns: int, count: int, turn: int, seed: int) 
 def is_drawn(item: Any, seed: int) -> bool:
     """Whether a test that pytest has collected is done in this run."""
     marker = item.get_closest_marker("sampled")
-    if marker is None:
+    if marker is None or item.originalname in getattr(item.cls, "whole", ()):
         return True
     rows, columns, count = marker.args
     values = _values(item)
@@ -58,7 +58,8 @@ def is_drawn(item: Any, seed: int) -> bool:
 
 def _values(item: Any) -> dict[str, list[Any]]:
     """The values of each parameter of a test."""
-    found: dict[str, list[Any]] = {}
+    axes = item.cls.axes(item.originalname) if hasattr(item.cls, "axes") else {}
+    found: dict[str, list[Any]] = {name: list(values) for name, values in axes.items()}
     for marker in item.iter_markers("parametrize"):
         names, values = marker.args[:2]
         found.setdefault(names, [v.values[0] if hasattr(v, "marks") else v for v in values])

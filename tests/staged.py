@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import simulated_ranks
-from conformance import COLLECTIVES, DATA, Conformance
+from conformance import Conformance
 from families import SimulatedFamily
 from ranks import Pool
 
@@ -14,7 +14,6 @@ from unicoll import staging
 
 __all__ = ["PIECE", "Staged", "prepare"]
 
-SIZES = (1, 2, 3)
 PIECE = 4096
 """Bytes of a piece in the tests."""
 
@@ -30,6 +29,9 @@ class Staged(Conformance):
 
     families = ("simulated",)
     sample = 10
+    sizes = barrier_sizes = (1, 2, 3)
+    coalesced_sizes = (2, 3)
+    layouts = (*SimulatedFamily.layouts, "scalar")
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         one, share = PIECE // itemsize, PIECE // size // itemsize
@@ -38,36 +40,8 @@ class Staged(Conformance):
     def large(self, itemsize: int) -> int:
         return (50 * PIECE // itemsize + 11) | 1
 
-    @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", COLLECTIVES)
-    def test_every_type_and_reduction(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
-        super().test_every_type_and_reduction(op, size, pool, seed)
-
-    @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", DATA)
-    def test_layouts_groups_and_sizes(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
-        super().test_layouts_groups_and_sizes(op, size, pool, seed)
-
-    @pytest.mark.parametrize("size", SIZES)
-    def test_nobody_leaves_a_barrier_before_all_have_come(
-        self, size: int, pool: Callable[[int], Pool]
-    ) -> None:
-        super().test_nobody_leaves_a_barrier_before_all_have_come(size, pool)
-
     @pytest.mark.sampled("async_op", "layout", 2)
-    @pytest.mark.parametrize("layout", [*SimulatedFamily.layouts, "scalar"])
-    @pytest.mark.parametrize("async_op", [False, True])
     def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
         super().test_every_layout(layout, async_op, pool)
 
     test_torch_tensors = None  # type: ignore[assignment]  # CPU tensors go another way
-
-    @pytest.mark.parametrize("size", [2, 3])
-    def test_coalesced_calls(self, size: int, pool: Callable[[int], Pool]) -> None:
-        super().test_coalesced_calls(size, pool)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
-from conformance import COLLECTIVES, DATA, Conformance, as_reduction
+from conformance import Conformance, as_reduction
 from mpi_ranks import MpiJob, library, why_not
 from ranks import Pool, pools
 
@@ -16,13 +16,13 @@ from unicoll.types import BY_NAME
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)
 
-SIZES = (1, 2, 3, 4)
 _EAGER = 64 << 10
 """Bytes about which both libraries go from sending at once to asking first."""
 
 
 class TestMPI(Conformance):
     sample = 25
+    sizes = barrier_sizes = (1, 2, 3, 4)  # these libraries take no more ranks well on two cores
     turn = ("openmpi", "mpich").index(library().name)
 
     @pytest.fixture(scope="class")
@@ -41,26 +41,3 @@ class TestMPI(Conformance):
     def large(self, itemsize: int) -> int:
         return ((5 << 20) // itemsize + 11) | 1
 
-    # The suite's sizes go up to more ranks than these libraries take well on two cores.
-
-    @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", COLLECTIVES)
-    def test_every_type_and_reduction(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
-        super().test_every_type_and_reduction(op, size, pool, seed)
-
-    @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", DATA)
-    def test_layouts_groups_and_sizes(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
-        super().test_layouts_groups_and_sizes(op, size, pool, seed)
-
-    @pytest.mark.parametrize("size", SIZES)
-    def test_nobody_leaves_a_barrier_before_all_have_come(
-        self, size: int, pool: Callable[[int], Pool]
-    ) -> None:
-        super().test_nobody_leaves_a_barrier_before_all_have_come(size, pool)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
-from conformance import COLLECTIVES, DATA, Conformance, as_reduction
+from conformance import Conformance, as_reduction
 from families import SimulatedFamily
 from ranks import Pool, pools
 from simulated_ranks import SimulatedJob
@@ -14,14 +14,15 @@ from simulated_ranks import SimulatedJob
 from nccl_comm.types import way
 from unicoll.types import BY_NAME
 
-SIZES = (1, 2, 4)
-
 
 class _Simulated(Conformance):
     """Every rank has a device of its own."""
 
     families = ("simulated",)
     sample = 15
+    whole = ("test_every_type_and_reduction", "test_layouts_groups_and_sizes", "test_every_layout")
+    sizes = barrier_sizes = (1, 2, 4)  # how algorithms cope with odd numbers of ranks is NCCL's business
+    layouts = (*SimulatedFamily.layouts, "scalar")
     version = 23007
 
     def reduces(self, dtype: str, reduction: str) -> bool:
@@ -32,33 +33,6 @@ class _Simulated(Conformance):
 
     def large(self, itemsize: int) -> int:
         return 100_003
-
-    # The suite's sizes that are to show how algorithms cope with odd numbers of ranks are NCCL's business.
-
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", COLLECTIVES)
-    def test_every_type_and_reduction(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
-        super().test_every_type_and_reduction(op, size, pool, seed)
-
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", DATA)
-    def test_layouts_groups_and_sizes(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
-        super().test_layouts_groups_and_sizes(op, size, pool, seed)
-
-    @pytest.mark.parametrize("size", SIZES)
-    def test_nobody_leaves_a_barrier_before_all_have_come(
-        self, size: int, pool: Callable[[int], Pool]
-    ) -> None:
-        super().test_nobody_leaves_a_barrier_before_all_have_come(size, pool)
-
-    @pytest.mark.parametrize("layout", [*SimulatedFamily.layouts, "scalar"])
-    @pytest.mark.parametrize("async_op", [False, True])
-    def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
-        super().test_every_layout(layout, async_op, pool)
 
     test_torch_tensors = None  # type: ignore[assignment]  # CPU tensors are another backend's
 

@@ -11,7 +11,7 @@ from functools import partial
 import direct_jobs as jobs
 import pytest
 import staged_jobs
-from conformance import COLLECTIVES, DATA, Conformance, as_reduction
+from conformance import Conformance, as_reduction
 from mpi_ranks import MpiJob, library, why_not
 from ranks import Pool, end_well, pools
 from simulated_ranks import Settings
@@ -73,6 +73,8 @@ class TestMPI(Conformance):
 
     families = ("simulated",)
     sample = 10
+    sizes = switch_sizes = SIZES
+    coalesced_sizes = (2,)
     turn = ("openmpi", "mpich").index(library().name)
 
     def reduces(self, dtype: str, reduction: str) -> bool:
@@ -91,32 +93,6 @@ class TestMPI(Conformance):
 
     def large(self, itemsize: int) -> int:
         return (200_000 // itemsize) | 1
-
-    @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", COLLECTIVES)
-    def test_every_type_and_reduction(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
-        super().test_every_type_and_reduction(op, size, pool, seed)
-
-    @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", DATA)
-    def test_layouts_groups_and_sizes(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
-        super().test_layouts_groups_and_sizes(op, size, pool, seed)
-
-    @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("op", DATA)
-    def test_sizes_around_the_switches(self, op: str, size: int, pool: Callable[[int], Pool]) -> None:
-        super().test_sizes_around_the_switches(op, size, pool)
-
-    @pytest.mark.parametrize("size", [2])
-    def test_coalesced_calls(self, size: int, pool: Callable[[int], Pool]) -> None:
-        super().test_coalesced_calls(size, pool)
 
     test_every_layout = None  # type: ignore[assignment]  # the random cases have them
     test_torch_tensors = None  # type: ignore[assignment]  # CPU tensors go another way
