@@ -36,10 +36,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if sampling.wants_all(config.args):
         return
     seed = ranks.drawn_seed()
-    left_out = [item for item in items if not sampling.is_drawn(item, seed)]
-    if left_out:
+    kept = [item for item in items if sampling.is_drawn(item, seed)]
+    if sampling.wants_quarter():
+        kept = sampling.quarter(kept, seed)
+    names = {item.nodeid for item in kept}
+    if left_out := [item for item in items if item.nodeid not in names]:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if sampling.is_drawn(item, seed)]
+        items[:] = kept
 
 
 def pytest_collection_finish() -> None:

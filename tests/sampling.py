@@ -8,24 +8,51 @@ every cell is done by some class once n * count reaches the number of columns. A
 an attribute ``turn``.
 
 ``UNICOLL_TEST_FULL=1`` does everything. So does naming a cell (a test with its parameters in brackets).
+
+``UNICOLL_TEST_SHORT=1`` is the short run of ``scripts/test``: of what is left of each test with parameters it does a
+quarter, drawn from the seed, and it leaves out tests marked ``slow``.
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["FULL_VARIABLE", "drawn", "is_drawn", "wants_all"]
+__all__ = ["FULL_VARIABLE", "SHORT_VARIABLE", "drawn", "is_drawn", "quarter", "wants_all", "wants_quarter"]
 
 FULL_VARIABLE = "UNICOLL_TEST_FULL"
+SHORT_VARIABLE = "UNICOLL_TEST_SHORT"
+_SHARE = 4
+
+
+def _is_on(variable: str) -> bool:
+    return os.environ.get(variable, "").strip().lower() not in ("", "0", "no", "off", "false")
+
+
+def wants_quarter() -> bool:
+    """Whether this is a short run."""
+    return _is_on(SHORT_VARIABLE)
+
+
+def quarter(items: Sequence[Any], seed: int) -> list[Any]:
+    """The tests of a short run, out of those that pytest has collected, in their order."""
+    tables: defaultdict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            tables[item.nodeid.partition("[")[0]].append(item)
+    kept: set[str] = set()
+    for name, cells in tables.items():
+        count = -(-len(cells) // _SHARE)
+        kept.update(item.nodeid for item in random.Random(f"{seed} {name}").sample(cells, count))
+    return [item for item in items if item.nodeid in kept]
 
 
 def wants_all(arguments: Sequence[str]) -> bool:
     """Whether nothing is to be left out: it was asked for, or pytest's arguments name single cells."""
-    asked = os.environ.get(FULL_VARIABLE, "").strip().lower() not in ("", "0", "no", "off", "false")
-    return asked or any("::" in argument and "[" in argument for argument in arguments)
+    return _is_on(FULL_VARIABLE) or any("::" in argument and "[" in argument for argument in arguments)
 
 
 def drawn(table: str, row: int, columns: int, count: int, turn: int, seed: int) -> set[int]:

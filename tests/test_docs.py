@@ -182,10 +182,10 @@ def command(block: Block, folder: Path) -> list[str]:
 
 
 def surroundings(folder: Path) -> dict[str, str]:
-    """The environment of a user: ``python`` and ``torchrun`` are this interpreter's, nothing else is set."""
+    """The environment of a user: its ``python``, ``unirun`` and ``torchrun`` are those of this interpreter."""
     bin = folder / "bin"
     bin.mkdir()
-    scripts = {"python": "", "torchrun": "-m torch.distributed.run"}
+    scripts = {"python": "", "unirun": "-m unicoll.run", "torchrun": "-m torch.distributed.run"}
     for name, arguments in scripts.items():
         (bin / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (bin / name).chmod(0o755)

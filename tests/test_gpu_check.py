@@ -51,6 +51,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, 
     return done.stdout, json.loads((folder / "gpu_check_simulated.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_stage_runs_without_a_gpu(rehearsal: tuple[str, dict[str, Any]]) -> None:
     printed, data = rehearsal
     assert data["verdict"] == "passed"
@@ -62,6 +63,7 @@ def test_every_stage_runs_without_a_gpu(rehearsal: tuple[str, dict[str, Any]]) -
         assert STAGES[name].title in printed
 
 
+@pytest.mark.slow
 def test_the_json_holds_what_was_found(rehearsal: tuple[str, dict[str, Any]]) -> None:
     figures = {name: stage["figures"] for name, stage in rehearsal[1]["stages"].items()}
     assert figures["machine"]["device"]["nccl"] == 23007
@@ -82,6 +84,7 @@ def test_the_json_holds_what_was_found(rehearsal: tuple[str, dict[str, Any]]) ->
     assert late["error"] == "OperationTimeoutError"
 
 
+@pytest.mark.slow
 def test_no_operation_asked_the_device_anything(rehearsal: tuple[str, dict[str, Any]]) -> None:
     for size, stage in ((1, "streams"), (2, "streams-2")):
         found = rehearsal[1]["stages"][stage]["figures"]["simulated: no call waits for the device"]

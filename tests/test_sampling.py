@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import sampling
 
@@ -35,3 +37,25 @@ def test_everything_is_done_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
     assert not sampling.wants_all([])
     monkeypatch.setenv(sampling.FULL_VARIABLE, "1")
     assert sampling.wants_all([])
+
+
+@dataclass
+class Item:
+    """What a short run looks at in a test."""
+
+    nodeid: str
+    slow: bool = False
+
+    def get_closest_marker(self, name: str) -> object:
+        return object() if name == "slow" and self.slow else None
+
+
+def test_a_short_run_does_a_quarter_of_each_table_and_nothing_slow() -> None:
+    items = [Item(f"test_x.py::test_table[{i}]") for i in range(10)]
+    items += [Item("test_x.py::test_alone"), Item("test_x.py::test_long", slow=True), Item("test_y.py::test_one[a]")]
+    runs = [[item.nodeid for item in sampling.quarter(items, seed)] for seed in range(100)]
+    for names in runs:
+        assert names == [item.nodeid for item in items if item.nodeid in names]
+        assert sum("test_table" in name for name in names) == 3
+        assert names[3:] == ["test_x.py::test_alone", "test_y.py::test_one[a]"]
+    assert {name for names in runs for name in names} == {item.nodeid for item in items if not item.slow}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import scale_jobs as jobs
 from ranks import Job, end_well
 from worker import enter
@@ -11,6 +12,7 @@ from worker import enter
 _BOUND_S = 60.0
 
 
+@pytest.mark.slow
 def test_64_processes_initialise_and_reduce() -> None:
     with Job(64, join="tcp") as job:
         job.call(jobs.ready)  # the interpreters' own start is over
