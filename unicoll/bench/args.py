@@ -114,8 +114,8 @@ def _parser() -> _Parser:
         description=f"""Measure a collective operation of unicoll, side by side with other libraries.
 
 examples:
-  {_COMMAND} all_reduce -n 4                      four ranks on this machine, all sizes
-  {_COMMAND} all_reduce --peer torch-gloo         beside torch.distributed, in the same run
+  {_COMMAND} all_reduce -n 4          four ranks on this machine, all sizes
+  {_COMMAND} all_reduce --backend gloo --peer torch-gloo      beside torch.distributed, in one run
   {_COMMAND} broadcast --sizes 1M,16M -d half -J broadcast.json
   mpirun -n 8 {_COMMAND} all_gather --backend mpi --peer mpi4py""",
         epilog="docs/benchmarking.md says what the numbers mean.",
