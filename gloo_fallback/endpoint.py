@@ -236,7 +236,8 @@ class Endpoint:
             return sock
         sock.close()
         if answer == _CLOSED and not self._called(key):
-            raise RankLostError(f"{self._who(peer)} has closed the group {group!r}", group=group, rank=peer)
+            why = self._departure(peer) or f"{self._who(peer)} has closed the group {group!r}"
+            raise RankLostError(why, group=group, rank=peer)
         return None
 
     def _address(self, peer: int, group: str, check: Callable[[], None]) -> tuple[str, int]:
@@ -282,13 +283,17 @@ class Endpoint:
         peer = key[2]
         if self._called(key):
             return
-        control = self._job.control
-        why = control.await_departure(peer) if control is not None else None
+        why = self._departure(peer)
         if why is not None:
             raise RankLostError(why, rank=peer) from error
         raise DistNetworkError(
             f"{self._who(peer)} cannot be reached at {address}: {error}", rank=peer
         ) from error
+
+    def _departure(self, peer: int) -> str | None:
+        """How a peer has ended, waiting a moment for the news; None if it seems to be there."""
+        control = self._job.control
+        return control.await_departure(peer) if control is not None else None
 
     def _check_alive(self, peer: int) -> None:
         control = self._job.control

@@ -175,8 +175,8 @@ def test_giving_up_waiting_does_not_end_the_operation(pool: Callable[[int], Pool
 @pytest.mark.parametrize(
     ("how", "code", "word"),
     [
-        ("return", 0, "has left the job"),
-        ("sys.exit", 3, "has left the job"),
+        ("return", 0, "has left the job: its program ended"),
+        ("sys.exit", 3, "has left the job: its program ended"),
         ("os._exit", 4, "died"),
         ("exception", 1, "the reason why"),
         ("destroy", None, "has left the job"),

@@ -18,7 +18,7 @@ LOW = {
 }  # fmt: skip
 """The rooms of unicoll that backends may enter; what a new room there is for belongs into docs/architecture.md."""
 _LAYERS = (
-    {"errors", "forks", "futures"},
+    {"errors", "excepthook", "forks", "futures"},
     {"types", "options", "net", "auth", "frames", "launchers", "mesh_layout", "codec"},
     {"buffers", "halves", "kernels", "ops", "stores", "work", "observe", "call", "streams",
      "cuda_driver", "dlpack"},

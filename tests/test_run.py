@@ -396,7 +396,9 @@ def test_log_files(place: Place) -> None:
         for line in done.stderr.splitlines()
         if line.startswith("[default1]:")
     ]
-    assert shown == logged.splitlines()
+    assert shown == ["err"]
+    assert f"\nrank 1:\n{logged.removeprefix('err' + chr(10))}\n" in done.stderr  # without a prefix, and once
+    assert done.stderr.count("Traceback") == 1
     assert not any(line.startswith("[default0]:") for line in done.stderr.splitlines())
     record = json.loads((attempt / "1" / "error.json").read_text())["message"]
     assert record["message"] == "ValueError: kept"
@@ -486,12 +488,12 @@ def test_a_crash_shows_where(place: Place) -> None:
     )
     done = place.launch("--nproc-per-node=2", script)
     assert done.returncode == 139
-    last = done.stderr.rpartition("wrote to stderr:\n")[2]
+    last = done.stderr.rpartition("wrote to stderr:\n")[2].partition("====")[0]
     assert "Segmentation fault" in last
     assert "in inner" in last
 
 
-def test_the_first_failures_traceback_comes_last_and_alone(place: Place) -> None:
+def test_the_first_failures_traceback_comes_last_before_the_summary(place: Place) -> None:
     script = place.script(
         """
         import os, time
@@ -510,8 +512,8 @@ def test_the_first_failures_traceback_comes_last_and_alone(place: Place) -> None
     )
     done = place.launch("--nproc-per-node=3", script)
     assert done.returncode == 1
-    banner, last = done.stderr.rsplit("=" * 20, 1)
-    lines = last.lstrip("=").strip().splitlines()
+    last, _, banner = done.stderr.rpartition("rank 2:\n")[2].partition("\n\n====")
+    lines = last.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-2:] == ["ValueError: the cause", "in two lines"]
     assert "bootstrap" not in last
@@ -520,6 +522,9 @@ def test_the_first_failures_traceback_comes_last_and_alone(place: Place) -> None
     assert len(others) == 2
     assert re.match(r"  rank 0 .*: unicoll.errors.RankLostError: rank 2 is gone$", others[0])
     assert re.match(r"  rank 1 .*: RuntimeError: later$", others[1])
+    assert "rank      : 2 (local_rank: 2)" in banner
+    assert "traceback : ValueError: the cause (above)" in banner
+    assert done.stderr.endswith("=\n")
 
 
 def test_a_failed_worker_that_does_not_end_is_a_failure(place: Place) -> None:
@@ -532,7 +537,8 @@ def test_a_failed_worker_that_does_not_end_is_a_failure(place: Place) -> None:
     )
     done = place.launch("--nproc-per-node=2", "--grace=0.2", script)
     assert done.returncode == 1
-    assert done.stderr.endswith("ValueError: and yet it runs\n")
+    assert "ranks 0, 1:\nTraceback" in done.stderr
+    assert done.stderr.count("\nValueError: and yet it runs\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -743,7 +749,7 @@ def test_exits_are_as_under_plain_python(place: Place, source: str) -> None:
     script = place.script(source)
     bootstrap = str(ROOT / "unicoll" / "run" / "bootstrap.py")
     ends = []
-    for command in ([script], [bootstrap, str(os.getpid()), "script", script]):
+    for command in ([script], [bootstrap, str(os.getpid()), "print", "script", script]):
         done = subprocess.run(
             [sys.executable, *command], cwd=place.path, env=environment(), capture_output=True, text=True
         )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from . import forks, registry, under_mpi
+from . import excepthook, forks, registry, under_mpi
 from .backend import Job
 from .errors import DistError
 from .group import ProcessGroup
@@ -20,7 +20,7 @@ from .registry import Choice
 from .rendezvous import Rendezvous, rendezvous
 from .stores import Store
 
-__all__ = ["Membership", "enter", "join", "meet", "when_leaving"]
+__all__ = ["Membership", "ended_with", "enter", "join", "meet", "when_leaving"]
 
 _WITNESS_S = 0.3
 """How long the launcher's word on a death is waited for; it looks at its workers ten times a second."""
@@ -47,8 +47,8 @@ class Membership:
         self.named: dict[str, int] = {}
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave: end the groups, say goodbye, give everything back. ``error`` is what ended the program."""
-        if error is not None:  # the program failed: nobody is to wait for what was posted
+        """Leave: end the groups, say goodbye, give everything back. ``error`` is what ended the program, if it did."""
+        if error is not None and not isinstance(error, SystemExit):  # nobody is to wait for what was posted
             for one in self.groups:
                 for backend in one._served.values():
                     backend.abort(DistError(f"this process ended with {type(error).__name__}: {error}"))
@@ -69,6 +69,7 @@ def join(
     patience: float,
 ) -> Membership:
     """:func:`meet` the other processes and :func:`enter` their job."""
+    _watch_for_the_uncaught()
     if backend is not None:
         registry.choose(backend)  # refuse it before anybody is kept waiting
     meeting, but = meet(backend, init_method, rank, world_size, store, patience)
@@ -191,30 +192,43 @@ def _how_it_ended(pid: int, status: int, cause: str) -> str:
 
 # --- how this process ends ------------------------------------------------------------------------------------------
 
-_uncaught: BaseException | None = None
+_ended_with: BaseException = SystemExit()
+_watching = False
 _leaving: list[Callable[[BaseException | None], None]] = []
 
 
 def when_leaving(leave: Callable[[BaseException | None], None], forget: Callable[[], None]) -> None:
-    """Have an interpreter that ends call ``leave`` with the exception that ended it, if one did.
+    """Have an interpreter that ends call ``leave`` with the exception that ended it, SystemExit if none did.
 
     A forked child, which is no member of its parent's groups, calls ``forget`` instead. Each ``leave`` counts once.
     """
     if leave in _leaving:
         return
-    if not _leaving:
-        _watch_for_the_uncaught()
+    _watch_for_the_uncaught()
     _leaving.append(leave)
-    atexit.register(lambda: leave(_uncaught))
+    atexit.register(lambda: leave(_ended_with))
     forks.in_child(forget)
 
 
+def ended_with(error: BaseException) -> None:
+    """What ends this program, for the others to know: an uncaught exception, or SystemExit with its code.
+
+    Python tells nobody of a SystemExit, so only our launcher's bootstrap, which runs the program, can do it.
+    """
+    global _ended_with
+    _ended_with = error
+
+
 def _watch_for_the_uncaught() -> None:
-    before = sys.excepthook
+    """Once: note the exception that ends the program, and fold our frames where Python itself prints it."""
+    global _watching
+    if _watching:
+        return
+    _watching = True
+    before = sys.excepthook if sys.excepthook is not sys.__excepthook__ else excepthook.show
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        global _uncaught
-        _uncaught = value
+        ended_with(value)
         before(kind, value, trace)
 
     sys.excepthook = hook

@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
+from unicoll import joining
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.run import bootstrap
 from unicoll.run.failure import SEEN_LATE, Record, describe_exit, read_record
@@ -259,10 +260,14 @@ def _run(parent: int | None, fn: Callable[..., object], rank: int, args: tuple[A
         fn(rank, *args)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)  # Ctrl-C reaches the parent too, which tells
+    except SystemExit as error:
+        joining.ended_with(error)
+        raise
     except Exception as error:
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next
         bootstrap.record(error)
+        joining.ended_with(error)
         sys.exit(1)
 
 

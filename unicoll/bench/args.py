@@ -47,6 +47,9 @@ _TRIVIAL = (
 """nccl-tests' flags that mean nothing here: spellings, the value that is taken, and why no other is."""
 
 
+_COMMAND = "python -m unicoll.bench"
+
+
 @dataclass(frozen=True)
 class Options:
     """What to measure and what to show; see ``--help`` for each."""
@@ -107,24 +110,34 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 def _parser() -> _Parser:
     parser = _Parser(
         prog="unicoll.bench",
-        description="Measure a collective operation of unicoll, side by side with other libraries.",
+        usage=f"{_COMMAND} OP [flags]",
+        description=f"""Measure a collective operation of unicoll, side by side with other libraries.
+
+examples:
+  {_COMMAND} all_reduce -n 4          four ranks on this machine, all sizes
+  {_COMMAND} all_reduce --backend gloo --peer torch-gloo      beside torch.distributed, in one run
+  {_COMMAND} broadcast --sizes 1M,16M -d half -J broadcast.json
+  mpirun -n 8 {_COMMAND} all_gather --backend mpi --peer mpi4py""",
         epilog="docs/benchmarking.md says what the numbers mean.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("op", metavar="OP", help=f"{', '.join(OPERATIONS)}; or nccl-tests' or OSU's name")
+    operation = parser.add_argument_group("operation")
+    operation.add_argument("op", metavar="OP", help=f"{', '.join(OPERATIONS)}; or nccl-tests' or OSU's name")
     _who(parser)
     _what(parser)
     _how(parser)
     _output(parser)
+    trivial = parser.add_argument_group("nccl-tests' flags that take one value here")
     for flag, long, value, why in _TRIVIAL:
-        text = f"nccl-tests' flag; only {value}: {why}"
         names = filter(None, (flag, long))
-        parser.add_argument(*names, dest=_destination(flag), type=int, default=value, metavar="N", help=text)
+        help = f"only {value}: {why}"
+        trivial.add_argument(*names, dest=_destination(flag), type=int, default=value, metavar="N", help=help)
     return parser
 
 
 def _who(parser: _Parser) -> None:
-    group = parser.add_argument_group("who")
+    group = parser.add_argument_group("ranks and libraries")
     group.add_argument("-n", "--ranks", type=int, metavar="N", help="start N ranks here (default 2)")
     mine = ",".join(n for n, row in TABLE.items() if row.flag == "--backend")
     others = ",".join(n for n, row in TABLE.items() if row.flag == "--peer")
@@ -142,7 +155,7 @@ def _who(parser: _Parser) -> None:
 
 
 def _what(parser: _Parser) -> None:
-    group = parser.add_argument_group("what")
+    group = parser.add_argument_group("sizes, types, roots")
     group.add_argument("-b", "--minbytes", metavar="SIZE", help="smallest size (K, M, G; default 8)")
     group.add_argument("-e", "--maxbytes", metavar="SIZE", help="largest size (default 64M)")
     group.add_argument("-i", "--stepbytes", metavar="SIZE", help="bytes from one size to the next")
@@ -163,7 +176,7 @@ def _what(parser: _Parser) -> None:
 
 
 def _how(parser: _Parser) -> None:
-    group = parser.add_argument_group("how")
+    group = parser.add_argument_group("measuring")
     group.add_argument("--iters", type=int, metavar="N", help="timed calls (default: what fits the budget)")
     group.add_argument(
         "--budget", type=float, default=1.0, metavar="S", help="seconds of calls per size and contender"

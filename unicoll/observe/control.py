@@ -61,7 +61,8 @@ class Control:
         self.size = size
         self.peers: list[Peer] = []
         self.departed: dict[int, str] = {}
-        self.left: set[int] = set()  # those of the departed who said goodbye
+        self.left: set[int] = set()  # those of the departed who left the job, without an exception
+        self.died: set[int] = set()  # those of the departed who did not say goodbye
         self._key = key
         self._address = address
         self._relay: Relay | None = None
@@ -135,12 +136,19 @@ class Control:
         )
 
     def close(self, error: BaseException | None = None) -> None:
-        """Leave the job; idempotent. With ``error`` the others are told that this process failed with it."""
+        """Leave the job; idempotent. With ``error`` the others are told that this process ended with it.
+
+        SystemExit is not a failure: it says that the program ended, and its code where that is known.
+        """
         if self._closing:
             return
         self._closing = True
-        why = f"{type(error).__name__}: {error}" if error is not None else None
-        self._send({"t": "bye", "error": why[:2000] if why else None})
+        why = how = ""
+        if isinstance(error, SystemExit):
+            how = f"sys.exit({error.code!r})" if error.code else "its program ended"
+        elif error is not None:
+            why = f"{type(error).__name__}: {error}"
+        self._send({"t": "bye", "error": why[:2000], "how": how[:2000]})
         sock = self._sock
         if sock is not None:
             try:
@@ -175,12 +183,12 @@ class Control:
         The peer itself if it is gone; else a member of the group that died, which made the peer give up.
         """
         with self._changed:
-            self._changed.wait_for(lambda: peer in self.departed or self._died(members), timeout)
+            self._changed.wait_for(lambda: peer in self.departed or self._lost(members), timeout)
             if peer in self.departed:
                 return peer
-            return next(iter(self._died(members)), None)
+            return next(iter(self._lost(members)), None)
 
-    def _died(self, members: Iterable[int]) -> list[int]:
+    def _lost(self, members: Iterable[int]) -> list[int]:
         return [rank for rank in members if rank in self.departed and rank not in self.left]
 
     # --- failures of groups -----------------------------------------------------------------------------------
@@ -250,7 +258,7 @@ class Control:
         except (OSError, EOFError, ValueError):
             pass
         if not self._closing:
-            self._depart(0, f"{self.who(0)} died: its process ended without leaving the job")
+            self._depart(0, f"{self.who(0)} died: its process ended without leaving the job", "died")
 
     def _handle(self, message: Message) -> None:
         kind = message["t"]
@@ -260,10 +268,8 @@ class Control:
                 self._ready = True
                 self._changed.notify_all()
         elif kind == "gone":
-            for rank, why, left in message["ranks"]:
-                if left:
-                    self.left.add(rank)
-                self._depart(rank, why)
+            for rank, why, manner in message["ranks"]:
+                self._depart(rank, why, manner)
         elif kind == "fail":
             self._on_failure(message["group"], _unpack(message["error"]))
         elif kind == "ask":
@@ -288,9 +294,11 @@ class Control:
                 self._joined = message["ranks"]
                 self._changed.notify_all()
 
-    def _depart(self, rank: int, why: str) -> None:
+    def _depart(self, rank: int, why: str, manner: str) -> None:
         with self._changed:
-            self.departed.setdefault(rank, why)
+            if rank not in self.departed:
+                self.departed[rank] = why
+                {"left": self.left, "died": self.died}.get(manner, set()).add(rank)
             self._changed.notify_all()
 
     def _on_failure(self, group: str, error: DistError) -> None:

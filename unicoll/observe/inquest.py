@@ -26,7 +26,7 @@ __all__ = ["aborted", "failed", "lost", "mismatch", "report", "timed_out", "wher
 
 _SHOWN = 64
 """Ranks that an error lists at most."""
-_NOT_THE_USERS = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "threading", "torch")
+_NOT_THE_USERS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "torch", *sys.stdlib_module_names}
 
 Report = dict[str, Any]
 
@@ -34,7 +34,7 @@ Report = dict[str, Any]
 def lost(context: Context, call: Call, peer: int, why: str) -> RankLostError:
     """The error of a member that is gone."""
     rank, control = context.ranks[peer], context.job.control
-    if control is not None and rank in control.departed and rank not in control.left:
+    if control is not None and rank in control.died:  # others have said themselves how they ended
         why += context.job.cause_of_death(rank)
     seq = f" #{call.seq}" if call.seq else ""
     error = RankLostError(

@@ -19,13 +19,18 @@ class _Member:
         self.rank = rank
         self.host = host
         self.pid = pid
-        self.farewell: str | None = None
+        self.goodbye: dict[str, Any] | None = None
 
-    def obituary(self) -> str:
+    @property
+    def departure(self) -> tuple[int, str, str]:
+        """Its rank, how it ended in words, and in one word: "left", "failed" or "died" (without a goodbye)."""
         name = f"rank {self.rank} (host {self.host}, pid {self.pid})"
-        if self.farewell is None:
-            return f"{name} died: its process ended without leaving the job"
-        return f"{name} ended with {self.farewell}" if self.farewell else f"{name} has left the job"
+        if self.goodbye is None:
+            return self.rank, f"{name} died: its process ended without leaving the job", "died"
+        if self.goodbye["error"]:
+            return self.rank, f"{name} ended with {self.goodbye['error']}", "failed"
+        how = f": {self.goodbye['how']}" if self.goodbye["how"] else ""
+        return self.rank, f"{name} has left the job{how}", "left"
 
 
 class Relay(FrameServer):
@@ -45,7 +50,7 @@ class Relay(FrameServer):
         self._online: dict[int, Client] = {}
         self._members: dict[int, _Member] = {}
         self._failed: set[str] = set()
-        self._gone: list[tuple[int, str, bool]] = []  # rank, why, whether it said goodbye; not yet told
+        self._gone: list[tuple[int, str, str]] = []  # departures that the others have not been told of yet
         self.start()
 
     def handle(self, client: Client, message: dict[str, Any]) -> None:
@@ -55,7 +60,7 @@ class Relay(FrameServer):
         elif kind == "joined":
             self.send(client, {"t": "joined", "ranks": sorted(self._online)})
         elif kind == "bye":
-            client.state.farewell = message["error"] or ""
+            client.state.goodbye = message
         elif kind == "fail":
             if (
                 message["group"] not in self._failed
@@ -90,7 +95,7 @@ class Relay(FrameServer):
         if member is None or self._online.get(member.rank) is not client:
             return
         del self._online[member.rank]
-        self._gone.append((member.rank, member.obituary(), member.farewell == ""))
+        self._gone.append(member.departure)
 
     def _patience(self) -> float | None:
         """Before the thread sleeps: those who went while it was busy are told of together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import selectors
 import shutil
@@ -17,16 +18,18 @@ from typing import Any
 
 from unicoll.errors import DistError
 from unicoll.run.args import Options
-from unicoll.run.failure import SEEN_LATE, Failure, Record, read_record, report, root_cause
+from unicoll.run.failure import SEEN_LATE, Failure, Record, last_words, read_record, report, root_cause
 from unicoll.run.guard import JOB_VARIABLE, Guard, kill_group, kill_members, members
 from unicoll.run.job import EXIT_KEY, LocalJob, job_token, job_variable
 from unicoll.run.output import Console, Streams
+from unicoll.run.tracebacks import Tracebacks
 from unicoll.run.workers import LogFiles, Worker, shared_environment, start_worker
 
 __all__ = ["Agent"]
 
 log = logging.getLogger("unicoll")
 
+_TOGETHER = 1.0  # seconds for which a traceback waits for the other ranks'
 _HANG_CHECK = 1.0  # seconds between two looks for workers that have failed and do not end
 _LEFTOVER_PATIENCE = (
     1.0  # seconds for helpers (multiprocessing's tracker...) to notice that their worker has ended
@@ -59,6 +62,8 @@ class Agent:
         self._stopping_since: float | None = None  # wall clock, when the first signal was sent to the workers
         self._kill_time: float | None = None
         self._hang_check = 0.0
+        self._tracebacks = Tracebacks()
+        self._show_time = math.inf
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
@@ -145,6 +150,8 @@ class Agent:
                     worker.ended = time.time()
                     self._note_end(worker, job)
             self._find_hanging_failures()
+            if time.monotonic() >= self._show_time:
+                self._show_tracebacks()
             self._follow_plan()
             if self._kill_time is not None and time.monotonic() > self._kill_time + _KILL_PATIENCE:
                 stuck = [worker.pid for worker in self._workers if worker.status is None]
@@ -169,9 +176,9 @@ class Agent:
 
     def _note_end(self, worker: Worker, job: LocalJob | None) -> None:
         assert worker.status is not None
+        record = self._read_record(worker)
         if worker.status == 0:
             return
-        record = read_record(worker.error_file)
         if self._stopping_since is not None:
             if record is None or record.time > self._stopping_since:
                 worker.stopped = True
@@ -185,14 +192,30 @@ class Agent:
 
     def _find_hanging_failures(self) -> None:
         """A worker whose program has failed but whose process does not end is a failure, too."""
-        if self._plan or time.monotonic() < self._hang_check:
+        if time.monotonic() < self._hang_check:
             return
         self._hang_check = time.monotonic() + _HANG_CHECK
         for worker in self._workers:
             if worker.status is None and os.path.exists(worker.error_file):
-                record = read_record(worker.error_file)
+                record = self._read_record(worker)
                 if record is not None and record.final:
                     self._plan_stop()
+
+    def _read_record(self, worker: Worker) -> Record | None:
+        """The worker's exception so far; if it ended the program, its traceback is to be shown."""
+        if worker.record is None:
+            record = read_record(worker.error_file)
+            if record is None or not record.final:
+                return record
+            worker.record = record
+            if not worker.prints:
+                self._tracebacks.add(worker.rank, record.traceback)
+                self._show_time = min(self._show_time, time.monotonic() + _TOGETHER)
+        return worker.record
+
+    def _show_tracebacks(self, last: int | None = None) -> None:
+        self._show_time = math.inf
+        self._write(self._tracebacks.take(last))
 
     def _plan_stop(self) -> None:
         """After the first failure: some grace for the others to fail by themselves, SIGTERM, SIGKILL."""
@@ -291,13 +314,28 @@ class Agent:
             self._poll(0.02)
 
     def _report(self, logs: LogFiles) -> None:
-        if self._failed and self._signal is None:
-            title = os.path.basename(self._options.target) or self._options.target
-            stopped = [worker.rank for worker in self._workers if worker.stopped]
-            failures = [self._failure(worker, record, logs) for worker, record in self._failed]
-            self._root = root_cause(failures)
-            text = report(title, failures, stopped)
-            self._console.write(2, text.encode("utf-8", "backslashreplace"))
+        self._complete_logs()
+        if not self._failed or self._signal is not None:
+            self._show_tracebacks()
+            return
+        title = os.path.basename(self._options.target) or self._options.target
+        stopped = [worker.rank for worker in self._workers if worker.stopped]
+        failures = [self._failure(worker, record, logs) for worker, record in self._failed]
+        self._root = root = root_cause(failures)
+        if root.record is not None and not root.record.final:
+            self._tracebacks.add(root.rank, root.record.traceback)
+        self._show_tracebacks(root.rank)
+        self._write(last_words(root) + report(title, failures, stopped))
+
+    def _complete_logs(self) -> None:
+        """Tracebacks that workers have left to the launcher belong into their log files, too."""
+        for worker in self._workers:
+            if worker.log is not None and worker.record is not None:
+                try:
+                    with open(worker.log, "a", encoding="utf-8", errors="backslashreplace") as log:
+                        log.write(worker.record.traceback)
+                except OSError as error:
+                    self._say(f"{worker.log}: {error.strerror}; without the traceback")
 
     def _failure(self, worker: Worker, record: Record | None, logs: LogFiles) -> Failure:
         assert worker.status is not None
@@ -325,7 +363,10 @@ class Agent:
         self._console.close(lambda: bool(self._signals) or (ending and time.monotonic() > deadline))
 
     def _say(self, text: str) -> None:
-        self._console.write(2, f"unicoll.run: {text}\n".encode("utf-8", "backslashreplace"))
+        self._write(f"unicoll.run: {text}\n")
+
+    def _write(self, text: str) -> None:
+        self._console.write(2, text.encode("utf-8", "backslashreplace"))
 
 
 def _publish(job: LocalJob, worker: Worker, record: Record | None) -> None:

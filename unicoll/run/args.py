@@ -1,4 +1,4 @@
-"""The command line: torchrun's flags, each of which may also come from the environment variable PET_<NAME>.
+"""The command line: torchrun's flags and a few of ours; each may also come from the variable PET_<NAME>.
 
 What torchrun's flags mean is PyTorch's documentation of ``torchrun``. A flag whose meaning is not here yet
 is refused with one sentence; a flag that cannot change anything here (``--start-method``,
@@ -77,71 +77,134 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
 
+_REFUSED = (
+    "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
+    "logs-specs",
+    "numa-binding",
+    "virtual-local-rank",
+)
+"""torchrun's flags that are not here yet."""
+
+
 def _parser() -> _Parser:
+    unirun = os.path.basename(sys.argv[0]) == "unirun"
+    command = "unirun" if unirun else "python -m unicoll.run"
     parser = _Parser(
-        prog="unicoll.run",
-        description="Start a distributed program: its worker processes on this machine.",
-        epilog="Every flag may be set by PET_<NAME> in the environment, for example PET_NPROC_PER_NODE=4.",
+        prog="unirun" if unirun else "unicoll.run",
+        usage=f"{command} [flags] script [arguments of the script]",
+        description=f"""Start a distributed program: its worker processes on this machine.
+
+examples:
+  {command} -n 4 train.py --epochs 3     four workers; what follows the script is for the script
+  {command} -n 4 -m package.train        a module, as python -m runs it
+  two machines; on the second with --node-rank 1 and the same UNICOLL_SECRET:
+  {command} -n 8 --nnodes 2 --node-rank 0 --master-addr first.example.org train.py""",
+        epilog=f"""The flags are torchrun's, but for -n, --grace and --no-prefix. Each may be set by PET_<NAME> in
+the environment, for example PET_NPROC_PER_NODE=4. Not here yet: --{", --".join(_REFUSED[:2])},
+--{", --".join(_REFUSED[2:])}.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-
-    def flag(name: str, default: Any, help: str, *short: str, **how: Any) -> None:
-        spellings, variable = _names(name, short)
-        parser.add_argument(*spellings, default=os.environ.get(variable) or default, help=help, **how)
-
-    def switch(name: str, help: str, *short: str) -> None:
-        spellings, variable = _names(name, short)
-        value = os.environ.get(variable) or "0"
-        if value not in ("0", "1"):
-            parser.error(f"{variable}={value} must be 0 or 1")
-        parser.add_argument(*spellings, action="store_true", default=value == "1", help=help)
-
-    flag("nnodes", "1", "number of nodes (N, or N:N)")
-    flag("nproc-per-node", "1", "workers per node: a number, auto, cpu or gpu")
-    flag("node-rank", 0, "this node's number, from 0, when there are several", type=int)
-    flag("master-addr", "127.0.0.1", "address of node 0")
-    flag("master-port", None, "port on node 0 (default: any free one on one node, else 29500)", type=int)
-    switch("standalone", "one node, with a run id of its own")
-    flag("rdzv-backend", "static", "static; c10d is accepted on one node")
-    flag("rdzv-endpoint", "", "host:port of node 0, another way to give --master-addr and --master-port")
-    flag("rdzv-id", "none", "name of the job")
-    flag("rdzv-conf", "", "accepted: tunes a rendezvous that is not used here")
-    flag("local-addr", None, "accepted: a static rendezvous does not use it")
-    flag("role", "default", "name of the workers' role, for prefixes and environment")
-    switch("module", "the target is a module, run as python -m does", "-m")
-    switch("no-python", "the target is a command, not a Python script")
-    switch("run-path", "the target is a script in spite of --no-python")
-    flag("max-restarts", 0, "only 0 for now", type=int)
-    flag("monitor-interval", 0.1, "longest time in seconds between two looks at the workers", type=float)
-    flag("start-method", "spawn", "accepted: workers are always started afresh")
-    flag("event-log-handler", "null", "only null for now")
-    flag("log-dir", None, "directory for log files, one subdirectory per launch")
-    flag("redirects", "0", "write to log files only: 0 none, 1 stdout, 2 stderr, 3 both; or 0:3,1:1", "-r")
-    flag("tee", "0", "write to log files and to the console, same format", "-t")
-    flag("local-ranks-filter", "", "show only these local ranks' output, for example 0,2")
-    flag("duplicate-stdout-filters", "", "not here yet")
-    flag("duplicate-stderr-filters", "", "not here yet")
-    flag("logs-specs", None, "not here yet")
-    flag("numa-binding", None, "not here yet")
-    switch("virtual-local-rank", "not here yet")
-    flag(
-        "signals-to-handle",
-        "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        "signals that end the job, passed on to the workers",
-    )
-    flag("shutdown-timeout", None, "seconds from SIGTERM to SIGKILL (default 30)", type=float)
-    flag(
-        "grace", 5.0, "seconds that the others have to fail by themselves after the first failure", type=float
-    )
-    switch("no-prefix", "do not put [role rank]: before the workers' lines")
-    parser.add_argument("target", metavar="script", help="script, module or command to start")
-    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    program = parser.add_argument_group("program")
+    program.add_argument("target", metavar="script", help="script, module or command to start")
+    program.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    _workers_flags(_Flags(parser, "workers"))
+    _nodes_flags(_Flags(parser, "several nodes"))
+    _output_flags(_Flags(parser, "output"))
+    _end_flags(_Flags(parser, "failures and signals"))
+    _other_flags(_Flags(parser, "flags of torchrun's that take one value, or change nothing here"))
     return parser
 
 
-def _names(name: str, short: Sequence[str]) -> tuple[list[str], str]:
-    underscored = name.replace("-", "_")
-    return list(dict.fromkeys([*short, f"--{name}", f"--{underscored}"])), f"PET_{underscored.upper()}"
+class _Flags:
+    """A group of flags in ``--help``; each is also spelled with underscores, and set by PET_<NAME>."""
+
+    def __init__(self, parser: _Parser, title: str) -> None:
+        self._parser = parser
+        self._group = parser.add_argument_group(title)
+
+    def value(self, name: str, default: Any, metavar: str, help: str, *short: str, **how: Any) -> None:
+        """A flag with a value."""
+        self._add(name, short, help, default=self._environ(name) or default, metavar=metavar, **how)
+
+    def switch(self, name: str, help: str, *short: str) -> None:
+        """A flag without one."""
+        value = self._environ(name) or "0"
+        if value not in ("0", "1"):
+            self._parser.error(f"{_variable(name)}={value} must be 0 or 1")
+        self._add(name, short, help, default=value == "1", action="store_true")
+
+    def _environ(self, name: str) -> str | None:
+        return os.environ.get(_variable(name))
+
+    def _add(self, name: str, short: Sequence[str], help: str, default: Any, **how: Any) -> None:
+        underscored = name.replace("-", "_")
+        self._group.add_argument(*short, f"--{name}", dest=underscored, default=default, help=help, **how)
+        if underscored != name:
+            self._group.add_argument(
+                f"--{underscored}", dest=underscored, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how
+            )
+
+
+def _variable(name: str) -> str:
+    return f"PET_{name.replace('-', '_').upper()}"
+
+
+def _workers_flags(flags: _Flags) -> None:
+    flags.value(
+        "nproc-per-node", "1", "N", "workers on this machine: a number, auto, cpu or gpu (default 1)", "-n"
+    )
+    flags.switch("module", "the target is a module, run as python -m does", "-m")
+    flags.switch("no-python", "the target is a command, not a Python script")
+    flags.switch("run-path", "the target is a script in spite of --no-python")
+    flags.value(
+        "role", "default", "NAME", "name of the workers, for prefixes and environment (default: default)"
+    )
+
+
+def _nodes_flags(flags: _Flags) -> None:
+    flags.value("nnodes", "1", "N", "number of nodes, each with a launcher of its own (default 1)")
+    flags.value("node-rank", 0, "K", "this node's number, from 0", type=int)
+    flags.value("master-addr", "127.0.0.1", "HOST", "address of node 0")
+    port = "port on node 0 (default: any free one on one node, else 29500)"
+    flags.value("master-port", None, "PORT", port, type=int)
+    flags.value("rdzv-endpoint", "", "HOST:PORT", "another way to give the two above")
+    flags.value("rdzv-id", "none", "NAME", "name of the job")
+    flags.switch("standalone", "one node, with a name of its own for the job")
+
+
+def _output_flags(flags: _Flags) -> None:
+    flags.switch("no-prefix", "do not put [role rank]: before the workers' lines")
+    flags.value("local-ranks-filter", "", "LIST", "show only these local ranks' output, for example 0,2")
+    flags.value("log-dir", None, "DIR", "directory for log files, one subdirectory per launch")
+    streams = "write to log files only: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:1"
+    flags.value("redirects", "0", "STREAMS", streams, "-r")
+    flags.value("tee", "0", "STREAMS", "write to log files and to the console, same format", "-t")
+
+
+def _end_flags(flags: _Flags) -> None:
+    grace = "seconds that the others have to fail by themselves after the first failure (default 5)"
+    flags.value("grace", 5.0, "S", grace, type=float)
+    flags.value("shutdown-timeout", None, "S", "seconds from SIGTERM to SIGKILL (default 30)", type=float)
+    signals = "signals that end the job, passed on to the workers (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)"
+    flags.value("signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "LIST", signals)
+    interval = "longest time in seconds between two looks at the workers (default 0.1)"
+    flags.value("monitor-interval", 0.1, "S", interval, type=float)
+
+
+def _other_flags(flags: _Flags) -> None:
+    flags.value("max-restarts", 0, "N", "only 0: workers are not restarted", type=int)
+    flags.value("rdzv-backend", "static", "NAME", "static; c10d on one node")
+    flags.value("event-log-handler", "null", "NAME", "only null")
+    flags.value("rdzv-conf", "", "CONF", "changes nothing")
+    flags.value("local-addr", None, "HOST", "changes nothing")
+    flags.value("start-method", "spawn", "NAME", "changes nothing: workers are always started afresh")
+    for name in _REFUSED:
+        if name == "virtual-local-rank":
+            flags.switch(name, argparse.SUPPRESS)
+        else:
+            flags.value(name, None, "", argparse.SUPPRESS)
 
 
 def _options(given: argparse.Namespace) -> Options:
@@ -189,13 +252,7 @@ def _refuse_what_is_not_here(given: argparse.Namespace) -> None:
         raise ValueError(f"--start-method {given.start_method} is none of spawn, fork, forkserver")
     if given.event_log_handler != "null":
         raise ValueError("--event-log-handler: event logs are not here yet; only null is accepted")
-    for name in (
-        "duplicate-stdout-filters",
-        "duplicate-stderr-filters",
-        "logs-specs",
-        "numa-binding",
-        "virtual-local-rank",
-    ):
+    for name in _REFUSED:
         if getattr(given, name.replace("-", "_")):
             raise ValueError(f"--{name} is not here yet")
     for pair in filter(None, given.rdzv_conf.split(",")):

@@ -1,11 +1,12 @@
-"""What each worker process runs first. The launcher starts it by path: it loads nothing of unicoll.
+"""What each worker process runs first. The launcher starts it by path: it does not import unicoll.
 
-    python bootstrap.py LAUNCHER_PID script|module|command TARGET [ARGUMENT ...]
+    python bootstrap.py LAUNCHER_PID print|record script|module|command TARGET [ARGUMENT ...]
 
 It ties the process's life to the launcher's, and then becomes what the user asked for: a script or a module
 runs here as plain ``python`` would run it (``sys.argv``, ``sys.path[0]``, ``__main__``, exit codes,
 ``KeyboardInterrupt``), a command replaces the process. An exception that nobody caught is recorded in the
-file that TORCHELASTIC_ERROR_FILE names, in torch's format, before the interpreter reports it as always.
+file that TORCHELASTIC_ERROR_FILE names, in torch's format. With ``print`` the interpreter then reports it as always;
+with ``record`` the launcher shows what was recorded, and the worker prints only what could not be.
 """
 
 from __future__ import annotations
@@ -15,31 +16,34 @@ import sys
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import CodeType, ModuleType, TracebackType
+    from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 
+_pid = 0  # of the worker, which may fork
+_recorded: BaseException | None = None  # what the launcher shows
+_hook: Any = None  # the module unicoll.excepthook, or one of its content
+
 
 def main() -> None:
     """Read the command line above and become its target."""
-    launcher, kind, target, *arguments = sys.argv[1:]
+    launcher, reporting, kind, target, *arguments = sys.argv[1:]
     _leave_own_directory()
     die_with(int(launcher))
     if kind == "command":
         _become_command(target, arguments)
     sys.argv = [target, *arguments]
     _enable_faulthandler()
+    sys.excepthook = _show
     try:
         if kind == "module":
             _run_module(target)
         else:
             _run_script(target)
-    except (SystemExit, KeyboardInterrupt) as error:
-        _hide_own_frames(error)
-        raise
     except BaseException as error:
         _hide_own_frames(error)
-        record(error)
+        _end_with(error, reporting == "record")
         raise
 
 
@@ -57,6 +61,8 @@ def die_with(launcher: int) -> None:
     """Have the kernel kill this process when its parent dies; leave if the launcher is dead already."""
     import os
 
+    global _pid
+    _pid = os.getpid()
     try:
         import ctypes
 
@@ -175,8 +181,56 @@ def _hide_own_frames(error: BaseException) -> None:
     error.__traceback__ = traceback
 
 
-def record(error: BaseException) -> None:
-    """Write the exception where torch's launcher would look for it, with its exact time and its classes."""
+def _end_with(error: BaseException, launcher_shows: bool) -> None:
+    """Record an exception that nobody caught, and have unicoll tell the other ranks what ended this one."""
+    global _recorded
+    import os
+
+    if os.getpid() != _pid:
+        return  # a forked child: the worker goes on
+    _excepthook()  # not in the hook: an import there may hide from Python that the error is a KeyboardInterrupt
+    if not isinstance(error, SystemExit) and record(error) and launcher_shows:
+        _recorded = error
+    joining = sys.modules.get("unicoll.joining")
+    if joining is not None:
+        joining.ended_with(error)
+
+
+def _show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    """The innermost ``sys.excepthook``: prints what the launcher will not show."""
+    if value is _recorded:
+        return
+    excepthook = _excepthook()
+    (excepthook.show if excepthook is not None else sys.__excepthook__)(kind, value, trace)
+
+
+def _excepthook() -> Any:
+    """The module ``unicoll.excepthook``, loaded by its path if the program does not use unicoll; None without it."""
+    global _hook
+    _hook = _hook or sys.modules.get("unicoll.excepthook")
+    if _hook is not None:
+        return _hook
+    try:
+        import os
+        from importlib.util import module_from_spec, spec_from_file_location
+
+        path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "excepthook.py")
+        spec = spec_from_file_location("_unicoll_excepthook", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        _hook = module
+        return _hook
+    except Exception:
+        return None
+
+
+def record(error: BaseException) -> bool:
+    """Write the exception where torch's launcher would look for it, with its exact time and its classes.
+
+    Returns whether that was possible.
+    """
     try:
         import os
         import time
@@ -184,13 +238,15 @@ def record(error: BaseException) -> None:
         now = time.time_ns()
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not path:
-            return
+            return False
         import json
         import traceback
 
         kind = type(error)
         text = "".join(traceback.format_exception(kind, error, error.__traceback__))
         summary = traceback.format_exception_only(kind, error)[-1].strip()
+        excepthook = _excepthook()
+        shown = text if excepthook is None else excepthook.as_text(kind, error, error.__traceback__)
         content = {
             "message": {
                 "message": summary,
@@ -199,13 +255,15 @@ def record(error: BaseException) -> None:
             "unicoll": {
                 "time_ns": now,
                 "classes": [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__],
+                "traceback": shown,
             },
         }
         with open(f"{path}.{os.getpid()}", "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(content, file)
         os.replace(file.name, path)
     except Exception:
-        pass  # the record is a courtesy; the exception itself is on its way
+        return False
+    return True
 
 
 if __name__ == "__main__":

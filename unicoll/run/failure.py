@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["SEEN_LATE", "Failure", "Record", "describe_exit", "read_record", "report", "root_cause"]
+from unicoll.run.tracebacks import keys, name_ranks
+
+__all__ = ["SEEN_LATE", "Failure", "Record", "describe_exit", "last_words", "read_record", "report", "root_cause"]
 
 # A rank that raises one of these says that another one failed.
 _CONSEQUENCES = ("unicoll.errors.RankLostError", "unicoll.errors.GroupAbortedError")
@@ -27,7 +29,7 @@ class Record(NamedTuple):
     Attributes:
         time: seconds since the epoch.
         message: the exception in one line.
-        traceback: as Python prints it.
+        traceback: as it is shown: unicoll's own frames are folded.
         consequence: whether it only says that another rank failed.
         final: whether it certainly ended the program (our bootstrap wrote it), not perhaps only a function.
     """
@@ -92,7 +94,8 @@ def read_record(path: str) -> Record | None:
             text = traceback = message
         else:
             text = message["message"]
-            traceback = message.get("extraInfo", {}).get("py_callstack") or text
+            callstack = message.get("extraInfo", {}).get("py_callstack")
+            traceback = ours.get("traceback") or callstack or text
         return Record(
             time=ours["time_ns"] / 1e9 if "time_ns" in ours else modified,
             message=str(text),
@@ -110,7 +113,7 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def report(title: str, failures: Sequence[Failure], stopped: Sequence[int]) -> str:
-    """The banner in torchrun's form, followed by the root cause's traceback.
+    """The banner in torchrun's form; the tracebacks stand above it.
 
     Args:
         title: the program's name.
@@ -119,15 +122,15 @@ def report(title: str, failures: Sequence[Failure], stopped: Sequence[int]) -> s
     """
     root = root_cause(failures)
     others = sorted((f for f in failures if f is not root), key=lambda f: (f.time, f.rank))
-    lines = [f"  {_in_one_line(f)}" for f in others] or ["  <NO_OTHER_FAILURES>"]
+    lines = [f"  {line}" for line in _others(others, root)] or ["  <NO_OTHER_FAILURES>"]
     if stopped:
-        lines.append(f"  (stopped by the launcher: {_ranks(stopped)})")
+        lines.append(f"  (stopped by the launcher: {name_ranks(stopped)})")
     entry = _entry(root)
     heading = f"{title} FAILED"
     width = min(60, max(map(len, [heading, *lines, *entry])))
     double, single = "=" * width, "-" * width
     parts = [double, heading, single, "Failures:", *lines, single, "Root Cause (first observed failure):"]
-    return "\n".join(["", *parts, *entry, double, *_last_words(root)]) + "\n"
+    return "\n".join(["", *parts, *entry, double]) + "\n"
 
 
 def _entry(failure: Failure) -> list[str]:
@@ -139,31 +142,51 @@ def _entry(failure: Failure) -> list[str]:
         f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
         f"  exitcode  : {failure.status} (pid: {failure.pid}){signal_name}",
         f"  error_file: {failure.error_file or '<N/A>'}",
-        f"  traceback : {_first_line(failure.cause)}{' (below)' if failure.record else ''}",
+        f"  traceback : {_first_line(failure.cause)}{' (above)' if failure.record else ''}",
     ]
 
 
-def _in_one_line(failure: Failure) -> str:
-    how = f"exitcode {failure.status}, pid {failure.pid}"
-    return f"rank {failure.rank} (local_rank: {failure.local_rank}, {how}): {_first_line(failure.cause)}"
+def _others(failures: Sequence[Failure], root: Failure) -> list[str]:
+    """One line for all that ended in the same way."""
+    alike: list[list[Failure]] = []
+    for failure in failures:
+        group = next((found for found in alike if _are_alike(found[0], failure)), None)
+        if group is None:
+            alike.append([failure])
+        else:
+            group.append(failure)
+    return [
+        f"{_who(group)}: {'the same' if _are_alike(group[0], root) else _first_line(group[0].cause)}"
+        for group in alike
+    ]
 
 
-def _last_words(failure: Failure) -> list[str]:
-    if failure.record is not None:
-        return [failure.record.traceback.rstrip("\n")]
-    if tail := failure.tail.rstrip():
-        return [f"The last lines that rank {failure.rank} wrote to stderr:", *tail.splitlines()[-30:]]
-    return [f"rank {failure.rank}: {failure.cause}"]
+def _are_alike(one: Failure, other: Failure) -> bool:
+    return one.status == other.status and bool(keys(one.cause, one.rank) & keys(other.cause, other.rank))
+
+
+def _who(failures: Sequence[Failure]) -> str:
+    first = failures[0]
+    if len(failures) == 1:
+        how = f"local_rank: {first.local_rank}, exitcode {first.status}, pid {first.pid}"
+    else:
+        pids = [f.pid for f in sorted(failures, key=lambda f: f.rank)]
+        more = " and more" if len(pids) > 16 else ""
+        how = f"exitcode {first.status}, pids {', '.join(map(str, pids[:16]))}{more}"
+    return f"{name_ranks([f.rank for f in failures])} ({how})"
+
+
+def last_words(failure: Failure) -> str:
+    """What a rank that recorded no exception wrote to stderr last, as lines; empty if that is nothing."""
+    tail = failure.tail.rstrip().splitlines()[-30:]
+    if failure.record is not None or not tail:
+        return ""
+    return "\n".join([f"The last lines that rank {failure.rank} wrote to stderr:", *tail]) + "\n"
 
 
 def _first_line(text: str) -> str:
     line = text.strip().partition("\n")[0]
     return line if len(line) <= _ONE_LINE else line[: _ONE_LINE - 3] + "..."
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, sorted(ranks)[:16]))
-    return f"rank{'s' * (len(ranks) > 1)} {shown}{' and more' if len(ranks) > 16 else ''}"
 
 
 def _signal_name(number: int) -> str:

@@ -13,6 +13,7 @@ from string import Template
 from typing import NamedTuple
 
 from unicoll.run.args import ERR, OUT, Options
+from unicoll.run.failure import Record
 from unicoll.run.output import Console, Stream, Streams
 
 __all__ = ["LogFiles", "Worker", "shared_environment", "start_worker"]
@@ -54,9 +55,20 @@ class Worker:
         status: None while it runs; then its exit code, or ``-N`` when signal N killed it.
         ended: when its end was seen, in seconds since the epoch.
         stopped: whether it ended because the launcher told it to.
+        prints: whether it prints its traceback to the launcher's own stderr; else the launcher shows it.
+        log: the log file for its stderr that the launcher writes, or None.
+        record: the exception that ended its program, once the launcher has read it.
     """
 
-    def __init__(self, rank: int, local_rank: int, process: subprocess.Popen[bytes], error_file: str) -> None:
+    def __init__(
+        self,
+        rank: int,
+        local_rank: int,
+        process: subprocess.Popen[bytes],
+        error_file: str,
+        prints: bool,
+        log: str | None,
+    ) -> None:
         self.rank = rank
         self.local_rank = local_rank
         self.process = process
@@ -65,6 +77,9 @@ class Worker:
         self.status: int | None = None
         self.ended = 0.0
         self.stopped = False
+        self.prints = prints
+        self.log = log
+        self.record: Record | None = None
         self._stderr: Stream | str | None = None
 
     def look(self) -> bool:
@@ -162,8 +177,9 @@ def start_worker(
         out, err = (
             opened.enter_context(open(plan.file, "wb")) if plan.file else plan.popen for plan in plans
         )
+        to_pipe = plans[1].popen is not None
         process = subprocess.Popen(
-            _command(options),
+            _command(options, "record" if to_pipe else "print"),
             # Local rank 0 may talk to the user (a debugger, say); the others would only steal its input.
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=out,
@@ -171,7 +187,8 @@ def start_worker(
             env=environment,
             start_new_session=True,
         )
-    worker = Worker(rank, local_rank, process, error_file)
+    prints = not to_pipe and plans[1].file is None
+    worker = Worker(rank, local_rank, process, error_file, prints, plans[1].log)
     prefix = _prefix(options, rank, local_rank)
     shown = options.shown is None or local_rank in options.shown
     for which, pipe, plan in zip((OUT, ERR), (process.stdout, process.stderr), plans, strict=True):
@@ -207,10 +224,11 @@ def _plan(options: Options, local_rank: int, which: int, logs: LogFiles) -> _Pla
     return _Plan()
 
 
-def _command(options: Options) -> list[str]:
+def _command(options: Options, reporting: str) -> list[str]:
     # The command's own interpreter is not wanted here: -I -S makes the bootstrap start in a few milliseconds.
     python = [sys.executable, "-I", "-S"] if options.kind == "command" else [options.python]
-    return [*python, _BOOTSTRAP, str(os.getpid()), options.kind, options.target, *options.arguments]
+    launcher = str(os.getpid())
+    return [*python, _BOOTSTRAP, launcher, reporting, options.kind, options.target, *options.arguments]
 
 
 def _prefix(options: Options, rank: int, local_rank: int) -> bytes:
