@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import selectors
 import socket
 import struct
@@ -30,6 +31,8 @@ _HEADER = struct.Struct("<I")
 _MAX_FRAME = 1 << 20
 _HANDSHAKE_S = 10.0
 _OUT_OF_DESCRIPTORS_S = 0.05
+
+log = logging.getLogger("unicoll")
 
 
 def frame(message: Message) -> bytes:
@@ -242,7 +245,10 @@ class FrameServer(ABC):
             try:
                 client.introduced = True
                 self.handle(client, json.loads(body))
-            except (ValueError, KeyError, TypeError, IndexError, OSError):
+            except Exception as e:
+                # Whatever a client sends may end its own connection, never the thread that serves the others.
+                if not isinstance(e, OSError):
+                    log.warning("%s dropped a client: %s: %s", self._thread.name, type(e).__name__, e)
                 self._drop(client)
                 return
 

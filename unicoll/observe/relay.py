@@ -50,6 +50,8 @@ class Relay(FrameServer):
 
     def handle(self, client: Client, message: dict[str, Any]) -> None:
         kind = message["t"]
+        if client.state is None and kind != "hello":
+            raise ValueError(f"{kind!r} before 'hello'")
         if kind == "hello":
             self._welcome(client, _Member(int(message["rank"]), str(message["host"]), int(message["pid"])))
         elif kind == "joined":
@@ -66,6 +68,8 @@ class Relay(FrameServer):
             self._pass_on(message["to"], message)
 
     def _welcome(self, client: Client, member: _Member) -> None:
+        if not 0 <= member.rank < self._size:
+            raise ValueError(f"rank {member.rank} of {self._size}")
         client.state = member
         self._online[member.rank] = client
         self._members[member.rank] = member

@@ -42,6 +42,7 @@ PURPOSE = b"store"
 _READ_SIZE = 256 * 1024
 _ACCEPT_PAUSE = 0.2
 _STOP_SECONDS = 5.0
+_LONGEST_SLEEP = 3600.0
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 log = logging.getLogger("unicoll")
@@ -188,7 +189,10 @@ class StoreServer:
             return self._stopping
 
     def _patience(self) -> float | None:
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        if not self._timers:
+            return None
+        # A client may ask for more seconds than a selector takes.
+        return min(max(0.0, self._timers[0][0] - time.monotonic()), _LONGEST_SLEEP)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
