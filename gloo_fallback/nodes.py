@@ -7,7 +7,6 @@ A node where one could not falls apart into single ranks.
 
 from __future__ import annotations
 
-import os
 import socket
 import zlib
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from unicoll import settings
 from unicoll.backend import Context
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError
 
@@ -42,14 +42,9 @@ def wish(environ: dict[str, str] | None = None) -> Wish:
     """This process's wish.
 
     Raises:
-        BackendUnavailableError: there is no such transport.
+        DistArgumentError: there is no such transport.
     """
-    text = (os.environ if environ is None else environ).get("UNICOLL_TRANSPORT", "").strip().upper() or "AUTO"
-    try:
-        return Wish[text]
-    except KeyError:
-        known = ", ".join(w.name.lower() for w in Wish)
-        raise BackendUnavailableError(f"UNICOLL_TRANSPORT={text.lower()!r}: known are {known}") from None
+    return Wish[settings.choice("UNICOLL_TRANSPORT", environ).upper()]
 
 
 @dataclass(frozen=True)

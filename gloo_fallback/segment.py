@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from unicoll import settings
 from unicoll.backend import Context
 
 from . import bells
@@ -35,6 +36,7 @@ __all__ = [
     "taken",
 ]
 
+_NAME = "unicoll"
 _TOKEN = 32
 """Bytes at the start that tell the segment from any other file behind the same descriptor number."""
 
@@ -99,7 +101,7 @@ def keeps_order() -> bool:
 
     ``UNICOLL_MEMORY_ORDER=weak`` says no, for tests of what other processors do.
     """
-    if os.environ.get("UNICOLL_MEMORY_ORDER", "").lower() == "weak":
+    if settings.choice("UNICOLL_MEMORY_ORDER") == "weak":
         return False
     return platform.machine() in ("x86_64", "AMD64")
 
@@ -117,7 +119,7 @@ def create(context: Context, name: str, size: int, prepare: Callable[[Segment], 
     """
     key = f"shm/{context.name}/{name}"
     try:
-        descriptor = os.memfd_create("unicoll", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         segment = _sized(descriptor, size)
         prepare(segment)
     except OSError:
@@ -132,7 +134,7 @@ def create(context: Context, name: str, size: int, prepare: Callable[[Segment], 
 
 def private(size: int) -> Segment:
     """Memory like a shared segment's that nobody else maps."""
-    segment = _sized(os.memfd_create("unicoll", os.MFD_CLOEXEC), size)
+    segment = _sized(os.memfd_create(_NAME, os.MFD_CLOEXEC), size)
     segment.close_descriptor()
     return segment
 
@@ -158,17 +160,12 @@ def open_published(context: Context, name: str, check: Callable[[], None]) -> Se
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
     where = json.loads(found)
-    if where is None or where["boot"] != boot_id():
+    if where is None:
         return None
     try:
-        descriptor = os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC)
-        segment = Segment(descriptor, where["size"])
+        return taken(where)
     except OSError:
-        return None  # another container or user, or no room
-    if segment.memory[:_TOKEN] != where["token"].encode():
-        segment.close()
-        return None
-    return segment
+        return None  # another host, container or user, or no room
 
 
 def offered(size: int) -> tuple[Segment, dict[str, Any]]:
@@ -177,7 +174,7 @@ def offered(size: int) -> tuple[Segment, dict[str, Any]]:
     Raises:
         OSError: there is no descriptor or no memory for it.
     """
-    descriptor = os.memfd_create("unicoll", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     segment = _sized(descriptor, size)
     token = secrets.token_hex(_TOKEN // 2)
     segment.memory[:_TOKEN] = token.encode()
@@ -185,20 +182,31 @@ def offered(size: int) -> tuple[Segment, dict[str, Any]]:
 
 
 def taken(where: dict[str, Any]) -> Segment:
-    """Map what another process has offered, which must keep its descriptor open until then.
+    """Map what another process has made, which must keep its descriptor open until then.
+
+    The address may come from a store that others can write to: nothing but a memfd of ours is mapped.
 
     Raises:
         OSError: it cannot be opened here, or something else is there.
     """
-    if where["boot"] != boot_id():
+    try:
+        pid, fd, size = (int(where[name]) for name in ("pid", "fd", "size"))
+        token = str(where["token"]).encode()
+        here = where["boot"] == boot_id()
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileNotFoundError(errno.ENOENT, f"{where!r} is no address of shared memory") from error
+    if not here:
         raise FileNotFoundError(errno.ENOENT, "it is on another machine")
-    descriptor = os.open(f"/proc/{where['pid']}/fd/{where['fd']}", os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(descriptor).st_size != where["size"]:  # a mapping beyond a file's end is a crash when it is touched
+    descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    ours = status.st_nlink == 0 and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
+    # A mapping beyond a file's end is a crash when it is touched.
+    if not ours or status.st_size != size or size < _TOKEN or len(token) != _TOKEN:
         os.close(descriptor)
         raise FileNotFoundError(errno.ENOENT, "something else is there")
-    segment = Segment(descriptor, where["size"])
-    segment.close_descriptor()
-    if segment.memory[:_TOKEN] != where["token"].encode():
+    segment = Segment(descriptor, size)
+    if segment.memory[:_TOKEN] != token:
         segment.close()
         raise FileNotFoundError(errno.ENOENT, "something else is there")
+    segment.close_descriptor()
     return segment

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unicoll.errors import BackendUnavailableError
+from unicoll import settings
 
 __all__ = ["OVERRIDE", "Awareness", "agreed", "find_out", "override"]
 
 OVERRIDE = "UNICOLL_MPI_CUDA"
-_YES, _NO = ("1", "yes", "on", "true"), ("0", "no", "off", "false")
 _KINDS = "mpi_memory_alloc_kinds"
 _LIBRARY = re.compile(r"lib[a-z_]*mpi[a-z_]*\.so[.\d]*$")
 _GPU_SUPPORT_CUDA = 0
@@ -51,19 +50,9 @@ def override() -> bool | None:
     """What the user says in ``UNICOLL_MPI_CUDA``; None for nothing.
 
     Raises:
-        BackendUnavailableError: it is neither yes nor no.
+        DistArgumentError: it is neither yes nor no.
     """
-    text = os.environ.get(OVERRIDE, "").strip().lower()
-    if text in _YES:
-        return True
-    if text in _NO:
-        return False
-    if text:
-        raise BackendUnavailableError(
-            f"backend 'mpi': {OVERRIDE}={os.environ[OVERRIDE]} is neither 1 (MPI takes pointers to a GPU's memory)"
-            " nor 0 (it does not)"
-        )
-    return None
+    return settings.flag(OVERRIDE)
 
 
 def find_out(mpi: Any, library: str, loaded: Callable[[], Sequence[Any]] | None = None) -> Awareness:
@@ -75,7 +64,7 @@ def find_out(mpi: Any, library: str, loaded: Callable[[], Sequence[Any]] | None 
         loaded: the libraries that may answer, as ctypes has them; by default those that are mapped here.
 
     Raises:
-        BackendUnavailableError: ``UNICOLL_MPI_CUDA`` is neither yes nor no.
+        DistArgumentError: ``UNICOLL_MPI_CUDA`` is neither yes nor no.
     """
     said = override()
     if said is not None:

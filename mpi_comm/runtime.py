@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from unicoll import forks
+from unicoll import forks, settings
 from unicoll.errors import BackendUnavailableError, DistError, OperationTimeoutError
 from unicoll.types import default_pg_timeout
 
@@ -307,16 +307,11 @@ def _aborts() -> bool:
     """Whether an uncaught exception ends the job: not in an interactive interpreter, and not if switched off."""
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return False
-    return os.environ.get("UNICOLL_MPI_ABORT", "").strip().lower() not in ("0", "no", "off", "false")
+    return bool(settings.flag("UNICOLL_MPI_ABORT"))
 
 
 def _wanted_level() -> str:
-    text = os.environ.get("UNICOLL_MPI_THREAD_LEVEL", "multiple").strip().lower() or "multiple"
-    if text not in _LEVELS:
-        raise BackendUnavailableError(
-            f"backend 'mpi': UNICOLL_MPI_THREAD_LEVEL={text} is none of {', '.join(_LEVELS)}"
-        )
-    return text
+    return settings.choice("UNICOLL_MPI_THREAD_LEVEL")
 
 
 def _short(version: str) -> str:

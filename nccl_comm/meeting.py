@@ -11,6 +11,7 @@ import socket
 import time
 from typing import Any
 
+from unicoll import settings
 from unicoll.backend import Context
 from unicoll.errors import (
     DistArgumentError,
@@ -77,7 +78,7 @@ def _preside(context: Context, prefix: str, nccl: Nccl, deadline: float) -> dict
     try:
         _await(context, keys, prefix, deadline)
         facts = [json.loads(text) for text in context.job.store.multi_get(keys)]
-        if os.environ.get(SHARING, "") != "1":
+        if not settings.flag(SHARING):
             _refuse_sharing(context, facts)
         code, unique_id = nccl.unique_id()
         if code:

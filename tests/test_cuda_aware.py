@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpi_comm.aware import OVERRIDE, Awareness, agreed, find_out
-from unicoll.errors import BackendUnavailableError
+from unicoll.errors import DistArgumentError
 
 
 class _Info:
@@ -94,7 +94,7 @@ def test_the_user_has_the_last_word(text: str, direct: bool, monkeypatch: pytest
 @pytest.mark.parametrize("text", ["2", "maybe", "cuda"])
 def test_a_word_that_is_neither_yes_nor_no_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(OVERRIDE, text)
-    with pytest.raises(BackendUnavailableError, match=f"UNICOLL_MPI_CUDA={text} is neither 1 .* nor 0"):
+    with pytest.raises(DistArgumentError, match=f"UNICOLL_MPI_CUDA={text} is none of 1, true, .*, 0, false"):
         asked("Open MPI 5.0.11")
 
 

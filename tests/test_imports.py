@@ -14,12 +14,13 @@ from ranks import ROOT, environment
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
 LOW = {
     "auth", "backend", "buffers", "call", "checks", "composites", "device_memory", "errors", "forks", "frames",
-    "halves", "kernels", "lane", "net", "observe", "ops", "options", "stores", "streams", "types", "work",
+    "halves", "kernels", "lane", "net", "observe", "ops", "options", "server", "settings", "stores", "streams", "types",
+    "work",
 }  # fmt: skip
 """The rooms of unicoll that backends may enter; what a new room there is for belongs into docs/architecture.md."""
 _LAYERS = (
-    {"errors", "excepthook", "forks", "futures"},
-    {"types", "options", "net", "auth", "frames", "launchers", "mesh_layout", "codec"},
+    {"errors", "excepthook", "forks", "futures", "settings"},
+    {"types", "options", "net", "auth", "frames", "launchers", "server", "mesh_layout", "codec"},
     {"buffers", "halves", "kernels", "ops", "stores", "work", "observe", "call", "streams",
      "cuda_driver", "dlpack"},
     {"pinned", "device_memory"},

@@ -64,7 +64,7 @@ def test_a_transport_that_does_not_exist_is_refused_when_joining() -> None:
         job.call(enter)
         for outcome in job.collect():
             assert outcome.failure is not None
-            assert "known are auto, tcp, shm, hierarchical" in outcome.failure.message
+            assert "UNICOLL_TRANSPORT=carrier-pigeon is none of auto, tcp, shm, hierarchical" in outcome.failure.message
     finally:
         job.close()
 

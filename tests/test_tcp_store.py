@@ -19,6 +19,7 @@ from datetime import timedelta
 
 import pytest
 
+import unicoll.server
 from unicoll import auth
 from unicoll.auth import Secret
 from unicoll.errors import (
@@ -137,7 +138,7 @@ def test_the_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_rogues_do_not_disturb(master: TCPStore, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor):
-    monkeypatch.setattr(tcp_server, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(unicoll.server, "HANDSHAKE_SECONDS", 0.3)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(join(master))
         waiting = pool.submit(client.get, "late")
@@ -555,7 +556,7 @@ def test_out_of_descriptors_the_server_waits_for_better_times(
             raise failure
         return real(self)
 
-    monkeypatch.setattr(tcp_server, "raise_descriptor_limit", lambda: False)
+    monkeypatch.setattr(unicoll.server, "raise_descriptor_limit", lambda: False)
     monkeypatch.setattr(socket.socket, "accept", accept)
     with join(master) as client:
         client.set("k", "v")

@@ -29,6 +29,7 @@ from .errors import AuthenticationError, DistArgumentError, DistNetworkError
 
 __all__ = [
     "HANDSHAKE_SECONDS",
+    "Key",
     "NoAnswerError",
     "Secret",
     "ServerHandshake",
@@ -70,6 +71,17 @@ class NoAnswerError(AuthenticationError):
     """The peer closed without a word: it serves another protocol, or was shutting down."""
 
 
+class Key(bytes):
+    """Secret bytes that no ``repr`` shows, so neither a traceback with local variables nor a log does."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} secret bytes>"
+
+    __str__ = __repr__
+
+
 class Secret(NamedTuple):
     """The job's secret.
 
@@ -83,12 +95,12 @@ class Secret(NamedTuple):
     source: str
 
     def __repr__(self) -> str:
-        return f"Secret(key=<{len(self.key)} bytes>, source={self.source!r})"
+        return f"Secret(key={Key(self.key)!r}, source={self.source!r})"
 
 
-def new_key() -> bytes:
+def new_key() -> Key:
     """32 random bytes, fit to be a job's secret."""
-    return secrets.token_bytes(32)
+    return Key(secrets.token_bytes(32))
 
 
 def find_secret(environ: Mapping[str, str] = os.environ) -> Secret:
@@ -102,11 +114,11 @@ def find_secret(environ: Mapping[str, str] = os.environ) -> Secret:
     """
     if "UNICOLL_SECRET" in environ:
         source = "UNICOLL_SECRET"
-        key = environ["UNICOLL_SECRET"].strip().encode("utf-8", "surrogateescape")
+        key = Key(environ["UNICOLL_SECRET"].strip().encode("utf-8", "surrogateescape"))
     elif "UNICOLL_SECRET_FILE" in environ:
         path = environ["UNICOLL_SECRET_FILE"]
         source = f"UNICOLL_SECRET_FILE={path}"
-        key = _read_private(path).strip()
+        key = Key(_read_private(path).strip())
     else:
         return Secret(b"", "none")
     if not key:

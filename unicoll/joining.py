@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from . import excepthook, forks, registry, under_mpi
+from . import excepthook, forks, registry, settings, under_mpi
 from .backend import Job
 from .errors import DistError
 from .group import ProcessGroup
@@ -92,10 +92,12 @@ def meet(
         patience: seconds until rank 0 must have come.
 
     Raises:
-        DistArgumentError: arguments or environment do not say who we are, or contradict each other.
+        DistArgumentError: arguments or environment do not say who we are, or contradict each other; a variable of
+            ours has a value that is not known.
         BackendUnavailableError: MPI was asked for by name, and it does not know the other processes.
         AuthenticationError, DistStoreError, DistNetworkError: as :func:`unicoll.rendezvous.rendezvous`.
     """
+    settings.check()
     mpi = under_mpi.begin(backend, rank, world_size, patience)
     meeting = rendezvous(
         init_method, mpi.rank, mpi.world_size, store, patience, launched=mpi.launched, mpi_store=mpi.store

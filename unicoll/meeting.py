@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from unicoll import net
-from unicoll.auth import NoAnswerError, Secret, new_key
+from unicoll.auth import Key, NoAnswerError, Secret, new_key
 from unicoll.errors import (
     AuthenticationError,
     DistArgumentError,
@@ -86,7 +86,7 @@ class Meeting(NamedTuple):
     root: Store
     rank: int
     world_size: int
-    key: bytes
+    key: Key
     trusted: bool
 
 
@@ -96,7 +96,7 @@ class Record(NamedTuple):
     token: str
     world_size: int
     private: bool
-    key: bytes
+    key: Key
 
     def format(self) -> str:
         """The record as the store keeps it."""
@@ -114,11 +114,11 @@ class Record(NamedTuple):
             magic, token, size, access, key = text.decode("ascii").split(" ")
             if magic != _MAGIC:
                 raise ValueError(magic)
-            return cls(token, int(size), access == "private", b"" if key == "-" else bytes.fromhex(key))
-        except ValueError as error:
+            return cls(token, int(size), access == "private", Key(b"" if key == "-" else bytes.fromhex(key)))
+        except ValueError:
             raise DistStoreError(
-                f"the store holds {text[:40]!r}, written by another version of unicoll or by another program"
-            ) from error
+                f"the store holds {text[:16]!r}, written by another version of unicoll or by another program"
+            ) from None
 
 
 def meet(place: Place, rank: int, world_size: int, secret: Secret, deadline: float) -> Meeting:
@@ -169,7 +169,7 @@ def _meet_at(
     _check_secrets(record, rank, secret)
     trusted = record.private and (bool(secret.key) or place.private())
     inner = PrefixStore(f"{place.namespace}/{record.token}", root)
-    return Meeting(inner, root, rank, world_size, secret.key or record.key, trusted)
+    return Meeting(inner, root, rank, world_size, Key(secret.key or record.key), trusted)
 
 
 def _check_secrets(record: Record, rank: int, secret: Secret) -> None:
@@ -196,7 +196,7 @@ def _publish(place: Place, store: Store, world_size: int, secret: Secret) -> Rec
             "UNICOLL_SECRET or UNICOLL_SECRET_FILE (unicoll's launcher does)",
             place.where,
         )
-    record = Record(secrets.token_hex(8), world_size, private, b"" if secret.key else new_key())
+    record = Record(secrets.token_hex(8), world_size, private, Key() if secret.key else new_key())
     _claim(place, PrefixStore(record.token, store), 0)
     store.set("generation", record.format())
     return record
@@ -209,10 +209,8 @@ def _await_record(place: Place, store: Store, rank: int, deadline: float) -> Rec
     refused = ""
     pause = 0.005
     while True:
-        text = store.try_get("generation")
-        if text is None:
-            text = _wait(place, store, rank, deadline)
-        record = Record.parse(text)
+        # Never in a local variable as text: it may hold the key.
+        record = Record.parse(store.try_get("generation") or _wait(place, store, rank, deadline))
         if record.token != refused and not was_attended(record.token, rank):
             try:
                 _claim(place, PrefixStore(record.token, store), rank)

@@ -10,7 +10,6 @@ object that cannot be serialised on one rank raises on all of them, instead of l
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from collections.abc import MutableSequence, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from . import codec, world
+from . import codec, settings, world
 from .collectives import rank_in_group
 from .errors import DistArgumentError, DistError, DistTypeError, PickleRefusedError
 from .types import to_seconds
@@ -191,12 +190,12 @@ def scatter_object_list(
     pg.broadcast(sizes, src=root, timeout=clock.left())
     bodies = [p.body for p in parcels] if parcels else []
     body = _scatter_bodies(pg, bodies, [int(size) for size in sizes], root, clock)
-    scatter_object_output_list[0] = _load(pg, body, root, op)[0]
+    scatter_object_output_list[0] = _load_one(pg, body, root, op)
 
 
 def pickle_allowed(group: ProcessGroup) -> bool:
     """Whether objects that are not plain may travel: the group is trusted, and the environment agrees."""
-    return group.trusted and os.environ.get("UNICOLL_ALLOW_PICKLE", "1") != "0"
+    return group.trusted and bool(settings.flag("UNICOLL_ALLOW_PICKLE"))
 
 
 def send_list(pg: ProcessGroup, objects: Sequence[Any], dst: int, batched: bool, timeout: Timeout) -> None:
@@ -420,6 +419,20 @@ def _load(pg: ProcessGroup, body: ByteArray, sender: int, op: str) -> list[Any]:
         ) from error
 
 
+def _load_one(pg: ProcessGroup, body: ByteArray, sender: int, op: str) -> Any:
+    """The object of a body that must hold exactly one."""
+    objects = _load(pg, body, sender, op)
+    if len(objects) != 1:
+        rank = pg.global_rank(sender)
+        raise DistError(
+            f"{op}: from rank {rank}: malformed object data: {len(objects)} objects in place of one",
+            group=pg.group_name,
+            rank=rank,
+            op=op,
+        )
+    return objects[0]
+
+
 def _fill(pg: ProcessGroup, target: MutableSequence[Any], body: ByteArray, sender: int, op: str) -> None:
     objects = _load(pg, body, sender, op)
     if len(objects) != len(target):
@@ -434,7 +447,7 @@ def _fill(pg: ProcessGroup, target: MutableSequence[Any], body: ByteArray, sende
 
 def _fill_each(pg: ProcessGroup, target: MutableSequence[Any], bodies: Sequence[ByteArray], op: str) -> None:
     """One object of each rank; the list is filled only when all of them could be loaded."""
-    objects = [_load(pg, body, rank, op)[0] for rank, body in enumerate(bodies)]
+    objects = [_load_one(pg, body, rank, op) for rank, body in enumerate(bodies)]
     for i, obj in enumerate(objects):
         target[i] = obj
 

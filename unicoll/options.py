@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from . import settings
 from .errors import DistArgumentError, DistTypeError
 
 __all__ = ["CallOptions", "Options", "as_call_options", "as_options"]
@@ -45,7 +45,7 @@ class Options:
         """Whether reductions are to be deterministic, by option or environment."""
         if self.deterministic is not None:
             return self.deterministic
-        return os.environ.get("UNICOLL_DETERMINISTIC", "").strip().lower() in ("1", "true", "yes", "on")
+        return bool(settings.flag("UNICOLL_DETERMINISTIC"))
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
+
+from unicoll import settings
 
 __all__ = ["VARIABLE", "Progress", "wanted"]
 
@@ -15,7 +16,7 @@ _PERIOD_S = 0.1
 
 def wanted() -> bool:
     """Whether a person looks at the standard error."""
-    return sys.stderr.isatty() or os.environ.get(VARIABLE) == "1"
+    return sys.stderr.isatty() or bool(settings.flag(VARIABLE))
 
 
 class Progress:

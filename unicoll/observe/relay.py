@@ -55,8 +55,10 @@ class Relay(FrameServer):
 
     def handle(self, client: Client, message: dict[str, Any]) -> None:
         kind = message["t"]
+        if client.state is None and kind != "hello":
+            raise ValueError(f"{kind!r} before 'hello'")
         if kind == "hello":
-            self._welcome(client, _Member(int(message["rank"]), str(message["host"]), int(message["pid"])))
+            self._greet(client, _Member(int(message["rank"]), str(message["host"]), int(message["pid"])))
         elif kind == "joined":
             self.send(client, {"t": "joined", "ranks": sorted(self._online)})
         elif kind == "bye":
@@ -70,7 +72,9 @@ class Relay(FrameServer):
         elif kind in ("ask", "tell"):
             self._pass_on(message["to"], message)
 
-    def _welcome(self, client: Client, member: _Member) -> None:
+    def _greet(self, client: Client, member: _Member) -> None:
+        if not 0 <= member.rank < self._size:
+            raise ValueError(f"rank {member.rank} of {self._size}")
         client.state = member
         self._online[member.rank] = client
         self._members[member.rank] = member
@@ -87,8 +91,7 @@ class Relay(FrameServer):
         for rank in ranks:
             client = self._online.get(rank)
             if client is not None:
-                client.outbox += data
-                self._flush(client)
+                self._send(client, data)
 
     def lost(self, client: Client) -> None:
         member = client.state
@@ -97,10 +100,10 @@ class Relay(FrameServer):
         del self._online[member.rank]
         self._gone.append(member.departure)
 
-    def _patience(self) -> float | None:
+    def patience(self) -> float | None:
         """Before the thread sleeps: those who went while it was busy are told of together."""
         self._tell_who_is_gone()
-        return super()._patience()
+        return super().patience()
 
     def _tell_who_is_gone(self) -> None:
         while self._gone:  # telling may find more of them

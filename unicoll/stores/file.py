@@ -7,6 +7,7 @@ leaves behind is cut off by the next one.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -42,6 +43,10 @@ _LOCK_SECONDS = 30.0
 _LOCK_PAUSES = (0.0002, 0.01)
 _POLL_PAUSES = (0.001, 0.05)
 
+_PIECE = 1 << 20
+_LARGEST_FILE = 8
+"""How many of the largest requests a file may hold."""
+
 
 class _Log:
     """The file, opened once for all handles of this process.
@@ -57,6 +62,7 @@ class _Log:
         self._fd = fd
         self._threads = threading.Lock()
         self._largest = max_value()
+        self._largest_file = _LARGEST_FILE * max_request(self._largest)
         self._replay_from_start()
 
     def _replay_from_start(self) -> None:
@@ -107,7 +113,7 @@ class _Log:
     def in_place(self) -> bool:
         """Whether the path still leads to this file."""
         try:
-            found = os.stat(self.path)
+            found = os.lstat(self.path)
         except OSError:
             return False
         return (found.st_dev, found.st_ino) == self.identity
@@ -164,15 +170,26 @@ class _Log:
             raise DistStoreError(f"FileStore {self.path} has been truncated by another program")
         if size == self._offset:
             return
-        data = memoryview(self._read(size - self._offset))
-        at = 0
+        if size > self._largest_file:
+            raise DistStoreError(
+                f"FileStore {self.path} has {size} bytes; the most is {self._largest_file}, which "
+                "UNICOLL_STORE_MAX_VALUE changes"
+            )
         if self._offset == 0:
-            if bytes(data[: len(_TITLE)]) != _TITLE[: len(data)]:
+            title = bytes(self._read(min(size, len(_TITLE))))
+            if title != _TITLE[: len(title)]:
                 raise DistStoreError(f"{self.path} is no file of a FileStore; it is left as it is")
-            if len(data) < len(_TITLE):
+            if len(title) < len(_TITLE):
                 return
-            at = len(_TITLE)
-        self._offset += at + self._replay(data[at:])
+            self._offset = len(_TITLE)
+        # In pieces: a file of another's making may be long and hold nothing.
+        piece = _PIECE
+        while (left := size - self._offset) > 0:
+            done = self._replay(memoryview(self._read(min(left, piece))))
+            if not done and piece >= left:
+                return  # the last record is not complete
+            self._offset += done
+            piece = _PIECE if done else 2 * piece
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)
@@ -239,7 +256,7 @@ _logs: dict[tuple[int, int], _Log] = {}
 def _open_log(path: str) -> _Log:
     with _registry_lock:
         try:
-            found = os.stat(path)
+            found = os.lstat(path)
             log = _logs.get((found.st_dev, found.st_ino))
         except OSError:
             log = None
@@ -252,13 +269,21 @@ def _open_log(path: str) -> _Log:
 
 def _open_file(path: str) -> _Log:
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Not through a symbolic link: in a folder that others can write to, it may lead to any file of this user.
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DistStoreError(f"FileStore {path} is a symbolic link, which is not followed") from error
         raise DistStoreError(f"FileStore {path} cannot be opened: {error.strerror}") from error
     status = os.fstat(fd)
+    why = None
     if not stat.S_ISREG(status.st_mode):
+        why = "is no regular file"
+    elif status.st_nlink > 1:
+        why = "has a second name (a hard link): it may be any file of this user"
+    if why:
         os.close(fd)
-        raise DistStoreError(f"FileStore {path} is no regular file")
+        raise DistStoreError(f"FileStore {path} {why}")
     return _Log(path, fd, (status.st_dev, status.st_ino))
 
 
@@ -290,7 +315,7 @@ class FileStore(RequestStore):
         world_size: if positive, the file is removed when that many users have closed their stores.
 
     Raises:
-        DistStoreError: the file cannot be opened, or is another program's.
+        DistStoreError: the file cannot be opened, is a link, or is another program's.
     """
 
     def __init__(self, file_name: str, world_size: int = -1) -> None:

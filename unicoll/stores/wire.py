@@ -9,11 +9,13 @@ Integers are little-endian; numbers in fields are decimal text.
 
 from __future__ import annotations
 
-import os
+import re
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from itertools import cycle
+
+from .. import settings
 
 __all__ = [
     "MAX_KEY",
@@ -38,6 +40,7 @@ _LENGTH = struct.Struct("<I")
 
 MAX_KEY = 64 * 1024
 _MAX_NUMBER = 40
+_NUMBER = re.compile(rb"-?[0-9]+")
 
 
 class MalformedError(ValueError):
@@ -114,11 +117,7 @@ WAITING = frozenset({Op.GET, Op.WAIT, Op.MULTI_GET, Op.QUEUE_POP, Op.AT_LEAST})
 
 def max_value() -> int:
     """The largest value a store takes, in bytes: ``UNICOLL_STORE_MAX_VALUE``, or 1 GiB."""
-    try:
-        limit = int(os.environ["UNICOLL_STORE_MAX_VALUE"])
-    except (KeyError, ValueError):
-        return 1 << 30
-    return min(max(limit, 1), (1 << 32) - 1)
+    return settings.number("UNICOLL_STORE_MAX_VALUE")
 
 
 def max_request(largest_value: int) -> int:
@@ -186,6 +185,6 @@ def validate(code: int, fields: Sequence[bytes], largest_value: int) -> Op:
             raise MalformedError(f"a key of {len(field)} bytes")
         if kind == "v" and len(field) > largest_value:
             raise MalformedError(f"a value of {len(field)} bytes")
-        if kind == "n" and not (len(field) <= _MAX_NUMBER and field.lstrip(b"-").isdigit()):
+        if kind == "n" and not (len(field) <= _MAX_NUMBER and _NUMBER.fullmatch(field)):
             raise MalformedError("a number that is none")
     return op

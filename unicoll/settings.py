@@ -1,0 +1,107 @@
+"""The environment variables of unicoll that take one of a few values, and what each value means.
+
+A value that is not known is refused, never taken for a default: ``UNICOLL_ALLOW_PICKLE=off`` must not allow pickles.
+Case and surrounding white space do not matter; an empty variable counts as unset. The other variables hold free text
+(secrets, paths, addresses, interfaces) and are checked where they are read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from .errors import DistArgumentError
+
+__all__ = ["CHOICES", "FLAGS", "NUMBERS", "check", "choice", "flag", "number"]
+
+Environ = Mapping[str, str]
+
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+FLAGS: dict[str, bool | None] = {
+    "UNICOLL_ALLOW_PICKLE": True,
+    "UNICOLL_BENCH_PROGRESS": False,
+    "UNICOLL_DETERMINISTIC": False,
+    "UNICOLL_MPI_ABORT": True,
+    "UNICOLL_MPI_CUDA": None,
+    "UNICOLL_NCCL_SHARE_DEVICE": False,
+}
+"""Variables that say yes or no, and what they mean where they are unset; None leaves it to a detection."""
+
+CHOICES = {
+    "UNICOLL_MEMORY_ORDER": ("auto", ("auto", "weak")),
+    "UNICOLL_MPI_THREAD_LEVEL": ("multiple", ("single", "funneled", "serialized", "multiple")),
+    "UNICOLL_TRANSPORT": ("auto", ("auto", "tcp", "shm", "hierarchical")),
+}
+"""Variables with words: the default, and all that are known."""
+
+NUMBERS = {"UNICOLL_STORE_MAX_VALUE": (1, (1 << 32) - 1, 1 << 30)}
+"""Variables with whole numbers: the least, the greatest, the default."""
+
+
+def flag(name: str, environ: Environ | None = None) -> bool | None:
+    """What a variable of :data:`FLAGS` says, or its default.
+
+    Raises:
+        DistArgumentError: its value is no word for yes or no.
+    """
+    text = _text(name, environ)
+    if not text:
+        return FLAGS[name]
+    if text in _ON or text in _OFF:
+        return text in _ON
+    raise _unknown(name, environ, f"is none of {', '.join(_ON + _OFF)}")
+
+
+def choice(name: str, environ: Environ | None = None) -> str:
+    """The word that a variable of :data:`CHOICES` holds, in lower case, or its default.
+
+    Raises:
+        DistArgumentError: the word is not known.
+    """
+    default, known = CHOICES[name]
+    text = _text(name, environ) or default
+    if text not in known:
+        raise _unknown(name, environ, f"is none of {', '.join(known)}")
+    return text
+
+
+def number(name: str, environ: Environ | None = None) -> int:
+    """The number that a variable of :data:`NUMBERS` holds, or its default.
+
+    Raises:
+        DistArgumentError: it is no whole number, or out of range.
+    """
+    least, greatest, default = NUMBERS[name]
+    text = _text(name, environ)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= greatest):
+        raise _unknown(name, environ, f"is no whole number from {least} to {greatest}")
+    return int(text)
+
+
+def check(environ: Environ | None = None) -> None:
+    """Refuse unknown values of every variable, set for this process.
+
+    Raises:
+        DistArgumentError: names the variable and the values that are known.
+    """
+    for name in FLAGS:
+        flag(name, environ)
+    for name in CHOICES:
+        choice(name, environ)
+    for name in NUMBERS:
+        number(name, environ)
+
+
+def _raw(name: str, environ: Environ | None) -> str:
+    return (os.environ if environ is None else environ).get(name, "")
+
+
+def _text(name: str, environ: Environ | None) -> str:
+    return _raw(name, environ).strip().lower()
+
+
+def _unknown(name: str, environ: Environ | None, why: str) -> DistArgumentError:
+    return DistArgumentError(f"{name}={_raw(name, environ).strip()} {why}")
