@@ -21,7 +21,7 @@ _LAYERS = (
     {"errors", "forks", "futures"},
     {"types", "options", "net", "auth", "frames", "launchers", "mesh_layout", "codec"},
     {"buffers", "halves", "kernels", "ops", "stores", "work", "observe", "call", "streams",
-     "cuda_driver", "dlpack"},
+     "cuda_driver", "dlpack", "torch_buffers"},
     {"pinned", "device_memory"},
     {"arguments", "backend", "checks", "composites", "lane", "device_messages", "direct", "dock", "exchanged", "pieces",
      "staging", "meeting", "places", "rendezvous"},
