@@ -208,9 +208,9 @@ def errors_of_one_rank() -> list[str]:
     return wrong
 
 
-def _broken(module: Any, name: str, times: int) -> Callable[[], None]:
-    """Let a function of a module raise MemoryError the next few times; what takes that back."""
-    kept = getattr(module, name)
+def _broken(owner: Any, name: str, times: int) -> Callable[[], None]:
+    """Let a function of a module or class raise MemoryError the next few times; what takes that back."""
+    kept = getattr(owner, name)
     left = [times]
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -219,8 +219,8 @@ def _broken(module: Any, name: str, times: int) -> Callable[[], None]:
             raise MemoryError("no room")
         return kept(*args, **kwargs)
 
-    setattr(module, name, fails)
-    return lambda: setattr(module, name, kept)
+    setattr(owner, name, fails)
+    return lambda: setattr(owner, name, kept)
 
 
 def failures_inside() -> None:
@@ -228,10 +228,9 @@ def failures_inside() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group: Any = dist.new_group()
     group.barrier()  # finds the way
-    backend = group._host
-    module = sys.modules[_algorithm(backend).__module__]
+    place = _before_sending(group._host)
     x = np.ones(5, np.float32)
-    restore = _broken(module, "kernel_of", 2 if rank == 0 else 0)
+    restore = _broken(*place, 2 if rank == 0 else 0)
     try:
         for _ in range(2):
             if rank == 0:
@@ -246,7 +245,7 @@ def failures_inside() -> None:
     finally:
         restore()
     dist.barrier()  # of another group: nobody is in a call of this one any more
-    restore = _broken(module, "kernel_of", 1 if rank == 0 else 0)
+    restore = _broken(*place, 1 if rank == 0 else 0)
     error = ""
     expected: type[Exception] = MemoryError if rank == 0 else dist.GroupAbortedError
     try:
@@ -261,12 +260,11 @@ def failures_inside() -> None:
     dist.destroy_process_group(group)
 
 
-def _algorithm(backend: Any) -> Any:
-    if hasattr(backend, "_way"):
-        return backend._way.table["all_reduce"]
-    from mpi_comm.collectives import COLLECTIVES
-
-    return COLLECTIVES["all_reduce"]
+def _before_sending(backend: Any) -> tuple[Any, str]:
+    """What a backend calls in an all_reduce before it sends anything: where it is, and its name."""
+    if backend.name == "mpi":
+        return type(backend.team), "agree"
+    return sys.modules[backend._way.table["all_reduce"].__module__], "kernel_of"
 
 
 def failures_after_sending() -> None:
