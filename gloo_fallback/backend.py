@@ -105,6 +105,7 @@ class GlooBackend(Backend):
         if team.error is not None:
             raise team.error.with_traceback(None)
         team.call, team.deadline = call, 0.0  # the deadline is set when something has to be waited for
+        withdrawn = False
         try:
             way = self._way or self._find_way(team)
             if way.board is not None:
@@ -114,13 +115,20 @@ class GlooBackend(Backend):
             else:
                 way.table[call.op.name](way.where, call)
             call.write_back()
-        except DistError:
-            raise
-        except BaseException as e:  # whatever it is, the others must not wait for us
-            self._give_up(team, call, e)
+        except BaseException as e:
+            withdrawn = team.error is None and not self._begun(team, call) and self._lane.withdraw(call)
+            if not withdrawn and not isinstance(e, DistError):  # whatever it is, the others must not wait for us
+                self._give_up(team, call, e)
             raise
         finally:
-            team.last, team.call = call, None
+            if not withdrawn:
+                team.last = call
+            team.call = None
+
+    def _begun(self, team: Team, call: Call) -> bool:
+        """Whether other ranks may have heard of a call."""
+        board = self._way.board if self._way is not None else None
+        return team.begun(call) or (board is not None and board.begun(call))
 
     def _find_way(self, team: Team) -> Way:
         self._way = way = find_way(team, self._spins)

@@ -130,16 +130,20 @@ class Board:
             found = self._rows[key] = (rows[self.rank], rows)
         return found
 
+    def begun(self, call: Call) -> bool:
+        """Whether the first step of a call has begun: then the others may have heard of it."""
+        return call.seq in (self._flags[self._mine + 3], self._flags[self._mine + 5])
+
     def meet(self, call: Call | None = None) -> None:
         """Tell the others of the next step and wait to hear from all; with ``call``, compare signatures too."""
-        self.step = step = self.step + 1
+        step = self.step + 1
         flags, mine = self._flags, self._mine
         if call is not None:
             signature, seq = call.signature & _MASK, call.seq
             place = 2 + 2 * (step & 1)
             flags[mine + place] = signature
             flags[mine + place + 1] = seq
-        flags[mine] = step
+        flags[mine] = self.step = step
         # the flag must be out before the bell is looked at: taking a lock is a full barrier on x86
         self._let_go()
         self._take()
@@ -208,13 +212,14 @@ class SemaphoreBoard(Board):
                 bells.make_semaphore(_semaphore(first, ranks, giver, taker))
 
     def meet(self, call: Call | None = None) -> None:
-        self.step = step = self.step + 1
+        step = self.step + 1
         flags, mine = self._flags, self._mine
         if call is not None:
             signature, seq = call.signature & _MASK, call.seq
             place = 2 + 2 * (step & 1)
             flags[mine + place] = signature
             flags[mine + place + 1] = seq
+        self.step = step
         for semaphore in self._to:
             bells.post(semaphore)
         for rank, semaphore in self._from:

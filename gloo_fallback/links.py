@@ -146,6 +146,10 @@ class Links(ABC):
     def _misfit(self, peer: int, header: bytes) -> NoReturn:
         """What a member sent is not the header of this call."""
 
+    def begun(self, call: Call) -> bool:
+        """Whether an exchange of a call has begun: then members may have heard of it."""
+        return read_header(self._scratch[:HEADER_SIZE].tobytes()) == (MAGIC, call.seq)
+
     def agree(self) -> None:
         """All members are in this call, with equal signatures."""
         self.exchange(self.plan((0,) * self.size, np.dtype(np.uint8)))
@@ -159,7 +163,9 @@ class Links(ABC):
             if need > self._scratch.size or len(self._plans) >= 256:
                 self._plans.clear()
                 if need > self._scratch.size:
+                    last = self._scratch[:HEADER_SIZE]
                     self._scratch = np.zeros(max(need, 2 * self._scratch.size), np.uint8)
+                    self._scratch[:HEADER_SIZE] = last
             found = self._plans[key] = Plan(self._scratch, lengths, self.rank, storage)
         return found
 

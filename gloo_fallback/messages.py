@@ -73,21 +73,28 @@ class Mailroom:
         """Send or receive, and return when the array may be used again."""
         if call.inputs and self._send_at_once(call):
             return
-        letter = self._accept(Letter(call, None))
-        if not letter.completion.done():
-            if self._to_dial:
-                self._driver.wake_thread()
-            try:
+        letter = Letter(call, None)
+        try:
+            self._accept(letter)
+            if not letter.completion.done():
+                if self._to_dial:
+                    self._driver.wake_thread()
                 self._driver.until_done(letter)
-            except BaseException:
-                if not letter.completion.done():  # interrupted: nobody waits for it any more
-                    self._withdraw(letter)
-                raise
+        except BaseException:
+            if not letter.completion.done():  # interrupted: nobody waits for it any more
+                self._withdraw(letter)
+            raise
         letter.completion.wait(None)
 
     def post(self, call: Call) -> HostCompletion:
         """Send or receive in the background."""
-        letter = self._accept(Letter(call, self._driver.until_done))
+        letter = Letter(call, self._driver.until_done)
+        try:
+            self._accept(letter)
+        except BaseException:
+            if not letter.completion.done():  # the caller does not get to know it
+                self._withdraw(letter)
+            raise
         if not letter.completion.done():
             self._driver.wake_thread()
         return letter.completion
@@ -104,7 +111,7 @@ class Mailroom:
             self._driver.wake_thread()
         return True
 
-    def _accept(self, letter: Letter) -> Letter:
+    def _accept(self, letter: Letter) -> None:
         if self._error is not None:
             raise self._error
         call = letter.call
@@ -121,7 +128,6 @@ class Mailroom:
             else:
                 self._queue(letter)
         self.announce()
-        return letter
 
     def _awaits_call(self, peer: int) -> bool:
         with self._lock:

@@ -126,11 +126,11 @@ class MPIBackend(Backend):
             Quiet()(alone, call)  # overflow and NaN are results, as on a GPU
             call.write_back()
             return
-        self._moving = False
-        if self.cuda.direct:
-            self._prepare_for(team, call)
+        self._moving = withdrawn = False
         team.begin(call, self.lane.in_background)
         try:
+            if self.cuda.direct:
+                self._prepare_for(team, call)
             collective = COLLECTIVES.get(call.op.name)
             if collective is not None:
                 team.agree(call)
@@ -152,11 +152,15 @@ class MPIBackend(Backend):
             raise
         except self.mpi.MPI.Exception as e:
             raise self._blame(team, call, e) from e
-        except BaseException as e:  # whatever it is, the others must not wait for us
-            self._give_up(team, call, e)
+        except BaseException as e:
+            withdrawn = team.error is None and not team.begun(call) and self.lane.withdraw(call)
+            if not withdrawn:  # whatever it is, the others must not wait for us
+                self._give_up(team, call, e)
             raise
         finally:
-            team.last, team.call = call, None
+            if not withdrawn:
+                team.last = call
+            team.call = None
 
     def _prepare_for(self, team: Team, call: Call) -> None:
         """See to what MPI needs where it is given addresses of a GPU's memory, and to nothing where it is not."""

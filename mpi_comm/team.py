@@ -149,6 +149,11 @@ class Team:
         self._kept.Start()
         return self._kept
 
+    def begun(self, call: Call) -> bool:
+        """Whether the agreement on a call has begun: then others may have heard of it."""
+        seq: int = _HEADER.unpack_from(self._mine)[0]
+        return seq == call.seq
+
     def agree(self, call: Call, sizes: int = 0) -> bool:
         """Return when all ranks are in this call; whether ``sizes`` is the same on all of them, and not negative.
 

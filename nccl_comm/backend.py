@@ -216,6 +216,7 @@ class NCCLBackend(Supervised):
         """Call NCCL; the watchdog sees that somebody is in there."""
         first = calls[0]
         told = comm if first.options is None else self._told(comm, first.options)  # one for all: they come together
+        self._number(calls)
         self._inside = first
         try:
             code = OPERATIONS[first.op.name](told, first, stream) if len(calls) == 1 else batch(told, calls, stream)
@@ -241,7 +242,7 @@ class NCCLBackend(Supervised):
         return [self.post(calls, stream)] * len(calls)
 
     def _ready(self, call: Call) -> Communicator:
-        """Number a call, and refuse what cannot be done; the communicator."""
+        """Refuse what cannot be done; the communicator."""
         if self.error is not None:
             raise self.error.with_traceback(None) from None
         self._refuse(call)
@@ -261,8 +262,12 @@ class NCCLBackend(Supervised):
                 f" cuda:{self._device} on this rank (device_id=, or LOCAL_RANK)",
                 op=call.op.name,
             )
-        self._sequence = call.seq = self._sequence + 1
         return comm
+
+    def _number(self, calls: Iterable[Call]) -> None:
+        """Give calls their numbers, right before NCCL has them."""
+        for call in calls:
+            self._sequence = call.seq = self._sequence + 1
 
     def _refuse(self, call: Call) -> None:
         if call.options is not None:
@@ -290,6 +295,7 @@ class NCCLBackend(Supervised):
     def _barrier(self, comm: Communicator, call: Call) -> Completion:
         """A barrier on the group's own stream; unlike with arrays, its ``wait()`` blocks the host."""
         told: Ranks = comm if call.options is None else self._told(comm, call.options)
+        self._number((call,))
         self._inside = call
         try:
             code = barrier(told, self._scratch, self._stream)

@@ -22,7 +22,7 @@ _LAYERS = (
     {"errors", "excepthook", "forks", "futures", "settings"},
     {"types", "options", "net", "auth", "frames", "launchers", "server", "mesh_layout", "codec"},
     {"buffers", "halves", "kernels", "ops", "stores", "work", "observe", "call", "streams",
-     "cuda_driver", "dlpack"},
+     "cuda_driver", "dlpack", "torch_buffers"},
     {"pinned", "device_memory"},
     {"arguments", "backend", "checks", "composites", "lane", "device_messages", "direct", "dock", "exchanged", "pieces",
      "staging", "meeting", "places", "rendezvous"},

@@ -8,6 +8,7 @@ from functools import partial
 
 import group_jobs
 import pytest
+import subclass_jobs
 from mpi_ranks import MpiJob, why_not
 from ranks import Pool, pools
 
@@ -31,12 +32,17 @@ from test_mismatch import (  # noqa: F401
     test_two_calls_in_another_order,
 )
 from test_p2p import *  # noqa: F403
+from test_subclasses import test_an_error_in_the_arguments_is_one_ranks_alone  # noqa: F401
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Callable[[int], Pool]]:  # type: ignore[no-redef]
     with pools(partial(MpiJob, backend="mpi", rehearse=True)) as made:
         yield made
+
+
+def test_a_failure_before_anything_was_sent_is_one_ranks_alone(pool: Callable[[int], Pool]) -> None:
+    pool(2).run(subclass_jobs.failures_inside)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -6,14 +6,16 @@ from, so nothing is imported that the user has not imported already.
 
 Backends always get contiguous memory. An array that is not contiguous is packed into a copy, and a result is
 copied back with :meth:`Buffer.write_back`; the array's own strides are kept.
+
+An array of a subclass is viewed as a plain array first, by the methods of its family's own class, so nothing that the
+subclass overrides is called. A subclass whose memory is not its data is refused by name.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from ctypes import c_char
-from functools import partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -132,87 +134,24 @@ def _from_numpy(array: FlatArray) -> Buffer:
     return Buffer(array, dtype, array.shape, flat, flags.writeable, unpack)
 
 
-# --- torch -----------------------------------------------------------------------------------------------------
+def _numpy_family(kind: type) -> Adapter | None:
+    if np.ndarray not in kind.__mro__:
+        return None
+    if any(str(base.__module__).startswith("numpy.ma") for base in kind.__mro__):
+        raise DistTypeError("masked arrays cannot be communicated: fill them, or send data and mask")
+    return _from_numpy if kind is np.ndarray else _from_numpy_subclass
 
 
-def _torch_family() -> Adapter:
-    torch = sys.modules["torch"]
-    by_torch = {getattr(torch, d.name): d for d in DTYPES if hasattr(torch, d.name)}
-    strided = torch.strided
-    on_cuda = _torch_on_cuda(torch)
-    grad_enabled = torch.is_grad_enabled
-
-    def adapt(tensor: Any) -> Buffer:
-        dtype = by_torch.get(tensor.dtype)
-        if dtype is None:
-            raise DistTypeError(f"tensors of dtype {tensor.dtype} cannot be communicated")
-        if tensor.layout is not strided:
-            raise DistTypeError(
-                f"tensors of layout {tensor.layout} cannot be communicated; make it dense first"
-            )
-        if not tensor.is_cpu:
-            device = tensor.device
-            if device.type != "cuda":
-                raise DistTypeError(f"tensors on device {device} cannot be communicated")
-            return on_cuda(tensor, dtype, device)
-        unpack, packed = None, tensor
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            packed, unpack = _packed_tensor(tensor.detach())
-        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
-        return Buffer(tensor, dtype, tuple(tensor.shape), _memory(packed, dtype), writable, unpack)
-
-    return adapt
+def _from_numpy_subclass(array: Any) -> Buffer:
+    buffer = _from_numpy(np.ndarray.view(array, np.ndarray))
+    buffer.owner = array
+    return buffer
 
 
-def _memory(tensor: Any, dtype: DType) -> FlatArray:
-    """The memory of a contiguous tensor on the CPU, which the view keeps alive.
+def _torch_family(kind: type) -> Adapter | None:
+    from .torch_buffers import torch_family
 
-    Its own ``numpy()`` would keep torch from ever resizing the tensor's storage, and FSDP lives on that.
-    """
-    nbytes = tensor.numel() * dtype.itemsize
-    if not nbytes:
-        return np.empty(0, dtype.storage)
-    memory: Any = (c_char * nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor
-    return np.frombuffer(memory, dtype.storage)
-
-
-def _packed_tensor(source: Any) -> tuple[Any, Callable[[], None]]:
-    """A copy of a tensor in plain contiguous memory, and what writes it back."""
-    packed = source.resolve_conj().resolve_neg().contiguous()
-
-    def unpack() -> None:
-        source.copy_(packed)
-
-    return packed, unpack
-
-
-def _torch_on_cuda(torch: Any) -> Callable[[Any, DType, Any], Buffer]:
-    """What makes buffers of CUDA tensors."""
-    places: dict[int, tuple[Device, Callable[[], int]]] = {}
-    current = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    grad_enabled = torch.is_grad_enabled
-
-    def place(index: int) -> tuple[Device, Callable[[], int]]:
-        here: Callable[[], int] = partial(current, index) if current is not None else lambda: slowly(index)
-        found = places[index] = (Device("cuda", index), here)
-        return found
-
-    def slowly(index: int) -> int:
-        return int(torch.cuda.current_stream(index).cuda_stream)
-
-    def adapt(tensor: Any, dtype: DType, device: Any) -> Buffer:
-        where, here = places.get(device.index) or place(device.index)
-        unpack, packed = None, tensor
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            packed, unpack = _packed_tensor(tensor.detach())
-        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
-        return Buffer(
-            tensor, dtype, tuple(tensor.shape), None, writable, unpack, where, packed.data_ptr(), packed.numel(),
-            here(), here,
-        )  # fmt: skip
-
-    return adapt
+    return torch_family(kind)
 
 
 # --- CUDA arrays -----------------------------------------------------------------------------------------------
@@ -279,9 +218,24 @@ _IMMUTABLE = frozenset(("jax", "jaxlib", "tensorflow"))
 """Modules whose arrays never change, whatever they say: results go into arrays of others."""
 
 
-def _cupy_family() -> Adapter:
+def _cupy_family(kind: type) -> Adapter | None:
     cupy = sys.modules["cupy"]
+    if cupy.ndarray not in kind.__mro__:
+        return None
+    adapt = _cupy_adapter(cupy)
+    view, plain = cupy.ndarray.view, cupy.ndarray
 
+    def adapt_subclass(array: Any) -> Buffer:
+        buffer = adapt(view(array, plain))
+        buffer.owner = array
+        return buffer
+
+    return adapt if kind is plain else adapt_subclass
+
+
+@cache
+def _cupy_adapter(cupy: Any) -> Adapter:
+    """What makes buffers of plain arrays of CuPy."""
     current = cupy.cuda.get_current_stream
     places: dict[int, tuple[Device, Callable[[], int]]] = {}
 
@@ -324,11 +278,13 @@ def _from_memory(array: Any) -> Buffer:
 
 # --- recognition -------------------------------------------------------------------------------------------------
 
-_FAMILIES: dict[str, Callable[[], Adapter]] = {
-    "numpy": lambda: _from_numpy,
+_FAMILIES: dict[str, Callable[[type], Adapter | None]] = {
+    "numpy": _numpy_family,
     "torch": _torch_family,
     "cupy": _cupy_family,
 }
+"""By the top-level module of a class: what gives the adapter of arrays of a type that is the class or derived from it;
+None if they are no arrays of the family."""
 _ADAPTERS: dict[type, Adapter] = {np.ndarray: _from_numpy}
 
 
@@ -337,9 +293,9 @@ def register_family(module: str, factory: Callable[[], Adapter]) -> None:
 
     Args:
         module: top-level module of the arrays' types, for example ``"jax"``.
-        factory: called once, when the first such array is met; returns a function from array to :class:`Buffer`.
+        factory: called when the first array of a type is met; returns a function from array to :class:`Buffer`.
     """
-    _FAMILIES[module] = factory
+    _FAMILIES[module] = lambda kind: factory()
 
 
 def as_buffer(array: Any, what: str = "") -> Buffer:
@@ -364,15 +320,12 @@ def as_buffer(array: Any, what: str = "") -> Buffer:
 
 
 def _find_adapter(kind: type, array: Any) -> Adapter:
-    if isinstance(array, np.generic | list | tuple | int | float | complex | str | bytes) or array is None:
+    if issubclass(kind, np.generic | list | tuple | int | float | complex | str | bytes) or array is None:
         raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind.__name__}")
-    if kind.__module__.startswith("numpy.ma"):
-        raise DistTypeError("masked arrays cannot be communicated: fill them, or send data and mask")
     adapter: Adapter | None = None
     for base in kind.__mro__:
-        factory = _FAMILIES.get(base.__module__.partition(".")[0])
-        if factory is not None:
-            adapter = factory()
+        family = _FAMILIES.get(str(base.__module__).partition(".")[0])
+        if family is not None and (adapter := family(kind)) is not None:
             break
     if adapter is None and hasattr(array, "__dlpack_device__"):
         adapter = _from_dlpack

@@ -273,8 +273,13 @@ class Dispatch:
         if not pairs:
             raise DistArgumentError(f"{op.name}: no arrays given", op=op.name)
         calls = tuple(self._call(op, i, o, timeout, reduce, root) for i, o in pairs)
+        backend, *others = dict.fromkeys(map(self._route, calls))
+        if others:
+            raise DistArgumentError(
+                f"{op.name}: arrays on {calls[0].inputs[0].device} and on other devices in one call", op=op.name
+            )
         calls[0].site = call_site()
-        work = Work(self._route(calls[0]).post(calls), calls)
+        work = Work(backend.post(calls), calls)
         if async_op:
             return work
         work.wait()

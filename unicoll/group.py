@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from .arguments import buffers_of, call_site, check_ranks, pairs_of, same_length, splits_of
@@ -379,8 +380,9 @@ class ProcessGroup(Dispatch):
         for call in calls:
             call.site = site
         completions: list[Completion] = []
-        for backend, some in groupby(calls, self._route):  # arrays of device and host may come together
-            completions += backend.post_each(list(some))
+        routed = [(self._route(call), call) for call in calls]  # all, before any is sent
+        for backend, some in groupby(routed, itemgetter(0)):  # arrays of device and host may come together
+            completions += backend.post_each([call for _, call in some])
         return [Work(done, (call,)) for done, call in zip(completions, calls, strict=True)]
 
 

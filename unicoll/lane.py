@@ -84,6 +84,18 @@ class Lane:
                 self._start()
         return completion
 
+    def withdraw(self, call: Call) -> bool:
+        """Take back the number of a call that is being executed, of which nothing was sent: as if it had not been made.
+
+        Returns:
+            False where that cannot be: it is in the background, or others have been accepted after it.
+        """
+        with self._lock:
+            if self.in_background or self._queue or call.seq != self.sequence:
+                return False
+            self.sequence -= 1
+        return True
+
     def abandon(self, error: BaseException) -> None:
         """End whatever is in the background with ``error``, though the thread is stuck in it; any thread."""
         with self._lock:
