@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -71,6 +72,24 @@ def shared_memory() -> set[str]:
     return there - ranks.pooled_memory()
 
 
+def _is_of_others(name: str) -> bool:
+    """Whether a file of /dev/shm is mapped by processes that are not descendants of this one: another run's."""
+    file = str(_SHARED_MEMORY / name)
+    parents: dict[int, int] = {}
+    users = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if file in (process / "maps").read_text():
+                users.add(int(process.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    own = {os.getpid()}
+    while more := {child for child, parent in parents.items() if parent in own} - own:
+        own |= more
+    return bool(users) and not users & own
+
+
 def _new(before: set[object], now: Callable[[], set[object]]) -> set[object]:
     deadline = time.monotonic() + _PATIENCE_S
     while (left := now() - before) and time.monotonic() < deadline:
@@ -92,7 +111,8 @@ class _Watch:
         found = []
         if left := _new(self.children, lambda: set(children())):
             found.append(f"processes {sorted(map(str, left))} live on")
-        if left := _new(self.files, lambda: set(shared_memory())):
+        known = self.files
+        if left := _new(known, lambda: {f for f in shared_memory() - known if not _is_of_others(str(f))}):
             found.append(f"files {sorted(map(str, left))} are left in /dev/shm")
         more = ranks.pooled()[1] - self.pooled_sockets
         words = [w for w in worker.leftovers([*self.own, *["fd socket"] * more]) if _matters(w)]
