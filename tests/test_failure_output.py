@@ -131,8 +131,9 @@ def test_a_redirected_worker_has_its_traceback_in_its_log(place: Place) -> None:
         assert log.read_text().splitlines() == above[1:]
 
 
-def test_what_cannot_be_recorded_is_printed(place: Place) -> None:  # noqa: F811
-    script = place.script("import os; os.environ['TORCHELASTIC_ERROR_FILE'] = '/dev/full/error'; 1 / 0")
+@pytest.mark.parametrize("file", ["/dev/full/error", "elsewhere.json"])
+def test_what_the_launcher_cannot_read_is_printed(place: Place, file: str) -> None:  # noqa: F811
+    script = place.script(f"import os; os.environ['TORCHELASTIC_ERROR_FILE'] = {file!r}; 1 / 0")
     done = place.launch("-n", "2", script)
     for rank in (0, 1):
         assert f"[default{rank}]:ZeroDivisionError: division by zero\n" in done.stderr

@@ -69,7 +69,7 @@ def join(
     patience: float,
 ) -> Membership:
     """:func:`meet` the other processes and :func:`enter` their job."""
-    _watch_for_the_uncaught()
+    _watch_for_the_uncaught()  # here and in meet, so that the refusal of a backend is shown with folded frames, too
     if backend is not None:
         registry.choose(backend)  # refuse it before anybody is kept waiting
     meeting, but = meet(backend, init_method, rank, world_size, store, patience)
@@ -97,6 +97,7 @@ def meet(
         BackendUnavailableError: MPI was asked for by name, and it does not know the other processes.
         AuthenticationError, DistStoreError, DistNetworkError: as :func:`unicoll.rendezvous.rendezvous`.
     """
+    _watch_for_the_uncaught()
     settings.check()
     mpi = under_mpi.begin(backend, rank, world_size, patience)
     meeting = rendezvous(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 from ..errors import (
@@ -26,6 +27,8 @@ __all__ = ["aborted", "failed", "lost", "mismatch", "report", "timed_out", "wher
 
 _SHOWN = 64
 """Ranks that an error lists at most."""
+_UNKNOWN_S = 0.3
+"""For how long a rank is asked again that does not have the group: it may be about to make it."""
 _NOT_THE_USERS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "torch", *sys.stdlib_module_names}
 
 Report = dict[str, Any]
@@ -164,7 +167,14 @@ def _ask(context: Context) -> dict[int, Report]:
     control = context.job.control
     if control is None:
         return {}
-    return control.ask(context.name, set(context.ranks) - {context.job.rank})
+    reports = control.ask(context.name, set(context.ranks) - {context.job.rank})
+    deadline = time.monotonic() + _UNKNOWN_S
+    while unknown := {rank for rank, told in reports.items() if told.get("unknown")}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+        reports |= control.ask(context.name, unknown)
+    return reports
 
 
 def _doing(context: Context, rank: int, told: Report | None, seq: int | None) -> str:

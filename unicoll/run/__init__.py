@@ -10,8 +10,9 @@ It starts ``--nproc-per-node`` worker processes and waits for them. What it prom
 - **Output.** Whole lines, prefixed ``[<role><local_rank>]:``; stdout and stderr stay apart. One worker
   alone has the console to itself. Local rank 0 inherits stdin, the others read an empty one.
 - **Failure.** After the first failure the others have ``--grace`` seconds to fail by themselves; then come
-  SIGTERM and, after ``--shutdown-timeout``, SIGKILL. The last thing on stderr is the first failure's
-  traceback, alone. The exit code is that of the first failing rank, 128 + N for signal N.
+  SIGTERM and, after ``--shutdown-timeout``, SIGKILL. Each distinct traceback is shown once on stderr, with the
+  ranks that had it, a second after it came or at the end of the job; the summary, which names the first
+  failure, is last. The exit code is that of the first failing rank, 128 + N for signal N.
 - **No orphans.** Nothing that a worker started outlives the job, also when the launcher is killed by
   SIGKILL; see ``unicoll.run.guard`` for how a job's processes are known, and how one may leave on purpose.
 - **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are passed on to the workers' process groups and end the

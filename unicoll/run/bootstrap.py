@@ -30,6 +30,9 @@ def main() -> None:
     """Read the command line above and become its target."""
     launcher, reporting, kind, target, *arguments = sys.argv[1:]
     _leave_own_directory()
+    import os
+
+    launcher_reads = os.environ.get("TORCHELASTIC_ERROR_FILE") if reporting == "record" else None
     die_with(int(launcher))
     if kind == "command":
         _become_command(target, arguments)
@@ -43,7 +46,7 @@ def main() -> None:
             _run_script(target)
     except BaseException as error:
         _hide_own_frames(error)
-        _end_with(error, reporting == "record")
+        _end_with(error, launcher_reads)
         raise
 
 
@@ -181,16 +184,21 @@ def _hide_own_frames(error: BaseException) -> None:
     error.__traceback__ = traceback
 
 
-def _end_with(error: BaseException, launcher_shows: bool) -> None:
-    """Record an exception that nobody caught, and have unicoll tell the other ranks what ended this one."""
+def _end_with(error: BaseException, launcher_reads: str | None) -> None:
+    """Record an exception that nobody caught, and have unicoll tell the other ranks what ended this one.
+
+    With a record in the file ``launcher_reads`` the launcher shows the traceback.
+    """
     global _recorded
     import os
 
     if os.getpid() != _pid:
         return  # a forked child: the worker goes on
     _excepthook()  # not in the hook: an import there may hide from Python that the error is a KeyboardInterrupt
-    if not isinstance(error, SystemExit) and record(error) and launcher_shows:
-        _recorded = error
+    if not isinstance(error, SystemExit):
+        path = record(error)
+        if path is not None and path == launcher_reads:
+            _recorded = error
     joining = sys.modules.get("unicoll.joining")
     if joining is not None:
         joining.ended_with(error)
@@ -226,10 +234,10 @@ def _excepthook() -> Any:
         return None
 
 
-def record(error: BaseException) -> bool:
+def record(error: BaseException) -> str | None:
     """Write the exception where torch's launcher would look for it, with its exact time and its classes.
 
-    Returns whether that was possible.
+    Returns the file's path, None if it cannot be written.
     """
     try:
         import os
@@ -238,7 +246,7 @@ def record(error: BaseException) -> bool:
         now = time.time_ns()
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if not path:
-            return False
+            return None
         import json
         import traceback
 
@@ -262,8 +270,8 @@ def record(error: BaseException) -> bool:
             json.dump(content, file)
         os.replace(file.name, path)
     except Exception:
-        return False
-    return True
+        return None
+    return path
 
 
 if __name__ == "__main__":
