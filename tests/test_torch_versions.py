@@ -1,4 +1,4 @@
-"""Versions of torch: one place says which are tested; scripts, metadata and docs agree, and other versions are told of."""
+"""Versions of torch: one place says which are tested, scripts, metadata and docs agree; others are warned of."""
 
 from __future__ import annotations
 
