@@ -38,23 +38,32 @@ print(hashlib.sha256(open(sys.argv[1], "rb").read() + "\n".join([sys.version, *s
 }
 
 # make_environment DIR REQUIREMENT...: an environment with these packages, made anew unless it is up to date.
-# Prints nothing when there is nothing to do. Two scripts at once take turns.
 make_environment() {
     local dir=$1 python stamp
     shift
     python=$(find_python)
+    stamp=$(fingerprint "$python" "$@")
+    build_environment "$dir" "$root/scripts/environment.sh" "$python" "$stamp" "$@"
+}
+
+# build_environment DIR LOCK PYTHON STAMP REQUIREMENT...: makes it unless it has this stamp and its Python starts.
+# Prints nothing when there is nothing to do. Two scripts at once take turns.
+build_environment() {
+    local dir=$1 lock=$2 python=$3 stamp=$4
+    shift 4
     if command -v flock >/dev/null 2>&1; then
-        exec 9<"$root/scripts/environment.sh"
+        exec 9<"$lock"
         flock 9
     fi
-    stamp=$(fingerprint "$python" "$@")
-    if [ "$(cat "$dir/stamp" 2>/dev/null)" != "$stamp" ]; then
+    if [ "$(cat "$dir/stamp" 2>/dev/null)" != "$stamp" ] || ! "$dir/bin/python" -c '' 2>/dev/null; then
         printf 'Making the environment %s with %s ...\n' "$(basename "$dir")" "$("$python" --version)"
         rm -rf "$dir"
         "$python" -m venv "$dir" || fail "could not make the environment $dir"
-        printf 'Installing the project and what it needs ...\n'
-        (cd "$root" && "$dir/bin/python" -m pip install --quiet "$@") ||
+        printf 'Installing what it needs ...\n'
+        if ! (cd "$root" && "$dir/bin/python" -m pip install --quiet "$@"); then
+            rm -rf "$dir"
             fail "pip could not install $*; the reason stands above"
+        fi
         printf '%s\n' "$stamp" >"$dir/stamp"
     fi
     exec 9<&-
@@ -88,4 +97,33 @@ make_test_environment() {
     if ! "$root/.venv-test/bin/python" -m pip install --quiet --retries 1 "$torch"; then
         printf '%s\n' '' '*** torch COULD NOT BE INSTALLED: every test that needs it will be SKIPPED. ***' '' >&2
     fi
+}
+
+# What tests of other versions of torch need, beside torch.
+TORCH_TESTS=("numpy>=1.24" "pytest>=8" "expecttest>=0.2" "ml_dtypes>=0.3")
+
+# torch_environment VERSION: where the environment with this version of torch is: outside of the checkout, since it is
+# several GB large and all checkouts can share it. Nothing in it is the checkout's: tests take unicoll from where they are.
+torch_environment() {
+    local base=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}} cache python
+    cache=${UNICOLL_TEST_CACHE:-${base:+$base/unicoll}}
+    if [ -z "$cache" ] || ! mkdir -p "$cache" 2>/dev/null; then
+        cache=$root/.venv-cache
+        mkdir -p "$cache"
+    fi
+    python=$(find_python)
+    "$python" -c 'import hashlib, sys, sysconfig
+cache, version, *needs = sys.argv[1:]
+needs = hashlib.sha256("\n".join(needs).encode()).hexdigest()[:8]
+print("{}/torch-{}-{}-{}".format(cache, version, sysconfig.get_config_var("SOABI"), needs))' \
+        "$cache" "$1" "${TORCH_TESTS[@]}"
+}
+
+# make_torch_environment VERSION
+make_torch_environment() {
+    local dir python
+    dir=$(torch_environment "$1")
+    python=$(find_python)
+    : >>"$dir.lock"
+    build_environment "$dir" "$dir.lock" "$python" whole "torch==$1" "${TORCH_TESTS[@]}"
 }

@@ -21,6 +21,9 @@ SMALL = 100 / 2**20  # MiB: several buckets for each module here
 ROWS = 4  # of the batch, on each rank
 Gradients = dict[str, "torch.Tensor | None"]
 
+if torch.__version__ < "2.7":  # it leaves a folder of its own to the end of the interpreter
+    warnings.filterwarnings("ignore", "Implicitly cleaning up", ResourceWarning)
+
 
 class Perceptron(nn.Module):
     def __init__(self) -> None:

@@ -45,7 +45,7 @@ def test_collectives(run: Run, collective: Callable[[bool], None], async_op: boo
     run(collective, async_op)
 
 
-@pytest.mark.parametrize("job", [jobs.messages, jobs.objects, jobs.groups, jobs.futures])
+@pytest.mark.parametrize("job", [jobs.messages, jobs.objects, jobs.groups, jobs.futures, jobs.flight_recorder])
 def test_the_rest(run: Run, job: Callable[[], None]) -> None:
     run(job)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import os
 import warnings
 import weakref
@@ -137,6 +138,12 @@ def rooted(async_op: bool) -> None:
         done(dist.gather(mine(), out, root, async_op=async_op), async_op)
         if out is not None:
             same(out, everybodys())
+        if hasattr(dist, "gather_single"):  # from torch 2.15 on
+            for count in (6, 0):
+                flat = torch.zeros(size(), count) if here else None
+                done(dist.gather_single(mine(count), flat, root, async_op=async_op), async_op)
+                if flat is not None:
+                    same(flat, torch.stack(everybodys(count)))
         x = torch.zeros(6)
         parts = [mine() * (r + 1) for r in range(size())] if here else None
         done(dist.scatter(x, parts, root, async_op=async_op), async_op)
@@ -358,10 +365,35 @@ def groups() -> None:
         part.broadcast([y], _broadcast_from(0)).wait()
         assert y.item() == 1
         part.shutdown()
+    if hasattr(dist, "set_timeout"):  # the same versions of torch split groups without a GPU, too
+        halves = dist.split_group(split_ranks=[[1, 0], list(range(2, size()))][: size() - 1])
+        assert halves.rank() == (1 - me() if me() < 2 else 0)
+        x = torch.tensor([me()])
+        dist.broadcast(x, group=halves, group_src=0)
+        assert x.item() == (1 if me() < 2 else 2)
+        dist.destroy_process_group(halves)
     world.set_timeout(timedelta(seconds=40))
     dist.barrier()
     everyone.shutdown()
     everyone.shutdown()
+
+
+def flight_recorder() -> None:
+    """torch's flight recorder is not attached to groups of ours, and goes on recording those of others."""
+    world: Any = dist.group.WORLD
+    for name in ("reconfigure", "window", "abort_hooks", "time_estimate"):
+        assert not getattr(world, f"supports_{name}")
+    hooks = getattr(dist.distributed_c10d._world, "pg_flight_recorder_hooks", None)
+    if hooks is None:  # before torch 2.15 only torch's own backends record
+        return
+    assert world not in hooks
+    theirs = dist.new_group(backend="gloo")
+    for group in (world, theirs):
+        dist.all_reduce(mine(), group=group)
+    trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+    assert {entry["process_group"][0] for entry in trace["entries"]} == {theirs.group_name}
+    dist.barrier()
+    dist.destroy_process_group(theirs)
 
 
 def _broadcast_from(root: int) -> Any:

@@ -1,11 +1,13 @@
 """What differs between versions of torch, and what stands in the way of a process group in Python, in one place.
 
-From torch 2.6 to 2.13 at least. Everything here says what it works around.
+Everything here says what it works around. :data:`TESTED` has the versions that the tests are run with.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
     "OLD_NAMES",
+    "TESTED",
     "Asked",
     "asked",
     "backend_of_init",
@@ -25,8 +28,15 @@ __all__ = [
     "dispatch_monitored_barrier",
     "is_awaited",
     "is_profiling",
+    "leave_out_of_flight_recorder",
     "limit",
+    "warn_of_untested",
 ]
+
+TESTED = ("2.6.0", "2.13.0", "2.15.0")
+"""Versions of torch that the tests are run with: the oldest supported, the one of most tests, and the newest."""
+
+_log = logging.getLogger("unicoll")
 
 OLD_NAMES: dict[str, tuple[str, ...]] = {
     "all_gather_single": ("_allgather_base",),
@@ -38,6 +48,20 @@ OLD_NAMES: dict[str, tuple[str, ...]] = {
 """Methods of torch's process group that older versions call by another name."""
 
 _ZERO = timedelta(0)
+
+
+def warn_of_untested(version: str) -> None:
+    """Log a warning if a version of torch is older than the oldest one tested, or its minor version is newer."""
+    oldest, newest = TESTED[0], TESTED[-1]
+    if not _minor(oldest) <= _minor(version) <= _minor(newest):
+        _log.warning(
+            "unicoll.torch_plugin is tested with torch %s to %s, and not with this one, %s", oldest, newest, version
+        )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """(2, 15) of ``"2.15.0+cpu"``."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 class Asked(NamedTuple):
@@ -149,6 +173,24 @@ def dispatch_ends(ours: type[Any]) -> None:
         theirs = getattr(c10d, name, None)
         if theirs is not None and not getattr(theirs, "knows_unicoll", False):
             setattr(c10d, name, _ending(theirs, ours, method))
+
+
+def leave_out_of_flight_recorder(ours: type[Any]) -> None:
+    """Keep torch (2.15 and newer) from attaching its flight recorder to groups of ours: that raises.
+
+    Its hooks are called where C++ dispatches an operation to a C++ backend, and a process group in Python has neither.
+    torch leaves such groups out itself, but takes for one only a group that serves no device.
+    """
+    theirs = getattr(c10d, "_maybe_attach_flight_recorder", None)
+    if theirs is None or getattr(theirs, "knows_unicoll", False):
+        return
+
+    def attach(pg: Any, *arguments: Any, **more: Any) -> None:
+        if not isinstance(pg, ours):
+            theirs(pg, *arguments, **more)
+
+    attach.knows_unicoll = True  # type: ignore[attr-defined]
+    c10d._maybe_attach_flight_recorder = attach
 
 
 def _ending(theirs: Callable[[Any], None], ours: type[Any], method: str) -> Callable[[Any], None]:

@@ -90,8 +90,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self
 
     supports_splitting = True
+    # torch's own answers to these ask a C++ backend, which is not there
     supports_coalescing = False
-    supports_time_estimate = False
+    supports_time_estimate = _supports_time_estimate = False
+    supports_reconfigure = supports_window = supports_abort_hooks = False
 
     def get_group_store(self) -> Any:
         """The store of the group."""
@@ -180,6 +182,28 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _end_coalescing(self, device: torch.device) -> Any:
         handles, self._coalesced = self._coalesced or [], None
         return Several(handles) if handles else DONE
+
+    def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        """Gather every member's ``input`` into one tensor on the root; ``output`` is not used elsewhere.
+
+        Args:
+            output: contiguous, with as many elements as all inputs together.
+            input: of the same shape on all members.
+
+        Raises:
+            DistArgumentError: the sizes do not fit.
+        """
+        opts = opts or c10d.GatherOptions()
+        parts = []
+        if opts.rootRank == self.rank():
+            if output.numel() != self.size() * input.numel():
+                raise DistArgumentError(
+                    f"gather_single: output has {output.numel()} elements, expected {self.size()} * {input.numel()}"
+                )
+            parts = [output.detach().view(self.size(), *input.shape).unbind()]
+        return self.gather(parts, [input], opts)
+
+    gather_into_tensor = gather_single
 
     # --- more groups, and none any more ----------------------------------------------------------------------------
 

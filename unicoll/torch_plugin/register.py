@@ -26,6 +26,7 @@ def register() -> None:
             dist.Backend.register_backend(name, _maker(name), extended_api=True, devices=list(devices))
     compat.dispatch_monitored_barrier(Group)
     compat.dispatch_ends(Group)
+    compat.leave_out_of_flight_recorder(Group)
     functional.register()
     starting.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
 
