@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 import scale_jobs as jobs
-from ranks import Job, end_well
-from worker import enter
+
+from unicoll.testing.ranks import Job, end_well
+from unicoll.testing.worker import enter
 
 _BOUND_S = 60.0
 
