@@ -21,7 +21,8 @@ Reductions of a type that NumPy lacks are in :mod:`unicoll.kernels`. It calls :m
 are there. It must notice a call that differs between ranks (``call.signature`` is equal where calls agree),
 ``call.timeout`` seconds that have passed, and ``abort``, and then raise the same error on all ranks as far as it can.
 
-:class:`unicoll.testing.Conformance` tests all of that; docs/cookbook.md shows how.
+:class:`unicoll.testing.Conformance` tests the results of operations, their order and what is refused, and no failures;
+docs/cookbook.md shows how.
 """
 
 from __future__ import annotations
