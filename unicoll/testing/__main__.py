@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
-
-from . import test_backend
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m unicoll.testing BACKEND [pytest's options]")
-    os.environ[test_backend.VARIABLE] = sys.argv[1]
-    sys.exit(pytest.main([test_backend.__file__, *sys.argv[2:]]))
+    os.environ["UNICOLL_TEST_BACKEND"] = sys.argv[1]  # before the module is imported
+    sys.exit(pytest.main([str(Path(__file__).with_name("test_backend.py")), *sys.argv[2:]]))

@@ -6,6 +6,7 @@ import array
 import hashlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,21 +35,18 @@ def messages(kind: str) -> list[str]:
 
 
 def _exchange(how: str, mine: Any, got: Any, before: int, after: int) -> None:
-    works: Sequence[Any]
-    if how == "blocking":  # rank 0 begins, so that nobody waits for whoever waits for it
-        if dist.get_rank() == 0:
-            dist.send(mine, after)
-        dist.recv(got, before)
-        if dist.get_rank() != 0:
-            dist.send(mine, after)
+    if how == "batch":
+        ops = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, got, before)]
+        for request in dist.batch_isend_irecv(ops):
+            request.wait()
         return
-    if how == "background":
-        works = [dist.isend(mine, after), dist.irecv(got, before)]
-    else:
-        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, got, before)])
-    for work in works:
-        assert work is not None
-        work.wait()
+    send, receive = (dist.send, dist.recv) if how == "blocking" else (dist.isend, dist.irecv)
+    calls: list[Any] = [partial(send, mine, after), partial(receive, got, before)]
+    if dist.get_rank() != 0:  # rank 0 begins: NCCL does one after another, in the background, too
+        calls.reverse()
+    for work in [call() for call in calls]:
+        if how == "background":
+            work.wait()
 
 
 def coalesced(async_op: bool, kind: str) -> None:

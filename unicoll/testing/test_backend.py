@@ -6,8 +6,6 @@ import os
 
 from .conformance import Conformance
 
-VARIABLE = "UNICOLL_TEST_BACKEND"
-
 
 class TestBackend(Conformance):
-    backend = os.environ.get(VARIABLE, "gloo")
+    backend = os.environ.get("UNICOLL_TEST_BACKEND", "gloo")
