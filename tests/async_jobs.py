@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from group_jobs import me, size, total
 from stories import failure_of
-from worker import Failure
 
 import unicoll as dist
+from unicoll.testing.worker import Failure
 
 
 def in_order(count: int) -> None:

@@ -15,9 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
-import ranks  # noqa: E402 - needs the path
-import sampling  # noqa: E402
-import worker  # noqa: E402
+from unicoll.testing import ranks, sampling, worker  # noqa: E402 - needs the path
 
 resource_tracker.ensure_running()  # it stays until the end of the run, and holds a pipe
 

@@ -14,11 +14,11 @@ import torch.distributed as torchs
 from ddp_programs import ROWS, SMALL, counting, seeded
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from worker import place, start_here
 
 import unicoll as dist
 from unicoll.parallel import DistributedDataParallel
 from unicoll.parallel.comm_hooks import fp16_compress_hook
+from unicoll.testing.worker import place, start_here
 
 EPOCHS = 2
 

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import worker
 from mpi_ranks import MpiJob
-from ranks import Job
+
+from unicoll.testing import worker
+from unicoll.testing.ranks import Job
 
 __all__ = ["SHARING", "DeviceJob", "DeviceMpiJob", "Settings", "shared_environment"]
 

@@ -15,7 +15,6 @@ import numpy as np
 import simulated_arrays as arrays
 import simulated_ranks
 import staged
-import worker
 from stories import Story, story_of
 
 import unicoll as dist
@@ -23,6 +22,7 @@ from mpi_comm import collectives, reductions
 from unicoll.device_memory import DeviceFlat, DeviceMemory
 from unicoll.direct import Direct
 from unicoll.streams import CudaError
+from unicoll.testing import worker
 
 STAGED = 20_000
 """Bytes up to which lists of arrays are copied together in the tests."""

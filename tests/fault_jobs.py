@@ -11,12 +11,12 @@ import time
 from typing import Any
 
 import numpy as np
-import worker
 from calls import COLLECTIVES, EVERYTHING, invoke
 from stories import Story, story_of
-from worker import tell
 
 import unicoll as dist
+from unicoll.testing import worker
+from unicoll.testing.worker import tell
 
 
 def loop(name: str, count: int) -> None:

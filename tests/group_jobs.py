@@ -7,12 +7,12 @@ import warnings
 from typing import Any
 
 import numpy as np
-import worker
 from calls import COLLECTIVES, invoke
 from stories import failure_of
-from worker import Failure
 
 import unicoll as dist
+from unicoll.testing import worker
+from unicoll.testing.worker import Failure
 
 
 def me() -> int:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from calls import invoke
 from stories import Story, story_of
-from worker import Failure
 
 import unicoll as dist
+from unicoll.testing.worker import Failure
 
 # --- different calls ----------------------------------------------------------------------------------------
 

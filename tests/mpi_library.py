@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from ranks import environment
+from unicoll.testing.ranks import environment
 
 GRACE_S = 8.0
 _SHARED_MEMORY = "/dev/shm/"

@@ -28,7 +28,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import worker
 from mpi_library import (
     GRACE_S,
     Tree,
@@ -41,10 +40,13 @@ from mpi_library import (
     variables_for,
     why_not,
 )
-from ranks import HERE, ROOT, Job, RanksFailed
+
+from unicoll.testing import worker
+from unicoll.testing.ranks import ROOT, Job, RanksFailed
 
 __all__ = ["Ended", "MpiJob", "Program", "library", "mpirun", "started", "why_not"]
 
+HERE = Path(__file__).resolve().parent
 _START_S = 60.0
 _HELLO = struct.Struct("=ii")
 UNKNOWN = -1001
@@ -163,7 +165,7 @@ class MpiJob(Job):
     def _start_all(self, join: str, variables: dict[str, str]) -> None:
         folder = self._folder.name
         program = (
-            f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(ROOT)!r}]; import mpi_ranks;"
+            f"import sys; sys.path[:] = {sys.path!r}; import mpi_ranks;"
             f" mpi_ranks.attend({folder!r}, {library().rank!r}, {self.size}, {self._arguments!r})"
         )
         with socket.socket(socket.AF_UNIX) as listener, open(self._said, "wb") as said:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import simulated_arrays as arrays
 import simulated_ranks
-import worker
 
 import unicoll as dist
+from unicoll.testing import worker
 
 
 def mixed() -> dict[str, Any]:

@@ -7,11 +7,11 @@ import threading
 from typing import Any
 
 import numpy as np
-import reference
 from stories import failure_of
-from worker import Failure
 
 import unicoll as dist
+from unicoll.testing import reference
+from unicoll.testing.worker import Failure
 from unicoll.types import DTYPES
 
 

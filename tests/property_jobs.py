@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from cases import Case, Trial, reduce_op
 
 import unicoll as dist
+from unicoll.testing.cases import Case, Trial, reduce_op
 
 
 @dataclass(frozen=True)

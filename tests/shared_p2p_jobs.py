@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from p2p_jobs import me, must, size
 from stories import Story, failure_of, story_of
-from worker import Failure, tell
 
 import unicoll as dist
 from gloo_fallback.ring import PART, RING, SHARED_FROM
+from unicoll.testing.worker import Failure, tell
 
 LARGE = 3 * RING + 12_345
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import cases
 import simulated_arrays
-import worker
-from ranks import Job
+import simulated_family  # noqa: F401 - the conformance suite finds the family there
 from simulated_cuda import Simulation
 from simulated_nccl import SimulatedNccl
 
 import unicoll.streams
+from unicoll.testing import cases, worker
+from unicoll.testing.ranks import Job
 
 __all__ = ["Settings", "SimulatedJob", "here", "install", "nccl", "uninstall"]
 

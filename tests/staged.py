@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import pytest
 import simulated_ranks
-from conformance import Conformance
-from families import SimulatedFamily
-from ranks import Pool
+from simulated_family import SimulatedFamily
 
 from unicoll import staging
+from unicoll.testing.conformance import Conformance
+from unicoll.testing.ranks import Pool
+from unicoll.testing.sampling import sampled
 
 __all__ = ["PIECE", "Staged", "prepare"]
 
@@ -40,7 +40,7 @@ class Staged(Conformance):
     def large(self, itemsize: int) -> int:
         return (50 * PIECE // itemsize + 11) | 1
 
-    @pytest.mark.sampled("async_op", "layout", 2)
+    @sampled("async_op", "layout", 2)
     def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
         super().test_every_layout(layout, async_op, pool)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from worker import Failure
+from unicoll.testing.worker import Failure
 
 Story = tuple[Failure | None, float]
 """How a call ended, and how many seconds it took."""

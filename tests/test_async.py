@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import async_jobs as jobs
 import pytest
-from ranks import Pool
+
+from unicoll.testing.ranks import Pool
 
 Pools = Callable[[int], Pool]
 

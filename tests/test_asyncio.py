@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from awaiting import SCENARIOS
-from ranks import ROOT, environment
+
+from unicoll.testing.ranks import ROOT, environment
 
 PROGRAM = str(Path(__file__).with_name("awaiting.py"))
 

@@ -16,7 +16,6 @@ from typing import Any
 import bench_jobs
 import numpy as np
 import pytest
-from ranks import ROOT, environment, free_port
 from simulated_ranks import SimulatedJob
 
 import unicoll as dist
@@ -30,6 +29,7 @@ from unicoll.bench.progress import Progress
 from unicoll.bench.report import _environment, write
 from unicoll.bench.sizes import DEFAULT_SIZES, parse_size
 from unicoll.bench.values import PERIOD, REDOPS, Values, decoded, encoded
+from unicoll.testing.ranks import ROOT, environment, free_port
 from unicoll.types import BY_NAME
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

@@ -6,25 +6,22 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import conformance_jobs as jobs
 import pytest
-from conformance import Conformance, as_reduction
-from ranks import Job, Pool, pools, run_ranks
 
 from gloo_fallback.algorithms import SEGMENT, SMALL
-from gloo_fallback.backend import GlooBackend
 from gloo_fallback.board import SLOT
 from gloo_fallback.circulant import BLOCK
 from gloo_fallback.shared import WHOLE
-from unicoll.types import BY_NAME
+from unicoll.testing import conformance_jobs as jobs
+from unicoll.testing.conformance import Conformance
+from unicoll.testing.ranks import Job, Pool, pools, run_ranks
 
 _HUGE = 2_200_000_003
 _NEEDS = 12 << 30
 
 
 class _Gloo(Conformance):
-    def reduces(self, dtype: str, reduction: str) -> bool:
-        return GlooBackend.caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
+    backend = "gloo"
 
 
 class TestSockets(_Gloo):

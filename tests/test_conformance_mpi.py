@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
-from conformance import Conformance, as_reduction
 from mpi_ranks import MpiJob, library, why_not
-from ranks import Pool, pools
 
-from unicoll import registry
-from unicoll.types import BY_NAME
+from unicoll.testing.conformance import Conformance
+from unicoll.testing.ranks import Pool, pools
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)
@@ -21,6 +19,7 @@ _EAGER = 64 << 10
 
 
 class TestMPI(Conformance):
+    backend = "mpi"
     sample = 25
     sizes = barrier_sizes = (1, 2, 3, 4)  # these libraries take no more ranks well on two cores
     turn = ("openmpi", "mpich").index(library().name)
@@ -30,9 +29,6 @@ class TestMPI(Conformance):
     def pool(cls) -> Iterator[Callable[[int], Pool]]:
         with pools(partial(MpiJob, backend="mpi", rehearse=True)) as made:
             yield made
-
-    def reduces(self, dtype: str, reduction: str) -> bool:
-        return registry.load("mpi").caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         switch = _EAGER // itemsize

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
-from conformance import Conformance, as_reduction
-from families import SimulatedFamily
-from ranks import Pool, pools
+from simulated_family import SimulatedFamily
 from simulated_ranks import SimulatedJob
 
 from nccl_comm.types import way
+from unicoll.testing.conformance import Conformance, as_reduction
+from unicoll.testing.ranks import Pool, pools
 from unicoll.types import BY_NAME
 
 

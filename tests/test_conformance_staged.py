@@ -7,16 +7,15 @@ from functools import partial
 
 import pytest
 import staged
-from conformance import as_reduction
-from ranks import Job, Pool, pools
 from simulated_ranks import Settings
 
-from gloo_fallback.backend import GlooBackend
-from unicoll.types import BY_NAME
+from unicoll.testing.ranks import Job, Pool, pools
 
 
 class TestGloo(staged.Staged):
     """Named alone, the current stream not the legacy one."""
+
+    backend = "gloo"
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -24,6 +23,3 @@ class TestGloo(staged.Staged):
         settings = Settings(policy="random", seed=seed, own_stream=True, backend="gloo")
         with pools(partial(Job, prepare=(staged.prepare, settings))) as made:
             yield made
-
-    def reduces(self, dtype: str, reduction: str) -> bool:
-        return GlooBackend.caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))

@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 from c_functions import StandIn, alike, compiler, header, parse, put, putting
 from declarations import CUDA
-from ranks import ROOT, environment
 
 from unicoll import cuda_driver, outlook, streams
 from unicoll.cuda_driver import SIGNATURES, Driver
 from unicoll.errors import BackendUnavailableError, DistBackendError
 from unicoll.streams import Cuda, CudaError, DeviceFacts
+from unicoll.testing.ranks import ROOT, environment
 
 DECLARED = parse(CUDA)
 CONTEXTS = {0: 0x5555_0000_0000, 1: 0x5555_0001_0000}

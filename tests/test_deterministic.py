@@ -7,11 +7,11 @@ import hashlib
 import deterministic_jobs as jobs
 import numpy as np
 import pytest
-from ranks import Job, run_ranks
-from worker import enter
 
 import unicoll as dist
 from unicoll.options import as_options
+from unicoll.testing.ranks import Job, run_ranks
+from unicoll.testing.worker import enter
 
 TRANSPORTS = (
     {"UNICOLL_TRANSPORT": "shm"},

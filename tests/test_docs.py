@@ -3,7 +3,8 @@
 In README.md and docs/*.md a block whose first line is ```` ```python run ```` runs on two ranks of our launcher;
 ``run=4`` on four, ``run=1`` in one process without the launcher. ```` ```sh run ```` runs in bash. ``exit=137`` expects
 that exit code, ``torch`` needs torch. A ```` ```text ```` block right below is what is printed, in any order of lines,
-with ``...`` for anything.
+with ``...`` for anything. The code of a block whose first line has ``file=NAME`` is a file of that name for the blocks
+of its page that are run.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ROOT, environment, free_port
 
 import unicoll as dist
+from unicoll.testing.ranks import ROOT, environment, free_port
 
 HELLO = ROOT / "examples" / "hello.py"
 COOKBOOK = ROOT / "docs" / "cookbook.md"
@@ -149,8 +150,11 @@ class Block:
         return f"{self.page.name}:{self.line}"
 
     def option(self, name: str, default: int) -> int:
-        values = [o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")]
-        return int(values[0]) if values else default
+        return int(self.word(name) or default)
+
+    def word(self, name: str) -> str:
+        """The value of an option; "" where it is not given."""
+        return next((o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")), "")
 
 
 FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$(?:\n```text\n((?:.*\n)*?)```$)?", re.M)
@@ -168,6 +172,7 @@ def is_run(block: Block) -> bool:
 
 
 RUN = [block for page in PAGES for block in blocks(page) if is_run(block)]
+FILES = [block for page in PAGES for block in blocks(page) if block.word("file")]
 
 
 def command(block: Block, folder: Path) -> list[str]:
@@ -217,6 +222,9 @@ def test_a_block_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> N
         pytest.skip("bash is not installed")
     shutil.copy(HELLO, tmp_path)
     (tmp_path / "show.py").write_text(SHOW)
+    for other in FILES:
+        if other.page == block.page:
+            (tmp_path / other.word("file")).write_text(other.code)
     ended = subprocess.run(
         command(block, tmp_path),
         cwd=tmp_path,
@@ -236,7 +244,8 @@ def test_a_block_runs_and_prints_what_it_says(block: Block, tmp_path: Path) -> N
 def test_every_block_of_the_cookbook_is_run() -> None:
     code = [block for block in blocks(COOKBOOK) if block.language in ("python", "sh", "console", "bash")]
     assert len(code) > 20
-    assert [str(block) for block in code if not is_run(block) or block.output is None] == []
+    shown = [block for block in code if not block.word("file")]
+    assert [str(block) for block in shown if not is_run(block) or block.output is None] == []
 
 
 def test_the_example_is_the_readmes() -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ROOT, environment, free_port
 
 import unicoll as dist
+from unicoll.testing.ranks import ROOT, environment, free_port
 
 PROGRAM = str(Path(__file__).with_name("explaining.py"))
 SIZE = 2

@@ -17,11 +17,11 @@ from pathlib import Path
 import fault_jobs as jobs
 import pytest
 from calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row_name
-from ranks import Outcome, Pool, end_well, joined
-from worker import end, leave
 
 from unicoll import auth
 from unicoll.errors import DistError
+from unicoll.testing.ranks import Outcome, Pool, end_well, joined
+from unicoll.testing.worker import end, leave
 
 turn = 1 if os.environ.get("UNICOLL_TRANSPORT") else 0  # see :mod:`sampling`
 SOON_S = 5.0

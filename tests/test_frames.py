@@ -8,7 +8,8 @@ import sys
 import time
 
 import pytest
-from ranks import ROOT
+
+from unicoll.testing.ranks import ROOT
 
 RELAY = """
 import resource, sys, time

@@ -18,15 +18,16 @@ import gpu_mutation_jobs as mutations
 import numpy as np
 import pytest
 from device_ranks import shared_environment
-from families import CupyFamily, layouts
 from gpu_check import training, training_jobs, verdict
 from gpu_check.command import CUT, FAILED, NO_GPU, PASSED, main
 from gpu_check.process import run_stage
 from gpu_check.record import Document, Reporter, Skip, plain
 from gpu_check.stages import STAGES
-from ranks import ROOT, Job, environment, run_ranks
 from simulated_ranks import SimulatedJob
-from worker import enter
+
+from unicoll.testing.families import CupyFamily, layouts
+from unicoll.testing.ranks import ROOT, Job, environment, run_ranks
+from unicoll.testing.worker import enter
 
 _TIMEOUT_S = 300
 

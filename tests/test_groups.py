@@ -7,8 +7,9 @@ from pathlib import Path
 
 import group_jobs as jobs
 import pytest
-from ranks import Job, Pool, end_well
-from worker import enter
+
+from unicoll.testing.ranks import Job, Pool, end_well
+from unicoll.testing.worker import enter
 
 Pools = Callable[[int], Pool]
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import ROOT, environment
+
+from unicoll.testing.ranks import ROOT, environment
 
 PROGRAMS = str(Path(__file__).with_name("host_programs.py"))
 SECRET = {"UNICOLL_SECRET": "the secret that these tests share"}

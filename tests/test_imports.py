@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment
+
+from unicoll.testing.ranks import ROOT, environment
 
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
 LOW = {
@@ -32,7 +33,7 @@ _LAYERS = (
     {"joining"},
     {"world"},
     {"subgroups", "collectives", "p2p", "objects", "mesh", "device_mesh"},
-    {"parallel", "spawning", "run", "bench", "torch_plugin"},
+    {"parallel", "spawning", "run", "bench", "torch_plugin", "testing"},
 )
 """From the lowest to the highest; a room imports from its own layer and those below it."""
 

@@ -8,9 +8,10 @@ from typing import Any
 import mismatch_jobs as jobs
 import pytest
 from calls import COALESCED, COLLECTIVES, REDUCING, ROOTED, row_name
-from ranks import Job, Pool, end_well
 from stories import Story
-from worker import enter
+
+from unicoll.testing.ranks import Job, Pool, end_well
+from unicoll.testing.worker import enter
 
 SOON_S = 5.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from ranks import ROOT, environment
+from unicoll.testing.ranks import ROOT, environment
 
 HIDDEN = "import sys; sys.modules['mpi4py'] = None; import unicoll as dist\n"
 

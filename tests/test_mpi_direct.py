@@ -11,14 +11,13 @@ from functools import partial
 import direct_jobs as jobs
 import pytest
 import staged_jobs
-from conformance import Conformance, as_reduction
 from mpi_ranks import MpiJob, library, why_not
-from ranks import Pool, end_well, pools
 from simulated_ranks import Settings
-from worker import enter
 
 from mpi_comm.reductions import _native
-from unicoll import registry
+from unicoll.testing.conformance import Conformance
+from unicoll.testing.ranks import Pool, end_well, pools
+from unicoll.testing.worker import enter
 from unicoll.types import BY_NAME
 
 if why_not():
@@ -71,14 +70,12 @@ def pool(seed: int) -> Iterator[Callable[[int], Pool]]:
 class TestMPI(Conformance):
     """Whatever differs from arrays of the host: how operations go, element types, layouts, sizes around switches."""
 
+    backend = "mpi"
     families = ("simulated",)
     sample = 10
     sizes = switch_sizes = SIZES
     coalesced_sizes = (2,)
     turn = ("openmpi", "mpich").index(library().name)
-
-    def reduces(self, dtype: str, reduction: str) -> bool:
-        return registry.load("mpi").caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
 
     def pairs(self, op: str) -> list[tuple[str, str | None]]:
         """What goes by address, and little of what does not: that is tested as staged."""

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 from mpi_ranks import Program, library, why_not
-from ranks import ROOT
 from test_docs import HELLO, Block, blocks, differences, surroundings
+
+from unicoll.testing.ranks import ROOT
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)

@@ -16,8 +16,9 @@ import pytest
 import test_faults
 from calls import EVERYTHING
 from mpi_ranks import MpiJob, why_not
-from ranks import Pool, drawn_seed, joined, pools
-from worker import enter
+
+from unicoll.testing.ranks import Pool, drawn_seed, joined, pools
+from unicoll.testing.worker import enter
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from mpi_ranks import Ended, library, mpirun, started, why_not
-from ranks import ROOT, environment, free_port
+
+from unicoll.testing.ranks import ROOT, environment, free_port
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)

@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 import staged
 import staged_jobs as jobs
-from conformance import as_reduction
 from mpi_ranks import MpiJob, why_not
-from ranks import HERE, ROOT, Pool, end_well, environment, pools
 from simulated_ranks import Settings
-from worker import enter
 
-from unicoll import registry
-from unicoll.types import BY_NAME
+from unicoll.testing.ranks import ROOT, Pool, end_well, environment, pools
+from unicoll.testing.worker import enter
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)
@@ -37,6 +34,8 @@ from test_staged import (  # noqa: F401
     test_streams_are_ordered_on_both_sides,
 )
 
+HERE = Path(__file__).parent
+
 
 def _start(size: int, backend: str, seed: int) -> MpiJob:
     settings = Settings(policy="random", seed=seed, own_stream=True, backend=backend)
@@ -50,14 +49,13 @@ def pool(seed: int) -> Iterator[Callable[[int], Pool]]:
 
 
 class TestMPI(staged.Staged):
+    backend = "mpi"
+
     @pytest.fixture(scope="class")
     @classmethod
     def pool(cls, seed: int) -> Iterator[Callable[[int], Pool]]:
         with pools(partial(_start, backend="mpi", seed=seed)) as made:
             yield made
-
-    def reduces(self, dtype: str, reduction: str) -> bool:
-        return registry.load("mpi").caps.reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
 
 
 @pytest.mark.parametrize("backend", ["cpu:mpi,cuda:nccl", None])

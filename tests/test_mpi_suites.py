@@ -10,7 +10,8 @@ import group_jobs
 import pytest
 import subclass_jobs
 from mpi_ranks import MpiJob, why_not
-from ranks import Pool, pools
+
+from unicoll.testing.ranks import Pool, pools
 
 if why_not():
     pytest.skip(why_not(), allow_module_level=True)

@@ -8,9 +8,10 @@ from functools import partial
 
 import nccl_jobs as jobs
 import pytest
-from ranks import Pool, joined, pools
 from simulated_ranks import SimulatedJob
-from worker import leave
+
+from unicoll.testing.ranks import Pool, joined, pools
+from unicoll.testing.worker import leave
 
 POLICIES = ("oldest", "newest")
 

@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 from c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
 from declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
-from ranks import ROOT, environment
 from simulated_cuda import Simulation
 
 from nccl_comm import api, bindings, errors, library, structs
@@ -28,6 +27,7 @@ from unicoll import errors as tree
 from unicoll import outlook, streams
 from unicoll.options import CallOptions
 from unicoll.streams import CudaError
+from unicoll.testing.ranks import ROOT, environment
 
 DECLARED = parse(NCCL)
 NAMES = {

@@ -11,9 +11,10 @@ from functools import partial
 
 import mutation_jobs as jobs
 import pytest
-from ranks import Pool, pools
 from simulated_ranks import SimulatedJob
-from worker import enter
+
+from unicoll.testing.ranks import Pool, pools
+from unicoll.testing.worker import enter
 
 _RANKS = 2
 _AGAIN = 5

@@ -7,7 +7,8 @@ import random
 import pytest
 import stream_programs
 from simulated_ranks import SimulatedJob
-from worker import enter
+
+from unicoll.testing.worker import enter
 
 _PROGRAMS, _STEPS = 40, 60
 

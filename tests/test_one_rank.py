@@ -10,9 +10,10 @@ from typing import Any
 
 import one_rank
 import pytest
-from ranks import ROOT, environment
 from simulated_cuda import Simulation
 from simulated_nccl import SimulatedNccl
+
+from unicoll.testing.ranks import ROOT, environment
 
 GPU_TIMEOUT_S = 600
 ASK = """

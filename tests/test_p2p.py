@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import p2p_jobs as jobs
 import pytest
-from ranks import Job, Pool, pools
+
+from unicoll.testing.ranks import Job, Pool, pools
 
 Pools = Callable[[int], Pool]
 

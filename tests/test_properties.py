@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from cases import Case
-from conformance import COLLECTIVES, has
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from property_jobs import Program, Step, reduce_twice, run_programs
-from ranks import Pool, drawn_seed
 
 from gloo_fallback.backend import GlooBackend
 from unicoll.ops import OPS, supported_reductions
+from unicoll.testing.cases import Case
+from unicoll.testing.conformance import COLLECTIVES, has
+from unicoll.testing.ranks import Pool, drawn_seed
 from unicoll.types import BY_NAME, DTYPES, ReduceOp
 
 Pools = Callable[[int], Pool]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-import sampling
+
+from unicoll.testing import sampling
 
 
 @pytest.mark.parametrize(("rows", "columns", "count"), [(12, 5, 2), (11, 3, 1), (1, 2, 1), (7, 4, 4), (5, 3, 9)])

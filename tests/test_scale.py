@@ -6,8 +6,9 @@ import time
 
 import pytest
 import scale_jobs as jobs
-from ranks import Job, end_well
-from worker import enter
+
+from unicoll.testing.ranks import Job, end_well
+from unicoll.testing.worker import enter
 
 _BOUND_S = 60.0
 

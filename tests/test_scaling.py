@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from formulas import ROOTED, WHOLE, Case, Cost, cost, log2
-from ranks import run_ranks
 from simulation import BUFFER, Deadlock, Trace, Turn, replay, run, tallying, watch
 
 from gloo_fallback import algorithms, ways
@@ -23,6 +22,7 @@ from gloo_fallback.board import SLOT
 from gloo_fallback.circulant import LIMIT
 from gloo_fallback.links import HEADER_SIZE
 from gloo_fallback.ways import _OPERATIONS
+from unicoll.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "scaling.md"

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 import shared_memory_jobs as jobs
-from ranks import Job, Pool, run_ranks
-from worker import enter
 
 from gloo_fallback.board import SLOT, size_of
+from unicoll.testing.ranks import Job, Pool, run_ranks
+from unicoll.testing.worker import enter
 
 Pools = Callable[[int], Pool]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import shared_p2p_jobs as jobs
-from ranks import Job, Pool, joined, run_ranks
 from test_faults import SOON_S
-from worker import leave
 
 from gloo_fallback.ring import PART, RING, SHARED_FROM, Inlet, Outlet
+from unicoll.testing.ranks import Job, Pool, joined, run_ranks
+from unicoll.testing.worker import leave
 
 Pools = Callable[[int], Pool]
 

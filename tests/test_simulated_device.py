@@ -11,12 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import simulated_arrays as arrays
-from families import family
+import simulated_family  # noqa: F401 - makes the family known
 from simulated_cuda import Simulation
 
 from unicoll import streams
 from unicoll.buffers import as_buffer
 from unicoll.streams import CudaError
+from unicoll.testing.families import family
 
 Make = Callable[..., Simulation]
 

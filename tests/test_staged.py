@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import staged
 import staged_jobs as jobs
-from ranks import Job, Pool, pools
 from simulated_ranks import Settings
+
+from unicoll.testing.ranks import Job, Pool, pools
 
 BACKEND = "gloo"
 

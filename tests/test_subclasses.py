@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import subclass_jobs as jobs
-from ranks import Job, Pool, pools
 
 from unicoll import buffers
 from unicoll.buffers import as_buffer
 from unicoll.errors import DistTypeError
+from unicoll.testing.ranks import Job, Pool, pools
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp", "hierarchical"])

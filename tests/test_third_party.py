@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from counting import CountingBackend
-from ranks import ROOT, environment
 
 import unicoll as dist
 from unicoll import registry
 from unicoll.backend import Backend as BackendBase
 from unicoll.backend import Caps
 from unicoll.errors import BackendUnavailableError, DistArgumentError
+from unicoll.testing.ranks import ROOT, environment
 
 HERE = Path(__file__).parent
 
@@ -245,6 +246,81 @@ def test_every_operation_through_a_third_partys_backend(tmp_path: Path, how: str
         assert report["counts"] == report["expected"]
         assert "backend counting: backend='counting'" in report["explained"]
         assert report["closed"] == report["created"] == 2
+
+
+BAD_ARITHMETIC = """
+from counting import CountingBackend
+
+
+class Off(CountingBackend):
+    name = "off"
+
+    def run(self, call):
+        super().run(call)
+        if call.op.name == "all_reduce" and call.dtype.name == "int16":
+            call.outputs[0].flat[:] += 1
+            call.write_back()
+"""
+SUITE = """
+from unicoll.testing import Conformance
+
+
+class TestBackend(Conformance):
+    backend = "counting"
+    large_sizes = coalesced_sizes = (2,)
+"""
+
+
+def suite(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What somebody runs who has nothing but the installed packages."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", *arguments, "-q", "-p", "no:cacheprovider"], cwd=folder,
+        env=environment({"PYTHONPATH": f"{ROOT}:{folder}"}), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_suite_passes_an_installed_backend(tmp_path: Path) -> None:
+    installed(tmp_path, "counting:CountingBackend")
+    (tmp_path / "test_counting.py").write_text(SUITE)
+    done = suite(tmp_path, "pytest", "test_counting.py", "-k", "messages or coalesced")
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
+    installed(tmp_path, "counting:CountingBackend")
+    with (tmp_path / "counting_backend-1.0.dist-info" / "entry_points.txt").open("a") as entries:
+        entries.write("off = off:Off\n")
+    (tmp_path / "off.py").write_text(BAD_ARITHMETIC)
+    done = suite(tmp_path, "unicoll.testing", "off", "-k", "every_type_and_reduction and (all_reduce or broadcast)")
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 1 passed" in done.stdout
+    assert "test_every_type_and_reduction[all_reduce-" in done.stdout
+    wrong = [line for line in done.stdout.splitlines() if "rank 0: Case(" in line]
+    assert wrong
+    assert all("dtype='int16'" in line and "elements wrong" in line for line in wrong)
+    assert "UNICOLL_TEST_SEED=" in done.stdout
+
+
+class Few(CountingBackend):
+    """A backend with one operation."""
+
+    name = "few"
+    caps = Caps(frozenset({"cpu"}), frozenset({"all_reduce"}))
+
+
+def test_an_operation_that_a_backend_lacks_is_refused_before_it_is_called() -> None:
+    dist.Backend.register_backend("few", Few)
+    dist.init_process_group("few", rank=0, world_size=1)
+    try:
+        x = np.ones(3)
+        dist.all_reduce(x)
+        for call in (dist.barrier, lambda: dist.broadcast(x, 0), lambda: dist.all_gather([x], x)):
+            with pytest.raises(BackendUnavailableError, match="backend few does not have this operation"):
+                call()
+        dist.all_reduce(x)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_installed_backend_that_cannot_be_imported(

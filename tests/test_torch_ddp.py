@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip("torch")
 
 import ddp_programs as programs
-from ranks import Job, Pool, pools
-from worker import enter
+
+from unicoll.testing.ranks import Job, Pool, pools
+from unicoll.testing.worker import enter
 
 pytestmark = pytest.mark.torch
 

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("torch")
 
 import ddp_join_programs as programs
-from ranks import Job, Pool, pools
+
+from unicoll.testing.ranks import Job, Pool, pools
 
 pytestmark = pytest.mark.torch
 COUNTS = [3, 1, 5]

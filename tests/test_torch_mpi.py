@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 from mpi_library import command, library, variables_for, why_not
-from ranks import HERE, ROOT
 from torch_suite_sample import RECORDED, run_sample
+
+from unicoll.testing.ranks import ROOT
+
+HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.torch
 if why_not():
@@ -68,6 +71,8 @@ import os
 import torch
 import torch.distributed as dist
 import unicoll.torch_plugin
+
+HERE = Path(__file__).parent
 
 unicoll.torch_plugin.enable_mpi()
 

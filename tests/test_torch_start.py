@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import HERE, ROOT, environment, free_port
+
+from unicoll.testing.ranks import ROOT, environment, free_port
+
+HERE = Path(__file__).parent
 
 pytestmark = pytest.mark.torch
 torch = pytest.importorskip("torch")

@@ -6,7 +6,8 @@ import logging
 import re
 
 import pytest
-from ranks import ROOT
+
+from unicoll.testing.ranks import ROOT
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -11,11 +11,11 @@ from typing import Any
 
 import nccl_jobs as jobs
 import pytest
-from ranks import Pool, pools
 from simulated_cuda import Simulation
 from simulated_ranks import SimulatedJob
 
 from nccl_comm.transports import VARIABLES, expected, logged, settings
+from unicoll.testing.ranks import Pool, pools
 
 NOWHERE = Path("/no/such/folder")
 

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import ROOT, environment, free_port
+
+from unicoll.testing.ranks import ROOT, environment, free_port
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import using_jobs as jobs
-from ranks import Pool, pools
 from simulated_ranks import SimulatedJob
 
 import unicoll as dist
 from unicoll.options import as_call_options
+from unicoll.testing.ranks import Pool, pools
 
 Pools = Callable[[int], Pool]
 

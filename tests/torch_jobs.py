@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from worker import leftovers, snapshot
 
 import unicoll
 import unicoll.torch_plugin as plugin
+from unicoll.testing.worker import leftovers, snapshot
 
 before: list[str] = []
 F32, I64 = torch.float32, torch.int64

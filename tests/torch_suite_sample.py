@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from ranks import ROOT
+from unicoll.testing.ranks import ROOT
 
 RECORDED = json.loads((ROOT / "benchmarks" / "torch_suite.json").read_text())
 """What passed when all of them were run, by backend and number of ranks."""

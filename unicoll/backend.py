@@ -3,6 +3,26 @@
 A backend serves one process group. It is created from a :class:`Context`, gets :class:`Call` records whose buffers
 are contiguous and whose arguments have been checked, and answers with a :class:`~unicoll.work.Completion`
 (:meth:`Backend.post`) or, for blocking calls, when the operation is done (:meth:`Backend.run`).
+
+**Mandatory** are the class attributes ``name`` and ``caps``, the class method ``create``, the methods ``post``,
+``abort`` and ``close``, and the property ``sequence``. All other methods have defaults. A backend of the host gets
+order, numbers and asynchronous calls from a :class:`~unicoll.lane.Lane`.
+
+**Operations.** No single operation is mandatory: a call of one that is not in ``caps.native`` is refused before the
+backend gets it. :class:`~unicoll.ops.Op` says of each operation what goes in and what comes out. Some functions
+of the package are made of others and work where those are there: object collectives use ``broadcast``,
+``all_gather_into_tensor``, ``all_gather``, ``gather``, ``scatter``, ``all_to_all_single``, ``send`` and ``recv``;
+``unicoll.parallel`` uses ``all_reduce``, ``broadcast`` and ``all_gather_into_tensor``;
+what is coalesced is a batch of the same operation.
+
+**A call.** A backend reads ``call.inputs`` and writes ``call.outputs`` through ``Buffer.flat`` (CPU) or
+``Buffer.ptr`` (CUDA), and nothing else: inputs may be read-only, and an operation in place has the same tuple for both.
+Reductions of a type that NumPy lacks are in :mod:`unicoll.kernels`. It calls :meth:`Call.write_back` when the outputs
+are there. It must notice a call that differs between ranks (``call.signature`` is equal where calls agree),
+``call.timeout`` seconds that have passed, and ``abort``, and then raise the same error on all ranks as far as it can.
+
+:class:`unicoll.testing.Conformance` tests the results of operations, their order and what is refused, and no failures;
+docs/cookbook.md shows how.
 """
 
 from __future__ import annotations
@@ -32,8 +52,9 @@ class Caps:
 
     Attributes:
         devices: device types whose arrays it takes.
-        native: names of the operations it has itself; the others come from composites.
-        reduces: whether it has this reduction of elements of this type (it moves all types).
+        native: names of the operations it has; calls of others are refused with BackendUnavailableError.
+        reduces: whether it has this reduction of elements of this type; a call of another is refused with
+            DistTypeError. Operations that do not reduce take all types.
     """
 
     devices: frozenset[str]
@@ -166,19 +187,28 @@ class Backend(ABC):
 
     @classmethod  # noqa: B027 - optional
     def prepare(cls, job: Job) -> None:
-        """Called on every process before the ranks wait for each other: publish what peers will look for."""
+        """Called on every process of a job, once, before the ranks wait for each other and before any group is made.
+
+        Needed where members look for something of each other that is the same for all groups, an address for example:
+        what is published here in ``job.store`` is there for everybody when the first :meth:`create` is called, so
+        that :meth:`create` and the first operation need not wait for it. Not needed where members exchange nothing
+        but what they publish for one group, or look for it when they need it. ``job.control`` is not there yet.
+        """
 
     @classmethod
     @abstractmethod
     def create(cls, context: Context) -> Backend:
-        """The backend of a new group; every member calls this. It may return before the others have come."""
+        """The backend of a new group; every member calls this. It may return before the others have come.
+
+        Names in ``context.job.store`` must contain ``context.name``, which no other group of the job has.
+        """
 
     @abstractmethod
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
         """Start the calls, in order and as one batch, and return at once.
 
-        The backend numbers them, keeps their buffers until it no longer needs them, and writes packed results
-        back before the completion is done.
+        A batch has one operation, or is made of sends and receives. The backend numbers the calls, keeps their buffers
+        until it no longer needs them, and writes packed results back before the completion is done.
         """
 
     def run(self, call: Call) -> None:
@@ -231,7 +261,7 @@ class Backend(ABC):
     @property
     @abstractmethod
     def sequence(self) -> int:
-        """Sequence number of the last call accepted."""
+        """Number of the last collective accepted, from 1; equal on all members that have made the same calls."""
 
     @property
     def staging(self) -> int:

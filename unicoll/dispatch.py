@@ -314,19 +314,22 @@ class Dispatch:
                 f"group {self._name!r} has been destroyed", group=self._name, op=call.op.name
             )
         buffers = call.inputs or call.outputs
-        if not buffers:
-            return self._host
-        first = buffers[0]
-        backend = self._backends.get(first.device.type) or self._stage(first.device.type)
+        backend: Backend | None = self._host
+        if buffers:
+            device = buffers[0].device.type
+            backend = self._backends.get(device) or self._stage(device)
         if backend is None:
             raise BackendUnavailableError(
-                f"{call.op.name}: no backend of group {self._name!r} ({self.backend_config}) serves"
-                f" {first.device.type} arrays",
+                f"{call.op.name}: no backend of group {self._name!r} ({self.backend_config}) serves {device} arrays",
                 op=call.op.name,
             )
-        if call.reduce is not None and not backend.caps.reduces(first.dtype, call.reduce):
+        if call.op.name not in backend.caps.native:
+            raise BackendUnavailableError(
+                f"{call.op.name}: backend {backend.name} does not have this operation", op=call.op.name
+            )
+        if call.reduce is not None and not backend.caps.reduces(buffers[0].dtype, call.reduce):
             raise DistTypeError(
-                f"{call.op.name}: backend {backend.name} does not reduce {first.dtype} by {call.reduce.name}",
+                f"{call.op.name}: backend {backend.name} does not reduce {buffers[0].dtype} by {call.reduce.name}",
                 op=call.op.name,
             )
         return backend

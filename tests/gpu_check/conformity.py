@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 
-from cases import Case
-from conformance import COLLECTIVES, Conformance, as_reduction
-from ranks import Pool, drawn_seed
-
 from nccl_comm.types import way
+from unicoll.testing.cases import Case
+from unicoll.testing.conformance import COLLECTIVES, Conformance, as_reduction
+from unicoll.testing.ranks import Pool, drawn_seed
 from unicoll.types import BY_NAME, DType, Reduction
 
 from . import conformity_jobs as jobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ranks import Job
+from unicoll.testing.ranks import Job
 
 from . import cost_jobs, rank_jobs
 from .place import Place, joined

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import worker
-from ranks import Job
+from unicoll.testing import worker
+from unicoll.testing.ranks import Job
 
 from . import fault_jobs as jobs
 from . import rank_jobs

@@ -11,10 +11,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ranks import ROOT, environment
-
 import unicoll
 from unicoll.bench import report
+from unicoll.testing.ranks import ROOT, environment
 
 from . import rank_jobs
 from .place import Place, joined

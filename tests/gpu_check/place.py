@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import simulated_ranks
-import worker
 from device_ranks import DeviceJob, DeviceMpiJob
 from mpi_ranks import MpiJob, why_not
-from ranks import Job, RanksFailed, end_well
 from simulated_ranks import Settings, SimulatedJob
 
 from unicoll import registry
 from unicoll.backend import Backend
+from unicoll.testing import worker
+from unicoll.testing.ranks import Job, RanksFailed, end_well
 
 from . import rank_jobs
 from .record import Skip

@@ -7,9 +7,9 @@ import importlib
 import threading
 
 import numpy as np
-import worker
 
 import unicoll as dist
+from unicoll.testing import worker
 
 from . import asking
 from .kits import kit

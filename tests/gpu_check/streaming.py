@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ranks import Job
+from unicoll.testing.ranks import Job
 
 from . import graph_jobs, rank_jobs, streaming_jobs, trace_jobs
 from .place import Place, joined

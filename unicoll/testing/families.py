@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import reference
 
 from unicoll.types import BY_NAME
 
+from . import reference
+
 Array = Any
-_CANARY = 0xA5
+CANARY = 0xA5
 
 
 class Held:
@@ -25,7 +26,7 @@ class Held:
         self.intact = intact
 
 
-_VIEWS: dict[str, Callable[[Any], Any]] = {
+VIEWS: dict[str, Callable[[Any], Any]] = {
     "contiguous": lambda base: base,
     "step": lambda base: base[..., ::2],
     "rows": lambda base: base[::2],
@@ -34,7 +35,7 @@ _VIEWS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _base_shape(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def base_shape(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if layout == "step":
         return (*shape[:-1], 2 * shape[-1])
     if layout == "rows":
@@ -50,15 +51,15 @@ class NumpyFamily:
     layouts = ("contiguous", "step", "rows", "transposed", "backwards", "fortran", "unaligned")
 
     def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
-        if values.ndim == 0 or layout not in _VIEWS:
+        if values.ndim == 0 or layout not in VIEWS:
             array = self._special(values, layout)
             array.flags.writeable = not read_only
             return Held(array, lambda: np.ascontiguousarray(array), lambda: True)
-        view = _VIEWS[layout]
+        view = VIEWS[layout]
         base = np.frombuffer(
-            bytearray([_CANARY]) * (int(np.prod(_base_shape(layout, values.shape))) * values.itemsize),
+            bytearray([CANARY]) * (int(np.prod(base_shape(layout, values.shape))) * values.itemsize),
             values.dtype,
-        ).reshape(_base_shape(layout, values.shape))
+        ).reshape(base_shape(layout, values.shape))
         array = view(base)
         array[...] = values
         array.flags.writeable = not read_only
@@ -66,8 +67,8 @@ class NumpyFamily:
         def intact() -> bool:
             copy = base.copy()
             raw = copy.view(f"V{copy.itemsize}")
-            view(raw)[...] = np.frombuffer(bytes([_CANARY]) * copy.itemsize, raw.dtype)[0]
-            return bool(copy.tobytes() == bytes([_CANARY]) * copy.nbytes)
+            view(raw)[...] = np.frombuffer(bytes([CANARY]) * copy.itemsize, raw.dtype)[0]
+            return bool(copy.tobytes() == bytes([CANARY]) * copy.nbytes)
 
         return Held(array, lambda: np.ascontiguousarray(array), intact)
 
@@ -117,22 +118,22 @@ class TorchFamily:
     def _guarded(self, shape: tuple[int, ...], dtype: Any) -> Any:
         tensor = self._tensor(np.zeros(shape, dtype))
         if tensor.numel():
-            tensor.view(-1).view(self._torch.uint8).fill_(_CANARY if dtype != np.bool_ else True)
+            tensor.view(-1).view(self._torch.uint8).fill_(CANARY if dtype != np.bool_ else True)
         return tensor
 
     def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
         if values.ndim == 0 or layout not in self.layouts:
             layout = "contiguous"
-        shape = _base_shape(layout, values.shape)
+        shape = base_shape(layout, values.shape)
         base = self._guarded(shape, values.dtype)
-        array = _VIEWS[layout](base)
+        array = VIEWS[layout](base)
         array.copy_(self._tensor(values))
 
         def intact() -> bool:
             copy = base.clone()
-            _VIEWS[layout](copy).copy_(array.new_zeros(array.shape))
+            VIEWS[layout](copy).copy_(array.new_zeros(array.shape))
             mine = self._guarded(shape, values.dtype)
-            _VIEWS[layout](mine).copy_(array.new_zeros(array.shape))
+            VIEWS[layout](mine).copy_(array.new_zeros(array.shape))
             same: bool = self._numpy(copy).tobytes() == self._numpy(mine).tobytes()
             return same
 
@@ -162,17 +163,17 @@ class CupyFamily:
             layout = "contiguous"
         if layout == "fortran":
             return self._held(self._cupy.asarray(np.asfortranarray(values), order="F"), lambda: True)
-        view = _VIEWS[layout]
-        shape = _base_shape(layout, values.shape)
-        guard = np.frombuffer(bytes([_CANARY]) * (int(np.prod(shape)) * values.itemsize), values.dtype)
+        view = VIEWS[layout]
+        shape = base_shape(layout, values.shape)
+        guard = np.frombuffer(bytes([CANARY]) * (int(np.prod(shape)) * values.itemsize), values.dtype)
         base = self._cupy.asarray(guard.reshape(shape))
         array = view(base)
         array[...] = self._cupy.asarray(values)
 
         def intact() -> bool:
             raw = np.array(base.get()).view(f"V{values.itemsize}")
-            view(raw)[...] = np.frombuffer(bytes([_CANARY]) * values.itemsize, raw.dtype)[0]
-            return bool(raw.tobytes() == bytes([_CANARY]) * raw.nbytes)
+            view(raw)[...] = np.frombuffer(bytes([CANARY]) * values.itemsize, raw.dtype)[0]
+            return bool(raw.tobytes() == bytes([CANARY]) * raw.nbytes)
 
         return self._held(array, intact)
 
@@ -184,56 +185,21 @@ class CupyFamily:
         return self._held(held.array[start:stop], lambda: True)
 
 
-class SimulatedFamily:
-    """Arrays on the simulated device."""
-
-    on_device = True
-    layouts = ("contiguous", "step", "rows", "transposed")
-
-    def __init__(self) -> None:
-        import simulated_arrays
-
-        self._arrays = simulated_arrays
-
-    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
-        if values.ndim == 0 or layout not in self.layouts:
-            layout = "contiguous"
-        view = _VIEWS[layout]
-        shape = _base_shape(layout, values.shape)
-        guard = np.frombuffer(bytes([_CANARY]) * (int(np.prod(shape)) * values.itemsize), values.dtype)
-        base = self._arrays.array(guard.reshape(shape))
-        array = view(base)
-        array.set(values)
-
-        def intact() -> bool:
-            raw = base.numpy().view(f"V{values.itemsize}")
-            view(raw)[...] = np.frombuffer(bytes([_CANARY]) * values.itemsize, raw.dtype)[0]
-            return bool(raw.tobytes() == bytes([_CANARY]) * raw.nbytes)
-
-        return Held(array, array.numpy, intact)
-
-    def part(self, held: Held, start: int, stop: int) -> Held:
-        """Rows of an array, as an array of the same memory."""
-        array = held.array[start:stop]
-        return Held(array, array.numpy, lambda: True)
-
-
 FAMILIES: dict[str, Callable[[], Any]] = {
     "numpy": NumpyFamily,
     "torch": TorchFamily,
-    "simulated": SimulatedFamily,
     "cupy": CupyFamily,
     "torch_cuda": partial(TorchFamily, "cuda"),
 }
-"""How to make arrays; a backend's own tests may add to it."""
+"""How to make arrays; the ranks of a backend's own tests may add to it."""
 _families: dict[str, Any] = {}
 
 
 def layouts(name: str) -> tuple[str, ...]:
     """The layouts to draw from for a family; the library that makes its arrays need not be here."""
-    if name in ("numpy", "simulated"):  # the simulated family takes what it lacks as contiguous
-        return NumpyFamily.layouts
-    return CupyFamily.layouts if name == "cupy" else TorchFamily.layouts
+    if name.startswith("torch"):
+        return TorchFamily.layouts
+    return CupyFamily.layouts if name == "cupy" else NumpyFamily.layouts  # others take what they lack as contiguous
 
 
 def family(name: str) -> Any:

@@ -10,8 +10,9 @@ In the test process::
         outcomes = job.collect()
 
 In a rank, functions of :mod:`worker` join (``enter``), send a note to the test (``tell``) and leave (``leave``).
-Functions travel by module and name; a module without pytest in it starts faster. Warnings are errors in the ranks
-too, and whatever a rank writes to its standard error fails the test unless the test expects it.
+Functions travel by module and name, and the ranks search modules where this process does; a module without pytest in
+it starts faster. Warnings are errors in the ranks too, and whatever a rank writes to its standard error fails the test
+unless the test expects it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from worker import Failure, end, enter, leave
+from .worker import Failure, end, enter, leave
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder that the packages are in."""
 
 _SCRUBBED = (
     "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "UNICOLL_", "GLOO_", "GROUP_RANK", "ROLE_", "TORCHELASTIC_",
@@ -149,7 +150,7 @@ class Job:
         ours, theirs = socket.socketpair()
         self._pipes.append(Connection(ours.detach()))
         program = (
-            f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(ROOT)!r}]; import worker;"
+            f"import sys; sys.path[:] = {sys.path!r}; from unicoll.testing import worker;"
             f" worker.work({theirs.fileno()}, {rank}, {self.size}, {init!r})"
         )
         with theirs, open(self._stderr(rank), "wb") as stderr:

@@ -1,5 +1,10 @@
 """The conformance suite: which cases every backend must pass. A backend's test module subclasses :class:`Conformance`.
 
+    from unicoll.testing import Conformance
+
+    class TestMine(Conformance):
+        backend = "mine"
+
 The small product (operation x dtype x reduction x sync/async) is covered whole for every group size; sizes, layouts,
 sub-groups, places and families are drawn at random on top of it, from a seed that is printed.
 
@@ -11,23 +16,30 @@ together are the whole; so have the MPI libraries, but for the switches, where t
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from typing import Any
 
-import conformance_jobs as jobs
 import pytest
-import reference
-from cases import Case, run_cases
-from families import NumpyFamily, TorchFamily, layouts
-from ranks import Pool
 
-from unicoll.ops import OPS, Arity, supported_reductions
-from unicoll.types import BY_NAME, DTYPES, ReduceOp, Reduction
+from .. import registry
+from ..backend import Caps
+from ..ops import OPS, Arity, supported_reductions
+from ..types import BY_NAME, DTYPES, ReduceOp, Reduction
+from . import conformance_jobs as jobs
+from . import reference, sampling, worker
+from .cases import Case, run_cases
+from .families import NumpyFamily, TorchFamily, layouts
+from .ranks import SEED_VARIABLE, Job, Pool, drawn_seed, pools
+from .sampling import sampled
+
+__all__ = ["COLLECTIVES", "DATA", "REDUCING", "SIZES", "Conformance", "as_reduction", "has"]
 
 COLLECTIVES = [name for name in OPS if name not in ("send", "recv")]
 DATA = [name for name in COLLECTIVES if name != "barrier"]
@@ -60,8 +72,16 @@ def as_reduction(name: str, dtype: str) -> Reduction:
 
 
 class Conformance:
-    """Subclasses give the backend's facts; the fixture ``pool`` starts ranks that join it."""
+    """Subclasses give the backend's facts; pytest runs what they inherit.
 
+    Ranks are processes of this host that join by ``init_process_group(backend)``. Where they have to be started in
+    another way, a subclass has a fixture ``pool`` of its own, see :func:`unicoll.testing.ranks.pools`.
+    """
+
+    backend: str = ""
+    """Name of the backend that all ranks join with."""
+    imports: Sequence[str] = ()
+    """Modules that register the backend when they are imported; none where an entry point does."""
     families: Sequence[str] = ("numpy",)
     sample = 60
     """Random cases for each operation and group size."""
@@ -71,6 +91,7 @@ class Conformance:
     """Tests of which a run does everything all the same."""
     sizes: Sequence[int] = SIZES
     switch_sizes: Sequence[int] = (2, 3, 4)
+    large_sizes: Sequence[int] = (2, 3)
     coalesced_sizes: Sequence[int] = (1, 2, 3, 4)
     barrier_sizes: Sequence[int] = (1, 2, 3, 7)
     """Group sizes of the tests; a backend may have reasons for others."""
@@ -80,30 +101,71 @@ class Conformance:
     def axes(cls, test: str) -> dict[str, Sequence[Any]]:
         """Parameters of a test and their values, where these depend on the backend."""
         known: dict[str, dict[str, Sequence[Any]]] = {
-            "test_every_type_and_reduction": {"op": COLLECTIVES, "size": cls.sizes},
-            "test_layouts_groups_and_sizes": {"op": DATA, "size": cls.sizes},
+            "test_every_type_and_reduction": {"op": cls.among(COLLECTIVES), "size": cls.sizes},
+            "test_layouts_groups_and_sizes": {"op": cls.among(DATA), "size": cls.sizes},
             "test_every_layout": {"async_op": (False, True), "layout": cls.layouts},
-            "test_sizes_around_the_switches": {"op": DATA, "size": cls.switch_sizes},
+            "test_sizes_around_the_switches": {"op": cls.among(DATA), "size": cls.switch_sizes},
+            "test_large_arrays": {"op": cls.among(DATA), "size": cls.large_sizes},
+            "test_torch_tensors": {"size": cls.large_sizes},
+            "test_refuses_what_it_does_not_reduce": {"op": cls.among(REDUCING)},
+            "test_messages": {"size": cls.large_sizes},
             "test_coalesced_calls": {"size": cls.coalesced_sizes},
             "test_nobody_leaves_a_barrier_before_all_have_come": {"size": cls.barrier_sizes},
         }
         return known.get(test, {})
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        for name, values in self.axes(metafunc.function.__name__).items():
-            metafunc.parametrize(name, values)
+        test, axes = metafunc.function, self.axes(metafunc.function.__name__)
+        all_of_it = test.__name__ in self.whole or sampling.wants_all(metafunc.config.args)
+        if all_of_it or not hasattr(test, "table"):
+            for name, values in axes.items():
+                metafunc.parametrize(name, values)
+        else:
+            metafunc.parametrize(list(axes), [*sampling.cells(test, axes, self.turn, drawn_seed())])
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        """``pool(n)`` is n ranks that have joined, for all tests of the class."""
+        with pools(partial(Job, prepare=(worker.use, cls.backend, cls.imports))) as made:
+            yield made
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def seed(cls) -> int:
+        """The seed of this run's samples."""
+        return drawn_seed()
+
+    @classmethod
+    def caps(cls) -> Caps:
+        """What the backend says that it can do."""
+        for name in cls.imports:
+            importlib.import_module(name)
+        return registry.load(cls.backend).caps
+
+    @classmethod
+    def among(cls, operations: Sequence[str]) -> list[str]:
+        """Those of some operations that the backend has."""
+        native = cls.caps().native if cls.backend else OPS
+        return [op for op in operations if op in native]
+
+    def needs(self, *operations: str) -> None:
+        """Skip a test that needs operations which the backend lacks."""
+        if missing := set(operations) - set(self.among(operations)):
+            pytest.skip(f"{self.backend} lacks {', '.join(sorted(missing))}")
 
     def reduces(self, dtype: str, reduction: str) -> bool:
-        """Whether the backend has this reduction of this type."""
-        raise NotImplementedError
+        """Whether the backend has this reduction of this type; by default what its ``caps`` say."""
+        return self.caps().reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
-        """Counts around which the backend changes its algorithm."""
-        raise NotImplementedError
+        """Counts of elements around which the backend changes its algorithm, and a few others."""
+        switches = [nbytes // itemsize for nbytes in (1 << 12, 1 << 16)]
+        return [0, 1, 7, 1000, *(count + more for count in switches for more in (-1, 0, 1))]
 
     def large(self, itemsize: int) -> int:
-        """A count that the backend works on piece by piece, not divisible by anything."""
-        raise NotImplementedError
+        """A count of elements that the backend works on piece by piece, not divisible by anything."""
+        return ((5 << 20) // itemsize + 11) | 1
 
     # --- choosing cases -------------------------------------------------------------------------------------
 
@@ -154,11 +216,12 @@ class Conformance:
             wrong += [f"rank {r}: {case}: {v[i][0]}" for r, v in enumerate(verdicts) if v[i] and v[i][0]]
             if case.op == "all_reduce" and len({digest for _, digest in mine}) != 1:
                 wrong.append(f"{case}: ranks have different bits")
-        assert not wrong, f"{len(wrong)} of {len(cases)} cases wrong:\n" + "\n".join(wrong[:20])
+        drawn = f" ({SEED_VARIABLE}={drawn_seed()} draws them again)"
+        assert not wrong, f"{len(wrong)} of {len(cases)} cases wrong{drawn}:\n" + "\n".join(wrong[:20])
 
     # --- the tests ------------------------------------------------------------------------------------------
 
-    @pytest.mark.sampled("op", "size", 1)
+    @sampled("op", "size", 1)
     def test_every_type_and_reduction(
         self, op: str, size: int, pool: Callable[[int], Pool], seed: int
     ) -> None:
@@ -171,18 +234,18 @@ class Conformance:
         ]
         self.judge(pool(size), cases)
 
-    @pytest.mark.sampled("op", "size", 1)
+    @sampled("op", "size", 1)
     def test_layouts_groups_and_sizes(
         self, op: str, size: int, pool: Callable[[int], Pool], seed: int
     ) -> None:
         rng = random.Random(zlib.crc32(f"{seed} {op} {size}".encode()))
         self.judge(pool(size), [self.draw(op, size, rng) for _ in range(self.sample)])
 
-    @pytest.mark.sampled("layout", "async_op", 1)
+    @sampled("layout", "async_op", 1)
     def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
         cases = [
             Case(op, dtype, "SUM" if OPS[op].reduces else None, count, layout, async_op, group, in_place)
-            for op in DATA
+            for op in self.among(DATA)
             for dtype in ("float32", "int16")
             if not OPS[op].reduces or self.reduces(dtype, "SUM")
             for count in ((1,) if layout == "scalar" else (0, 1, 6, 9000))
@@ -192,7 +255,7 @@ class Conformance:
         ]  # fmt: skip
         self.judge(pool(3), cases)
 
-    @pytest.mark.sampled("op", "size", 1)
+    @sampled("op", "size", 1)
     def test_sizes_around_the_switches(self, op: str, size: int, pool: Callable[[int], Pool]) -> None:
         reduce = "SUM" if OPS[op].reduces else None
         cases = [
@@ -205,9 +268,7 @@ class Conformance:
         ]
         self.judge(pool(size), cases)
 
-    @pytest.mark.sampled("op", "size", 1)
-    @pytest.mark.parametrize("size", [2, 3])
-    @pytest.mark.parametrize("op", DATA)
+    @sampled("op", "size", 1)
     def test_large_arrays(self, op: str, size: int, pool: Callable[[int], Pool], seed: int) -> None:
         rng = random.Random(f"{seed} {op} {size} large")
         cases = []
@@ -224,16 +285,14 @@ class Conformance:
             )  # fmt: skip
         self.judge(pool(size), cases)
 
-    @pytest.mark.sampled("", "size", 1)
-    @pytest.mark.torch
-    @pytest.mark.parametrize("size", [2, 3])
+    @sampled("", "size", 1)
     def test_torch_tensors(self, size: int, pool: Callable[[int], Pool], seed: int) -> None:
         if importlib.util.find_spec("torch") is None:
             pytest.skip("torch is not installed")
         rng = random.Random(f"{seed} torch {size}")
         cases = [
             Case(op, d, r, rng.choice([0, 1, 5]), async_op=rng.random() < 0.5, family="torch", seed=i)
-            for op in DATA
+            for op in self.among(DATA)
             for i, (d, r) in enumerate(self.pairs(op))
         ]
         cases += [
@@ -242,7 +301,7 @@ class Conformance:
                 rng.choice([0, 1, 5, 20000]), layout, rng.random() < 0.5, family="torch",
                 in_place=op in _IN_PLACE and rng.random() < 0.5, seed=rng.randrange(1 << 30),
             )
-            for op in DATA
+            for op in self.among(DATA)
             for layout in TorchFamily.layouts
             for dtype in ("float32", "bfloat16", "complex64", "bool")
             if has(dtype)
@@ -255,18 +314,24 @@ class Conformance:
             pytest.skip(f"ml_dtypes is not installed: {', '.join(missing)} go untested with NumPy")
         assert {d for d, _ in self.pairs("broadcast")} == {d.name for d in DTYPES}
 
+    def test_messages(self, size: int, pool: Callable[[int], Pool]) -> None:
+        self.needs("send", "recv")
+        wrong = [w for each in pool(size).run(jobs.messages, self.families[0]) for w in each]
+        assert not wrong, wrong
+
     def test_coalesced_calls(self, size: int, pool: Callable[[int], Pool]) -> None:
+        self.needs("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
         for async_op in (False, True):
             assert pool(size).run(jobs.coalesced, async_op, self.families[0]) == [None] * size
 
     def test_nobody_leaves_a_barrier_before_all_have_come(
         self, size: int, pool: Callable[[int], Pool]
     ) -> None:
+        self.needs("barrier")
         for call in ("barrier", "async barrier", "monitored_barrier"):
             times = pool(size).run(jobs.barrier_times, call)
             assert max(came for came, _ in times) <= min(left for _, left in times)
 
-    @pytest.mark.parametrize("op", REDUCING)
     def test_refuses_what_it_does_not_reduce(self, op: str, pool: Callable[[int], Pool]) -> None:
         table = supported_reductions()
         pairs = [
@@ -281,8 +346,10 @@ class Conformance:
                 assert dtype in message
 
     def test_the_same_data_gives_the_same_bits_again(self, pool: Callable[[int], Pool]) -> None:
+        self.needs("all_reduce")
         for digests in zip(*pool(4).run(jobs.repeated_reductions, self.families[0]), strict=True):
             assert len({d for each in digests for d in each}) == 1
 
     def test_buffers_of_other_kinds(self, pool: Callable[[int], Pool]) -> None:
+        self.needs("all_reduce", "broadcast")
         assert pool(2).run(jobs.other_buffers) == [[3, 6, 9], [3, 6, 9]]

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import reference
-from families import Held, family
 
 import unicoll as dist
 from unicoll.ops import OPS, Arity
+
+from . import reference
+from .families import Held, family
 
 Array = Any
 _PENDING = 4
@@ -70,7 +71,8 @@ def members(case: Case, size: int) -> tuple[int, ...]:
 
 def _group(ranks: tuple[int, ...]) -> Any:
     found = _plain_group(ranks)
-    return (found or dist.group.WORLD).using(**USING) if USING else found
+    world: Any = dist.group.WORLD
+    return (found or world).using(**USING) if USING else found
 
 
 def _plain_group(ranks: tuple[int, ...]) -> Any:

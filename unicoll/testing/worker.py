@@ -46,6 +46,14 @@ DEVICE: int | None = None
 """The device that this rank binds itself to."""
 
 
+def use(backend: str, imports: Sequence[str] = ()) -> None:
+    """Join with a backend, which one of ``imports`` may register, when the time comes."""
+    global BACKEND
+    BACKEND = backend
+    for name in imports:
+        importlib.import_module(name)
+
+
 class Uncaught(Exception):
     """Raised by a function, it ends the rank as an exception that nobody catches ends a program."""
 

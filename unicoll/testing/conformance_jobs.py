@@ -6,13 +6,47 @@ import array
 import hashlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import reference
-from families import Held, family
 
 import unicoll as dist
+
+from . import reference
+from .families import Held, family
+
+
+def messages(kind: str) -> list[str]:
+    """Messages to the next rank and from the one before, blocking, in the background and as a batch: what is wrong."""
+    size, me = dist.get_world_size(), dist.get_rank()
+    after, before = (me + 1) % size, (me - 1) % size
+    wrong = []
+    for count, layout in ((1, "contiguous"), (0, "contiguous"), (1000, "step"), (100_003, "contiguous")):
+        for dtype in ("float32", "int64", "uint8"):
+            values = [np.full(count, 3 * rank + 1, dtype) for rank in range(size)]
+            mine = family(kind).hold(values[me], layout)
+            for how in ("blocking", "background", "batch"):
+                got = family(kind).hold(np.zeros(count, dtype), layout)
+                _exchange(how, mine.array, got.array, before, after)
+                if not np.array_equal(got.read(), values[before]) or not got.intact():
+                    wrong.append(f"rank {me}: {how}: {dtype}[{count}], {layout}, from rank {before}")
+    return wrong
+
+
+def _exchange(how: str, mine: Any, got: Any, before: int, after: int) -> None:
+    if how == "batch":
+        ops = [dist.P2POp(dist.isend, mine, after), dist.P2POp(dist.irecv, got, before)]
+        for request in dist.batch_isend_irecv(ops):
+            request.wait()
+        return
+    send, receive = (dist.send, dist.recv) if how == "blocking" else (dist.isend, dist.irecv)
+    calls: list[Any] = [partial(send, mine, after), partial(receive, got, before)]
+    if dist.get_rank() != 0:  # rank 0 begins: NCCL does one after another, in the background, too
+        calls.reverse()
+    for work in [call() for call in calls]:
+        if how == "background":
+            work.wait()
 
 
 def coalesced(async_op: bool, kind: str) -> None:

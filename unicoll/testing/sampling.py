@@ -1,11 +1,11 @@
 """Which cells of the large tables a run does, drawn from the run's seed.
 
-A test with ``@pytest.mark.sampled(rows, columns, count)`` is a table: ``rows`` and ``columns`` are names of its
-parameters ("" where it has columns only). A run does ``count`` columns of every row, and every column in some row. The
-classes that share a suite (one for each transport) take turns: class 0 has the first ``count`` columns of a row's own
-order, class 1 the next, so that together they miss as little as possible: with ``count`` columns for each of n classes,
-every cell is done by some class once n * count reaches the number of columns. A class, or a module, says its turn with
-an attribute ``turn``.
+A test with ``@sampled(rows, columns, count)`` in a class of the conformance suite, or with the mark of that name
+elsewhere, is a table: ``rows`` and ``columns`` are names of its parameters ("" where it has columns only). A run does
+``count`` columns of every row, and every column in some row. The classes that share a suite (one for each transport)
+take turns: class 0 has the first ``count`` columns of a row's own order, class 1 the next, so that together they miss
+as little as possible: with ``count`` columns for each of n classes, every cell is done by some class once n * count
+reaches the number of columns. A class, or a module, says its turn with an attribute ``turn``.
 
 ``UNICOLL_TEST_FULL=1`` does everything. So does naming a cell (a test with its parameters in brackets).
 
@@ -18,10 +18,23 @@ from __future__ import annotations
 import os
 import random
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, TypeVar
 
-__all__ = ["FULL_VARIABLE", "SHORT_VARIABLE", "drawn", "is_drawn", "quarter", "wants_all", "wants_quarter"]
+__all__ = [
+    "FULL_VARIABLE",
+    "SHORT_VARIABLE",
+    "cells",
+    "drawn",
+    "is_drawn",
+    "quarter",
+    "sampled",
+    "wants_all",
+    "wants_quarter",
+]
+
+_Test = TypeVar("_Test", bound=Callable[..., Any])
 
 FULL_VARIABLE = "UNICOLL_TEST_FULL"
 SHORT_VARIABLE = "UNICOLL_TEST_SHORT"
@@ -44,10 +57,20 @@ def quarter(items: Sequence[Any], seed: int) -> list[Any]:
         if item.get_closest_marker("slow") is None:
             tables[item.nodeid.partition("[")[0]].append(item)
     kept: set[str] = set()
-    for name, cells in tables.items():
-        count = -(-len(cells) // _SHARE)
-        kept.update(item.nodeid for item in random.Random(f"{seed} {name}").sample(cells, count))
+    for name, table in tables.items():
+        count = -(-len(table) // _SHARE)
+        kept.update(item.nodeid for item in random.Random(f"{seed} {name}").sample(table, count))
     return [item for item in items if item.nodeid in kept]
+
+
+def sampled(rows: str, columns: str, count: int) -> Callable[[_Test], _Test]:
+    """Mark a test of the conformance suite as a table; see above."""
+
+    def mark(test: _Test) -> _Test:
+        test.table = (rows, columns, count)  # type: ignore[attr-defined]
+        return test
+
+    return mark
 
 
 def wants_all(arguments: Sequence[str]) -> bool:
@@ -70,10 +93,21 @@ def drawn(table: str, row: int, columns: int, count: int, turn: int, seed: int) 
     return {order[(start + i) % columns] for i in range(min(count, columns))}
 
 
+def cells(test: Any, axes: Mapping[str, Sequence[Any]], turn: int, seed: int) -> Iterator[tuple[Any, ...]]:
+    """The combinations of a marked test's parameters that are done in this run."""
+    rows, columns, count = test.table
+    for values in product(*axes.values()):
+        cell = dict(zip(axes, values, strict=True))
+        row = axes[rows].index(cell[rows]) if rows else 0
+        column = axes[columns].index(cell[columns])
+        if column in drawn(test.__name__, row, len(axes[columns]), count, turn, seed):
+            yield values
+
+
 def is_drawn(item: Any, seed: int) -> bool:
-    """Whether a test that pytest has collected is done in this run."""
+    """Whether a test with the mark, which pytest has collected, is done in this run."""
     marker = item.get_closest_marker("sampled")
-    if marker is None or item.originalname in getattr(item.cls, "whole", ()):
+    if marker is None:
         return True
     rows, columns, count = marker.args
     values = _values(item)
@@ -85,8 +119,7 @@ def is_drawn(item: Any, seed: int) -> bool:
 
 def _values(item: Any) -> dict[str, list[Any]]:
     """The values of each parameter of a test."""
-    axes = item.cls.axes(item.originalname) if hasattr(item.cls, "axes") else {}
-    found: dict[str, list[Any]] = {name: list(values) for name, values in axes.items()}
+    found: dict[str, list[Any]] = {}
     for marker in item.iter_markers("parametrize"):
         names, values = marker.args[:2]
         found.setdefault(names, [v.values[0] if hasattr(v, "marks") else v for v in values])
