@@ -13,7 +13,8 @@ from ranks import ROOT, environment
 
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
 LOW = {
-    "auth", "backend", "buffers", "call", "checks", "composites", "device_memory", "errors", "forks", "frames",
+    "auth", "backend", "buffers", "call", "checks", "composites", "device_memory", "errors", "exchanged", "forks",
+    "frames",
     "halves", "kernels", "lane", "net", "observe", "ops", "options", "stores", "streams", "types", "work",
 }  # fmt: skip
 """The rooms of unicoll that backends may enter; what a new room there is for belongs into docs/architecture.md."""
