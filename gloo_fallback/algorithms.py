@@ -16,6 +16,7 @@ import numpy as np
 from unicoll.backend import Call
 from unicoll.buffers import Buffer
 from unicoll.errors import CollectiveMismatchError
+from unicoll.exchanged import alike
 from unicoll.kernels import Flat, Kernel, kernel_for
 from unicoll.types import DType
 
@@ -321,45 +322,56 @@ def all_gather(team: Links, call: Call) -> None:
     gather_all(team, pieces)
 
 
-def gather(team: Links, call: Call) -> None:
-    """Every rank's data to the root."""
-    source = flat_of(call.inputs[0])
-    at_root = team.rank == call.root
-    if source.nbytes * team.size <= SMALL:
-        blocks = _small_contributions(team, source)
-        for buffer, block in zip(call.outputs, blocks, strict=False):
-            flat_of(buffer)[:] = block
-        return
-    team.agree()
-    if not at_root:
+def gather(team: Links, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """Every rank's data to the root; False, and not done, where sizes differ and ``counts`` is not given."""
+    source, size = flat_of(call.inputs[0]), team.size
+    if counts is None:
+        small = source.nbytes * size <= SMALL
+        block = source.nbytes if small else 0
+        blocks = team.exchange_alike(alike(call), block, lambda b: (b,) * size, source.dtype, (source,))
+        if blocks is None:
+            return False
+        if small:
+            for buffer, piece in zip(call.outputs, blocks, strict=False):
+                flat_of(buffer)[:] = piece
+            return True
+    if team.rank != call.root:
         team.send(call.root, bytes_of(source))
-        return
+        return True
     for i, buffer in enumerate(call.outputs):
         if i == team.rank:
             flat_of(buffer)[:] = source
         else:
             team.receive(i, bytes_of(flat_of(buffer)), buffer.nbytes)
+    return True
 
 
-def scatter(team: Links, call: Call) -> None:
-    """The root's i-th array to rank i."""
+def scatter(team: Links, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """The root's i-th array to rank i; False, and not done, where sizes differ and ``counts`` is not given."""
     out = flat_of(call.outputs[0])
     size, rank, root = team.size, team.rank, call.root
-    if out.nbytes * size <= SMALL:
-        plan = team.plan(tuple(out.nbytes * size if r == root else 0 for r in range(size)), out.dtype)
-        if rank == root:
-            np.concatenate([flat_of(b) for b in call.inputs], out=plan.mine)
-        out[:] = team.exchange(plan)[root][rank * out.size : (rank + 1) * out.size]
-        return
-    team.agree()
+    if counts is None:
+        small = out.nbytes * size <= SMALL
+
+        def lengths(b: int) -> tuple[int, ...]:
+            return tuple(b * size if r == root else 0 for r in range(size))
+
+        arrays = [flat_of(b) for b in call.inputs]
+        blocks = team.exchange_alike(alike(call), out.nbytes if small else 0, lengths, out.dtype, arrays)
+        if blocks is None:
+            return False
+        if small:
+            out[:] = blocks[root][rank * out.size : (rank + 1) * out.size]
+            return True
     if rank != root:
         team.receive(root, bytes_of(out), out.nbytes)
-        return
+        return True
     for i, buffer in enumerate(call.inputs):
         if i == rank:
             out[:] = flat_of(buffer)
         else:
             team.send(i, bytes_of(flat_of(buffer)))
+    return True
 
 
 # --- personalised exchange ---------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ from typing import Any
 
 from unicoll.backend import Backend, Call, Caps, Context, Job
 from unicoll.composites import merge_all_reduces
-from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
+from unicoll.errors import CollectiveMismatchError, DistArgumentError, DistError, GroupAbortedError
+from unicoll.exchanged import exchange_sizes
 from unicoll.kernels import quiet_runner
 from unicoll.lane import Lane
 from unicoll.observe import inquest
@@ -113,7 +114,9 @@ class GlooBackend(Backend):
             if call.reduce is not None:
                 self._quietly(way.table[call.op.name], way.where, call)  # overflow and NaN are results, as on a GPU
             else:
-                way.table[call.op.name](way.where, call)
+                done = way.table[call.op.name](way.where, call)
+                if done is False:
+                    way.table[call.op.name](way.where, call, self._sizes(team, way, call))
             call.write_back()
         except BaseException as e:
             withdrawn = team.error is None and not self._begun(team, call) and self._lane.withdraw(call)
@@ -129,6 +132,22 @@ class GlooBackend(Backend):
         """Whether other ranks may have heard of a call."""
         board = self._way.board if self._way is not None else None
         return team.begun(call) or (board is not None and board.begun(call))
+
+    def _sizes(self, team: Team, way: Way, call: Call) -> list[int]:
+        """All ranks' sizes in a gather or scatter where they differ."""
+
+        def aside(small: Call) -> None:
+            team.call = small
+            try:
+                way.table[small.op.name](way.where, small)
+            finally:
+                team.call = call
+
+        context = self._context
+        try:
+            return exchange_sizes(call, context.rank, context.ranks, context.name, aside)
+        except CollectiveMismatchError as e:
+            team.fail(team.error or inquest.mismatch(context, call, -1, 0, str(e)))
 
     def _find_way(self, team: Team) -> Way:
         self._way = way = find_way(team, self._spins)

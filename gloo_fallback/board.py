@@ -37,6 +37,8 @@ _LINE = 16
 """64-bit words between two ranks' flags: two cache lines, because processors fetch lines in pairs."""
 _BELL = 1
 """The word of a rank's line that others set before they sleep on its flag; words 2 to 5 are signatures."""
+_NOTE = 6
+"""The first of two words, for two steps in turns, that :meth:`Board.note` writes."""
 _YIELDS = 2000
 _CROWDED_YIELDS = 100
 _PATIENT_YIELDS = 20
@@ -155,6 +157,20 @@ class Board:
                 self._wait(other, step)
             if call is not None and (flags[other + place] != signature or flags[other + place + 1] != seq):
                 self._differ(other // _LINE, flags[other + place + 1])
+
+    def note(self, value: int) -> None:
+        """A number of this rank that the others can read after the next step."""
+        self._flags[self._mine + _NOTE + (self.step + 1 & 1)] = value & _MASK
+
+    def noted(self, rank: int) -> int:
+        """The number that a rank has given for the last step, without its sign."""
+        return self._flags[rank * _LINE + _NOTE + (self.step & 1)]
+
+    def meet_alike(self, call: Call, number: int) -> bool:
+        """:meth:`meet`; whether ``number`` is the same on all ranks, and not negative."""
+        self.note(number)
+        self.meet(call)
+        return number >= 0 and all(self.noted(r) == number for r in range(self.size))
 
     def _wait(self, other: int, step: int) -> None:
         """Until a flag is at ``step``: look, then yield, then sleep, with an eye on deadline and liveness."""

@@ -61,6 +61,23 @@ class Cluster:
         if (bridge := self.bridge(root)) is not None:
             bridge.agree()
 
+    def meet_alike(self, call: Call, number: int, root: int) -> bool:
+        """The board's next step; after one more all know from :meth:`alike` whether all ranks have this number.
+
+        A leader knows at once: whether they have is what it returns there.
+        """
+        same = self.board.meet_alike(call, number)
+        if (bridge := self.bridge(root)) is None:
+            return False
+        none = (0,) * bridge.size
+        same = bridge.exchange_alike(number if same else -1, 0, lambda _: none, np.dtype(np.uint8)) is not None
+        self.board.note(same)
+        return same
+
+    def alike(self, root: int) -> bool:
+        """What this node's leader has found in :meth:`meet_alike`."""
+        return bool(self.board.noted(self.leader(root)))
+
 
 class Sums:
     """A reduction whose contributions are nodes' sums: in the accumulator's type, scaled, not yet divided."""

@@ -12,12 +12,13 @@ exchange, and the step after that tells the neighbours that the leaders agree.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from unicoll.backend import Call
+from unicoll.exchanged import alike
 from unicoll.kernels import Flat, Kernel
 
 from . import algorithms
@@ -262,62 +263,99 @@ def _pass_round(
     algorithms.gather_all(bridge, blocks)
 
 
-def gather(cluster: Cluster, call: Call) -> None:
-    """Every rank's data to the root: each leader sends its neighbours' slots."""
+def gather(cluster: Cluster, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """Every rank's data to the root: each leader sends its neighbours' slots.
+
+    False, and not done, where sizes differ and ``counts`` is not given.
+    """
     source, board, root = flat_of(call.inputs[0]), cluster.board, call.root
     targets = [flat_of(b) for b in call.outputs]
     bridge, home = cluster.bridge(root), cluster.node_of(root)
     step = SLOT // source.itemsize
-    for start in range(0, max(source.size, 1), step):
-        piece = source[start : start + step]
-        board.slot(board.rank, 0, piece.size, piece.dtype)[:] = piece
-        board.meet(None if start else call)
-        if bridge is None:
-            continue
-        if start == 0:
-            bridge.agree()
-        here = [board.slot(r, 0, piece.size, piece.dtype, 0) for r in range(board.size)]
-        if not targets:
-            for part in here:
-                bridge.send(home, bytes_of(part))
-            continue
-        for node, members in enumerate(cluster.nodes):
-            for r, rank in enumerate(members):
-                target = targets[rank][start : start + step]
-                if node == home:
-                    target[:] = here[r]
-                else:
-                    bridge.receive(node, bytes_of(target), target.nbytes)
-    board.meet()
+    sizes = counts or (source.size,) * cluster.size
+    same = True
+    for i, start in enumerate(chain(range(0, max(1, *sizes), step), (None,))):
+        if start is not None:
+            piece = source[start : start + step]
+            board.slot(board.rank, 0, piece.size, piece.dtype)[:] = piece
+        if counts is None and i == 0:
+            same = cluster.meet_alike(call, alike(call), root)
+        else:
+            board.meet()
+        if counts is None and i == 1 and not cluster.alike(root):
+            return False
+        if start is not None and bridge is not None and same:
+            parts = [min(max(n - start, 0), step) for n in sizes]
+            here = [board.slot(r, 0, parts[rank], source.dtype, 0) for r, rank in enumerate(cluster.members)]
+            _collect(cluster, bridge, targets, start, parts, here, home)
+    return True
 
 
-def scatter(cluster: Cluster, call: Call) -> None:
-    """The root's i-th array to rank i: each leader receives into its slot what its neighbours take from there."""
+def _collect(
+    cluster: Cluster,
+    bridge: Bridge,
+    targets: Sequence[Flat],
+    start: int,
+    parts: Sequence[int],
+    here: Sequence[Flat],
+    home: int,
+) -> None:
+    """A piece of every rank's data, of ``parts[rank]`` elements, to the root, which has ``targets``."""
+    if not targets:
+        for part in here:
+            bridge.send(home, bytes_of(part))
+        return
+    for node, members in enumerate(cluster.nodes):
+        for r, rank in enumerate(members):
+            target = targets[rank][start : start + parts[rank]]
+            if node == home:
+                target[:] = here[r]
+            else:
+                bridge.receive(node, bytes_of(target), target.nbytes)
+
+
+def scatter(cluster: Cluster, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """The root's i-th array to rank i: each leader receives into its slot what its neighbours take from there.
+
+    False, and not done, where sizes differ and ``counts`` is not given.
+    """
     out, board, root = flat_of(call.outputs[0]), cluster.board, call.root
     sources = [flat_of(b) for b in call.inputs]
     bridge, home, leader = cluster.bridge(root), cluster.node_of(root), cluster.leader(root)
     lane = SLOT // max(len(members) for members in cluster.nodes) // out.itemsize * out.itemsize
     step = lane // out.itemsize
-    cluster.agree(call, root)
-    for start in range(0, max(out.size, 1), step):
-        size = min(step, out.size - start)
-        if bridge is not None:
-            here = [board.slot(board.rank, r * lane, size, out.dtype) for r in range(board.size)]
-            _deal(cluster, bridge, sources, start, here, home)
+    sizes = counts or (out.size,) * cluster.size
+    same = counts is not None or cluster.meet_alike(call, alike(call), root)
+    for start in range(0, max(1, *sizes), step):
+        if bridge is not None and same:
+            parts = [min(max(n - start, 0), step) for n in sizes]
+            here = [board.slot(board.rank, r * lane, parts[rank], out.dtype) for r, rank in enumerate(cluster.members)]
+            _deal(cluster, bridge, sources, start, parts, here, home)
         board.meet()
-        out[start : start + size] = board.slot(leader, board.rank * lane, size, out.dtype, 0)
+        if counts is None and start == 0 and not cluster.alike(root):
+            return False
+        mine = out[start : start + step]
+        mine[:] = board.slot(leader, board.rank * lane, mine.size, out.dtype, 0)
+    return True
 
 
 def _deal(
-    cluster: Cluster, bridge: Bridge, sources: Sequence[Flat], start: int, here: Sequence[Flat], home: int
+    cluster: Cluster,
+    bridge: Bridge,
+    sources: Sequence[Flat],
+    start: int,
+    parts: Sequence[int],
+    here: Sequence[Flat],
+    home: int,
 ) -> None:
+    """The reverse of :func:`_collect`: ``here`` is filled from the root's ``sources``."""
     if not sources:
         for part in here:
             bridge.receive(home, bytes_of(part), part.nbytes)
         return
     for node, members in enumerate(cluster.nodes):
         for r, rank in enumerate(members):
-            part = sources[rank][start : start + here[0].size]
+            part = sources[rank][start : start + parts[rank]]
             if node == home:
                 here[r][:] = part
             else:

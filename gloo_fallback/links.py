@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -26,6 +26,11 @@ HEADER_SIZE = _HEADER.size
 MAGIC = 0x316C6C6F63696E75  # "unicoll1" as it lies in memory
 _CROSSING = 1 << 14
 """Messages up to this size are sent whole before the answer is read: the kernel's buffers hold them."""
+_BLOCK_BITS = 17
+_BLOCK = (1 << _BLOCK_BITS) - 1
+_MASK = (1 << 64) - 1
+_UNLIKE = _MASK ^ _BLOCK
+"""What :meth:`Links.exchange_alike` has in the last word of a header: a number, and the bytes of a block; or this."""
 
 
 def read_header(header: bytes) -> tuple[int, int]:
@@ -190,6 +195,73 @@ class Links(ABC):
                 self._misfit(frm, bytes(overlap))
             overlap[:] = saved
         return plan.views
+
+    def exchange_alike(
+        self,
+        number: int,
+        block: int,
+        lengths: Callable[[int], tuple[int, ...]],
+        storage: np.dtype[Any],
+        mine: Sequence[Flat] = (),
+    ) -> list[Flat] | None:
+        """:meth:`exchange` of a call whose sizes may differ: None, on all ranks, unless all have the same ``number``.
+
+        A rank that hears of another number says so in the headers that it sends from then on, so the argument for
+        :meth:`exchange` holds here, too: whoever differs, all come to know.
+
+        Args:
+            number: negative on a rank that knows that sizes differ.
+            block: bytes that determine what all contribute, as this rank takes it, up to 128 KiB.
+            lengths: from that the bytes of every rank's contribution.
+            storage: of the data.
+            mine: this rank's contribution.
+        """
+        call = self.call
+        assert call is not None
+        mark = number << _BLOCK_BITS & _MASK | block if number >= 0 else _UNLIKE
+        plan = self.plan(lengths(mark & _BLOCK), storage)
+        if plan.mine.size:
+            plan.mine[:] = mine[0] if len(mine) == 1 else np.concatenate(mine)
+        plan.head[:] = header = _HEADER.pack(MAGIC, call.seq, call.signature, mark)
+        for k in range(len(plan.rounds)):
+            to, frm, outgoing, incoming, _, _ = plan.rounds[k]
+
+            def room(theirs: bytes, k: int = k) -> memoryview:
+                other = self.plan(lengths(_HEADER.unpack(theirs)[3] & _BLOCK), np.dtype(np.uint8))
+                return memoryview(bytearray(other.rounds[k][4] - HEADER_SIZE))
+
+            if not self.swap(to, outgoing, frm, incoming[HEADER_SIZE:], header, room):
+                mark = _UNLIKE
+                plan = self.plan(lengths(0), storage)
+                plan.head[:] = header = _HEADER.pack(MAGIC, call.seq, call.signature, mark)
+        return plan.views if mark != _UNLIKE else None
+
+    def swap(
+        self,
+        to: int,
+        outgoing: memoryview,
+        frm: int,
+        incoming: memoryview,
+        header: bytes,
+        room: Callable[[bytes], memoryview],
+    ) -> bool:
+        """Send a message; fill ``incoming`` with what comes behind the header of another; whether that is ``header``.
+
+        Where the headers differ in their last word only, what comes goes to ``room(theirs)`` instead, and is dropped.
+        """
+        theirs = memoryview(bytearray(HEADER_SIZE))
+        self.send(to, outgoing[:_CROSSING])
+        self.receive(frm, theirs, HEADER_SIZE)
+        same = theirs == header
+        if not same:
+            if theirs[:-8] != header[:-8]:
+                self._misfit(frm, bytes(theirs))
+            incoming = room(bytes(theirs))
+        if len(outgoing) > _CROSSING:
+            self.duplex(to, outgoing[_CROSSING:], frm, incoming)
+        elif len(incoming):
+            self.receive(frm, incoming, len(incoming))
+        return same
 
     def _exchange_long(
         self, to: int, frm: int, outgoing: memoryview, incoming: memoryview, header: bytes

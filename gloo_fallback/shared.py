@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unicoll.backend import Call
+from unicoll.exchanged import alike
 from unicoll.kernels import Flat, Kernel
 
 from .algorithms import bounds_of, check_counts, cut, flat_of, kernel_of, pieces_of
@@ -172,43 +173,62 @@ def all_gather(board: Board, call: Call) -> None:
     _spread(board, call, source, targets, max(t.size for t in targets))
 
 
-def gather(board: Board, call: Call) -> None:
-    """Every rank's data to the root."""
-    source = flat_of(call.inputs[0])
-    _spread(board, call, source, [flat_of(b) for b in call.outputs], source.size)
+def gather(board: Board, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """Every rank's data to the root; False, and not done, where sizes differ and ``counts`` is not given."""
+    source, targets = flat_of(call.inputs[0]), [flat_of(b) for b in call.outputs]
+    if counts is not None:
+        return _spread(board, None, source, targets, max(counts))
+    return _spread(board, call, source, targets, source.size, alike(call))
 
 
-def _spread(board: Board, call: Call, source: Flat, targets: Sequence[Flat], longest: int) -> None:
-    """Publish ``source`` a slot at a time; fill ``targets`` (if any) with what all ranks publish."""
+def _spread(
+    board: Board,
+    call: Call | None,
+    source: Flat,
+    targets: Sequence[Flat],
+    longest: int,
+    number: int | None = None,
+) -> bool:
+    """Publish ``source`` a slot at a time; fill ``targets`` (if any) with what all ranks publish.
+
+    With a ``number`` only where all ranks have the same; returns whether they have.
+    """
     dtype, rank = source.dtype, board.rank
     step = SLOT // dtype.itemsize
-    first: Call | None = call
+    first = call
     for start in range(0, max(longest, 1), step):
         piece = source[start : start + step]
         board.slot(rank, 0, piece.size, dtype)[:] = piece
-        board.meet(first)
+        if number is None or first is None:
+            board.meet(first)
+        elif not board.meet_alike(first, number):
+            return False
         first = None
         for r, target in enumerate(targets):
             part = target[start : start + step]
             part[:] = piece if r == rank else board.slot(r, 0, part.size, dtype, 0)
+    return True
 
 
-def scatter(board: Board, call: Call) -> None:
-    """The root's i-th array to rank i."""
+def scatter(board: Board, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """The root's i-th array to rank i; False, and not done, where sizes differ and ``counts`` is not given."""
     out = flat_of(call.outputs[0])
     dtype, rank, root = out.dtype, board.rank, call.root
     sources = [flat_of(b) for b in call.inputs]
     lane = _lane(board, dtype)
     step = lane // dtype.itemsize
-    first: Call | None = call
-    for start in range(0, max(out.size, 1), step):
+    longest = out.size if counts is None else max(counts)
+    for start in range(0, max(longest, 1), step):
         for r, source in enumerate(sources):
             part = source[start : start + step]
             board.slot(rank, r * lane, part.size, dtype)[:] = part
-        board.meet(first)
-        first = None
+        if start or counts is not None:
+            board.meet()
+        elif not board.meet_alike(call, alike(call)):
+            return False
         mine = out[start : start + step]
         mine[:] = board.slot(root, rank * lane, mine.size, dtype, 0)
+    return True
 
 
 def all_to_all(board: Board, call: Call) -> None:

@@ -323,6 +323,17 @@ class Bridge(Links):
     ) -> None:
         self._team.duplex(self.members[to], outgoing, self.members[frm], incoming, header)
 
+    def swap(
+        self,
+        to: int,
+        outgoing: memoryview,
+        frm: int,
+        incoming: memoryview,
+        header: bytes,
+        room: Callable[[bytes], memoryview],
+    ) -> bool:
+        return self._team.swap(self.members[to], outgoing, self.members[frm], incoming, header, room)
+
     def fail(self, error: DistError) -> NoReturn:
         self._team.fail(error)
 

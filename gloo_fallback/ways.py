@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from unicoll.backend import Call
-
 from . import algorithms, circulant, hierarchy, shared
 from .board import SLOT, Board, size_of
 from .cluster import Cluster
@@ -35,12 +33,14 @@ _OPERATIONS = {
 """Operation name to the function that does it, in each of the modules of algorithms."""
 
 
-def _table(module: ModuleType) -> dict[str, Callable[[Any, Call], None]]:
+def _table(module: ModuleType) -> dict[str, Callable[..., bool | None]]:
     return {operation: getattr(module, name) for operation, name in _OPERATIONS.items()}
 
 
 class Way:
     """One way of moving a group's data: ``table[operation](where, call)`` does a collective.
+
+    Where the sizes of a gather or scatter differ it is not done, and False on all ranks, unless ``counts`` is given.
 
     Args:
         module: of the algorithms.

@@ -8,12 +8,14 @@ from typing import Any
 from unicoll.backend import Backend, Call, Caps, Context, Job
 from unicoll.composites import merge_all_reduces
 from unicoll.errors import (
+    CollectiveMismatchError,
     DistArgumentError,
     DistBackendError,
     DistError,
     GroupAbortedError,
     OperationTimeoutError,
 )
+from unicoll.exchanged import alike, exchange_sizes
 from unicoll.kernels import Quiet
 from unicoll.lane import Lane
 from unicoll.observe import inquest
@@ -22,7 +24,7 @@ from unicoll.streams import CudaError
 from unicoll.work import Completion, HostCompletion
 
 from . import library, watch
-from .collectives import COLLECTIVES, UNLIKE, alone
+from .collectives import COLLECTIVES, SIZED, UNLIKE, alone
 from .flats import device_memory
 from .matching import BOX
 from .members import Members, publish
@@ -131,16 +133,7 @@ class MPIBackend(Backend):
         try:
             if self.cuda.direct:
                 self._prepare_for(team, call)
-            collective = COLLECTIVES.get(call.op.name)
-            if collective is not None:
-                team.agree(call)
-                self._moving = True
-                collective(team, call)
-            else:
-                number, unlike = UNLIKE[call.op.name]
-                even = team.agree(call, number(call))
-                self._moving = True
-                unlike(team, call, even)
+            self._perform(team, call)
             for buffer in call.outputs:
                 if buffer.unpack is not None:
                     buffer.unpack()
@@ -161,6 +154,34 @@ class MPIBackend(Backend):
             if not withdrawn:
                 team.last = call
             team.call = None
+
+    def _perform(self, team: Team, call: Call) -> None:
+        """Agree on a call, then do it."""
+        name = call.op.name
+        collective = COLLECTIVES.get(name)
+        if collective is not None:
+            team.agree(call)
+            self._moving = True
+            collective(team, call)
+        elif name in UNLIKE:
+            number, unlike = UNLIKE[name]
+            even = team.agree(call, number(call))
+            self._moving = True
+            unlike(team, call, even)
+        else:
+            counts = None if team.agree(call, alike(call)) else self._sizes(team, call)
+            self._moving = True
+            SIZED[name](team, call, counts)
+
+    def _sizes(self, team: Team, call: Call) -> list[int]:
+        """All ranks' sizes in a gather or scatter where they differ."""
+        context = self.context
+        try:
+            return exchange_sizes(call, context.rank, context.ranks, context.name, lambda c: self._perform(team, c))
+        except CollectiveMismatchError as e:
+            team.mismatch(call, -1, 0, str(e))
+        finally:
+            self._moving = False
 
     def _prepare_for(self, team: Team, call: Call) -> None:
         """See to what MPI needs where it is given addresses of a GPU's memory, and to nothing where it is not."""

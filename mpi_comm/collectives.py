@@ -19,7 +19,7 @@ from . import flats
 from .reductions import STAGED, all_reduce, flat_of, reduce, reduce_scatter
 from .team import COLLECTIVE_TAG, Team
 
-__all__ = ["COLLECTIVES", "UNLIKE", "alone"]
+__all__ = ["COLLECTIVES", "SIZED", "UNLIKE", "alone"]
 
 Collective = Callable[[Team, Call], None]
 
@@ -130,26 +130,27 @@ def _gather_one_by_one(team: Team, source: Flat, pieces: Sequence[Flat], kind: A
         _broadcast(team, piece, kind, i)
 
 
-def gather(team: Team, call: Call) -> None:
-    """Every rank's data to the root."""
+def gather(team: Team, call: Call, counts: Sequence[int] | None) -> None:
+    """Every rank's data to the root; ``counts`` are all ranks' sizes where they differ."""
     source, kind, root = flat_of(call.inputs[0]), _type(team, call), call.root
-    small = source.nbytes * team.size <= STAGED
-    if team.rank != root:
-        if small:
-            team.do("Gather", [source, kind], None, root)
-        else:
-            _send(team, source, kind, root)
-        return
     pieces = [flat_of(b) for b in call.outputs]
-    if small:
-        room = flats.empty(source.size * team.size, source)
-        team.do("Gather", [source, kind], [room, kind], root)
-        flats.hand_out(room, pieces)
+    total = source.size * team.size if counts is None else sum(counts)
+    if total * call.inputs[0].dtype.itemsize > STAGED:
+        if not pieces:
+            _send(team, source, kind, root)
+        for i, piece in enumerate(pieces):
+            if i != root:
+                _receive(team, piece, kind, i)
+            else:
+                flats.copy([(piece, source)])
         return
-    flats.copy([(pieces[root], source)])
-    for i, piece in enumerate(pieces):
-        if i != root:
-            _receive(team, piece, kind, i)
+    room = flats.empty(total, source) if pieces else None
+    if counts is None:
+        team.do("Gather", [source, kind], None if room is None else [room, kind], root)
+    else:
+        team.do("Gatherv", [source, kind], None if room is None else _parted(room, counts, kind), root)
+    if room is not None:
+        flats.hand_out(room, pieces)
 
 
 def _send(team: Team, flat: Flat, kind: Any, to: int) -> None:
@@ -162,24 +163,25 @@ def _receive(team: Team, flat: Flat, kind: Any, frm: int) -> None:
         team.do("Recv", [piece, kind], frm, COLLECTIVE_TAG)
 
 
-def scatter(team: Team, call: Call) -> None:
-    """The root's i-th array to rank i."""
+def scatter(team: Team, call: Call, counts: Sequence[int] | None) -> None:
+    """The root's i-th array to rank i; ``counts`` are all ranks' sizes where they differ."""
     out, kind, root = flat_of(call.outputs[0]), _type(team, call), call.root
-    small = out.nbytes * team.size <= STAGED
-    if team.rank != root:
-        if small:
-            team.do("Scatter", None, [out, kind], root)
-        else:
-            _receive(team, out, kind, root)
-        return
     pieces = [flat_of(b) for b in call.inputs]
-    if small:
-        team.do("Scatter", [flats.joined(pieces), kind], [out, kind], root)
+    total = out.size * team.size if counts is None else sum(counts)
+    if total * call.outputs[0].dtype.itemsize > STAGED:
+        if not pieces:
+            _receive(team, out, kind, root)
+        for i, piece in enumerate(pieces):
+            if i != root:
+                _send(team, piece, kind, i)
+        if pieces:
+            flats.copy([(out, pieces[root])])
         return
-    for i, piece in enumerate(pieces):
-        if i != root:
-            _send(team, piece, kind, i)
-    flats.copy([(out, pieces[root])])
+    room = flats.joined(pieces) if pieces else None
+    if counts is None:
+        team.do("Scatter", None if room is None else [room, kind], [out, kind], root)
+    else:
+        team.do("Scatterv", None if room is None else _parted(room, counts, kind), [out, kind], root)
 
 
 # --- personalised exchange ---------------------------------------------------------------------------------------
@@ -291,8 +293,6 @@ COLLECTIVES: dict[str, Collective] = {
     "all_reduce": all_reduce,
     "reduce": reduce,
     "all_gather_into_tensor": all_gather_into_tensor,
-    "gather": gather,
-    "scatter": scatter,
     "reduce_scatter": reduce_scatter,
     "reduce_scatter_tensor": reduce_scatter,
 }
@@ -303,3 +303,5 @@ UNLIKE: dict[str, tuple[Callable[[Call], int], Callable[[Team, Call, bool], None
 }
 """Those whose way depends on something that may differ between ranks: a number, and the collective, which is told
 whether it is the same everywhere and not negative."""
+SIZED: dict[str, Callable[[Team, Call, Sequence[int] | None], None]] = {"gather": gather, "scatter": scatter}
+"""Those whose sizes the root alone knows: they are told all ranks' where these differ."""

@@ -45,7 +45,7 @@ _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
 _SLOW_UNLESS_BLOCKING = frozenset(("Reduce_scatter", "Reduce_scatter_block"))
 """MPICH's nonblocking ones take ten times as long. (What is chosen here must be equal on all ranks.)"""
 _DIRECT = (
-    "Bcast", "Allreduce", "Reduce", "Allgather", "Allgatherv", "Gather", "Gatherv", "Scatter",
+    "Bcast", "Allreduce", "Reduce", "Allgather", "Allgatherv", "Gather", "Gatherv", "Scatter", "Scatterv",
     "Reduce_scatter", "Reduce_scatter_block", "Alltoall", "Alltoallv", "Send", "Recv",
 )  # fmt: skip
 
@@ -189,17 +189,18 @@ class Team:
             highest, lowest = (_HEADER.unpack_from(self._heard, at) for at in (0, _HEADER.size))
             if (highest[0], highest[1]) == (~lowest[0], ~lowest[1]):
                 return False
-            self._mismatch(call, -1, 0)
+            self.mismatch(call, -1, 0)
         for peer in range(self.size):
             seq, signature, _ = _HEADER.unpack_from(self._heard, peer * _HEADER.size)
             if (seq, signature) != (call.seq, call.signature):
-                self._mismatch(call, peer, seq)
+                self.mismatch(call, peer, seq)
         return False
 
-    def _mismatch(self, call: Call, peer: int, seq: int) -> NoReturn:
+    def mismatch(self, call: Call, peer: int, seq: int, why: str = "") -> NoReturn:
         """All ranks know; the first one writes the error, the others wait for it."""
-        self.await_verdict(self.rank == 0)
-        self.fail(inquest.mismatch(self.context, call, peer, seq))
+        if self.error is None:
+            self.await_verdict(self.rank == 0)
+        self.fail(self.error or inquest.mismatch(self.context, call, peer, seq, why))
 
     def await_verdict(self, mine_to_write: bool) -> None:
         """Unless the error is this rank's to write, wait a while for the one who has to, and raise that one's."""

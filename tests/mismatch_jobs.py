@@ -66,6 +66,39 @@ def splits_differ(count: int) -> Story:
     return story
 
 
+def list_differs(name: str, counts: list[int], odd: int) -> tuple[Story, bool]:
+    """A gather or scatter whose root expects ``counts``, while rank ``odd`` has an element more.
+
+    Returns how it ended, and whether nothing was written.
+    """
+    group = dist.new_group()
+    n, me, root = dist.get_world_size(), dist.get_rank(), 0
+    own, entries = np.zeros(counts[me] + (me == odd)), [np.zeros(count) for count in counts]
+    given, taken = ([own], entries) if name == "gather" else (entries, [own])
+    for x in given:
+        x[:] = 1
+
+    def call() -> None:
+        several = entries if me == root else None
+        getattr(dist, name)(own, several, root, group=group, timeout=10)
+
+    story = story_of(call)
+    dist.destroy_process_group(group)
+    assert n == len(counts)
+    return story, not any(x.any() for x in taken)
+
+
+def shapes_differ(name: str) -> Story:
+    """In a gather or scatter rank 1 has an array of the others' size, but of another shape."""
+    group = dist.new_group()
+    n, me = dist.get_world_size(), dist.get_rank()
+    own = np.zeros((3, 2) if me == 1 else (2, 3))
+    several = [np.zeros(6) for _ in range(n)] if me == 0 else None
+    story = story_of(lambda: getattr(dist, name)(own, several, 0, group=group, timeout=10))
+    dist.destroy_process_group(group)
+    return story
+
+
 # --- bad arguments ------------------------------------------------------------------------------------------
 
 

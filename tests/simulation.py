@@ -58,6 +58,14 @@ def _turn(to: int, sent: int, frm: int, got: int) -> Turn | None:
     return Turn(to if sent else -1, sent, frm if got else -1, got) if sent or got else None
 
 
+def _swapped(to: int, sent: int, frm: int, got: int) -> list[Turn]:
+    """A message each way, behind the headers; what no connection is trusted to hold goes while the other comes."""
+    got += HEADER_SIZE
+    if max(sent, got) > BUFFER:
+        return [Turn(to, sent, frm, got)]
+    return [Turn(to, sent), Turn(-1, 0, frm, got)]
+
+
 class Trace:
     """What one rank did.
 
@@ -194,6 +202,18 @@ class _Recorder(Links):
         if header is not None:
             incoming[:HEADER_SIZE] = header
 
+    def swap(
+        self,
+        to: int,
+        outgoing: memoryview,
+        frm: int,
+        incoming: memoryview,
+        header: bytes,
+        room: Callable[[bytes], memoryview],
+    ) -> bool:
+        self._trace.turns += _swapped(to, len(outgoing), frm, len(incoming))
+        return True
+
     def _note(self, to: int, sent: int, frm: int, got: int) -> None:
         assert self.rank not in (to, frm)
         assert to < self.size
@@ -244,6 +264,16 @@ class _Slots:
     def meet(self, call: Call | None = None) -> None:
         self._trace.turns.append(Turn())
 
+    def meet_alike(self, call: Call, number: int) -> bool:
+        self.meet(call)
+        return True
+
+    def note(self, value: int) -> None:
+        """Only what is the same on all ranks is simulated."""
+
+    def noted(self, rank: int) -> int:
+        return 1
+
 
 def _make_call(case: Case, rank: int, trace: Trace) -> Call:
     dtype = case.type
@@ -261,7 +291,10 @@ def _make_call(case: Case, rank: int, trace: Trace) -> Call:
 
 
 def run(case: Case, rank: int, trace: Trace | None = None) -> Trace:
-    """What one rank does; ``trace`` goes on with that of an earlier collective."""
+    """What one rank does; ``trace`` goes on with that of an earlier collective.
+
+    Of a gather or scatter of uneven sizes it is what comes after their exchange.
+    """
     trace = trace or Trace()
     call = _make_call(case, rank, trace)
     team = _Recorder(case, rank, call, trace)
@@ -273,7 +306,8 @@ def run(case: Case, rank: int, trace: Trace | None = None) -> Trace:
         alone = len(case.nodes) == 1
         module = shared if alone else hierarchy
         where = board if alone else Cluster(cast(Any, team), board, case.nodes)
-    getattr(module, ways._OPERATIONS[case.op])(where, call)
+    sizes = ([case.block(i) for i in range(case.ranks)],) if case.uneven and OPS[case.op].told_by_root else ()
+    getattr(module, ways._OPERATIONS[case.op])(where, call, *sizes)
     return trace
 
 
@@ -282,16 +316,16 @@ def watch(cases: Sequence[Case]) -> list[list[Turn]]:
     turns: list[Turn] = []
     within = False  # what a duplex leaves over goes through send or receive
 
-    def noting(cls: type, name: str, turn: Callable[..., Turn | None]) -> Any:
+    def noting(cls: type, name: str, turn: Callable[..., Sequence[Turn | None]]) -> Any:
         plain = getattr(cls, name)
 
-        def noted(self: Any, *args: Any) -> None:
+        def noted(self: Any, *args: Any) -> Any:
             nonlocal within
-            if not within and (one := turn(*args)) is not None:
-                turns.append(one)
+            if not within:
+                turns.extend(one for one in turn(*args) if one is not None)
             before, within = within, True
             try:
-                plain(self, *args)
+                return plain(self, *args)
             finally:
                 within = before
 
@@ -302,10 +336,11 @@ def watch(cases: Sequence[Case]) -> list[list[Turn]]:
     group = dist.new_group(pg_options=options)
     dist.barrier(group=group)
     with (
-        noting(Team, "send", lambda to, view: _turn(to, len(view), -1, 0)),
-        noting(Team, "receive", lambda frm, view, length, header=None: _turn(-1, 0, frm, length)),
-        noting(Team, "duplex", lambda to, out, frm, into, header=None: _turn(to, len(out), frm, len(into))),
-        noting(Board, "meet", lambda call=None: Turn()),
+        noting(Team, "send", lambda to, view: (_turn(to, len(view), -1, 0),)),
+        noting(Team, "receive", lambda frm, view, length, header=None: (_turn(-1, 0, frm, length),)),
+        noting(Team, "duplex", lambda to, out, frm, into, header=None: (_turn(to, len(out), frm, len(into)),)),
+        noting(Links, "swap", lambda to, out, frm, into, header, room: _swapped(to, len(out), frm, len(into))),
+        noting(Board, "meet", lambda call=None: (Turn(),)),
     ):
         for case in cases:
             turns = []

@@ -14,9 +14,9 @@ from unicoll.testing.ranks import ROOT, environment
 
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
 LOW = {
-    "auth", "backend", "buffers", "call", "checks", "composites", "device_memory", "errors", "forks", "frames",
-    "halves", "kernels", "lane", "net", "observe", "ops", "options", "server", "settings", "stores", "streams", "types",
-    "work",
+    "auth", "backend", "buffers", "call", "checks", "composites", "device_memory", "errors", "exchanged", "forks",
+    "frames", "halves", "kernels", "lane", "net", "observe", "ops", "options", "server", "settings", "stores",
+    "streams", "types", "work",
 }  # fmt: skip
 """The rooms of unicoll that backends may enter; what a new room there is for belongs into docs/architecture.md."""
 _LAYERS = (

@@ -89,6 +89,25 @@ def test_split_sizes_that_do_not_fit_each_other(count: int, pool: Callable[[int]
         assert word in text
 
 
+@pytest.mark.parametrize("counts", [[4, 4, 4], [2, 0, 5], [70_000, 9, 300_000], [300_000, 300_000, 300_000]])
+@pytest.mark.parametrize("odd", [1, 2])
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_a_list_that_does_not_fit_the_others_arrays(
+    name: str, odd: int, counts: list[int], pool: Callable[[int], Pool]
+) -> None:
+    answers = pool(3).run(jobs.list_differs, name, counts, odd)
+    text = same_mismatch([story for story, _ in answers])
+    assert all(untouched for _, untouched in answers)
+    n = counts[odd]
+    for word in (f"sends {n + 1 if name == 'gather' else n}", f"room for {n if name == 'gather' else n + 1}", "rank 0"):
+        assert word in text
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_arrays_of_one_size_have_one_shape(name: str, pool: Callable[[int], Pool]) -> None:
+    assert "different shapes" in same_mismatch(pool(3).run(jobs.shapes_differ, name))
+
+
 def same_mismatch(stories: Sequence[Story]) -> str:
     """All ranks raised CollectiveMismatchError with one text, soon; the text."""
     texts = {failure.message if failure else "no error" for failure, _ in stories}

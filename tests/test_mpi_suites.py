@@ -27,6 +27,7 @@ from test_groups import (  # noqa: F401
     test_subgroups,
 )
 from test_mismatch import (  # noqa: F401
+    test_a_list_that_does_not_fit_the_others_arrays,
     test_every_rank_has_another_root,
     test_ranks_that_call_differently_raise_the_same_error,
     test_split_sizes_that_do_not_fit_each_other,

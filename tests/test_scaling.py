@@ -264,13 +264,23 @@ def test_uneven_sizes_over_sockets(op: str) -> None:
             assert sum(t.bytes for t in done) == _needed(case) + n * log2(n) * HEADER_SIZE, case
 
 
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+def test_uneven_sizes_at_a_root_over_sockets(op: str) -> None:
+    for n in (2, 3, 8, 17):
+        for count in (1, 1001, 300_007):
+            case = Case(op, n, count, root=n // 2, uneven=True)
+            done = traces(case)
+            replay([trace.turns for trace in done], buffer=BUFFER)
+            assert sum(t.bytes for t in done) == 4 * sum(case.block(i) for i in range(n) if i != case.root), case
+
+
 @pytest.mark.parametrize("cyclic", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_uneven_sizes_and_hosts(op: str, cyclic: bool) -> None:
     for n in range(3, 14):
         for per_host in (2, 3, 5):
             for count in (7, 100_003):
-                uneven = op in FLAT
+                uneven = op in (*FLAT, "gather", "scatter")
                 case = Case(op, n, count, n - 1 if op in ROOTED else 0, "float32", per_host, cyclic, uneven)
                 replay([trace.turns for trace in traces(case)], case.nodes, BUFFER)
 

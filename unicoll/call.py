@@ -84,8 +84,8 @@ class Call:
         parts = []
         op = self.op
         if op.uneven and op.sizes is not Sizes.EXCHANGED:
-            pieces = self.outputs if op.sizes is Sizes.GATHERED else self.inputs
-            parts.append(_describe_pieces(pieces))
+            own, pieces = (self.inputs, self.outputs) if op.sizes is Sizes.GATHERED else (self.outputs, self.inputs)
+            parts.append(_describe_pieces(pieces or own))
         elif op.scattered and self.outputs:
             parts.append(str(self.outputs[0]))
         elif self.inputs or self.outputs:

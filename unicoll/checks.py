@@ -166,7 +166,8 @@ def sign(call: Call) -> int:
     """What all ranks must agree on in this call, as a number that is equal on ranks that do.
 
     It covers operation, dtype, shape (per-rank sizes where they may be uneven), reduction and root. What may
-    rightly differ between ranks (the split sizes of an all_to_all) is compared pair by pair by the backend.
+    rightly differ between ranks (the split sizes of an all_to_all, the sizes in a gather or scatter) is compared
+    pair by pair by the backend.
     Hashes of tuples of numbers do not depend on PYTHONHASHSEED.
     """
     op = call.op
@@ -188,7 +189,7 @@ def sign(call: Call) -> int:
 
 def _uneven_shape(call: Call) -> tuple[Any, ...]:
     sizes = call.op.sizes
-    if sizes is Sizes.EXCHANGED:
+    if sizes is Sizes.EXCHANGED or call.op.told_by_root:
         return ()
     pieces = call.outputs if sizes is Sizes.GATHERED else call.inputs
     shapes = {b.shape for b in pieces}

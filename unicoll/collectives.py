@@ -240,8 +240,9 @@ def gather(
     """Collect every rank's ``tensor`` on one rank.
 
     Args:
-        tensor: this rank's input, of equal shape on all ranks.
-        gather_list: on the destination, outputs in group order, each as large as ``tensor``; elsewhere None.
+        tensor: this rank's input; sizes may differ between ranks.
+        gather_list: on the destination, outputs in group order, of which output i has as many elements as rank i's
+            ``tensor``; elsewhere None.
         dst: the destination's global rank; 0 when neither it nor ``group_dst`` is given.
         group_dst: the destination's rank in the group.
     """
@@ -266,8 +267,9 @@ def scatter(
     """Hand each rank its entry of one rank's list.
 
     Args:
-        tensor: this rank's output, of equal shape on all ranks.
-        scatter_list: on the source, inputs in group order, each as large as ``tensor``; elsewhere None.
+        tensor: this rank's output; sizes may differ between ranks.
+        scatter_list: on the source, inputs in group order, of which input i has as many elements as rank i's
+            ``tensor``; elsewhere None.
         src: the source's global rank; 0 when neither it nor ``group_src`` is given.
         group_src: the source's rank in the group.
     """

@@ -1,8 +1,8 @@
-"""What the members agree on before an all_to_all goes in pieces: how large its largest part is, and that sizes fit.
+"""What the members tell each other about a call whose sizes not every rank knows, in small calls in its place.
 
-Sizes may differ between any two ranks, so no rank knows alone how many pieces there are. They agree in small calls on
-the host's memory, in the place of the all_to_all in the group's order. Each has a signature of its own, made of the
-user's call's: a rank that is in another call is found out as ever, and errors tell of the user's call.
+In an all_to_all sizes may differ between any two ranks; in a gather or scatter the root alone knows all of them. The
+small calls are on the host's memory, in the place of the user's call in the group's order. Each has a signature of its
+own, made of the user's call's: a rank that is in another call is found out as ever, and errors tell of the user's call.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import numpy as np
 from .buffers import Buffer
 from .call import Call, ProxyCall
 from .errors import CollectiveMismatchError, DistError
-from .ops import OPS
+from .ops import OPS, Sizes
 from .types import BY_NAME, ReduceOp
 
-__all__ = ["check_sizes", "largest_part"]
+__all__ = ["UNLIKE", "alike", "check_sizes", "exchange_sizes", "largest_part"]
 
+UNLIKE = -1
+"""What :func:`alike` gives where this rank knows that sizes differ."""
 _INT64 = BY_NAME["int64"]
-_LARGEST, _COUNTS, _MISFIT, _NUMBERS = range(-4, 0)
-"""What the small calls are for, as it stands in their signatures; pieces have numbers from 0 on."""
+_MISFIT, _COUNTS, _LARGEST, _NUMBERS, _SIZES = -2, -3, -4, -6, -7
+"""What the small calls are for, as it stands in their signatures: not -1, which hashes as -2 does, nor -5, which
+:mod:`unicoll.direct` has. Pieces have numbers from 0 on."""
 
 Execute = Callable[[Call], None]
 Ints = Any
@@ -30,13 +33,15 @@ Ints = Any
 
 
 class _Aside(ProxyCall):
-    """A small call on the host's memory."""
+    """A small call on the host's memory; what it takes is one array, or one for each rank."""
 
     __slots__ = ()
 
-    def __init__(self, of: Call, op: str, purpose: int, given: Ints, taken: Ints, reduce: Any = None) -> None:
+    def __init__(
+        self, of: Call, op: str, purpose: int, given: Ints, taken: Sequence[Ints], reduce: Any = None
+    ) -> None:
         inputs = (Buffer(given, _INT64, given.shape, given),)
-        outputs = inputs if taken is given else (Buffer(taken, _INT64, taken.shape, taken),)
+        outputs = inputs if taken[0] is given else tuple(Buffer(x, _INT64, x.shape, x) for x in taken)
         super().__init__(of, OPS[op], inputs, outputs, of.timeout, reduce)
         self.signature = hash((of.signature, purpose))
 
@@ -49,25 +54,93 @@ def _do(execute: Execute, aside: _Aside) -> None:
         raise
 
 
+def _mismatch(call: Call, group: str, message: str) -> CollectiveMismatchError:
+    return CollectiveMismatchError(
+        f"{call.op.name} #{call.seq} on group {group!r}: {message}", group=group, op=call.op.name, seq=call.seq
+    )
+
+
+# --- gather and scatter ---------------------------------------------------------------------------------------------
+
+
+def _own_and_list(call: Call) -> tuple[Buffer, tuple[Buffer, ...]]:
+    """The array that every rank has, and the list that the root has."""
+    if call.op.sizes is Sizes.GATHERED:
+        return call.inputs[0], call.outputs
+    return call.outputs[0], call.inputs
+
+
+def alike(call: Call) -> int:
+    """A number from 0 on that all ranks of a gather or scatter have in common if all arrays are of one shape.
+
+    It is :data:`UNLIKE` on a root whose list has arrays of several sizes. Where it is not the same on all ranks,
+    :func:`exchange_sizes` comes before data moves.
+    """
+    own, several = _own_and_list(call)
+    if any(b.count != own.count for b in several):
+        return UNLIKE
+    return hash(own.shape) & ((1 << 62) - 1)
+
+
+def exchange_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute: Execute) -> list[int]:
+    """Elements of every rank's array in a gather or scatter, as the rank itself and the root say.
+
+    Args:
+        call: the gather or scatter.
+        rank: in the group.
+        ranks: the members' global ranks.
+        group: its name.
+        execute: does a call on the host's memory.
+
+    Raises:
+        CollectiveMismatchError: an array is not as large as the root's entry for it; the same on all ranks. Arrays of
+            one size have to be of one shape, too.
+    """
+    own, several = _own_and_list(call)
+    size = len(ranks)
+    told = [np.zeros(2 + (size if r == call.root else 0), np.int64) for r in range(size)]
+    mine = np.array([own.count, hash(own.shape), *(b.count for b in several)], np.int64)
+    _do(execute, _Aside(call, "all_gather", _SIZES, mine, told))
+    counts, entries = [int(t[0]) for t in told], [int(n) for n in told[call.root][2:]]
+    for member, (count, entry) in enumerate(zip(counts, entries, strict=True)):
+        if count != entry:
+            giver, taker, given, room = ranks[member], ranks[call.root], count, entry
+            if call.op.sizes is Sizes.SCATTERED:
+                giver, taker, given, room = taker, giver, room, given
+            raise _mismatch(
+                call, group, f"rank {giver} sends {given} elements to rank {taker}, which has room for {room}"
+            )
+    if len(set(counts)) == 1 and len({int(t[1]) for t in told}) > 1:
+        raise _mismatch(call, group, f"the ranks have arrays of {counts[0]} elements in different shapes")
+    return counts
+
+
+# --- calls that go in pieces ----------------------------------------------------------------------------------------
+
+
 def _highest(call: Call, execute: Execute, purpose: int, *values: int) -> list[int]:
     """The largest of each value over all ranks."""
     room = np.array(values, np.int64)
-    _do(execute, _Aside(call, "all_reduce", purpose, room, room, ReduceOp.MAX))
+    _do(execute, _Aside(call, "all_reduce", purpose, room, [room], ReduceOp.MAX))
     return [int(v) for v in room]
 
 
 def largest_part(call: Call, execute: Execute) -> int:
-    """Elements of the largest part that any two ranks exchange in an all_to_all; equal on all of them."""
-    assert call.in_counts is not None
-    assert call.out_counts is not None
-    return _highest(call, execute, _LARGEST, max(*call.in_counts, *call.out_counts))[0]
+    """Elements of the largest part that any two ranks exchange in a call; equal on all of them."""
+    if call.op.sizes is Sizes.EXCHANGED:
+        assert call.in_counts is not None
+        assert call.out_counts is not None
+        longest = max(*call.in_counts, *call.out_counts)
+    else:
+        longest = max(b.count for b in (*call.inputs, *call.outputs))
+    return _highest(call, execute, _LARGEST, longest)[0]
 
 
 def check_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute: Execute) -> None:
     """Find out whether all parts are as large as their receivers expect: a piece would tell of its own sizes only.
 
     Args:
-        call: the all_to_all.
+        call: the all_to_all, gather or scatter.
         rank: in the group.
         ranks: the members' global ranks.
         group: its name.
@@ -76,12 +149,15 @@ def check_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute
     Raises:
         CollectiveMismatchError: one is not; the same on all ranks.
     """
+    if call.op.told_by_root:
+        exchange_sizes(call, rank, ranks, group, execute)
+        return
     assert call.in_counts is not None
     assert call.out_counts is not None
     size = len(ranks)
     given, awaited = np.array(call.in_counts, np.int64), np.array(call.out_counts, np.int64)
     coming = np.empty(size, np.int64)
-    aside = _Aside(call, "all_to_all_single", _COUNTS, given, coming)
+    aside = _Aside(call, "all_to_all_single", _COUNTS, given, [coming])
     aside.in_counts = aside.out_counts = (1,) * size
     aside.even = True
     _do(execute, aside)
@@ -92,10 +168,8 @@ def check_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute
     receiver, sender = divmod(found - 1, size)
     mine = (int(coming[sender]), int(awaited[sender])) if rank == receiver else (-1, -1)
     sent, room = _highest(call, execute, _NUMBERS, *mine)
-    raise CollectiveMismatchError(
-        f"{call.op.name} #{call.seq} on group {group!r}: rank {ranks[sender]} sends {sent} elements to rank"
-        f" {ranks[receiver]}, which has room for {room}",
-        group=group,
-        op=call.op.name,
-        seq=call.seq,
+    raise _mismatch(
+        call,
+        group,
+        f"rank {ranks[sender]} sends {sent} elements to rank {ranks[receiver]}, which has room for {room}",
     )

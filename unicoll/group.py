@@ -172,7 +172,10 @@ class ProcessGroup(Dispatch):
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work | None:
-        """``gather_list[i]`` on ``dst`` becomes member i's ``tensor``; elsewhere it is None (MPI_Gather)."""
+        """``gather_list[i]`` on ``dst`` becomes member i's ``tensor``; elsewhere it is None (MPI_Gatherv).
+
+        Sizes may differ by member.
+        """
         outputs = buffers_of("gather: gather_list", gather_list or ())
         return self._start(
             OPS["gather"], (as_buffer(tensor, "gather: tensor"),), outputs, async_op, timeout, root=dst
@@ -187,7 +190,10 @@ class ProcessGroup(Dispatch):
         async_op: bool = False,
         timeout: Timeout = None,
     ) -> Work | None:
-        """``tensor`` on member i becomes ``scatter_list[i]`` of ``src``; elsewhere it is None (MPI_Scatter)."""
+        """``tensor`` on member i becomes ``scatter_list[i]`` of ``src``; elsewhere it is None (MPI_Scatterv).
+
+        Sizes may differ by member.
+        """
         inputs = buffers_of("scatter: scatter_list", scatter_list or ())
         return self._start(
             OPS["scatter"], inputs, (as_buffer(tensor, "scatter: tensor"),), async_op, timeout, root=src

@@ -337,8 +337,8 @@ def _parcels_for_each(pg: ProcessGroup, objects: Sequence[Any] | None, op: str) 
     return [_Parcel.of(pg, [obj], op) for obj in objects]
 
 
-# gather and scatter move equal pieces. Padding to the largest is right for objects of similar size; where it
-# would mostly move padding, all_to_all with sizes moves the bytes alone. All ranks know all sizes, so they
+# gather and scatter are quickest with equal pieces. Padding to the largest is right for objects of similar size;
+# where it would mostly move padding, all_to_all with sizes moves the bytes alone. All ranks know all sizes, so they
 # choose alike.
 
 

@@ -53,6 +53,7 @@ class Op:
         uneven: whether per-rank arrays may differ in size.
         mpi: the MPI standard's counterpart.
         scattered: whether the shape that ranks agree on is the output's.
+        told_by_root: whether the root alone knows all sizes, and each other rank its own.
     """
 
     name: str
@@ -65,9 +66,11 @@ class Op:
     uneven: bool = False
     mpi: str = ""
     scattered: bool = field(init=False)
+    told_by_root: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scattered", self.sizes in (Sizes.SCATTERED, Sizes.SCATTERED_FLAT))
+        object.__setattr__(self, "told_by_root", self.rooted and self.uneven)
 
 
 _ROWS = (
@@ -77,8 +80,14 @@ _ROWS = (
     Op("reduce", 4, Arity.ONE, Arity.ONE_AT_ROOT, Sizes.SAME, reduces=True, rooted=True, mpi="MPI_Reduce"),
     Op("all_gather", 5, Arity.ONE, Arity.PER_RANK, Sizes.GATHERED, uneven=True, mpi="MPI_Allgatherv"),
     Op("all_gather_into_tensor", 6, Arity.ONE, Arity.ONE, Sizes.GATHERED_FLAT, mpi="MPI_Allgather"),
-    Op("gather", 7, Arity.ONE, Arity.PER_RANK_AT_ROOT, Sizes.GATHERED, rooted=True, mpi="MPI_Gather"),
-    Op("scatter", 8, Arity.PER_RANK_AT_ROOT, Arity.ONE, Sizes.SCATTERED, rooted=True, mpi="MPI_Scatter"),
+    Op(
+        "gather", 7, Arity.ONE, Arity.PER_RANK_AT_ROOT, Sizes.GATHERED, rooted=True, uneven=True,
+        mpi="MPI_Gatherv",
+    ),
+    Op(
+        "scatter", 8, Arity.PER_RANK_AT_ROOT, Arity.ONE, Sizes.SCATTERED, rooted=True, uneven=True,
+        mpi="MPI_Scatterv",
+    ),
     Op(
         "reduce_scatter", 9, Arity.PER_RANK, Arity.ONE, Sizes.SCATTERED, reduces=True, uneven=True,
         mpi="MPI_Reduce_scatter",

@@ -43,8 +43,8 @@ class Plan:
 def plan(call: Call, size: int, nbytes: int, longest: int = -1) -> Plan:
     """The pieces of a collective, of at most ``nbytes`` bytes; all members of a group of ``size`` cut alike.
 
-    In an all_to_all sizes differ in any way: ``longest`` is how many elements the largest part has that any two
-    members exchange. Where this rank's parts have come to their end it takes part in the others' pieces with nothing.
+    Where this rank does not know all sizes, ``longest`` is how many elements the largest part has that any two members
+    exchange. Where this rank's parts have come to their end it takes part in the others' pieces with nothing.
     """
     buffers = [*call.inputs, *(b for b in call.outputs if call.outputs is not call.inputs)]
     parts: dict[int, tuple[tuple[int, int], ...]] = {id(b): ((0, b.count),) for b in buffers}

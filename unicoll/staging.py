@@ -130,8 +130,8 @@ class Staged(Backend):
         return partial(self._carry, call, self._dock.begin(call))
 
     def _cut(self, call: Call, execute: Execute) -> Plan:
-        """The pieces of a collective; in an all_to_all the members agree on them."""
-        if call.op.sizes is not Sizes.EXCHANGED or self._size == 1:
+        """The pieces of a collective; the members agree on them where no rank knows all sizes, or one alone."""
+        if self._size == 1 or not (call.op.sizes is Sizes.EXCHANGED or call.op.told_by_root):
             return plan(call, self._size, PIECE)
         cut = plan(call, self._size, PIECE, largest_part(call, execute))
         if cut.pieces > 1:
@@ -183,13 +183,13 @@ class Staged(Backend):
         unread = call.op.name == "broadcast" and self._rank != call.root
         for buffer in dict.fromkeys((*call.inputs, *call.outputs)):
             ranges = cut.ranges(buffer, k)
-            room = self._room(slot, buffer, sum(count for _, count in ranges))
+            room = self._room(slot, buffer, sum(count for _, count in ranges), cut.pieces == 1)
             if buffer in call.inputs and not unread:
                 self._copy(buffer, ranges, room, lanes.down, False)
         self._dock.cuda.record(slot.came, lanes.down)
 
-    def _room(self, slot: _Slot, buffer: Buffer, count: int) -> Buffer:
-        """A piece of a buffer on the host."""
+    def _room(self, slot: _Slot, buffer: Buffer, count: int, whole: bool) -> Buffer:
+        """A piece of a buffer on the host; it has the buffer's shape if it is the whole of it."""
         kept = slot.buffers.get(id(buffer))
         if kept is None or kept.owner.size < count * buffer.dtype.itemsize:
             pinned = self._dock.pins.take(count * buffer.dtype.itemsize)
@@ -197,7 +197,8 @@ class Staged(Backend):
         else:
             pinned = kept.owner
         flat = pinned.bytes[: count * buffer.dtype.itemsize].view(buffer.dtype.storage)
-        slot.buffers[id(buffer)] = room = Buffer(pinned, buffer.dtype, buffer.shape, flat)
+        shape = buffer.shape if whole else flat.shape
+        slot.buffers[id(buffer)] = room = Buffer(pinned, buffer.dtype, shape, flat)
         return room
 
     def _copy(

@@ -69,8 +69,9 @@ def aborted(context: Context, reason: Exception) -> DistError:
     return reason if isinstance(reason, DistError) else GroupAbortedError(str(reason), group=context.name)
 
 
-def mismatch(context: Context, call: Call, peer: int, seq: int) -> CollectiveMismatchError:
-    """The error of ranks that are in different calls; member ``peer`` was seen to be at ``seq``."""
+def mismatch(context: Context, call: Call, peer: int, seq: int, why: str = "") -> CollectiveMismatchError:
+    """The error of ranks whose calls differ, ``why`` says in what; member ``peer`` was seen to be at ``seq``."""
+    why = why or f"the ranks of group {context.name!r} are in different collectives"
     reports = _ask(context)
     lines = []
     for member, rank in enumerate(context.ranks[:_SHOWN]):
@@ -80,7 +81,7 @@ def mismatch(context: Context, call: Call, peer: int, seq: int) -> CollectiveMis
             doing = _doing(context, rank, reports.get(rank), seq if member == peer else None)
         lines.append(f"rank {rank}: {doing}")
     return CollectiveMismatchError(
-        f"the ranks of group {context.name!r} are in different collectives:\n  " + "\n  ".join(lines),
+        f"{why}:\n  " + "\n  ".join(lines),
         group=context.name,
         op=call.op.name,
         seq=call.seq,

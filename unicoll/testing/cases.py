@@ -34,7 +34,7 @@ class Case:
         async_op: whether it goes on in the background, up to four at a time.
         group: "world", "subset" (all but one rank) or "reversed".
         in_place: whether input and output share memory, where the operation allows it.
-        uneven: whether ranks' shares differ in size, where the operation allows it.
+        uneven: whether ranks' shares differ in size, where the operation allows it; with ``count`` 0 some are empty.
         special: whether NaN and infinities are among the values.
         family: of arrays.
         seed: of the values, the root and the left-out rank.
@@ -135,7 +135,7 @@ class Trial:
             )
             return [self._values(self._share(*e), rng) for e in ends]
         if op == "scatter":
-            return [self._values(self._shape(self.case.count), rng) for _ in range(self.size)]
+            return [self._values(self._share(i), rng) for i in range(self.size)]
         if op == "reduce_scatter_tensor":
             return [self._values(self._times(self._shape(self.case.count)), rng)]
         if op == "all_to_all_single":
@@ -197,7 +197,7 @@ class Trial:
             return self._share(i)
         if op == "all_gather_into_tensor":
             return self._times(self._shape(count))
-        if op == "reduce_scatter":
+        if op in ("reduce_scatter", "scatter"):
             return self._share(self.rank)
         if op == "all_to_all":
             return self._share(i, self.rank)
