@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from unicoll.backend import Job
+
     from .backend import MPIBackend
     from .store import MPIStore
 
-__all__ = ["backend_class", "identity", "open_store"]
+__all__ = ["accompany", "backend_class", "identity", "open_store"]
 
 
 def backend_class() -> type[MPIBackend]:
@@ -37,6 +39,14 @@ def identity(patience: float) -> tuple[int, int, str, bool]:
 
     mpi = runtime(patience)
     return mpi.rank, mpi.size, mpi.library, mpi.serves
+
+
+def accompany(job: Job) -> None:
+    """Tell MPI's runtime of a job, whichever backends it uses; all its ranks do."""
+    from .members import members_of, publish
+
+    publish(job)
+    members_of(job)
 
 
 def open_store(deadline: float) -> MPIStore:

@@ -27,9 +27,9 @@ from . import library, watch
 from .collectives import COLLECTIVES, SIZED, UNLIKE, alone
 from .flats import device_memory
 from .matching import BOX
-from .members import Members, publish
+from .members import Members, members_of, publish
 from .messages import Mailroom
-from .reductions import native
+from .reductions import REDUCTIONS, agreed_way, native
 from .runtime import runtime
 from .team import Team
 
@@ -61,7 +61,7 @@ class MPIBackend(Backend):
         self._moving = False  # whether the call that was executed last has come to moving data
         self.closed = False
         if context.size > 1:
-            self._members = members = context.job.shared("mpi", lambda: Members(context.job))
+            self._members = members = members_of(context.job)
             self.team = Team(context, members)
             self.cuda, self._owned = members.cuda(context), members.owned
             self._mail = Mailroom(context, self.team)
@@ -158,8 +158,11 @@ class MPIBackend(Backend):
     def _perform(self, team: Team, call: Call) -> None:
         """Agree on a call, then do it."""
         name = call.op.name
-        collective = COLLECTIVES.get(name)
-        if collective is not None:
+        if (reduction := REDUCTIONS.get(name)) is not None:
+            way = agreed_way(team, call)
+            self._moving = True
+            reduction(team, call, way)
+        elif (collective := COLLECTIVES.get(name)) is not None:
             team.agree(call)
             self._moving = True
             collective(team, call)

@@ -16,7 +16,7 @@ from unicoll.errors import CollectiveMismatchError
 from unicoll.kernels import Flat, kernel_for
 
 from . import flats
-from .reductions import STAGED, all_reduce, flat_of, reduce, reduce_scatter
+from .reductions import STAGED, flat_of
 from .team import COLLECTIVE_TAG, Team
 
 __all__ = ["COLLECTIVES", "SIZED", "UNLIKE", "alone"]
@@ -290,11 +290,7 @@ def alone(call: Call) -> None:
 COLLECTIVES: dict[str, Collective] = {
     "barrier": barrier,
     "broadcast": broadcast,
-    "all_reduce": all_reduce,
-    "reduce": reduce,
     "all_gather_into_tensor": all_gather_into_tensor,
-    "reduce_scatter": reduce_scatter,
-    "reduce_scatter_tensor": reduce_scatter,
 }
 UNLIKE: dict[str, tuple[Callable[[Call], int], Callable[[Team, Call, bool], None]]] = {
     "all_gather": (_gathers_into_one_piece, all_gather),

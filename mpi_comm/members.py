@@ -15,7 +15,7 @@ from unicoll.errors import BackendUnavailableError, CollectiveMismatchError
 from .aware import Awareness, agreed
 from .runtime import Runtime, runtime
 
-__all__ = ["Members", "publish"]
+__all__ = ["Members", "members_of", "publish"]
 
 _TOKEN = 16
 
@@ -55,6 +55,7 @@ class Members:
     def __init__(self, job: Job) -> None:
         self.mpi: Runtime = runtime()
         self._job = job
+        self.mpi.members.add(self)
         facts: list[dict[str, Any]] = [
             {"rank": self.mpi.rank, "cores": [0], "polls": True, "owned": False, "cuda": [False, "one rank"]}
         ]
@@ -158,7 +159,14 @@ class Members:
             distance *= 2
 
     def close(self) -> None:
-        """Nothing is kept; communicators belong to their groups."""
+        """The job is over; communicators belong to its groups."""
+        self.note_the_dead()
+
+
+def members_of(job: Job) -> Members:
+    """The job's, made at the first call; after :func:`publish` on all its ranks."""
+    found: Members = job.shared("mpi", lambda: Members(job))
+    return found
 
 
 def _number(text: str, below: int) -> int:

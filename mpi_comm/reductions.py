@@ -4,11 +4,16 @@ MPI knows nothing of half types; its MIN and MAX lose a NaN or keep it as the li
 that overflow are undefined (Open MPI's vector code saturates them); and its order of folding is its own. There, and
 where ``deterministic`` asks for rank order, every rank gets its share of all contributions (MPI_Alltoallv), folds them
 in rank order with one rounding at the end, and the shares are put together again.
+
+Large arrays of floats get MPI's MIN and MAX where no rank has a NaN or a -0.0 (MPICH's all_reduce of 0.0 and -0.0 gives
+one of them to one rank and the other to another). Each rank looks through its own data, and says what it found in the
+agreement that precedes every collective, so all ranks take the same way. Small arrays are not looked through: to fold
+them is as quick.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +27,7 @@ from unicoll.types import DType, Reduction
 from . import flats
 from .team import Team
 
-__all__ = ["all_reduce", "flat_of", "native", "reduce", "reduce_scatter"]
+__all__ = ["REDUCTIONS", "agreed_way", "flat_of", "native"]
 
 WHOLE = 1 << 16
 """Bytes of all contributions together up to which every rank folds everything."""
@@ -35,7 +40,10 @@ STAGED = 1 << 24
 _SUMS = {"SUM": "SUM", "AVG": "SUM", "PREMUL_SUM": "SUM", "PRODUCT": "PROD"}
 _BITS = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
 _OF_BOOL = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND", **_BITS}
-_OF_INTEGERS = {**_SUMS, **_BITS, "MIN": "MIN", "MAX": "MAX"}
+_EXTREMES = {"MIN": "MIN", "MAX": "MAX"}
+_OF_INTEGERS = {**_SUMS, **_BITS, **_EXTREMES}
+_BITS_OF = {size: (np.dtype(f"i{size}"), np.iinfo(f"i{size}").min) for size in (4, 8)}
+"""By bytes of a float: the integer of its bits, and that of -0.0, which is the least of all."""
 
 
 @lru_cache(maxsize=512)
@@ -45,7 +53,7 @@ def _native(dtype: DType, name: str) -> str | None:
         return _OF_BOOL.get(name)
     if dtype.kind in "ui":
         return None if dtype.itemsize < 4 and name in _SUMS else _OF_INTEGERS.get(name)
-    return None if dtype.half else _SUMS.get(name)
+    return None if dtype.half else (_SUMS | _EXTREMES).get(name)
 
 
 def flat_of(buffer: Buffer) -> Flat:
@@ -62,18 +70,21 @@ class _Way:
         kernel: ours.
         op: MPI's operation, or None.
         plain: whether MPI's operation is all there is to do.
+        careful: for MIN and MAX of floats the way without MPI's operation; None for all else.
         in_place: MPI.IN_PLACE.
     """
 
-    __slots__ = ("in_place", "kernel", "op", "plain", "type")
+    __slots__ = ("careful", "in_place", "kernel", "op", "plain", "type")
 
-    def __init__(self, team: Team, dtype: DType, reduce: Reduction) -> None:
+    def __init__(self, team: Team, dtype: DType, reduce: Reduction, in_order: bool) -> None:
         self.type = team.mpi.types[dtype.name]
         self.kernel: Kernel = kernel_for(dtype, reduce)
-        name = None if team.in_order else _native(dtype, reduce.name)
+        name = None if in_order else _native(dtype, reduce.name)
         self.op: Any = None if name is None else getattr(team.mpi.MPI, name)
         self.plain = self.op is not None and self.kernel.plain
         self.in_place = team.mpi.MPI.IN_PLACE
+        guarded = self.op is not None and dtype.kind == "f" and name in _EXTREMES
+        self.careful: _Way | None = _Way(team, dtype, reduce, True) if guarded else None
 
 
 def _way(team: Team, call: Call) -> _Way:
@@ -84,8 +95,37 @@ def _way(team: Team, call: Call) -> _Way:
         key = (key, reduce.factor)
     found: _Way | None = team.ways.get(key)
     if found is None:
-        found = team.ways[key] = _Way(team, dtype, reduce)
+        found = team.ways[key] = _Way(team, dtype, reduce, team.in_order)
     return found
+
+
+def agreed_way(team: Team, call: Call) -> _Way:
+    """Return how to reduce, when all ranks are in this call; equal on all of them.
+
+    Raises:
+        CollectiveMismatchError: the ranks are in different calls.
+    """
+    way = _way(team, call)
+    if way.careful is None:
+        team.agree(call)
+    elif sum(b.nbytes for b in call.inputs) * team.size <= WHOLE:
+        team.agree(call)
+        return way.careful
+    elif not team.agree(call, -1 if any(_has_nan_or_negative_zero(b) for b in call.inputs) else 0):
+        return way.careful
+    return way
+
+
+def _has_nan_or_negative_zero(buffer: Buffer) -> bool:
+    """Of floats; in two passes that allocate nothing."""
+    flat = flat_of(buffer)
+    if not flat.size:
+        return False
+    bits, negative_zero = _BITS_OF[flat.itemsize]
+    if np.minimum.reduce(flat.view(bits)) == negative_zero:
+        return True
+    highest = np.maximum.reduce(flat)
+    return bool(highest != highest)
 
 
 def _scaled(kernel: Kernel, source: Flat) -> Flat:
@@ -103,23 +143,23 @@ def _divide(kernel: Kernel, out: Flat, ranks: int) -> None:
 
 def native(team: Team, call: Call) -> bool:
     """Whether MPI's operation does all of a reduction, so that no element is looked at here."""
-    return _way(team, call).plain
+    way = _way(team, call)
+    return way.plain and way.careful is None
 
 
 # --- the operations ---------------------------------------------------------------------------------------------
 
 
-def all_reduce(team: Team, call: Call) -> None:
+def _all_reduce(team: Team, call: Call, way: _Way) -> None:
     """The reduction of all ranks' data to all."""
-    way = _way(team, call)
     source, out = call.inputs[0].flat, call.outputs[0].flat
     if way.plain and source is out and call.inputs[0].count <= team.mpi.largest_count:
         team.do("Allreduce", way.in_place, [out, way.type], way.op)
     else:
-        team.quietly(_all_reduce, team, way, flat_of(call.inputs[0]), flat_of(call.outputs[0]))
+        team.quietly(_reduce_to_all, team, way, flat_of(call.inputs[0]), flat_of(call.outputs[0]))
 
 
-def _all_reduce(team: Team, way: _Way, source: Flat, out: Flat) -> None:
+def _reduce_to_all(team: Team, way: _Way, source: Flat, out: Flat) -> None:
     if way.op is None:
         _fold_to_all(team, way, source, out)
         return
@@ -131,13 +171,12 @@ def _all_reduce(team: Team, way: _Way, source: Flat, out: Flat) -> None:
     _divide(way.kernel, out, team.size)
 
 
-def reduce(team: Team, call: Call) -> None:
+def _reduce(team: Team, call: Call, way: _Way) -> None:
     """The reduction of all ranks' data to the root."""
-    team.quietly(_reduce, team, call)
+    team.quietly(_reduce_to_root, team, call, way)
 
 
-def _reduce(team: Team, call: Call) -> None:
-    way = _way(team, call)
+def _reduce_to_root(team: Team, call: Call, way: _Way) -> None:
     source, root = flat_of(call.inputs[0]), call.root
     out = flat_of(call.outputs[0]) if call.outputs else None
     if way.op is None:
@@ -160,9 +199,8 @@ def _reduce_to(team: Team, way: _Way, given: Flat, out: Flat | None, root: int) 
         team.do("Reduce", way.in_place, [piece, way.type], way.op, root)
 
 
-def reduce_scatter(team: Team, call: Call) -> None:
+def _reduce_scatter(team: Team, call: Call, way: _Way) -> None:
     """Each rank gets its own piece of the reduction."""
-    way = _way(team, call)
     out = flat_of(call.outputs[0])
     flat = flat_of(call.inputs[0])
     single = call.op.name == "reduce_scatter_tensor"
@@ -212,6 +250,15 @@ def _reduce_one_by_one(team: Team, way: _Way, pieces: Sequence[Flat], out: Flat)
     """Piece i to rank i, for each i: no copy of them all."""
     for i, piece in enumerate(pieces):
         _reduce_to(team, way, _scaled(way.kernel, piece), out if i == team.rank else None, i)
+
+
+REDUCTIONS: dict[str, Callable[[Team, Call, _Way], None]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_tensor": _reduce_scatter,
+}
+"""After :func:`agreed_way`, which says how."""
 
 
 # --- with our own kernels ---------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ from .owner import Owner
 if TYPE_CHECKING:
     from unicoll.backend import Backend, Job
 
+    from .members import Members
+
 __all__ = ["Runtime", "runtime", "started"]
 
 log = logging.getLogger("unicoll")
@@ -102,6 +104,7 @@ class Runtime:
         self.patience = default_pg_timeout.total_seconds()
         self.jobs: weakref.WeakSet[Job] = weakref.WeakSet()
         self.groups: weakref.WeakSet[Backend] = weakref.WeakSet()
+        self.members: weakref.WeakSet[Members] = weakref.WeakSet()
         self.making = threading.Lock()
         """Held while a communicator is made: all processes make theirs in the same order."""
         self._parent: Any = None
@@ -242,6 +245,8 @@ class Runtime:
             return
         for group in list(self.groups):  # those that were made before MPI's own end was registered
             group.close()
+        for members in list(self.members):
+            members.note_the_dead()
         if self.lost:
             log.warning(
                 "MPI is left as it is, for it cannot be finalised without all processes: %s", self.lost

@@ -19,6 +19,7 @@ import pytest
 from simulated_ranks import SimulatedJob
 
 import unicoll as dist
+from unicoll import registry
 from unicoll.bench import contenders, launch, main, plot, table
 from unicoll.bench.args import TYPES, parse
 from unicoll.bench.contract import Case
@@ -423,12 +424,17 @@ def test_types_and_reductions_in_a_loop(
     assert {line[12] for line in lines} == {"0"}
 
 
+@pytest.mark.parametrize("reason", [None, "mpi4py is not installed (pip install mpi4py)"])
 def test_contenders_that_are_missing_are_named(
-    alone: Callable[..., int], capsys: pytest.CaptureFixture[str]
+    reason: str | None,
+    alone: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(registry.load("mpi"), "availability", lambda: reason)
     assert alone("all_reduce", "--backend", "gloo", "--peer", "mpi4py", "--sizes", "64", *QUICK) == 0
     seen = capsys.readouterr()
-    assert "mpi4py is not measured: the ranks were not started by mpirun" in seen.err
+    assert f"mpi4py is not measured: {reason or 'the ranks were not started by mpirun'}" in seen.err
     assert len(rows(seen.out)) == 1
     assert alone("all_reduce", "--peer", "mpi4py", "--sizes", "64", *QUICK) == 1
     assert rows(capsys.readouterr().out) == []

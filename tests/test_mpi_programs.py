@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from mpi_library import lives
 from mpi_ranks import Ended, library, mpirun, started, why_not
 
 from unicoll.testing.ranks import ROOT, environment, free_port
@@ -75,11 +77,45 @@ def test_no_arguments_are_needed(size: int, script: Path) -> None:
     said = lines(run(script, source, size))
     total = size * (size + 1) // 2
     for rank in range(size):
-        assert f"{rank} {size} mpi [{total} {total} {total}]" in said
+        assert f"{rank} {size} gloo [{total} {total} {total}]" in said
         assert f"local rank {rank}" in said  # of some rank: Open MPI numbers them by core, not by rank
     text = "\n".join(said)
     assert f"rank 0 of {size}: from" in text
-    assert "cpu arrays: backend mpi: started by an MPI launcher" in text
+    where = f"all {size} ranks are on this host" if size > 1 else "there is one rank"
+    assert f"cpu arrays: backend gloo: an MPI launcher started us, but {where}" in text
+
+
+def test_ranks_on_several_hosts_take_mpi(script: Path) -> None:
+    """As the launcher's variables say, each of three hosts has one rank."""
+    rank, size = {
+        "openmpi": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "mpich": ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    }[library().name]
+    source = f"""
+        import os
+        import numpy as np
+        os.environ.update({rank}="0", {size}="1", UNICOLL_SOCKET_IFNAME="lo")
+        import unicoll as dist
+        dist.init_process_group()
+        x = np.ones(2)
+        dist.all_reduce(x)
+        print(dist.get_backend(), x, "cpu arrays: backend mpi: started by an MPI launcher" in dist.explain())
+    """
+    assert lines(run(script, source, 3)) == ["mpi [3. 3.] True"] * 3
+
+
+def test_a_group_over_mpi_beside_the_default(script: Path) -> None:
+    source = """
+        import numpy as np
+        import unicoll as dist
+        dist.init_process_group()
+        group = dist.new_group(backend="mpi")
+        x = np.ones(2)
+        dist.all_reduce(x)
+        dist.all_reduce(x, group=group)
+        print(dist.get_backend(), dist.get_backend(group), x)
+    """
+    assert lines(run(script, source)) == ["gloo mpi [4. 4.]"] * 2
 
 
 @pytest.mark.parametrize(
@@ -131,7 +167,7 @@ def test_our_own_stores_where_they_are_asked_for(
         dist.destroy_process_group()
     """
     said = lines(run(script, source, 3))
-    assert said[:3] == [f"{backend or 'mpi'} [3. 3.]"] * 3
+    assert said[:3] == [f"{backend or 'gloo'} [3. 3.]"] * 3
     if place == "file":
         assert str(tmp_path / "store") in said[3]
     elif place == "tcp":
@@ -248,9 +284,43 @@ def test_without_a_library_the_choice_is_gloo_and_says_why(script: Path) -> None
         import unicoll as dist
         dist.init_process_group()
         print(dist.get_backend(), "/nowhere/libmpi.so" in dist.explain())
+        dist.destroy_process_group()
+        dist.init_process_group()
     """
-    said = lines(run(script, source, env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}))
-    assert said == ["gloo True"] * 2
+    check_the_fallback(fail(script, source, 3, env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}), "/nowhere/libmpi.so")
+
+
+def test_without_mpi4py_the_choice_is_gloo_and_says_why(script: Path) -> None:
+    source = """
+        import sys
+        sys.modules["mpi4py"] = None  # as if it were not installed
+        import unicoll as dist
+        dist.init_process_group()
+        print(dist.get_backend(), "mpi4py is not installed" in dist.explain())
+        dist.destroy_process_group()
+        dist.init_process_group()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")
+        dist.destroy_process_group()
+        try:
+            dist.init_process_group("mpi")
+        except dist.BackendUnavailableError as e:
+            print(e)
+    """
+    ended = fail(script, source, 3)
+    refused = [line for line in lines(ended) if line.startswith("backend 'mpi': mpi4py is not installed")]
+    assert len(refused) == 3
+    check_the_fallback(ended, "mpi4py is not installed (pip install mpi4py")
+
+
+def check_the_fallback(ended: Ended, why: str) -> None:
+    """Three ranks took gloo and said why, and the job warned once."""
+    assert ended.returncode == 0, ended
+    assert [line for line in lines(ended) if line.startswith("gloo")] == ["gloo True"] * 3
+    warned = ended.stderr.splitlines()
+    assert len(warned) == 1, ended
+    assert "started this job, but MPI cannot be used" in warned[0]
+    assert why in warned[0]
 
 
 # --- beside mpi4py ----------------------------------------------------------------------------------------------
@@ -262,7 +332,7 @@ def test_mpi_that_the_program_has_initialised_is_used_and_left(script: Path) -> 
         import numpy as np
         import unicoll as dist
         world = MPI.COMM_WORLD
-        dist.init_process_group()
+        dist.init_process_group("mpi")
         other = (world.rank + 1) % 2
         mine = world.irecv(source=other, tag=0)     # the library's own messages must not match these
         x = np.ones(3)
@@ -306,7 +376,7 @@ def test_thread_levels_below_multiple(level: str, script: Path) -> None:
         import numpy as np
         import unicoll as dist
         assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
-        dist.init_process_group()
+        dist.init_process_group("mpi")
         x = np.ones(3)
         dist.all_reduce(x)
         works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
@@ -323,7 +393,7 @@ def test_the_thread_level_can_be_asked_for(level: str, script: Path) -> None:
     source = """
         import numpy as np
         import unicoll as dist
-        dist.init_process_group()
+        dist.init_process_group("mpi")
         x = np.ones(3)
         works = [dist.all_reduce(x, async_op=True) for _ in range(3)]
         dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(np.ones(3), 0)
@@ -408,6 +478,42 @@ def test_a_rank_that_does_not_come_ends_the_others_wait(script: Path) -> None:
     assert "MPI_Init_thread: not all processes have called it, after 2 s" in ended.stderr
 
 
+def test_survivors_of_the_default_backend_do_not_wait_for_the_dead_to_finalise_mpi(
+    script: Path, tmp_path: Path
+) -> None:
+    """Where mpirun lets them live on. It may forward nothing any more, so they write to files."""
+    source = """
+        import os, sys
+        from pathlib import Path
+        import numpy as np
+        import unicoll as dist
+        dist.init_process_group()
+        here = Path(sys.argv[1], str(dist.get_rank()))
+        here.with_suffix(".pid").write_text(f"{os.getpid()} ")
+        try:
+            while True:
+                dist.all_reduce(np.ones(3))
+        except dist.RankLostError as e:
+            here.write_text(str(e))
+    """
+    script.write_text(textwrap.dedent(source))
+    with started(3, str(script), str(tmp_path), options=library().recover) as running:
+        deadline = time.monotonic() + SOON_S
+        files = [tmp_path / f"{rank}.pid" for rank in range(3)]
+        while not all(f.exists() and f.read_text().endswith(" ") for f in files):
+            assert time.monotonic() < deadline, running.said("stderr")
+            time.sleep(0.02)
+        pids = [int(f.read_text()) for f in files]
+        running.look()
+        running.hold()
+        os.kill(pids[1], signal.SIGKILL)
+        while any(map(lives, pids)):
+            assert time.monotonic() < deadline, running.said("stderr")
+            time.sleep(0.02)
+        for rank in (0, 2):
+            assert "rank 1 " in (tmp_path / str(rank)).read_text()
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_exit_codes_are_passed_on(who: int, script: Path) -> None:
     source = f"""
@@ -468,6 +574,14 @@ def digest(said: str) -> str:
     return found[1]
 
 
+WITH_MPI = f"""
+import functools, runpy
+import unicoll as dist
+dist.init_process_group = functools.partial(dist.init_process_group, "mpi")
+runpy.run_path({EXAMPLE!r}, run_name="__main__")
+"""
+
+
 def train(command: Sequence[str], variables: dict[str, str]) -> str:
     ended = subprocess.run(
         [sys.executable, *command, EXAMPLE, "--epochs", "3", "--seed", "5"],
@@ -482,14 +596,14 @@ def train(command: Sequence[str], variables: dict[str, str]) -> str:
 def test_the_example_trains_the_same_weights_as_under_our_launcher(size: int) -> None:
     in_order = {"UNICOLL_DETERMINISTIC": "1"}  # else each backend sums in the order that is quickest for it
     ours = train(["-m", "unicoll.run", "--nproc-per-node", str(size), "--no-prefix"], in_order)
-    ended = mpirun(size, EXAMPLE, "--epochs", "3", "--seed", "5", env=in_order)
+    ended = mpirun(size, "-c", WITH_MPI, "--epochs", "3", "--seed", "5", env=in_order)
     assert ended.returncode == 0, ended
     assert "VERDICT: identical and correct" in ended.stdout
     assert digest(ended.stdout) == digest(ours)
 
 
 def test_the_example_is_correct_with_the_sums_of_mpi() -> None:
-    ended = mpirun(4, EXAMPLE, "--epochs", "3", "--seed", "5")
+    ended = mpirun(4, "-c", WITH_MPI, "--epochs", "3", "--seed", "5")
     assert ended.returncode == 0, ended
     assert "bit-identical on all 4 processes" in ended.stdout
     assert "VERDICT: identical and correct" in ended.stdout

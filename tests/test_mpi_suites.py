@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import nan
 
+import extreme_jobs
 import group_jobs
 import pytest
 import subclass_jobs
@@ -58,3 +60,13 @@ def test_the_world_knows_itself(size: int, pool: Callable[[int], Pool]) -> None:
         assert facts["count"] == 1
         assert f"rank {rank} of {size}" in facts["explained"]
         assert "mpi" in facts["explained"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_min_and_max_keep_nan_and_the_sign_of_zero(size: int, pool: Callable[[int], Pool]) -> None:
+    """Arrays that are large enough for MPI's own operations, with each oddity on no rank, on one and on all."""
+    for op in extreme_jobs.OPS:
+        for dtype in ("float32", "float64"):
+            for odd, where in ((None, ()), (nan, (1,)), (-0.0, (0,)), (nan, range(size)), (-0.0, range(size))):
+                said = pool(size).run(extreme_jobs.extremes, op, dtype, 10_001, odd, where)
+                assert said == [[]] * size, (op, dtype, odd, where)

@@ -20,7 +20,7 @@ from .registry import Choice
 from .rendezvous import Rendezvous, rendezvous
 from .stores import Store
 
-__all__ = ["Membership", "ended_with", "enter", "join", "meet", "when_leaving"]
+__all__ = ["Membership", "choose", "ended_with", "enter", "join", "meet", "when_leaving"]
 
 _WITNESS_S = 0.3
 """How long the launcher's word on a death is waited for; it looks at its workers ten times a second."""
@@ -72,8 +72,8 @@ def join(
     _watch_for_the_uncaught()  # here and in meet, so that the refusal of a backend is shown with folded frames, too
     if backend is not None:
         registry.choose(backend)  # refuse it before anybody is kept waiting
-    meeting, but = meet(backend, init_method, rank, world_size, store, patience)
-    return enter(meeting, backend, timeout, patience, but)
+    meeting = meet(backend, init_method, rank, world_size, store, patience)
+    return enter(meeting, backend, timeout, patience)
 
 
 def meet(
@@ -83,8 +83,8 @@ def meet(
     world_size: int,
     store: Store | Place | None,
     patience: float,
-) -> tuple[Rendezvous, str]:
-    """Meet the other processes; also why MPI is of no use, though its launcher started us ("" if it is, or did not).
+) -> Rendezvous:
+    """Meet the other processes.
 
     Args:
         backend, init_method, rank, world_size: as for init_process_group.
@@ -104,19 +104,17 @@ def meet(
         init_method, mpi.rank, mpi.world_size, store, patience, launched=mpi.launched, mpi_store=mpi.store
     )
     meeting.notes[:0] = mpi.notes
-    return meeting, mpi.but
+    meeting.mpi_started, meeting.mpi_but = mpi.started, mpi.but
+    return meeting
 
 
-def enter(
-    meeting: Rendezvous, backend: str | None, timeout: float, patience: float, but: str = ""
-) -> Membership:
+def enter(meeting: Rendezvous, backend: str | None, timeout: float, patience: float) -> Membership:
     """Join the job of a meeting; returns when all have come. On an error all is taken down, the meeting too.
 
     Args:
         backend: as for init_process_group.
         timeout: default timeout of the world group, seconds.
         patience: seconds until the ranks must have come.
-        but: see :func:`meet`.
 
     Raises:
         BackendUnavailableError: the backend cannot be used here, and why.
@@ -135,17 +133,24 @@ def enter(
         local_rank=meeting.local_rank,
     )
     try:
-        launched = meeting.launched
-        choices = registry.choose(backend, launched is not None and launched.started_by_mpi, but)
+        choices = choose(meeting, backend)
         for cls in {c.cls for c in choices}:
             cls.prepare(job)
         if job.size > 1:
             job.control = Control(job.rank, job.size, job.key, job.addresses[0])
             job.control.start(job.store, patience)
+        if meeting.mpi_started:
+            registry.accompany(job)
     except BaseException as e:
         _take_down(meeting, job, e)
         raise
     return Membership(meeting, job, choices)
+
+
+def choose(meeting: Rendezvous, backend: str | None) -> list[Choice]:
+    """The backends of a group whose ranks have met: :func:`unicoll.registry.choose`."""
+    launched = meeting.launched
+    return registry.choose(backend, launched is not None and launched.started_by_mpi, meeting.mpi_but)
 
 
 def _take_down(meeting: Rendezvous, job: Job, error: BaseException | None) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from .backend import Backend as BackendBase
+from .backend import Job
 from .errors import BackendUnavailableError, DistArgumentError
 from .stores import Store
 
@@ -22,6 +23,7 @@ __all__ = [
     "Backend",
     "Choice",
     "MPIWorld",
+    "accompany",
     "choose",
     "default_backend_for_device",
     "in_words",
@@ -191,6 +193,15 @@ def mpi_store(deadline: float) -> Store:
     return store
 
 
+def accompany(job: Job) -> None:
+    """Tell MPI of a job that has met over it, whichever backends it uses; all ranks do, once they have joined.
+
+    So nobody waits for the job's dead when MPI is finalised, and an exception that ends all processes is told to the
+    job's ranks first.
+    """
+    importlib.import_module(_BUILT_IN["mpi"]).accompany(job)
+
+
 @dataclass(frozen=True)
 class Choice:
     """A backend chosen for a device type, and why.
@@ -220,11 +231,12 @@ def choose(backend: str | None, started_by_mpi: bool = False, but: str = "") -> 
     """The backends of a group, one for each device type that is served.
 
     Args:
-        backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available, else to gloo; CUDA
-            arrays to NCCL where it is available), a name, or ``"cpu:gloo,cuda:nccl"``. With ``"nccl"`` comes what
-            would serve CPU arrays by default: objects and barriers are no matter of a GPU.
+        backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available and ranks are on
+            several hosts, else to gloo; CUDA arrays to NCCL where it is available), a name, or
+            ``"cpu:gloo,cuda:nccl"``. With ``"nccl"`` comes what would serve CPU arrays by default: objects and barriers
+            are no matter of a GPU.
         started_by_mpi: whether an MPI launcher started the process.
-        but: why MPI, though it is available, is of no use here; "" if it is.
+        but: why MPI, though it is available, does not serve the arrays; "" if it does.
 
     Raises:
         BackendUnavailableError: what was asked for cannot be used; the message has each candidate's reason.

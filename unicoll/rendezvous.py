@@ -47,6 +47,8 @@ class Rendezvous:
         local_rank, local_world_size: among the processes of this host; None where no launcher said.
         launched: what the launcher said, where it applies to this meeting.
         notes: what was chosen, from which source, why; one line each.
+        mpi_started: whether MPI is used, be it only for the store.
+        mpi_but: why MPI does not serve the arrays, though its launcher started us; "" otherwise.
     """
 
     store: Store
@@ -62,6 +64,8 @@ class Rendezvous:
     launched: Launched | None
     notes: list[str]
     _close: Callable[[], None] = field(repr=False)
+    mpi_started: bool = False
+    mpi_but: str = ""
 
     @property
     def listen_host(self) -> str:

@@ -6,10 +6,9 @@ import operator
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
-from .. import launchers
+from .. import launchers, registry
 from ..types import DType
 from .arrays import Family, StorageFamily, Unsupported
 from .contract import Call, Case, Contender, World, there_and_back
@@ -26,11 +25,10 @@ class Mpi4py(Contender):
 
     def reason(self) -> str | None:
         launched = launchers.detect()
-        if launched is None or not launched.started_by_mpi:
+        reason = registry.load("mpi").availability()
+        if reason is None and (launched is None or not launched.started_by_mpi):
             return "the ranks were not started by mpirun, so MPI would see each one alone"
-        if find_spec("mpi4py") is None:
-            return "mpi4py is not installed"
-        return None
+        return reason
 
     def open(self, world: World) -> None:
         self._mpi = mpi = import_module("mpi4py.MPI")

@@ -83,7 +83,7 @@ def members_of(
     patience = min(limit, _PATIENCE_S)
     met = innermost(store)
     if isinstance(met, ToTorch) and met.take():
-        membership = enter(met.meeting, backend, limit, patience, met.but)
+        membership = enter(met.meeting, backend, limit, patience)
     else:
         place = TorchPlace(store) if store is not None else None
         membership = join(backend, None, rank, world_size, place, limit, patience)

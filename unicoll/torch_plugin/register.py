@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from unicoll import registry
 from unicoll.errors import DistArgumentError, NotInitializedError
+from unicoll.joining import choose
 
 from . import compat, functional, starting
 from .group import Group
@@ -92,9 +93,7 @@ def _make(name: str, store: Any, rank: int, size: int, ranks: list[int], opts: A
 
 def _choices(members: Any, spec: str | None) -> list[registry.Choice]:
     """Backends for a group whose job was joined with others."""
-    meeting = members.membership.meeting
-    by_mpi = meeting.launched is not None and meeting.launched.started_by_mpi
-    choices = registry.choose(spec, by_mpi)
+    choices = choose(members.membership.meeting, spec)
     for cls in {c.cls for c in choices}:
         cls.prepare(members.membership.job)
     return choices

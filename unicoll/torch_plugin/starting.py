@@ -48,5 +48,5 @@ def _meet(backend: str | None, query: dict[str, str], timeout: timedelta | None)
     """A store that all ranks share, this rank, and the number of ranks; as unicoll's own init finds them."""
     patience = min(_PATIENCE_S, timeout.total_seconds()) if timeout is not None else _PATIENCE_S
     rank, size = int(query.get("rank", -1)), int(query.get("world_size", -1))
-    meeting, but = meet(backend, None, rank, size, None, patience)
-    return ToTorch(meeting, but), meeting.rank, meeting.world_size
+    meeting = meet(backend, None, rank, size, None, patience)
+    return ToTorch(meeting), meeting.rank, meeting.world_size

@@ -90,13 +90,11 @@ class ToTorch(dist.Store):  # type: ignore[misc]
 
     Args:
         meeting: where the ranks have met.
-        but: why MPI is of no use, though its launcher started us.
     """
 
-    def __init__(self, meeting: Rendezvous, but: str = "") -> None:
+    def __init__(self, meeting: Rendezvous) -> None:
         super().__init__()
         self.meeting = meeting
-        self.but = but
         self._entered = False
         self._clones: list[ToTorch] = []
         self._ours = meeting.store
@@ -152,7 +150,7 @@ class ToTorch(dist.Store):  # type: ignore[misc]
 
     def clone(self) -> ToTorch:
         """Another handle; torch's Gloo wants one."""
-        other = ToTorch(self.meeting, self.but)
+        other = ToTorch(self.meeting)
         other._entered = True
         self._clones.append(other)  # C++ keeps no Python object
         return other
