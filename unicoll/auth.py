@@ -22,7 +22,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 from .errors import AuthenticationError, DistArgumentError, DistNetworkError
@@ -44,13 +44,14 @@ PURPOSE_SIZE = 16
 NONCE_SIZE = 32
 PROOF_SIZE = 32
 HELLO_SIZE = len(MAGIC) + 1 + PURPOSE_SIZE + NONCE_SIZE
-KEYED = 1
+KEYED, SAME_USER = 1, 2
 
 ACCEPTED = 1
 WRONG_SECRET = 2
 CLIENT_HAS_NONE = 3
 SERVER_HAS_NONE = 4
 WRONG_PURPOSE = 5
+OTHER_USER = 6
 
 HANDSHAKE_SECONDS = 10.0
 """How long a server lets a client take over the handshake before it closes the connection."""
@@ -149,10 +150,10 @@ def _read_private(path: str) -> bytes:
         ) from error
 
 
-def _hello(key: bytes, purpose: bytes) -> bytes:
+def _hello(key: bytes, purpose: bytes, flags: int = 0) -> bytes:
     if not 0 < len(purpose) <= PURPOSE_SIZE or b"\0" in purpose:
         raise ValueError(f"a purpose has 1 to {PURPOSE_SIZE} bytes and no zero byte, not {purpose!r}")
-    flags = KEYED if key else 0
+    flags |= KEYED if key else 0
     return MAGIC + bytes([flags]) + purpose.ljust(PURPOSE_SIZE, b"\0") + secrets.token_bytes(NONCE_SIZE)
 
 
@@ -173,6 +174,8 @@ _REASONS = {
     WRONG_SECRET: f"the two sides have different secrets; {WHERE_SECRETS_COME_FROM}",
     CLIENT_HAS_NONE: f"the server requires a secret and the client has none; {WHERE_SECRETS_COME_FROM}",
     SERVER_HAS_NONE: f"the client has a secret and the server has none; {WHERE_SECRETS_COME_FROM}",
+    OTHER_USER: "there is no secret, and without one the server takes processes of its own user on its own host only; "
+    + WHERE_SECRETS_COME_FROM,
     WRONG_PURPOSE: "the server is unicoll's, but not for this kind of connection; check the address and port",
 }
 
@@ -181,7 +184,7 @@ def _disagreement(server_hello: bytes, client_hello: bytes) -> int | None:
     """The verdict when the hellos alone show that the two cannot agree."""
     if _purpose(server_hello) != _purpose(client_hello):
         return WRONG_PURPOSE
-    if _flags(server_hello) != _flags(client_hello):
+    if (_flags(server_hello) ^ _flags(client_hello)) & KEYED:
         return CLIENT_HAS_NONE if _flags(server_hello) & KEYED else SERVER_HAS_NONE
     return None
 
@@ -193,14 +196,21 @@ class ServerHandshake:
     once more after an error, for that is the verdict), feeds what it receives until ``done``, and closes
     connections that take longer than it likes (:data:`HANDSHAKE_SECONDS`).
 
+    Args:
+        key: the secret, ``b""`` for an open job.
+        purpose: what the connection is for.
+        same_user: tells whether the client runs as this process's user; where it is given, others are refused, and
+            the hello says so.
+
     Attributes:
         done: whether the client has proved that it holds the key.
         leftover: bytes that arrived after the handshake's end; they belong to the protocol that follows.
     """
 
-    def __init__(self, key: bytes, purpose: bytes) -> None:
+    def __init__(self, key: bytes, purpose: bytes, same_user: Callable[[], bool] | None = None) -> None:
         self._key = key
-        self._hello = _hello(key, purpose)
+        self._same_user = same_user
+        self._hello = _hello(key, purpose, 0 if same_user is None else SAME_USER)
         self._out = self._hello
         self._received = b""
         self.done = False
@@ -241,13 +251,15 @@ class ServerHandshake:
     def _verify(self, hello: bytes, proof: bytes) -> None:
         if not hmac.compare_digest(proof, _proof(self._key, b"client", self._hello, hello)):
             self._refuse(WRONG_SECRET)
+        if self._same_user is not None and not self._same_user():
+            self._refuse(OTHER_USER)
         self._out += bytes([ACCEPTED]) + _proof(self._key, b"server", self._hello, hello)
         self.leftover = self._received[HELLO_SIZE + PROOF_SIZE :]
         self._received = b""
         self.done = True
 
 
-def client_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: float) -> None:
+def client_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: float) -> bool:
     """Proves to the server on ``sock`` that this side holds ``key``, and has it prove the same.
 
     The socket must be connected; its timeout is as before afterwards. The socket stays the caller's to close.
@@ -256,6 +268,10 @@ def client_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: 
         key: the secret, ``b""`` for an open job.
         purpose: what the connection is for, 1 to 16 bytes, equal on both sides (such as ``b"store"``).
         deadline: ``time.monotonic()`` value after which to give up.
+
+    Returns:
+        Whether the server says that it takes processes of its own user only. Without a key that is no more than a
+        claim, and worth something if the server's process is known to be this user's.
 
     Raises:
         AuthenticationError: the secrets differ, one side has none, or the server is not unicoll's (known only
@@ -285,6 +301,7 @@ def client_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: 
             raise AuthenticationError(
                 f"{where} accepted us but cannot prove that it holds the job's secret itself"
             )
+        return bool(_flags(theirs) & SAME_USER)
     finally:
         sock.settimeout(before)
 

@@ -69,7 +69,11 @@ class Place(ABC):
 
     @abstractmethod
     def private(self) -> bool:
-        """Whether nobody but processes of this machine or this user can have reached the store."""
+        """Whether only processes of this user, or of this job, can have reached the open store.
+
+        The answer comes from how they were authenticated (the kernel's word on the owner of a file or socket, or of a
+        process), never from an address.
+        """
 
     def describe(self) -> str:
         """The address and where it comes from."""
@@ -168,6 +172,13 @@ def _meet_at(
         )
     _check_secrets(record, rank, secret)
     trusted = record.private and (bool(secret.key) or place.private())
+    if record.private and not trusted:
+        log.warning(
+            "rank %d cannot tell that the store at %s is its own user's: it unpickles nothing; give every rank the "
+            "same UNICOLL_SECRET or UNICOLL_SECRET_FILE",
+            rank,
+            place.where,
+        )
     inner = PrefixStore(f"{place.namespace}/{record.token}", root)
     return Meeting(inner, root, rank, world_size, Key(secret.key or record.key), trusted)
 

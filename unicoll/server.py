@@ -23,8 +23,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from . import users
 from .auth import HANDSHAKE_SECONDS, ServerHandshake
 from .errors import AuthenticationError
 from .forks import guard
@@ -89,7 +91,12 @@ class Server(ABC):
         key: the job's secret key.
         purpose: label of the handshake.
         name: of the thread.
+
+    Attributes:
+        same_user: whether clients of other users, and of other hosts, are refused.
     """
+
+    same_user = False
 
     def __init__(self, listeners: Sequence[socket.socket], key: bytes, purpose: bytes, name: str) -> None:
         self._key = key
@@ -242,7 +249,8 @@ class Server(ABC):
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake = ServerHandshake(self._key, self._purpose)
+            check = partial(users.is_own, sock) if self.same_user else None
+            handshake = ServerHandshake(self._key, self._purpose, check)
             client = Client(sock, handshake)
             self._selector.register(sock, selectors.EVENT_READ, client)
         except OSError:
