@@ -16,7 +16,7 @@ from unicoll.errors import DistArgumentError
 from unicoll.launchers import Launched, detect, near_misses
 from unicoll.meeting import Place, meet
 from unicoll.places import FilePlace, GivenPlace, Handler, HandlerPlace, LocalPlace, MPIPlace, TCPPlace
-from unicoll.stores import Store
+from unicoll.stores import PrefixStore, Store
 
 __all__ = ["Rendezvous", "register_rendezvous_handler", "rendezvous"]
 
@@ -49,7 +49,7 @@ class Rendezvous:
         notes: what was chosen, from which source, why; one line each.
     """
 
-    store: Store
+    store: PrefixStore
     root: Store
     rank: int
     world_size: int
