@@ -19,7 +19,7 @@ from unicoll import auth
 from unicoll.backend import Job
 from unicoll.errors import AuthenticationError, DistNetworkError, GroupAbortedError, RankLostError
 from unicoll.forks import guard
-from unicoll.frames import Client, FrameServer, frame, read_exactly
+from unicoll.frames import Client, FrameServer, frame, published, read_exactly
 from unicoll.net import raise_descriptor_limit
 
 __all__ = ["COLLECTIVE", "MESSAGES", "Endpoint", "Key"]
@@ -46,14 +46,16 @@ class _SlowError(DistNetworkError):
 class _Door(FrameServer):
     """The listener: authenticates, reads who calls for which group, and hands the socket over."""
 
-    def __init__(self, hosts: list[str], key: bytes, admit: Callable[[Key], bytes], deliver: Any) -> None:
-        super().__init__(hosts, key, b"data", "unicoll-listener")
+    def __init__(self, job: Job, admit: Callable[[Key], bytes], deliver: Any) -> None:
+        super().__init__(job.addresses, job.key, b"data", "unicoll-listener", job.rank)
         self._admit = admit
         self._deliver = deliver
         self.start()
 
     def handle(self, client: Client, message: dict[str, Any]) -> None:
         key = (str(message["group"]), str(message["channel"]), int(message["rank"]))
+        if key[2] != client.rank:
+            raise ValueError(f"rank {client.rank} says that it is rank {key[2]}")
         verdict = self._admit(key)
         sock = self.detach(client)
         try:
@@ -79,7 +81,7 @@ class Endpoint:
         self._arriving: set[Key] = set()  # accepted, not yet in the table
         self._closed_groups: set[str] = set()
         self._listeners: dict[tuple[str, str], Callable[[int, socket.socket], None]] = {}
-        self._door = _Door(job.addresses, job.key, self._admit, self._deliver)
+        self._door = _Door(job, self._admit, self._deliver)
         job.store.set(f"gloo/{job.rank}", json.dumps(self._door.addresses))
 
     def close(self) -> None:
@@ -215,7 +217,9 @@ class Endpoint:
         try:
             self._await_word(sock, peer, check)  # a stopped process accepts, and says nothing
             deadline = time.monotonic() + _HANDSHAKE_S
-            auth.client_handshake(sock, self._job.key, b"data", deadline)
+            auth.client_handshake(
+                sock, self._job.key, b"data", deadline, rank=self._job.rank, server=peer, address=published(host, port)
+            )
             sock.settimeout(None)
             sock.sendall(frame({"group": group, "channel": channel, "rank": self._job.rank}))
             deadline = float("inf")

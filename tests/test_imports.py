@@ -21,7 +21,7 @@ LOW = {
 """The rooms of unicoll that backends may enter; what a new room there is for belongs into docs/architecture.md."""
 _LAYERS = (
     {"errors", "excepthook", "forks", "futures", "settings"},
-    {"types", "options", "net", "auth", "frames", "launchers", "server", "mesh_layout", "codec"},
+    {"users", "types", "options", "net", "auth", "frames", "launchers", "server", "mesh_layout", "codec"},
     {"buffers", "halves", "kernels", "ops", "stores", "work", "observe", "call", "streams",
      "cuda_driver", "dlpack", "torch_buffers"},
     {"pinned", "device_memory"},

@@ -2,13 +2,15 @@
 
 Both sides prove that they hold the secret before either reads anything else. All frames have fixed sizes:
 
-    both, at once:  HELLO = magic (12) | flags (1) | purpose, zero-padded (16) | nonce (32)
-    client, then:   PROOF = HMAC-SHA256(key, "client" | server's HELLO | client's HELLO)
+    both, at once:  HELLO = magic (12) | flags (1) | purpose, zero-padded (16) | rank (4) | nonce (32)
+    client, then:   PROOF = HMAC-SHA256(key, "client" | server's HELLO | client's HELLO | address)
     server, then:   VERDICT (1), and if that is ACCEPTED its own PROOF, with "server" for "client"
 
-The nonces are fresh, so that no recorded exchange is of use again; direction, purpose and flags are under the
-MAC, so that no proof serves in another place. The verdict makes a wrong secret an explained error at the
-client in place of a closed connection. An empty key runs the same exchange and proves nothing.
+The nonces are fresh, so that no recorded exchange is of use again; direction, purpose, flags and ranks are under the
+MAC, so that no proof serves in another place. So is the address that the server has published and the client has
+dialed, where there is one: whoever rewrites addresses in a store cannot pass the handshake on to the rank meant. The
+verdict makes a wrong secret an explained error at the client in place of a closed connection. An empty key runs the
+same exchange and proves nothing.
 
 The magic ends like an HTTP request, which makes servers of other protocols answer or close at once.
 """
@@ -22,7 +24,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, NoReturn
 
 from .errors import AuthenticationError, DistArgumentError, DistNetworkError
@@ -43,14 +45,17 @@ MAGIC = b"unicoll1\r\n\r\n"
 PURPOSE_SIZE = 16
 NONCE_SIZE = 32
 PROOF_SIZE = 32
-HELLO_SIZE = len(MAGIC) + 1 + PURPOSE_SIZE + NONCE_SIZE
-KEYED = 1
+RANK_SIZE = 4
+HELLO_SIZE = len(MAGIC) + 1 + PURPOSE_SIZE + RANK_SIZE + NONCE_SIZE
+NO_RANK = (1 << 32) - 1
+KEYED, SAME_USER = 1, 2
 
 ACCEPTED = 1
 WRONG_SECRET = 2
 CLIENT_HAS_NONE = 3
 SERVER_HAS_NONE = 4
 WRONG_PURPOSE = 5
+OTHER_USER = 6
 
 HANDSHAKE_SECONDS = 10.0
 """How long a server lets a client take over the handshake before it closes the connection."""
@@ -149,11 +154,12 @@ def _read_private(path: str) -> bytes:
         ) from error
 
 
-def _hello(key: bytes, purpose: bytes) -> bytes:
+def _hello(key: bytes, purpose: bytes, flags: int = 0, rank: int | None = None) -> bytes:
     if not 0 < len(purpose) <= PURPOSE_SIZE or b"\0" in purpose:
         raise ValueError(f"a purpose has 1 to {PURPOSE_SIZE} bytes and no zero byte, not {purpose!r}")
-    flags = KEYED if key else 0
-    return MAGIC + bytes([flags]) + purpose.ljust(PURPOSE_SIZE, b"\0") + secrets.token_bytes(NONCE_SIZE)
+    flags |= KEYED if key else 0
+    who = (NO_RANK if rank is None else rank).to_bytes(RANK_SIZE, "little")
+    return MAGIC + bytes([flags]) + purpose.ljust(PURPOSE_SIZE, b"\0") + who + secrets.token_bytes(NONCE_SIZE)
 
 
 def _flags(hello: bytes) -> int:
@@ -165,14 +171,22 @@ def _purpose(hello: bytes) -> bytes:
     return hello[start : start + PURPOSE_SIZE].rstrip(b"\0")
 
 
-def _proof(key: bytes, direction: bytes, server_hello: bytes, client_hello: bytes) -> bytes:
-    return hmac.digest(key, direction + server_hello + client_hello, "sha256")
+def _rank(hello: bytes) -> int | None:
+    start = len(MAGIC) + 1 + PURPOSE_SIZE
+    rank = int.from_bytes(hello[start : start + RANK_SIZE], "little")
+    return None if rank == NO_RANK else rank
+
+
+def _proof(key: bytes, direction: bytes, server_hello: bytes, client_hello: bytes, address: str = "") -> bytes:
+    return hmac.digest(key, direction + server_hello + client_hello + address.encode(), "sha256")
 
 
 _REASONS = {
     WRONG_SECRET: f"the two sides have different secrets; {WHERE_SECRETS_COME_FROM}",
     CLIENT_HAS_NONE: f"the server requires a secret and the client has none; {WHERE_SECRETS_COME_FROM}",
     SERVER_HAS_NONE: f"the client has a secret and the server has none; {WHERE_SECRETS_COME_FROM}",
+    OTHER_USER: "there is no secret, and without one the server takes processes of its own user on its own host only; "
+    + WHERE_SECRETS_COME_FROM,
     WRONG_PURPOSE: "the server is unicoll's, but not for this kind of connection; check the address and port",
 }
 
@@ -181,7 +195,7 @@ def _disagreement(server_hello: bytes, client_hello: bytes) -> int | None:
     """The verdict when the hellos alone show that the two cannot agree."""
     if _purpose(server_hello) != _purpose(client_hello):
         return WRONG_PURPOSE
-    if _flags(server_hello) != _flags(client_hello):
+    if (_flags(server_hello) ^ _flags(client_hello)) & KEYED:
         return CLIENT_HAS_NONE if _flags(server_hello) & KEYED else SERVER_HAS_NONE
     return None
 
@@ -193,14 +207,33 @@ class ServerHandshake:
     once more after an error, for that is the verdict), feeds what it receives until ``done``, and closes
     connections that take longer than it likes (:data:`HANDSHAKE_SECONDS`).
 
+    Args:
+        key: the secret, ``b""`` for an open job.
+        purpose: what the connection is for.
+        same_user: tells whether the client runs as this process's user; where it is given, others are refused, and
+            the hello says so.
+        rank: this process's, where the connection is between ranks.
+        address: under which clients were told to find this server, where they were told by a store.
+
     Attributes:
         done: whether the client has proved that it holds the key.
         leftover: bytes that arrived after the handshake's end; they belong to the protocol that follows.
+        peer: the client's rank, once that is proved; None if it has none.
     """
 
-    def __init__(self, key: bytes, purpose: bytes) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        purpose: bytes,
+        same_user: Callable[[], bool] | None = None,
+        rank: int | None = None,
+        address: str = "",
+    ) -> None:
         self._key = key
-        self._hello = _hello(key, purpose)
+        self._same_user = same_user
+        self._address = address
+        self._hello = _hello(key, purpose, 0 if same_user is None else SAME_USER, rank)
+        self.peer: int | None = None
         self._out = self._hello
         self._received = b""
         self.done = False
@@ -239,15 +272,27 @@ class ServerHandshake:
         raise AuthenticationError(f"refused a client: {_REASONS[verdict]}")
 
     def _verify(self, hello: bytes, proof: bytes) -> None:
-        if not hmac.compare_digest(proof, _proof(self._key, b"client", self._hello, hello)):
+        if not hmac.compare_digest(proof, _proof(self._key, b"client", self._hello, hello, self._address)):
             self._refuse(WRONG_SECRET)
-        self._out += bytes([ACCEPTED]) + _proof(self._key, b"server", self._hello, hello)
+        if self._same_user is not None and not self._same_user():
+            self._refuse(OTHER_USER)
+        self._out += bytes([ACCEPTED]) + _proof(self._key, b"server", self._hello, hello, self._address)
         self.leftover = self._received[HELLO_SIZE + PROOF_SIZE :]
         self._received = b""
+        self.peer = _rank(hello)
         self.done = True
 
 
-def client_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: float) -> None:
+def client_handshake(
+    sock: socket.socket,
+    key: bytes,
+    purpose: bytes,
+    deadline: float,
+    *,
+    rank: int | None = None,
+    server: int | None = None,
+    address: str = "",
+) -> bool:
     """Proves to the server on ``sock`` that this side holds ``key``, and has it prove the same.
 
     The socket must be connected; its timeout is as before afterwards. The socket stays the caller's to close.
@@ -256,6 +301,13 @@ def client_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: 
         key: the secret, ``b""`` for an open job.
         purpose: what the connection is for, 1 to 16 bytes, equal on both sides (such as ``b"store"``).
         deadline: ``time.monotonic()`` value after which to give up.
+        rank: this process's, where the connection is between ranks.
+        server: the rank that the server must be, if any.
+        address: where the server has published that it is, if it has.
+
+    Returns:
+        Whether the server says that it takes processes of its own user only. Without a key that is no more than a
+        claim, and worth something if the server's process is known to be this user's.
 
     Raises:
         AuthenticationError: the secrets differ, one side has none, or the server is not unicoll's (known only
@@ -266,7 +318,7 @@ def client_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: 
     where = _peer(sock)
     before = sock.gettimeout()
     try:
-        mine = _hello(key, purpose)
+        mine = _hello(key, purpose, 0, rank)
         _send(sock, mine, deadline, where)
         # Some servers of other protocols (torch's store) stay silent on what they do not understand.
         theirs = _receive_hello(sock, min(deadline, time.monotonic() + SILENCE_SECONDS), where)
@@ -275,16 +327,23 @@ def client_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: 
             raise AuthenticationError(
                 f"handshake with {where}: {_explain(disagreement, purpose, _purpose(theirs))}"
             )
-        _send(sock, _proof(key, b"client", theirs, mine), deadline, where)
+        _send(sock, _proof(key, b"client", theirs, mine, address), deadline, where)
         verdict = _receive(sock, 1, deadline, where)[0]
         if verdict != ACCEPTED:
             reason = _REASONS.get(verdict, f"refused with the unknown code {verdict}")
+            if verdict == WRONG_SECRET and address:
+                reason += f"; or the address {address} is not the server's own: a value in the store was forged"
             raise AuthenticationError(f"handshake with {where}: {reason}")
         proof = _receive(sock, PROOF_SIZE, deadline, where)
-        if not hmac.compare_digest(proof, _proof(key, b"server", theirs, mine)):
+        if not hmac.compare_digest(proof, _proof(key, b"server", theirs, mine, address)):
             raise AuthenticationError(
                 f"{where} accepted us but cannot prove that it holds the job's secret itself"
             )
+        if server is not None and _rank(theirs) != server:
+            raise AuthenticationError(
+                f"{where} is rank {_rank(theirs)}, not rank {server}: a value in the store was forged"
+            )
+        return bool(_flags(theirs) & SAME_USER)
     finally:
         sock.settimeout(before)
 

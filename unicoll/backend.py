@@ -67,7 +67,7 @@ class Job:
 
     Attributes:
         rank, size: of this process in the world.
-        store: the job's store (already prefixed).
+        store: the job's store, already prefixed; values are signed with the job's key.
         key: secret key of the job's connections, never empty.
         trusted: whether only holders of a secret can have joined, so that pickles may be loaded.
         addresses: this host's addresses to listen on.

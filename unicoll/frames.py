@@ -14,7 +14,7 @@ from typing import Any
 
 from .server import Client, Server, listen
 
-__all__ = ["Client", "FrameServer", "frame", "read_exactly", "read_frame"]
+__all__ = ["Client", "FrameServer", "frame", "published", "read_exactly", "read_frame"]
 
 Message = dict[str, Any]
 
@@ -26,6 +26,11 @@ def frame(message: Message) -> bytes:
     """A message as it travels: its length, then JSON."""
     body = json.dumps(message).encode()
     return _HEADER.pack(len(body)) + body
+
+
+def published(host: str, port: int) -> str:
+    """An address of :attr:`FrameServer.addresses` as handshakes prove it."""
+    return f"{host} {port}"
 
 
 def read_frame(sock: socket.socket) -> Message:
@@ -61,14 +66,16 @@ class FrameServer(Server):
         key: the job's secret key.
         purpose: label of the handshake.
         name: of the thread.
+        rank: this process's.
     """
 
     linger: float = 0.0
     """Seconds that close() leaves the clients to go by themselves."""
 
-    def __init__(self, hosts: list[str], key: bytes, purpose: bytes, name: str) -> None:
+    def __init__(self, hosts: list[str], key: bytes, purpose: bytes, name: str, rank: int) -> None:
         listeners = [listen(host) for host in hosts]
         self.addresses = [(h, int(s.getsockname()[1])) for h, s in zip(hosts, listeners, strict=True)]
+        self.rank = rank
         self._closing = False
         self._until: float | None = None
         super().__init__(listeners, key, purpose, name)
@@ -94,6 +101,9 @@ class FrameServer(Server):
         return client.sock
 
     # --- the thread ---------------------------------------------------------------------------------------------
+
+    def published(self, listener: socket.socket) -> str:
+        return published(*self.addresses[self._listeners.index(listener)])
 
     def finished(self) -> bool:
         if not self._closing:

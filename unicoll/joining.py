@@ -19,6 +19,7 @@ from .observe.control import Control
 from .registry import Choice
 from .rendezvous import Rendezvous, rendezvous
 from .stores import Store
+from .stores.signed import SignedStore
 
 __all__ = ["Membership", "choose", "ended_with", "enter", "join", "meet", "when_leaving"]
 
@@ -123,7 +124,7 @@ def enter(meeting: Rendezvous, backend: str | None, timeout: float, patience: fl
     job = Job(
         meeting.rank,
         meeting.world_size,
-        meeting.store,
+        SignedStore(meeting.store, meeting.secret.key),
         meeting.secret.key,
         meeting.trusted,
         list(meeting.listen_addresses),

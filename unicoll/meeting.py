@@ -9,6 +9,7 @@ mixed up with this meeting, and two processes that were given the same rank find
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 import secrets
@@ -69,7 +70,11 @@ class Place(ABC):
 
     @abstractmethod
     def private(self) -> bool:
-        """Whether nobody but processes of this machine or this user can have reached the store."""
+        """Whether only processes of this user, or of this job, can have reached the open store.
+
+        The answer comes from how they were authenticated (the kernel's word on the owner of a file or socket, or of a
+        process), never from an address.
+        """
 
     def describe(self) -> str:
         """The address and where it comes from."""
@@ -82,7 +87,7 @@ class Place(ABC):
 class Meeting(NamedTuple):
     """What the ranks agreed on: the store in the meeting's name space, ``root`` the same store without it."""
 
-    store: Store
+    store: PrefixStore
     root: Store
     rank: int
     world_size: int
@@ -91,17 +96,25 @@ class Meeting(NamedTuple):
 
 
 class Record(NamedTuple):
-    """What rank 0 publishes; ``key`` is empty where the job has a secret, which then never travels."""
+    """What rank 0 publishes; ``key`` is empty where the job has a secret, which then never travels, but signs."""
 
     token: str
     world_size: int
     private: bool
     key: Key
+    signature: str = "-"
 
     def format(self) -> str:
         """The record as the store keeps it."""
+        return f"{self._text()} {self.signature}"
+
+    def _text(self) -> str:
         access = "private" if self.private else "open"
         return f"{_MAGIC} {self.token} {self.world_size} {access} {self.key.hex() or '-'}"
+
+    def signature_by(self, secret: bytes) -> str:
+        """What its signature must be in a job with this secret."""
+        return hmac.digest(secret, f"record {self._text()}".encode(), "sha256").hex()
 
     @classmethod
     def parse(cls, text: bytes) -> Record:
@@ -111,10 +124,11 @@ class Record(NamedTuple):
             DistStoreError: it is not one.
         """
         try:
-            magic, token, size, access, key = text.decode("ascii").split(" ")
+            magic, token, size, access, key, signature = text.decode("ascii").split(" ")
             if magic != _MAGIC:
                 raise ValueError(magic)
-            return cls(token, int(size), access == "private", Key(b"" if key == "-" else bytes.fromhex(key)))
+            made = Key(b"" if key == "-" else bytes.fromhex(key))
+            return cls(token, int(size), access == "private", made, signature)
         except ValueError:
             raise DistStoreError(
                 f"the store holds {text[:16]!r}, written by another version of unicoll or by another program"
@@ -159,23 +173,36 @@ def _meet_at(
     if rank == 0:
         record = _publish(place, store, world_size, secret)
     else:
-        record = _await_record(place, store, rank, deadline)
+        record = _await_record(place, store, rank, secret, deadline)
     with _lock:
         _attended.add((record.token, rank))
     if record.world_size != world_size:
         raise DistArgumentError(
             f"rank 0 says that world_size is {record.world_size}, rank {rank} says {world_size}", rank=rank
         )
-    _check_secrets(record, rank, secret)
     trusted = record.private and (bool(secret.key) or place.private())
+    if record.private and not trusted:
+        log.warning(
+            "rank %d cannot tell that the store at %s is its own user's: it unpickles nothing; give every rank the "
+            "same UNICOLL_SECRET or UNICOLL_SECRET_FILE",
+            rank,
+            place.where,
+        )
     inner = PrefixStore(f"{place.namespace}/{record.token}", root)
     return Meeting(inner, root, rank, world_size, Key(secret.key or record.key), trusted)
 
 
-def _check_secrets(record: Record, rank: int, secret: Secret) -> None:
+def _check_secrets(place: Place, record: Record, rank: int, secret: Secret) -> None:
+    """Refuse a record that is not of a job with this secret, or without one."""
     rank0_has_one = not record.key
     if rank0_has_one == bool(secret.key):
-        return
+        if not secret.key or hmac.compare_digest(record.signature, record.signature_by(secret.key)):
+            return
+        raise AuthenticationError(
+            f"rank 0's record in the store at {place.where} is not signed with the secret of rank {rank} "
+            f"({secret.source}): the ranks have different secrets, or somebody without it has forged the value",
+            rank=rank,
+        )
     mine = f"one ({secret.source})" if secret.key else "none"
     raise AuthenticationError(
         f"rank 0 has {'a' if rank0_has_one else 'no'} job secret and rank {rank} has {mine}: give every rank "
@@ -197,12 +224,14 @@ def _publish(place: Place, store: Store, world_size: int, secret: Secret) -> Rec
             place.where,
         )
     record = Record(secrets.token_hex(8), world_size, private, Key() if secret.key else new_key())
+    if secret.key:
+        record = record._replace(signature=record.signature_by(secret.key))
     _claim(place, PrefixStore(record.token, store), 0)
     store.set("generation", record.format())
     return record
 
 
-def _await_record(place: Place, store: Store, rank: int, deadline: float) -> Record:
+def _await_record(place: Place, store: Store, rank: int, secret: Secret, deadline: float) -> Record:
     """Rank 0's record of a meeting that has a place for this rank, which is then this process's."""
     give_up = deadline
     taken: _TakenError | None = None
@@ -212,6 +241,7 @@ def _await_record(place: Place, store: Store, rank: int, deadline: float) -> Rec
         # Never in a local variable as text: it may hold the key.
         record = Record.parse(store.try_get("generation") or _wait(place, store, rank, deadline))
         if record.token != refused and not was_attended(record.token, rank):
+            _check_secrets(place, record, rank, secret)
             try:
                 _claim(place, PrefixStore(record.token, store), rank)
                 return record

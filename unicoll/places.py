@@ -4,9 +4,7 @@ scheme."""
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -47,10 +45,8 @@ class GivenPlace(Place):
         return self._store
 
     def private(self) -> bool:
-        if isinstance(self._inner, TCPStore):
-            return net.is_loopback_name(self._inner.host)
-        if isinstance(self._inner, FileStore):
-            return _is_private_file(self._inner.path)
+        if isinstance(self._inner, (FileStore, TCPStore)):
+            return self._inner.private
         return isinstance(self._inner, HashStore)
 
     def describe(self) -> str:
@@ -117,7 +113,7 @@ class FilePlace(Place):
         return self._store
 
     def private(self) -> bool:
-        return _is_private_file(self._path)
+        return self._store is not None and self._store.private
 
     def close(self, linger: bool = False) -> None:
         store, self._store = self._store, None
@@ -209,8 +205,7 @@ class TCPPlace(Place):
         return self._store
 
     def private(self) -> bool:
-        host = self.master_host
-        return net.is_loopback_name(host) or (self._single_host and net.is_loopback(host))
+        return self._store is not None and self._store.private
 
     def describe(self) -> str:
         port = self._ports[0] if self._store is None else self._store.port
@@ -295,10 +290,3 @@ def _innermost(store: Store) -> Store:
         store = store.underlying_store
     return store
 
-
-def _is_private_file(path: str) -> bool:
-    try:
-        status = os.stat(path)
-    except OSError:
-        return False
-    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077

@@ -16,7 +16,7 @@ from unicoll.errors import DistArgumentError
 from unicoll.launchers import Launched, detect, near_misses
 from unicoll.meeting import Place, meet
 from unicoll.places import FilePlace, GivenPlace, Handler, HandlerPlace, LocalPlace, MPIPlace, TCPPlace
-from unicoll.stores import Store
+from unicoll.stores import PrefixStore, Store
 
 __all__ = ["Rendezvous", "register_rendezvous_handler", "rendezvous"]
 
@@ -39,9 +39,9 @@ class Rendezvous:
         root: the same store without the name space; what our launcher publishes is there.
         rank, world_size: of this process, and the number of processes.
         secret: the key under which the data connections prove themselves (never empty), and its source.
-        trusted: whether only holders of the job's secret, processes of this machine (a store on loopback or
-            in this process) or of this user (a private file) can have taken part. Equal on all ranks unless
-            rank 0 is not who it says it is.
+        trusted: whether only holders of the job's secret, processes that MPI started, or processes of this user
+            (known by the owner of their sockets, of the store's open file, or since they are threads of this
+            process) can have taken part. Equal on all ranks unless one cannot tell.
         listen_addresses, listen_reason: where this process accepts data connections, best first, and why
             there.
         local_rank, local_world_size: among the processes of this host; None where no launcher said.
@@ -51,7 +51,7 @@ class Rendezvous:
         mpi_but: why MPI does not serve the arrays, though its launcher started us; "" otherwise.
     """
 
-    store: Store
+    store: PrefixStore
     root: Store
     rank: int
     world_size: int

@@ -23,8 +23,10 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from . import users
 from .auth import HANDSHAKE_SECONDS, ServerHandshake
 from .errors import AuthenticationError
 from .forks import guard
@@ -55,9 +57,10 @@ class Client:
         inbox: bytes that have come and have not been taken.
         outbox: bytes that are to go.
         state: the server's own.
+        rank: what the client has proved to be; None if it is no rank.
     """
 
-    __slots__ = ("handshake", "inbox", "outbox", "since", "sock", "state")
+    __slots__ = ("handshake", "inbox", "outbox", "rank", "since", "sock", "state")
 
     def __init__(self, sock: socket.socket, handshake: ServerHandshake) -> None:
         self.sock = sock
@@ -66,6 +69,7 @@ class Client:
         self.outbox = bytearray()
         self.since = time.monotonic()
         self.state: Any = None
+        self.rank: int | None = None
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -89,7 +93,14 @@ class Server(ABC):
         key: the job's secret key.
         purpose: label of the handshake.
         name: of the thread.
+
+    Attributes:
+        same_user: whether clients of other users, and of other hosts, are refused.
     """
+
+    same_user = False
+    rank: int | None = None
+    """This process's rank, where the connections are between ranks."""
 
     def __init__(self, listeners: Sequence[socket.socket], key: bytes, purpose: bytes, name: str) -> None:
         self._key = key
@@ -124,6 +135,10 @@ class Server(ABC):
     @abstractmethod
     def received(self, client: Client) -> None:
         """There is more in an authenticated client's inbox; any error here ends the connection."""
+
+    def published(self, listener: socket.socket) -> str:
+        """The address under which clients find a listener, if a store tells them; the handshake proves it."""
+        return ""
 
     def joined(self, client: Client) -> None:  # noqa: B027 - optional
         """A client's handshake is done."""
@@ -210,7 +225,7 @@ class Server(ABC):
                 sock.close()
                 self._cannot_take_more("the limit of open files is near (ulimit -n)")
                 return
-            self._welcome(sock)
+            self._welcome(sock, self.published(listener))
 
     def _make_room(self, at_once: bool = False) -> bool:
         """Drop a stranger that has had its time, or with ``at_once`` any; False if there is none."""
@@ -238,11 +253,12 @@ class Server(ABC):
         for listener in self._listeners:
             self._selector.unregister(listener)
 
-    def _welcome(self, sock: socket.socket) -> None:
+    def _welcome(self, sock: socket.socket, address: str) -> None:
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            handshake = ServerHandshake(self._key, self._purpose)
+            check = partial(users.is_own, sock) if self.same_user else None
+            handshake = ServerHandshake(self._key, self._purpose, check, self.rank, address)
             client = Client(sock, handshake)
             self._selector.register(sock, selectors.EVENT_READ, client)
         except OSError:
@@ -300,6 +316,7 @@ class Server(ABC):
         if handshake.done and client in self._clients:
             del self._speaking[client]
             client.handshake = None
+            client.rank = handshake.peer
             client.inbox += handshake.leftover
             self.joined(client)
 

@@ -25,7 +25,7 @@ from ..errors import (
     RankLostError,
 )
 from ..forks import guard
-from ..frames import frame, read_frame
+from ..frames import frame, published, read_frame
 from .relay import Relay
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ class Control:
         self._sock = sock = guard(self._dial(host, port, deadline))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            auth.client_handshake(sock, self._key, b"control", deadline)
+            auth.client_handshake(
+                sock, self._key, b"control", deadline, rank=self.rank, server=0, address=published(host, port)
+            )
         except AuthenticationError:
             raise
         except DistNetworkError as e:

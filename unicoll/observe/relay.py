@@ -45,7 +45,7 @@ class Relay(FrameServer):
     linger = 0.2
 
     def __init__(self, size: int, key: bytes, host: str) -> None:
-        super().__init__([host], key, b"control", "unicoll-relay")
+        super().__init__([host], key, b"control", "unicoll-relay", 0)
         self._size = size
         self._online: dict[int, Client] = {}
         self._members: dict[int, _Member] = {}
@@ -73,8 +73,8 @@ class Relay(FrameServer):
             self._pass_on(message["to"], message)
 
     def _greet(self, client: Client, member: _Member) -> None:
-        if not 0 <= member.rank < self._size:
-            raise ValueError(f"rank {member.rank} of {self._size}")
+        if not 0 <= member.rank < self._size or member.rank != client.rank:
+            raise ValueError(f"rank {member.rank} of {self._size} from rank {client.rank}")
         client.state = member
         self._online[member.rank] = client
         self._members[member.rank] = member

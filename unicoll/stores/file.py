@@ -118,6 +118,11 @@ class _Log:
             return False
         return (found.st_dev, found.st_ino) == self.identity
 
+    def private(self) -> bool:
+        """Whether the file that is open belongs to this process's user, and nobody else may open it."""
+        status = os.fstat(self._fd)
+        return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+
     def close(self) -> None:
         with self._threads:
             if self._fd >= 0:
@@ -343,6 +348,11 @@ class FileStore(RequestStore):
     def path(self) -> str:
         """The file's absolute path."""
         return self._path
+
+    @property
+    def private(self) -> bool:
+        """Whether the open file, whatever the path leads to by now, is this process's user's alone."""
+        return self._finalizer.alive and self._log.private()
 
     def _run(self, op: Op, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
         if self._pid != os.getpid():

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 
+from .. import users
 from ..auth import NoAnswerError, Secret, client_handshake
 from ..errors import AuthenticationError, DistNetworkError
 from ..forks import guard
@@ -30,6 +31,10 @@ class Links:
 
     A forked child has none of its parent's and makes its own.
 
+    Attributes:
+        private: whether the server runs as this process's user and takes processes of that user only; None before the
+            first connection. A server that was private stays so, or is refused.
+
     Args:
         hosts: names or addresses of the server, each to be tried with every address that it resolves to.
         port: the server's port.
@@ -43,6 +48,7 @@ class Links:
         self.secret = secret
         self.shown = shown
         self.closed = False
+        self.private: bool | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -148,7 +154,10 @@ class Links:
                 # Nobody listens, and the kernel gave us the very port that we were asking for.
                 raise ConnectionRefusedError("connection refused")
             keep_alive(sock)
-            client_handshake(sock, self.secret.key, PURPOSE, deadline)
+            private = client_handshake(sock, self.secret.key, PURPOSE, deadline) and users.is_own(sock)
+            if self.private and not private:
+                raise AuthenticationError(f"the store server at {self.shown} is no longer this user's own")
+            self.private = private
         except BaseException:
             sock.close()
             raise

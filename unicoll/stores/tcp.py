@@ -103,6 +103,11 @@ class TCPStore(RequestStore):
         """The server's port."""
         return self._links.port
 
+    @property
+    def private(self) -> bool:
+        """Whether the server runs as this process's user, on its host, and takes processes of that user only."""
+        return bool(self._links.private)
+
     def close(self, linger: bool = False) -> None:
         """Closes the connections, and on the last master of a server the server.
 

@@ -13,8 +13,10 @@ import time
 from collections.abc import Sequence
 from itertools import count
 
+from .. import users
 from ..auth import Secret
 from ..errors import DistStoreError
+from ..net import is_loopback_name
 from ..server import Client, Server
 from .table import NotYet, Table
 from .wire import (
@@ -69,12 +71,18 @@ class StoreServer(Server):
 
     Args:
         listeners: bound and listening, all on one port.
-        secret: what clients must prove that they hold.
+        secret: what clients must prove that they hold. Where there is none and all listeners are on loopback, clients
+            must run as this process's user instead.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], secret: Secret) -> None:
         self.secret = secret
         self.port: int = listeners[0].getsockname()[1]
+        self.same_user = (
+            not secret.key
+            and all(is_loopback_name(str(sock.getsockname()[0])) for sock in listeners)
+            and users.can_tell()
+        )
         self._table = Table()
         self._largest = max_value()
         self._joined = 0
