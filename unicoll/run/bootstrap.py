@@ -23,7 +23,7 @@ _SIGKILL = 9
 
 _pid = 0  # of the worker, which may fork
 _recorded: BaseException | None = None  # what the launcher shows
-_hook: Any = None  # the module unicoll.excepthook, or one of its content
+_hook: Any = None  # the module unicoll.excepthook, or another one of the same file
 
 
 def main() -> None:
