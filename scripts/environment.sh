@@ -107,7 +107,7 @@ TORCH_TESTS=("numpy>=1.24" "pytest>=8" "expecttest>=0.2" "ml_dtypes>=0.3")
 torch_environment() {
     local base=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}} cache python
     cache=${UNICOLL_TEST_CACHE:-${base:+$base/unicoll}}
-    if [ -z "$cache" ] || ! mkdir -p "$cache" 2>/dev/null; then
+    if [ -z "$cache" ] || ! mkdir -p "$cache" 2>/dev/null || [ ! -w "$cache" ]; then
         cache=$root/.venv-cache
         mkdir -p "$cache"
     fi
