@@ -112,10 +112,10 @@ torch_environment() {
         mkdir -p "$cache"
     fi
     python=$(find_python)
-    "$python" -c 'import hashlib, sys, sysconfig
+    "$python" -c 'import hashlib, os, sys, sysconfig
 cache, version, *needs = sys.argv[1:]
 needs = hashlib.sha256("\n".join(needs).encode()).hexdigest()[:8]
-print("{}/torch-{}-{}-{}".format(cache, version, sysconfig.get_config_var("SOABI"), needs))' \
+print("{}/torch-{}-{}-{}".format(os.path.abspath(cache), version, sysconfig.get_config_var("SOABI"), needs))' \
         "$cache" "$1" "${TORCH_TESTS[@]}"
 }
 
