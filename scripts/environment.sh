@@ -107,15 +107,15 @@ TORCH_TESTS=("numpy>=1.24" "pytest>=8" "expecttest>=0.2" "ml_dtypes>=0.3")
 torch_environment() {
     local base=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}} cache python
     cache=${UNICOLL_TEST_CACHE:-${base:+$base/unicoll}}
-    if [ -z "$cache" ] || ! mkdir -p "$cache" 2>/dev/null; then
+    if [ -z "$cache" ] || ! mkdir -p "$cache" 2>/dev/null || [ ! -w "$cache" ]; then
         cache=$root/.venv-cache
         mkdir -p "$cache"
     fi
     python=$(find_python)
-    "$python" -c 'import hashlib, sys, sysconfig
+    "$python" -c 'import hashlib, os, sys, sysconfig
 cache, version, *needs = sys.argv[1:]
 needs = hashlib.sha256("\n".join(needs).encode()).hexdigest()[:8]
-print("{}/torch-{}-{}-{}".format(cache, version, sysconfig.get_config_var("SOABI"), needs))' \
+print("{}/torch-{}-{}-{}".format(os.path.abspath(cache), version, sysconfig.get_config_var("SOABI"), needs))' \
         "$cache" "$1" "${TORCH_TESTS[@]}"
 }
 
