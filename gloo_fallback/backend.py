@@ -36,6 +36,7 @@ class GlooBackend(Backend):
 
     name = "gloo"
     caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype, _: not dtype.name.startswith("float8"))
+    compares = True
     stages = True
 
     def __init__(self, context: Context) -> None:

@@ -46,6 +46,7 @@ class MPIBackend(Backend):
 
     name = "mpi"
     caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype, _: not dtype.name.startswith("float8"))
+    compares = True
     stages = True
 
     def __init__(self, context: Context) -> None:

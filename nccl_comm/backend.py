@@ -256,6 +256,8 @@ class NCCLBackend(Supervised):
                     op=call.op.name,
                 )
             comm = self._connect_for(call)
+            if self.error is not None:  # the group has failed meanwhile, when there was nothing to abort yet
+                raise self.error.with_traceback(None) from None
         if buffers and buffers[0].device.index != self._device:
             raise DistArgumentError(
                 f"{call.op.name}: the array is on {buffers[0].device}, but group {self.context.name!r} is bound to"

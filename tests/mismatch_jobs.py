@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from calls import invoke
+from refusal_jobs import Unreadable
 from stories import Story, story_of
 
 import unicoll as dist
@@ -103,7 +104,7 @@ def shapes_differ(name: str) -> Story:
 
 
 def bad_calls() -> dict[str, tuple[Callable[[], Any], str, str]]:
-    """Calls that one rank alone refuses: what is called, the error's type, and a word that its message has."""
+    """Calls that one rank alone refuses or cannot begin: the call, the error's type, and a word of its message."""
     n = dist.get_world_size()
     x, y = np.ones(4, np.float32), np.ones(3, np.float32)
     frozen = np.ones(4, np.float32)
@@ -162,8 +163,23 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], str, str]]:
             "DistArgumentError",
             "scatter",
         ),
-        "gather list missing": (lambda: d.gather(x, None, dist.get_rank()), "DistArgumentError", "gather"),
-        "scatter list missing": (lambda: d.scatter(x, None, dist.get_rank()), "DistArgumentError", "scatter"),
+        "root's own array": (lambda: d.gather(Unreadable(), many, dist.get_rank()), "RuntimeError", "any more"),
+        "root's frozen output": (lambda: d.scatter(frozen, many, dist.get_rank()), "DistArgumentError", "read-only"),
+        "unreadable": (lambda: d.all_reduce(Unreadable()), "RuntimeError", "any more"),
+        "one unreadable": (lambda: d.all_gather([*many[1:], Unreadable()], x), "RuntimeError", "any more"),
+        "one of several unreadable": (
+            lambda: d.all_reduce_coalesced([x, Unreadable()]),
+            "RuntimeError",
+            "any more",
+        ),
+        "unreadable message": (lambda: d.send(Unreadable(), (dist.get_rank() + 1) % n), "RuntimeError", "any more"),
+        "one unreadable message": (
+            lambda: d.batch_isend_irecv(
+                [d.P2POp(d.isend, a, (dist.get_rank() + 1) % n) for a in (x, Unreadable())]
+            ),
+            "RuntimeError",
+            "any more",
+        ),
         "uneven rows": (
             lambda: d.all_to_all_single(np.ones(n + 1), np.ones(n + 1)),
             "DistArgumentError",

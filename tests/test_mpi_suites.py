@@ -36,6 +36,11 @@ from test_mismatch import (  # noqa: F401
     test_two_calls_in_another_order,
 )
 from test_p2p import *  # noqa: F403
+from test_refusals import (  # noqa: F401
+    test_a_refused_call_that_the_others_do_not_make_is_a_mismatch,
+    test_all_ranks_raise_and_the_group_goes_on,
+    test_refusals_take_their_place_in_the_order,
+)
 from test_subclasses import test_an_error_in_the_arguments_is_one_ranks_alone  # noqa: F401
 
 

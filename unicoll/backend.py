@@ -168,6 +168,10 @@ class Backend(ABC):
 
     name: ClassVar[str]
     caps: ClassVar[Caps]
+    compares: ClassVar[bool] = False
+    """Whether the ranks compare their calls before data moves. Then it is given a gather or scatter whose list the root
+    has refused (:attr:`Call.refused`), in the place of the call: the others' calls raise, and the group stays usable.
+    Else such a refusal fails the group. See :func:`unicoll.exchanged.exchange_sizes`."""
     stages: ClassVar[bool] = False
     """Whether it can serve arrays of a GPU through the host's memory (:mod:`unicoll.staging`): its collectives go
     through a :class:`~unicoll.lane.Lane`."""

@@ -30,12 +30,13 @@ class Call:
         site: ``file:line`` of the caller where it was recorded, else "".
         source: for a receive from anyone, the rank in the group that the message came from.
         options: what :meth:`~unicoll.group.ProcessGroup.using` said for this call, or None.
+        refused: on the root of a gather or scatter why it refused its list, which the others are told; else "".
         carry: does the call in place of the backend, which it is given; None where the backend does it itself.
     """
 
     __slots__ = (
-        "carry", "even", "in_counts", "inputs", "op", "options", "out_counts", "outputs", "peer", "reduce", "root",
-        "seq", "signature", "site", "source", "tag", "timeout",
+        "carry", "even", "in_counts", "inputs", "op", "options", "out_counts", "outputs", "peer", "reduce", "refused",
+        "root", "seq", "signature", "site", "source", "tag", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +65,7 @@ class Call:
         self.seq = 0
         self.site = ""
         self.source = -1
+        self.refused = ""
         self.options: CallOptions | None = None
         self.carry: Callable[[Callable[[Call], None]], None] | None = None
 
@@ -120,7 +122,7 @@ class ProxyCall(Call):
     ) -> None:
         super().__init__(op, inputs, outputs, timeout, reduce, root, of.peer, of.tag)
         self.of = of
-        self.seq, self.site = of.seq, of.site
+        self.seq, self.site, self.refused = of.seq, of.site, of.refused
 
     def describe(self) -> str:
         return self.of.describe()

@@ -59,7 +59,8 @@ _COMMON = """
         The Work if ``async_op``, else None.
 
     Raises:
-        DistArgumentError, DistTypeError: a bad argument; nothing has moved and the group stays usable.
+        DistArgumentError, DistTypeError: a bad argument; nothing has moved and the group stays usable. What is wrong
+            with the list of a gather or scatter, which the root alone gives, the other ranks raise, too.
         CollectiveMismatchError: the ranks called different operations, or one with other shapes, element
             types, reductions or roots; raised on all of them.
         OperationTimeoutError: time is up; says who has arrived and who has not.

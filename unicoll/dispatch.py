@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from .arguments import call_site
+from .arguments import buffers_of, call_site
 from .backend import Backend, Context, Job
 from .buffers import Buffer, as_buffer
 from .call import Call
 from .checks import check, sign
 from .errors import BackendUnavailableError, DistArgumentError, DistError, DistTypeError, GroupAbortedError
-from .ops import OPS, Op, as_reduce_op
+from .ops import OPS, Op, Sizes, as_reduce_op
 from .registry import Choice
 from .staging import Staged
 from .types import BY_NAME, Reduction, to_seconds
@@ -233,6 +233,57 @@ class Dispatch:
         backend.run(call)
         return None
 
+    def _start_listed(
+        self, op: Op, own: Buffers, what: str, arrays: Sequence[Any] | None, async_op: bool, timeout: Timeout, root: int
+    ) -> Work | None:
+        """:meth:`_start` of a gather or scatter: ``own`` is what every rank gives, ``arrays`` what the root alone does.
+
+        What is wrong with the latter, the other ranks are told.
+        """
+        gathers = op.sizes is Sizes.GATHERED
+        try:
+            several = buffers_of(what, () if arrays is None else arrays)
+            inputs, outputs = (own, several) if gathers else (several, own)
+            call = self._call(op, inputs, outputs, timeout, None, root)
+        except Exception as e:
+            if root == self._rank and self._size > 1:
+                self._refuse(op, own, timeout, root, e)
+            raise
+        backend = self._route(call)
+        if async_op:
+            return self._post(call, backend)
+        backend.run(call)
+        return None
+
+    def _refuse(self, op: Op, own: Buffers, timeout: Timeout, root: int, reason: Exception) -> None:
+        """This rank, the root, refuses a gather or scatter: if it is for its list, let the others' calls raise.
+
+        Returns at once. The call has its place in the group's order, as on the other ranks.
+        """
+        inputs, outputs = (own, ()) if op.sizes is Sizes.GATHERED else ((), own)
+        try:
+            call = self._new_call(op, inputs, outputs, self._seconds(timeout), None, root)
+            check(call, -1, self._size)
+            backend = self._route(call)
+        except DistError:
+            return  # any rank's call would be refused for that
+        call.signature = sign(call)
+        call.site = call_site()
+        kind = "" if isinstance(reason, DistError) else f"{type(reason).__name__}: "
+        call.refused = f"at {call.site}: {kind}{reason}"
+        if backend.compares:
+            backend.post((call,))
+            return
+        self._fail(
+            GroupAbortedError(
+                f"{call.describe()} on group {self._name!r}: rank {self._job.rank}, the root, refused its call"
+                f" {call.refused}",
+                group=self._name,
+                rank=self._job.rank,
+                op=op.name,
+            )
+        )
+
     def _find_out(self, key: Any, call: Call) -> tuple[int, Backend]:
         """Check a call; its signature and backend, remembered."""
         check(call, self._rank, self._size)
@@ -356,9 +407,10 @@ class Dispatch:
 
     def abort(self, reason: str = "aborted by the program") -> None:
         """Make every pending and later operation of the group raise GroupAbortedError, on all members."""
-        error: DistError = GroupAbortedError(
-            f"group {self._name!r}: {reason}", group=self._name, rank=self._job.rank
-        )
+        self._fail(GroupAbortedError(f"group {self._name!r}: {reason}", group=self._name, rank=self._job.rank))
+
+    def _fail(self, error: DistError) -> None:
+        """End the group with an error, on all members."""
         if self._job.control is not None:
             error = self._job.control.fail(self._name, self._ranks, error)
         for backend in self._served.values():

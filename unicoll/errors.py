@@ -74,7 +74,10 @@ class DistError(RuntimeError):
 
 
 class DistArgumentError(DistError, ValueError):
-    """An argument was refused before a byte moved; the group stays usable."""
+    """An argument was refused before a byte moved; the group stays usable.
+
+    The argument is this rank's, or the list of the root of a gather or scatter; then ``rank`` is the root.
+    """
 
 
 class DistTypeError(DistArgumentError, TypeError):

@@ -8,13 +8,13 @@ own, made of the user's call's: a rank that is in another call is found out as e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from .buffers import Buffer
 from .call import Call, ProxyCall
-from .errors import CollectiveMismatchError, DistError
+from .errors import CollectiveMismatchError, DistArgumentError, DistError
 from .ops import OPS, Sizes
 from .types import BY_NAME, ReduceOp
 
@@ -23,9 +23,13 @@ __all__ = ["UNLIKE", "alike", "check_sizes", "exchange_sizes", "largest_part"]
 UNLIKE = -1
 """What :func:`alike` gives where this rank knows that sizes differ."""
 _INT64 = BY_NAME["int64"]
-_MISFIT, _COUNTS, _LARGEST, _NUMBERS, _SIZES = -2, -3, -4, -6, -7
+_MISFIT, _COUNTS, _LARGEST, _NUMBERS, _SIZES, _REASON = -2, -3, -4, -6, -7, -8
 """What the small calls are for, as it stands in their signatures: not -1, which hashes as -2 does, nor -5, which
 :mod:`unicoll.direct` has. Pieces have numbers from 0 on."""
+_NO_END = 1 << 62
+"""More elements than any part has: so large is the largest where the root has refused its list."""
+_WORDS = 800
+"""Bytes of the root's reason that the others are told."""
 
 Execute = Callable[[Call], None]
 Ints = Any
@@ -73,11 +77,11 @@ def _own_and_list(call: Call) -> tuple[Buffer, tuple[Buffer, ...]]:
 def alike(call: Call) -> int:
     """A number from 0 on that all ranks of a gather or scatter have in common if all arrays are of one shape.
 
-    It is :data:`UNLIKE` on a root whose list has arrays of several sizes. Where it is not the same on all ranks,
-    :func:`exchange_sizes` comes before data moves.
+    It is :data:`UNLIKE` on a root whose list has arrays of several sizes, or that has refused its list. Where it is not
+    the same on all ranks, :func:`exchange_sizes` comes before data moves.
     """
     own, several = _own_and_list(call)
-    if any(b.count != own.count for b in several):
+    if call.refused or any(b.count != own.count for b in several):
         return UNLIKE
     return hash(own.shape) & ((1 << 62) - 1)
 
@@ -92,15 +96,19 @@ def exchange_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, exec
         group: its name.
         execute: does a call on the host's memory.
 
-    Raises:
-        CollectiveMismatchError: an array is not as large as the root's entry for it; the same on all ranks. Arrays of
-            one size have to be of one shape, too.
+    Raises, the same on all ranks:
+        CollectiveMismatchError: an array is not as large as the root's entry for it. Arrays of one size have to be of
+            one shape, too.
+        DistArgumentError: the root has refused its list.
     """
     own, several = _own_and_list(call)
     size = len(ranks)
     told = [np.zeros(2 + (size if r == call.root else 0), np.int64) for r in range(size)]
-    mine = np.array([own.count, hash(own.shape), *(b.count for b in several)], np.int64)
+    entries = [-1] * size if call.refused else [b.count for b in several]
+    mine = np.array([own.count, hash(own.shape), *entries], np.int64)
     _do(execute, _Aside(call, "all_gather", _SIZES, mine, told))
+    if told[call.root][-1] < 0:
+        _raise_refusal(call, ranks[call.root], group, execute)
     counts, entries = [int(t[0]) for t in told], [int(n) for n in told[call.root][2:]]
     for member, (count, entry) in enumerate(zip(counts, entries, strict=True)):
         if count != entry:
@@ -115,6 +123,19 @@ def exchange_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, exec
     return counts
 
 
+def _raise_refusal(call: Call, root: int, group: str, execute: Execute) -> NoReturn:
+    """Raise on all ranks what the root, by its global rank, has refused its list for; the others hear of it here."""
+    reason = bytes(_highest(call, execute, _REASON, *call.refused.encode()[:_WORDS].ljust(_WORDS, b"\0")))
+    raise DistArgumentError(
+        f"{call.op.name} #{call.seq} on group {group!r}: rank {root}, the root, refused its call"
+        f" {reason.rstrip(bytes(1)).decode(errors='replace')}",
+        group=group,
+        rank=root,
+        op=call.op.name,
+        seq=call.seq,
+    )
+
+
 # --- calls that go in pieces ----------------------------------------------------------------------------------------
 
 
@@ -126,11 +147,16 @@ def _highest(call: Call, execute: Execute, purpose: int, *values: int) -> list[i
 
 
 def largest_part(call: Call, execute: Execute) -> int:
-    """Elements of the largest part that any two ranks exchange in a call; equal on all of them."""
+    """Elements of the largest part that any two ranks exchange in a call; equal on all of them.
+
+    Where the root has refused its list it is so large that :func:`check_sizes` follows, which raises.
+    """
     if call.op.sizes is Sizes.EXCHANGED:
         assert call.in_counts is not None
         assert call.out_counts is not None
         longest = max(*call.in_counts, *call.out_counts)
+    elif call.refused:
+        longest = _NO_END
     else:
         longest = max(b.count for b in (*call.inputs, *call.outputs))
     return _highest(call, execute, _LARGEST, longest)[0]
@@ -148,6 +174,7 @@ def check_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute
 
     Raises:
         CollectiveMismatchError: one is not; the same on all ranks.
+        DistArgumentError: the root has refused its list.
     """
     if call.op.told_by_root:
         exchange_sizes(call, rank, ranks, group, execute)

@@ -37,7 +37,10 @@ class ProcessGroup(Dispatch):
     or seconds) bounds one call; the group's own default holds where it is None.
 
     All operations raise:
-        DistArgumentError: an argument does not fit; nothing was sent and the group stays usable.
+        DistArgumentError: an argument does not fit; nothing was sent and the group stays usable. The call does not
+            count and concerns this rank alone, unless the argument is the list of a :meth:`gather` or
+            :meth:`scatter`, which the root alone gives: then the call counts, and all other members raise this error
+            in it with the root's message (with NCCL: GroupAbortedError).
         CollectiveMismatchError: the ranks called different operations.
         OperationTimeoutError: not done in time; names who arrived and who did not.
         RankLostError: a member died or left.
@@ -176,9 +179,9 @@ class ProcessGroup(Dispatch):
 
         Sizes may differ by member.
         """
-        outputs = buffers_of("gather: gather_list", gather_list or ())
-        return self._start(
-            OPS["gather"], (as_buffer(tensor, "gather: tensor"),), outputs, async_op, timeout, root=dst
+        own = (as_buffer(tensor, "gather: tensor"),)
+        return self._start_listed(
+            OPS["gather"], own, "gather: gather_list", gather_list, async_op, timeout, dst
         )
 
     def scatter(
@@ -194,9 +197,9 @@ class ProcessGroup(Dispatch):
 
         Sizes may differ by member.
         """
-        inputs = buffers_of("scatter: scatter_list", scatter_list or ())
-        return self._start(
-            OPS["scatter"], inputs, (as_buffer(tensor, "scatter: tensor"),), async_op, timeout, root=src
+        own = (as_buffer(tensor, "scatter: tensor"),)
+        return self._start_listed(
+            OPS["scatter"], own, "scatter: scatter_list", scatter_list, async_op, timeout, src
         )
 
     def reduce_scatter(

@@ -25,7 +25,7 @@ from .call import Call, ProxyCall
 from .device_messages import HARMLESS, Messages
 from .direct import Direct
 from .dock import Dock, Lanes
-from .errors import BackendUnavailableError, DistError, GroupAbortedError
+from .errors import BackendUnavailableError, DistArgumentError, DistError, GroupAbortedError
 from .exchanged import check_sizes, largest_part
 from .ops import Sizes
 from .pieces import Plan, plan
@@ -68,6 +68,7 @@ class Staged(Backend):
     def __init__(self, host: Backend, rank: int, ranks: Sequence[int], group: str) -> None:
         self.name = host.name  # type: ignore[misc]
         self.caps = Caps(frozenset(("cuda",)), host.caps.native, host.caps.reduces)  # type: ignore[misc]
+        self.compares = host.compares  # type: ignore[misc]
         self._host = host
         self._rank = rank
         self._ranks = ranks
@@ -137,6 +138,8 @@ class Staged(Backend):
         if cut.pieces > 1:
             try:
                 check_sizes(call, self._rank, self._ranks, self._group, execute)
+            except DistArgumentError:  # the root's; the group goes on
+                raise
             except DistError as e:
                 self._host.abort(e)
                 raise
