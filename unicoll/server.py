@@ -95,10 +95,10 @@ class Server(ABC):
         name: of the thread.
 
     Attributes:
-        same_user: whether clients of other users, and of other hosts, are refused.
+        private: whether it listens on loopback only, and clients without a key to prove must be of this user.
     """
 
-    same_user = False
+    private = False
     rank: int | None = None
     """This process's rank, where the connections are between ranks."""
 
@@ -257,8 +257,8 @@ class Server(ABC):
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            check = partial(users.is_own, sock) if self.same_user else None
-            handshake = ServerHandshake(self._key, self._purpose, check, self.rank, address)
+            same_user = partial(users.is_own, sock) if self.private and not self._key else None
+            handshake = ServerHandshake(self._key, self._purpose, same_user, self.rank, address, self.private)
             client = Client(sock, handshake)
             self._selector.register(sock, selectors.EVENT_READ, client)
         except OSError:
