@@ -283,10 +283,9 @@ class Server(ABC):
         except Exception as error:
             # Whatever a client sends may end its own connection, never the thread that serves the others.
             peer = _peer(client.sock)
-            host = peer.rpartition(":")[0]
-            stranger = isinstance(error, AuthenticationError)
-            level = self._level(host) if stranger else logging.WARNING  # once a host: it may be a port scanner
-            what = error if stranger else f"{type(error).__name__}: {error}"
+            kind = type(error).__name__
+            level = self._level(f"{peer.rpartition(':')[0]} {kind}")  # once a host: it may be a port scanner
+            what = error if isinstance(error, AuthenticationError) else f"{kind}: {error}"
             log.log(level, "%s closed a connection from %s: %s", self._thread.name, peer, what)
             self._drop(client)
 
