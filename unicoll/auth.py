@@ -48,7 +48,7 @@ PROOF_SIZE = 32
 RANK_SIZE = 4
 HELLO_SIZE = len(MAGIC) + 1 + PURPOSE_SIZE + RANK_SIZE + NONCE_SIZE
 NO_RANK = (1 << 32) - 1
-KEYED, SAME_USER = 1, 2
+KEYED, PRIVATE = 1, 2
 
 ACCEPTED = 1
 WRONG_SECRET = 2
@@ -211,9 +211,10 @@ class ServerHandshake:
         key: the secret, ``b""`` for an open job.
         purpose: what the connection is for.
         same_user: tells whether the client runs as this process's user; where it is given, others are refused, and
-            the hello says so.
+            the verdict says so.
         rank: this process's, where the connection is between ranks.
         address: under which clients were told to find this server, where they were told by a store.
+        private: whether to say that only clients on this host that are of this user, or hold the secret, are taken.
 
     Attributes:
         done: whether the client has proved that it holds the key.
@@ -228,11 +229,12 @@ class ServerHandshake:
         same_user: Callable[[], bool] | None = None,
         rank: int | None = None,
         address: str = "",
+        private: bool = False,
     ) -> None:
         self._key = key
         self._same_user = same_user
         self._address = address
-        self._hello = _hello(key, purpose, 0 if same_user is None else SAME_USER, rank)
+        self._hello = _hello(key, purpose, PRIVATE if private else 0, rank)
         self.peer: int | None = None
         self._out = self._hello
         self._received = b""
@@ -306,8 +308,8 @@ def client_handshake(
         address: where the server has published that it is, if it has.
 
     Returns:
-        Whether the server says that it takes processes of its own user only. Without a key that is no more than a
-        claim, and worth something if the server's process is known to be this user's.
+        Whether the server says that only clients on its host that are of its user, or hold the secret, are taken.
+        Without a key that is no more than a claim, and worth something if the server is known to be this user's.
 
     Raises:
         AuthenticationError: the secrets differ, one side has none, or the server is not unicoll's (known only
@@ -343,7 +345,7 @@ def client_handshake(
             raise AuthenticationError(
                 f"{where} is rank {_rank(theirs)}, not rank {server}: a value in the store was forged"
             )
-        return bool(_flags(theirs) & SAME_USER)
+        return bool(_flags(theirs) & PRIVATE)
     finally:
         sock.settimeout(before)
 

@@ -95,10 +95,10 @@ class Server(ABC):
         name: of the thread.
 
     Attributes:
-        same_user: whether clients of other users, and of other hosts, are refused.
+        private: whether it listens on loopback only, and clients without a key to prove must be of this user.
     """
 
-    same_user = False
+    private = False
     rank: int | None = None
     """This process's rank, where the connections are between ranks."""
 
@@ -257,8 +257,8 @@ class Server(ABC):
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            check = partial(users.is_own, sock) if self.same_user else None
-            handshake = ServerHandshake(self._key, self._purpose, check, self.rank, address)
+            same_user = partial(users.is_own, sock) if self.private and not self._key else None
+            handshake = ServerHandshake(self._key, self._purpose, same_user, self.rank, address, self.private)
             client = Client(sock, handshake)
             self._selector.register(sock, selectors.EVENT_READ, client)
         except OSError:
@@ -283,10 +283,9 @@ class Server(ABC):
         except Exception as error:
             # Whatever a client sends may end its own connection, never the thread that serves the others.
             peer = _peer(client.sock)
-            host = peer.rpartition(":")[0]
-            stranger = isinstance(error, AuthenticationError)
-            level = self._level(host) if stranger else logging.WARNING  # once a host: it may be a port scanner
-            what = error if stranger else f"{type(error).__name__}: {error}"
+            kind = type(error).__name__
+            level = self._level(f"{peer.rpartition(':')[0]} {kind}")  # once a host: it may be a port scanner
+            what = error if isinstance(error, AuthenticationError) else f"{kind}: {error}"
             log.log(level, "%s closed a connection from %s: %s", self._thread.name, peer, what)
             self._drop(client)
 

@@ -32,8 +32,8 @@ class Links:
     A forked child has none of its parent's and makes its own.
 
     Attributes:
-        private: whether the server runs as this process's user and takes processes of that user only; None before the
-            first connection. A server that was private stays so, or is refused.
+        private: whether the server takes only processes of its own host that hold its secret or, without one, are of
+            this process's user, as it is itself; None before the first connection. It stays so, or is refused.
 
     Args:
         hosts: names or addresses of the server, each to be tried with every address that it resolves to.
@@ -154,10 +154,12 @@ class Links:
                 # Nobody listens, and the kernel gave us the very port that we were asking for.
                 raise ConnectionRefusedError("connection refused")
             keep_alive(sock)
-            private = client_handshake(sock, self.secret.key, PURPOSE, deadline) and users.is_own(sock)
-            if self.private and not private:
+            private = client_handshake(sock, self.secret.key, PURPOSE, deadline)
+            private = private and (bool(self.secret.key) or users.is_own(sock))
+            if self.private is None:
+                self.private = private
+            elif self.private and not private:
                 raise AuthenticationError(f"the store server at {self.shown} is no longer this user's own")
-            self.private = private
         except BaseException:
             sock.close()
             raise

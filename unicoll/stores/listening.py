@@ -86,7 +86,7 @@ def adopt_server(
         _servers[addresses, server.port] = server
         if multi_tenant:
             _multi_tenant.add(id(server))
-    if not secret.key and not server.same_user:
+    if not secret.key and not server.private:
         log.warning(
             "the store on port %d is OPEN: whoever can reach this machine can read and change it, for there is no "
             "secret. Set UNICOLL_SECRET (or UNICOLL_SECRET_FILE) to the same random text in every process of the job, "

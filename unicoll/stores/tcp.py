@@ -105,7 +105,7 @@ class TCPStore(RequestStore):
 
     @property
     def private(self) -> bool:
-        """Whether the server runs as this process's user, on its host, and takes processes of that user only."""
+        """Whether only processes of this host that hold the store's secret, or else are of this user, can use it."""
         return bool(self._links.private)
 
     def close(self, linger: bool = False) -> None:

@@ -78,11 +78,8 @@ class StoreServer(Server):
     def __init__(self, listeners: Sequence[socket.socket], secret: Secret) -> None:
         self.secret = secret
         self.port: int = listeners[0].getsockname()[1]
-        self.same_user = (
-            not secret.key
-            and all(is_loopback_name(str(sock.getsockname()[0])) for sock in listeners)
-            and users.can_tell()
-        )
+        on_loopback = all(is_loopback_name(str(sock.getsockname()[0])) for sock in listeners)
+        self.private = on_loopback and (bool(secret.key) or users.can_tell())
         self._table = Table()
         self._largest = max_value()
         self._joined = 0
