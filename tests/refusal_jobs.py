@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 from stories import failure_of
-from worker import Failure
 
 import unicoll as dist
+from unicoll.testing.worker import Failure
 
 ROOT = 1
 Make = Callable[[int], Any]

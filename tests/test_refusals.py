@@ -8,9 +8,10 @@ from functools import partial
 import pytest
 import refusal_jobs as jobs
 import staged
-from ranks import Job, Pool, pools
 from simulated_ranks import Settings, SimulatedJob
-from worker import Failure
+
+from unicoll.testing.ranks import Job, Pool, pools
+from unicoll.testing.worker import Failure
 
 EXPECTED = {
     "none": ("DistArgumentError", "0 %s arrays given, 3 expected"),
