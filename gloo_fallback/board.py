@@ -170,7 +170,11 @@ class Board:
         """:meth:`meet`; whether ``number`` is the same on all ranks, and not negative."""
         self.note(number)
         self.meet(call)
-        return number >= 0 and all(self.noted(r) == number for r in range(self.size))
+        flags, place = self._flags, _NOTE + (self.step & 1)
+        for other in self._others:
+            if flags[other + place] != number:
+                return False
+        return number >= 0
 
     def _wait(self, other: int, step: int) -> None:
         """Until a flag is at ``step``: look, then yield, then sleep, with an eye on deadline and liveness."""

@@ -120,6 +120,7 @@ class Links(ABC):
 
     def __init__(self) -> None:
         self._scratch = np.zeros(HEADER_SIZE, np.uint8)
+        self._theirs = memoryview(bytearray(HEADER_SIZE))
         self._plans: dict[Any, Plan] = {}
 
     @abstractmethod
@@ -249,15 +250,16 @@ class Links(ABC):
 
         Where the headers differ in their last word only, what comes goes to ``room(theirs)`` instead, and is dropped.
         """
-        theirs = memoryview(bytearray(HEADER_SIZE))
-        self.send(to, outgoing[:_CROSSING])
+        theirs = self._theirs
+        long = len(outgoing) > _CROSSING
+        self.send(to, outgoing[:_CROSSING] if long else outgoing)
         self.receive(frm, theirs, HEADER_SIZE)
         same = theirs == header
         if not same:
             if theirs[:-8] != header[:-8]:
                 self._misfit(frm, bytes(theirs))
             incoming = room(bytes(theirs))
-        if len(outgoing) > _CROSSING:
+        if long:
             self.duplex(to, outgoing[_CROSSING:], frm, incoming)
         elif len(incoming):
             self.receive(frm, incoming, len(incoming))

@@ -74,6 +74,9 @@ def refuse(name: str, which: str, count: int, async_op: bool, device: str, after
 
     dist.all_reduce(before, group=group)
     assert (_read(before) == n).all()  # which waits for the device
+    here = make(1)
+    dist.all_reduce(here)
+    assert _read(here)[0] == n  # so the group can fail now without stopping a device that is late
     failure = failure_of(call)
     if not after:
         failure = failure or failure_of(lambda: dist.barrier(group=group, timeout=20))

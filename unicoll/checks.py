@@ -175,7 +175,9 @@ def sign(call: Call) -> int:
     if buffer is None:
         return hash((op.code,))
     shape: tuple[Any, ...] = buffer.shape
-    if op.uneven:
+    if op.told_by_root:
+        shape = ()
+    elif op.uneven:
         shape = _uneven_shape(call)
     elif op.scattered:
         shape = call.outputs[0].shape
@@ -189,7 +191,7 @@ def sign(call: Call) -> int:
 
 def _uneven_shape(call: Call) -> tuple[Any, ...]:
     sizes = call.op.sizes
-    if sizes is Sizes.EXCHANGED or call.op.told_by_root:
+    if sizes is Sizes.EXCHANGED:
         return ()
     pieces = call.outputs if sizes is Sizes.GATHERED else call.inputs
     shapes = {b.shape for b in pieces}
