@@ -230,8 +230,9 @@ class Runtime:
             if job.control is not None:
                 job.control.close(error)
         sys.stdout.flush()
+        first_line = str(error).partition("\n")[0]  # the traceback has the rest
         sys.stderr.write(
-            f"unicoll: rank {self.rank} ends the MPI job{hint}: {type(error).__name__}: {error}\n"
+            f"unicoll: rank {self.rank} ends the MPI job{hint}: {type(error).__name__}: {first_line}\n"
         )
         sys.stderr.flush()
         time.sleep(_LAST_WORDS_S)

@@ -54,7 +54,7 @@ def test_a_traceback_of_all_ranks_is_shown_once(place: Place) -> None:  # noqa: 
         "unicoll.errors.BackendUnavailableError: there is no backend 'nccll'; known are gloo, mpi, nccl",
     ]
     (others,) = [line for line in summary if "pids" in line]
-    assert re.fullmatch(r"  ranks .* \(exitcode 1, pids \d+, \d+, \d+\): the same", others)
+    assert re.fullmatch(r"  ranks .* \(exitcode 1, pids \d+, \d+, \d+\): the same as rank \d below", others)
 
 
 def test_detail_shows_all_frames(place: Place) -> None:  # noqa: F811

@@ -29,7 +29,7 @@ _STYLES = (
 def reason_against(path: str) -> str | None:
     """Why nothing can be drawn into a file of this name, or None."""
     if find_spec("matplotlib") is None:
-        return "--plot needs matplotlib: pip install 'unicoll[bench]'"
+        return "--plot needs matplotlib: pip install matplotlib"
     if Path(path).suffix.lower() not in (".png", ".pdf", ".svg", ".jpg", ".webp"):
         return f"--plot {path}: the name must end in .png, .pdf, .svg, .jpg or .webp"
     return None

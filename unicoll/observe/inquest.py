@@ -188,7 +188,8 @@ def _doing(context: Context, rank: int, told: Report | None, seq: int | None) ->
     if told.get("unknown"):
         return "does not have this group (any more, or yet)"
     before = f", last was {told['last']}" if told.get("last") else ""
-    return f"{told['call'] or 'in no collective of this group'}{_at(told['where'])}{before}"
+    doing = told["call"] or "in no collective of this group, now"
+    return f"{doing}{_at(told['where'])}{before}"
 
 
 def _at(place: str) -> str:

@@ -157,7 +157,7 @@ def _workers_flags(flags: _Flags) -> None:
     )
     flags.switch("module", "the target is a module, run as python -m does", "-m")
     flags.switch("no-python", "the target is a command, not a Python script")
-    flags.switch("run-path", "the target is a script in spite of --no-python")
+    flags.switch("run-path", "overrides --no-python")
     flags.value(
         "role", "default", "NAME", "name of the workers, for prefixes and environment (default: default)"
     )

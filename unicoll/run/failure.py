@@ -155,8 +155,9 @@ def _others(failures: Sequence[Failure], root: Failure) -> list[str]:
             alike.append([failure])
         else:
             group.append(failure)
+    same = f"the same as rank {root.rank} below"
     return [
-        f"{_who(group)}: {'the same' if _are_alike(group[0], root) else _first_line(group[0].cause)}"
+        f"{_who(group)}: {same if _are_alike(group[0], root) else _first_line(group[0].cause)}"
         for group in alike
     ]
 
@@ -185,7 +186,7 @@ def last_words(failure: Failure) -> str:
 
 
 def _first_line(text: str) -> str:
-    line = text.strip().partition("\n")[0]
+    line = text.strip().partition("\n")[0].removesuffix(":")
     return line if len(line) <= _ONE_LINE else line[: _ONE_LINE - 3] + "..."
 
 

@@ -11,7 +11,7 @@ So does ``python -m unicoll.testing mine``, with pytest's options behind the nam
 is said by attributes and methods of the class: see :class:`~unicoll.testing.conformance.Conformance`. A run does a
 sample of the suite; ``UNICOLL_TEST_FULL=1`` does all of it, and ``UNICOLL_TEST_SEED`` repeats a sample.
 
-``pip install unicoll[testing]`` brings pytest, and ml_dtypes for the element types that NumPy lacks.
+The extra ``testing`` brings pytest, and ml_dtypes for the element types that NumPy lacks.
 """
 
 from __future__ import annotations

@@ -8,8 +8,30 @@ from pathlib import Path
 
 import pytest
 
+from .. import registry
+from ..errors import BackendUnavailableError
+
+_USAGE = """usage: python -m unicoll.testing BACKEND [pytest's options]
+
+Runs the conformance suite for an installed backend: one of unicoll's, or one with an entry point in the group
+unicoll.backends. A run does a sample of the suite, drawn by a seed that it prints: UNICOLL_TEST_SEED=N draws the same
+sample again, UNICOLL_TEST_FULL=1 does everything."""
+
+
+def main(arguments: list[str]) -> int | str:
+    """Run the suite; pytest's exit code, or what is wrong with the arguments."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_USAGE)
+        return 0
+    if not arguments or arguments[0].startswith("-"):
+        return _USAGE
+    try:
+        registry.load(arguments[0])
+    except BackendUnavailableError as error:
+        return f"{error} (a backend that is not installed needs a test file: help(unicoll.testing))"
+    os.environ["UNICOLL_TEST_BACKEND"] = arguments[0]  # before the module is imported
+    return int(pytest.main([str(Path(__file__).with_name("test_backend.py")), *arguments[1:]]))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python -m unicoll.testing BACKEND [pytest's options]")
-    os.environ["UNICOLL_TEST_BACKEND"] = sys.argv[1]  # before the module is imported
-    sys.exit(pytest.main([str(Path(__file__).with_name("test_backend.py")), *sys.argv[2:]]))
+    sys.exit(main(sys.argv[1:]))
