@@ -84,8 +84,7 @@ class Driver:
                     try:
                         completion.wait(_TICK_S)
                     except OperationTimeoutError:
-                        if completion.done():
-                            raise
+                        continue  # not done in this tick; if the operation itself timed out, its caller raises that
         finally:
             if self._room.pending():
                 self.wake_thread()

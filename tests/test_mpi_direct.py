@@ -77,6 +77,12 @@ class TestMPI(Conformance):
     coalesced_sizes = (2,)
     turn = ("openmpi", "mpich").index(library().name)
 
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls, seed: int) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(_start, seed=seed)) as made:
+            yield made
+
     def pairs(self, op: str) -> list[tuple[str, str | None]]:
         """What goes by address, and little of what does not: that is tested as staged."""
         return [

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import p2p_jobs as jobs
 import pytest
 
+from gloo_fallback.driver import Driver
+from unicoll.errors import OperationTimeoutError
 from unicoll.testing.ranks import Job, Pool, pools
 
 Pools = Callable[[int], Pool]
@@ -107,3 +111,27 @@ def test_ranks_of_groups_and_of_the_world(size: int, pool: Pools) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_beside_collectives(size: int, pool: Pools) -> None:
     pool(size).run(jobs.while_collectives_run, 60)
+
+
+class _DoneAsTimeRunsOut:
+    """A completion that another thread finishes between the end of a wait for it and the look whether it is done."""
+
+    def __init__(self) -> None:
+        self.finished = False
+
+    def done(self) -> bool:
+        return self.finished
+
+    def wait(self, timeout: float | None) -> None:
+        self.finished = True
+        raise OperationTimeoutError("not done in this tick")
+
+
+def test_an_operation_that_is_done_as_a_tick_ends_is_no_timeout() -> None:
+    room: Any = SimpleNamespace(pending=lambda: False)
+    driver = Driver(room, spins=0)
+    letter: Any = SimpleNamespace(completion=_DoneAsTimeRunsOut())
+    with driver._driving:  # another thread drives
+        driver.until_done(letter)
+    assert letter.completion.finished
+    driver.close()
