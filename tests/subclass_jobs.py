@@ -152,7 +152,7 @@ class RaisesDlpack(Raises):
 def calls_with(bad: Any) -> list[Callable[[Any], Any]]:
     """A call of each operation with an argument that fails on the rank that makes it; of a group.
 
-    The list of a gather or scatter is not among them: the root alone gives it, so what is wrong with it reaches all ranks.
+    The list of a gather or scatter is not among them: the root alone gives it, and what is wrong with it reaches all.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     other = 1 - rank
