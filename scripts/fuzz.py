@@ -326,11 +326,14 @@ class Turns:
         self.server: Any = server
         received = server.received
         self._error: Exception | None = None
+        self.refused = False
+        """Whether something of the last input was refused."""
 
         def recording(client: Client) -> None:
             try:
                 received(client)
             except Exception as error:
+                self.refused = True
                 if expected is not None and not isinstance(error, expected):
                     self._error = error
                 raise
@@ -349,6 +352,7 @@ class Turns:
 
     def feed(self, client: Client, theirs: socket.socket, data: bytes, leaves: bool = True) -> None:
         """Has the server read what a client sends; then the client leaves."""
+        self.refused = False
         try:
             for piece in pieces(data):
                 theirs.sendall(piece)
@@ -452,12 +456,13 @@ class Store(Target):
         server._table, server._timers = Table(), []
         client, theirs = self._turns.client(1, _Waiting())
         self._turns.feed(client, theirs, said)
+        refused = self._turns.refused
         self._turns.feed(self._good, self._good_end, pack_request(Op.SET, [b"good", b"1"]), leaves=False)
         if self._good_end.recv(1000) != pack_reply(Status.OK, ()):
             raise Found("another client gets a wrong reply")
         if server._waiters:
             raise Found("the request of a client that has gone still waits")
-        return True
+        return not refused
 
     def _replied(self, call: Callable[[], Any], said: bytes) -> bool:
         with pair(said) as sock:
@@ -515,12 +520,12 @@ class Frames(Target):
 
     def run(self, data: bytes) -> bool:
         way, said = data[0] % 4 if data else 0, data[1:]
-        (self._relayed, self._controlled, self._called, self._single)[way](resized(said))
-        return True
+        return (self._relayed, self._controlled, self._called, self._single)[way](resized(said))
 
-    def _relayed(self, said: bytes) -> None:
+    def _relayed(self, said: bytes) -> bool:
         client, theirs = self._relay.client(1)
         self._relay.feed(client, theirs, said)
+        refused = self._relay.refused
         told = self._drained()
         self._relay.feed(self._good, self._good_end, frame({"t": "joined"}), leaves=False)
         if not self._drained().endswith(frame({"t": "joined", "ranks": [0]})):
@@ -528,6 +533,7 @@ class Frames(Target):
         self._relay.server._failed.clear()
         self._relay.server._members.pop(1, None)
         self._controlled(told)  # what one member has sent to another
+        return not refused
 
     def _drained(self) -> bytes:
         told = b""
@@ -538,7 +544,7 @@ class Frames(Target):
         except BlockingIOError:
             return told
 
-    def _controlled(self, said: bytes) -> None:
+    def _controlled(self, said: bytes) -> bool:
         control = Control(0, 4, KEY, "127.0.0.1")
         control.watch("g", lambda error: None, lambda: {"seq": 1})
         with pair(said) as sock:
@@ -546,19 +552,23 @@ class Frames(Target):
             control._listen(sock)
         if 0 not in control.departed:
             raise Found("the end of the connection goes unnoticed")
+        return self._single(said)
 
-    def _called(self, said: bytes) -> None:
+    def _called(self, said: bytes) -> bool:
         client, theirs = self._door.client(1)
         self._door.feed(client, theirs, said)
+        return not self._door.refused
 
-    def _single(self, said: bytes) -> None:
+    def _single(self, said: bytes) -> bool:
+        taken = False
         with pair(said) as sock:
             try:
                 while True:
                     if not isinstance(read_frame(sock), dict):
                         raise Found("a message that is no dict")
+                    taken = True
             except (EOFError, OSError, ValueError):
-                pass
+                return taken
 
     def close(self) -> None:
         self._good_end.close()

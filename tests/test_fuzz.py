@@ -123,7 +123,7 @@ def test_a_value_of_many_digits_is_no_number() -> None:
 def test_no_goodbye_ends_the_relay(target: Any, message: dict[str, Any]) -> None:
     """A goodbye without its fields, and then no frame, ended the relay's thread, which all ranks depend on."""
     hello = frame({"t": "hello", "rank": 1, "host": "h", "pid": 5})
-    assert fuzz.check(target, b"\0" + hello + frame(message) + bytes(4))
+    fuzz.check(target, b"\0" + hello + frame(message) + bytes(4))
 
 
 @pytest.mark.parametrize("target", ["frames"], indirect=True)
@@ -139,7 +139,7 @@ def test_no_goodbye_ends_the_relay(target: Any, message: dict[str, Any]) -> None
 def test_no_message_of_a_rank_ends_the_control_plane_of_another(target: Any, message: dict[str, Any]) -> None:
     """It ended the thread that hears of losses and failures."""
     hello = frame({"t": "hello", "rank": 1, "host": "h", "pid": 5})
-    assert fuzz.check(target, b"\0" + hello + frame(message))
+    fuzz.check(target, b"\0" + hello + frame(message))
 
 
 @pytest.mark.parametrize("target", ["frames"], indirect=True)
@@ -147,7 +147,7 @@ def test_no_message_of_a_rank_ends_the_control_plane_of_another(target: Any, mes
 def test_a_frame_that_is_none(target: Any, body: bytes) -> None:
     """Deep nesting was a RecursionError; other JSON than an object, and UTF-32, were taken."""
     for way in range(4):
-        assert fuzz.check(target, bytes([way]) + struct.pack("<I", len(body)) + body)
+        fuzz.check(target, bytes([way]) + struct.pack("<I", len(body)) + body)
 
 
 def test_an_error_from_another_rank_is_one_of_ours() -> None:
