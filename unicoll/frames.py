@@ -14,12 +14,13 @@ from typing import Any
 
 from .server import Client, Server, listen
 
-__all__ = ["Client", "FrameServer", "frame", "published", "read_exactly", "read_frame"]
+__all__ = ["MAX_FRAME", "Client", "FrameServer", "frame", "published", "read_exactly", "read_frame"]
 
 Message = dict[str, Any]
 
 _HEADER = struct.Struct("<I")
-_MAX_FRAME = 1 << 20
+MAX_FRAME = 1 << 20
+"""Bytes of a message at most."""
 
 
 def frame(message: Message) -> bytes:
@@ -41,9 +42,19 @@ def read_frame(sock: socket.socket) -> Message:
         ValueError: it is no frame of ours.
     """
     (length,) = _HEADER.unpack(read_exactly(sock, _HEADER.size))
-    if length > _MAX_FRAME:
+    if length > MAX_FRAME:
         raise ValueError(f"frame of {length} bytes")
-    message: Message = json.loads(read_exactly(sock, length))
+    return _parsed(read_exactly(sock, length))
+
+
+def _parsed(body: bytes) -> Message:
+    """The message of a frame; ValueError if it is no JSON object."""
+    try:
+        message = json.loads(body.decode())  # of bytes json would guess the encoding
+    except RecursionError:
+        raise ValueError("a frame that is nested too deeply") from None
+    if not isinstance(message, dict):
+        raise ValueError("a frame that is no JSON object")
     return message
 
 
@@ -118,11 +129,11 @@ class FrameServer(Server):
     def received(self, client: Client) -> None:
         while client in self._clients and len(client.inbox) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(client.inbox)
-            if length > _MAX_FRAME:
+            if length > MAX_FRAME:
                 raise ValueError(f"frame of {length} bytes")
             end = _HEADER.size + length
             if len(client.inbox) < end:
                 return
             body = bytes(client.inbox[_HEADER.size : end])
             del client.inbox[:end]
-            self.handle(client, json.loads(body))
+            self.handle(client, _parsed(body))

@@ -9,6 +9,7 @@ of an operation that goes well.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -35,6 +36,8 @@ __all__ = ["Control", "Peer"]
 
 Message = dict[str, Any]
 Report = dict[str, Any]
+
+log = logging.getLogger("unicoll")
 
 _ANSWER_S = 1.0
 """How long a report of another rank, or the relay's word on a failure, is waited for."""
@@ -256,7 +259,12 @@ class Control:
     def _listen(self, sock: socket.socket) -> None:
         try:
             while True:
-                self._handle(read_frame(sock))
+                message = read_frame(sock)
+                try:
+                    self._handle(message)
+                except Exception:
+                    # Another rank may have sent anything. Without this thread no loss and no failure would be noticed.
+                    log.warning("a message of the control plane was ignored: %.200r", message, exc_info=True)
         except (OSError, EOFError, ValueError):
             pass
         if not self._closing:
@@ -323,7 +331,7 @@ def _pack(error: DistError) -> Message:
 
 
 def _unpack(packed: Message) -> DistError:
-    kind = getattr(errors, packed["type"], DistError)
+    kind = getattr(errors, packed["type"]) if packed["type"] in errors.__all__ else DistError
     error: DistError = kind(packed["message"])
     for name, value in packed["fields"].items():
         if name in _FIELDS:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..frames import Client, FrameServer, frame
+from ..frames import MAX_FRAME, Client, FrameServer, frame
 
 __all__ = ["Relay"]
 
 _AT_ONCE = 40
-"""Departures in one message: as many obituaries of 2000 characters fit a frame, however JSON writes them."""
+_LONGEST = 2000
+"""Departures in one message, and characters of each: as many fit a frame, however JSON writes them."""
 
 
 class _Member:
@@ -19,7 +20,7 @@ class _Member:
         self.rank = rank
         self.host = host
         self.pid = pid
-        self.goodbye: dict[str, Any] | None = None
+        self.goodbye: dict[str, str] | None = None
 
     @property
     def departure(self) -> tuple[int, str, str]:
@@ -58,11 +59,11 @@ class Relay(FrameServer):
         if client.state is None and kind != "hello":
             raise ValueError(f"{kind!r} before 'hello'")
         if kind == "hello":
-            self._greet(client, _Member(int(message["rank"]), str(message["host"]), int(message["pid"])))
+            self._greet(client, _Member(int(message["rank"]), str(message["host"])[:64], int(message["pid"])))
         elif kind == "joined":
             self.send(client, {"t": "joined", "ranks": sorted(self._online)})
         elif kind == "bye":
-            client.state.goodbye = message
+            client.state.goodbye = {name: str(message[name] or "")[:_LONGEST] for name in ("error", "how")}
         elif kind == "fail":
             if (
                 message["group"] not in self._failed
@@ -88,6 +89,8 @@ class Relay(FrameServer):
 
     def _send_all(self, ranks: Any, message: dict[str, Any]) -> None:
         data = frame(message)  # encoded once: the list of all processes is long, and goes to all of them
+        if len(data) > MAX_FRAME:
+            raise ValueError(f"a message of {len(data)} bytes to others, who would refuse it")
         for rank in ranks:
             client = self._online.get(rank)
             if client is not None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..errors import DistStoreError
-from .wire import Op, max_value
+from .wire import MAX_NUMBER, Op, max_value
 
 __all__ = ["HIDDEN", "NotYet", "Table"]
 
@@ -79,6 +79,8 @@ class Table:
     def _number(self, key: bytes) -> int:
         value = self._values.get(key, b"0")
         try:
+            if len(value) > MAX_NUMBER:
+                raise ValueError
             return int(value)
         except ValueError:
             shown = f"{bytes(value[:40])!r}{'...' if len(value) > 40 else ''}"

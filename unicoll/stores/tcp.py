@@ -16,7 +16,7 @@ from .listening import adopt_server, listen_addresses, own_addresses, release_se
 from .requests import RequestStore, seconds_left
 from .table import HIDDEN
 from .tcp_server import StoreServer
-from .wire import REPLY, Op, Status, unpack_fields
+from .wire import REPLY, MalformedError, Op, Status, unpack_fields, validate_reply
 
 __all__ = ["TCPStore"]
 
@@ -156,6 +156,12 @@ class TCPStore(RequestStore):
             sock.settimeout(patience)
             sock.sendall(request)
             status, reply = _receive(sock)
+            validate_reply(op, status, reply)
+        except MalformedError as error:
+            links.discard(sock)
+            raise DistNetworkError(
+                f"{name}: the store server at {links.shown} sent what is no reply: {error}", op=name
+            ) from error
         except OSError as error:
             links.discard(sock)
             if links.closed:
@@ -225,13 +231,14 @@ def _receive(sock: socket.socket) -> tuple[int, list[bytes]]:
     end = REPLY.size + size
     if len(data) >= end:
         return status, unpack_fields(memoryview(data)[REPLY.size : end])
-    whole = bytearray(end)
-    view = memoryview(whole)
+    whole = bytearray(data)
     at = len(data)
-    view[:at] = data
     while at < end:
-        got = sock.recv_into(view[at:])
+        if at == len(whole):
+            whole += bytes(min(end - at, max(at, _READ_SIZE)))  # the length is a claim: memory follows what has come
+        with memoryview(whole) as view, view[at:] as free:
+            got = sock.recv_into(free)
         if not got:
             raise ConnectionResetError("it closed the connection")
         at += got
-    return status, unpack_fields(view[REPLY.size :])
+    return status, unpack_fields(memoryview(whole)[REPLY.size :])

@@ -19,6 +19,7 @@ from .. import settings
 
 __all__ = [
     "MAX_KEY",
+    "MAX_NUMBER",
     "MUTATING",
     "REPLY",
     "REQUEST",
@@ -32,6 +33,7 @@ __all__ = [
     "pack_request",
     "unpack_fields",
     "validate",
+    "validate_reply",
 ]
 
 REQUEST = struct.Struct("<QBd")
@@ -39,7 +41,7 @@ REPLY = struct.Struct("<QB")
 _LENGTH = struct.Struct("<I")
 
 MAX_KEY = 64 * 1024
-_MAX_NUMBER = 40
+MAX_NUMBER = 40
 _NUMBER = re.compile(rb"-?[0-9]+")
 
 
@@ -98,6 +100,27 @@ _SHAPES = {
     Op.QUEUE_TRY_POP: "k",
     Op.QUEUE_LEN: "k",
     Op.AT_LEAST: "kn",
+}
+# The fields of a reply to a request that was done; "?" for one or none.
+_REPLIES = {
+    Op.SET: "",
+    Op.GET: "v",
+    Op.TRY_GET: "v?",
+    Op.ADD: "n",
+    Op.COMPARE_SET: "v",
+    Op.WAIT: "",
+    Op.CHECK: "n",
+    Op.DELETE: "n",
+    Op.NUM_KEYS: "n",
+    Op.LIST_KEYS: "v*",
+    Op.APPEND: "",
+    Op.MULTI_GET: "v*",
+    Op.MULTI_SET: "",
+    Op.QUEUE_PUSH: "",
+    Op.QUEUE_POP: "v",
+    Op.QUEUE_TRY_POP: "v?",
+    Op.QUEUE_LEN: "n",
+    Op.AT_LEAST: "",
 }
 MUTATING = frozenset(
     {
@@ -185,6 +208,22 @@ def validate(code: int, fields: Sequence[bytes], largest_value: int) -> Op:
             raise MalformedError(f"a key of {len(field)} bytes")
         if kind == "v" and len(field) > largest_value:
             raise MalformedError(f"a value of {len(field)} bytes")
-        if kind == "n" and not (len(field) <= _MAX_NUMBER and _NUMBER.fullmatch(field)):
+        if kind == "n" and not (len(field) <= MAX_NUMBER and _NUMBER.fullmatch(field)):
             raise MalformedError("a number that is none")
     return op
+
+
+def validate_reply(op: Op, status: int, fields: Sequence[bytes]) -> None:
+    """Check that a server's reply has the fields that such a request is answered with.
+
+    Raises:
+        MalformedError: it has not, or the status is unknown.
+    """
+    shape = {Status.OK: _REPLIES[op], Status.TIMEOUT: "v*", Status.ERROR: "v"}.get(status)  # type: ignore[call-overload]
+    if shape is None:
+        raise MalformedError(f"no status has the code {status}")
+    kinds = shape.rstrip("?*")
+    if not (shape.endswith("*") or len(fields) == len(kinds) or (shape.endswith("?") and not fields)):
+        raise MalformedError(f"a reply to {op.name} with {len(fields)} fields")
+    if kinds == "n" and status == Status.OK and not (len(fields[0]) <= MAX_NUMBER + 1 and _NUMBER.fullmatch(fields[0])):
+        raise MalformedError(f"a reply to {op.name} that is no number")

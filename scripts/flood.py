@@ -1,0 +1,399 @@
+#!/usr/bin/env python3
+"""A flood of connections against a job on loopback: what its operations take meanwhile.
+
+Starts a job of two ranks with a secret and floods every port on which they listen (the store's, the control plane's
+and the data listeners') in two ways: with silent connections, which are opened again when the job closes them, and with
+connections that are reset once they are established. Meanwhile the ranks do all_reduce, store.set and store.get, and
+open files. Prints the time of each without the flood and with it, the open descriptors of the ranks, and "held" if
+every operation succeeded and the descriptors stayed under their cap; else what failed, and the exit code is 1.
+
+The traffic stays on loopback, and count, rate and time are bounded. Only attack jobs that this program starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import secrets
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from itertools import cycle, product
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+ROOT = str(Path(__file__).resolve().parents[1])
+MOST_CONNECTIONS, MOST_RATE, MOST_SECONDS = 50_000, 50_000, 60.0
+OPERATIONS = ("all_reduce", "store.set", "store.get", "open 32 files")
+FILES = 32
+PAUSE_SECONDS = 0.002
+TIMEOUT_SECONDS = 20.0
+START_SECONDS = 60.0
+ESTABLISHED, SYN_SENT = 1, 2  # states of TCP in Linux
+RESET_AT_CLOSE = struct.pack("ii", 1, 0)
+# Outside the range of ephemeral ports, which other programs on the host need.
+SOURCE_PORTS = range(10_000, 20_000)
+SOURCE_HOSTS = 8
+SPARE = 16
+"""Descriptors of a rank beyond those open without the flood, its files and unauthenticated connections."""
+
+
+# --- the job --------------------------------------------------------------------------------------------------------
+
+
+def run_rank(rank: int, port: int, secret: str, limit: int, pipe: Connection) -> None:
+    """One rank of the job: joins, tells its ports, and does operations in the phases that it is told to."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    os.environ.update(
+        UNICOLL_SECRET=secret, UNICOLL_TRANSPORT="tcp", UNICOLL_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
+    )
+    import unicoll as dist
+    from unicoll.server import _most_strangers
+
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT_SECONDS)
+    work(rank, store, 0.2)  # makes the connections
+    ports = listening_ports()
+    pipe.send({"ports": ports, "strangers": len(ports) * _most_strangers(), "open": descriptors()})
+    while (seconds := pipe.recv()) is not None:
+        pipe.send(work(rank, store, seconds))
+    dist.destroy_process_group()
+    store.close(linger=True)
+
+
+def listening_ports() -> list[int]:
+    """The ports on which this process listens."""
+    ports = []
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                if sock.family == socket.AF_INET and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.append(sock.getsockname()[1])
+        except OSError:
+            continue  # the descriptor of the listing itself, or no socket
+    return sorted(ports)
+
+
+def descriptors(pid: int | str = "self") -> int:
+    """How many descriptors a process has open; 0 if it has ended."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:
+        return 0
+
+
+def work(rank: int, store: Any, seconds: float) -> dict[str, Any]:
+    """Operations for so many seconds: how long each took, and what failed."""
+    import numpy as np
+
+    import unicoll as dist
+
+    took: dict[str, list[float]] = {name: [] for name in OPERATIONS}
+    until = time.monotonic() + seconds
+
+    def reduce() -> bool:
+        x = np.ones(1024)
+        x[1] = rank == 0 and time.monotonic() >= until  # rank 0 says when to stop, so that both do as many
+        dist.all_reduce(x)
+        if x[0] != 2.0:
+            raise ValueError(f"the sum is {x[0]}")
+        return bool(x[1])
+
+    def get() -> None:
+        if store.get(f"flood/{rank}") != b"value":
+            raise ValueError("the store has another value")
+
+    def open_files() -> None:
+        opened = []
+        try:
+            for _ in range(FILES):
+                opened.append(os.open(__file__, os.O_RDONLY))
+        finally:
+            for fd in opened:
+                os.close(fd)
+
+    steps = (reduce, lambda: store.set(f"flood/{rank}", "value"), get, open_files)
+    try:
+        over = False
+        while not over and time.monotonic() < until + TIMEOUT_SECONDS:
+            for name, step in zip(OPERATIONS, steps, strict=True):
+                started = time.perf_counter()
+                over = bool(step()) or over
+                took[name].append(time.perf_counter() - started)
+            time.sleep(PAUSE_SECONDS)
+    except Exception as error:
+        return {"took": took, "error": f"rank {rank}: {name}: {type(error).__name__}: {error}"}
+    return {"took": took, "error": None}
+
+
+# --- the attackers --------------------------------------------------------------------------------------------------
+
+
+def attack(
+    number: int, ports: list[int], connections: int, rate: float, seconds: float, pipe: Connection
+) -> None:
+    """Holds so many silent connections, and resets so many others a second; tells what it reached."""
+    wanted = connections + 64
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        hard = wanted  # only root may
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    ways = zip(sources(number), cycle(ports))
+    held: list[socket.socket] = []
+    most = (0, 0)
+    opened = reset = refused = 0
+    started = time.monotonic()
+    swept = started
+    while (now := time.monotonic()) < started + seconds and not pipe.poll():
+        for _ in range(min(256, connections - len(held))):
+            sock, _ = dial(next(ways))
+            if sock is not None:
+                held.append(sock)
+                opened += 1
+        for _ in range(min(256, int(rate * (now - started)) - reset - refused)):
+            sock, stands = dial(next(ways))
+            if sock is not None:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+                sock.close()
+            reset += stands
+            refused += not stands
+        if now - swept > 0.25:
+            swept = now
+            held, counts = sweep(held)
+            most = max(most, counts, key=sum)
+        time.sleep(0.005)
+    held, counts = sweep(held)
+    most = max(most, counts, key=sum)
+    pipe.send((*most, opened, reset, refused, time.monotonic() - started))
+    for sock in held:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+        sock.close()
+
+
+def sources(number: int) -> Iterator[tuple[str, int]]:
+    """Addresses to connect from, which no other attacker uses, without end."""
+    hosts = [f"127.0.{number + 1}.{host}" for host in range(1, SOURCE_HOSTS + 1)]
+    return cycle((host, port) for port, host in product(SOURCE_PORTS, hosts))
+
+
+def dial(way: tuple[tuple[str, int], int]) -> tuple[socket.socket | None, bool]:
+    """A connection, and whether it is established; None if the source port is taken."""
+    source, port = way
+    sock = socket.socket()
+    try:
+        sock.setblocking(False)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(source)
+        sock.connect_ex(("127.0.0.1", port))
+        return sock, state(
+            sock
+        ) == ESTABLISHED  # else the listener's queue is full, and the kernel tries again
+    except OSError:
+        sock.close()
+        return None, False
+
+
+def state(sock: socket.socket) -> int:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+
+
+def sweep(held: list[socket.socket]) -> tuple[list[socket.socket], tuple[int, int]]:
+    """Those that the job has not closed, and how many are established and how many wait for an answer."""
+    states = [state(sock) for sock in held]
+    kept = []
+    for sock, now in zip(held, states, strict=True):
+        if now in (ESTABLISHED, SYN_SENT):
+            kept.append(sock)
+        else:
+            sock.close()
+    return kept, (states.count(ESTABLISHED), states.count(SYN_SENT))
+
+
+# --- both -----------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """The processes of one run."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self.processes: list[Any] = []
+
+    def start(self, target: Any, *args: Any) -> tuple[Any, Connection]:
+        """A process, and this end of its pipe."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=target, args=(*args, theirs))
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        return process, ours
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def receive(pipes: list[Connection], seconds: float) -> list[Any]:
+    """One message of each process.
+
+    Raises:
+        TimeoutError: they have not all come in time. EOFError: a process has ended.
+    """
+    answers: dict[Connection, Any] = {}
+    until = time.monotonic() + seconds
+    while waiting := [pipe for pipe in pipes if pipe not in answers]:
+        ready = set(wait(waiting, max(0.0, until - time.monotonic())))
+        if not ready:
+            raise TimeoutError(f"{len(waiting)} of {len(pipes)} processes have not answered in {seconds:g} s")
+        answers |= {pipe: pipe.recv() for pipe in waiting if pipe in ready}
+    return [answers[pipe] for pipe in pipes]
+
+
+def phase(ranks: list[tuple[Any, Connection]], seconds: float) -> tuple[list[Any], list[int]]:
+    """Has the ranks work, and counts their descriptors meanwhile: what they tell, and the most of each."""
+    pipes = [pipe for _, pipe in ranks]
+    for pipe in pipes:
+        pipe.send(seconds)
+    most = [0] * len(ranks)
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        most = [max(n, descriptors(process.pid)) for n, (process, _) in zip(most, ranks, strict=True)]
+        time.sleep(0.05)
+    return receive(pipes, 3 * TIMEOUT_SECONDS), most
+
+
+def table(calm: list[Any], flooded: list[Any]) -> str:
+    """The times of the operations on all ranks, without the flood and with it."""
+    lines = [
+        f"{'milliseconds':<16}{'without the flood':>30}{'with it':>30}",
+        f"{'':<16}" + f"{'p50':>10}{'p99':>10}{'max':>10}" * 2,
+    ]
+    for name in OPERATIONS:
+        line = f"{name:<16}"
+        for told in (calm, flooded):
+            took = sorted(t for rank in told for t in rank["took"][name]) or [float("nan")]
+            for at in (0.5, 0.99, 1.0):
+                line += f"{took[min(len(took) - 1, int(at * len(took)))] * 1000:>10.3f}"
+        lines.append(line)
+    lines.append(
+        f"{'rounds':<16}" + "".join(f"{len(told[0]['took'][OPERATIONS[-1]]):>30}" for told in (calm, flooded))
+    )
+    return "\n".join(lines)
+
+
+def flood(args: argparse.Namespace, program: Program) -> list[str]:
+    """The whole run; what failed."""
+    from unicoll.testing.ranks import free_port
+
+    port, secret = free_port(), secrets.token_hex(32)
+    ranks = [program.start(run_rank, rank, port, secret, args.limit) for rank in range(2)]
+    told = receive([pipe for _, pipe in ranks], START_SECONDS)
+    ports = [port for rank in told for port in rank["ports"]]
+    print(f"2 ranks with at most {args.limit} descriptors each listen on {len(ports)} ports")
+
+    calm, _ = phase(ranks, args.seconds / 2)
+    share = [
+        args.connections // args.processes + (i < args.connections % args.processes)
+        for i in range(args.processes)
+    ]
+    attackers = [
+        program.start(attack, i, ports, n, args.rate / args.processes, args.seconds + 3 * TIMEOUT_SECONDS)
+        for i, n in enumerate(share)
+    ]
+    time.sleep(1.0)  # for the processes to start and to reach their number
+    flooded, most = phase(ranks, args.seconds)
+    for _, pipe in attackers:
+        pipe.send("stop")
+    reached = receive([pipe for _, pipe in attackers], START_SECONDS)
+    for _, pipe in ranks:
+        pipe.send(None)
+
+    stood, waited, opened, reset, refused = (sum(one[i] for one in reached) for i in range(5))
+    seconds = max(one[5] for one in reached)
+    print(
+        f"open at once: {stood + waited} silent connections ({stood} established,"
+        f" {waited} waiting for room in a listener's queue)\n"
+        f"a second: {opened / seconds:.0f} silent connections made, {reset / seconds:.0f} more made and reset,"
+        f" {refused / seconds:.0f} more given up since the queue was full, for {seconds:.1f} s\n"
+    )
+    print(table(calm, flooded), end="\n\n")
+    failures = [rank["error"] for rank in (*calm, *flooded) if rank["error"]]
+    for i, (rank, peak) in enumerate(zip(told, most, strict=True)):
+        cap = min(args.limit, rank["open"] + rank["strangers"] + FILES + SPARE)
+        print(
+            f"descriptors of rank {i}: {rank['open']} without the flood, at most {peak} with it; the cap is {cap}"
+        )
+        if peak > cap:
+            failures.append(f"rank {i} had {peak} descriptors, more than {cap}")
+    for i, (process, _) in enumerate(ranks):
+        process.join(TIMEOUT_SECONDS)
+        if process.exitcode != 0:
+            failures.append(f"rank {i} did not end well: exit code {process.exitcode}")
+    return failures
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line.
+
+    Raises:
+        SystemExit: it is wrong, or asks for more than a run may do.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--connections", type=int, default=20_000, help="silent connections at once (20000)")
+    parser.add_argument(
+        "--rate", type=float, default=10_000, help="connections made and reset a second (10000)"
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="duration of the flood (10)")
+    parser.add_argument("--processes", type=int, default=4, help="attackers (4)")
+    parser.add_argument(
+        "--limit", type=int, default=None, help="limit of open files of a rank (what there is)"
+    )
+    parser.add_argument(
+        "--short", action="store_true", help="1000 connections, 200 a second, 2 s, 1024 open files a rank"
+    )
+    args = parser.parse_args(argv)
+    if args.short:
+        args.connections, args.rate, args.seconds, args.processes = 1000, 200, 2.0, 2
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    hard = 1 << 20 if hard == resource.RLIM_INFINITY else hard
+    args.limit = min(hard, args.limit or (1024 if args.short else hard))
+    if not 0 <= args.connections <= MOST_CONNECTIONS or not 0 <= args.rate <= MOST_RATE:
+        parser.error(f"at most {MOST_CONNECTIONS} connections and {MOST_RATE} a second")
+    if not 0 < args.seconds <= MOST_SECONDS or not 1 <= args.processes <= 32:
+        parser.error(f"at most {MOST_SECONDS:g} seconds and 32 processes")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    program = Program()
+    try:
+        failures = flood(args, program)
+    except (EOFError, TimeoutError) as error:
+        failures = [f"a process has ended: {error}" if isinstance(error, EOFError) else str(error)]
+        for process in program.processes:
+            process.kill()
+    finally:
+        program.close()
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    if not failures:
+        print("held")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    # In the place of this file's directory, where Python looks first.
+    sys.path[0] = ROOT
+    sys.exit(main())
