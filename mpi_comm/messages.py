@@ -115,8 +115,7 @@ class Mailroom:
                 try:
                     completion.wait(_TICK_S)
                 except OperationTimeoutError:
-                    if completion.done():
-                        raise
+                    continue  # not done in this tick; if the operation itself timed out, its caller raises that
 
     def _turn_until(self, completion: HostCompletion) -> None:
         if not self._team.crowded:
