@@ -150,7 +150,7 @@ def attack(
     started = time.monotonic()
     swept = started
     while (now := time.monotonic()) < started + seconds and not pipe.poll():
-        for _ in range(min(256, connections - len(held))):
+        for _ in range(min(1024, connections - len(held))):
             sock, _ = dial(next(ways))
             if sock is not None:
                 held.append(sock)
@@ -184,10 +184,8 @@ def sources(number: int) -> Iterator[tuple[str, int]]:
 def dial(way: tuple[tuple[str, int], int]) -> tuple[socket.socket | None, bool]:
     """A connection, and whether it is established; None if the source port is taken."""
     source, port = way
-    sock = socket.socket()
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
-        sock.setblocking(False)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(source)
         sock.connect_ex(("127.0.0.1", port))
         return sock, state(
