@@ -72,8 +72,6 @@ import torch
 import torch.distributed as dist
 import unicoll.torch_plugin
 
-HERE = Path(__file__).parent
-
 unicoll.torch_plugin.enable_mpi()
 
 
