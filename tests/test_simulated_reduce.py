@@ -1,4 +1,4 @@
-"""The simulated NCCL computes as NCCL's kernels do: order of the ranks, rounding at every hop, NaN, float8, averages."""
+"""The simulated NCCL computes as NCCL does: the order of the ranks, rounding at every hop, NaN, float8, averages."""
 
 from __future__ import annotations
 
