@@ -514,6 +514,13 @@ def test_a_rank_that_leaves_is_a_hang_or_a_remote_error(world: Callable[..., Wor
     eventually(lambda: [w.made(r).poll() for r in range(2)] == [Result.REMOTE_ERROR] * 2)
 
 
+def test_a_rank_may_be_missed_by_nccl_before_it_is_gone(world: Callable[..., World]) -> None:
+    w = world(1)
+    w.nccl.machine.remote_errors = True
+    w.nccl.vanish()
+    eventually(lambda: w.made(0).poll() == Result.REMOTE_ERROR)
+
+
 def test_revoke_ends_what_runs_and_leaves_the_communicator_to_be_shrunk(world: Callable[..., World]) -> None:
     w = world(3)
     xs = w.arrays([1.0], [2.0], [3.0])
@@ -576,11 +583,27 @@ def test_memory_and_windows(world: Callable[..., World]) -> None:
     assert code == SUCCESS
     assert window.value is not None
     assert w.nccl.all_reduce(ptr, ptr, 512, F64, SUM, w.comms[0], w.streams[0]) == SUCCESS
+    w.sim.synchronize()
     assert w.nccl.window_deregister(w.comms[0], window.value) == SUCCESS
     assert w.nccl.window_deregister(w.comms[0], window.value) == Result.INVALID_ARGUMENT
     assert w.nccl.mem_free(ptr) == SUCCESS
     assert w.nccl.mem_free(ptr) == Result.CUDA_ERROR
     assert w.sim.faults == []
+
+
+def test_memory_goes_at_once_whatever_uses_it(world: Callable[..., World]) -> None:
+    """Unlike cudaFree, ncclMemFree waits for nothing, and a window must not be in use when it is given back."""
+    w = world(1, blocking=True)
+    _, ptr = w.nccl.mem_alloc(4096)
+    _, window = w.nccl.window_register(w.comms[0], ptr, 4096, True)
+    w.sim.synchronize()
+    with w.sim.hold():
+        assert w.nccl.all_reduce(ptr, ptr, 512, F64, SUM, w.comms[0], w.streams[0]) == SUCCESS
+        assert w.nccl.window_deregister(w.comms[0], window.value or 0) == SUCCESS
+        assert w.sim.faults == ["window deregistered before NCCL all_reduce on stream 1 has run"]
+        assert w.nccl.mem_free(ptr) == SUCCESS
+    assert len(w.sim.faults) == 2
+    assert w.sim.faults[1].endswith("freed before NCCL all_reduce on stream 1 has run")
 
 
 def test_captured_kernels_run_with_the_graph_which_must_go_before_the_communicator(
