@@ -14,7 +14,7 @@ from simulated_reduce import NAMES, PREMUL_SUM, REDUCING, Signature, element
 from simulated_streams import Range, Stream
 from simulated_threads import Kind, Visits
 
-from nccl_comm.api import IN_PROGRESS, SUCCESS
+from nccl_comm.api import AVG, IN_PROGRESS, SUCCESS
 from unicoll.options import CallOptions
 
 __all__ = ["Operations"]
@@ -57,6 +57,7 @@ class Operations(Calls):
 
     def __init__(self, simulation: Simulation, version: int = 23007, prompt: bool = False) -> None:
         super().__init__(simulation, version, prompt)
+        self.float8_alone = True
         self._group = _Group()
 
     # --- groups ---
@@ -171,6 +172,8 @@ class Operations(Calls):
             if count < 0 or not 0 <= root < found.size:
                 raise Refused(Result.INVALID_ARGUMENT, f"{kind}: count {count}, root {root} of {found.size}")
             code, factor = self._op(found, op, dtype) if kind in REDUCING else (0, None)
+            if found.size == 1 and code == AVG and dtype >= _FIRST_FP8 and not self.float8_alone:
+                raise Refused(Result.INVALID_ARGUMENT, "ncclLaunchOneRank has no kernel for float8")
             target = self._stream(found, stream)
             if count == 0:
                 return None
