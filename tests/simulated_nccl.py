@@ -89,6 +89,7 @@ class SimulatedNccl(Operations):
 
         def split() -> int:
             parent = self._usable(comm)
+            self._idle("ncclCommSplit", parent)
             child = None if color is None else Communicator(self.machine, -1, -1, parent.device, config)
             if child is None:
                 parent.split(None, color, key, lambda: None)
@@ -113,15 +114,18 @@ class SimulatedNccl(Operations):
                 raise Refused(Result.INVALID_ARGUMENT, f"no such ranks: {list(excluded)}")
             if abort:
                 parent.stop()
-            elif parent.unfinished():
-                self._simulation.scheduler.fault(
-                    "ncclCommShrink while the communicator has work, without abort"
-                )
+            else:
+                self._idle("ncclCommShrink without abort", parent)
             child = Communicator(self.machine, -1, -1, parent.device, config)
             parent.shrink(child, survivors, self._writer(slot, partial(self._made, child)))
             return self._settle(parent, child)
 
         return self._visit("ncclCommShrink", Kind.USE, comm, shrink), slot
+
+    def _idle(self, call: str, comm: Communicator) -> None:
+        """What the documentation wants of a communicator, lest the ranks lock each other out."""
+        for op in comm.unfinished():
+            self._simulation.scheduler.fault(f"{call} before {op} has run")
 
     def comm_state(self, comm: int) -> tuple[int, int]:
         state = [SUCCESS]
