@@ -122,6 +122,9 @@ class Tower(Protocol):
     def landed(self, flight: Flight) -> bool:
         """Whether a flight has ended on the device; ends it if so."""
 
+    def keep(self, calls: tuple[Call, ...], stream: int) -> None:
+        """Hold the arrays until all that is on a stream now has been done."""
+
 
 class StreamCompletion(Completion):
     """A completion that the device finishes: ``wait`` orders streams, and only ``synchronize`` blocks the host."""
@@ -159,6 +162,9 @@ class StreamCompletion(Completion):
             same = same and stream == flight.stream != PER_THREAD_STREAM
         if self._packed:
             self._unpack()
+            if not same:  # the copies may outlast the batch
+                for here in self._heres:
+                    self._tower.keep(self._calls, here())
         if same:
             flight.release()  # whatever reuses the memory on this stream comes after the batch
         if timeout is not None or self._blocking:

@@ -16,6 +16,7 @@ import numpy as np
 import simulated_arrays as arrays
 import simulated_ranks
 import simulated_rooms
+from nccl_safety_jobs import await_true, busy
 from simulated_reduce import NAMES, Given, Signature, results
 
 import unicoll as dist
@@ -23,6 +24,7 @@ from nccl_comm import api
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.communicator import Communicator
 from nccl_comm.flights import StreamCompletion
+from unicoll.dock import Dock
 from unicoll.testing.cases import Case, run_cases
 from unicoll.testing.reference import Arithmetic
 
@@ -66,7 +68,13 @@ def _with_early_release(self: StreamCompletion, timeout: float | None) -> None:
     self._flight.release()
 
 
-_MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+def _without_keep(self: Any, *args: Any) -> None:
+    """The memory of packed results goes when the operation has ended, and may still be copied from."""
+
+
+_MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "keep": (NCCLBackend, "keep", _without_keep),
+    "staged keep": (Dock, "keep", _without_keep),
     "producers": (NCCLBackend, "_await_producers", _without_producers),
     "end": (StreamCompletion, "_order", _without_end),
     "hold": (StreamCompletion, "__init__", _without_hold),
@@ -158,6 +166,30 @@ def memory_is_reused() -> list[float]:
         reused = arrays.full(_COUNT, 99.0)
     with elsewhere:
         found = _ends(out)
+    del reused
+    return found
+
+
+def unpacked_elsewhere() -> list[float]:
+    """A strided result is copied to its place on another stream, which is late, when its packed memory is asked for."""
+    elsewhere = arrays.Stream()
+    base = arrays.full(2 * _COUNT, 1.0)
+    simulated_ranks.here().synchronize()
+    work = _asynchronous(dist.all_reduce, base[::2])
+    with elsewhere:
+        finish = busy(elsewhere.ptr)
+        work.wait()
+    await_true(work.is_completed)
+    for backend in dist.group.WORLD._served.values():  # type: ignore[union-attr]
+        if isinstance(backend, NCCLBackend):
+            await_true(lambda backend=backend: not backend.flights)
+    del work
+    dist.all_reduce(arrays.full(1, 1.0))  # the group looks at something else
+    reused = arrays.full(_COUNT, 99.0)
+    simulated_ranks.here().synchronize_stream(0)
+    finish()
+    with elsewhere:
+        found = _ends(base[::2])
     del reused
     return found
 
