@@ -56,7 +56,7 @@ class Settings:
     backend: str | None = "cpu:gloo,cuda:nccl"
     using: tuple[tuple[str, Any], ...] = ()
     bound: bool = False
-    strict_threads: bool = False
+    strict_threads: bool = True
     dwell: float = 0.0
     float8_alone: bool = True
 
