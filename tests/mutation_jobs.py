@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import nccl_safety_jobs
 import simulated_arrays as arrays
 import simulated_ranks
 from nccl_safety_jobs import await_true, busy
 
 import unicoll as dist
+from nccl_comm import lifecycle
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.communicator import Communicator
 from nccl_comm.flights import StreamCompletion
+from nccl_comm.lifecycle import Supervised
+from nccl_comm.memory import SymmetricMemory
 from unicoll.dock import Dock
 
 _COUNT = 1000
@@ -65,7 +69,21 @@ def _without_keep(self: Any, *args: Any) -> None:
     """The memory of packed results goes when the operation has ended, and may still be copied from."""
 
 
+class _OneLockEach:
+    """Every group has a lock of its own, and not its device."""
+
+    def __getitem__(self, device: int) -> Any:
+        return threading.RLock()
+
+
 _MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "turn": (lifecycle, "_turns", _OneLockEach()),
+    "idle": (Supervised, "await_idle", lambda self, what, timeout: None),
+    "revoke": (Communicator, "revoke", lambda self: False),
+    "news": (Communicator, "await_news", lambda self, code, call: None),
+    "late": (Supervised, "_late", lambda self, flight, now: now >= flight.deadline),
+    "unused": (SymmetricMemory, "_unused", lambda self, one, deadline: True),
+    "default streams": (NCCLBackend, "_context_of", lambda self, stream: nullcontext()),
     "keep": (NCCLBackend, "keep", _without_keep),
     "staged keep": (Dock, "keep", _without_keep),
     "producers": (NCCLBackend, "_await_producers", _without_producers),
@@ -99,6 +117,12 @@ def run(program: str, mutation: str | None) -> Outcome:
     sim.synchronize()
     faults, sim.faults[:] = list(sim.faults), []
     return answer, faults
+
+
+def safety(mutation: str, job: str, *args: Any) -> Any:
+    """The answer of one of the jobs of :mod:`nccl_safety_jobs`, with one safeguard taken out."""
+    with mutated(mutation):
+        return getattr(nccl_safety_jobs, job)(*args)
 
 
 def connect() -> None:

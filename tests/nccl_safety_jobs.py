@@ -325,8 +325,10 @@ def symmetric_memory_dropped(by: str) -> list[tuple[str, int]]:
             view += 1.0
         del view, made
         gc.collect()
+        backend = backend_of()
         for _ in range(3):
-            look(backend_of(), time.monotonic())
+            look(backend, time.monotonic())
+        await_true(lambda: not backend._reaping)
         early = list(log)
         finish()
         await_true(lambda: log)
