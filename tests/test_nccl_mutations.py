@@ -17,6 +17,7 @@ from simulated_ranks import SimulatedJob
 
 from nccl_comm.watchdog import Watchdog
 from unicoll.testing.ranks import Pool, pools
+from unicoll.testing.reference import NCCL, STRICT
 from unicoll.testing.worker import enter
 
 _RANKS = 2
@@ -92,7 +93,7 @@ def test_without_a_safeguard_results_are_wrong_every_time(
 def test_without_a_safeguard_nccl_is_used_as_it_must_not_be(
     mutation: str, job: str, args: tuple[Any, ...], wrong: Any, settings: dict[str, Any]
 ) -> None:
-    size = 1 if mutation == "turn" else _RANKS
+    size = 1 if mutation in ("turn", "late") else _RANKS
     with SimulatedJob(size, policy="newest", **settings) as ranks:
         ranks.call(enter)
         ranks.results()
@@ -139,6 +140,39 @@ def test_without_the_group_call_exchanges_hang_or_are_refused(program: str, erro
         job.call(jobs.run, program, "group")
         kinds = [o.failure.type if o.failure is not None else None for o in job.collect()]
         assert kinds == [error] * _RANKS, job.report()
+
+
+_SOUND = [True] * len(jobs._CASES)
+
+
+@pytest.mark.parametrize(
+    ("error", "right"),
+    [
+        (None, _SOUND),
+        ("element", [False] * len(_SOUND)),
+        ("contribution", [False] * len(_SOUND)),
+        ("division", [True, False, True, True, True, False]),
+        ("precision", [False, True, False, True, False, True]),
+    ],
+)
+def test_the_suite_finds_errors_of_the_arithmetic(error: str | None, right: list[bool]) -> None:
+    with SimulatedJob(3) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.judged, error, NCCL)
+        found = job.results()
+    together = [all(each) for each in zip(*found, strict=True)]  # a reduce has one result
+    assert together == right
+
+
+def test_the_strict_arithmetic_is_not_nccls() -> None:
+    """Without what its documentation leaves open, NCCL would fail: half types at every hop, and NaN in MIN."""
+    with SimulatedJob(3) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.judged, None, STRICT)
+        together = [all(each) for each in zip(*job.results(), strict=True)]
+    assert together == [True, False, True, False, False, True]
 
 
 def test_no_call_blocks_the_host() -> None:
