@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import weakref
 from collections.abc import Sequence
 
 from ..auth import Secret, find_secret
+from ..channel import Connection
 from ..errors import DistArgumentError, DistNetworkError, DistStoreError, DistTypeError, StoreTimeoutError
 from .base import DEFAULT_TIMEOUT, Timeout
 from .links import Links, address_text
@@ -220,7 +220,7 @@ def _check_port(port: int, may_pick: bool) -> None:
         )
 
 
-def _receive(sock: socket.socket) -> tuple[int, list[bytes]]:
+def _receive(sock: Connection) -> tuple[int, list[bytes]]:
     data = sock.recv(_READ_SIZE)
     while len(data) < REPLY.size:
         piece = sock.recv(_READ_SIZE)
