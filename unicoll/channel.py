@@ -2,7 +2,8 @@
 
 ``UNICOLL_CHANNEL`` chooses for the connections between hosts: ``plain``, ``mac`` or ``tls``. The store's and the
 control plane's connections have a MAC at least, everywhere. A connection within a host has no more than that, because
-only root can come between its ends. Both sides state their choice in the handshake (:mod:`unicoll.auth`), which proves
+only root can come between its ends; but ``UNICOLL_TRANSPORT=tcp``, with which the ranks of a host talk as those of
+different hosts do, holds here, too. Both sides state their choice in the handshake (:mod:`unicoll.auth`), which proves
 that it is the same, and derives the keys.
 
     record = data's length (u32) | MAC (16) | data, up to 128 KiB
@@ -46,6 +47,9 @@ _HEADER = _LENGTH.size + _TAG
 _READ = RECORD + _HEADER
 
 
+Buffer = bytes | memoryview
+
+
 class TamperedError(OSError):
     """What came was not sent by the peer in this form: it was changed, repeated or made on the way."""
 
@@ -59,7 +63,7 @@ class Records(Protocol):
     def seal(self, data: Any) -> bytes:
         """What to send for up to :data:`RECORD` bytes of data."""
 
-    def open(self, received: Any) -> bytes:
+    def open(self, received: Any) -> Buffer:
         """Takes bytes as they come; returns the data of the records that are complete.
 
         Raises:
@@ -95,26 +99,26 @@ class MacRecords:
         self._sealed += 1
         return b"".join((_LENGTH.pack(len(data)), tag, data))
 
-    def open(self, received: Any) -> bytes:
-        buffer = self._received
-        buffer += received
+    def open(self, received: Any) -> Buffer:
+        self._received += received
+        view = memoryview(self._received)
         found = []
         at = 0
-        with memoryview(buffer) as view:
-            while len(view) - at >= _HEADER:
-                (length,) = _LENGTH.unpack_from(view, at)
-                if length > RECORD:
-                    raise TamperedError(f"a record of {length} bytes")
-                start, stop = at + _HEADER, at + _HEADER + length
-                if stop > len(view):
-                    break
-                data = bytes(view[start:stop])
-                if not hmac.compare_digest(view[at + _LENGTH.size : start], _tag(self._opening, self._opened, data)):
-                    raise TamperedError("their MAC is wrong")
-                self._opened += 1
-                found.append(data)
-                at = stop
-        del buffer[:at]
+        while len(view) - at >= _HEADER:
+            (length,) = _LENGTH.unpack_from(view, at)
+            if length > RECORD:
+                raise TamperedError(f"a record of {length} bytes")
+            start, stop = at + _HEADER, at + _HEADER + length
+            if stop > len(view):
+                break
+            data = view[start:stop]
+            if not hmac.compare_digest(view[at + _LENGTH.size : start], _tag(self._opening, self._opened, data)):
+                raise TamperedError("their MAC is wrong")
+            self._opened += 1
+            found.append(data)
+            at = stop
+        if at:
+            self._received = bytearray(view[at:])  # the old one is the data's from now on
         return found[0] if len(found) == 1 else b"".join(found)
 
     def outgoing(self) -> bytes:
@@ -139,12 +143,10 @@ def choose(sock: socket.socket, least: str = "plain") -> str:
         DistArgumentError: ``UNICOLL_CHANNEL`` has an unknown value.
     """
     wanted = settings.choice("UNICOLL_CHANNEL")
-    return least if wanted == "plain" or _within_a_host(sock) else wanted
-
-
-def _within_a_host(sock: socket.socket) -> bool:
-    """Whether both ends are in one network stack."""
-    return bool(sock.getsockname()[0] == sock.getpeername()[0])
+    if wanted == "plain":
+        return least
+    within_a_host = sock.getsockname()[0] == sock.getpeername()[0]
+    return least if within_a_host and settings.choice("UNICOLL_TRANSPORT") != "tcp" else wanted
 
 
 def records_for(channel: str, key: Key, server: bool) -> Records | None:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from . import excepthook, forks, registry, settings, under_mpi
 from .backend import Job
-from .errors import DistError
+from .errors import DistArgumentError, DistError
 from .group import ProcessGroup
 from .meeting import Place
 from .observe.control import Control
@@ -119,6 +119,7 @@ def enter(meeting: Rendezvous, backend: str | None, timeout: float, patience: fl
 
     Raises:
         BackendUnavailableError: the backend cannot be used here, and why.
+        DistArgumentError: UNICOLL_CHANNEL asks for protection, and the job has no secret that others lack.
         OperationTimeoutError: not all ranks came in time; names the missing.
     """
     job = Job(
@@ -134,6 +135,7 @@ def enter(meeting: Rendezvous, backend: str | None, timeout: float, patience: fl
         local_rank=meeting.local_rank,
     )
     try:
+        _check_channel(meeting)
         choices = choose(meeting, backend)
         for cls in {c.cls for c in choices}:
             cls.prepare(job)
@@ -146,6 +148,15 @@ def enter(meeting: Rendezvous, backend: str | None, timeout: float, patience: fl
         _take_down(meeting, job, e)
         raise
     return Membership(meeting, job, choices)
+
+
+def _check_channel(meeting: Rendezvous) -> None:
+    wanted = settings.choice("UNICOLL_CHANNEL")
+    if wanted != "plain" and meeting.world_size > 1 and not meeting.trusted:
+        raise DistArgumentError(
+            f"UNICOLL_CHANNEL={wanted} protects nothing here, since whoever reaches the store can join this job; "
+            "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE"
+        )
 
 
 def choose(meeting: Rendezvous, backend: str | None) -> list[Choice]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from unicoll import net
+from unicoll import net, settings
 from unicoll.auth import Secret, find_secret
 from unicoll.errors import DistArgumentError
 from unicoll.launchers import Launched, detect, near_misses
@@ -149,6 +149,8 @@ def rendezvous(
         meeting.store.set_timeout(timedelta(seconds=timeout))
     notes.append(f"store: {place.describe()}")
     notes.append(f"secret: {_describe_secret(secret, meeting.trusted)}")
+    if (channel := settings.choice("UNICOLL_CHANNEL", environ)) != "plain":
+        notes.append(f"connections between hosts: {channel}, from UNICOLL_CHANNEL")
     notes.append(f"interface: {', '.join(listen.addresses)}: {listen.reason}")
     return Rendezvous(
         store=meeting.store,

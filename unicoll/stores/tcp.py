@@ -8,8 +8,15 @@ import weakref
 from collections.abc import Sequence
 
 from ..auth import Secret, find_secret
-from ..channel import Connection
-from ..errors import DistArgumentError, DistNetworkError, DistStoreError, DistTypeError, StoreTimeoutError
+from ..channel import Connection, TamperedError
+from ..errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistNetworkError,
+    DistStoreError,
+    DistTypeError,
+    StoreTimeoutError,
+)
 from .base import DEFAULT_TIMEOUT, Timeout
 from .links import Links, address_text
 from .listening import adopt_server, listen_addresses, own_addresses, release_server
@@ -161,6 +168,11 @@ class TCPStore(RequestStore):
             links.discard(sock)
             raise DistNetworkError(
                 f"{name}: the store server at {links.shown} sent what is no reply: {error}", op=name
+            ) from error
+        except TamperedError as error:
+            links.discard(sock)
+            raise AuthenticationError(
+                f"{name}: the store server at {links.shown}: {error.strerror}", op=name
             ) from error
         except OSError as error:
             links.discard(sock)
