@@ -12,12 +12,12 @@ from types import TracebackType
 
 from . import excepthook, forks, registry, settings, under_mpi
 from .backend import Job
-from .errors import DistArgumentError, DistError
+from .errors import DistError
 from .group import ProcessGroup
 from .meeting import Place
 from .observe.control import Control
 from .registry import Choice
-from .rendezvous import Rendezvous, rendezvous
+from .rendezvous import Rendezvous, refuse_protection, rendezvous
 from .stores import Store
 from .stores.signed import SignedStore
 
@@ -135,7 +135,8 @@ def enter(meeting: Rendezvous, backend: str | None, timeout: float, patience: fl
         local_rank=meeting.local_rank,
     )
     try:
-        _check_channel(meeting)
+        if meeting.world_size > 1 and not meeting.trusted:
+            refuse_protection()
         choices = choose(meeting, backend)
         for cls in {c.cls for c in choices}:
             cls.prepare(job)
@@ -148,15 +149,6 @@ def enter(meeting: Rendezvous, backend: str | None, timeout: float, patience: fl
         _take_down(meeting, job, e)
         raise
     return Membership(meeting, job, choices)
-
-
-def _check_channel(meeting: Rendezvous) -> None:
-    wanted = settings.choice("UNICOLL_CHANNEL")
-    if wanted != "plain" and meeting.world_size > 1 and not meeting.trusted:
-        raise DistArgumentError(
-            f"UNICOLL_CHANNEL={wanted} protects nothing here, since whoever reaches the store can join this job; "
-            "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE"
-        )
 
 
 def choose(meeting: Rendezvous, backend: str | None) -> list[Choice]:
