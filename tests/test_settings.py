@@ -17,7 +17,14 @@ NAME = re.compile(r"\bUNICOLL_[A-Z0-9_]*[A-Z0-9]\b")
 
 
 def test_the_table_has_all_variables() -> None:
-    patterns = ("unicoll/**/*.py", "gloo_fallback/*.py", "mpi_comm/*.py", "nccl_comm/*.py", "scripts/*", ".ci/*")
+    patterns = (
+        "unicoll/**/*.py",
+        "gloo_fallback/*.py",
+        "mpi_comm/*.py",
+        "nccl_comm/*.py",
+        "scripts/*",
+        ".ci/*",
+    )
     read = [path for pattern in patterns for path in ROOT.glob(pattern) if path.is_file()]
     read.remove(ROOT / "unicoll" / "settings.py")
     named = {name for path in read for name in NAME.findall(path.read_text())}
