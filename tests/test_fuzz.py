@@ -201,7 +201,7 @@ def offer_of(**where: Any) -> bytes:
     return message(OFFER, size=len(body)) + body
 
 
-HALF = message(SHARED, U8, 4, 1 << 20, 1 << 18)
+HALF = message(SHARED, U8, 4, 1 << 16, 1 << 14)
 
 
 @pytest.mark.parametrize("target", ["messages"], indirect=True)
@@ -209,7 +209,7 @@ HALF = message(SHARED, U8, 4, 1 << 20, 1 << 18)
     ("rings", "said"),
     [
         (1, HALF + message(OFFER, size=9) + b"unrelated"),
-        (1, HALF + message(SHARED, U8, 9, 1 << 20, 1 << 18)),
+        (1, HALF + message(SHARED, U8, 9, 1 << 16, 1 << 14)),
         (0, message(MESSAGE, U8, 9, 1 << 62)),
         (0, message(MESSAGE, U8, 9, (1 << 64) - 1)),
         (0, message(MESSAGE, U8, 4, 1 << 62)),

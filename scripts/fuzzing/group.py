@@ -12,13 +12,13 @@ from unittest import mock
 
 import numpy as np
 
-from gloo_fallback import algorithms, links, segment
+from gloo_fallback import algorithms, links, nodes, ring, segment
 from gloo_fallback.backend import GlooBackend
 from gloo_fallback.endpoint import MESSAGES, Key
 from gloo_fallback.letters import ANSWER, CREDIT, HEADER, MAGIC, MESSAGE, OFFER, PART, SHARED, Letter, frame
 from gloo_fallback.lines import Line
 from gloo_fallback.messages import Mailroom
-from gloo_fallback.ring import Inlet, Outlet
+from gloo_fallback.ring import SHARED_FROM, Inlet, Outlet
 from unicoll.backend import Call, Context
 from unicoll.buffers import Buffer
 from unicoll.errors import DistError
@@ -32,6 +32,8 @@ __all__ = ["Collectives", "Messages"]
 TIMEOUT = 2 * HANG_SECONDS
 DOUBLE, BYTE = BY_NAME["float64"], BY_NAME["uint8"]
 PEER = 1
+LARGE = SHARED_FROM
+"""Bytes of messages that go through the ring."""
 
 
 def context_of(rank: int, endpoint: Any) -> Context:
@@ -89,6 +91,7 @@ class Messages(Target):
         self._patches = [
             mock.patch.object(segment, "boot_id", return_value="boot"),
             mock.patch.object(Line, "_is_near", return_value=True),  # sockets here have no address
+            mock.patch.object(ring, "_LEAST", LARGE // 4),
         ]
         for patch in self._patches:
             patch.start()
@@ -96,7 +99,7 @@ class Messages(Target):
         self._inlet = _KeptInlet(self._from_peer.offer)
         self._outlet = _KeptOutlet()
         self._outlet.ready = True
-        self._long, self._sent = buffer(1 << 20, BYTE), buffer(1 << 20, BYTE)
+        self._long, self._sent = buffer(LARGE, BYTE), buffer(LARGE, BYTE)
 
         def header(kind: int, code: int, tag: int, size: int, part: int = 0) -> bytes:
             return HEADER.pack(MAGIC, kind, code, 0, tag, size, part)
@@ -104,8 +107,8 @@ class Messages(Target):
         small = header(MESSAGE, DOUBLE.code, 1, 64) + b"a" * 64
         long = header(MESSAGE, BYTE.code, 2, 5000) + b"b" * 5000
         early = header(MESSAGE, DOUBLE.code, 3, 16) + b"c" * 16
-        shared = header(SHARED, BYTE.code, 4, 1 << 20, 1 << 18) + header(PART, 0, 4, 1 << 20, 1 << 19)
-        shared += header(PART, 0, 4, 1 << 20, 1 << 18)
+        shared = header(SHARED, BYTE.code, 4, LARGE, LARGE // 4) + header(PART, 0, 4, LARGE, LARGE // 2)
+        shared += header(PART, 0, 4, LARGE, LARGE // 4)
         empty = header(MESSAGE, DOUBLE.code, 3, 0)
         offer = frame(OFFER, len(self._from_peer.offer)) + self._from_peer.offer
         texts = [b'{"boot": "boot", "pid": 1e400, "fd": 0, "size": 5, "token": 5}', b"", b"[" * 3000, b"[1]", b"\xff"]
@@ -122,7 +125,7 @@ class Messages(Target):
         room = Mailroom(context_of(0, endpoint), endpoint)  # type: ignore[arg-type]
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            ours.setblocking(True)
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             try:
                 endpoint.arrived(PEER, ours)
                 if data[:1] and data[0] % 2:
@@ -135,7 +138,7 @@ class Messages(Target):
         line = room._lines[PEER]
         assert line is not None
         self._inlet._at = self._inlet.owed = self._outlet._at = 0
-        self._outlet.free = 1 << 18  # room for one part
+        self._outlet.free = LARGE // 4  # room for one part
         line.inlet, line.outlet, line._may_offer = self._inlet, self._outlet, False
 
     def _exchange(self, room: Mailroom, theirs: socket.socket, said: bytes) -> bool:
@@ -261,6 +264,7 @@ class Collectives(Target):
             mock.patch.dict("os.environ", UNICOLL_TRANSPORT="tcp"),
             mock.patch.object(algorithms, "SMALL", 512),
             mock.patch.object(links, "_CROSSING", 256),
+            mock.patch.object(nodes, "boot_id", return_value="boot"),
         ]
         for patch in self._patches:
             patch.start()
