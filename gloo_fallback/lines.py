@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from unicoll.backend import Call
+from unicoll.channel import Channel, Connection
 from unicoll.kernels import Flat
 
 from . import ring
@@ -45,6 +46,7 @@ _DONTWAIT = socket.MSG_DONTWAIT
 _PIECE = 1 << 20
 """Bytes handed to one system call."""
 _LONGEST_OFFER = 4096
+_GREATEST_ERROR = 4095
 
 
 class Office(Protocol):
@@ -84,10 +86,11 @@ class Line:
     """
 
     def __init__(
-        self, office: Office, peer: int, sock: socket.socket, poll: select.epoll, share: bool
+        self, office: Office, peer: int, sock: Connection, poll: select.epoll, share: bool
     ) -> None:
         self.peer = peer
         self.sock = sock
+        self._channel = sock if isinstance(sock, Channel) else None
         self.outbox: deque[Letter] = deque()
         self.message: Message | None = None
         self.over = False
@@ -222,15 +225,19 @@ class Line:
         if self._control:
             return True  # the offer of a ring goes first
         header = letter.header(MESSAGE)
-        if size <= JOIN:
-            data = header + letter.view
-            sent = self.sock.send(data, _DONTWAIT)
-            self._rest = memoryview(data)[sent:]
-            letter.offset = size
-        else:
-            sent = self.sock.sendmsg([header, letter.view[:_PIECE]], (), _DONTWAIT)
-            self._rest = memoryview(header)[sent:]
-            letter.offset = max(0, sent - len(header))
+        joined = size <= JOIN
+        data = header + letter.view if joined else header
+        try:
+            if joined:
+                sent = self.sock.send(data, _DONTWAIT)
+            else:
+                sent = self.sock.sendmsg([header, letter.view[:_PIECE]], (), _DONTWAIT)
+        except BlockingIOError:
+            if self._channel is None:
+                raise
+            sent = 0  # a part of its record may have left, so nothing else can be sent before it
+        self._rest = memoryview(data)[sent:]
+        letter.offset = size if joined else max(0, sent - len(header))
         letter.begun = True
         return True
 
@@ -284,6 +291,13 @@ class Line:
             BlockingIOError: nothing has.
             OSError, EOFError: the connection is over.
         """
+        self._pull(inbox)
+        while self._channel is not None and self._channel.pending and not self.over:
+            self._pull(inbox)  # no event would tell of it
+        if self._control:
+            self.flush()
+
+    def _pull(self, inbox: memoryview) -> None:
         message = self.message
         if message is not None and not message.shared:
             got = self.sock.recv_into(message.view[message.got :], 0, _DONTWAIT)
@@ -295,8 +309,6 @@ class Line:
             if not got:
                 raise EOFError
             self._parse(inbox, got)
-        if self._control:
-            self.flush()
 
     def _parse(self, inbox: memoryview, stop: int) -> None:
         start = 0
@@ -328,7 +340,7 @@ class Line:
     def _frame(self, magic: int, kind: int, code: int, _: int, tag: int, size: int, part: int) -> None:
         if magic != MAGIC:
             raise OSError(errno.EPROTO, "not a message")
-        if kind <= SHARED:
+        if kind <= SHARED and self.message is None:
             message = Message(tag, code, size)
             self._office.begin(self.peer, message)
             self.message = message
@@ -339,13 +351,13 @@ class Line:
                 self._arrive(message, 0)
         elif kind == PART and self.message is not None:
             self._take(self.message, part)
-        elif kind == CREDIT and self.outlet is not None:
+        elif kind == CREDIT and self.outlet is not None and self.outlet.free + part <= ring.RING:
             self.outlet.free += part
             self.flush()
-        elif kind == OFFER and size <= _LONGEST_OFFER:
+        elif kind == OFFER and self.message is None and 0 < size <= _LONGEST_OFFER:
             self.message = self._offered = Message(0, 0, size)
             self.message.store()
-        elif kind == ANSWER and self.outlet is not None:
+        elif kind == ANSWER and self.asked and size <= _GREATEST_ERROR:
             self._answered(size)
         else:
             raise OSError(errno.EPROTO, "not a message")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import nccl_safety_jobs
 import numpy as np
 import simulated_arrays as arrays
 import simulated_ranks
@@ -20,10 +21,12 @@ from nccl_safety_jobs import await_true, busy
 from simulated_reduce import NAMES, Given, Signature, results
 
 import unicoll as dist
-from nccl_comm import api
+from nccl_comm import api, lifecycle
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.communicator import Communicator
 from nccl_comm.flights import StreamCompletion
+from nccl_comm.lifecycle import Supervised
+from nccl_comm.memory import SymmetricMemory
 from unicoll.dock import Dock
 from unicoll.testing.cases import Case, run_cases
 from unicoll.testing.reference import Arithmetic
@@ -72,7 +75,21 @@ def _without_keep(self: Any, *args: Any) -> None:
     """The memory of packed results goes when the operation has ended, and may still be copied from."""
 
 
+class _OneLockEach:
+    """Every group has a lock of its own, and not its device."""
+
+    def __getitem__(self, device: int) -> Any:
+        return threading.RLock()
+
+
 _MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "turn": (lifecycle, "_turns", _OneLockEach()),
+    "idle": (Supervised, "await_idle", lambda self, what, timeout: None),
+    "revoke": (Communicator, "revoke", lambda self: False),
+    "news": (Communicator, "await_news", lambda self, code, call: None),
+    "late": (Supervised, "_late", lambda self, flight, now: now >= flight.deadline),
+    "unused": (SymmetricMemory, "_unused", lambda self, one, deadline: True),
+    "default streams": (NCCLBackend, "_context_of", lambda self, stream: nullcontext()),
     "keep": (NCCLBackend, "keep", _without_keep),
     "staged keep": (Dock, "keep", _without_keep),
     "producers": (NCCLBackend, "_await_producers", _without_producers),
@@ -106,6 +123,12 @@ def run(program: str, mutation: str | None) -> Outcome:
     sim.synchronize()
     faults, sim.faults[:] = list(sim.faults), []
     return answer, faults
+
+
+def safety(mutation: str, job: str, *args: Any) -> Any:
+    """The answer of one of the jobs of :mod:`nccl_safety_jobs`, with one safeguard taken out."""
+    with mutated(mutation):
+        return getattr(nccl_safety_jobs, job)(*args)
 
 
 def connect() -> None:

@@ -9,7 +9,8 @@ out:
 * in time: :data:`HANDSHAKE_SECONDS`;
 * in bytes: nothing beyond a handshake is kept, but for what comes with its last bytes;
 * in descriptors: the last ones of the process are never spent on strangers;
-* in accepts per turn of the thread, between which all other clients are served.
+* in accepts per turn of the thread, between which all other clients are served;
+* in accepts per second; clients whose handshake succeeds do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from . import users
+from . import channel, users
 from .auth import HANDSHAKE_SECONDS, ServerHandshake
 from .errors import AuthenticationError
 from .forks import guard
@@ -39,6 +40,8 @@ MAX_STRANGERS = 1024
 SILENT_SECONDS, SLOW_SECONDS = 0.25, 2.0
 """After how long a stranger that has said nothing, or not enough, may have to make room for another."""
 ACCEPTS_PER_TURN = 32
+STRANGERS_PER_SECOND = 1500
+"""How many connections a server accepts, beyond the first :data:`MAX_STRANGERS`, that do not become known."""
 
 _READ_SIZE = 256 * 1024
 _STRANGERS_READ = 4096
@@ -57,10 +60,12 @@ class Client:
         inbox: bytes that have come and have not been taken.
         outbox: bytes that are to go.
         state: the server's own.
+        records: the protection of the connection, once the handshake is done; None for none.
+        error: what ended the connection, if that was not its end.
         rank: what the client has proved to be; None if it is no rank.
     """
 
-    __slots__ = ("handshake", "inbox", "outbox", "rank", "since", "sock", "state")
+    __slots__ = ("error", "handshake", "inbox", "outbox", "rank", "records", "since", "sock", "state")
 
     def __init__(self, sock: socket.socket, handshake: ServerHandshake) -> None:
         self.sock = sock
@@ -69,6 +74,8 @@ class Client:
         self.outbox = bytearray()
         self.since = time.monotonic()
         self.state: Any = None
+        self.records: channel.Records | None = None
+        self.error: Exception | None = None
         self.rank: int | None = None
 
 
@@ -101,6 +108,8 @@ class Server(ABC):
     private = False
     rank: int | None = None
     """This process's rank, where the connections are between ranks."""
+    least_protection = "mac"
+    """Of connections, whatever UNICOLL_CHANNEL says."""
 
     def __init__(self, listeners: Sequence[socket.socket], key: bytes, purpose: bytes, name: str) -> None:
         self._key = key
@@ -109,6 +118,8 @@ class Server(ABC):
         self._clients: set[Client] = set()
         self._silent: dict[Client, None] = {}  # strangers that have said nothing, in the order of their coming
         self._speaking: dict[Client, None] = {}  # the other strangers
+        self._allowance = float(MAX_STRANGERS)  # how many strangers may still be accepted
+        self._allowance_at = time.monotonic()
         self._warned: set[str] = set()
         self._paused_until: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -206,6 +217,9 @@ class Server(ABC):
         for _ in range(ACCEPTS_PER_TURN):
             if self._paused_until is not None:
                 return
+            if not self._may_take_one():
+                self._pause()
+                return
             if len(self._silent) + len(self._speaking) >= _most_strangers() and not self._make_room():
                 self._pause()
                 return
@@ -220,12 +234,21 @@ class Server(ABC):
                     self._cannot_take_more(str(error))
                     return
                 continue
+            self._allowance -= 1
             guard(sock)
             if _is_among_the_last(sock) and not raise_descriptor_limit() and not self._make_room(at_once=True):
                 sock.close()
                 self._cannot_take_more("the limit of open files is near (ulimit -n)")
                 return
             self._welcome(sock, self.published(listener))
+
+    def _may_take_one(self) -> bool:
+        """Whether another stranger may be accepted by now."""
+        now = time.monotonic()
+        more = (now - self._allowance_at) * STRANGERS_PER_SECOND
+        self._allowance = min(MAX_STRANGERS, self._allowance + more)
+        self._allowance_at = now
+        return self._allowance >= 1
 
     def _make_room(self, at_once: bool = False) -> bool:
         """Drop a stranger that has had its time, or with ``at_once`` any; False if there is none."""
@@ -258,7 +281,10 @@ class Server(ABC):
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             same_user = partial(users.is_own, sock) if self.private and not self._key else None
-            handshake = ServerHandshake(self._key, self._purpose, same_user, self.rank, address, self.private)
+            protection = channel.choose(sock, self.least_protection)
+            handshake = ServerHandshake(
+                self._key, self._purpose, same_user, self.rank, address, self.private, protection
+            )
             client = Client(sock, handshake)
             self._selector.register(sock, selectors.EVENT_READ, client)
         except OSError:
@@ -278,12 +304,14 @@ class Server(ABC):
                 self._flush(client)
             if events & selectors.EVENT_READ and client in self._clients:
                 self._read(client)
-        except OSError:
+        except OSError as error:
+            client.error = error if isinstance(error, channel.TamperedError) else None
             self._drop(client)
         except Exception as error:
             # Whatever a client sends may end its own connection, never the thread that serves the others.
             peer = _peer(client.sock)
             kind = type(error).__name__
+            client.error = error
             level = self._level(f"{peer.rpartition(':')[0]} {kind}")  # once a host: it may be a port scanner
             what = error if isinstance(error, AuthenticationError) else f"{kind}: {error}"
             log.log(level, "%s closed a connection from %s: %s", self._thread.name, peer, what)
@@ -300,7 +328,7 @@ class Server(ABC):
         if client.handshake is not None:
             self._shake(client, client.handshake, data)
         else:
-            client.inbox += data
+            self._take(client, data)
         if client.handshake is None and client.inbox and client in self._clients:
             self.received(client)
 
@@ -314,13 +342,31 @@ class Server(ABC):
             self._send(client, handshake.outgoing())
         if handshake.done and client in self._clients:
             del self._speaking[client]
+            self._allowance += 1
             client.handshake = None
             client.rank = handshake.peer
-            client.inbox += handshake.leftover
+            client.records = channel.records_for(handshake.channel, handshake.channel_key, server=True)
             self.joined(client)
+            self._take(client, handshake.leftover)
+
+    def _take(self, client: Client, received: bytes) -> None:
+        """Put what has come into the inbox, out of its records."""
+        records = client.records
+        if records is None:
+            client.inbox += received
+            return
+        client.inbox += records.open(received)
+        self._put(client, records.outgoing())
 
     def _send(self, client: Client, data: bytes) -> None:
         """Send what fits now, and the rest when it does."""
+        if client.records is None:
+            self._put(client, data)
+            return
+        for start in range(0, len(data), channel.RECORD):
+            self._put(client, client.records.seal(data[start : start + channel.RECORD]))
+
+    def _put(self, client: Client, data: bytes) -> None:
         if client not in self._clients or not data:
             return
         if not client.outbox:
