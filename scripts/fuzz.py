@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Malformed input for what reads from peers: `fuzz.py [codec|handshake|store|frames|messages|collectives]`.
+"""Malformed input for what reads from peers: `fuzz.py [TARGET]`.
 
 Inputs are valid ones with flipped bits, cut or spliced, with other lengths and extreme numbers, and random bytes.
 Findings are exceptions that the parser does not document, a pass of the handshake without its proof, an unpickling or
@@ -26,13 +26,13 @@ if __name__ == "__main__":
 
 from fuzzing.group import Collectives, Messages  # noqa: E402 - needs the path
 from fuzzing.harness import Hung, Target, check, generate, watched  # noqa: E402
-from fuzzing.parsers import Codec, Handshake  # noqa: E402
+from fuzzing.parsers import Codec, Handshake, Records  # noqa: E402
 from fuzzing.servers import Frames, Store  # noqa: E402
 
 MOST_FINDINGS = 10
 TARGETS: dict[str, type[Target]] = {
-    "codec": Codec, "handshake": Handshake, "store": Store, "frames": Frames, "messages": Messages,
-    "collectives": Collectives,
+    "codec": Codec, "handshake": Handshake, "records": Records, "store": Store, "frames": Frames,
+    "messages": Messages, "collectives": Collectives,
 }  # fmt: skip
 
 

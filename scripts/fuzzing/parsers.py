@@ -1,4 +1,4 @@
-"""The codec and the handshake."""
+"""The codec, the handshake, and the records of a protected connection."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from unicoll import auth, codec
+from unicoll import auth, channel, codec
 from unicoll.errors import AuthenticationError, DistError, DistNetworkError
 from unicoll.stores.wire import Op
 
 from .harness import HANG_SECONDS, KEY, Found, Target, pair, pieces, watched
 
-__all__ = ["Codec", "Handshake"]
+__all__ = ["Codec", "Handshake", "Records"]
 
 
 class Codec(Target):
@@ -90,3 +90,29 @@ class Handshake(Target):
     def _client_side(self, said: bytes) -> None:
         with pair(said) as sock:
             auth.client_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+class Records(Target):
+    """What comes over a connection with a MAC. Only what the peer has sealed is taken, in its order."""
+
+    def __init__(self) -> None:
+        peer = channel.MacRecords(auth.Key(KEY), server=False)
+        self._sent = [b"first", b"", b"x" * 3000, b"last"]
+        sealed = [peer.seal(data) for data in self._sent]
+        self.valid = [b"".join(sealed[:count]) for count in range(1, 5)] + [sealed[1], sealed[0] * 2]
+
+    def run(self, data: bytes) -> bool:
+        records = channel.MacRecords(auth.Key(KEY), server=True)
+        opened = b""
+        try:
+            for piece in pieces(data):
+                opened += bytes(records.open(piece))
+        except channel.TamperedError:
+            return False
+        finally:
+            if opened not in {b"".join(self._sent[:count]) for count in range(5)}:
+                raise Found("took what the peer has not sent")
+        return bool(opened)
