@@ -17,7 +17,7 @@ from unicoll.backend import Call, Caps, Context
 from unicoll.errors import DistArgumentError
 from unicoll.ops import OPS
 from unicoll.options import CallOptions, as_options
-from unicoll.streams import SPIN_S, naps, on_device
+from unicoll.streams import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, naps, on_device
 from unicoll.types import DType, Reduction
 from unicoll.work import Completion
 
@@ -28,7 +28,7 @@ from .devices import bound_device
 from .flights import Flight, StreamCompletion
 from .lifecycle import Supervised
 from .meeting import facts_of, meet
-from .memory import DeviceArray, symmetric_array
+from .memory import DeviceArray, SymmetricMemory
 from .operations import OPERATIONS, Ranks, barrier, batch
 from .tuning import Tuned, refuse_algorithm, refuse_options
 from .types import way
@@ -95,7 +95,8 @@ class NCCLBackend(Supervised):
             return NCCLBackend(context, self if self.error is None else None)
         if self.splits and self.error is None and self._comm is not None:
             deadline = time.monotonic() + self.context.timeout
-            with on_device(self.cuda, self._device):
+            with self._lock, on_device(self.cuda, self._device):
+                self.await_idle("splitting", self.context.timeout)
                 self._comm.split(None, self._config(), deadline)
         return None
 
@@ -121,17 +122,16 @@ class NCCLBackend(Supervised):
 
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         with self._lock:
-            if self.error is not None:
-                raise self.error.with_traceback(None) from None
+            self._refuse_ended()
             if self._comm is None:
                 raise DistArgumentError(
                     f"symmetric_empty: group {self.context.name!r} does not know its device yet: give device_id= to"
                     " init_process_group, or use an array first"
                 )
+            if self._symmetric is None:
+                self._symmetric = SymmetricMemory(self._comm, self.flights)
             with on_device(self.cuda, self._device):
-                made = symmetric_array(self._comm, shape, dtype, self.context.timeout)
-            self._windows.add(made)
-            return made
+                return self._symmetric.allocate(shape, dtype, self.context.timeout)
 
     # --- connecting -----------------------------------------------------------------------------------------------
 
@@ -148,7 +148,9 @@ class NCCLBackend(Supervised):
         context, cuda = self.context, self.cuda
         with on_device(cuda, device):
             if parent is not None and parent._comm is not None:
-                made = parent._comm.split(context, self._config(), deadline)
+                with parent._lock:
+                    parent.await_idle("splitting", context.timeout)
+                    made = parent._comm.split(context, self._config(), deadline)
                 assert made is not None
                 self._met = parent._met
             else:
@@ -170,7 +172,7 @@ class NCCLBackend(Supervised):
         self._before = cuda.create_event(device)
         self._given.append((cuda.destroy_event, self._before))
         self._device, self._comm = device, made
-        self._supervise()
+        self._supervise(device)
 
     # --- operations ---------------------------------------------------------------------------------------------
 
@@ -182,7 +184,7 @@ class NCCLBackend(Supervised):
             else:
                 completion = None
                 stream = (call.inputs or call.outputs)[0].stream
-                with _NOTHING if stream else self._legacy():
+                with self._context_of(stream):
                     self._put((call,), comm, stream)
         if completion is not None:
             completion.wait(None)
@@ -190,7 +192,7 @@ class NCCLBackend(Supervised):
 
     def _put(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
         """Put a call on the caller's stream, where nothing has to be held: the memory is used on its own stream."""
-        captured = stream != 0 and self.cuda.capturing(stream)
+        captured = stream > LEGACY_STREAM and self.cuda.capturing(stream)
         self._await_producers(calls, stream)
         self._issue(calls, comm, stream)
         if not captured:
@@ -206,8 +208,8 @@ class NCCLBackend(Supervised):
             if first.op.name == "barrier":
                 return self._barrier(comm, first)
             current = (first.inputs or first.outputs)[0].stream
-            with _NOTHING if current else self._legacy():
-                captured = current != 0 and self.cuda.capturing(current)
+            with self._context_of(current):
+                captured = current > LEGACY_STREAM and self.cuda.capturing(current)
                 self._await_producers(calls, self._stream)
                 self._issue(calls, comm, self._stream)
                 return StreamCompletion(self, self._depart(calls, self._stream, current, captured))
@@ -219,9 +221,11 @@ class NCCLBackend(Supervised):
         self._number(calls)
         self._inside = first
         try:
-            code = OPERATIONS[first.op.name](told, first, stream) if len(calls) == 1 else batch(told, calls, stream)
-            if code:
-                comm.settle(code, first, time.monotonic() + first.timeout)
+            with self._turn:
+                self._refuse_ended()
+                code = OPERATIONS[first.op.name](told, first, stream) if len(calls) == 1 else batch(told, calls, stream)
+                if code:
+                    comm.settle(code, first, time.monotonic() + first.timeout)
         finally:
             self._inside = None
 
@@ -243,8 +247,7 @@ class NCCLBackend(Supervised):
 
     def _ready(self, call: Call) -> Communicator:
         """Refuse what cannot be done; the communicator."""
-        if self.error is not None:
-            raise self.error.with_traceback(None) from None
+        self._refuse_ended()
         self._refuse(call)
         buffers = call.inputs or call.outputs
         comm = self._comm
@@ -256,8 +259,7 @@ class NCCLBackend(Supervised):
                     op=call.op.name,
                 )
             comm = self._connect_for(call)
-            if self.error is not None:  # the group has failed meanwhile, when there was nothing to abort yet
-                raise self.error.with_traceback(None) from None
+            self._refuse_ended()  # the group has failed meanwhile, when there was nothing to abort yet
         if buffers and buffers[0].device.index != self._device:
             raise DistArgumentError(
                 f"{call.op.name}: the array is on {buffers[0].device}, but group {self.context.name!r} is bound to"
@@ -286,7 +288,9 @@ class NCCLBackend(Supervised):
 
     def _connect_for(self, call: Call) -> Communicator:
         first = (call.inputs or call.outputs)[0]
-        if first.stream and self.cuda.capturing(first.stream):
+        with on_device(self.cuda, first.device.index):
+            captured = first.stream > LEGACY_STREAM and self.cuda.capturing(first.stream)
+        if captured:
             raise DistArgumentError(
                 f"{call.op.name}: the first operation of group {self.context.name!r} connects its ranks, which a graph"
                 " cannot record: do one before capturing, or give device_id= to init_process_group",
@@ -300,9 +304,11 @@ class NCCLBackend(Supervised):
         self._number((call,))
         self._inside = call
         try:
-            code = barrier(told, self._scratch, self._stream)
-            if code:
-                comm.settle(code, call, time.monotonic() + call.timeout)
+            with self._turn:
+                self._refuse_ended()
+                code = barrier(told, self._scratch, self._stream)
+                if code:
+                    comm.settle(code, call, time.monotonic() + call.timeout)
         finally:
             self._inside = None
         return StreamCompletion(self, self._depart((call,), self._stream, self._stream, False), blocking=True)
@@ -316,13 +322,22 @@ class NCCLBackend(Supervised):
             self.flights.append(flight)
         return flight
 
+    def keep(self, calls: tuple[Call, ...], stream: int) -> None:
+        """Hold the arrays until all that is on a stream now has been done; a graph's are its maker's to keep."""
+        with self._context_of(stream):
+            if stream > LEGACY_STREAM and self.cuda.capturing(stream):
+                return
+            event = self.events.take(self._device)
+            self.cuda.record(event, stream)
+        self.kept.append((event, calls))
+
     # --- order between streams ----------------------------------------------------------------------------------
 
     def _await_producers(self, calls: Iterable[Call], stream: int) -> None:
         """Let ``stream`` wait for whatever writes the arrays on other streams."""
         for other in _streams(calls):
             if other != stream:
-                with _NOTHING if other else self._legacy():
+                with self._context_of(other):
                     self.cuda.record(self._before, other)
                 self.cuda.wait_event(stream, self._before)
 
@@ -336,23 +351,24 @@ class NCCLBackend(Supervised):
 
     def order(self, stream: int, event: int) -> None:
         """Let a stream wait for an event."""
-        with _NOTHING if stream else self._legacy():
+        with self._context_of(stream):
             self.cuda.wait_event(stream, event)
 
-    def _legacy(self) -> AbstractContextManager[None]:
-        """The legacy stream is that of the current device: it has to be ours."""
-        return _NOTHING if self.cuda.current_device() == self._device else on_device(self.cuda, self._device)
+    def _context_of(self, stream: int) -> AbstractContextManager[None]:
+        """The default streams are those of the current device: it has to be ours."""
+        if stream > PER_THREAD_STREAM or self.cuda.current_device() == self._device:
+            return _NOTHING
+        return on_device(self.cuda, self._device)
 
     def settle(self, stream: int) -> None:
         """Block the host until all that is on a stream has been done, or the group has failed."""
         for _ in naps(SPIN_S):
             if self._stream_done(stream):
                 break
-            if self.error is not None:
-                raise self.error.with_traceback(None) from None
+            self._refuse_ended()
 
     def _stream_done(self, stream: int) -> bool:
-        with _NOTHING if stream else self._legacy():
+        with self._context_of(stream):
             return self.cuda.stream_done(stream)
 
     # --- what it is -----------------------------------------------------------------------------------------------

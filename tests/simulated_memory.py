@@ -87,12 +87,17 @@ class Memory:
             block = self._blocks.get(ptr)
             if block is None or block.freed:
                 raise CudaError(f"cudaErrorInvalidValue: {ptr:#x} is not the address of an allocation")
-            for touch in block.touches:
-                if not touch.op.done:
-                    self._scheduler.fault(f"{block} freed before {touch.op} has run")
+            for op in self.users(ptr):
+                self._scheduler.fault(f"{block} freed before {op} has run")
             block.freed = True
             block.data[:] = _STALE
             return block
+
+    def users(self, ptr: int) -> list[Op]:
+        """What touches a block and has not run."""
+        with self._lock:
+            block = self._blocks.get(ptr)
+            return [] if block is None else [touch.op for touch in block.touches if not touch.op.done]
 
     def blocks(self) -> list[Block]:
         """Those that have not been given back to the driver."""
