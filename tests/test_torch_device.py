@@ -1,0 +1,71 @@
+"""unicoll's NCCL backend inside torch.distributed, on the simulated device: messages, groups, and what works hold."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from simulated_ranks import SimulatedJob
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("torch is not installed", allow_module_level=True)
+
+import torch_device_jobs as jobs
+
+pytestmark = pytest.mark.torch
+Run = Callable[..., list[Any]]
+_LIMIT_S = 20.0
+
+
+@contextmanager
+def ranks(size: int, bound: bool = False, **settings: Any) -> Iterator[Run]:
+    """``run(function, ...)`` on ranks that join, and leave without a complaint of the device."""
+    with SimulatedJob(size, join="env", quiet=False, **settings) as job:
+        job.call(jobs.join, bound, _LIMIT_S)
+        job.results()
+
+        def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+            job.call(function, *args)
+            return job.results()
+
+        run(jobs.connect)
+        yield run
+        assert run(jobs.leave) == [[]] * size
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Run]:
+    with ranks(2, policy="random", seed=7) as run:
+        yield run
+
+
+def test_messages_of_a_batch_do_not_wait_for_one_another(two: Run) -> None:
+    for rank, found in enumerate(two(jobs.batches)):
+        assert found == [[2.0 - rank]] * 6 + [[2.0]]
+
+
+def test_messages_that_torch_coalesces_do_not_wait_for_one_another(two: Run) -> None:
+    for rank, found in enumerate(two(jobs.coalesced_messages)):
+        assert found == [[2.0 - rank]] * 2
+
+
+def test_a_batch_that_is_refused_sends_nothing(two: Run) -> None:
+    for said, after in two(jobs.refused_messages):
+        assert "no tags" in said
+        assert after == [2.0]
+
+
+def test_groups_are_split_from_a_bound_one() -> None:
+    with ranks(3, bound=True) as run:
+        found = run(jobs.subgroups)
+    for rank, facts in enumerate(found):
+        cuda = [f"cuda:{rank}"] * 2
+        assert facts["new_group"] == ([[0], [4.0], *cuda, 0] if rank != 1 else [[None]])
+        assert facts["split_group"] == ([[0], [3.0], *cuda, 0] if rank < 2 else [[None]])
+        assert facts["on the CPU"] == []
+        if rank < 2:
+            assert facts["part of a part"] == [[rank], [rank + 1.0], *cuda, 0]
+    assert found[1]["members only"] == [[], [2.0], "cuda:1", "cuda:1", 0]
