@@ -112,6 +112,9 @@ def subgroups() -> dict[str, Any]:
             return [took]
         x = full(3, me() + 1.0)
         dist.all_reduce(x, group=group)
+        on_host = torch.ones(2)
+        dist.all_reduce(on_host, group=group)
+        assert on_host.tolist() == [group.size()] * 2
         devices = [str(group.bound_device_id), str(group.unicoll.bound_device_id)]
         return [took, values(x), *devices, len(colors)]
 

@@ -261,15 +261,22 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
         None where this process is not among them.
         """
+        parent = self.unicoll
+        parent.splits += 1
         if self.rank() not in ranks:
-            self.unicoll.leave_out(self.unicoll.choices)
+            parent.leave_out(parent.choices)
             return None
         name = group_name or f"{self._names[0]}:split:{list(ranks)}"
         desc = group_desc or f"{self._names[1]}:split"
-        members = [self.unicoll.global_rank(r) for r in ranks]
-        parent = self.unicoll
         ours = self.members.make(
-            name, members, parent.choices, timeout, desc, opts, parent.bound_device_id, parent
+            f"{parent.name}/{parent.splits}.{min(ranks)}",  # torch's own differs between ranks of unequally many groups
+            [parent.global_rank(r) for r in ranks],
+            parent.choices,
+            timeout,
+            desc,
+            opts,
+            parent.bound_device_id,
+            parent,
         )
         return Group(self.members, ours, self._backend, name, desc, self._store)
 
