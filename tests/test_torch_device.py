@@ -58,6 +58,27 @@ def test_a_batch_that_is_refused_sends_nothing(two: Run) -> None:
         assert after == [2.0]
 
 
+def test_operations_do_not_hurry_the_watchdog(two: Run) -> None:
+    assert two(jobs.asking) == [[False, True]] * 2
+
+
+def test_works_that_were_waited_for_give_up_their_tensors_whatever_the_device_has_done(two: Run) -> None:
+    for found in two(jobs.waited_for):
+        assert found == {"let go on the same stream": True, "early": False, "ended": True}
+
+
+@pytest.mark.parametrize("job", [jobs.waited_for_elsewhere, jobs.never_waited_for], ids=lambda f: f.__name__)
+def test_tensors_stay_while_the_device_uses_them_and_no_longer(two: Run, job: Callable[[], Any]) -> None:
+    assert two(job) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_works_in_a_graph_are_let_go_once_it_is_recorded(two: Run, mode: str) -> None:
+    for found in two(jobs.recorded, mode):
+        assert found == {"within": False, "after": True, "value": [3.0], "held": 0, "works": found["works"]}
+        assert found["works"] <= 16
+
+
 def test_groups_are_split_from_a_bound_one() -> None:
     with ranks(3, bound=True) as run:
         found = run(jobs.subgroups)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import time
+import weakref
 from typing import Any
 
 import simulated_arrays as arrays
@@ -10,7 +13,7 @@ import simulated_torch
 import torch
 import torch.distributed as dist
 import torch_jobs
-from simulated_torch import full, values
+from simulated_torch import captured, full, values
 from torch_jobs import me
 
 
@@ -89,6 +92,125 @@ def refused_messages() -> tuple[str, list[float]]:
     dist.send(x, 1 - me()) if me() else dist.recv(x, 1 - me())
     dist.all_reduce(x)
     return said, values(x)
+
+
+# --- what works hold ------------------------------------------------------------------------------------------------
+
+
+def _nccl() -> Any:
+    """The NCCL backend of the default group."""
+    group: Any = dist.group.WORLD
+    return group.unicoll._backends["cuda"]
+
+
+def asking() -> list[bool]:
+    """Whether the watchdog takes it that somebody waits: for operations as such, and for one with a callback."""
+    found = []
+    with simulated_ranks.here().hold():
+        works = [dist.all_reduce(full(8, 1.0), async_op=True) for _ in range(3)]
+        found.append(_nccl().sweep(time.monotonic()))
+        works[0]._handle.add_done_callback(lambda: None)
+        found.append(_nccl().sweep(time.monotonic()))
+    for work in works:
+        work.wait()
+    return found
+
+
+def _posted(count: int = 8, wait: bool = True) -> weakref.ref[Any]:
+    """An operation whose tensor nobody but the plug-in knows any more."""
+    x = full(count, 1.0)
+    work = dist.all_reduce(x, async_op=True)
+    if wait:
+        work.wait()
+    return weakref.ref(x)
+
+
+def _more(count: int) -> None:
+    """Operations on something else, each of which has the plug-in look at some that were before."""
+    y = full(4, 1.0)
+    for _ in range(count):
+        dist.all_reduce(y, async_op=True).wait()
+
+
+def waited_for() -> dict[str, bool]:
+    """Tensors of works that were waited for before the device had begun with them."""
+    here = simulated_ranks.here()
+    with here.hold():
+        first = _posted()
+        work = dist.all_reduce(full(8, 1.0), async_op=True)
+        work.wait()
+        _more(3)
+        gc.collect()
+        found = {"let go on the same stream": first() is None, "early": work.is_completed()}
+    here.synchronize()
+    found["ended"] = work.is_completed() and work.is_success()
+    return found
+
+
+def waited_for_elsewhere() -> list[bool]:
+    """A tensor of a work that was waited for on another stream stays until the device is done with it, then goes."""
+    here = simulated_ranks.here()
+    other = arrays.Stream()
+    with here.hold():
+        x = full(8, 1.0)
+        work = dist.all_reduce(x, async_op=True)
+        with other:
+            work.wait()
+        kept = weakref.ref(x)
+        del x, work
+        _more(6)
+        gc.collect()
+        found = [kept() is not None]
+    here.synchronize()
+    _nccl().sweep(time.monotonic())
+    _more(30)
+    gc.collect()
+    return [*found, kept() is None]
+
+
+def never_waited_for() -> list[bool]:
+    """Works that nobody waits for are let go once they have ended; one that has not ended keeps its turn."""
+    here = simulated_ranks.here()
+    with here.hold():
+        first = _posted(wait=False)
+        for _ in range(40):
+            _posted(wait=False)
+        found = [first() is not None]
+    here.synchronize()
+    for _ in range(40):
+        _posted(wait=False)
+    gc.collect()
+    return [*found, first() is None]
+
+
+def recorded(mode: str) -> dict[str, Any]:
+    """Operations recorded into a graph, after some that the device has not begun with; what remains of them."""
+    here = simulated_ranks.here()
+    world: Any = dist.group.WORLD
+    stream = arrays.Stream()
+    _more(30)
+    here.synchronize()
+    with here.hold():
+        early = [_posted(wait=k % 2 == 0) for k in range(30)]
+        with captured(stream, mode) as graphs:
+            refs = [_posted() for _ in range(30)]
+            x = full(4, me() + 1.0)
+            work = dist.all_reduce(x, async_op=True)
+            work.wait()
+            within = work.is_completed()
+    after = work.is_completed()
+    here.synchronize()
+    with stream:
+        here.launch(graphs[0], stream.ptr)
+        value = values(x)
+    graphs[0].destroy()
+    _more(60)
+    gc.collect()
+    held = [ref() for ref in (*early, *refs)]
+    return {
+        "within": within, "after": after, "value": value, "held": sum(one is not None for one in held),
+        "works": sum(not work.is_short for work in world._keeper._held.values()),
+    }  # fmt: skip
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------
