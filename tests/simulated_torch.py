@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import simulated_arrays as arrays
@@ -75,14 +75,24 @@ def _is_capturing() -> bool:
     return arrays.simulation().cuda.capturing(arrays.current_stream())
 
 
-class _Future(torch.futures.Future):  # type: ignore[misc]
-    """torch's without CUDA knows no futures of a device; its tensors are there, in the order of the current stream."""
+T = TypeVar("T")
+
+
+class _Future(torch.futures.Future[T]):  # type: ignore[misc]
+    """A future of a device: its result is there in the order of the stream on which it was set."""
 
     def __new__(cls, *, devices: Any = None) -> Any:
         return super().__new__(cls)
 
     def __init__(self, *, devices: Any = None) -> None:
         super().__init__()
+        self._stream = arrays.Stream(handle=arrays.current_stream()) if devices else None
+
+    def wait(self) -> Any:
+        """The result, for the current stream."""
+        if self._stream is not None:
+            arrays.Stream(handle=arrays.current_stream()).wait_for(self._stream)
+        return super().wait()
 
 
 def install() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_check import plugin_jobs
+from gpu_check.command import PASSED, main
 from simulated_ranks import SimulatedJob
 
 if importlib.util.find_spec("torch") is None:
@@ -58,6 +62,10 @@ def test_a_batch_that_is_refused_sends_nothing(two: Run) -> None:
         assert after == [2.0]
 
 
+def test_futures(two: Run) -> None:
+    assert two(jobs.futures) == [[2.0]] * 2
+
+
 def test_operations_do_not_hurry_the_watchdog(two: Run) -> None:
     assert two(jobs.asking) == [[False, True]] * 2
 
@@ -90,3 +98,17 @@ def test_groups_are_split_from_a_bound_one() -> None:
         if rank < 2:
             assert facts["part of a part"] == [[rank], [rank + 1.0], *cuda, 0]
     assert found[1]["members only"] == [[], [2.0], "cuda:1", "cuda:1", 0]
+
+
+@pytest.mark.slow
+def test_the_stage_for_a_gpu_is_rehearsed(tmp_path: Path) -> None:
+    """Every program of scripts/gpu_check's stage on torch.distributed, none of them skipped."""
+    path = tmp_path / "found.json"
+    code = main(["--simulate", "--stages", "plugin", "--output", str(path), "--no-plot"])
+    found = {
+        check["name"]: check["outcome"]
+        for check in json.loads(path.read_text())["stages"]["plugin"]["checks"]
+    }
+    names = [program.__name__.replace("_", " ") for program in plugin_jobs.PROGRAMS]
+    assert found == dict.fromkeys([*names, "the ranks leave"], "passed")
+    assert code == PASSED

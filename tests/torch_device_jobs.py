@@ -116,6 +116,15 @@ def asking() -> list[bool]:
     return found
 
 
+def futures() -> list[float]:
+    """A future's value is there for the stream that waits for it; the host waits for nothing."""
+    here = simulated_ranks.here()
+    with here.hold():
+        future = dist.all_reduce(full(8, 1.0), async_op=True).get_future()
+        (x,) = future.wait()
+    return values(x)
+
+
 def _posted(count: int = 8, wait: bool = True) -> weakref.ref[Any]:
     """An operation whose tensor nobody but the plug-in knows any more."""
     x = full(count, 1.0)

@@ -9,7 +9,7 @@
     place.py      where ranks run: on this machine's GPU, or on the simulated one
     kits.py       what the checks need of an array library: CuPy, torch, the simulation
     asking.py     counts what is asked of CUDA, to see who waits for the device
-    machine.py  conformity.py  streaming.py  faults.py  training.py  costs.py  copies.py     the stages
+    machine.py  conformity.py  streaming.py  faults.py  training.py  plugin.py  costs.py  copies.py     the stages
     *_jobs.py     what their ranks do
     plot.py       a drawing of the costs
 

@@ -51,6 +51,7 @@ _ROWS = (
     Stage("streams-2", "streams and lifetimes, 2 ranks", "streaming:two", 35),
     Stage("faults", "timeouts, deaths, abort, shrink, exit", "faults:all_kinds", 60),
     Stage("training", "data-parallel training, 2 ranks", "training:both", 40),
+    Stage("plugin", "inside torch.distributed, 2 ranks", "plugin:two", 60),
     Stage("conformance-4", "conformance, 4 ranks on the one GPU", "conformity:four", 35),
     Stage("staged", "device arrays over backends of the host, 2 ranks", "conformity:staged", 25),
     Stage("copies", "copies between host and device", "copies:measure", 15),

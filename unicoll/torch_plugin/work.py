@@ -108,8 +108,8 @@ class Work(dist.Work):  # type: ignore[misc]
 
     def _on_a_stream(self, device: Any) -> Any:
         """For CUDA tensors a future is done at once; who waits for it waits on its stream."""
-        future: Any = torch.futures.Future(devices=[device])
         with torch.cuda.stream(self._keeper.stream(device)):
+            future: Any = torch.futures.Future(devices=[device])
             self._handle.wait()
             future.set_result(self._outputs)
         return future
@@ -288,6 +288,7 @@ class Keeper:
         self._waited.clear()
         self._posted.clear()
         self._slim.clear()
+        self._streams.clear()
 
 
 _OURS = 3
