@@ -116,8 +116,8 @@ class Run:
         self.given = given
         wanted = {_FIRST, *given.stages} - ({*given.without} - {_FIRST})
         self.stages = [stage for name, stage in STAGES.items() if name in wanted]
-        self.began = time.monotonic() - given.spent
-        self.end: float = self.began + given.budget
+        self.began = time.monotonic() - float(given.spent)
+        self.end = self.began + float(given.budget)
         self.kits: list[str] = []
         self.sharing: str = given.sharing
         head = {
@@ -155,7 +155,7 @@ class Run:
 
     def _left(self) -> float:
         """Seconds until the stages must be over."""
-        return self.end - min(_CONCLUSION_S, 0.1 * self.given.budget) - time.monotonic()
+        return self.end - min(_CONCLUSION_S, 0.1 * float(self.given.budget)) - time.monotonic()
 
     def _limit(self, i: int) -> float:
         """Seconds for a stage: its share of what is left; those before it that were quicker leave more to it."""

@@ -97,7 +97,7 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
     seed = drawn_seed()
     rng = random.Random(f"{seed} {size}")
     reporter.figure("seed", seed)
-    ranks = Ranks(place, size)
+    ranks = Ranks(place, size, first=[(rank_jobs.warm_up, name) for name in place.kits])
     try:
         facts = reporter.check(f"{size} ranks join and find NCCL", ranks.run, rank_jobs.device_facts)
         if facts is None:
@@ -105,7 +105,6 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
         version = facts[0]["nccl"]
         suite = Drawn(place.families, lambda dtype, reduction: way(dtype, reduction, version) is not None)
         for name in place.kits:
-            reporter.check(f"{name}: the first operations", ranks.run, rank_jobs.warm_up, name)
             reporter.check(f"{name}: coalesced calls, batches, messages", ranks.run, jobs.together, name)
         step = _REHEARSED if place.simulated else 1
         systematic = islice(suite.systematic(), seed % step, None, step)

@@ -46,12 +46,12 @@ def look(reporter: Reporter, place: Place) -> None:
     reporter.figure("unicoll", {"version": unicoll.__version__, "commit": commit()})
     if not place.simulated:
         reporter.figure("nvidia-smi", _smi())
-        found = probe(_PROBE_SHARE * reporter.left())
-        reporter.figure("without", found.without)
-        if found.reason is not None:
-            reporter.figure("reason", found.reason)
+        here = probe(_PROBE_SHARE * reporter.left())
+        reporter.figure("without", here.without)
+        if here.reason is not None:
+            reporter.figure("reason", here.reason)
             return
-        place = GPU(found.kits, place.patience, place.sharing)
+        place = GPU(here.kits, place.patience, place.sharing)
     reporter.figure("kits", list(place.kits))
     reporter.check("a rank joins and finds the device", _device, reporter, place)
 

@@ -74,11 +74,10 @@ class Place(ABC):
         kits: Sequence[str] | None = None,
         env: dict[str, str] | None = None,
         fresh: bool = True,
-        join: str = "file",
     ) -> Job:
         """Ranks that share one device, not joined yet; they import the libraries of these kits, else of all.
 
-        Those that are not ``fresh`` need not have an interpreter of their own; ``join`` is that of :class:`ranks.Job`.
+        Those that are not ``fresh`` need not have an interpreter of their own.
         """
 
 
@@ -96,13 +95,12 @@ class GPU(Place):
         kits: Sequence[str] | None = None,
         env: dict[str, str] | None = None,
         fresh: bool = True,
-        join: str = "file",
     ) -> Job:
         needed = self.kits if kits is None else kits
         first = tuple(sorted(needed, reverse=True))  # torch brings an NCCL
         if "mpi" in backend:
             return DeviceMpiJob(size, env=env, backend=backend, libraries=first)
-        return DeviceJob(size, join=join, env=env, backend=backend, libraries=first, sharing=self.sharing)
+        return DeviceJob(size, env=env, backend=backend, libraries=first, sharing=self.sharing)
 
 
 class Simulation(Place):
@@ -121,7 +119,6 @@ class Simulation(Place):
         kits: Sequence[str] | None = None,
         env: dict[str, str] | None = None,
         fresh: bool = True,
-        join: str = "file",
     ) -> Job:
         env = {"UNICOLL_NCCL_SHARE_DEVICE": "1"} | (env or {})
         if "mpi" in backend:
@@ -130,7 +127,7 @@ class Simulation(Place):
                 size, backend=backend, env=env, rehearse=True, prepare=(simulated_ranks.prepare, settings)
             )
         kind = SimulatedJob if fresh else ForkedJob
-        return kind(size, join=join, env=env, backend=backend, devices="shared", policy="random", seed=5)
+        return kind(size, env=env, backend=backend, devices="shared", policy="random", seed=5)
 
 
 def start(
@@ -144,8 +141,7 @@ def start(
     device: int | None = None,
     env: dict[str, str] | None = None,
     fresh: bool = False,
-    join: str = "file",
-    enter: Callable[..., Any] = rank_jobs.enter,
+    enter: tuple[Any, ...] | None = None,
 ) -> Job:
     """Ranks that have joined a job of their own.
 
@@ -159,15 +155,14 @@ def start(
         device: that they are bound to when they join.
         env: more environment variables.
         fresh: whether each has to have an interpreter of its own.
-        join: how they meet, see :class:`ranks.Job`.
-        enter: how they join, with ``timeout`` and ``device``.
+        enter: a function by which they join in place of the usual one, and its arguments.
     """
-    job = place.job(size, backend, kits, env, fresh, join)
+    job = place.job(size, backend, kits, env, fresh)
     try:
         if asking:
             called(place, job, rank_jobs.count_what_is_asked)
         called(place, job, rank_jobs.ready, place.kits if kits is None else tuple(kits), timeout=_START_S)
-        called(place, job, enter, timeout, device)
+        called(place, job, *(enter or (rank_jobs.enter, timeout, device)))
     except BaseException:
         job.close()
         raise

@@ -41,7 +41,7 @@ class Stage:
 
 
 _ROWS = (
-    Stage("machine", "machine, versions, array libraries", "machine:look", 60),
+    Stage("machine", "machine, versions, array libraries", "machine:look", 150),
     Stage("one-rank", "driver and NCCL, one rank, without array libraries", "machine:one_rank", 20),
     Stage("pair", "two ranks on the one GPU, their first operation", "machine:pair", 25),
     Stage("streams", "streams, lifetimes, graphs: 1 rank", "streaming:one", 50),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import graph_jobs, rank_jobs, streaming_jobs, trace_jobs
 from .place import Place, Ranks
 from .record import Reporter, Skip
 
-__all__ = ["one", "two", "work_through"]
+__all__ = ["done", "one", "two", "work_through"]
 
 _NEEDS_S = 1.0
 
@@ -47,7 +47,11 @@ def work_through(reporter: Reporter, ranks: Ranks, name: str, program: Callable[
 
 
 def _call(ranks: Ranks, name: str, program: Callable[[Any], Any]) -> list[object]:
-    found = ranks.run(rank_jobs.run, name, program.__module__, program.__name__)
+    return done(ranks.run(rank_jobs.run, name, program.__module__, program.__name__))
+
+
+def done(found: Sequence[tuple[str, Any]]) -> list[Any]:
+    """What ranks return that say whether they have done a program; Skip if one has not."""
     reasons = [value[1] for value in found if value[0] == "skip"]
     if reasons:
         raise Skip(reasons[0])
@@ -55,7 +59,7 @@ def _call(ranks: Ranks, name: str, program: Callable[[Any], Any]) -> list[object
 
 
 def _trace(ranks: Ranks) -> list[object]:
-    found = ranks.run(trace_jobs.asynchronous_stretch)
+    found = ranks.run(trace_jobs.asynchronous_stretch, timeout=2 * ranks.place.patience)  # the profiler starts, too
     for each in found:
         if isinstance(each, str):
             raise Skip(each)
