@@ -47,6 +47,7 @@ class Supervised(Backend):
         self.error: DistError | None = None
         self._lock = threading.RLock()
         self._comm: Communicator | None = None
+        self._stream = 0  # of asynchronous operations
         self._given: list[tuple[Any, int]] = []  # how to give back what the group holds on the device
         self._last: Flight | None = None
         self._inside: Call | None = None  # the call that a thread is in NCCL with
@@ -74,8 +75,14 @@ class Supervised(Backend):
     # --- looking after what is on its way -----------------------------------------------------------------------
 
     def landed(self, flight: Flight) -> bool:
-        """Whether a flight has ended; any thread."""
-        if not flight.done and self.cuda.event_done(flight.event):
+        """Whether a flight has ended, which one in a graph has as soon as that is recorded; any thread."""
+        if flight.done:
+            return True
+        if flight.captured:
+            ended = self._closed or not self.cuda.capturing(self._stream)
+        else:
+            ended = self.cuda.event_done(flight.event)
+        if ended:
             flight.finish(self.error)  # what ends after the group has failed was stopped half-way
         return flight.done
 

@@ -306,16 +306,6 @@ def test_after_a_stage_that_is_cut_off_comes_the_next(runner: Runner) -> None:
     assert lines[-1]["outcome"] == "passed"
 
 
-@pytest.mark.torch
-def test_the_plugins_stage_runs_without_a_gpu() -> None:
-    pytest.importorskip("torch")
-    made, lines = Runner(["--simulate", "--patience", "60"]), []
-    state, _ = made.do(_order("plugin", seconds=280.0), 300.0, lines.append)
-    made.close()
-    assert state == "done"
-    assert {outcome for outcome, _ in _outcomes(lines)} == {"passed"}
-
-
 def test_a_stage_that_crashes_tells_why() -> None:
     made = Runner([])
     state, words = made.do(_order("pair", kits=["nonsense"]), 60.0, lambda line: None)

@@ -30,7 +30,7 @@ __all__ = [
 PROGRAM_S = 10.0
 """Seconds in which ranks must have done what they are called to; a hang costs no more."""
 _START_S = 60.0
-"""The same for the first kernels of the array libraries, whose files may be on a slow disk."""
+"""The same for imports and the first kernels of array libraries, whose files may be on a slow disk."""
 
 HOST_BACKENDS = ("gloo", "mpi")
 """Backends of host arrays, which serve those of a device through the host's memory."""
@@ -141,6 +141,7 @@ def start(
     device: int | None = None,
     env: dict[str, str] | None = None,
     fresh: bool = False,
+    modules: Sequence[str] = (),
     enter: tuple[Any, ...] | None = None,
 ) -> Job:
     """Ranks that have joined a job of their own.
@@ -155,13 +156,15 @@ def start(
         device: that they are bound to when they join.
         env: more environment variables.
         fresh: whether each has to have an interpreter of its own.
+        modules: that they import before they join.
         enter: a function by which they join in place of the usual one, and its arguments.
     """
     job = place.job(size, backend, kits, env, fresh)
     try:
         if asking:
             called(place, job, rank_jobs.count_what_is_asked)
-        called(place, job, rank_jobs.ready, place.kits if kits is None else tuple(kits), timeout=_START_S)
+        libraries = place.kits if kits is None else tuple(kits)
+        called(place, job, rank_jobs.ready, libraries, tuple(modules), timeout=_START_S)
         called(place, job, *(enter or (rank_jobs.enter, timeout, device)))
     except BaseException:
         job.close()

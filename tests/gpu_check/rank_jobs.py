@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,8 +25,12 @@ def count_what_is_asked() -> None:
     asking.install()
 
 
-def ready(kits: Sequence[str]) -> None:
-    """Bring the device and array libraries to where they have done something."""
+def ready(kits: Sequence[str], modules: Sequence[str]) -> None:
+    """Import modules, and bring the device and array libraries to where they have done something."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in modules:
+            importlib.import_module(name)
     for name in kits:
         k = kit(name)
         k.numpy(k.full(8, 1.0))

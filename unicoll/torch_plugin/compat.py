@@ -5,6 +5,7 @@ Everything here says what it works around. :data:`TESTED` has the versions that 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import re
@@ -24,6 +25,7 @@ __all__ = [
     "Asked",
     "asked",
     "backend_of_init",
+    "dispatch_batches",
     "dispatch_ends",
     "dispatch_monitored_barrier",
     "is_awaited",
@@ -73,6 +75,7 @@ class Asked(NamedTuple):
         name, desc: of the group.
         device: the device that it is bound to, or None.
         store: torch's store, or None where it has none.
+        parent: the group that all members of the default one split it from, whether they are in it or not; or None.
     """
 
     backend: str | None = None
@@ -81,6 +84,7 @@ class Asked(NamedTuple):
     desc: str | None = None
     device: Any = None
     store: Any = None
+    parent: Any = None
 
 
 def asked() -> Asked:
@@ -101,7 +105,14 @@ def asked() -> Asked:
         there.get("group_desc"),
         there.get("device_id"),
         None if type(store) is dist.Store else store,  # what torch passes for "mpi" alone
+        None if there.get("pg_tag") or _is_local() else there.get("split_from"),
     )
+
+
+def _is_local() -> bool:
+    """Whether only the members call the ``new_group`` that is being called."""
+    frame = _caller("_new_group_with_tag")
+    return frame is not None and bool(frame.f_locals.get("use_local_synchronization"))
 
 
 def backend_of_init() -> str | None:
@@ -165,6 +176,30 @@ def dispatch_monitored_barrier(ours: type[Any]) -> None:
     monitored_barrier.knows_unicoll = True  # type: ignore[attr-defined]
     c10d.monitored_barrier = monitored_barrier
     dist.monitored_barrier = monitored_barrier
+
+
+def dispatch_batches(ours: type[Any]) -> None:
+    """Let a group of ours have all messages of a ``dist.batch_isend_irecv`` at once.
+
+    torch starts them one after another where the group is not of its own class (2.7 to 2.14) or its backend is one for
+    the CPU. Each would then be an operation of NCCL of its own, and wait for the one before.
+    """
+    theirs = c10d.batch_isend_irecv
+    if getattr(theirs, "knows_unicoll", False):
+        return
+
+    @functools.wraps(theirs)
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        c10d._check_p2p_op_list(p2p_op_list)
+        group = p2p_op_list[0].group or c10d.GroupMember.WORLD
+        start: Callable[[list[Any]], list[Any]] = (
+            group.batch_isend_irecv if isinstance(group, ours) else theirs
+        )
+        return start(p2p_op_list)
+
+    batch_isend_irecv.knows_unicoll = True  # type: ignore[attr-defined]
+    c10d.batch_isend_irecv = batch_isend_irecv
+    dist.batch_isend_irecv = batch_isend_irecv
 
 
 def dispatch_ends(ours: type[Any]) -> None:
