@@ -112,7 +112,7 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
         count = _BATCH // 2 if place.simulated else None
         _work_through(reporter, suite, ranks, islice(suite.drawn(size, rng), count), "drawn at random")
     finally:
-        reporter.check(f"{size} ranks leave", ranks.close)
+        reporter.check(f"{size} ranks leave", ranks.depart)
 
 
 def _work_through(
@@ -157,7 +157,7 @@ def mixed(reporter: Reporter, place: Place) -> None:
         for name in place.kits:
             reporter.check(f"{name}: CPU and CUDA arrays in one group", ranks.run, jobs.mixed, name)
     finally:
-        reporter.check("2 ranks leave", ranks.close)
+        reporter.check("2 ranks leave", ranks.depart)
 
 
 def staged(reporter: Reporter, place: Place) -> None:

@@ -75,7 +75,7 @@ def _lines(
 def _leave(ranks: Ranks) -> None:
     if ranks.running:
         ranks.run(cost_jobs.end)
-    ranks.close()
+    ranks.depart()
 
 
 def _measure(ranks: Ranks, function: Callable[..., Any], what: str, seconds: float) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -67,4 +68,5 @@ def _be_rank(
     os.environ.clear()
     os.environ.update(variables)
     warnings.simplefilter("error")
+    gc.freeze()  # the many searches for garbage need not go through what was there before
     worker.work(pipe.fileno(), rank, size, init)

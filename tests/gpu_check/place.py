@@ -228,7 +228,7 @@ def leave(
     if any(outcome.failure is not None for outcome in outcomes):
         raise RanksFailed(job.report())
     job.call(worker.end, ranks=ranks)
-    codes = job.wait_for_exit(place.patience, ranks)
+    codes = job.wait_for_exit(place.patience, *([] if ranks is None else [ranks]))  # under mpirun all end together
     if any(left) or any(codes):
         raise RanksFailed(f"left over: {left}; exit codes {codes}\n{job.report()}")
 
@@ -290,6 +290,12 @@ class Ranks(Pool):
         job, self._job = self._job, None
         if job is not None:
             job.close()
+
+    def depart(self) -> None:
+        """As :meth:`close`, where there are ranks, else Skip."""
+        if not self.running:
+            raise Skip("there are no ranks any more")
+        self.close()
 
     def close(self) -> None:
         """Leave the job, in order."""

@@ -39,7 +39,7 @@ def two(reporter: Reporter, place: Place) -> None:
             if found is not None and found[0] is not None:
                 reporter.figure(words, found)
     finally:
-        reporter.check("the ranks leave", ranks.close)
+        reporter.check("the ranks leave", ranks.depart)
 
 
 def _call(ranks: Ranks, program: Callable[..., Any]) -> list[object]:

@@ -35,7 +35,7 @@ def _streams(reporter: Reporter, place: Place, size: int) -> None:
                 found = reporter.check("torch: trace of the runtime's calls", _trace, ranks, needs=_NEEDS_S)
                 reporter.figure("torch: runtime's calls in an asynchronous stretch", found)
         finally:
-            reporter.check(f"{name}: the ranks leave", ranks.close)
+            reporter.check(f"{name}: the ranks leave", ranks.depart)
 
 
 def work_through(reporter: Reporter, ranks: Ranks, name: str, program: Callable[[Any], Any]) -> None:
