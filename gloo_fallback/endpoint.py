@@ -1,6 +1,6 @@
 """Where the other processes reach this one: one listener for all groups, connections made on first use.
 
-A connection belongs to a (group, channel, peer): one channel for collectives, one for point-to-point, so that no
+A connection belongs to a (group, kind, peer): one kind for collectives, one for point-to-point, so that no
 group and no late receiver can hold up another. Either side may dial. When both do at once the higher rank's call
 wins, and the other side's is answered "busy: wait for mine".
 """
@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from unicoll import auth
+from unicoll import auth, channel
 from unicoll.backend import Job
+from unicoll.channel import Connection
 from unicoll.errors import AuthenticationError, DistNetworkError, GroupAbortedError, RankLostError
 from unicoll.forks import guard
 from unicoll.frames import Client, FrameServer, frame, published, read_exactly
@@ -28,7 +29,7 @@ COLLECTIVE = "c"
 MESSAGES = "m"
 
 Key = tuple[str, str, int]
-"""Group name, channel, and the peer's global rank."""
+"""Group name, kind, and the peer's global rank."""
 
 _ACCEPTED, _BUSY, _CLOSED = b"A", b"B", b"C"
 _TICK_S = 0.1
@@ -46,6 +47,8 @@ class _SlowError(DistNetworkError):
 class _Door(FrameServer):
     """The listener: authenticates, reads who calls for which group, and hands the socket over."""
 
+    least_protection = "plain"
+
     def __init__(self, job: Job, admit: Callable[[Key], bytes], deliver: Any) -> None:
         super().__init__(job.addresses, job.key, b"data", "unicoll-listener", job.rank)
         self._admit = admit
@@ -53,7 +56,7 @@ class _Door(FrameServer):
         self.start()
 
     def handle(self, client: Client, message: dict[str, Any]) -> None:
-        key = (str(message["group"]), str(message["channel"]), int(message["rank"]))
+        key = (str(message["group"]), str(message["kind"]), int(message["rank"]))
         if key[2] != client.rank:
             raise ValueError(f"rank {client.rank} says that it is rank {key[2]}")
         verdict = self._admit(key)
@@ -75,12 +78,12 @@ class Endpoint:
         raise_descriptor_limit(_PER_RANK * job.size + _OTHERS)
         self._job = job
         self._changed = threading.Condition()
-        self._open: dict[Key, socket.socket] = {}
+        self._open: dict[Key, Connection] = {}
         self._directory: dict[int, list[tuple[str, int]]] = {}
         self._dialing: set[Key] = set()
         self._arriving: set[Key] = set()  # accepted, not yet in the table
         self._closed_groups: set[str] = set()
-        self._listeners: dict[tuple[str, str], Callable[[int, socket.socket], None]] = {}
+        self._listeners: dict[tuple[str, str], Callable[[int, Connection], None]] = {}
         self._door = _Door(job, self._admit, self._deliver)
         job.store.set(f"gloo/{job.rank}", json.dumps(self._door.addresses))
 
@@ -99,17 +102,17 @@ class Endpoint:
             self._closed_groups.add(group)
             mine = [k for k in self._open if k[0] == group]
             sockets = [self._open.pop(k) for k in mine]
-            for channel in (COLLECTIVE, MESSAGES):
-                self._listeners.pop((group, channel), None)
+            for kind in (COLLECTIVE, MESSAGES):
+                self._listeners.pop((group, kind), None)
             self._changed.notify_all()
         for sock in sockets:
             sock.close()
 
-    def listen(self, group: str, channel: str, arrived: Callable[[int, socket.socket], None]) -> None:
-        """Call ``arrived(peer's global rank, socket)`` for every connection of a group's channel, whoever made it."""
+    def listen(self, group: str, kind: str, arrived: Callable[[int, Connection], None]) -> None:
+        """Call ``arrived(peer's global rank, socket)`` for every connection of a kind, whoever made it."""
         with self._changed:
-            self._listeners[(group, channel)] = arrived
-            present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, channel)]
+            self._listeners[(group, kind)] = arrived
+            present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, kind)]
         for peer, sock in present:
             arrived(peer, sock)
 
@@ -120,7 +123,7 @@ class Endpoint:
         if sock is not None:
             sock.close()
 
-    def connect(self, key: Key, check: Callable[[], None]) -> socket.socket:
+    def connect(self, key: Key, check: Callable[[], None]) -> Connection:
         """The connection for ``key``, made if there is none.
 
         Args:
@@ -157,7 +160,7 @@ class Endpoint:
             self._arriving.add(key)
             return _ACCEPTED
 
-    def _deliver(self, key: Key, sock: socket.socket) -> None:
+    def _deliver(self, key: Key, sock: Connection) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._changed:
             self._arriving.discard(key)
@@ -171,7 +174,7 @@ class Endpoint:
         if arrived is not None:
             arrived(key[2], sock)
 
-    def _await_call(self, key: Key, check: Callable[[], None]) -> socket.socket:
+    def _await_call(self, key: Key, check: Callable[[], None]) -> Connection:
         """The connection that the peer is making, or that was just made."""
         while True:
             with self._changed:
@@ -184,7 +187,7 @@ class Endpoint:
 
     # --- calling ---------------------------------------------------------------------------------------------------
 
-    def _dial(self, key: Key, check: Callable[[], None]) -> socket.socket | None:
+    def _dial(self, key: Key, check: Callable[[], None]) -> Connection | None:
         """Call the peer; None if it answers that its own call is on the way.
 
         A peer that begins to answer and then falls silent (it is stopped, say) is called again.
@@ -196,8 +199,8 @@ class Endpoint:
                 check()
         return self._call(key, check)
 
-    def _call(self, key: Key, check: Callable[[], None]) -> socket.socket | None:
-        group, channel, peer = key
+    def _call(self, key: Key, check: Callable[[], None]) -> Connection | None:
+        group, kind, peer = key
         address = self._address(peer, group, check)
         host, port = address
         while True:
@@ -217,14 +220,21 @@ class Endpoint:
         try:
             self._await_word(sock, peer, check)  # a stopped process accepts, and says nothing
             deadline = time.monotonic() + _HANDSHAKE_S
-            auth.client_handshake(
-                sock, self._job.key, b"data", deadline, rank=self._job.rank, server=peer, address=published(host, port)
+            link, _ = channel.authenticate(
+                sock,
+                self._job.key,
+                b"data",
+                deadline,
+                rank=self._job.rank,
+                server=peer,
+                address=published(host, port),
+                least="plain",
             )
-            sock.settimeout(None)
-            sock.sendall(frame({"group": group, "channel": channel, "rank": self._job.rank}))
+            link.settimeout(None)
+            link.sendall(frame({"group": group, "kind": kind, "rank": self._job.rank}))
             deadline = float("inf")
             self._await_word(sock, peer, check)
-            answer = read_exactly(sock, 1)
+            answer = read_exactly(link, 1)
         except (OSError, EOFError, DistNetworkError) as e:
             sock.close()
             if time.monotonic() >= deadline and not isinstance(e, EOFError):
@@ -237,7 +247,7 @@ class Endpoint:
             sock.close()
             raise
         if answer == _ACCEPTED:
-            return sock
+            return link
         sock.close()
         if answer == _CLOSED and not self._called(key):
             why = self._departure(peer) or f"{self._who(peer)} has closed the group {group!r}"

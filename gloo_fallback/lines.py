@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from unicoll.backend import Call
+from unicoll.channel import Channel, Connection
 from unicoll.kernels import Flat
 
 from . import ring
@@ -84,10 +85,11 @@ class Line:
     """
 
     def __init__(
-        self, office: Office, peer: int, sock: socket.socket, poll: select.epoll, share: bool
+        self, office: Office, peer: int, sock: Connection, poll: select.epoll, share: bool
     ) -> None:
         self.peer = peer
         self.sock = sock
+        self._channel = sock if isinstance(sock, Channel) else None
         self.outbox: deque[Letter] = deque()
         self.message: Message | None = None
         self.over = False
@@ -222,15 +224,19 @@ class Line:
         if self._control:
             return True  # the offer of a ring goes first
         header = letter.header(MESSAGE)
-        if size <= JOIN:
-            data = header + letter.view
-            sent = self.sock.send(data, _DONTWAIT)
-            self._rest = memoryview(data)[sent:]
-            letter.offset = size
-        else:
-            sent = self.sock.sendmsg([header, letter.view[:_PIECE]], (), _DONTWAIT)
-            self._rest = memoryview(header)[sent:]
-            letter.offset = max(0, sent - len(header))
+        joined = size <= JOIN
+        data = header + letter.view if joined else header
+        try:
+            if joined:
+                sent = self.sock.send(data, _DONTWAIT)
+            else:
+                sent = self.sock.sendmsg([header, letter.view[:_PIECE]], (), _DONTWAIT)
+        except BlockingIOError:
+            if self._channel is None:
+                raise
+            sent = 0  # a part of its record may have left, so nothing else can be sent before it
+        self._rest = memoryview(data)[sent:]
+        letter.offset = size if joined else max(0, sent - len(header))
         letter.begun = True
         return True
 
@@ -284,6 +290,13 @@ class Line:
             BlockingIOError: nothing has.
             OSError, EOFError: the connection is over.
         """
+        self._pull(inbox)
+        while self._channel is not None and self._channel.pending and not self.over:
+            self._pull(inbox)  # no event would tell of it
+        if self._control:
+            self.flush()
+
+    def _pull(self, inbox: memoryview) -> None:
         message = self.message
         if message is not None and not message.shared:
             got = self.sock.recv_into(message.view[message.got :], 0, _DONTWAIT)
@@ -295,8 +308,6 @@ class Line:
             if not got:
                 raise EOFError
             self._parse(inbox, got)
-        if self._control:
-            self.flush()
 
     def _parse(self, inbox: memoryview, stop: int) -> None:
         start = 0

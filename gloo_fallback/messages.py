@@ -11,12 +11,12 @@ sleeps on all of them. A small blocking send is one system call.
 from __future__ import annotations
 
 import select
-import socket
 import threading
 import time
 from collections import deque
 
 from unicoll.backend import Call, Context
+from unicoll.channel import Connection, TamperedError
 from unicoll.errors import (
     DistError,
     DistNetworkError,
@@ -31,7 +31,7 @@ from .lines import Line
 from .matching import Sorter
 from .nodes import Wish, wish
 from .ring import SHARED_FROM
-from .undelivered import lost, misfit, too_late
+from .undelivered import lost, misfit, tampered, too_late
 
 __all__ = ["Mailroom"]
 
@@ -60,7 +60,8 @@ class Mailroom:
         self._sorter = Sorter(context.size)
         self._to_dial: deque[Letter] = deque()
         self._ended: deque[tuple[Letter, BaseException | None]] = deque()  # to be told once the lock is free
-        self._broken: deque[tuple[int, list[Letter]]] = deque()  # letters of connections that are over
+        # letters of connections that are over, and how these ended
+        self._broken: deque[tuple[int, list[Letter], Exception | None]] = deque()
         self._error: DistError | None = None
         self._inbox = memoryview(bytearray(_INBOX))
         self._driver = Driver(self, spins)
@@ -175,8 +176,8 @@ class Mailroom:
                     pull(inbox)
                 except BlockingIOError:
                     continue
-                except (OSError, EOFError):
-                    self._hang_up(peer)
+                except (OSError, EOFError) as error:
+                    self._hang_up(peer, error)
             return True
         return False
 
@@ -198,8 +199,8 @@ class Mailroom:
             line.pull(self._inbox)
         except BlockingIOError:
             return False
-        except (OSError, EOFError):
-            self._hang_up(line.peer)
+        except (OSError, EOFError) as error:
+            self._hang_up(line.peer, error)
         return True
 
     def look_around(self, now: float) -> None:
@@ -224,7 +225,7 @@ class Mailroom:
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    def _arrived(self, global_rank: int, sock: socket.socket) -> None:
+    def _arrived(self, global_rank: int, sock: Connection) -> None:
         peer = self._context.ranks.index(global_rank)
         with self._lock:
             if self._closed or self._lines[peer] is not None:
@@ -335,12 +336,12 @@ class Mailroom:
                 while self._ended:
                     letter, error = self._ended.popleft()
                     letter.completion.finish(error)
-                peer, letters = self._broken.popleft()
+                peer, letters, why = self._broken.popleft()
             except IndexError:  # another thread was faster
                 return
-            self._blame(peer, letters)
+            self._blame(peer, letters, why)
 
-    def _hang_up(self, peer: int) -> None:
+    def _hang_up(self, peer: int, error: Exception | None = None) -> None:
         """The connection to a member is over: everything that needs it fails."""
         line = self._lines[peer]
         if line is None:
@@ -356,14 +357,18 @@ class Mailroom:
         if line.message is not None:
             self._sorter.forget(peer, line.message)
         if letters:
-            self._broken.append((peer, letters))
+            self._broken.append((peer, letters, error))
 
-    def _blame(self, peer: int, letters: list[Letter]) -> None:
+    def _blame(self, peer: int, letters: list[Letter], error: Exception | None) -> None:
         """End the letters of a connection that is over with the reason for it."""
         letters = [letter for letter in letters if not letter.completion.done()]
         if not letters:
             return
         rank = self._context.ranks[peer]
+        if isinstance(error, TamperedError):
+            for letter in letters:
+                letter.completion.finish(self._error or tampered(self._context, letter.call, rank, error))
+            return
         control = self._context.job.control
         why = f"{self._context.who(peer)} closed its connection"
         if control is not None and self._error is None:

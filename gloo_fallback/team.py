@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from unicoll.backend import Call, Context
+from unicoll.channel import Connection, TamperedError
 from unicoll.errors import (
     DistError,
     DistNetworkError,
@@ -21,6 +22,7 @@ from unicoll.observe import inquest
 
 from .endpoint import COLLECTIVE, Endpoint
 from .links import HEADER_SIZE, MAGIC, Links, read_header
+from .undelivered import tampered
 
 __all__ = ["Bridge", "Team"]
 
@@ -59,7 +61,7 @@ class Team(Links):
         self.last: Call | None = None
         self._endpoint = endpoint
         self._spins = spins
-        self._sockets: list[socket.socket | None] = [None] * self.size
+        self._sockets: list[Connection | None] = [None] * self.size
         self.deadline = 0.0
         self._started = 0.0
         self._warned = False
@@ -169,7 +171,7 @@ class Team(Links):
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    def _connect(self, peer: int) -> socket.socket:
+    def _connect(self, peer: int) -> Connection:
         try:
             sock = self._endpoint.connect(
                 (self.context.name, COLLECTIVE, self.context.ranks[peer]), self.tick
@@ -236,6 +238,9 @@ class Team(Links):
     def _broken(self, peer: int, cause: Exception | None) -> NoReturn:
         """A connection ended. Somebody died, or left, or has failed and closed it: find out."""
         context, control = self.context, self.context.job.control
+        if isinstance(cause, TamperedError):
+            assert self.call is not None
+            self.fail(tampered(context, self.call, context.ranks[peer], cause))
         if self.error is None and control is not None:
             deadline = time.monotonic() + 0.5
             while time.monotonic() < deadline and self.error is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from unicoll.backend import Call, Context
-from unicoll.errors import MessageMismatchError, OperationTimeoutError, RankLostError
+from unicoll.channel import TamperedError
+from unicoll.errors import AuthenticationError, MessageMismatchError, OperationTimeoutError, RankLostError
 from unicoll.observe import inquest
 from unicoll.types import DTYPES
 
 from .letters import Letter, Message
 
-__all__ = ["lost", "misfit", "too_late"]
+__all__ = ["lost", "misfit", "tampered", "too_late"]
 
 _NAMES = {d.code: d.name for d in DTYPES}
 
@@ -43,3 +44,11 @@ def too_late(context: Context, letter: Letter, begun: bool) -> OperationTimeoutE
 def lost(context: Context, call: Call, rank: int, why: str) -> RankLostError:
     """The error of a send or receive that global rank ``rank`` can no longer take part in."""
     return inquest.lost(context, call, context.ranks.index(rank), why)
+
+
+def tampered(context: Context, call: Call, rank: int, error: TamperedError) -> AuthenticationError:
+    """The error of a send or receive whose connection carried what global rank ``rank`` has not sent."""
+    who = context.who(context.ranks.index(rank))
+    return AuthenticationError(
+        f"{call.describe()}: {who}: {error.strerror}", group=context.name, rank=rank, op=call.op.name
+    )

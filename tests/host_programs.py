@@ -124,6 +124,36 @@ def exchange_objects() -> Report:
     return report
 
 
+def send_marks(array: str, message: str, value: str) -> Report:
+    """Has three texts cross the network: in a reduced array, in a message and in the store."""
+    dist.init_process_group(timeout=60)
+    rank = dist.get_rank()
+    x = np.frombuffer(array.encode(), np.uint8) * np.uint8(1 - rank)
+    dist.all_reduce(x)
+    arrived = bytes(x) == array.encode()
+    y = np.frombuffer(message.encode(), np.uint8).copy() if rank == 0 else np.zeros(len(message), np.uint8)
+    if rank == 0:
+        dist.send(y, 1)
+    else:
+        dist.recv(y, 0)
+        arrived = arrived and bytes(y) == message.encode()
+    port: list[Any] = [None]
+    if rank == 0:
+        store = dist.TCPStore("10.77.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    if rank == 1:
+        store = dist.TCPStore("10.77.0.1", port[0])
+        store.set("k", value)
+    else:
+        arrived = arrived and store.get("k") == value.encode()
+    dist.barrier()
+    store.close()
+    report: Report = {"arrived": arrived, "explained": dist.explain()}
+    dist.destroy_process_group()
+    return report
+
+
 def lose_the_link(folder: str, count: str) -> Report:
     """All-reduce ``count`` numbers again and again, until the others can no longer be reached."""
     dist.init_process_group(timeout=TIMEOUT)

@@ -28,14 +28,14 @@ def callers(port: int, count: int) -> int:
     """How many of so many clients are let in; they stay until the process ends."""
     program = f"""
 import socket, time
-from unicoll import auth, frames
+from unicoll import channel, frames
 kept, joined = [], 0
 for _ in range({count}):
     sock = socket.create_connection(("127.0.0.1", {port}), 1.0)
     kept.append(sock)
     try:
         where = frames.published("127.0.0.1", {port})
-        auth.client_handshake(sock, b"k" * 32, b"control", time.monotonic() + 1.0, address=where)
+        channel.authenticate(sock, b"k" * 32, b"control", time.monotonic() + 1.0, address=where)
         joined += 1
     except Exception:
         break

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from unicoll.auth import client_handshake
+from unicoll.channel import authenticate
 from unicoll.errors import DistError, DistStoreError, RankLostError
 from unicoll.frames import frame, published, read_frame
 from unicoll.observe.control import _unpack
@@ -161,11 +161,13 @@ def test_a_message_that_grows_reaches_nobody() -> None:
     """In ASCII it was longer than a frame may be: who got it gave up the relay, and held rank 0 to be dead."""
     relay = Relay(2, KEY, "127.0.0.1")
     host, port = relay.addresses[0]
-    socks = [socket.create_connection((host, port), 5) for _ in range(2)]
+    socks = []
     try:
-        for rank, sock in enumerate(socks):
-            until = time.monotonic() + 20
-            client_handshake(sock, KEY, b"control", until, rank=rank, address=published(host, port))
+        for rank in range(2):
+            until, where = time.monotonic() + 20, published(host, port)
+            bare = socket.create_connection((host, port), 5)
+            sock, _ = authenticate(bare, KEY, b"control", until, rank=rank, address=where)
+            socks.append(sock)
             sock.sendall(frame({"t": "hello", "rank": rank, "host": "h", "pid": 1}))
         assert [read_frame(sock)["t"] for sock in socks] == ["ready", "ready"]
         body = json.dumps({"t": "tell", "to": [0], "report": "é" * 300_000}, ensure_ascii=False).encode()

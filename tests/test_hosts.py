@@ -252,6 +252,59 @@ def test_pickles_travel_under_a_secret(hosts: Hosts) -> None:
     assert ended.stderr == ["", ""]
 
 
+LISTEN = """
+import socket, sys
+packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+marks = [mark.encode() for mark in sys.argv[1:]]
+print("listening", flush=True)
+found, tail = set(), b""
+packets.settimeout(1.0)
+while True:
+    try:
+        packet = packets.recv(65536)
+    except TimeoutError:
+        if found or tail:
+            break
+        continue
+    tail = tail[-200:] + packet
+    found |= {mark for mark in marks if mark in tail}
+print(sorted(mark.decode() for mark in found), flush=True)
+"""
+
+
+@pytest.mark.parametrize("channel", ["plain", "mac", "tls"])
+def test_what_can_be_read_on_the_network(hosts: Hosts, channel: str) -> None:
+    """Arrays, messages and values of the store: all without TLS, none of it with TLS."""
+    marks = ["reduced-by-two-ranks", "sent-to-the-other-rank", "put-into-the-store"]
+    switches = ["ip", "netns", "exec", hosts.names[0], sys.executable, "-c", LISTEN, *marks]
+    with subprocess.Popen(switches, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == "listening\n"
+        ended = Ended(launch(hosts, "send_marks", *marks, env={**SECRET, "UNICOLL_CHANNEL": channel}))
+        out, err = listener.communicate(timeout=BOUND)
+    for report in ended.well(2):
+        assert report["arrived"]
+        assert (f"connections between hosts: {channel}" in report["explained"]) == (channel != "plain")
+    assert out.strip() == str([] if channel == "tls" else sorted(marks)), err
+
+
+def test_protection_needs_a_secret(hosts: Hosts) -> None:
+    ended = Ended(launch(hosts, "join", env={"UNICOLL_CHANNEL": "tls"}))
+    for report in ended.well(2):
+        assert report["error"] == "DistArgumentError", report
+        assert "UNICOLL_CHANNEL=tls protects nothing here" in report["message"]
+        assert "UNICOLL_SECRET_FILE" in report["message"]
+
+
+def test_hosts_that_want_different_protection(hosts: Hosts) -> None:
+    by_host = ({**SECRET, "UNICOLL_CHANNEL": "tls"}, {**SECRET, "UNICOLL_CHANNEL": "mac"})
+    ended = Ended(launch(hosts, "join", env_by_host=by_host))
+    waiting, refused = ended.well(2)
+    assert refused["error"] == "AuthenticationError"
+    assert "give all processes the same UNICOLL_CHANNEL" in refused["message"]
+    assert waiting["error"] == "OperationTimeoutError"
+
+
 @pytest.mark.parametrize("theirs", [{"UNICOLL_SECRET": "a secret that nobody else has"}, {}])
 def test_another_secret_and_none_are_refused_in_so_many_words(hosts: Hosts, theirs: dict[str, str]) -> None:
     ended = Ended(launch(hosts, "join", env_by_host=(SECRET, theirs)))

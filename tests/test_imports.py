@@ -14,14 +14,15 @@ from unicoll.testing.ranks import ROOT, environment
 
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
 LOW = {
-    "auth", "backend", "buffers", "call", "checks", "composites", "device_memory", "errors", "exchanged", "forks",
-    "frames", "halves", "kernels", "lane", "net", "observe", "ops", "options", "server", "settings", "stores",
+    "auth", "backend", "buffers", "call", "channel", "checks", "composites", "device_memory", "errors", "exchanged",
+    "forks", "frames", "halves", "kernels", "lane", "net", "observe", "ops", "options", "server", "settings", "stores",
     "streams", "types", "work",
 }  # fmt: skip
 """The rooms of unicoll that backends may enter; what a new room there is for belongs into docs/architecture.md."""
 _LAYERS = (
     {"errors", "excepthook", "forks", "futures", "settings"},
-    {"users", "types", "options", "net", "auth", "frames", "launchers", "server", "mesh_layout", "codec"},
+    {"users", "types", "options", "net", "auth", "channel", "tls", "frames", "launchers", "server", "mesh_layout",
+     "codec"},
     {"buffers", "halves", "kernels", "ops", "stores", "work", "observe", "call", "streams",
      "cuda_driver", "dlpack", "torch_buffers"},
     {"pinned", "device_memory"},

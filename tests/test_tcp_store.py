@@ -20,7 +20,7 @@ from datetime import timedelta
 import pytest
 
 import unicoll.server
-from unicoll import auth
+from unicoll import auth, channel
 from unicoll.auth import Secret
 from unicoll.errors import (
     AuthenticationError,
@@ -77,14 +77,14 @@ def raw(master: TCPStore) -> socket.socket:
     return socket.create_connection(("127.0.0.1", master.port), timeout=20)
 
 
-def admitted(master: TCPStore) -> socket.socket:
+@contextlib.contextmanager
+def admitted(master: TCPStore) -> Iterator[channel.Connection]:
     """A connection past its handshake."""
-    sock = raw(master)
-    auth.client_handshake(sock, SECRET.key, tcp_server.PURPOSE, time.monotonic() + 20)
-    return sock
+    with raw(master) as sock:
+        yield channel.authenticate(sock, SECRET.key, tcp_server.PURPOSE, time.monotonic() + 20)[0]
 
 
-def ends(sock: socket.socket) -> bool:
+def ends(sock: channel.Connection) -> bool:
     """Whether the server closes the connection."""
     with contextlib.suppress(ConnectionResetError):
         while sock.recv(4096):
@@ -147,7 +147,7 @@ def test_rogues_do_not_disturb(master: TCPStore, monkeypatch: pytest.MonkeyPatch
         trickling.sendall(auth.MAGIC[:3])
         garbage.sendall(os.urandom(100_000))
         http.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        recorded.sendall(auth._hello(SECRET.key, b"store") + b"p" * 32)
+        recorded.sendall(auth._hello(SECRET.key, b"store", auth.CHANNELS["mac"]) + b"p" * 32)
         gone.close()
         client.set("during", "v")
         assert client.get("during") == b"v"

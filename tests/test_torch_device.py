@@ -104,7 +104,7 @@ def test_groups_are_split_from_a_bound_one() -> None:
 def test_the_stage_for_a_gpu_is_rehearsed(tmp_path: Path) -> None:
     """Every program of scripts/gpu_check's stage on torch.distributed, none of them skipped."""
     path = tmp_path / "found.json"
-    code = main(["--simulate", "--stages", "plugin", "--output", str(path), "--no-plot"])
+    code = main(["--simulate", "--patience", "60", "--stages", "plugin", "--output", str(path), "--no-plot"])
     found = {
         check["name"]: check["outcome"]
         for check in json.loads(path.read_text())["stages"]["plugin"]["checks"]

@@ -13,6 +13,11 @@ verdict makes a wrong secret an explained error at the client in place of a clos
 same exchange and proves nothing.
 
 The magic ends like an HTTP request, which makes servers of other protocols answer or close at once.
+
+The flags also say how the connection is to be protected from then on (:mod:`unicoll.channel`), with a key that is
+derived from what the proofs cover:
+
+    channel key = HMAC-SHA256(key, "channel" | server's HELLO | client's HELLO | address)
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ __all__ = [
     "HANDSHAKE_SECONDS",
     "Key",
     "NoAnswerError",
+    "Proved",
     "Secret",
     "ServerHandshake",
     "client_handshake",
@@ -49,6 +55,7 @@ RANK_SIZE = 4
 HELLO_SIZE = len(MAGIC) + 1 + PURPOSE_SIZE + RANK_SIZE + NONCE_SIZE
 NO_RANK = (1 << 32) - 1
 KEYED, PRIVATE = 1, 2
+CHANNELS = {"plain": 0, "mac": 4, "tls": 8}
 
 ACCEPTED = 1
 WRONG_SECRET = 2
@@ -56,6 +63,7 @@ CLIENT_HAS_NONE = 3
 SERVER_HAS_NONE = 4
 WRONG_PURPOSE = 5
 OTHER_USER = 6
+OTHER_CHANNEL = 7
 
 HANDSHAKE_SECONDS = 10.0
 """How long a server lets a client take over the handshake before it closes the connection."""
@@ -166,6 +174,10 @@ def _flags(hello: bytes) -> int:
     return hello[len(MAGIC)]
 
 
+def _channel(hello: bytes) -> int:
+    return _flags(hello) & sum(CHANNELS.values())
+
+
 def _purpose(hello: bytes) -> bytes:
     start = len(MAGIC) + 1
     return hello[start : start + PURPOSE_SIZE].rstrip(b"\0")
@@ -188,6 +200,8 @@ _REASONS = {
     OTHER_USER: "there is no secret, and without one the server takes processes of its own user on its own host only; "
     + WHERE_SECRETS_COME_FROM,
     WRONG_PURPOSE: "the server is unicoll's, but not for this kind of connection; check the address and port",
+    OTHER_CHANNEL: "the two sides want different protection of the connection; give all processes the same "
+    "UNICOLL_CHANNEL",
 }
 
 
@@ -197,6 +211,8 @@ def _disagreement(server_hello: bytes, client_hello: bytes) -> int | None:
         return WRONG_PURPOSE
     if (_flags(server_hello) ^ _flags(client_hello)) & KEYED:
         return CLIENT_HAS_NONE if _flags(server_hello) & KEYED else SERVER_HAS_NONE
+    if _channel(server_hello) != _channel(client_hello):
+        return OTHER_CHANNEL
     return None
 
 
@@ -215,8 +231,11 @@ class ServerHandshake:
         rank: this process's, where the connection is between ranks.
         address: under which clients were told to find this server, where they were told by a store.
         private: whether to say that only clients on this host that are of this user, or hold the secret, are taken.
+        channel: how the connection is to be protected afterwards.
 
     Attributes:
+        channel: the same.
+        channel_key: for that; this connection's alone, once it is done.
         done: whether the client has proved that it holds the key.
         leftover: bytes that arrived after the handshake's end; they belong to the protocol that follows.
         peer: the client's rank, once that is proved; None if it has none.
@@ -230,11 +249,14 @@ class ServerHandshake:
         rank: int | None = None,
         address: str = "",
         private: bool = False,
+        channel: str = "plain",
     ) -> None:
         self._key = key
         self._same_user = same_user
         self._address = address
-        self._hello = _hello(key, purpose, PRIVATE if private else 0, rank)
+        self._hello = _hello(key, purpose, CHANNELS[channel] | (PRIVATE if private else 0), rank)
+        self.channel = channel
+        self.channel_key = Key()
         self.peer: int | None = None
         self._out = self._hello
         self._received = b""
@@ -282,7 +304,22 @@ class ServerHandshake:
         self.leftover = self._received[HELLO_SIZE + PROOF_SIZE :]
         self._received = b""
         self.peer = _rank(hello)
+        self.channel_key = Key(_proof(self._key, b"channel", self._hello, hello, self._address))
         self.done = True
+
+
+class Proved(NamedTuple):
+    """What a client knows after the handshake.
+
+    Attributes:
+        private: whether the server says that only clients on its host that are of its user, or hold the secret, are
+            taken. Without a key that is no more than a claim, and worth something if the server is known to be this
+            user's.
+        channel_key: for the protection of this connection.
+    """
+
+    private: bool
+    channel_key: Key
 
 
 def client_handshake(
@@ -294,7 +331,8 @@ def client_handshake(
     rank: int | None = None,
     server: int | None = None,
     address: str = "",
-) -> bool:
+    channel: str = "plain",
+) -> Proved:
     """Proves to the server on ``sock`` that this side holds ``key``, and has it prove the same.
 
     The socket must be connected; its timeout is as before afterwards. The socket stays the caller's to close.
@@ -306,21 +344,18 @@ def client_handshake(
         rank: this process's, where the connection is between ranks.
         server: the rank that the server must be, if any.
         address: where the server has published that it is, if it has.
-
-    Returns:
-        Whether the server says that only clients on its host that are of its user, or hold the secret, are taken.
-        Without a key that is no more than a claim, and worth something if the server is known to be this user's.
+        channel: how the connection is to be protected afterwards.
 
     Raises:
-        AuthenticationError: the secrets differ, one side has none, or the server is not unicoll's (known only
-            at the deadline, or after :data:`SILENCE_SECONDS`, if it is silent; :class:`NoAnswerError` if it
-            closed without a word).
+        AuthenticationError: the secrets differ, one side has none, the two sides want different protection of the
+            connection, or the server is not unicoll's (known only at the deadline, or after :data:`SILENCE_SECONDS`,
+            if it is silent; :class:`NoAnswerError` if it closed without a word).
         DistNetworkError: the connection broke within the handshake.
     """
     where = _peer(sock)
     before = sock.gettimeout()
     try:
-        mine = _hello(key, purpose, 0, rank)
+        mine = _hello(key, purpose, CHANNELS[channel], rank)
         _send(sock, mine, deadline, where)
         # Some servers of other protocols (torch's store) stay silent on what they do not understand.
         theirs = _receive_hello(sock, min(deadline, time.monotonic() + SILENCE_SECONDS), where)
@@ -345,7 +380,9 @@ def client_handshake(
             raise AuthenticationError(
                 f"{where} is rank {_rank(theirs)}, not rank {server}: a value in the store was forged"
             )
-        return bool(_flags(theirs) & PRIVATE)
+        return Proved(
+            bool(_flags(theirs) & PRIVATE), Key(_proof(key, b"channel", theirs, mine, address))
+        )
     finally:
         sock.settimeout(before)
 

@@ -146,7 +146,7 @@ class RankLostError(DistNetworkError):
 
 
 class AuthenticationError(DistNetworkError):
-    """The other side does not know the job's secret, or does not speak our protocol."""
+    """The other side lacks the job's secret or does not speak our protocol, or bytes came that it has not sent."""
 
 
 class DistStoreError(DistError):

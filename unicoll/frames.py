@@ -12,6 +12,7 @@ import time
 from abc import abstractmethod
 from typing import Any
 
+from .channel import Channel, Connection
 from .server import Client, Server, listen
 
 __all__ = ["MAX_FRAME", "Client", "FrameServer", "frame", "published", "read_exactly", "read_frame"]
@@ -34,7 +35,7 @@ def published(host: str, port: int) -> str:
     return f"{host} {port}"
 
 
-def read_frame(sock: socket.socket) -> Message:
+def read_frame(sock: Connection) -> Message:
     """The next message from a blocking socket.
 
     Raises:
@@ -58,7 +59,7 @@ def _parsed(body: bytes) -> Message:
     return message
 
 
-def read_exactly(sock: socket.socket, n: int) -> bytes:
+def read_exactly(sock: Connection, n: int) -> bytes:
     """``n`` bytes from a blocking socket; EOFError if it ends before."""
     data = b""
     while len(data) < n:
@@ -105,11 +106,11 @@ class FrameServer(Server):
         """Queue a message for a client and send what fits now (server thread only)."""
         self._send(client, frame(message))
 
-    def detach(self, client: Client) -> socket.socket:
-        """Take a client's socket out of the server, back in blocking mode (server thread only)."""
+    def detach(self, client: Client) -> Connection:
+        """Take a client's connection out of the server, back in blocking mode (server thread only)."""
         self._forget(client)
         client.sock.setblocking(True)
-        return client.sock
+        return client.sock if client.records is None else Channel(client.sock, client.records)
 
     # --- the thread ---------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from .group import ProcessGroup
 from .meeting import Place
 from .observe.control import Control
 from .registry import Choice
-from .rendezvous import Rendezvous, rendezvous
+from .rendezvous import Rendezvous, refuse_protection, rendezvous
 from .stores import Store
 from .stores.signed import SignedStore
 
@@ -121,6 +121,7 @@ def enter(meeting: Rendezvous, backend: str | None, timeout: float, patience: fl
 
     Raises:
         BackendUnavailableError: the backend cannot be used here, and why.
+        DistArgumentError: UNICOLL_CHANNEL asks for protection, and the job has no secret that others lack.
         OperationTimeoutError: not all ranks came in time; names the missing.
     """
     job = Job(
@@ -136,6 +137,8 @@ def enter(meeting: Rendezvous, backend: str | None, timeout: float, patience: fl
         local_rank=meeting.local_rank,
     )
     try:
+        if meeting.world_size > 1 and not meeting.trusted:
+            refuse_protection()
         choices = choose(meeting, backend)
         for cls in {c.cls for c in choices}:
             cls.prepare(job)

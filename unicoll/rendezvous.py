@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from unicoll import net
+from unicoll import net, settings
 from unicoll.auth import Secret, find_secret
 from unicoll.errors import DistArgumentError
 from unicoll.launchers import Launched, detect, near_misses
@@ -18,7 +18,7 @@ from unicoll.meeting import Place, meet
 from unicoll.places import FilePlace, GivenPlace, Handler, HandlerPlace, LocalPlace, MPIPlace, TCPPlace
 from unicoll.stores import PrefixStore, Store
 
-__all__ = ["Rendezvous", "register_rendezvous_handler", "rendezvous"]
+__all__ = ["Rendezvous", "refuse_protection", "register_rendezvous_handler", "rendezvous"]
 
 Environ = Mapping[str, str]
 
@@ -144,11 +144,15 @@ def rendezvous(
     place = _place(url, world_size, store, launched, secret, environ, mpi_store)
     single_host = world_size == 1 or (launched is not None and launched.single_host)
     listen = net.listen_addresses(place.master_host, environ, single_host=single_host)
+    if not secret.key and place.master_host is not None and not net.is_loopback(place.master_host):
+        refuse_protection(environ)  # here, since rank 0 would leave before the others have come
     meeting = meet(place, rank, world_size, secret, deadline)
     if store is None:
         meeting.store.set_timeout(timedelta(seconds=timeout))
     notes.append(f"store: {place.describe()}")
     notes.append(f"secret: {_describe_secret(secret, meeting.trusted)}")
+    if (channel := settings.choice("UNICOLL_CHANNEL", environ)) != "plain":
+        notes.append(f"connections between hosts: {channel}, from UNICOLL_CHANNEL")
     notes.append(f"interface: {', '.join(listen.addresses)}: {listen.reason}")
     return Rendezvous(
         store=meeting.store,
@@ -165,6 +169,20 @@ def rendezvous(
         notes=notes,
         _close=lambda: place.close(linger=True),
     )
+
+
+def refuse_protection(environ: Environ = os.environ) -> None:
+    """Refuse to protect the connections of a job whose key others may have.
+
+    Raises:
+        DistArgumentError: ``UNICOLL_CHANNEL`` asks for it.
+    """
+    wanted = settings.choice("UNICOLL_CHANNEL", environ)
+    if wanted != "plain":
+        raise DistArgumentError(
+            f"UNICOLL_CHANNEL={wanted} protects nothing here, since whoever reaches the store can join this job; "
+            "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE"
+        )
 
 
 def _describe_secret(secret: Secret, trusted: bool) -> str:

@@ -29,6 +29,7 @@ FLAGS: dict[str, bool | None] = {
 """Variables that say yes or no, and what they mean where they are unset; None leaves it to a detection."""
 
 CHOICES = {
+    "UNICOLL_CHANNEL": ("plain", ("plain", "mac", "tls")),
     "UNICOLL_DEBUG": ("off", ("off", "info", "detail")),
     "UNICOLL_MEMORY_ORDER": ("auto", ("auto", "weak")),
     "UNICOLL_MPI_THREAD_LEVEL": ("multiple", ("single", "funneled", "serialized", "multiple")),

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import auth, errors
+from .. import channel, errors
+from ..channel import Connection
 from ..errors import (
     AuthenticationError,
     DistError,
@@ -69,7 +70,7 @@ class Control:
         self._key = key
         self._address = address
         self._relay: Relay | None = None
-        self._sock: socket.socket | None = None
+        self._sock: Connection | None = None
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -96,12 +97,13 @@ class Control:
             self._relay = Relay(self.size, self._key, self._address)
             store.set("control", json.dumps(self._relay.addresses[0]))
         host, port = json.loads(store.get("control"))
-        self._sock = sock = guard(self._dial(host, port, deadline))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bare = guard(self._dial(host, port, deadline))
+        self._sock = bare
+        bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            auth.client_handshake(
-                sock, self._key, b"control", deadline, rank=self.rank, server=0, address=published(host, port)
-            )
+            self._sock = sock = channel.authenticate(
+                bare, self._key, b"control", deadline, rank=self.rank, server=0, address=published(host, port)
+            )[0]
         except AuthenticationError:
             raise
         except DistNetworkError as e:
@@ -256,7 +258,8 @@ class Control:
         except OSError:
             pass  # the listening thread sees the same and records that rank 0 is gone
 
-    def _listen(self, sock: socket.socket) -> None:
+    def _listen(self, sock: Connection) -> None:
+        why = "died: its process ended without leaving the job"
         try:
             while True:
                 message = read_frame(sock)
@@ -265,10 +268,12 @@ class Control:
                 except Exception:
                     # Another rank may have sent anything. Without this thread no loss and no failure would be noticed.
                     log.warning("a message of the control plane was ignored: %.200r", message, exc_info=True)
+        except channel.TamperedError as error:
+            why = f"is cut off: {error.strerror}"
         except (OSError, EOFError, ValueError):
             pass
         if not self._closing:
-            self._depart(0, f"{self.who(0)} died: its process ended without leaving the job", "died")
+            self._depart(0, f"{self.who(0)} {why}", "died")
 
     def _handle(self, message: Message) -> None:
         kind = message["t"]

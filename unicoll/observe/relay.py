@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..channel import TamperedError
 from ..frames import MAX_FRAME, Client, FrameServer, frame
 
 __all__ = ["Relay"]
@@ -22,10 +23,11 @@ class _Member:
         self.pid = pid
         self.goodbye: dict[str, str] | None = None
 
-    @property
-    def departure(self) -> tuple[int, str, str]:
+    def departure(self, error: Exception | None) -> tuple[int, str, str]:
         """Its rank, how it ended in words, and in one word: "left", "failed" or "died" (without a goodbye)."""
         name = f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        if isinstance(error, TamperedError):
+            return self.rank, f"{name} is cut off: {error.strerror}", "died"
         if self.goodbye is None:
             return self.rank, f"{name} died: its process ended without leaving the job", "died"
         if self.goodbye["error"]:
@@ -101,7 +103,7 @@ class Relay(FrameServer):
         if member is None or self._online.get(member.rank) is not client:
             return
         del self._online[member.rank]
-        self._gone.append(member.departure)
+        self._gone.append(member.departure(client.error))
 
     def patience(self) -> float | None:
         """Before the thread sleeps: those who went while it was busy are told of together."""

@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 
 from .. import users
-from ..auth import NoAnswerError, Secret, client_handshake
+from ..auth import NoAnswerError, Secret
+from ..channel import Connection, authenticate
 from ..errors import AuthenticationError, DistNetworkError
 from ..forks import guard
 from .tcp_server import PURPOSE, keep_alive
@@ -53,8 +54,8 @@ class Links:
 
     def _forget(self) -> None:
         self._pid = os.getpid()
-        self._idle: list[socket.socket] = []
-        self._all: set[socket.socket] = set()
+        self._idle: list[Connection] = []
+        self._all: set[Connection] = set()
 
     def connect(self, deadline: float) -> None:
         """Makes the first connection, trying again until the deadline: the server may start later.
@@ -88,7 +89,7 @@ class Links:
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, longest)
 
-    def take(self) -> socket.socket:
+    def take(self) -> Connection:
         """A connection for one request; :meth:`give` it back, or :meth:`discard` it after an error."""
         if self._pid != os.getpid():
             self._forget()
@@ -97,13 +98,13 @@ class Links:
         except IndexError:
             return self._connect(time.monotonic() + _ATTEMPT_SECONDS)
 
-    def give(self, sock: socket.socket) -> None:
+    def give(self, sock: Connection) -> None:
         """Takes a connection back."""
         self._idle.append(sock)
         if self.closed:
             self.close()
 
-    def discard(self, sock: socket.socket) -> None:
+    def discard(self, sock: Connection) -> None:
         """Closes a connection whose state is unknown."""
         self._all.discard(sock)
         sock.close()
@@ -121,7 +122,7 @@ class Links:
             except OSError:
                 pass
 
-    def _connect(self, deadline: float) -> socket.socket:
+    def _connect(self, deadline: float) -> Connection:
         """Tries every address of the server once."""
         causes: list[str] = []
         refused: AuthenticationError | None = None
@@ -145,7 +146,7 @@ class Links:
 
     def _open(
         self, family: int, kind: int, protocol: int, address: tuple[object, ...], deadline: float
-    ) -> socket.socket:
+    ) -> Connection:
         sock = guard(socket.socket(family, kind, protocol))
         try:
             sock.settimeout(max(0.001, min(deadline - time.monotonic(), _ATTEMPT_SECONDS)))
@@ -154,7 +155,7 @@ class Links:
                 # Nobody listens, and the kernel gave us the very port that we were asking for.
                 raise ConnectionRefusedError("connection refused")
             keep_alive(sock)
-            private = client_handshake(sock, self.secret.key, PURPOSE, deadline)
+            link, private = authenticate(sock, self.secret.key, PURPOSE, deadline)
             private = private and (bool(self.secret.key) or users.is_own(sock))
             if self.private is None:
                 self.private = private
@@ -163,5 +164,5 @@ class Links:
         except BaseException:
             sock.close()
             raise
-        self._all.add(sock)
-        return sock
+        self._all.add(link)
+        return link

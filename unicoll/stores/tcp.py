@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 import weakref
 from collections.abc import Sequence
 
 from ..auth import Secret, find_secret
-from ..errors import DistArgumentError, DistNetworkError, DistStoreError, DistTypeError, StoreTimeoutError
+from ..channel import Connection, TamperedError
+from ..errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistNetworkError,
+    DistStoreError,
+    DistTypeError,
+    StoreTimeoutError,
+)
 from .base import DEFAULT_TIMEOUT, Timeout
 from .links import Links, address_text
 from .listening import adopt_server, listen_addresses, own_addresses, release_server
@@ -162,6 +169,11 @@ class TCPStore(RequestStore):
             raise DistNetworkError(
                 f"{name}: the store server at {links.shown} sent what is no reply: {error}", op=name
             ) from error
+        except TamperedError as error:
+            links.discard(sock)
+            raise AuthenticationError(
+                f"{name}: the store server at {links.shown}: {error.strerror}", op=name
+            ) from error
         except OSError as error:
             links.discard(sock)
             if links.closed:
@@ -220,7 +232,7 @@ def _check_port(port: int, may_pick: bool) -> None:
         )
 
 
-def _receive(sock: socket.socket) -> tuple[int, list[bytes]]:
+def _receive(sock: Connection) -> tuple[int, list[bytes]]:
     data = sock.recv(_READ_SIZE)
     while len(data) < REPLY.size:
         piece = sock.recv(_READ_SIZE)

@@ -41,7 +41,7 @@ _SCRUBBED = (
     "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "UNICOLL_", "GLOO_", "GROUP_RANK", "ROLE_", "TORCHELASTIC_",
     "OMPI_", "PMI", "MPI_", "MV2_", "SLURM_", "PALS_", "HYDRA_", "NCCL_",
 )  # fmt: skip
-_TEST_OPTIONS = ("UNICOLL_TEST_", "UNICOLL_TRANSPORT")
+_TEST_OPTIONS = ("UNICOLL_TEST_", "UNICOLL_TRANSPORT", "UNICOLL_CHANNEL")
 _GRACE_S = 8.0
 """How long the other ranks may go on after one has failed, and how long things may take to be given back."""
 
