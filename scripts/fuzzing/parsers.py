@@ -91,31 +91,6 @@ class Handshake(Target):
             auth.client_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
 
 
-<<<<<<< HEAD
-class Records(Target):
-    """Data behind a MAC. Nothing is taken but what the peer has sent, in its order."""
-
-    def __init__(self) -> None:
-        data = [b"", b"a", b"bc" * 40, b"def" * 1000, b"g"]
-        sender = channel.MacRecords(auth.Key(KEY), server=False)
-        sealed = [bytes(sender.seal(d)) for d in data]
-        self._data = b"".join(data)
-        self.valid = [b"".join(sealed[:count]) for count in range(1, 6)]
-        theirs = channel.MacRecords(auth.Key(KEY), server=True)
-        self.valid += [sealed[2], sealed[1] + sealed[0], bytes(theirs.seal(b"x"))]
-
-    def run(self, data: bytes) -> bool:
-        receiver = channel.MacRecords(auth.Key(KEY), server=True)
-        taken = b""
-        try:
-            for piece in pieces(data):
-                taken += receiver.open(piece)
-        except channel.TamperedError:
-            pass
-        if not self._data.startswith(taken):
-            raise Found("took what was not sent")
-        return bool(taken)
-=======
 # --- records --------------------------------------------------------------------------------------------------------
 
 
@@ -140,4 +115,3 @@ class Records(Target):
             if opened not in {b"".join(self._sent[:count]) for count in range(5)}:
                 raise Found("took what the peer has not sent")
         return bool(opened)
->>>>>>> wt-rest
