@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
+import warnings
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,12 +17,23 @@ from . import asking
 from .kits import kit
 from .record import Skip
 
-__all__ = ["count_what_is_asked", "device_facts", "enter", "leave", "run", "warm_up"]
+__all__ = ["count_what_is_asked", "device_facts", "enter", "leave", "ready", "run", "warm_up"]
 
 
 def count_what_is_asked() -> None:
     """Count what is asked of CUDA from now on."""
     asking.install()
+
+
+def ready(kits: Sequence[str], modules: Sequence[str]) -> None:
+    """Import modules, and bring the device and array libraries to where they have done something."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in modules:
+            importlib.import_module(name)
+    for name in kits:
+        k = kit(name)
+        k.numpy(k.full(8, 1.0))
 
 
 def enter(timeout: float, device: int | None) -> None:
