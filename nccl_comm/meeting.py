@@ -33,7 +33,7 @@ __all__ = ["SHARING", "facts_of", "meet"]
 SHARING = "UNICOLL_NCCL_SHARE_DEVICE"
 """With the value 1 several ranks may use one device (for tests: NCCL itself has to be told, too)."""
 _SLICE_S = 1.0
-_SILENCE_S = 10.0
+_SILENCE_S = 20.0
 """After how long those who wait for others to start NCCL are told so."""
 
 
