@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 
@@ -43,10 +44,15 @@ def enter(timeout: float, device: int | None) -> None:
 
 
 def leave() -> list[str]:
-    """Leave the job; threads of ours that are still there."""
+    """Leave the job; threads of ours that are still there after a while."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    return sorted(t.name for t in threading.enumerate() if t.name.startswith("unicoll"))
+    until = time.monotonic() + worker.PATIENCE_S
+    while left := sorted(t.name for t in threading.enumerate() if t.name.startswith("unicoll")):
+        if time.monotonic() >= until:
+            break
+        time.sleep(0.02)
+    return left
 
 
 def warm_up(name: str) -> float:
