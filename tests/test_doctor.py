@@ -18,7 +18,7 @@ from unicoll import settings
 from unicoll.doctor import hints, host, page, pairs, probes, software
 from unicoll.doctor.pairs import LARGE, Pair
 from unicoll.errors import DistArgumentError
-from unicoll.testing.ranks import ROOT, environment
+from unicoll.testing.ranks import ROOT, environment, free_port
 
 SECTIONS = [
     "python", "numpy", "cupy", "torch", "cuda", "nccl", "mpi", "choice", "network", "memory", "limits", "clocks",
@@ -383,6 +383,29 @@ def test_a_pair_whose_message_is_lost_is_named_and_the_others_go_on(modules: Pat
     assert broken.startswith("rank 1 (host")
     assert "OperationTimeoutError: recv" in broken
     assert done.stdout.count("\nbroken") == 1
+
+
+def test_ranks_that_torchruns_variables_name(modules: Path) -> None:
+    """As torchrun starts them: its agent has MASTER_PORT itself."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+              "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none",
+              "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    command = [sys.executable, "-m", "unicoll.doctor", "--json"]
+    path = os.pathsep.join([str(modules), str(ROOT)])
+    started = [
+        subprocess.Popen(
+            command, cwd=modules, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment({"PYTHONPATH": path, "RANK": rank, "LOCAL_RANK": rank} | shared),
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    (out, err), (other_out, other_err) = (process.communicate(timeout=120) for process in started)
+    assert (err, other_out, other_err) == ("", "", "")
+    report = json.loads(out)
+    assert "torchrun: 2 ranks, 2 on this host" in report["sections"]["environment"]["lines"]
+    assert report["pairs"]["checked"] == 1
+    assert report["pairs"]["broken"] == []
+    assert [process.returncode for process in started] == [report["exit_status"], 0]
 
 
 def test_a_rank_that_dies_is_named(modules: Path) -> None:

@@ -66,7 +66,7 @@ def _examine(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
         found = pairs.merge(pairs.measure(group, meeting, deadline), found)
     verdict = _judge(group, found, ranks)
     for again in _spread(group, pairs.suspects(verdict) if verdict else []):
-        found = pairs.merge(pairs.measure(group, [again], deadline), found)
+        found = pairs.merge(pairs.measure(group, [again], deadline, quiet=True), found)
     verdict = _judge(group, found, ranks)
     if verdict is None:
         return 0

@@ -26,7 +26,7 @@ PCI = "/sys/bus/pci/devices"
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")}
-_STARTED_BY_MPI = ("OMPI_", "PMI", "PMIX_", "MPI_LOCAL", "SLURM_", "PALS_", "HYDRA_", "MV2_", "PRTE_")
+_STARTED_BY_MPI = ("OMPI_COMM_", "PMI", "MPI_LOCAL", "SLURM_", "PALS_", "HYDRA_", "MV2_COMM_", "PRTE_LAUNCHED")
 _START_MPI = (
     "from unicoll import registry\n"
     "world = registry.mpi_world(3600)\n"
@@ -190,6 +190,7 @@ def _mpi() -> Iterator[Facts]:
         return
     yield {"at": "MPI_Init"}
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_STARTED_BY_MPI)}
+    clean["OMPI_MCA_btl"] = "self"  # Open MPI leaves the shared memory of a process without mpirun behind
     # The packages may be found by the path of this process alone, as with python -m in a checkout.
     clean["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
     command = [sys.executable, "-c", _START_MPI]
