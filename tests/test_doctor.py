@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from unicoll import settings
+from unicoll import settings, streams
 from unicoll.doctor import hints, host, page, pairs, probes, software
 from unicoll.doctor.pairs import LARGE, Pair
 from unicoll.errors import DistArgumentError
+from unicoll.streams import DeviceFacts
 from unicoll.testing.ranks import ROOT, environment, free_port
 
 SECTIONS = [
@@ -60,7 +61,9 @@ def found(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 
 def said(report: dict[str, Any], level: str, about: str) -> list[str]:
-    return [f"{h['text']} -> {h['do']}" for h in report["hints"] if (h["level"], h["about"]) == (level, about)]
+    return [
+        f"{h['text']} -> {h['do']}" for h in report["hints"] if (h["level"], h["about"]) == (level, about)
+    ]
 
 
 # --- alone --------------------------------------------------------------------------------------------------------
@@ -82,12 +85,17 @@ def test_json_has_the_same_as_one_object(modules: Path) -> None:
     assert set(report) == {"layout", "unicoll", "host", "sections", "hints", "exit_status"}
     assert report["layout"] == page.LAYOUT
     assert list(report["sections"]) == SECTIONS
-    assert report["sections"]["choice"]["chosen"]["cpu"] == {"backend": "gloo", "why": "the default for CPU arrays"}
+    assert report["sections"]["choice"]["chosen"]["cpu"] == {
+        "backend": "gloo",
+        "why": "the default for CPU arrays",
+    }
     assert report["sections"]["torch"] == {
         "installed": True, "version": "2.99.0", "cuda": None, "nccl": [],
         "lines": ["2.99.0, built without CUDA"],
     }  # fmt: skip
-    assert {"name", "up", "loopback", "speed", "addresses"} == set(report["sections"]["network"]["interfaces"][0])
+    assert {"name", "up", "loopback", "speed", "addresses"} == set(
+        report["sections"]["network"]["interfaces"][0]
+    )
 
 
 def test_a_module_that_raises_at_import_is_a_line(modules: Path) -> None:
@@ -141,7 +149,9 @@ def test_a_library_that_is_no_nccl_is_a_line(modules: Path) -> None:
 
 
 def test_variables_that_are_misspelt_or_refused(modules: Path) -> None:
-    report = found(doctor(modules, "--json", UNICOLL_TRANSPROT="tcp", UNICOLL_CHANNEL="wax", UNICOLL_SECRET="s" * 40))
+    report = found(
+        doctor(modules, "--json", UNICOLL_TRANSPROT="tcp", UNICOLL_CHANNEL="wax", UNICOLL_SECRET="s" * 40)
+    )
     assert report["exit_status"] == 2
     assert said(report, "error", "environment") == [
         "UNICOLL_CHANNEL=wax is none of plain, mac, tls -> set it to a value that is known, or unset it"
@@ -157,6 +167,7 @@ def test_contradictory_launcher_variables_are_a_line(modules: Path) -> None:
     report = found(doctor(modules, "--json", RANK="4", WORLD_SIZE="2"))
     assert report["exit_status"] == 2
     assert "RANK=4 must be less than WORLD_SIZE=2" in said(report, "error", "environment")[0]
+    assert report["sections"]["choice"]["chosen"]["cpu"]["backend"] == "gloo"
 
 
 def test_a_deadline_that_is_none_is_refused(modules: Path) -> None:
@@ -196,6 +207,70 @@ def test_what_a_question_gave_before_it_failed_counts() -> None:
     assert facts == {
         "first": 1, "lines": ["begun", "DistArgumentError: planted"], "problem": "DistArgumentError: planted"
     }  # fmt: skip
+
+
+# --- devices, as others see them ------------------------------------------------------------------------------------
+
+
+class Devices:
+    """Three devices, of which the first two reach each other."""
+
+    description = "CUDA 12.8 driver"
+
+    def device_count(self) -> int:
+        return 3
+
+    def facts(self, device: int) -> DeviceFacts:
+        return DeviceFacts("NVIDIA H200", f"GPU-{device}", f"0000:{device}b:00.0", 139 << 30, (9, 0))
+
+    def reaches(self, device: int, other: int) -> tuple[bool, bool]:
+        return {device, other} == {0, 1}, False
+
+
+def test_devices_and_which_of_them_reach_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bus, vendor, kind in (
+        ("0", "0x10de", "0x030200"),
+        ("1", "0x10de", "0x060400"),
+        ("2", "0x8086", "0x030000"),
+    ):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "vendor").write_text(f"{vendor}\n")
+        (tmp_path / bus / "class").write_text(f"{kind}\n")
+    monkeypatch.setattr(software, "PCI", str(tmp_path))
+    monkeypatch.setattr(streams, "_installed", Devices())
+    facts = probes.ask({"cuda": software.PROBES["cuda"]}, 30)["cuda"]
+    assert facts["on_bus"] == 1
+    assert facts["reaches"] == [[True, True, False], [True, True, False], [False, False, True]]
+    assert facts["lines"] == [
+        "CUDA 12.8 driver: 3 devices",
+        "cuda:0 NVIDIA H200, 139 GiB, capability 9.0, 0000:0b:00.0",
+        "cuda:1 NVIDIA H200, 139 GiB, capability 9.0, 0000:1b:00.0",
+        "cuda:2 NVIDIA H200, 139 GiB, capability 9.0, 0000:2b:00.0",
+        "peers: no direct access between 2 and 0, 2 and 1",
+    ]
+
+
+def test_a_torch_for_gpus_and_its_nccl(modules: Path) -> None:
+    (modules / "torch.py").write_text(
+        "__version__ = '2.99.0+cu128'\n"
+        "class version: cuda = '12.8'\n"
+        "class cuda:\n"
+        "    device_count = staticmethod(lambda: 2)\n"
+        "    class nccl: version = staticmethod(lambda: (2, 27, 5))\n"
+        "class distributed: is_nccl_available = staticmethod(lambda: True)\n"
+    )
+    (modules / "cupy.py").write_text(
+        "__version__ = '13.6.0'\n"
+        "class cuda:\n"
+        "    class runtime:\n"
+        "        runtimeGetVersion = staticmethod(lambda: 12080)\n"
+        "        @staticmethod\n"
+        "        def getDeviceCount(): raise RuntimeError('cudaErrorInsufficientDriver')\n"
+    )
+    sections = found(doctor(modules, "--json"))["sections"]
+    assert sections["torch"]["lines"] == ["2.99.0+cu128, built for CUDA 12.8, 2 devices, NCCL 2.27.5"]
+    assert sections["torch"]["nccl_version"] == "2.27.5"
+    assert sections["cupy"]["lines"] == ["13.6.0, CUDA 12.8", "RuntimeError: cudaErrorInsufficientDriver"]
 
 
 # --- hints --------------------------------------------------------------------------------------------------------
@@ -240,9 +315,9 @@ def test_nothing_is_said_of_a_healthy_host() -> None:
         ("environment", {"secret": None}, "warning", "several hosts without a secret"),
         ("torch", {"cuda": None}, "warning", "2 GPUs are here, but torch was built without CUDA"),
         ("torch", {"devices": 0}, "warning", "torch finds no device, but the driver has 2"),
-        ("torch", {"installed": False}, "note", "neither CuPy nor torch"),
-        ("torch", {"nccl_version": "2.21.5"}, "warning", "there are two versions of NCCL"),
-        ("torch", {"nccl": ["/a/libnccl.so.2", "/b/libnccl.so.2"]}, "warning", "torch loads two of NCCL"),
+        ("torch cupy", {"installed": False}, "note", "neither CuPy nor torch"),
+        ("torch nccl", {"nccl_version": "2.21.5"}, "warning", "there are two versions of NCCL"),
+        ("torch nccl", {"nccl": ["/a/libnccl.so.2", "/b/libnccl.so.2"]}, "warning", "torch loads two of NCCL"),
         ("nccl", {"reason": "libnccl.so.2 cannot be used"}, "warning", "libnccl.so.2 cannot be used"),
         ("cuda", {"devices": [], "reason": "NVIDIA's driver is not here"}, "warning", "2 GPUs are on the PCI bus"),
         ("mpi", {"mpirun_family": "mpich", "mpirun_version": "4.2.0"}, "warning", "is of mpich 4.2.0"),
@@ -252,11 +327,14 @@ def test_nothing_is_said_of_a_healthy_host() -> None:
         ("numpy", {"unfinished": 4.0, "lines": ["it did not end"]}, "warning", "it did not end"),
     ],
 )  # fmt: skip
-def test_each_fault_gives_its_hint_alone(section: str, changes: dict[str, Any], level: str, text: str) -> None:
+def test_each_fault_gives_its_hint_alone(
+    section: str, changes: dict[str, Any], level: str, text: str
+) -> None:
+    """SECTION is the one that changes and, where it is another, the one that the hint is about."""
     sections = healthy()
-    sections[section] |= changes
+    sections[section.split()[0]] |= changes
     (hint,) = hints.hints(sections)
-    assert (hint.level, hint.about) == (level, section if "neither" not in text else "cupy") or section == "torch"
+    assert (hint.level, hint.about) == (level, section.split()[-1])
     assert text in hint.text
     assert hint.do
     assert page.Report(sections, [hint]).status == hints.LEVELS.index(level)
@@ -352,7 +430,9 @@ def test_ranks_that_are_well_and_one_that_differs(modules: Path) -> None:
     assert out.count("\nnumpy") == 1
     different = out.partition("what differs by rank:")[2].partition("\npairs")[0]
     assert re.search(r"environment +ranks 0-1, 3: unicoll: 4 ranks", different)
-    assert re.search(r"rank 2: unicoll: 4 ranks, 4 on this host.*NCCL_DEBUG=INFO", " ".join(different.split()))
+    assert re.search(
+        r"rank 2: unicoll: 4 ranks, 4 on this host.*NCCL_DEBUG=INFO", " ".join(different.split())
+    )
     assert "gloo" in out.partition("init_process_group() chose")[2]
     assert "\nbroken" not in out
     assert "\nslow" not in out
@@ -367,7 +447,10 @@ def test_the_slow_and_the_corrupting_pair_are_named_and_nobody_else(modules: Pat
     assert [pair["ranks"] for pair in about["slow"]] == [[1, 2]]
     assert "times the median within a host" in about["slow"][0]["why"]
     assert about["broken"] == [
-        {"ranks": [0, 3], "errors": [f"1 of {LARGE} bytes from rank 0 to rank 3 came wrong, first byte 12345"]}
+        {
+            "ranks": [0, 3],
+            "errors": [f"1 of {LARGE} bytes from rank 0 to rank 3 came wrong, first byte 12345"],
+        }
     ]
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1, 2, 3]
     assert all(rank["interface"] == "lo 127.0.0.1" for rank in report["ranks"])

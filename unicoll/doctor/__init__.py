@@ -44,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(argv)
     if options.deadline is not None and not 0 < options.deadline < 1e6:
-        parser.error(f"argument --deadline: {options.deadline:g} is no number of seconds that can be waited for")
+        parser.error(
+            f"argument --deadline: {options.deadline:g} is no number of seconds that can be waited for"
+        )
     from . import host, page, probes, software
     from .hints import hints
 

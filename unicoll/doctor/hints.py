@@ -97,7 +97,9 @@ def _nccl(sections: Sections) -> Iterator[Hint]:
                    "import torch before init_process_group() so that its NCCL serves both, or have one version "
                    "only")  # fmt: skip
     if len(torch.get("nccl") or []) > 1:
-        yield Hint(level, "nccl", f"torch loads two of NCCL: {', '.join(torch['nccl'])}", "remove one of them")
+        yield Hint(
+            level, "nccl", f"torch loads two of NCCL: {', '.join(torch['nccl'])}", "remove one of them"
+        )
 
 
 def _mpi(sections: Sections) -> Iterator[Hint]:
@@ -125,7 +127,9 @@ def _memory(sections: Sections) -> Iterator[Hint]:
     level = "warning" if serious else "note"
     do = "in a container: docker run --shm-size=1g, or --ipc=host; else mount -o remount,size=50% /dev/shm"
     if memory.get("shm_problem"):
-        yield Hint("warning", "memory", f"/dev/shm: {memory['shm_problem']}; NCCL and MPI libraries need it", do)
+        yield Hint(
+            "warning", "memory", f"/dev/shm: {memory['shm_problem']}; NCCL and MPI libraries need it", do
+        )
     elif memory.get("shm") is not None and memory["shm"] < _SMALL_SHM:
         text = f"/dev/shm has {size_text(memory['shm'])}; NCCL and MPI libraries share memory there (gloo does not)"
         yield Hint(level, "memory", text, do)

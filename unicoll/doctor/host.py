@@ -84,7 +84,9 @@ def _network() -> Iterator[Facts]:
         speed = _speed(name)
         state = "up" if addresses[0].is_up else "down"
         what = f"{name} {state}{f', {speed / 1000:g} Gb/s' if speed else ''}"
-        lines.append(f"{what}: {', '.join(a.address for a in addresses if a.scope != 'link') or 'link-local only'}")
+        lines.append(
+            f"{what}: {', '.join(a.address for a in addresses if a.scope != 'link') or 'link-local only'}"
+        )
         if not addresses[0].is_loopback:
             same.append(what)
         interfaces.append(
@@ -196,9 +198,15 @@ def _environment() -> Iterator[Facts]:
         launched = launchers.detect()
         if launched is None:
             facts["near_misses"] = launchers.near_misses()
-            lines.append(f"no launcher: {'; '.join(facts['near_misses']) or 'none of the known variables are set'}")
+            lines.append(
+                f"no launcher: {'; '.join(facts['near_misses']) or 'none of the known variables are set'}"
+            )
         else:
-            facts |= {"launcher": launched.name, "ranks": launched.world_size, "local": launched.local_world_size}
+            facts |= {
+                "launcher": launched.name,
+                "ranks": launched.world_size,
+                "local": launched.local_world_size,
+            }
             facts["several_hosts"] = launched.local_world_size not in (None, launched.world_size)
             here = "" if launched.local_world_size is None else f", {launched.local_world_size} on this host"
             lines.append(f"{launched.name}: {launched.world_size} ranks{here}")
@@ -212,7 +220,9 @@ def _environment() -> Iterator[Facts]:
         facts["problems"].append(str(e))
     facts["problems"] += list(_refused())
     facts["unknown"] = _unknown()
-    facts["variables"] = shown = {name: _shown(name, v) for name, v in sorted(os.environ.items()) if _SHOWN.match(name)}
+    facts["variables"] = shown = {
+        name: _shown(name, v) for name, v in sorted(os.environ.items()) if _SHOWN.match(name)
+    }
     same = [f"{name}={value}" for name, value in shown.items() if not _by_rank(name)]
     yield {**facts, "lines": [*lines, *(f"{n}={v}" for n, v in shown.items())], "same": [*lines, *same]}
 
@@ -241,7 +251,9 @@ def _refused() -> Iterator[str]:
 def _unknown() -> dict[str, str | None]:
     """Variables that look like ours and are not, each with the name that is nearest."""
     known = [*settings.FLAGS, *settings.CHOICES, *settings.NUMBERS, *FREE_TEXT]
-    strange = [n for n in os.environ if n.startswith("UNICOLL_") and n not in known and not n.startswith(_TESTS)]
+    strange = [
+        n for n in os.environ if n.startswith("UNICOLL_") and n not in known and not n.startswith(_TESTS)
+    ]
     return {name: next(iter(difflib.get_close_matches(name, known, 1)), None) for name in sorted(strange)}
 
 

@@ -71,8 +71,12 @@ def _examine(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     if verdict is None:
         return 0
     shared = _shared(ranks)
-    status = max([LEVELS.index(hint.level) for hint, _ in shared] + [1 * bool(verdict.slow), 2 * bool(verdict.broken)])
-    print(_as_json(ranks, shared, verdict, status) if as_json else _as_text(ranks, shared, verdict), flush=True)
+    status = max(
+        [LEVELS.index(hint.level) for hint, _ in shared] + [1 * bool(verdict.slow), 2 * bool(verdict.broken)]
+    )
+    print(
+        _as_json(ranks, shared, verdict, status) if as_json else _as_text(ranks, shared, verdict), flush=True
+    )
     return status
 
 

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import launchers, registry, streams
+from .. import registry, streams
 from ..bench.launch import mpirun
 from ..errors import BackendUnavailableError
+from .host import launched_or_none
 from .probes import Facts, Probe
 
 __all__ = ["PROBES", "mpi_family"]
@@ -26,7 +27,16 @@ PCI = "/sys/bus/pci/devices"
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")}
-_STARTED_BY_MPI = ("OMPI_COMM_", "PMI", "MPI_LOCAL", "SLURM_", "PALS_", "HYDRA_", "MV2_COMM_", "PRTE_LAUNCHED")
+_STARTED_BY_MPI = (
+    "OMPI_COMM_",
+    "PMI",
+    "MPI_LOCAL",
+    "SLURM_",
+    "PALS_",
+    "HYDRA_",
+    "MV2_COMM_",
+    "PRTE_LAUNCHED",
+)
 _START_MPI = (
     "from unicoll import registry\n"
     "world = registry.mpi_world(3600)\n"
@@ -117,7 +127,9 @@ def _cuda() -> Iterator[Facts]:
         lines.append(
             f"cuda:{device} {facts.name}, {facts.memory / 2**30:.0f} GiB, capability {capability}, {facts.bus}"
         )
-        devices.append({"name": facts.name, "memory": facts.memory, "capability": capability, "bus": facts.bus})
+        devices.append(
+            {"name": facts.name, "memory": facts.memory, "capability": capability, "bus": facts.bus}
+        )
     yield {"driver": cuda.description, "devices": devices, "lines": lines, "at": "access between devices"}
     reach = [[i == j or cuda.reaches(i, j)[0] for j in range(count)] for i in range(count)]
     yield {"reaches": reach, "lines": [*lines, *_peers(reach)]}
@@ -186,7 +198,7 @@ def _mpi() -> Iterator[Facts]:
         # PRRTE, which starts Open MPI 5, has version numbers of its own.
         number = "" if "PRRTE" in said and "Open MPI" not in said else _version(said)
         yield {"mpirun": program, "mpirun_family": mpi_family(said), "mpirun_version": number}
-    if launchers.detect() is not None:
+    if launched_or_none() is not None:
         return
     yield {"at": "MPI_Init"}
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_STARTED_BY_MPI)}
@@ -209,7 +221,7 @@ def _mpi() -> Iterator[Facts]:
 def _choice() -> Iterator[Facts]:
     """What :func:`unicoll.registry.choose` gives, by kind of device."""
     yield {"at": "the choice of backends"}
-    launched = launchers.detect()
+    launched = launched_or_none()
     choices = registry.choose(None, launched is not None and launched.started_by_mpi)
     chosen: dict[str, Facts] = {c.device: {"backend": c.name, "why": c.why} for c in choices}
     lines = [f"{c.device}: {c.name}: {c.why}" for c in choices]
