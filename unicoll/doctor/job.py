@@ -201,9 +201,11 @@ def _pair_lines(ranks: Sequence[Rank], verdict: Verdict) -> list[str]:
         for kind, (latency, transfer) in verdict.medians.items()
     )
     bad = len(verdict.slow) + len(verdict.broken)
-    state = f"{verdict.checked - bad} of {verdict.checked} pairs are well" if bad else (
-        f"all {verdict.checked} pairs are well, every byte was right"
-    )  # fmt: skip
+    if bad:
+        state = f"{verdict.checked - bad} of {verdict.checked} pairs are well"
+    else:
+        every = f"all {verdict.checked} pairs are" if verdict.checked > 1 else "the pair is"
+        state = f"{every} well, every byte was right"
     lines = list(entry("pairs", [f"{state}{f' (median {medians})' if medians else ''}"]))
     for pair in verdict.broken:
         lines += entry("broken", [f"{_named(ranks, pair)}: {'; '.join(pair.errors)}"])
