@@ -65,7 +65,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, 
     """What a run through all stages but the one that imports torch prints, and its JSON."""
     folder = tmp_path_factory.mktemp("rehearsal")
     done = run_script(
-        "--simulate", "--without", "plugin", "--budget", "280", "--patience", "60", OUT=str(folder)
+        "--simulate", "--without", "plugin", "--budget", "2000", "--patience", "60", OUT=str(folder)
     )
     assert done.returncode == PASSED, done.stdout + done.stderr
     return done.stdout, json.loads((folder / "gpu_check_simulated.json").read_text())
