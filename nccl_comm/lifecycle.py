@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -54,7 +55,7 @@ class Supervised(Backend):
         self._seen: tuple[Call | None, float] = None, 0.0  # what the watchdog last saw there, and since when
         self._closed = False
         self._ending_lock = threading.Lock()
-        self._ending: threading.Thread | None = None
+        self._ending: threading.Event | None = None  # set when an abort has been done
         self._windows: WeakSet[DeviceArray] = WeakSet()
         self._abandoned: list[tuple[Call, ...]] = []  # what NCCL could not stop: their arrays stay
         self._watchdog: Watchdog | None = None
@@ -66,11 +67,11 @@ class Supervised(Backend):
         self._watchdog = self.context.job.shared("nccl-watchdog", Watchdog)
         self._watchdog.watch(self)
 
-    def _look(self) -> None:
+    def _look(self, call: Call | None) -> None:
         """While NCCL is waited for: has the group failed, is everybody there?"""
         if self.error is not None:
             raise self.error.with_traceback(None) from None
-        self.check_departures(None)
+        self.check_departures(call)
 
     # --- looking after what is on its way -----------------------------------------------------------------------
 
@@ -113,11 +114,12 @@ class Supervised(Backend):
         self._look_inside(now)
         if state not in (SUCCESS, IN_PROGRESS):
             call = first.words() if first is not None else None
+            self._comm.await_news(state, call)
             raise self._comm.error(state, "an operation in progress", call)
         if first is None:
             return
         self.check_departures(first.words())
-        late = next((f for f in list(self.flights) if now >= f.deadline), None)
+        late = next((f for f in list(self.flights) if now >= f.deadline and not self.landed(f)), None)
         if late is not None:
             raise inquest.timed_out(self.context, late.words())
 
@@ -160,11 +162,10 @@ class Supervised(Backend):
             self.error = cause
             if self._comm is None or self._closed:
                 return
-            name = f"unicoll-{self.context.name}-abort"
-            self._ending = threading.Thread(target=self._abort, args=(cause,), name=name, daemon=True)
-            self._ending.start()
+            comm, self._ending = self._comm, threading.Event()
+        comm.enders.start(partial(self._abort, cause, self._ending))
 
-    def _abort(self, cause: DistError) -> None:
+    def _abort(self, cause: DistError, ended: threading.Event) -> None:
         """Stop the device's work, and only then let the arrays go."""
         flights = list(self.flights)
         for flight in flights:
@@ -180,13 +181,14 @@ class Supervised(Backend):
             self._abandoned.extend(flight.calls for flight in flights)
         for flight in flights:
             flight.finish(cause)
+        ended.set()
 
     def _stop_ending(self) -> None:
         """Wait for the end of an abort that has begun."""
         with self._ending_lock:
             ending = self._ending
         if ending is not None:
-            ending.join(_END_S)
+            ending.wait(_END_S)
 
     def close(self) -> None:
         if self._closed:
@@ -205,7 +207,7 @@ class Supervised(Backend):
         assert self._watchdog is not None
         self._watchdog.unwatch(self)
         if ending is not None:
-            ending.join(_END_S)
+            ending.wait(_END_S)
         for window in list(self._windows):
             window.deregister()
         over = comm.finish(_DRAIN_S) if failed is None and drained else comm.abort()

@@ -23,11 +23,13 @@ from unicoll.testing import worker
 from .kits import Kit, SimulatedKit, TorchKit
 from .record import Skip
 
-__all__ = ["PROGRAMS", "enter", "leave", "run"]
+__all__ = ["PROGRAMS", "enter", "leave", "run", "split_group"]
 
 _LARGE = 64 << 20
 _COUNT = 4096
 _STEPS = 3
+_END_S = 5.0
+"""How long threads may take to end."""
 
 
 class _Rehearsal(SimulatedKit):
@@ -70,7 +72,10 @@ def enter(simulated: bool, timeout: float) -> None:
 def leave() -> list[str]:
     """Leave; threads of ours that are still there."""
     _dist().destroy_process_group()
-    return sorted(t.name for t in threading.enumerate() if t.name.startswith("unicoll"))
+    ours = [t for t in threading.enumerate() if t.name.startswith("unicoll")]
+    for thread in ours:
+        thread.join(_END_S)
+    return sorted(t.name for t in ours if t.is_alive())
 
 
 def run(program: str) -> tuple[str, object]:
@@ -192,13 +197,16 @@ def _splits() -> Iterator[list[Any]]:
         Communicator.split = split  # type: ignore[method-assign]
 
 
-def _halved(dist: Any, me: int, n: int) -> Any:
+def split_group(parts: list[list[int]], group: Any = None) -> Any:
+    """torch's ``split_group``, which in torch 2.6 is for groups of its own NCCL alone."""
+    dist = _dist()
     try:
-        return dist.split_group(split_ranks=[[r] for r in range(n)])
-    except RuntimeError as error:
-        if "does not support splitting" not in str(error):
+        return dist.split_group(group, parts)
+    except (RuntimeError, ValueError) as error:
+        if not any(words in str(error) for words in ("does not support splitting", "is not registered")):
             raise
-        return dist.group.WORLD.split_group([me])  # torch 2.6 splits groups of its own NCCL alone
+    parent = group or dist.group.WORLD
+    return parent.split_group(next((part for part in parts if parent.rank() in part), parts[0]))
 
 
 def subgroups(k: Kit) -> list[Any]:
@@ -208,7 +216,7 @@ def subgroups(k: Kit) -> list[Any]:
     with _splits() as seen:
         everybody = dist.new_group(list(range(n)))
         first = dist.new_group([0])
-        halves = _halved(dist, me, n)
+        halves = split_group([[r] for r in range(n)])
         assert seen == [list(range(n)), [0] if me == 0 else None, [me]], seen
         for group, members in ((everybody, range(n)), (first, range(1)), (halves, range(me, me + 1))):
             if me in members:
@@ -346,6 +354,8 @@ def ddp(k: Kit) -> dict[str, float]:
 def fsdp2(k: Kit) -> dict[str, float]:
     """``fully_shard``, with parameters sharded anew after the forward pass and not."""
     torch, device, expected, batches = _training(k)
+    if device == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise Skip("this version of torch has FSDP2 on GPUs only")
     fully_shard = importlib.import_module("torch.distributed.fsdp").fully_shard
     mesh = importlib.import_module("torch.distributed.device_mesh").init_device_mesh(
         device, (_dist().get_world_size(),)

@@ -10,7 +10,7 @@ import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ __all__ = [
     "dispatch_batches",
     "dispatch_ends",
     "dispatch_monitored_barrier",
+    "dispatch_splits",
     "is_awaited",
     "is_profiling",
     "leave_out_of_flight_recorder",
@@ -75,7 +76,8 @@ class Asked(NamedTuple):
         name, desc: of the group.
         device: the device that it is bound to, or None.
         store: torch's store, or None where it has none.
-        parent: the group that all members of the default one split it from, whether they are in it or not; or None.
+        ranks: of its members, in the default group; empty for the default group itself.
+        together: whether all processes make it together, those that are not in it as well.
     """
 
     backend: str | None = None
@@ -84,7 +86,8 @@ class Asked(NamedTuple):
     desc: str | None = None
     device: Any = None
     store: Any = None
-    parent: Any = None
+    ranks: Sequence[int] = ()
+    together: bool = False
 
 
 def asked() -> Asked:
@@ -105,7 +108,8 @@ def asked() -> Asked:
         there.get("group_desc"),
         there.get("device_id"),
         None if type(store) is dist.Store else store,  # what torch passes for "mpi" alone
-        None if there.get("pg_tag") or _is_local() else there.get("split_from"),
+        tuple(there.get("global_ranks_in_group", ())),
+        not there.get("pg_tag") and not _is_local(),
     )
 
 
@@ -200,6 +204,25 @@ def dispatch_batches(ours: type[Any]) -> None:
     batch_isend_irecv.knows_unicoll = True  # type: ignore[attr-defined]
     c10d.batch_isend_irecv = batch_isend_irecv
     dist.batch_isend_irecv = batch_isend_irecv
+
+
+def dispatch_splits(ours: type[Any]) -> None:
+    """Split groups of ours for ``new_group`` without torch's help, which is for backends in C++.
+
+    All processes ask for the group to split from, those that are not to be members, too; these do their part then.
+    """
+    theirs = c10d._get_split_source
+    if getattr(theirs, "knows_unicoll", False):
+        return
+
+    def split_source(pg: Any, *arguments: Any) -> Any:
+        if not isinstance(pg, ours):
+            return theirs(pg, *arguments)
+        pg.stay_out()
+        return None
+
+    split_source.knows_unicoll = True  # type: ignore[attr-defined]
+    c10d._get_split_source = split_source
 
 
 def dispatch_ends(ours: type[Any]) -> None:

@@ -108,14 +108,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Group:
         return self
 
-    @property
-    def supports_splitting(self) -> bool:
-        """Whether groups can be split from this one; not where one of another backend than ours is being made."""
-        backend = asked().backend
-        return backend is None or asks_for_us(backend, True)
-
     # torch's own answers to these ask a C++ backend, which is not there
-    supports_coalescing = True
+    supports_splitting = supports_coalescing = True
     supports_time_estimate = _supports_time_estimate = False
     supports_reconfigure = supports_window = supports_abort_hooks = False
 
@@ -290,10 +284,14 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         """Nothing: connections are made when they are needed."""
 
     def perform_nocolor_split(self, device: Any = None) -> None:
-        """Take part in making a group that this process is not in; called by ``new_group``."""
+        """Nothing: :meth:`stay_out` and :meth:`split_group` do it."""
+
+    def stay_out(self) -> None:
+        """Take part in splitting this group for the one that ``new_group`` makes, if this process is not in that."""
         group = asked()
-        if group.parent is self and group.backend is not None:
-            self.unicoll.leave_out(self.choices_for(spec_of(group.backend)))
+        outside = group.together and bool(group.ranks) and self.rank() not in group.ranks
+        if outside and asks_for_us(group.backend, mpi_is_ours=False):
+            self.unicoll.leave_out(self.choices_for(spec_of(group.backend or "")))
 
     def shutdown(self) -> None:
         """Finish what was posted, within bounds, and give everything back; the last group leaves the job."""

@@ -26,6 +26,7 @@ def register() -> None:
             dist.Backend.register_backend(name, _maker(name), extended_api=True, devices=list(devices))
     compat.dispatch_monitored_barrier(Group)
     compat.dispatch_batches(Group)
+    compat.dispatch_splits(Group)
     compat.dispatch_ends(Group)
     compat.leave_out_of_flight_recorder(Group)
     functional.register()
@@ -84,7 +85,8 @@ def _make(name: str, store: Any, rank: int, size: int, ranks: list[int], opts: A
         members = members_of(spec, store, rank, size, timeout)
         members_ranks, choices = list(members.everybody), members.membership.choices
     desc = asked.desc or "undefined"
-    parent = asked.parent.unicoll if isinstance(asked.parent, Group) else None
+    splits = asked.together and ranks and isinstance(world, Group) and world.bound_device_id is not None
+    parent = world.unicoll if splits else None
     ours = members.make(group_name, members_ranks, choices, timeout, desc, pg_options, asked.device, parent)
     group = Group(members, ours, asked.backend or name, group_name, desc, store)
     group.asked_for = spec

@@ -45,11 +45,11 @@ class Work(dist.Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta = _NOW) -> bool:
         """Order the caller after the operation; raises what went wrong with it."""
         try:
-            return self._handle.wait(timeout)
+            self._handle.wait(timeout)
         except OperationTimeoutError as error:
             raise in_torchs_words(error) from None
-        finally:
-            self._keeper.waited(self._key)
+        self._keeper.waited(self._key)
+        return True
 
     def synchronize(self) -> None:
         """As :meth:`wait`."""
