@@ -18,7 +18,9 @@ from . import asking
 from .kits import kit
 from .record import Skip
 
-__all__ = ["count_what_is_asked", "device_facts", "enter", "leave", "ready", "run", "warm_up"]
+__all__ = ["count_what_is_asked", "device_facts", "enter", "leave", "left_over", "ready", "run", "warm_up"]
+
+_END_S = 3.0
 
 
 def count_what_is_asked() -> None:
@@ -47,12 +49,17 @@ def leave() -> list[str]:
     """Leave the job; threads of ours that are still there after a while."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    until = time.monotonic() + worker.PATIENCE_S
-    while left := sorted(t.name for t in threading.enumerate() if t.name.startswith("unicoll")):
-        if time.monotonic() >= until:
-            break
+    return left_over()
+
+
+def left_over() -> list[str]:
+    """Threads of ours that are still there, once they have had time to go."""
+    deadline = time.monotonic() + _END_S
+    while True:
+        left = sorted(t.name for t in threading.enumerate() if t.name.startswith("unicoll"))
+        if not left or time.monotonic() > deadline:
+            return left
         time.sleep(0.02)
-    return left
 
 
 def warm_up(name: str) -> float:
