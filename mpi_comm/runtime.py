@@ -13,6 +13,7 @@ finalises MPI, because they cannot finish what they do without it.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import os
 import sys
@@ -294,11 +295,16 @@ def _limit(seconds: float, what: str) -> Iterator[None]:
     """A time limit for calls of MPI that nothing can interrupt: the process ends."""
     timer = threading.Timer(seconds, _end, (f"{what}, after {seconds:g} s",))
     timer.daemon = True
-    timer.start()
+    cancel = timer.cancel
+    try:
+        timer.start()
+    except RuntimeError:  # from Python 3.12 on an ending interpreter starts no threads; this one is C's
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+        cancel = faulthandler.cancel_dump_traceback_later
     try:
         yield
     finally:
-        timer.cancel()
+        cancel()
 
 
 def _end(what: str) -> None:

@@ -13,6 +13,7 @@ from unicoll.errors import DistError, OperationTimeoutError
 from unicoll.streams import Cuda, naps
 
 from .api import IN_PROGRESS, SUCCESS, Config, Nccl, Slot
+from .enders import Enders
 from .errors import error_for
 from .types import factor_bytes
 
@@ -38,6 +39,9 @@ class Communicator:
         what: name of the function that makes it, for errors.
         deadline: on the clock of ``time.monotonic``.
         look: called while waiting; raises what has ended the group.
+
+    Attributes:
+        enders: threads for what may not come back.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class Communicator:
         self.device = device
         self.rank, self.size = context.rank, context.size
         self._look = look
+        self.enders: Enders = context.job.shared("nccl-enders", Enders)
         self.native_all_to_all = nccl.has("ncclAlltoAll")
         self._made: dict[tuple[int, bytes], int] = {}
         code, self._slot = self._within(begin, what, deadline)
@@ -250,10 +255,7 @@ class Communicator:
             self.cuda.set_device(self.device)
             end()
 
-        thread = threading.Thread(target=run, name=f"unicoll-{self.context.name}-{what}", daemon=True)
-        thread.start()
-        thread.join(timeout)
-        if thread.is_alive():
+        if not self.enders.start(run).wait(timeout):
             logging.getLogger("unicoll").error(
                 "%s NCCL's communicator of group %r has not come back in %.0f s; it is left behind",
                 what, self.context.name, timeout,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -53,7 +54,7 @@ class Supervised(Backend):
         self._seen: tuple[Call | None, float] = None, 0.0  # what the watchdog last saw there, and since when
         self._closed = False
         self._ending_lock = threading.Lock()
-        self._ending: threading.Thread | None = None
+        self._ending: threading.Event | None = None  # set when an abort has been done
         self._windows: WeakSet[DeviceArray] = WeakSet()
         self._abandoned: list[tuple[Call, ...]] = []  # what NCCL could not stop: their arrays stay
         self._watchdog: Watchdog | None = None
@@ -153,11 +154,10 @@ class Supervised(Backend):
             self.error = cause
             if self._comm is None or self._closed:
                 return
-            name = f"unicoll-{self.context.name}-abort"
-            self._ending = threading.Thread(target=self._abort, args=(cause,), name=name, daemon=True)
-            self._ending.start()
+            comm, self._ending = self._comm, threading.Event()
+        comm.enders.start(partial(self._abort, cause, self._ending))
 
-    def _abort(self, cause: DistError) -> None:
+    def _abort(self, cause: DistError, ended: threading.Event) -> None:
         """Stop the device's work, and only then let the arrays go."""
         flights = list(self.flights)
         for flight in flights:
@@ -173,13 +173,14 @@ class Supervised(Backend):
             self._abandoned.extend(flight.calls for flight in flights)
         for flight in flights:
             flight.finish(cause)
+        ended.set()
 
     def _stop_ending(self) -> None:
         """Wait for the end of an abort that has begun."""
         with self._ending_lock:
             ending = self._ending
         if ending is not None:
-            ending.join(_END_S)
+            ending.wait(_END_S)
 
     def close(self) -> None:
         if self._closed:
@@ -198,7 +199,7 @@ class Supervised(Backend):
         assert self._watchdog is not None
         self._watchdog.unwatch(self)
         if ending is not None:
-            ending.join(_END_S)
+            ending.wait(_END_S)
         for window in list(self._windows):
             window.deregister()
         over = comm.finish(_DRAIN_S) if failed is None and drained else comm.abort()

@@ -30,6 +30,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -123,8 +124,9 @@ class Job:
         """Close what the backends share; idempotent."""
         with self._lock:
             shared, self._shared = self._shared, {}
-        for resource in shared.values():
-            resource.close()
+        with ExitStack() as left:  # whatever fails, the rest is done
+            for resource in reversed(shared.values()):
+                left.callback(resource.close)
 
 
 @dataclass

@@ -7,6 +7,7 @@ and now or posted, which gives a :class:`~unicoll.work.Work`. The operations the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -422,7 +423,8 @@ class Dispatch:
             return
         self._closed = True
         self._known.clear()
-        for backend in self._served.values():
-            backend.close()
-        if self._staged is not None:
-            self._staged.close()
+        with ExitStack() as left:  # whatever fails, the rest is done
+            if self._staged is not None:
+                left.callback(self._staged.close)
+            for backend in reversed(self._served.values()):
+                left.callback(backend.close)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 
 from . import excepthook, forks, registry, settings, under_mpi
@@ -49,15 +50,16 @@ class Membership:
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave: end the groups, say goodbye, give everything back. ``error`` is what ended the program, if it did."""
-        if error is not None and not isinstance(error, SystemExit):  # nobody is to wait for what was posted
+        with ExitStack() as left:  # whatever fails, the rest is done, and the others hear a goodbye
+            left.callback(_take_down, self.meeting, self.job, error)
             for one in self.groups:
-                for backend in one._served.values():
-                    backend.abort(DistError(f"this process ended with {type(error).__name__}: {error}"))
-        groups = [*self.groups]
-        self.groups.clear()
-        for one in reversed(groups):
-            one.close()
-        _take_down(self.meeting, self.job, error)
+                left.callback(one.close)
+            groups = [*self.groups]
+            self.groups.clear()
+            if error is not None and not isinstance(error, SystemExit):
+                for one in groups:
+                    for backend in one._served.values():  # nobody is to wait for what was posted
+                        backend.abort(DistError(f"this process ended with {type(error).__name__}: {error}"))
 
 
 def join(
@@ -158,14 +160,11 @@ def choose(meeting: Rendezvous, backend: str | None) -> list[Choice]:
 
 
 def _take_down(meeting: Rendezvous, job: Job, error: BaseException | None) -> None:
-    try:
+    with ExitStack() as left:
+        left.callback(meeting.close)
+        left.callback(job.close)
         if job.control is not None:
-            job.control.close(error)
-    finally:
-        try:
-            job.close()
-        finally:
-            meeting.close()
+            left.callback(job.control.close, error)
 
 
 # --- how others ended ------------------------------------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""Threads for calls of NCCL that may never come back, there before they are needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+__all__ = ["Enders"]
+
+_SPARE = 2
+"""Idle threads that are kept while others work: one ends a group, and has another one call NCCL."""
+
+
+class Enders:
+    """The threads on which communicators end.
+
+    They start with the first communicator: from Python 3.12 on, an interpreter that is ending starts no more threads,
+    and groups that were not destroyed end there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._idle = 0
+        self._closed = False
+        with self._lock:
+            self._fill(_SPARE)
+
+    def _fill(self, count: int) -> None:
+        while self._idle < count and not self._closed:
+            thread = threading.Thread(target=self._work, name="unicoll-nccl-end", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending
+                return
+            self._idle += 1
+
+    def start(self, task: Callable[[], None]) -> threading.Event:
+        """Do something on a thread; the event tells when it is done. Without any thread it is done here."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                task()
+            finally:
+                done.set()
+
+        with self._lock:
+            self._fill(_SPARE + 1)
+            found = self._idle > 0
+            if found:
+                self._idle -= 1
+                self._tasks.put(run)
+        if not found:
+            run()
+        return done
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+            with self._lock:
+                if self._closed:
+                    return
+                self._idle += 1
+
+    def close(self) -> None:
+        """End the threads, those at work when they are done; idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, 0
+            for _ in range(idle):
+                self._tasks.put(None)
