@@ -19,6 +19,7 @@ __all__ = [
     "IN_PROGRESS",
     "MAX",
     "MIN",
+    "OF_OTHERS",
     "PROD",
     "SUCCESS",
     "SUM",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 SUCCESS, IN_PROGRESS = 0, 7
+OF_OTHERS = (2, 3, 6)
+"""Codes that the death of another rank may be behind: system, internal and remote errors."""
 UNIQUE_ID_BYTES = 128
 SUM, PROD, MAX, MIN, AVG = range(5)
 

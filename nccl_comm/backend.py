@@ -17,7 +17,7 @@ from unicoll.backend import Call, Caps, Context
 from unicoll.errors import DistArgumentError
 from unicoll.ops import OPS
 from unicoll.options import CallOptions, as_options
-from unicoll.streams import SPIN_S, naps, on_device
+from unicoll.streams import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, naps, on_device
 from unicoll.types import DType, Reduction
 from unicoll.work import Completion
 
@@ -182,7 +182,7 @@ class NCCLBackend(Supervised):
             else:
                 completion = None
                 stream = (call.inputs or call.outputs)[0].stream
-                with _NOTHING if stream else self._legacy():
+                with self._context_of(stream):
                     self._put((call,), comm, stream)
         if completion is not None:
             completion.wait(None)
@@ -190,7 +190,7 @@ class NCCLBackend(Supervised):
 
     def _put(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
         """Put a call on the caller's stream, where nothing has to be held: the memory is used on its own stream."""
-        captured = stream != 0 and self.cuda.capturing(stream)
+        captured = stream > LEGACY_STREAM and self.cuda.capturing(stream)
         self._await_producers(calls, stream)
         self._issue(calls, comm, stream)
         if not captured:
@@ -206,8 +206,8 @@ class NCCLBackend(Supervised):
             if first.op.name == "barrier":
                 return self._barrier(comm, first)
             current = (first.inputs or first.outputs)[0].stream
-            with _NOTHING if current else self._legacy():
-                captured = current != 0 and self.cuda.capturing(current)
+            with self._context_of(current):
+                captured = current > LEGACY_STREAM and self.cuda.capturing(current)
                 self._await_producers(calls, self._stream)
                 self._issue(calls, comm, self._stream)
                 return StreamCompletion(self, self._depart(calls, self._stream, current, captured))
@@ -286,7 +286,9 @@ class NCCLBackend(Supervised):
 
     def _connect_for(self, call: Call) -> Communicator:
         first = (call.inputs or call.outputs)[0]
-        if first.stream and self.cuda.capturing(first.stream):
+        with on_device(self.cuda, first.device.index):
+            captured = first.stream > LEGACY_STREAM and self.cuda.capturing(first.stream)
+        if captured:
             raise DistArgumentError(
                 f"{call.op.name}: the first operation of group {self.context.name!r} connects its ranks, which a graph"
                 " cannot record: do one before capturing, or give device_id= to init_process_group",
@@ -322,7 +324,7 @@ class NCCLBackend(Supervised):
         """Let ``stream`` wait for whatever writes the arrays on other streams."""
         for other in _streams(calls):
             if other != stream:
-                with _NOTHING if other else self._legacy():
+                with self._context_of(other):
                     self.cuda.record(self._before, other)
                 self.cuda.wait_event(stream, self._before)
 
@@ -336,12 +338,14 @@ class NCCLBackend(Supervised):
 
     def order(self, stream: int, event: int) -> None:
         """Let a stream wait for an event."""
-        with _NOTHING if stream else self._legacy():
+        with self._context_of(stream):
             self.cuda.wait_event(stream, event)
 
-    def _legacy(self) -> AbstractContextManager[None]:
-        """The legacy stream is that of the current device: it has to be ours."""
-        return _NOTHING if self.cuda.current_device() == self._device else on_device(self.cuda, self._device)
+    def _context_of(self, stream: int) -> AbstractContextManager[None]:
+        """The default streams are those of the current device: it has to be ours."""
+        if stream > PER_THREAD_STREAM or self.cuda.current_device() == self._device:
+            return _NOTHING
+        return on_device(self.cuda, self._device)
 
     def settle(self, stream: int) -> None:
         """Block the host until all that is on a stream has been done, or the group has failed."""
@@ -352,7 +356,7 @@ class NCCLBackend(Supervised):
                 raise self.error.with_traceback(None) from None
 
     def _stream_done(self, stream: int) -> bool:
-        with _NOTHING if stream else self._legacy():
+        with self._context_of(stream):
             return self.cuda.stream_done(stream)
 
     # --- what it is -----------------------------------------------------------------------------------------------

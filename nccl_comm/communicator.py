@@ -12,7 +12,7 @@ from unicoll.backend import Call, Context
 from unicoll.errors import DistError, OperationTimeoutError
 from unicoll.streams import Cuda, naps
 
-from .api import IN_PROGRESS, SUCCESS, Config, Nccl, Slot
+from .api import IN_PROGRESS, OF_OTHERS, SUCCESS, Config, Nccl, Slot
 from .enders import Enders
 from .errors import error_for
 from .types import factor_bytes
@@ -22,6 +22,8 @@ __all__ = ["Communicator"]
 _END_S = 10.0
 """How long NCCL may take to end a communicator before it is left behind."""
 _LOOK_S = 0.05
+_NEWS_S = 1.0
+"""How long NCCL's word of an error is ahead of the control plane's on the death of a rank, at most."""
 _MADE_OPS = 64
 
 
@@ -38,7 +40,7 @@ class Communicator:
         begin: makes it: answers NCCL's code and where the handle is.
         what: name of the function that makes it, for errors.
         deadline: on the clock of ``time.monotonic``.
-        look: called while waiting; raises what has ended the group.
+        look: called while waiting, with the call that waits; raises what has ended the group.
 
     Attributes:
         enders: threads for what may not come back.
@@ -53,7 +55,7 @@ class Communicator:
         begin: Callable[[], tuple[int, Slot]],
         what: str,
         deadline: float,
-        look: Callable[[], None],
+        look: Callable[[Call | None], None],
     ) -> None:
         self.context = context
         self.nccl = nccl
@@ -67,6 +69,7 @@ class Communicator:
         code, self._slot = self._within(begin, what, deadline)
         self.handle = self._slot.value or 0
         if code not in (SUCCESS, IN_PROGRESS):
+            self.await_news(code, None)
             raise self.error(code, what, None)
         try:
             self.await_ready(what, deadline, None)
@@ -93,7 +96,7 @@ class Communicator:
         while thread.is_alive():
             thread.join(_LOOK_S)
             if thread.is_alive():
-                self._look()
+                self._look(None)
                 self._check_time(what, deadline, None)
         if errors:
             raise errors[0]
@@ -110,9 +113,17 @@ class Communicator:
         """What a call of NCCL answered, unless it was success: wait until it is done, or raise."""
         what = f"{call.describe()} #{call.seq}"
         if code != IN_PROGRESS:
-            self._look()  # what ended the group is behind it, if something did
+            self.await_news(code, call)
             raise self.error(code, what, call)
         self.await_ready(what, deadline, call)
+
+    def await_news(self, code: int, call: Call | None) -> None:
+        """Raise what is behind one of NCCL's errors, if something is: the others' news come a moment after it."""
+        until = time.monotonic() + (_NEWS_S if code in OF_OTHERS else 0.0)
+        self._look(call)
+        while time.monotonic() < until:
+            time.sleep(_LOOK_S)
+            self._look(call)
 
     def state(self) -> int:
         """The communicator's state; a code of NCCL's."""
@@ -125,9 +136,10 @@ class Communicator:
             state = self.state()
             if state != IN_PROGRESS:
                 break
-            self._look()
+            self._look(call)
             self._check_time(what, deadline, call)
         if state != SUCCESS:
+            self.await_news(state, call)
             raise self.error(state, what, call)
 
     def _check_time(self, what: str, deadline: float, call: Call | None) -> None:
@@ -196,7 +208,12 @@ class Communicator:
         )
 
     def shrink(
-        self, context: Context, excluded: list[int], config: Config, deadline: float, look: Callable[[], None]
+        self,
+        context: Context,
+        excluded: list[int],
+        config: Config,
+        deadline: float,
+        look: Callable[[Call | None], None],
     ) -> Communicator:
         """A communicator among the members that are left; ``look`` is theirs."""
 

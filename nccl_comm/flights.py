@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -9,10 +10,14 @@ from typing import Any, Protocol
 from unicoll.backend import Call
 from unicoll.buffers import Buffer
 from unicoll.errors import OperationTimeoutError
-from unicoll.streams import SPIN_S, Cuda, naps
+from unicoll.streams import PER_THREAD_STREAM, SPIN_S, Cuda, naps
 from unicoll.work import Completion
 
 __all__ = ["EventCache", "Flight", "StreamCompletion"]
+
+
+_ENDING = threading.RLock()
+"""Held for a moment while a flight ends or is given a callback; garbage that is collected meanwhile may end others."""
 
 
 class EventCache:
@@ -91,13 +96,15 @@ class Flight:
 
     def finish(self, error: BaseException | None = None) -> None:
         """It has ended: the arrays go, and whoever asked is told."""
-        if self.done:
-            return
-        self.error = self.error or error
-        self.done = True
+        with _ENDING:
+            if self.done:
+                return
+            self.error = self.error or error
+            self.done = True
+            callbacks, self.callbacks = self.callbacks, []
         self.release()
-        while self.callbacks:
-            self.callbacks.pop()()
+        for callback in callbacks:
+            callback()
 
 
 class Tower(Protocol):
@@ -148,7 +155,8 @@ class StreamCompletion(Completion):
             stream = here()
             if not flight.done:
                 self._order(stream)
-            same = same and stream == flight.stream
+            # the default stream of another thread is another stream
+            same = same and stream == flight.stream != PER_THREAD_STREAM
         if self._packed:
             self._unpack()
         if same:
@@ -193,14 +201,14 @@ class StreamCompletion(Completion):
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         flight = self._flight
-        flight.callbacks.append(fn)
-        self._tower.hurry()
-        if flight.done and flight.callbacks:
-            try:
-                flight.callbacks.remove(fn)
-            except ValueError:  # finish() has run it
-                return
+        with _ENDING:
+            done = flight.done
+            if not done:
+                flight.callbacks.append(fn)
+        if done:
             fn()
+        else:
+            self._tower.hurry()
 
 
 def _currents(calls: Sequence[Call]) -> tuple[Any, ...]:

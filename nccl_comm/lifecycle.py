@@ -66,11 +66,11 @@ class Supervised(Backend):
         self._watchdog = self.context.job.shared("nccl-watchdog", Watchdog)
         self._watchdog.watch(self)
 
-    def _look(self) -> None:
+    def _look(self, call: Call | None) -> None:
         """While NCCL is waited for: has the group failed, is everybody there?"""
         if self.error is not None:
             raise self.error.with_traceback(None) from None
-        self.check_departures(None)
+        self.check_departures(call)
 
     # --- looking after what is on its way -----------------------------------------------------------------------
 
@@ -107,11 +107,12 @@ class Supervised(Backend):
         self._look_inside(now)
         if state not in (SUCCESS, IN_PROGRESS):
             call = first.words() if first is not None else None
+            self._comm.await_news(state, call)
             raise self._comm.error(state, "an operation in progress", call)
         if first is None:
             return
         self.check_departures(first.words())
-        late = next((f for f in list(self.flights) if now >= f.deadline), None)
+        late = next((f for f in list(self.flights) if now >= f.deadline and not self.landed(f)), None)
         if late is not None:
             raise inquest.timed_out(self.context, late.words())
 

@@ -6,6 +6,7 @@ It goes through the job's store, whatever that is: TCP, a file, or MPI.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import time
@@ -32,6 +33,8 @@ __all__ = ["SHARING", "facts_of", "meet"]
 SHARING = "UNICOLL_NCCL_SHARE_DEVICE"
 """With the value 1 several ranks may use one device (for tests: NCCL itself has to be told, too)."""
 _SLICE_S = 1.0
+_SILENCE_S = 10.0
+"""After how long those who wait for others to start NCCL are told so."""
 
 
 def meet(context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float) -> bytes:
@@ -112,6 +115,7 @@ def _refuse_sharing(context: Context, facts: list[dict[str, Any]]) -> None:
 def _await(context: Context, keys: list[str], prefix: str, deadline: float) -> None:
     """Wait for keys, in slices: between them, look whether everybody is alive."""
     store, control = context.job.store, context.job.control
+    silent_until = time.monotonic() + _SILENCE_S
     while True:
         left = deadline - time.monotonic()
         try:
@@ -119,6 +123,13 @@ def _await(context: Context, keys: list[str], prefix: str, deadline: float) -> N
             return
         except StoreTimeoutError:
             pass
+        if time.monotonic() >= silent_until:
+            silent_until = deadline + _SLICE_S
+            logging.getLogger("unicoll").warning(
+                "group %r waits to start NCCL, which takes all its members; have not come: %s. A group without a device"
+                " starts it at its first operation, messages included: give device_id= to init_process_group or"
+                " new_group, and it starts when it is made", context.name, _missing(context, prefix),
+            )  # fmt: skip
         if control is not None:
             for rank in context.ranks:
                 if rank in control.departed:
@@ -129,9 +140,13 @@ def _await(context: Context, keys: list[str], prefix: str, deadline: float) -> N
 
 
 def _too_late(context: Context, prefix: str) -> OperationTimeoutError:
+    return OperationTimeoutError(
+        f"starting NCCL for group {context.name!r} was not done in time; have not come: {_missing(context, prefix)}",
+        group=context.name,
+    )
+
+
+def _missing(context: Context, prefix: str) -> str:
     store = context.job.store
     missing = [m for m in range(context.size) if not store.check([f"{prefix}/{m}"])]
-    names = ", ".join(context.who(m) for m in missing[:16]) or context.who(0)
-    return OperationTimeoutError(
-        f"starting NCCL for group {context.name!r} was not done in time; have not come: {names}", group=context.name
-    )
+    return ", ".join(context.who(m) for m in missing[:16]) or context.who(0)

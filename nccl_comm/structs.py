@@ -23,6 +23,8 @@ NO_COLOR = -1
 NEWEST = 23203
 """The newest version whose header was read; a newer library is spoken to as this one, which it understands."""
 _MAGIC = 0xCAFEBEEF
+_MOST_CTAS = 64
+"""MAXCHANNELS, NCCL's own default; older versions have 32, and take what is more for that."""
 
 
 CALL_CONFIGS_SINCE = 23100
@@ -107,10 +109,13 @@ def config_struct(config: Config, version: int) -> ConfigStruct:
         if kind is c_int:
             setattr(made, name, UNDEFINED)
     made.blocking = int(config.blocking)
+    most = config.max_ctas
+    if config.min_ctas is not None and most is None:  # NCCL takes the undefined number for one, less than any
+        most = max(config.min_ctas, _MOST_CTAS)
     numbers = {
         "cgaClusterSize": config.cga_cluster_size,
         "minCTAs": config.min_ctas,
-        "maxCTAs": config.max_ctas,
+        "maxCTAs": most,
         "splitShare": config.split_share,
         "trafficClass": config.traffic_class,
     }

@@ -13,6 +13,8 @@ __all__ = ["Watchdog"]
 
 _PERIOD_S = 0.1
 _HURRIED_S = 2e-4
+_SWEEP_S = 20.0
+"""How long a group that closes waits for a look at it to end: callbacks run in there, which are the user's."""
 
 
 class _Watched(Protocol):
@@ -26,6 +28,8 @@ class Watchdog:
     def __init__(self) -> None:
         self._watched: list[_Watched] = []
         self._lock = threading.Lock()
+        self._swept = threading.Condition(self._lock)
+        self._sweeping: _Watched | None = None
         self._wake = threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -39,10 +43,12 @@ class Watchdog:
                 self._thread.start()
 
     def unwatch(self, group: _Watched) -> None:
-        """The group is closed."""
-        with self._lock:
+        """The group is closing; returns when nothing looks at it any more, so that it can give things back."""
+        with self._swept:
             if group in self._watched:
                 self._watched.remove(group)
+            if threading.current_thread() is not self._thread:
+                self._swept.wait_for(lambda: self._sweeping is not group, _SWEEP_S)
 
     def hurry(self) -> None:
         """Somebody waits to be told of an end."""
@@ -64,11 +70,23 @@ class Watchdog:
             now = time.monotonic()
             hurried = False
             for group in watched:
-                try:
-                    hurried |= group.sweep(now)
-                except Exception:  # one group's trouble is not the others'
-                    logging.getLogger("unicoll").exception("the NCCL watchdog failed to look after a group")
+                hurried |= self._sweep(group, now)
             if hurried:
                 time.sleep(_HURRIED_S)
             else:
                 self._wake.wait(_PERIOD_S)
+
+    def _sweep(self, group: _Watched, now: float) -> bool:
+        with self._lock:
+            if group not in self._watched:
+                return False
+            self._sweeping = group
+        try:
+            return group.sweep(now)
+        except Exception:  # one group's trouble is not the others'
+            logging.getLogger("unicoll").exception("the NCCL watchdog failed to look after a group")
+            return False
+        finally:
+            with self._swept:
+                self._sweeping = None
+                self._swept.notify_all()

@@ -25,6 +25,7 @@ from unicoll.streams import Cuda, CudaError, DeviceFacts
 __all__ = ["Simulation", "SimulatedCuda"]
 
 _LEGACY = (0, 1)
+_PER_THREAD = 2
 _MEMORY = 8 << 30
 
 
@@ -156,6 +157,7 @@ class SimulatedCuda(Cuda):
         self._thread = _Thread()
         self._handles = itertools.count(0x5000, 0x10)
         self._legacy = [scheduler.new_stream(1, d, blocking=False, legacy=True) for d in range(devices)]
+        self._per_thread: dict[tuple[int, int], Stream] = {}
         self.streams: dict[int, Stream] = {}
         self.events: dict[int, _Event] = {}
         self.captures: list[Capture] = []
@@ -182,7 +184,8 @@ class SimulatedCuda(Cuda):
         return self._thread.device
 
     def set_device(self, device: int) -> None:
-        self._check_device(device)
+        if device != -1:
+            self._check_device(device)
         self._thread.device = device
 
     def _check_device(self, device: int) -> None:
@@ -203,9 +206,15 @@ class SimulatedCuda(Cuda):
         return self.add_stream(device, blocking=False)
 
     def stream(self, handle: int) -> Stream:
-        """The stream of a handle; of the calling thread's device for the default stream."""
+        """The stream of a handle; of the calling thread's device for the default streams."""
+        device = max(0, self._thread.device)
         if handle in _LEGACY:
-            return self._legacy[max(0, self._thread.device)]
+            return self._legacy[device]
+        if handle == _PER_THREAD:
+            key = (threading.get_ident(), device)
+            if key not in self._per_thread:
+                self._per_thread[key] = self._scheduler.new_stream(handle, device, blocking=True)
+            return self._per_thread[key]
         found = self.streams.get(handle)
         if found is None:
             self._scheduler.fault(f"use of a stream that does not exist, or no longer: {handle:#x}")

@@ -24,7 +24,7 @@ from declarations import CUDA
 from unicoll import cuda_driver, outlook, streams
 from unicoll.cuda_driver import SIGNATURES, Driver
 from unicoll.errors import BackendUnavailableError, DistBackendError
-from unicoll.streams import Cuda, CudaError, DeviceFacts
+from unicoll.streams import Cuda, CudaError, DeviceFacts, on_device
 from unicoll.testing.ranks import ROOT, environment
 
 DECLARED = parse(CUDA)
@@ -221,6 +221,15 @@ def test_threads_have_devices_of_their_own_and_share_the_contexts(driver: Driver
     assert sorted(seen) == [-1] * 6 + [0] * 6
     assert driver.current_device() == 1
     assert [d for _, d in machine.of("cuDevicePrimaryCtxRetain")] == [71, 70]
+
+
+def test_a_thread_without_a_device_has_none_after_a_while_on_one(driver: Driver, machine: Machine) -> None:
+    with on_device(driver, 1):
+        assert driver.current_device() == 1
+    assert driver.current_device() == -1
+    assert machine.of("cuCtxSetCurrent") == [(CONTEXTS[1],), (0,)]
+    driver.set_device(-1)
+    assert len(machine.of("cuCtxSetCurrent")) == 2
 
 
 # --- streams and events -----------------------------------------------------------------------------------------

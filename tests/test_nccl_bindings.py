@@ -313,6 +313,18 @@ def test_options_that_a_version_lacks_are_refused_unless_they_are_for_logs_only(
     assert structs.config_struct(api.Config(comm_name="x"), 22605).commName is None
 
 
+@pytest.mark.parametrize("version", [21805, 22203, 22809, 23007, 23203])
+@pytest.mark.parametrize("given", [(4, None), (None, 4), (100, None), (4, 8), (None, None)])
+def test_either_number_of_ctas_may_be_given_alone(given: tuple[int | None, int | None], version: int) -> None:
+    least, most = given
+    told = structs.config_struct(api.Config(min_ctas=least, max_ctas=most), version)
+    # else NCCL refuses them, also where one is undefined: parseCommConfig in its init.cc
+    assert told.minCTAs <= told.maxCTAs
+    assert told.minCTAs == (structs.UNDEFINED if least is None else least)
+    if most is not None or least is None:
+        assert told.maxCTAs == (structs.UNDEFINED if most is None else most)
+
+
 @pytest.mark.parametrize(("code", "text"), [(2708, "2.7.8"), (21803, "2.18.3"), (23007, "2.30.7")])
 def test_versions_in_words(code: int, text: str) -> None:
     assert structs.version_text(code) == text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,42 @@ class _CupyArray:
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     module: Any = types.ModuleType("cupy")
     module.ndarray = type("ndarray", (_CupyArray,), {"__module__": "cupy"})
-    module.ascontiguousarray = lambda array: module.ndarray(np.ascontiguousarray(array.values))
-    module.cuda = types.SimpleNamespace(get_current_stream=lambda index: types.SimpleNamespace(ptr=7))
+    module.now = [0]  # the current device, on which CuPy allocates and runs kernels wherever its arrays are
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        module.now.append(index)
+        yield
+        module.now.pop()
+
+    def ascontiguousarray(array: Any) -> Any:
+        made = module.ndarray(np.ascontiguousarray(array.values))
+        made.device = types.SimpleNamespace(id=module.now[-1])
+        module.made.append(made)
+        return made
+
+    def setitem(self: Any, key: Any, value: Any) -> None:
+        module.wrote.append((self.device.id, module.now[-1]))
+        _CupyArray.__setitem__(self, key, value)
+
+    module.made, module.wrote = [], []
+    module.ascontiguousarray = ascontiguousarray
+    module.ndarray.__setitem__ = setitem
+    module.cuda = types.SimpleNamespace(
+        get_current_stream=lambda index: types.SimpleNamespace(ptr=7), Device=device
+    )
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setattr(buffers, "_ADAPTERS", dict(buffers._ADAPTERS))
     return module
+
+
+def test_a_strided_array_of_cupys_is_packed_and_unpacked_on_its_own_device(cupy: Any) -> None:
+    buffer = as_buffer(cupy.ndarray(np.arange(6.0)[::2]))
+    (packed,) = cupy.made
+    assert buffer.device.index == packed.device.id == 1
+    buffer.write_back()
+    assert cupy.wrote == [(1, 1)]
+    assert cupy.now == [0]
 
 
 def test_a_subclass_of_cupys_arrays_is_seen_as_its_memory(cupy: Any) -> None:

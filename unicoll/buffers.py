@@ -252,10 +252,12 @@ def _cupy_adapter(cupy: Any) -> Adapter:
         where, here = places.get(index) or place(index)
         unpack, packed = None, array
         if not array.flags.c_contiguous:
-            packed = cupy.ascontiguousarray(array)
+            with cupy.cuda.Device(index):  # CuPy allocates and copies on the current one
+                packed = cupy.ascontiguousarray(array)
 
             def unpack() -> None:
-                array[...] = packed
+                with cupy.cuda.Device(index):
+                    array[...] = packed
 
         return Buffer(
             array, dtype, array.shape, None, True, unpack, where, packed.data.ptr, packed.size, here(), here

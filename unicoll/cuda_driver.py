@@ -191,10 +191,10 @@ class Driver(Cuda):
         return found.value
 
     def set_device(self, device: int) -> None:
-        """Make a device's primary context the calling thread's; starts the context when it is first asked for."""
-        context = self._contexts.get(device) or self._retain(device)
+        """Make a device's primary context the calling thread's, with -1 none; starts it when it is first asked for."""
+        context = 0 if device < 0 else self._contexts.get(device) or self._retain(device)
         if self._current() != context:
-            self._call("cuCtxSetCurrent", context)
+            self._call("cuCtxSetCurrent", context or None)
 
     # --- streams and events ---
 

@@ -11,7 +11,7 @@ from .buffers import Buffer
 from .call import Call
 from .errors import DistArgumentError, OperationTimeoutError
 from .pinned import Pinned, Pins
-from .streams import Cuda, await_event, on_device
+from .streams import LEGACY_STREAM, Cuda, await_event, on_device
 
 __all__ = ["Dock", "Lanes"]
 
@@ -91,7 +91,7 @@ class Dock:
         with on_device(c, device):
             lanes = self.lanes(device)
             for stream in {b.stream for b in buffers}:
-                if stream and c.capturing(stream):
+                if stream > LEGACY_STREAM and c.capturing(stream):
                     raise DistArgumentError(
                         f"{call.op.name}: arrays of a GPU go through the host here, which a graph cannot record",
                         op=call.op.name,

@@ -31,7 +31,12 @@ __all__ = [
 ]
 
 LEGACY_STREAM = 1
-"""Handle of the legacy default stream (``cudaStreamLegacy``)."""
+"""Handle of the legacy default stream (``cudaStreamLegacy``), as 0 mostly is."""
+PER_THREAD_STREAM = 2
+"""Handle of the calling thread's default stream (``cudaStreamPerThread``).
+
+Handles up to this one mean a stream of the current device; all others are streams themselves.
+"""
 
 SPIN_S = 50e-6
 """How long the host looks again and again for what the device is about to do."""
@@ -87,7 +92,7 @@ class Cuda(ABC):
 
     @abstractmethod
     def set_device(self, device: int) -> None:
-        """Make a device the calling thread's; cheap where it is already."""
+        """Make a device the calling thread's, with -1 none; cheap where it is already."""
 
     # --- streams and events ---
 
@@ -198,7 +203,7 @@ def cuda() -> Cuda:
 
 @contextmanager
 def on_device(cuda: Cuda, device: int) -> Iterator[None]:
-    """Make a device the thread's for a while."""
+    """Make a device the thread's for a while; one that had none has none afterwards."""
     before = cuda.current_device()
     if before == device:
         yield
@@ -207,8 +212,7 @@ def on_device(cuda: Cuda, device: int) -> Iterator[None]:
     try:
         yield
     finally:
-        if before >= 0:
-            cuda.set_device(before)
+        cuda.set_device(before)
 
 
 def naps(spin: float = 0.0) -> Iterator[None]:
