@@ -192,3 +192,7 @@ class Nccl(Protocol):
         """Like a handle, the window may come later: while ``comm`` is in progress."""
 
     def window_deregister(self, comm: int, window: int) -> int: ...
+    def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:
+        """Register memory on this rank alone; from 2.19. The handle is 0 where NCCL has no use for it."""
+
+    def comm_deregister(self, comm: int, handle: int) -> int: ...

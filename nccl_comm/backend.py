@@ -25,8 +25,8 @@ from . import library, transports
 from .api import Config
 from .communicator import Communicator
 from .devices import bound_device
+from .exposed import Exposing
 from .flights import Flight, StreamCompletion
-from .lifecycle import Supervised
 from .meeting import facts_of, meet
 from .memory import DeviceArray, symmetric_array
 from .operations import OPERATIONS, Ranks, barrier, batch
@@ -49,7 +49,7 @@ def _reduces(dtype: DType, reduction: Reduction) -> bool:
     return way(dtype, reduction, library.nccl().version) is not None
 
 
-class NCCLBackend(Supervised):
+class NCCLBackend(Exposing):
     """Collectives between GPUs."""
 
     name = "nccl"

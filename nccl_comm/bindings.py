@@ -69,6 +69,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclMemFree": (_ptr,),
     "ncclCommWindowRegister": (_comm, _ptr, c_size_t, _out, c_int),
     "ncclCommWindowDeregister": (_comm, c_void_p),
+    "ncclCommRegister": (_comm, _ptr, c_size_t, _out),
+    "ncclCommDeregister": (_comm, c_void_p),
 }
 """What each function takes; all return ncclResult_t but ncclGetLastError, which returns text."""
 
@@ -95,6 +97,7 @@ DIRECT = {
     "redop_destroy": "ncclRedOpDestroy",
     "mem_free": "ncclMemFree",
     "window_deregister": "ncclCommWindowDeregister",
+    "comm_deregister": "ncclCommDeregister",
 }
 """Methods of the protocol that are the library's functions as they are; their arguments are positional."""
 
@@ -133,6 +136,7 @@ class Bindings:
         self._premul_sum = self._function("ncclRedOpCreatePreMulSum")
         self._mem_alloc = self._function("ncclMemAlloc")
         self._window_register = self._function("ncclCommWindowRegister")
+        self._comm_register = self._function("ncclCommRegister")
 
     def __repr__(self) -> str:
         return f"NCCL {version_text(self.version)} ({self.path})" if self.version else self.path
@@ -219,6 +223,12 @@ class Bindings:
         slot = c_void_p()
         flags = _WINDOW_SYMMETRIC if symmetric else _WINDOW_DEFAULT
         return self._keep(self._window_register(comm, ptr, nbytes, byref(slot), flags), slot)
+
+    def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:
+        """Register memory on this rank alone, for transports that need no copies; from 2.19."""
+        slot = c_void_p()
+        code = self._comm_register(comm, ptr, nbytes, byref(slot))
+        return code, slot.value or 0
 
     # --- within ---
 

@@ -20,6 +20,7 @@ from .api import IN_PROGRESS, SUCCESS, Nccl
 from .communicator import Communicator
 from .flights import EventCache, Flight
 from .memory import DeviceArray
+from .registration import Registered
 from .watchdog import Watchdog
 
 __all__ = ["Supervised"]
@@ -56,6 +57,7 @@ class Supervised(Backend):
         self._ending_lock = threading.Lock()
         self._ending: threading.Event | None = None  # set when an abort has been done
         self._windows: WeakSet[DeviceArray] = WeakSet()
+        self._registered: list[Registered] = []
         self._abandoned: list[tuple[Call, ...]] = []  # what NCCL could not stop: their arrays stay
         self._watchdog: Watchdog | None = None
         if context.job.control is not None:
@@ -203,6 +205,8 @@ class Supervised(Backend):
             ending.wait(_END_S)
         for window in list(self._windows):
             window.deregister()
+        for memory in self._registered:
+            memory.deregister()
         over = comm.finish(_DRAIN_S) if failed is None and drained else comm.abort()
         for flight in self.flights:
             flight.finish(self.error)

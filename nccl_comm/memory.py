@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import prod
 from typing import Any
 
 from unicoll.errors import BackendUnavailableError
@@ -38,6 +39,16 @@ class DeviceArray:
             "shape": self.shape, "typestr": self.dtype.str, "data": (self._ptr, False), "strides": None, "version": 3,
             "stream": None,
         }  # fmt: skip
+
+    @property
+    def ptr(self) -> int:
+        """Where it is."""
+        return self._ptr
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def deregister(self) -> None:
         """The communicator is about to end; the memory stays. Idempotent."""

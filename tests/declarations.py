@@ -54,11 +54,15 @@ ncclResult_t ncclMemAlloc(void** ptr, size_t size);
 ncclResult_t ncclMemFree(void* ptr);
 ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buff, size_t size, ncclWindow_t* win, int winFlags);
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t win);
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buff, size_t size, void** handle);
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle);
 """
 
 NCCL_SINCE = {
     "ncclMemAlloc": 21900,
     "ncclMemFree": 21900,
+    "ncclCommRegister": 21900,
+    "ncclCommDeregister": 21900,
     "ncclCommShrink": 22700,
     "ncclCommWindowRegister": 22700,
     "ncclCommWindowDeregister": 22700,

@@ -372,3 +372,96 @@ def explain_without_a_store() -> str:
         return dist.explain()
     finally:
         del store.wait
+
+
+class _Own:
+    """Memory of NCCL's allocator that no window is on, as an array of bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        code, self.ptr = simulated_ranks.nccl().mem_alloc(nbytes)
+        assert code == 0
+        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (self.ptr, False), "version": 3}
+        self.__cuda_array_interface__ = interface
+
+
+class _Pool:
+    """An allocator's pool that tells its memory as ``torch.cuda.MemPool`` does."""
+
+    def __init__(self, *held: arrays.Array) -> None:
+        self.held = held
+
+    def snapshot(self) -> list[dict[str, int]]:
+        return [{"device": x.device, "address": x.ptr, "total_size": x.nbytes} for x in self.held]
+
+
+def _known() -> tuple[int, int]:
+    """How many windows and buffers are registered."""
+    comms = simulated_ranks.nccl().communicators
+    return sum(len(c.windows) for c in comms), sum(len(c.buffers) for c in comms)
+
+
+def registered(blocking: bool) -> dict[str, Any]:
+    """Arrays, pools and memory of NCCL's, registered and taken back."""
+    group: Any = dist.new_group(pg_options={"blocking": blocking})
+    x = arrays.full(1000, dist.get_rank() + 1.0)
+    found: dict[str, Any] = {}
+    with group.register(x) as made:  # it connects the group
+        found["array"] = (made.nbytes, made.symmetric, made.closed, _known())
+        work = dist.all_reduce(x, group=group, async_op=True)
+    assert work.is_completed()  # closing waits for the operations
+    work.wait()
+    found["closed"] = (made.closed, _known(), x.numpy()[:2].tolist())
+    made.close()
+    pool = _Pool(x, arrays.empty(500))
+    made = group.register(pool)
+    found["pool"] = (made.nbytes, made.symmetric, _known())
+    made.close()
+    own = _Own(4096)
+    made = group.register(own, symmetric=True)
+    found["window"] = (made.nbytes, made.symmetric, _known())
+    found["twice"] = _error(lambda: group.register(own, symmetric=True))
+    made.close()
+    assert simulated_ranks.nccl().mem_free(own.ptr) == 0
+    left = group.register(x)  # and forgotten
+    del x, pool
+    gc.collect()
+    found["left"] = _known()
+    dist.destroy_process_group(group)
+    found["after"] = (left.closed, _known())
+    left.close()
+    return found
+
+
+def not_registered() -> list[str]:
+    """What cannot be registered."""
+    group: Any = dist.group.WORLD
+    connect()
+    x = arrays.full((4, 4), 1.0)
+
+    class CupyPool:
+        def free_all_blocks(self) -> None: ...
+
+    return [
+        _error(lambda: group.register(x.T)), _error(lambda: group.register(np.ones(2))),
+        _error(lambda: group.register(CupyPool())), _error(lambda: group.register(_Pool())),
+        _error(lambda: group.register(arrays.full(1, 1.0, on=1 - dist.get_rank()))),
+        _error(lambda: group.register(x, symmetric=True)), _error(lambda: group.register("x")),
+    ]  # fmt: skip
+
+
+def registered_with_an_old_nccl() -> tuple[Any, ...]:
+    """A window is asked for, where NCCL has none."""
+    group: Any = dist.group.WORLD
+    with group.register(arrays.full(4, 1.0), symmetric=True) as made:
+        return (made.symmetric, _known())
+
+
+def registered_in_a_failed_group() -> list[Any]:
+    """What is registered ends with a group that fails."""
+    group: Any = dist.new_group(device_id=dist.get_rank())
+    made = group.register(arrays.full(4, 1.0))
+    dist.barrier()
+    group.abort()
+    said = _error(lambda: group.register(arrays.full(4, 1.0)))
+    made.close()
+    return [said, made.closed]

@@ -79,6 +79,7 @@ class Communicator:
         error: ncclResult_t of the asynchronous error, or SUCCESS.
         revoked, finalizing: as they say.
         graphs: captured graphs with kernels of it.
+        windows, buffers: memory that is registered with it, by handle.
     """
 
     def __init__(self, machine: Machine, size: int, rank: int, device: int, config: Config) -> None:
@@ -93,6 +94,7 @@ class Communicator:
         self.graphs: set[Graph] = set()
         self.factors: dict[int, tuple[int, bytes]] = {}
         self.windows: dict[int, Range] = {}
+        self.buffers: dict[int, Range] = {}
         self.addresses: list[Address] = []
         self._ready = self._gone = False
         self._later: list[Callable[[], None]] = []
@@ -172,9 +174,27 @@ class Communicator:
         self.revoked = True
         self.put_off(lambda: None)
 
+    def know(self, known: dict[int, Range], handle: int, memory: Range) -> None:
+        """Memory is registered."""
+        known[handle] = memory
+        block = self.machine.memory.find(memory[0])
+        assert block is not None
+        block.registered += 1
+
+    def unknow(self, known: dict[int, Range], handle: int) -> bool:
+        """Memory is registered no longer; whether it was."""
+        memory = known.pop(handle, None)
+        block = self.machine.memory.find(memory[0]) if memory is not None else None
+        if block is not None:
+            block.registered -= 1
+        return block is not None
+
     def leave(self) -> None:
         """Say goodbye to the others, for good."""
         self.stop()
+        for known in (self.windows, self.buffers):
+            for handle in list(known):
+                self.unknow(known, handle)
         with self.machine.scheduler.changed:
             self._gone = True
             channel, self._channel = self._channel, None

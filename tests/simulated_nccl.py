@@ -141,6 +141,8 @@ class SimulatedNccl(Operations):
     def comm_destroy(self, comm: int) -> int:
         def destroy() -> int:
             found = self._known(comm) if self._known(comm).error else self._usable(comm)
+            if found.windows or found.buffers:
+                self._simulation.scheduler.fault("a communicator was destroyed before its memory was deregistered")
             self._finish(found)
             found.leave()
             self._forget(comm)

@@ -218,6 +218,11 @@ def test_state_revoke_memory_and_windows() -> None:
         assert (code, window.value) == (0, 0x77)
         comm, ptr, nbytes, _, flags = made.last("ncclCommWindowRegister")
         assert (comm, ptr, nbytes, flags) == (COMM, 1 << 44, 1 << 33, int(symmetric))
+    made.answers["ncclCommRegister"] = putting(3, 0x99 << 32, ctypes.c_void_p)
+    assert nccl.comm_register(COMM, 1 << 44, 1 << 33) == (0, 0x99 << 32)
+    assert made.last("ncclCommRegister")[:3] == (COMM, 1 << 44, 1 << 33)
+    made.answers["ncclCommRegister"] = lambda *_: 5
+    assert nccl.comm_register(COMM, 1 << 44, 1) == (5, 0)
 
 
 def test_a_factor_is_read_while_the_call_runs() -> None:

@@ -579,6 +579,22 @@ def test_memory_and_windows(world: Callable[..., World]) -> None:
     assert w.sim.faults == []
 
 
+def test_memory_goes_after_it_has_been_deregistered(world: Callable[..., World]) -> None:
+    w = world(1, blocking=True)
+    (comm,) = w.comms
+    ptr = w.sim.cuda.allocate(0, 4096)
+    code, window = w.nccl.window_register(comm, ptr, 4096, True)
+    assert (code, window.value) == (Result.CUDA_ERROR, None)  # not NCCL's own memory
+    code, handle = w.nccl.comm_register(comm, ptr, 4096)
+    assert code == SUCCESS
+    assert w.nccl.comm_deregister(comm, handle + 1) == Result.INVALID_USAGE
+    w.sim.cuda.free(ptr)
+    assert len(w.sim.faults) == 1
+    assert "freed while it is registered" in w.sim.faults[0]
+    assert w.nccl.comm_destroy(comm) == SUCCESS
+    assert "before its memory was deregistered" in w.sim.faults[1]
+
+
 def test_captured_kernels_run_with_the_graph_which_must_go_before_the_communicator(
     world: Callable[..., World],
 ) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .backend import Registration
 from .collectives import (
     all_gather,
     all_gather_coalesced,
@@ -150,6 +151,7 @@ __all__ = [
     "QueueEmptyError",
     "RankLostError",
     "ReduceOp",
+    "Registration",
     "SpawnError",
     "Store",
     "StoreTimeoutError",

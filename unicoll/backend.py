@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .stores import Store
     from .work import Completion
 
-__all__ = ["Backend", "Call", "Caps", "Context", "Job"]
+__all__ = ["Backend", "Call", "Caps", "Context", "Job", "Registration"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,41 @@ class Context:
         return control.who(rank) if control is not None else f"rank {rank}"
 
 
+class Registration(ABC):
+    """Memory that a group's library knows (:meth:`ProcessGroup.register`); ``with`` closes it at the end."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of it."""
+
+    @property
+    @abstractmethod
+    def symmetric(self) -> bool:
+        """Whether it is in symmetric windows."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether it has been taken back, by :meth:`close` or the end of the group."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for the operations of the group that are on their way, and take it back; idempotent.
+
+        Graphs that use the memory must be gone. The array, or the pool's object, is kept alive until here.
+
+        Raises:
+            OperationTimeoutError: an operation does not end; the memory is still registered.
+        """
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.close()
+
+
 class Backend(ABC):
     """One process group's way of moving data."""
 
@@ -246,6 +281,14 @@ class Backend(ABC):
             BackendUnavailableError: the backend has none, and why.
         """
         raise BackendUnavailableError(f"symmetric_empty: backend {self.name} has no symmetric memory")
+
+    def register(self, memory: Any, symmetric: bool) -> Registration:
+        """Tell the library of memory that there is already; all members call it.
+
+        Raises:
+            BackendUnavailableError: the backend registers none, and why.
+        """
+        raise BackendUnavailableError(f"register: backend {self.name} registers no memory; the backend nccl does")
 
     def refuse_options(self, options: CallOptions) -> None:  # noqa: B027 - optional
         """Raise DistArgumentError if calls cannot be told these; a backend that they do not concern takes them all."""

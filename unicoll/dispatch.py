@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 from .arguments import buffers_of, call_site
-from .backend import Backend, Context, Job
+from .backend import Backend, Context, Job, Registration
 from .buffers import Buffer, as_buffer
 from .call import Call
 from .checks import check, sign
@@ -193,6 +193,28 @@ class Dispatch:
         sizes = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         backend = self._backends.get("cuda", self._host)
         return backend.symmetric_empty(sizes, found)
+
+    def register(self, memory: Any, *, symmetric: bool = False) -> Registration:
+        """Register memory of this rank's GPU with NCCL, which then moves it with fewer copies.
+
+        All members call it, each with memory of its own. It lasts until :meth:`Registration.close`, or until the group
+        is closed, and keeps ``memory`` alive. Arrays of parts of the memory are known, too.
+
+        Args:
+            memory: a contiguous array, or a ``torch.cuda.MemPool``: the memory that it holds now, which is to be kept
+                (no ``torch.cuda.empty_cache()``). CuPy's pools do not tell what they hold.
+            symmetric: register it as a symmetric window (``ncclCommWindowRegister``), which needs memory of the
+                CUDA driver's ``cuMemCreate`` on all ranks, as ``ncclMemAlloc`` gives it; NCCL before 2.27, and
+                communicators that have no use for windows, register it by ``ncclCommRegister``. ``symmetric`` of what
+                is returned says which.
+
+        Raises:
+            BackendUnavailableError: the group has no NCCL, or one that is older than 2.19.
+            DistTypeError: no array and no pool that tells its memory.
+            DistArgumentError: it is empty, not contiguous, not on the group's device, or in a window already.
+            DistError: NCCL refuses it, and why.
+        """
+        return self._backends.get("cuda", self._host).register(memory, symmetric)
 
     # --- the way of a call ----------------------------------------------------------------------------------------
 
