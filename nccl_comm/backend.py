@@ -28,7 +28,7 @@ from .devices import bound_device
 from .exposed import Exposing
 from .flights import Flight, StreamCompletion
 from .meeting import facts_of, meet
-from .memory import DeviceArray, symmetric_array
+from .memory import DeviceArray, SymmetricMemory
 from .operations import OPERATIONS, Ranks, barrier, batch
 from .tuning import Tuned, refuse_algorithm, refuse_options
 from .types import way
@@ -95,7 +95,8 @@ class NCCLBackend(Exposing):
             return NCCLBackend(context, self if self.error is None else None)
         if self.splits and self.error is None and self._comm is not None:
             deadline = time.monotonic() + self.context.timeout
-            with on_device(self.cuda, self._device):
+            with self._lock, on_device(self.cuda, self._device):
+                self.await_idle("splitting", self.context.timeout)
                 self._comm.split(None, self._config(), deadline)
         return None
 
@@ -121,17 +122,16 @@ class NCCLBackend(Exposing):
 
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         with self._lock:
-            if self.error is not None:
-                raise self.error.with_traceback(None) from None
+            self._refuse_ended()
             if self._comm is None:
                 raise DistArgumentError(
                     f"symmetric_empty: group {self.context.name!r} does not know its device yet: give device_id= to"
                     " init_process_group, or use an array first"
                 )
+            if self._symmetric is None:
+                self._symmetric = SymmetricMemory(self._comm, self.flights)
             with on_device(self.cuda, self._device):
-                made = symmetric_array(self._comm, shape, dtype, self.context.timeout)
-            self._windows.add(made)
-            return made
+                return self._symmetric.allocate(shape, dtype, self.context.timeout)
 
     # --- connecting -----------------------------------------------------------------------------------------------
 
@@ -148,7 +148,9 @@ class NCCLBackend(Exposing):
         context, cuda = self.context, self.cuda
         with on_device(cuda, device):
             if parent is not None and parent._comm is not None:
-                made = parent._comm.split(context, self._config(), deadline)
+                with parent._lock:
+                    parent.await_idle("splitting", context.timeout)
+                    made = parent._comm.split(context, self._config(), deadline)
                 assert made is not None
                 self._met = parent._met
             else:
@@ -170,7 +172,7 @@ class NCCLBackend(Exposing):
         self._before = cuda.create_event(device)
         self._given.append((cuda.destroy_event, self._before))
         self._device, self._comm = device, made
-        self._supervise()
+        self._supervise(device)
 
     # --- operations ---------------------------------------------------------------------------------------------
 
@@ -209,8 +211,9 @@ class NCCLBackend(Exposing):
             with self._context_of(current):
                 captured = current > LEGACY_STREAM and self.cuda.capturing(current)
                 self._await_producers(calls, self._stream)
+                start = self._begin(first) if not captured else 0
                 self._issue(calls, comm, self._stream)
-                return StreamCompletion(self, self._depart(calls, self._stream, current, captured))
+                return StreamCompletion(self, self._depart(calls, self._stream, current, captured, start))
 
     def _issue(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
         """Call NCCL; the watchdog sees that somebody is in there."""
@@ -219,9 +222,11 @@ class NCCLBackend(Exposing):
         self._number(calls)
         self._inside = first
         try:
-            code = OPERATIONS[first.op.name](told, first, stream) if len(calls) == 1 else batch(told, calls, stream)
-            if code:
-                comm.settle(code, first, time.monotonic() + first.timeout)
+            with self._turn:
+                self._refuse_ended()
+                code = OPERATIONS[first.op.name](told, first, stream) if len(calls) == 1 else batch(told, calls, stream)
+                if code:
+                    comm.settle(code, first, time.monotonic() + first.timeout)
         finally:
             self._inside = None
 
@@ -243,8 +248,7 @@ class NCCLBackend(Exposing):
 
     def _ready(self, call: Call) -> Communicator:
         """Refuse what cannot be done; the communicator."""
-        if self.error is not None:
-            raise self.error.with_traceback(None) from None
+        self._refuse_ended()
         self._refuse(call)
         buffers = call.inputs or call.outputs
         comm = self._comm
@@ -256,8 +260,7 @@ class NCCLBackend(Exposing):
                     op=call.op.name,
                 )
             comm = self._connect_for(call)
-            if self.error is not None:  # the group has failed meanwhile, when there was nothing to abort yet
-                raise self.error.with_traceback(None) from None
+            self._refuse_ended()  # the group has failed meanwhile, when there was nothing to abort yet
         if buffers and buffers[0].device.index != self._device:
             raise DistArgumentError(
                 f"{call.op.name}: the array is on {buffers[0].device}, but group {self.context.name!r} is bound to"
@@ -300,23 +303,46 @@ class NCCLBackend(Exposing):
         """A barrier on the group's own stream; unlike with arrays, its ``wait()`` blocks the host."""
         told: Ranks = comm if call.options is None else self._told(comm, call.options)
         self._number((call,))
+        start = self._begin(call)
         self._inside = call
         try:
-            code = barrier(told, self._scratch, self._stream)
-            if code:
-                comm.settle(code, call, time.monotonic() + call.timeout)
+            with self._turn:
+                self._refuse_ended()
+                code = barrier(told, self._scratch, self._stream)
+                if code:
+                    comm.settle(code, call, time.monotonic() + call.timeout)
         finally:
             self._inside = None
-        return StreamCompletion(self, self._depart((call,), self._stream, self._stream, False), blocking=True)
+        flight = self._depart((call,), self._stream, self._stream, False, start)
+        return StreamCompletion(self, flight, blocking=True)
 
-    def _depart(self, calls: tuple[Call, ...], stream: int, current: int, captured: bool) -> Flight:
+    def _begin(self, call: Call) -> int:
+        """An event for the begin of what is put on the group's stream next, if its duration is asked for; else 0."""
+        if not call.timed:
+            return 0
+        start = self.events.take(self._device, timing=True)
+        self.cuda.record(start, self._stream)
+        return start
+
+    def _depart(
+        self, calls: tuple[Call, ...], stream: int, current: int, captured: bool, start: int = 0
+    ) -> Flight:
         """Mark the end of what was just put on ``stream``, and keep the arrays until it has come."""
-        event = self.events.take(self._device)
+        event = self.events.take(self._device, timing=start != 0)
         self.cuda.record(event, stream)
-        self._last = flight = Flight(calls, event, current, captured)
+        self._last = flight = Flight(calls, event, current, captured, start)
         if not captured:  # a graph's arrays are its maker's to keep, and its events may not be asked
             self.flights.append(flight)
         return flight
+
+    def keep(self, calls: tuple[Call, ...], stream: int) -> None:
+        """Hold the arrays until all that is on a stream now has been done; a graph's are its maker's to keep."""
+        with self._context_of(stream):
+            if stream > LEGACY_STREAM and self.cuda.capturing(stream):
+                return
+            event = self.events.take(self._device)
+            self.cuda.record(event, stream)
+        self.kept.append((event, calls))
 
     # --- order between streams ----------------------------------------------------------------------------------
 
@@ -352,8 +378,7 @@ class NCCLBackend(Exposing):
         for _ in naps(SPIN_S):
             if self._stream_done(stream):
                 break
-            if self.error is not None:
-                raise self.error.with_traceback(None) from None
+            self._refuse_ended()
 
     def _stream_done(self, stream: int) -> bool:
         with self._context_of(stream):

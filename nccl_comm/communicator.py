@@ -66,6 +66,7 @@ class Communicator:
         self.enders: Enders = context.job.shared("nccl-enders", Enders)
         self.native_all_to_all = nccl.has("ncclAlltoAll")
         self._made: dict[tuple[int, bytes], int] = {}
+        self._asking = threading.Lock()
         code, self._slot = self._within(begin, what, deadline)
         self.handle = self._slot.value or 0
         if code not in (SUCCESS, IN_PROGRESS):
@@ -127,8 +128,15 @@ class Communicator:
 
     def state(self) -> int:
         """The communicator's state; a code of NCCL's."""
-        code, state = self.nccl.comm_state(self.handle)
+        with self._asking:
+            code, state = self.nccl.comm_state(self.handle) if self.handle else (IN_PROGRESS, 0)
         return code or state
+
+    def _take(self) -> int:
+        """The handle, for its end: nobody asks for its state meanwhile, nor afterwards."""
+        with self._asking:
+            handle, self.handle = self.handle, 0
+        return handle
 
     def await_ready(self, what: str, deadline: float, call: Call | None) -> None:
         """Wait while NCCL works on something that it has begun."""
@@ -246,24 +254,30 @@ class Communicator:
                 if time.monotonic() >= deadline:
                     end = self.nccl.comm_abort
                     break
-            end(self.handle)
-            self.handle = 0
+            end(self._take())
 
         return self._bounded(finalize, "ending", timeout + _END_S)
 
     def abort(self) -> bool:
         """End it and whatever it is doing on the device; whether that was done in bounded time."""
-        handle, self.handle = self.handle, 0
+        handle = self._take()
         return not handle or self._bounded(lambda: self.nccl.comm_abort(handle), "aborting", _END_S)
 
     def revoke(self) -> bool:
-        """Stop whatever it is doing, and keep it for :meth:`shrink`; False where NCCL cannot."""
+        """Stop whatever it is doing, threads in NCCL included, and keep it for :meth:`shrink`; False if NCCL cannot."""
         if not self.handle or not self.nccl.has("ncclCommRevoke"):
             return False
         answered: list[int] = []
-        return self._bounded(lambda: answered.append(self.nccl.comm_revoke(self.handle)), "revoking", _END_S) and (
-            answered[0] in (SUCCESS, IN_PROGRESS)
-        )
+
+        def revoke() -> None:
+            code = self.nccl.comm_revoke(self.handle)
+            if code == IN_PROGRESS:
+                for _ in naps():
+                    if (code := self.state()) != IN_PROGRESS:
+                        break
+            answered.append(code)
+
+        return self._bounded(revoke, "revoking", _END_S) and answered == [SUCCESS]
 
     def _bounded(self, end: Callable[[], object], what: str, timeout: float) -> bool:
         """Do it on a thread that may be left behind: NCCL can hang in there."""

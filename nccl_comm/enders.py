@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from unicoll import streams
+
 __all__ = ["Enders"]
 
 _SPARE = 2
@@ -57,6 +59,7 @@ class Enders:
         return done
 
     def _work(self) -> None:
+        streams.cuda().ignore_captures()
         while (task := self._tasks.get()) is not None:
             task()
             with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from unicoll.errors import DistArgumentError, OperationTimeoutError
+from unicoll.errors import DistArgumentError
 from unicoll.streams import on_device
 
 from .communicator import Communicator
@@ -39,7 +39,8 @@ class Exposing(Supervised):
     def _refuse_twice(self, regions: list[Region]) -> None:
         """NCCL's behaviour is undefined for memory that is in two symmetric windows of a communicator."""
         taken = [r for each in self._registered if each.symmetric for r in each.regions]
-        taken += [Region(w.device, w.ptr, w.nbytes) for w in self._windows]
+        arrays = self._symmetric.arrays if self._symmetric is not None else []
+        taken += [Region(a.device, a.ptr, a.nbytes) for a in arrays]
         if any(r.overlaps(t.ptr, t.nbytes) for r in regions for t in taken):
             raise DistArgumentError(
                 f"register: memory of it is in a symmetric window of group {self.context.name!r} already",
@@ -50,15 +51,8 @@ class Exposing(Supervised):
         """Wait for what is on its way, which may use the memory, and give that back to NCCL."""
         self._stop_ending()
         with self._lock:
-            if (
-                self.error is None
-                and not self._drain(time.monotonic() + self.context.timeout)
-                and self.error is None
-            ):
-                raise OperationTimeoutError(
-                    f"closing {registered!r}: group {self.context.name!r} has operations that do not end",
-                    group=self.context.name,
-                )
+            if self.error is None:
+                self.await_idle(f"closing {registered!r}", self.context.timeout)
             with on_device(self.cuda, self._device):
                 registered.deregister()
             if registered in self._registered:
@@ -66,8 +60,7 @@ class Exposing(Supervised):
 
     def _awake(self, what: str, device: int, deadline: float) -> Communicator:
         """The communicator for memory of a device."""
-        if self.error is not None:
-            raise self.error.with_traceback(None) from None
+        self._refuse_ended()
         comm = self._comm if self._comm is not None else self._connect(device, deadline)
         if device != self._device:
             raise DistArgumentError(

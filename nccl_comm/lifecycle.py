@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 from unicoll import streams
 from unicoll.backend import Backend, Call, Context
-from unicoll.errors import DistError, GroupAbortedError, RankLostError
+from unicoll.errors import DistError, GroupAbortedError, OperationTimeoutError, RankLostError
 from unicoll.observe import inquest
 from unicoll.streams import naps
 
@@ -19,12 +18,14 @@ from . import library
 from .api import IN_PROGRESS, SUCCESS, Nccl
 from .communicator import Communicator
 from .flights import EventCache, Flight
-from .memory import DeviceArray
+from .memory import SymmetricMemory
 from .registration import Registered
 from .watchdog import Watchdog
 
 __all__ = ["Supervised"]
 
+_turns: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
+"""By device: whose turn it is to put operations there. NCCL forbids two threads to do so at once, whatever groups."""
 _DRAIN_S = 5.0
 _END_S = 20.0
 _POLITE_S = 1.0
@@ -48,39 +49,55 @@ class Supervised(Backend):
         self.flights: deque[Flight] = deque()
         self.error: DistError | None = None
         self._lock = threading.RLock()
+        self._turn = threading.RLock()  # of the group's device, once that is known
         self._comm: Communicator | None = None
         self._given: list[tuple[Any, int]] = []  # how to give back what the group holds on the device
+        self.kept: deque[tuple[int, tuple[Call, ...]]] = deque()  # events, and the arrays that are held until then
         self._last: Flight | None = None
         self._inside: Call | None = None  # the call that a thread is in NCCL with
         self._seen: tuple[Call | None, float] = None, 0.0  # what the watchdog last saw there, and since when
         self._closed = False
         self._ending_lock = threading.Lock()
         self._ending: threading.Event | None = None  # set when an abort has been done
-        self._windows: WeakSet[DeviceArray] = WeakSet()
+        self._symmetric: SymmetricMemory | None = None
+        self._reaping = False
         self._registered: list[Registered] = []
+        self._clocking = threading.Lock()
         self._abandoned: list[tuple[Call, ...]] = []  # what NCCL could not stop: their arrays stay
         self._watchdog: Watchdog | None = None
         if context.job.control is not None:
             context.job.control.watch(context.name, self.abort, self._report)
 
-    def _supervise(self) -> None:
+    def _supervise(self, device: int) -> None:
         """The group has connected: look after it from now on."""
+        self._turn = _turns[device]
         self._watchdog = self.context.job.shared("nccl-watchdog", Watchdog)
         self._watchdog.watch(self)
 
     def _look(self, call: Call | None) -> None:
         """While NCCL is waited for: has the group failed, is everybody there?"""
+        self._refuse_ended()
+        self.check_departures(call)
+
+    def _refuse_ended(self) -> None:
         if self.error is not None:
             raise self.error.with_traceback(None) from None
-        self.check_departures(call)
 
     # --- looking after what is on its way -----------------------------------------------------------------------
 
     def landed(self, flight: Flight) -> bool:
         """Whether a flight has ended; any thread."""
         if not flight.done and self.cuda.event_done(flight.event):
+            if flight.start:
+                self._clock(flight)
             flight.finish(self.error)  # what ends after the group has failed was stopped half-way
         return flight.done
+
+    def _clock(self, flight: Flight) -> None:
+        """Note how long a flight took; once, since its events are used again afterwards."""
+        with self._clocking:
+            if not flight.done and flight.took is None:
+                flight.took = self.cuda.elapsed(flight.start, flight.event)
 
     def hurry(self) -> None:
         """Somebody waits for an end."""
@@ -95,12 +112,30 @@ class Supervised(Backend):
         flights = self.flights
         try:
             while flights and self.landed(flights[0]):
-                self.events.give(flights.popleft().event)
+                flight = flights.popleft()
+                self.events.give(flight.event)
+                if flight.start:
+                    self.events.give(flight.start)
+            while self.kept and self.cuda.event_done(self.kept[0][0]):
+                self.events.give(self.kept.popleft()[0])
             if self.error is None and self._comm is not None:
+                if self._symmetric is not None and not self._reaping and self._symmetric.ready:
+                    self._reaping = True
+                    self._comm.enders.start(self._reap)
                 self._examine(now)
         except DistError as e:
             self.fail(e)
         return any(flight.callbacks for flight in list(flights))  # others go on posting meanwhile
+
+    def _reap(self) -> None:
+        """Give back symmetric memory, while no other thread is in NCCL; else at a later look."""
+        assert self._symmetric is not None
+        if self._lock.acquire(timeout=_POLITE_S):
+            try:
+                self._symmetric.reap()
+            finally:
+                self._lock.release()
+        self._reaping = False
 
     def _examine(self, now: float) -> None:
         assert self._comm is not None
@@ -165,10 +200,13 @@ class Supervised(Backend):
         flights = list(self.flights)
         for flight in flights:
             flight.error = cause
-        mine = self._lock.acquire(timeout=_POLITE_S)  # else a thread hangs in NCCL, which an abort ends
+        assert self._comm is not None
+        mine = self._lock.acquire(timeout=_POLITE_S)
         try:
-            assert self._comm is not None
-            stopped = (mine and self._comm.revoke()) or self._comm.abort()
+            stopped = self._comm.revoke()
+            if stopped and not mine:  # a thread was in NCCL, which lets it go now
+                stopped = mine = self._lock.acquire(timeout=_END_S)
+            stopped = stopped or self._comm.abort()
         finally:
             if mine:
                 self._lock.release()
@@ -203,25 +241,47 @@ class Supervised(Backend):
         self._watchdog.unwatch(self)
         if ending is not None:
             ending.wait(_END_S)
-        for window in list(self._windows):
-            window.deregister()
-        for memory in self._registered:
-            memory.deregister()
-        over = comm.finish(_DRAIN_S) if failed is None and drained else comm.abort()
+        free = mine = self._lock.acquire(timeout=_POLITE_S)
+        try:
+            if not mine and comm.revoke():  # a thread was in NCCL, which lets it go now
+                mine = self._lock.acquire(timeout=_END_S)
+            whole = failed is None and drained and free
+            if whole and self._symmetric is not None:
+                self._symmetric.leave()
+            for memory in self._registered if whole else ():
+                memory.deregister()
+            over = comm.finish(_DRAIN_S) if whole else comm.abort()
+        finally:
+            if mine:
+                self._lock.release()
         for flight in self.flights:
             flight.finish(self.error)
         self.flights.clear()
+        if self._symmetric is not None:
+            self._symmetric.end(over)
         if over:  # else the device may still use them
+            for memory in self._registered:
+                memory.deregister()
             self.events.close()
             for give_back, handle in self._given:
                 give_back(handle)
+
+    def await_idle(self, what: str, timeout: float) -> None:
+        """Wait until nothing is under way: NCCL may come to a deadlock where a communicator that works is split."""
+        if self._drain(time.monotonic() + timeout):
+            return
+        self._refuse_ended()
+        raise OperationTimeoutError(
+            f"{what} waited {timeout:g} s for operations of group {self.context.name!r} to end", group=self.context.name
+        )
 
     def _drain(self, deadline: float) -> bool:
         """Wait for what is on its way; whether all of it has ended."""
         for _ in naps():
             if self.error is not None or time.monotonic() >= deadline:
                 break
-            if all(self.landed(flight) for flight in list(self.flights)):
+            ended = all(self.landed(flight) for flight in list(self.flights))
+            if ended and all(self.cuda.event_done(event) for event, _ in list(self.kept)):
                 return True
         return self.error is None and not self.flights
 

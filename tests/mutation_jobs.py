@@ -13,11 +13,13 @@ from typing import Any
 
 import simulated_arrays as arrays
 import simulated_ranks
+from nccl_safety_jobs import await_true, busy
 
 import unicoll as dist
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.communicator import Communicator
 from nccl_comm.flights import StreamCompletion
+from unicoll.dock import Dock
 
 _COUNT = 1000
 Outcome = tuple[Any, list[str]]
@@ -59,7 +61,13 @@ def _with_early_release(self: StreamCompletion, timeout: float | None) -> None:
     self._flight.release()
 
 
-_MUTATIONS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+def _without_keep(self: Any, *args: Any) -> None:
+    """The memory of packed results goes when the operation has ended, and may still be copied from."""
+
+
+_MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "keep": (NCCLBackend, "keep", _without_keep),
+    "staged keep": (Dock, "keep", _without_keep),
     "producers": (NCCLBackend, "_await_producers", _without_producers),
     "end": (StreamCompletion, "_order", _without_end),
     "hold": (StreamCompletion, "__init__", _without_hold),
@@ -151,6 +159,30 @@ def memory_is_reused() -> list[float]:
         reused = arrays.full(_COUNT, 99.0)
     with elsewhere:
         found = _ends(out)
+    del reused
+    return found
+
+
+def unpacked_elsewhere() -> list[float]:
+    """A strided result is copied to its place on another stream, which is late, when its packed memory is asked for."""
+    elsewhere = arrays.Stream()
+    base = arrays.full(2 * _COUNT, 1.0)
+    simulated_ranks.here().synchronize()
+    work = _asynchronous(dist.all_reduce, base[::2])
+    with elsewhere:
+        finish = busy(elsewhere.ptr)
+        work.wait()
+    await_true(work.is_completed)
+    for backend in dist.group.WORLD._served.values():  # type: ignore[union-attr]
+        if isinstance(backend, NCCLBackend):
+            await_true(lambda backend=backend: not backend.flights)
+    del work
+    dist.all_reduce(arrays.full(1, 1.0))  # the group looks at something else
+    reused = arrays.full(_COUNT, 99.0)
+    simulated_ranks.here().synchronize_stream(0)
+    finish()
+    with elsewhere:
+        found = _ends(base[::2])
     del reused
     return found
 

@@ -465,3 +465,57 @@ def registered_in_a_failed_group() -> list[Any]:
     said = _error(lambda: group.register(arrays.full(4, 1.0)))
     made.close()
     return [said, made.closed]
+
+
+def timed() -> dict[str, Any]:
+    """How long operations took on the device."""
+    here = simulated_ranks.here()
+    connect()
+    group: Any = dist.group.WORLD
+    x = arrays.full(4, 1.0)
+    found: dict[str, Any] = {}
+    work = group.all_reduce(x, async_op=True)
+    found["not asked"] = _error(work.duration)
+    work.wait()
+    view = group.using(timing=True)
+    found["view"] = repr(view)
+    made = []
+    took = []
+    for _ in range(10):
+        while group._backends["cuda"].flights:  # the watchdog has not seen the end of the last one
+            time.sleep(0.01)
+        started = time.perf_counter()
+        with here.hold():  # the device does nothing for a while
+            work = view.all_reduce(x, async_op=True)
+            time.sleep(0.02)
+        took.append(0 < work.duration() < time.perf_counter() - started - 0.02)
+        made.append(sum(event.timing for event in here.cuda.events.values()))
+    found["took"] = took
+    found["again"] = work.duration() == work.duration()
+    dist.barrier(group=view, async_op=True).duration()  # of the host's backend
+    found["events"] = set(made)
+    other: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), pg_options=dist.Options(timing=True))
+    found["barrier"] = dist.barrier(group=other, async_op=True).duration() > 0
+    found["coalesced"] = other.all_reduce_coalesced([x, arrays.full(2, 1.0)], async_op=True).duration() > 0
+    work = other.using(timing=False).all_reduce(x, async_op=True)
+    found["off"] = _error(work.duration)
+    work.wait()
+    stream = arrays.Stream()
+    with stream:
+        y = arrays.full(4, 1.0)
+        stream.synchronize()
+        with here.capture(stream.ptr) as graphs:
+            work = other.all_reduce(y, async_op=True)
+            work.wait()
+        found["captured"] = _error(work.duration)
+    graphs[0].destroy()
+    dist.destroy_process_group(other)
+    return found
+
+
+def untimed() -> int:
+    """How many events with timing there are where nobody asks for durations."""
+    x = arrays.full(4, 1.0)
+    dist.all_reduce(x, async_op=True).wait()
+    dist.all_reduce(x)
+    return sum(event.timing for event in simulated_ranks.here().cuda.events.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import simulated_arrays as arrays
 import simulated_ranks
 from nccl_jobs import connect
+from simulated_comm import Result
 from simulated_streams import LATER, Op
 
 import unicoll as dist
@@ -50,6 +52,15 @@ def await_true(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def look(backend: NCCLBackend, now: float) -> None:
+    """Look at a group in the watchdog's place."""
+    watchdog = backend._watchdog
+    assert watchdog is not None
+    watchdog.unwatch(backend)
+    backend.sweep(now)
+    watchdog.watch(backend)
 
 
 def on_a_default_stream(handle: int) -> list[Any]:
@@ -102,7 +113,7 @@ def late_but_landed() -> bool:
     with second:
         dist.all_reduce(arrays.empty(0), timeout=1)
         second.synchronize()
-    backend.sweep(time.monotonic() + 2.0)
+    look(backend, time.monotonic() + 2.0)
     failed = backend.error is not None
     finish()
     simulated_ranks.here().synchronize()
@@ -175,3 +186,150 @@ def a_first_message_between_two_of_three() -> list[str]:
     log.removeHandler(kept)
     log.propagate = True
     return [*kept.said, str(x.numpy().tolist())]
+
+
+# --- threads and ends ------------------------------------------------------------------------------------------------
+
+
+def two_threads_with_a_group_each() -> int:
+    """How many threads were in NCCL's functions at once."""
+    groups = [dist.new_group(), dist.new_group()]
+    for group in groups:
+        dist.all_reduce(arrays.full(2, 1.0), group=group)
+    nccl: Any = simulated_ranks.nccl()
+    all_reduce, meeting_point, most = nccl.all_reduce, threading.Barrier(2), [0]
+
+    def waiting(*arguments: Any) -> Any:
+        try:
+            meeting_point.wait(1.0)
+            most[0] = 2
+        except threading.BrokenBarrierError:
+            most[0] = max(most[0], 1)
+        return all_reduce(*arguments)
+
+    nccl.all_reduce = waiting
+
+    def reduce(group: Any) -> None:
+        dist.all_reduce(arrays.full(2, 1.0), group=group)
+
+    threads = [threading.Thread(target=reduce, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    del nccl.all_reduce
+    simulated_ranks.here().synchronize()
+    return most[0]
+
+
+def split_under_way() -> list[int]:
+    """Groups split while the parent has an operation under way: how many there were when NCCL was told."""
+    connect()
+    nccl: Any = simulated_ranks.nccl()
+    split, found = nccl.comm_split, []
+
+    def counting(comm: int, *arguments: Any) -> Any:
+        found.append(len(nccl._comms[comm].unfinished()))
+        return split(comm, *arguments)
+
+    nccl.comm_split = counting
+    held = threading.Event()
+
+    def hold() -> None:
+        with simulated_ranks.here().hold():
+            held.set()
+            time.sleep(0.5)
+
+    for mine in (True, False):
+        held.clear()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        work = dist.all_reduce(arrays.full(2, 1.0), async_op=True)
+        assert work is not None
+        dist.new_group([dist.get_rank() if mine else 1 - dist.get_rank()])
+        thread.join()
+        work.synchronize()
+    return found
+
+
+def a_thread_in_nccl(revokes: bool) -> list[str]:
+    """A call that does not come back from NCCL until the communicator is revoked, or aborted, on its deadline."""
+    connect()
+    nccl: Any = simulated_ranks.nccl()
+    revoke, abort = nccl.comm_revoke, nccl.comm_abort
+    log: list[str] = []
+    free = threading.Event()
+
+    def stuck(*arguments: Any) -> Any:
+        log.append("in")
+        assert free.wait(60)
+        time.sleep(0.2)
+        log.append("out")
+        return Result.INTERNAL_ERROR
+
+    def revoking(comm: int) -> Any:
+        log.append("revoke")
+        free.set()
+        return revoke(comm)
+
+    def aborting(comm: int) -> Any:
+        log.append("abort")
+        free.set()
+        return abort(comm)
+
+    nccl.all_reduce, nccl.comm_revoke, nccl.comm_abort = stuck, revoking, aborting
+    try:
+        dist.all_reduce(arrays.full(2, 1.0), timeout=1)
+    except dist.DistError as e:
+        log.append(type(e).__name__)
+    backend_of()._stop_ending()
+    del nccl.all_reduce, nccl.comm_revoke
+    if revokes:
+        dist.destroy_process_group()
+    del nccl.comm_abort
+    return log
+
+
+# --- memory of NCCL's ------------------------------------------------------------------------------------------------
+
+
+def symmetric_memory_dropped(by: str) -> list[tuple[str, int]]:
+    """Memory dropped while the device has still to do with it: the thread that frees it, and what has not run then."""
+    connect()
+    sim = simulated_ranks.here()
+    nccl: Any = simulated_ranks.nccl()
+    mem_free, log = nccl.mem_free, []
+
+    def freeing(ptr: int) -> Any:
+        block = sim.memory.find(ptr)
+        assert block is not None
+        log.append((threading.current_thread().name, sum(not touch.op.done for touch in block.touches)))
+        return 0 if log[-1][1] else mem_free(ptr)
+
+    nccl.mem_free = freeing
+    made = dist.group.WORLD.symmetric_empty((4,), "float64")  # type: ignore[union-attr]
+    ptr = made.__cuda_array_interface__["data"][0]
+    stream = arrays.Stream()
+    with stream:
+        view = arrays.Array(made, dist.get_rank(), (4,), made.dtype, (8,), ptr)
+        view.fill(1.0)
+        sim.synchronize()
+        finish = busy(stream.ptr)
+        if by == "operation":
+            work = dist.all_reduce(view, async_op=True)
+            assert work is not None
+            work.wait()
+            del work
+        else:
+            view += 1.0
+        del view, made
+        gc.collect()
+        for _ in range(3):
+            look(backend_of(), time.monotonic())
+        early = list(log)
+        finish()
+        await_true(lambda: log)
+        stream.synchronize()
+    del nccl.mem_free
+    return early or log

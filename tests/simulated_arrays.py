@@ -23,7 +23,7 @@ from simulated_cuda import SimulatedCuda, Simulation
 from simulated_memory import Chunk, Memory
 from simulated_streams import Op, Range
 
-from unicoll.buffers import Buffer, register_family
+from unicoll.buffers import Buffer, register_current, register_family
 from unicoll.errors import DistTypeError
 from unicoll.types import BY_NAME, Device, DType
 
@@ -347,6 +347,7 @@ def array(values: Any, dtype: Any = None, on: int | None = None) -> Array:
 # --- as unicoll sees them ---
 
 _BY_NUMPY: dict[np.dtype[Any], DType] = {d.storage: d for d in BY_NAME.values() if d.native}
+_known: set[int] = set()
 _HAS_HERE = "here" in inspect.signature(Buffer.__init__).parameters
 
 
@@ -359,6 +360,9 @@ def _adapt(given: Array) -> Buffer:
     def unpack() -> None:
         given[...] = packed
 
+    if given.device not in _known:
+        _known.add(given.device)
+        register_current(given.device, partial(current_stream, given.device))
     more: dict[str, Any] = {"here": partial(current_stream, given.device)} if _HAS_HERE else {}
     return Buffer(
         given, dtype, given.shape, None, True, None if packed is given else unpack,

@@ -22,6 +22,7 @@ _RIGHT: dict[str, list[list[float]]] = {
     "reads_what_was_written": [[3.0, 3.0]] * 2,
     "result_is_read": [[6.0, 6.0]] * 2,
     "memory_is_reused": [[1.0, 2.0]] * 2,
+    "unpacked_elsewhere": [[2.0, 2.0]] * 2,
     "neighbours_exchange": [[1.0, 1.0], [0.0, 0.0]],
     "everyone_exchanges": [[0.0, 1.0, 1.0]] * 2,
 }
@@ -47,6 +48,8 @@ def test_nothing_is_wrong_with_the_backend_as_it_is(program: str, policed: Calla
         ("end", "result_is_read", "oldest", "race"),
         ("hold", "memory_is_reused", "oldest", "freed too early"),
         ("release", "memory_is_reused", "oldest", "freed too early"),
+        ("keep", "unpacked_elsewhere", "oldest", "freed too early"),
+        ("staged keep", "unpacked_elsewhere", "oldest", "freed too early"),
     ],
 )
 def test_without_a_safeguard_results_are_wrong_every_time(
@@ -55,13 +58,16 @@ def test_without_a_safeguard_results_are_wrong_every_time(
     def is_wrong(got: list[float], rank: int) -> bool:
         if mutation == "end":
             return got == [2.0 * (rank + 1)] * 2  # twice the rank's own
-        if program == "memory_is_reused":
+        if program in ("memory_is_reused", "unpacked_elsewhere"):
             return got == [99.0, 99.0]
         return got != _RIGHT[program][rank]
 
-    with SimulatedJob(_RANKS, policy=policy) as job:
+    backend = "cpu:gloo,cuda:gloo" if mutation.startswith("staged") else "cpu:gloo,cuda:nccl"
+    with SimulatedJob(_RANKS, policy=policy, backend=backend) as job:
         job.call(enter)
         job.results()
+        job.call(jobs.run, program, None)
+        assert job.results() == [(right, []) for right in _RIGHT[program]]
         for _ in range(_AGAIN):
             job.call(jobs.run, program, mutation)
             for rank, (got, faults) in enumerate(job.results()):

@@ -75,6 +75,43 @@ def test_who_waits_for_all_members_with_a_first_message_is_told_so() -> None:
         assert job.results() == [[]] * 3
 
 
+# --- threads and ends ------------------------------------------------------------------------------------------------
+
+
+def test_one_thread_at_a_time_puts_operations_on_a_device(pool: Callable[[int], Pool]) -> None:
+    assert pool(1).run(jobs.two_threads_with_a_group_each) == [1]
+
+
+def test_a_group_is_split_when_nothing_is_under_way() -> None:
+    with joined(2, SimulatedJob, backend="nccl", bound=True) as job:
+        job.call(jobs.split_under_way)
+        assert job.results() == [[0, 0]] * 2
+        job.call(leave)
+        assert job.results() == [[]] * 2
+
+
+def test_a_thread_in_nccl_comes_out_before_the_communicator_is_aborted() -> None:
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.a_thread_in_nccl, True)
+        for log in job.results():
+            assert log == ["in", "revoke", "out", "OperationTimeoutError", "abort"]
+
+
+def test_an_old_nccl_is_aborted_under_a_thread_that_does_not_come_out() -> None:
+    with joined(2, SimulatedJob, version=22705) as job:
+        job.call(jobs.a_thread_in_nccl, False)
+        for log in job.results():
+            assert log == ["in", "abort", "out", "OperationTimeoutError"]
+
+
+# --- memory of NCCL's ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["operation", "kernel"])
+def test_symmetric_memory_goes_when_the_device_has_done_with_it(by: str, pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.symmetric_memory_dropped, by) == [[("unicoll-nccl-end", 0)]] * 2
+
+
 # --- looking after what is on its way ----------------------------------------------------------------------------
 
 

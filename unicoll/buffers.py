@@ -244,6 +244,7 @@ def _cupy_adapter(cupy: Any) -> Adapter:
             return int(current(index).ptr)
 
         found = places[index] = (Device("cuda", index), here)
+        register_current(index, here)
         return found
 
     def adapt(array: Any) -> Buffer:
@@ -298,6 +299,20 @@ def register_family(module: str, factory: Callable[[], Adapter]) -> None:
         factory: called when the first array of a type is met; returns a function from array to :class:`Buffer`.
     """
     _FAMILIES[module] = lambda kind: factory()
+
+
+_CURRENT: dict[int, list[Callable[[], int]]] = {}
+"""By device: what tells the current stream of each array library that has had arrays there."""
+
+
+def register_current(device: int, here: Callable[[], int]) -> None:
+    """An array library has arrays on a device; ``here`` tells its current stream there."""
+    _CURRENT.setdefault(device, []).append(here)
+
+
+def current_streams(device: int) -> set[int]:
+    """The calling thread's current streams on a device, of all array libraries whose arrays there have been seen."""
+    return {here() for here in _CURRENT.get(device, ())}
 
 
 def as_buffer(array: Any, what: str = "") -> Buffer:

@@ -14,10 +14,11 @@ from typing import Any
 from .arguments import buffers_of, call_site
 from .backend import Backend, Context, Job, Registration
 from .buffers import Buffer, as_buffer
-from .call import Call
+from .call import Call, calls_with
 from .checks import check, sign
 from .errors import BackendUnavailableError, DistArgumentError, DistError, DistTypeError, GroupAbortedError
 from .ops import OPS, Op, Sizes, as_reduce_op
+from .options import wants_timing
 from .registry import Choice
 from .staging import Staged
 from .types import BY_NAME, Reduction, to_seconds
@@ -74,7 +75,9 @@ class Dispatch:
         self.bound_device_id = device
         self.choices = tuple(choices)
         self.splits = 0  # how often this group has been split; numbers the children
-        self._new_call: Callable[..., Call] = Call  # views of the group make others
+        self._timed = wants_timing(options)
+        # views of the group make others
+        self._new_call: Callable[..., Call] = calls_with(None, True) if self._timed else Call
         self._known: dict[Any, tuple[int, Backend]] = {}
         self._served: dict[type[Backend], Backend] = {}
         self._backends: dict[str, Backend] = {}

@@ -11,7 +11,7 @@ from .buffers import Buffer
 from .call import Call
 from .errors import DistArgumentError, OperationTimeoutError
 from .pinned import Pinned, Pins
-from .streams import LEGACY_STREAM, Cuda, await_event, on_device
+from .streams import LEGACY_STREAM, PER_THREAD_STREAM, Cuda, await_event, on_device
 
 __all__ = ["Dock", "Lanes"]
 
@@ -29,7 +29,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class _Lost:
-    """What a call that failed has left behind: it stays until the device is done with it.
+    """What a call has left behind: it stays until the device is done with it.
 
     Attributes:
         memory: on the host; none where the backend may use it until the process ends.
@@ -144,12 +144,25 @@ class Dock:
     def lose(
         self, memory: Sequence[Pinned], buffers: Sequence[Buffer], device: int, events: Sequence[int]
     ) -> None:
-        """A call has failed: keep what it had until the device is done with it."""
+        """Keep what a call had until the device is done with it: one that failed, or whose results are still copied."""
         with self._lock:
             self._lost.append(_Lost(memory, buffers, device, events))
 
+    def keep(self, buffer: Buffer) -> None:
+        """Keep a buffer until all that is on the current stream now has been done, unless that is ordered anyway."""
+        stream = buffer.here() if buffer.here is not None else buffer.stream
+        if stream == buffer.stream != PER_THREAD_STREAM:  # whatever uses the memory again on this stream comes later
+            return
+        device = buffer.device.index or 0
+        with on_device(self.cuda, device):
+            if stream > LEGACY_STREAM and self.cuda.capturing(stream):
+                return  # a graph's arrays are its maker's to keep
+            event = self.event(device)
+            self.cuda.record(event, stream)
+        self.lose((), (buffer,), device, (event,))
+
     def _reap(self, deadline: float = 0.0) -> None:
-        """Give back what failed calls have left behind and the device has done; wait for that until ``deadline``."""
+        """Give back what calls have left behind and the device has done; wait for that until ``deadline``."""
         if not self._lost:
             return
         with self._lock:

@@ -7,14 +7,14 @@ these methods. A method makes buffers of its arrays and says which of them go in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 from .arguments import buffers_of, call_site, check_ranks, pairs_of, same_length, splits_of
 from .buffers import as_buffer
-from .call import Call
+from .call import calls_with
 from .dispatch import Dispatch, Timeout
 from .errors import DistArgumentError
 from .ops import OPS
@@ -59,7 +59,12 @@ class ProcessGroup(Dispatch):
         return self
 
     def using(
-        self, options: CallOptions | Mapping[str, Any] | None = None, *, timeout: Timeout = None, **named: Any
+        self,
+        options: CallOptions | Mapping[str, Any] | None = None,
+        *,
+        timeout: Timeout = None,
+        timing: bool | None = None,
+        **named: Any,
     ) -> ProcessGroup:
         """This group with options for the calls that are made through what is returned.
 
@@ -69,6 +74,7 @@ class ProcessGroup(Dispatch):
         Args:
             options: a :class:`CallOptions`, or a dict with the same names.
             timeout: default timeout of these calls, timedelta or seconds; None keeps the group's.
+            timing: whether ``Work.duration`` tells how long asynchronous calls took; None keeps the group's.
             named: single options by name, in place of those in ``options`` and those of the view that this is; None
                 takes one back.
 
@@ -80,7 +86,7 @@ class ProcessGroup(Dispatch):
         if told is not None:
             for backend in self._served.values():
                 backend.refuse_options(told)
-        return _View(self.whole, told, self._seconds(timeout))
+        return _View(self.whole, told, self._seconds(timeout), self._timed if timing is None else bool(timing))
 
     def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.shrink_group` of this group: those that are left call it, and get a group of their own."""
@@ -398,35 +404,27 @@ class ProcessGroup(Dispatch):
 class _View(ProcessGroup):
     """A group whose calls carry options: all that it knows is the group's."""
 
-    def __init__(self, whole: ProcessGroup, options: CallOptions | None, timeout: float) -> None:
+    def __init__(self, whole: ProcessGroup, options: CallOptions | None, timeout: float, timed: bool) -> None:
         self.__dict__.update(whole.__dict__)
         for name in _CHANGING:
             del self.__dict__[name]
         self._whole = whole
         self._options = options
         self._timeout = timeout
-        self._new_call = _calls_with(options)
+        self._timed = timed
+        self._new_call = calls_with(options, timed)
 
     def __repr__(self) -> str:
         said = [str(self._options)] if self._options is not None else []
         if self._timeout != self._whole.timeout:
             said.append(f"timeout={self._timeout:g}")
+        if self._timed != self._whole._timed:
+            said.append(f"timing={self._timed}")
         return f"{repr(self._whole)[:-1]}, using {', '.join(said) or 'nothing'}>"
 
     @property
     def whole(self) -> ProcessGroup:
         return self._whole
-
-
-def _calls_with(options: CallOptions | None) -> Callable[..., Call]:
-    """What makes calls with options; not a method, since views of one call should leave no circle behind."""
-
-    def make(*args: Any, **more: Any) -> Call:
-        call = Call(*args, **more)
-        call.options = options
-        return call
-
-    return make
 
 
 _CHANGING = ("_closed", "_staged", "splits")

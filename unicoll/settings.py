@@ -25,6 +25,7 @@ FLAGS: dict[str, bool | None] = {
     "UNICOLL_MPI_ABORT": True,
     "UNICOLL_MPI_CUDA": None,
     "UNICOLL_NCCL_SHARE_DEVICE": False,
+    "UNICOLL_TIMING": False,
 }
 """Variables that say yes or no, and what they mean where they are unset; None leaves it to a detection."""
 

@@ -107,10 +107,10 @@ class Staged(Backend):
     def post(self, calls: Sequence[Call], stream: object = None) -> Completion:
         calls = tuple(calls)
         if calls[0].op.name in _MESSAGES:
-            return _Unpacking(self._messages.post(calls[0]), calls)
+            return _Unpacking(self._messages.post(calls[0]), calls, self._dock)
         for call in calls:
             call.carry = self._carrier(call)
-        return _Unpacking(self._host.post(calls), calls)
+        return _Unpacking(self._host.post(calls), calls, self._dock)
 
     def abort(self, error: Exception) -> None:
         self._host.abort(error)
@@ -249,11 +249,12 @@ class Staged(Backend):
 class _Unpacking(Completion):
     """A completion whose waiter unpacks the results of strided arrays, on its own stream."""
 
-    __slots__ = ("_calls", "_done", "_lock", "_packed")
+    __slots__ = ("_calls", "_dock", "_done", "_lock", "_packed")
 
-    def __init__(self, done: Completion, calls: tuple[Call, ...]) -> None:
+    def __init__(self, done: Completion, calls: tuple[Call, ...], dock: Dock) -> None:
         self._done = done
         self._calls = calls
+        self._dock = dock
         self._packed = any(b.unpack is not None for call in calls for b in call.outputs)
         self._lock = threading.Lock()
 
@@ -268,9 +269,15 @@ class _Unpacking(Completion):
             if packed:
                 for call in self._calls:
                     call.write_back()
+                    for buffer in call.outputs:
+                        if buffer.unpack is not None:  # the copy may outlast the call
+                            self._dock.keep(buffer)
 
     def exception(self) -> BaseException | None:
         return self._done.exception()
+
+    def took(self) -> float:
+        return self._done.took()
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         self._done.add_done_callback(fn)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .buffers import Adapter, Buffer, FlatArray
+from .buffers import Adapter, Buffer, FlatArray, register_current
 from .errors import DistTypeError
 from .types import DTYPES, Device, DType
 
@@ -129,6 +129,7 @@ def _torch_on_cuda(torch: Any) -> Callable[[Any, DType, Any], Buffer]:
     def place(index: int) -> tuple[Device, Callable[[], int]]:
         here: Callable[[], int] = partial(current, index) if current is not None else lambda: slowly(index)
         found = places[index] = (Device("cuda", index), here)
+        register_current(index, here)
         return found
 
     def slowly(index: int) -> int:
