@@ -105,8 +105,8 @@ class Nccl(Protocol):
     # --- communicators ---
 
     def unique_id(self) -> tuple[int, bytes]: ...
-    def comm_init(self, size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, Slot]:
-        """A communicator on the current device; its handle is there at once."""
+    def comm_init(self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config) -> tuple[int, Slot]:
+        """A communicator on the current device; its handle is there at once. Several ids need 2.23."""
 
     def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, Slot]:
         """``color`` None takes part without becoming a member.

@@ -154,11 +154,12 @@ class NCCLBackend(Exposing):
                 assert made is not None
                 self._met = parent._met
             else:
-                unique_id = meet(context, device, self.nccl, cuda, deadline)
+                ids = meet(context, device, self.nccl, cuda, deadline)
+                what = "ncclCommInitRankConfig" if len(ids) == 1 else "ncclCommInitRankScalable"
                 made = Communicator(
                     context, self.nccl, cuda, device,
-                    lambda: self.nccl.comm_init(context.size, unique_id, context.rank, self._config()),
-                    "ncclCommInitRankConfig", deadline, self._look,
+                    lambda: self.nccl.comm_init(context.size, ids, context.rank, self._config()),
+                    what, deadline, self._look,
                 )  # fmt: skip
             self._adopt(made)
         return made

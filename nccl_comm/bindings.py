@@ -40,6 +40,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (POINTER(UniqueId),),
     "ncclGetLastError": (_comm,),
     "ncclCommInitRankConfig": (_out, c_int, UniqueId, c_int, _config),
+    "ncclCommInitRankScalable": (_out, c_int, c_int, c_int, POINTER(UniqueId), _config),
     "ncclCommSplit": (_comm, c_int, c_int, _out, _config),
     "ncclCommShrink": (_comm, POINTER(c_int), c_int, _out, _config, c_int),
     "ncclCommGetAsyncError": (_comm, POINTER(c_int)),
@@ -129,6 +130,7 @@ class Bindings:
         self._get_unique_id = self._function("ncclGetUniqueId")
         self._get_last_error = self._function("ncclGetLastError")
         self._comm_init = self._function("ncclCommInitRankConfig")
+        self._comm_init_scalable = self._function("ncclCommInitRankScalable")
         self._comm_split = self._function("ncclCommSplit")
         self._comm_shrink = self._function("ncclCommShrink")
         self._comm_state = self._function("ncclCommGetAsyncError")
@@ -161,13 +163,16 @@ class Bindings:
         made = UniqueId()
         return self._get_unique_id(byref(made)), bytes(made)
 
-    def comm_init(self, size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, Slot]:
-        """A communicator on the current device; its handle is there at once."""
-        if len(unique_id) != UNIQUE_ID_BYTES:
-            raise DistBackendError(f"an NCCL id has {UNIQUE_ID_BYTES} bytes, not {len(unique_id)}")
+    def comm_init(self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config) -> tuple[int, Slot]:
+        """A communicator on the current device; its handle is there at once. Several ids need 2.23."""
+        for one in unique_ids:
+            if len(one) != UNIQUE_ID_BYTES:
+                raise DistBackendError(f"an NCCL id has {UNIQUE_ID_BYTES} bytes, not {len(one)}")
         slot, told = c_void_p(), config_struct(config, self.version)
-        code = self._comm_init(byref(slot), size, UniqueId.from_buffer_copy(unique_id), rank, byref(told))
-        return code, slot
+        ids = (UniqueId * len(unique_ids)).from_buffer_copy(b"".join(unique_ids))
+        if len(ids) == 1:
+            return self._comm_init(byref(slot), size, ids[0], rank, byref(told)), slot
+        return self._comm_init_scalable(byref(slot), size, rank, len(ids), ids, byref(told)), slot
 
     def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, Slot]:
         """Take part in a split; the slot is filled while ``comm`` is in progress, and stays None without a color."""

@@ -7,6 +7,8 @@ ncclResult_t ncclGetVersion(int* version);
 ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId);
 const char* ncclGetLastError(ncclComm_t comm);
 ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank, ncclConfig_t* config);
+ncclResult_t ncclCommInitRankScalable(ncclComm_t* newcomm, int nranks, int myrank, int nId, ncclUniqueId* commIds,
+                                      ncclConfig_t* config);
 ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* newcomm, ncclConfig_t* config);
 ncclResult_t ncclCommShrink(ncclComm_t comm, int* excludeRanksList, int excludeRanksCount, ncclComm_t* newcomm,
                             ncclConfig_t* config, int shrinkFlags);
@@ -63,6 +65,7 @@ NCCL_SINCE = {
     "ncclMemFree": 21900,
     "ncclCommRegister": 21900,
     "ncclCommDeregister": 21900,
+    "ncclCommInitRankScalable": 22300,
     "ncclCommShrink": 22700,
     "ncclCommWindowRegister": 22700,
     "ncclCommWindowDeregister": 22700,

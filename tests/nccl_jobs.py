@@ -519,3 +519,21 @@ def untimed() -> int:
     dist.all_reduce(x, async_op=True).wait()
     dist.all_reduce(x)
     return sum(event.timing for event in simulated_ranks.here().cuda.events.values())
+
+
+def met_through_several() -> tuple[int, list[float]]:
+    """How many unique ids the communicator of a new group was made of, and what it reduces."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    x = arrays.full(2, dist.get_rank() + 1.0)
+    dist.all_reduce(x, group=group)
+    (comm,) = simulated_ranks.nccl().communicators
+    values = x.numpy().tolist()
+    dist.destroy_process_group(group)
+    return comm.key.count(".") + 1, values
+
+
+def a_root_fails(failing: int) -> str:
+    """What all are told when a rank cannot make its unique id."""
+    if dist.get_rank() == failing:
+        simulated_ranks.nccl().unique_id = lambda: (2, b"")  # type: ignore[method-assign]
+    return _error(lambda: dist.new_group(backend="cuda:nccl", device_id=dist.get_rank()))

@@ -61,16 +61,18 @@ class SimulatedNccl(Operations):
         said = secrets.token_bytes(_UNIQUE) + token + name.encode()
         return SUCCESS, said.ljust(UNIQUE_ID_BYTES, b"\xff")
 
-    def comm_init(self, size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, Slot]:
-        slot = Slot()
-        if not 0 <= rank < size or len(unique_id) != UNIQUE_ID_BYTES:
-            self._last_error = f"rank {rank} of {size}, unique id of {len(unique_id)} bytes"
+    def comm_init(self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config) -> tuple[int, Slot]:
+        if len(unique_ids) > 1:
+            self._needs("ncclCommInitRankScalable")
+        slot, unique_id = Slot(), unique_ids[0]
+        if not 0 <= rank < size or {len(one) for one in unique_ids} != {UNIQUE_ID_BYTES} or len(unique_ids) > size:
+            self._last_error = f"rank {rank} of {size}, {len(unique_ids)} ids, the first of {len(unique_id)} bytes"
             return Result.INVALID_ARGUMENT, slot
         device = max(0, self._simulation.cuda.current_device())
         comm = Communicator(self.machine, size, rank, device, config)
         rest = unique_id[_UNIQUE:].rstrip(b"\xff")
         address: Address = (rest[16:].decode(), rest[:16])
-        comm.join(address, unique_id[:_UNIQUE].hex())
+        comm.join(address, ".".join(one[:_UNIQUE].hex() for one in unique_ids))  # equal on all ranks, or they hang
         slot.value = self._made(comm)
         return self._settle(comm), slot
 

@@ -126,13 +126,29 @@ def test_the_unique_id_crosses_both_ways_with_all_its_bytes() -> None:
     made.answers["ncclGetUniqueId"] = fill
     assert nccl.unique_id() == (0, ident)
     made.answers["ncclCommInitRankConfig"] = putting(0, COMM, ctypes.c_void_p, 7)
-    code, slot = nccl.comm_init(4, ident, 3, api.Config())
+    code, slot = nccl.comm_init(4, [ident], 3, api.Config())
     assert (code, slot.value) == (7, COMM)
     _, size, got, rank, _ = made.last("ncclCommInitRankConfig")
     assert (size, got, rank) == (4, ident, 3)
     assert kind(DECLARED["ncclCommInitRankConfig"].types[2]) == BY_VALUE
     with pytest.raises(tree.DistBackendError, match="128 bytes, not 4"):
-        nccl.comm_init(1, b"four", 0, api.Config())
+        nccl.comm_init(1, [b"four"], 0, api.Config())
+
+
+def test_several_unique_ids_arrive_one_after_another() -> None:
+    made, nccl = bound()
+    idents = [bytes([i]) * 128 for i in (1, 2, 3)]
+    seen: list[Any] = []
+
+    def begin(place: int, size: int, rank: int, count: int, ids: int, config: int) -> int:
+        seen.append((size, rank, count, ctypes.string_at(ids, 128 * count), _read_config(config)["maxCTAs"]))
+        put(place, COMM, ctypes.c_void_p)
+        return 7
+
+    made.answers["ncclCommInitRankScalable"] = begin
+    code, slot = nccl.comm_init(300, idents, 299, api.Config(max_ctas=4))
+    assert (code, slot.value) == (7, COMM)
+    assert seen == [(300, 299, 3, b"".join(idents), 4)]
 
 
 def _read_config(address: int) -> dict[str, Any]:
@@ -599,7 +615,7 @@ def test_the_real_library_refuses_what_is_wrong_and_says_why() -> None:
 @with_library
 def test_the_real_library_fails_without_a_gpu_and_comes_back() -> None:
     out = ask(
-        "code, slot = nccl.comm_init(1, nccl.unique_id()[1], 0, api.Config(min_ctas=1, comm_name='one'))\n"
+        "code, slot = nccl.comm_init(1, [nccl.unique_id()[1]], 0, api.Config(min_ctas=1, comm_name='one'))\n"
         "print(type(error_for(code, nccl, 0, 'ncclCommInitRankConfig', 'g', None, None)).__name__, slot.value,"
         " 'CUDA' in nccl.last_error() or 'Cuda' in nccl.last_error())"
     )

@@ -48,7 +48,7 @@ class World:
 
     def _begin(self, unique: bytes, rank: int) -> Any:
         self.sim.cuda.set_device(rank)
-        return self.nccl.comm_init(self.size, unique, rank, self.config)
+        return self.nccl.comm_init(self.size, [unique], rank, self.config)
 
     def made(self, rank: int) -> Communicator:
         """A rank's communicator, as the simulation sees it."""
@@ -261,20 +261,20 @@ def test_a_communicator_in_progress_takes_nothing_else(world: Callable[..., Worl
 def test_a_communicator_is_ready_when_all_ranks_have_come(world: Callable[..., World]) -> None:
     w = world(0)
     _, unique = w.nccl.unique_id()
-    code, first = w.nccl.comm_init(2, unique, 0, Config(blocking=False))
+    code, first = w.nccl.comm_init(2, [unique], 0, Config(blocking=False))
     assert code == IN_PROGRESS
     assert w.nccl.comm_state(first.value or 0) == (SUCCESS, IN_PROGRESS)
-    _, second = w.nccl.comm_init(2, unique, 1, Config(blocking=False))
+    _, second = w.nccl.comm_init(2, [unique], 1, Config(blocking=False))
     w.comms = [first.value or 0, second.value or 0]
     assert w.settle() == [SUCCESS, SUCCESS]
 
 
 def test_nobody_at_the_address_is_an_error(world: Callable[..., World]) -> None:
     w = world(0)
-    _, slot = w.nccl.comm_init(1, b"x" * 128, 0, Config())
+    _, slot = w.nccl.comm_init(1, [b"x" * 128], 0, Config())
     w.comms = [slot.value or 0]
     assert w.settle() == [Result.SYSTEM_ERROR]
-    assert w.nccl.comm_init(2, b"x" * 128, 2, Config())[0] == Result.INVALID_ARGUMENT
+    assert w.nccl.comm_init(2, [b"x" * 128], 2, Config())[0] == Result.INVALID_ARGUMENT
 
 
 def test_finalize_waits_for_the_work(world: Callable[..., World]) -> None:

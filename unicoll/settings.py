@@ -38,7 +38,10 @@ CHOICES = {
 }
 """Variables with words: the default, and all that are known."""
 
-NUMBERS = {"UNICOLL_STORE_MAX_VALUE": (1, (1 << 32) - 1, 1 << 30)}
+NUMBERS = {
+    "UNICOLL_NCCL_RANKS_PER_ROOT": (1, 1 << 20, 128),
+    "UNICOLL_STORE_MAX_VALUE": (1, (1 << 32) - 1, 1 << 30),
+}
 """Variables with whole numbers: the least, the greatest, the default."""
 
 
