@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import threading
@@ -158,8 +159,15 @@ class Message:
         return letter.call.outputs[0].dtype.code == self.code and len(letter.view) == self.size
 
     def store(self) -> None:
-        """Nobody's array is there for it (yet): memory of its own."""
-        room: Flat = np.empty(self.size, np.uint8)
+        """Nobody's array is there for it (yet): memory of its own.
+
+        Raises:
+            OSError: there is not so much.
+        """
+        try:
+            room: Flat = np.empty(self.size, np.uint8)
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise OSError(errno.ENOMEM, f"no memory for a message of {self.size} bytes") from error
         self.view = room.data
 
     def give(self, letter: Letter) -> None:

@@ -46,6 +46,7 @@ _DONTWAIT = socket.MSG_DONTWAIT
 _PIECE = 1 << 20
 """Bytes handed to one system call."""
 _LONGEST_OFFER = 4096
+_GREATEST_ERROR = 4095
 
 
 class Office(Protocol):
@@ -339,7 +340,7 @@ class Line:
     def _frame(self, magic: int, kind: int, code: int, _: int, tag: int, size: int, part: int) -> None:
         if magic != MAGIC:
             raise OSError(errno.EPROTO, "not a message")
-        if kind <= SHARED:
+        if kind <= SHARED and self.message is None:
             message = Message(tag, code, size)
             self._office.begin(self.peer, message)
             self.message = message
@@ -350,13 +351,13 @@ class Line:
                 self._arrive(message, 0)
         elif kind == PART and self.message is not None:
             self._take(self.message, part)
-        elif kind == CREDIT and self.outlet is not None:
+        elif kind == CREDIT and self.outlet is not None and self.outlet.free + part <= ring.RING:
             self.outlet.free += part
             self.flush()
-        elif kind == OFFER and size <= _LONGEST_OFFER:
+        elif kind == OFFER and self.message is None and 0 < size <= _LONGEST_OFFER:
             self.message = self._offered = Message(0, 0, size)
             self.message.store()
-        elif kind == ANSWER and self.outlet is not None:
+        elif kind == ANSWER and self.asked and size <= _GREATEST_ERROR:
             self._answered(size)
         else:
             raise OSError(errno.EPROTO, "not a message")

@@ -294,15 +294,16 @@ class Mailroom:
     def begin(self, peer: int, message: Message) -> None:
         """A header has come: find out whose message this is."""
         letter = self._sorter.first(peer, message.tag)
+        if letter is not None and message.fits(letter):
+            self._sorter.take(letter, peer)
+            message.letter = letter
+            message.view = letter.view
+            return
+        message.store()  # if it fails, the receive still waits, and ends with the connection
         if letter is not None:
             self._sorter.take(letter, peer)
-            if message.fits(letter):
-                message.letter = letter
-                message.view = letter.view
-                return
             message.claimed = letter
-        message.store()
-        if letter is None:
+        else:
             self._sorter.shelve(peer, message)
 
     def complete(self, peer: int, message: Message) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from unicoll import settings
 from unicoll.backend import Context
-from unicoll.errors import BackendUnavailableError, CollectiveMismatchError
+from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistNetworkError
 
 from .board import Board, SemaphoreBoard, size_of
 from .segment import Segment, boot_id, can_share, create, keeps_order, open_published, private
@@ -153,9 +153,13 @@ def _vote(team: Team) -> list[Ballot]:
     plan = team.plan((5 * 8,) * team.size, np.dtype(np.uint64))
     plan.mine[:] = (host, wanted, can_share() is None, keeps_order(), team.deterministic)
     found = [tuple(map(int, vote)) for vote in team.exchange(plan)]
-    return [
-        Ballot(h, Wish(w), bool(able), bool(ordered), bool(fixed)) for h, w, able, ordered, fixed in found
-    ]
+    try:
+        return [
+            Ballot(h, Wish(w), bool(able), bool(ordered), bool(fixed)) for h, w, able, ordered, fixed in found
+        ]
+    except ValueError:
+        name = team.context.name
+        team.fail(DistNetworkError(f"a member of group {name!r} sent what is no ballot", group=name))
 
 
 def _segment(team: Team, members: tuple[int, ...]) -> Segment | None:

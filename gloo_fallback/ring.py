@@ -20,6 +20,7 @@ page it reads, which costs more than a second copy that stays in the processor's
 
 from __future__ import annotations
 
+import errno
 import json
 from typing import Any
 
@@ -117,8 +118,14 @@ class Inlet(_Ring):
     """
 
     def __init__(self, offer: bytes) -> None:
-        where: dict[str, Any] = json.loads(offer)
+        try:
+            where: dict[str, Any] = json.loads(offer.decode())  # of bytes json would guess the encoding
+        except (ValueError, RecursionError) as error:
+            raise OSError(errno.EPROTO, "not an address of shared memory") from error
         super().__init__(taken(where))
+        if self._size != RING:
+            self.close()
+            raise OSError(errno.EPROTO, "not a ring")
         self.owed = 0
 
     def take(self, target: memoryview) -> None:

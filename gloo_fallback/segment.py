@@ -193,7 +193,7 @@ def taken(where: dict[str, Any]) -> Segment:
         pid, fd, size = (int(where[name]) for name in ("pid", "fd", "size"))
         token = str(where["token"]).encode()
         here = where["boot"] == boot_id()
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FileNotFoundError(errno.ENOENT, f"{where!r} is no address of shared memory") from error
     if not here:
         raise FileNotFoundError(errno.ENOENT, "it is on another machine")

@@ -149,9 +149,12 @@ class Supervised(Backend):
         if first is None:
             return
         self.check_departures(first.words())
-        late = next((f for f in list(self.flights) if now >= f.deadline and not self.landed(f)), None)
+        late = next((f for f in list(self.flights) if self._late(f, now)), None)
         if late is not None:
             raise inquest.timed_out(self.context, late.words())
+
+    def _late(self, flight: Flight, now: float) -> bool:
+        return now >= flight.deadline and not self.landed(flight)  # one that has ended may be behind one that has not
 
     def _look_inside(self, now: float) -> None:
         """NCCL connects ranks within their first calls, which can take for ever when one of them is gone."""

@@ -8,6 +8,11 @@ So gather and scatter are messages with every version. NCCL 2.28 has ncclGather 
 arrays as one: the root alone knows whether its list lies so in memory, and all ranks have to call the same. Copying to
 and from such memory on the root would cost it world size times the array, a pass over that, and an order among all
 streams that use it, and gain nothing: NCCL takes the two apart into these very sends and receives.
+
+An all_gather to a list is a group of broadcasts for the same reason: only the rank itself knows whether its list lies
+side by side in memory, where one ncclAllGather would do. From 2.29 on NCCL makes one kernel of such a group, a ring
+that gathers all of them at once (its scheduler/allgatherv_sched.cc); before, the same bytes go over each link, one
+broadcast after another, which for small arrays takes longer. all_gather_into_tensor is one ncclAllGather always.
 """
 
 from __future__ import annotations

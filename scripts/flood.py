@@ -4,8 +4,12 @@
 Starts a job of two ranks with a secret and floods every port on which they listen (the store's, the control plane's
 and the data listeners') in two ways: with silent connections, which are opened again when the job closes them, and with
 connections that are reset once they are established. Meanwhile the ranks do all_reduce, store.set and store.get, and
-open files. Prints the time of each without the flood and with it, the open descriptors of the ranks, and "held" if
-every operation succeeded and the descriptors stayed under their cap; else what failed, and the exit code is 1.
+open files, and clients that hold the secret connect to the store. Prints the time of each without the flood and with
+it, the open descriptors of the ranks, and "held" if every operation and every client succeeded and the descriptors
+stayed under their cap; else what failed, and the exit code is 1.
+
+The job refuses most of the connections by leaving them in the kernel's queue, so the rate counts those that are
+attempted; the output says how many were established.
 
 The traffic stays on loopback, and count, rate and time are bounded. Only attack jobs that this program starts.
 """
@@ -20,6 +24,7 @@ import secrets
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from itertools import cycle, product
@@ -30,10 +35,15 @@ from typing import Any
 ROOT = str(Path(__file__).resolve().parents[1])
 MOST_CONNECTIONS, MOST_RATE, MOST_SECONDS = 50_000, 50_000, 60.0
 OPERATIONS = ("all_reduce", "store.set", "store.get", "open 32 files")
+NEW_CLIENT = "new client"
+CLIENT_THREADS = 8
+CLIENT_PAUSE_SECONDS = 0.05
+CONNECT_SECONDS = 60.0
 FILES = 32
 PAUSE_SECONDS = 0.002
 TIMEOUT_SECONDS = 20.0
 START_SECONDS = 60.0
+MOST_ATTACK_SECONDS = 180.0
 ESTABLISHED, SYN_SENT = 1, 2  # states of TCP in Linux
 RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 # Outside the range of ephemeral ports, which other programs on the host need.
@@ -94,6 +104,7 @@ def work(rank: int, store: Any, seconds: float) -> dict[str, Any]:
     import unicoll as dist
 
     took: dict[str, list[float]] = {name: [] for name in OPERATIONS}
+    began = time.monotonic(), threads_time()
     until = time.monotonic() + seconds
 
     def reduce() -> bool:
@@ -117,6 +128,7 @@ def work(rank: int, store: Any, seconds: float) -> dict[str, Any]:
             for fd in opened:
                 os.close(fd)
 
+    error = None
     steps = (reduce, lambda: store.set(f"flood/{rank}", "value"), get, open_files)
     try:
         over = False
@@ -126,9 +138,44 @@ def work(rank: int, store: Any, seconds: float) -> dict[str, Any]:
                 over = bool(step()) or over
                 took[name].append(time.perf_counter() - started)
             time.sleep(PAUSE_SECONDS)
-    except Exception as error:
-        return {"took": took, "error": f"rank {rank}: {name}: {type(error).__name__}: {error}"}
-    return {"took": took, "error": None}
+    except Exception as e:
+        error = f"rank {rank}: {name}: {type(e).__name__}: {e}"
+    share = (threads_time() - began[1]) / (time.monotonic() - began[0])
+    return {"took": took, "error": error, "threads": share}
+
+
+def threads_time() -> float:
+    """Seconds of processor time that the other threads of this process, unicoll's, have taken."""
+    return time.process_time() - time.thread_time()
+
+
+def connect_clients(port: int, secret: str, pipe: Connection) -> None:
+    """New clients of the store, one after another on each of some threads, in the phases that it is told to."""
+    from unicoll import TCPStore
+    from unicoll.auth import Secret
+
+    def connect(until: float, took: list[float], errors: list[str]) -> None:
+        try:
+            while time.monotonic() < until:
+                started = time.perf_counter()
+                TCPStore(
+                    "127.0.0.1", port, timeout=CONNECT_SECONDS, secret=Secret(secret.encode(), "flood")
+                ).close()
+                took.append(time.perf_counter() - started)
+                time.sleep(CLIENT_PAUSE_SECONDS)
+        except Exception as error:
+            errors.append(f"a new client: {type(error).__name__}: {error}")
+
+    while (seconds := pipe.recv()) is not None:
+        took: list[float] = []
+        errors: list[str] = []
+        arguments = (time.monotonic() + seconds, took, errors)
+        threads = [threading.Thread(target=connect, args=arguments) for _ in range(CLIENT_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        pipe.send({"took": {NEW_CLIENT: took}, "error": errors[0] if errors else None})
 
 
 # --- the attackers --------------------------------------------------------------------------------------------------
@@ -143,27 +190,27 @@ def attack(
     if hard != resource.RLIM_INFINITY and hard < wanted:
         hard = wanted  # only root may
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    ways = zip(sources(number), cycle(ports))
+    addresses = zip(sources(number), cycle(ports))
     held: list[socket.socket] = []
     most = (0, 0)
     opened = reset = refused = 0
     started = time.monotonic()
-    swept = started
+    swept_at = started
     while (now := time.monotonic()) < started + seconds and not pipe.poll():
         for _ in range(min(1024, connections - len(held))):
-            sock, _ = dial(next(ways))
+            sock, _ = dial(next(addresses))
             if sock is not None:
                 held.append(sock)
                 opened += 1
         for _ in range(min(256, int(rate * (now - started)) - reset - refused)):
-            sock, stands = dial(next(ways))
+            sock, established = dial(next(addresses))
             if sock is not None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
                 sock.close()
-            reset += stands
-            refused += not stands
-        if now - swept > 0.25:
-            swept = now
+            reset += established
+            refused += not established
+        if now - swept_at > 0.25:
+            swept_at = now
             held, counts = sweep(held)
             most = max(most, counts, key=sum)
         time.sleep(0.005)
@@ -181,16 +228,15 @@ def sources(number: int) -> Iterator[tuple[str, int]]:
     return cycle((host, port) for port, host in product(SOURCE_PORTS, hosts))
 
 
-def dial(way: tuple[tuple[str, int], int]) -> tuple[socket.socket | None, bool]:
+def dial(addresses: tuple[tuple[str, int], int]) -> tuple[socket.socket | None, bool]:
     """A connection, and whether it is established; None if the source port is taken."""
-    source, port = way
+    source, port = addresses
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         sock.bind(source)
         sock.connect_ex(("127.0.0.1", port))
-        return sock, state(
-            sock
-        ) == ESTABLISHED  # else the listener's queue is full, and the kernel tries again
+        # If it is not established, the listener's queue is full, and the kernel tries again.
+        return sock, state(sock) == ESTABLISHED
     except OSError:
         sock.close()
         return None, False
@@ -256,34 +302,37 @@ def receive(pipes: list[Connection], seconds: float) -> list[Any]:
     return [answers[pipe] for pipe in pipes]
 
 
-def phase(ranks: list[tuple[Any, Connection]], seconds: float) -> tuple[list[Any], list[int]]:
-    """Has the ranks work, and counts their descriptors meanwhile: what they tell, and the most of each."""
-    pipes = [pipe for _, pipe in ranks]
+def measure(ranks: list[Any], pipes: list[Connection], seconds: float) -> tuple[list[Any], list[int]]:
+    """Has ranks and clients work, and counts the ranks' descriptors meanwhile: what all tell, and the most of each."""
     for pipe in pipes:
         pipe.send(seconds)
     most = [0] * len(ranks)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        most = [max(n, descriptors(process.pid)) for n, (process, _) in zip(most, ranks, strict=True)]
+        most = [max(n, descriptors(process.pid)) for n, process in zip(most, ranks, strict=True)]
         time.sleep(0.05)
-    return receive(pipes, 3 * TIMEOUT_SECONDS), most
+    return receive(pipes, seconds + CONNECT_SECONDS + TIMEOUT_SECONDS), most
 
 
 def table(calm: list[Any], flooded: list[Any]) -> str:
-    """The times of the operations on all ranks, without the flood and with it."""
+    """The times of the operations on all ranks and of new clients, without the flood and with it."""
     lines = [
         f"{'milliseconds':<16}{'without the flood':>30}{'with it':>30}",
         f"{'':<16}" + f"{'p50':>10}{'p99':>10}{'max':>10}" * 2,
     ]
-    for name in OPERATIONS:
+    for name in (*OPERATIONS, NEW_CLIENT):
         line = f"{name:<16}"
-        for told in (calm, flooded):
-            took = sorted(t for rank in told for t in rank["took"][name]) or [float("nan")]
+        for reports in (calm, flooded):
+            took = sorted(t for one in reports for t in one["took"].get(name, ())) or [float("nan")]
             for at in (0.5, 0.99, 1.0):
                 line += f"{took[min(len(took) - 1, int(at * len(took)))] * 1000:>10.3f}"
         lines.append(line)
+    for name, at, of in (("rounds", 0, OPERATIONS[-1]), ("new clients", -1, NEW_CLIENT)):
+        lines.append(
+            f"{name:<16}" + "".join(f"{len(reports[at]['took'][of]):>30}" for reports in (calm, flooded))
+        )
     lines.append(
-        f"{'rounds':<16}" + "".join(f"{len(told[0]['took'][OPERATIONS[-1]]):>30}" for told in (calm, flooded))
+        f"{'server threads':<16}" + "".join(f"{reports[0]['threads']:>30.1%}" for reports in (calm, flooded))
     )
     return "\n".join(lines)
 
@@ -293,46 +342,50 @@ def flood(args: argparse.Namespace, program: Program) -> list[str]:
     from unicoll.testing.ranks import free_port
 
     port, secret = free_port(), secrets.token_hex(32)
-    ranks = [program.start(run_rank, rank, port, secret, args.limit) for rank in range(2)]
-    told = receive([pipe for _, pipe in ranks], START_SECONDS)
-    ports = [port for rank in told for port in rank["ports"]]
+    started = [program.start(run_rank, rank, port, secret, args.limit) for rank in range(2)]
+    ranks = [process for process, _ in started]
+    joined = receive([pipe for _, pipe in started], START_SECONDS)
+    ports = [port for rank in joined for port in rank["ports"]]
+    started.append(program.start(connect_clients, port, secret))
+    pipes = [pipe for _, pipe in started]
     print(f"2 ranks with at most {args.limit} descriptors each listen on {len(ports)} ports")
 
-    calm, _ = phase(ranks, args.seconds / 2)
-    share = [
+    calm, _ = measure(ranks, pipes, args.seconds / 2)
+    shares = [
         args.connections // args.processes + (i < args.connections % args.processes)
         for i in range(args.processes)
     ]
     attackers = [
-        program.start(attack, i, ports, n, args.rate / args.processes, args.seconds + 3 * TIMEOUT_SECONDS)
-        for i, n in enumerate(share)
+        program.start(attack, i, ports, n, args.rate / args.processes, MOST_ATTACK_SECONDS)
+        for i, n in enumerate(shares)
     ]
     time.sleep(1.0)  # for the processes to start and to reach their number
-    flooded, most = phase(ranks, args.seconds)
+    flooded, most = measure(ranks, pipes, args.seconds)
     for _, pipe in attackers:
         pipe.send("stop")
     reached = receive([pipe for _, pipe in attackers], START_SECONDS)
-    for _, pipe in ranks:
+    for pipe in pipes:
         pipe.send(None)
 
-    stood, waited, opened, reset, refused = (sum(one[i] for one in reached) for i in range(5))
+    established, waiting, opened, reset, refused = (sum(one[i] for one in reached) for i in range(5))
     seconds = max(one[5] for one in reached)
     print(
-        f"open at once: {stood + waited} silent connections ({stood} established,"
-        f" {waited} waiting for room in a listener's queue)\n"
-        f"a second: {opened / seconds:.0f} silent connections made, {reset / seconds:.0f} more made and reset,"
-        f" {refused / seconds:.0f} more given up since the queue was full, for {seconds:.1f} s\n"
+        f"open at once: {established + waiting} silent connections ({established} established,"
+        f" {waiting} waiting for room in a listener's queue)\n"
+        f"connects a second: {(opened + reset + refused) / seconds:.0f} ({opened / seconds:.0f} silent,"
+        f" {reset / seconds:.0f} established and reset, {refused / seconds:.0f} given up since the queue was full),"
+        f" for {seconds:.1f} s\n"
     )
     print(table(calm, flooded), end="\n\n")
-    failures = [rank["error"] for rank in (*calm, *flooded) if rank["error"]]
-    for i, (rank, peak) in enumerate(zip(told, most, strict=True)):
+    failures = [one["error"] for one in (*calm, *flooded) if one["error"]]
+    for i, (rank, peak) in enumerate(zip(joined, most, strict=True)):
         cap = min(args.limit, rank["open"] + rank["strangers"] + FILES + SPARE)
         print(
             f"descriptors of rank {i}: {rank['open']} without the flood, at most {peak} with it; the cap is {cap}"
         )
         if peak > cap:
             failures.append(f"rank {i} had {peak} descriptors, more than {cap}")
-    for i, (process, _) in enumerate(ranks):
+    for i, process in enumerate(ranks):
         process.join(TIMEOUT_SECONDS)
         if process.exitcode != 0:
             failures.append(f"rank {i} did not end well: exit code {process.exitcode}")

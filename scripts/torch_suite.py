@@ -204,7 +204,7 @@ class _Stub:
             door.listen()
             door.settimeout(30)
             environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-            environ |= _MPI_VARIABLES | {"UNICOLL_STUB": self._path, "TMPDIR": self._folder}
+            environ |= _MPI_VARIABLES | {"STUB_SOCKET": self._path, "TMPDIR": self._folder}
             environ["OMPI_MCA_btl_sm_backing_directory"] = self._folder  # gone with it, however ranks end
             program = [sys.executable, "-S", "-c", _STUB]
             with open(Path(self._folder, "mpirun.log"), "wb") as said:
@@ -222,7 +222,7 @@ class _Stub:
                     callers[rank] = caller
                     for number, fd in zip(_fds_of(there), fds, strict=True):
                         os.dup2(fd, number)
-                    there.pop("UNICOLL_STUB")
+                    there.pop("STUB_SOCKET")
                     pids[rank] = fork(rank, there, fds)
                     for fd in (*fds, *_fds_of(there)):
                         os.close(fd)
@@ -241,7 +241,7 @@ class _Stub:
 
 _STUB = """
 import array, json, os, socket
-s = socket.socket(socket.AF_UNIX); s.connect(os.environ["UNICOLL_STUB"])
+s = socket.socket(socket.AF_UNIX); s.connect(os.environ["STUB_SOCKET"])
 fds = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []
 data = json.dumps(dict(os.environ)).encode()
 rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []

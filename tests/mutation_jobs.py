@@ -7,19 +7,29 @@ of the streams decides. A program answers what it computed and what the simulati
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
+import nccl_safety_jobs
+import numpy as np
 import simulated_arrays as arrays
 import simulated_ranks
+import simulated_rooms
 from nccl_safety_jobs import await_true, busy
+from simulated_reduce import NAMES, Given, Signature, results
 
 import unicoll as dist
+from nccl_comm import api, lifecycle
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.communicator import Communicator
 from nccl_comm.flights import StreamCompletion
+from nccl_comm.lifecycle import Supervised
+from nccl_comm.memory import SymmetricMemory
 from unicoll.dock import Dock
+from unicoll.testing.cases import Case, run_cases
+from unicoll.testing.reference import Arithmetic
 
 _COUNT = 1000
 Outcome = tuple[Any, list[str]]
@@ -65,7 +75,21 @@ def _without_keep(self: Any, *args: Any) -> None:
     """The memory of packed results goes when the operation has ended, and may still be copied from."""
 
 
+class _OneLockEach:
+    """Every group has a lock of its own, and not its device."""
+
+    def __getitem__(self, device: int) -> Any:
+        return threading.RLock()
+
+
 _MUTATIONS: dict[str, tuple[Any, str, Any]] = {
+    "turn": (lifecycle, "_turns", _OneLockEach()),
+    "idle": (Supervised, "await_idle", lambda self, what, timeout: None),
+    "revoke": (Communicator, "revoke", lambda self: False),
+    "news": (Communicator, "await_news", lambda self, code, call: None),
+    "late": (Supervised, "_late", lambda self, flight, now: now >= flight.deadline),
+    "unused": (SymmetricMemory, "_unused", lambda self, one, deadline: True),
+    "default streams": (NCCLBackend, "_context_of", lambda self, stream: nullcontext()),
     "keep": (NCCLBackend, "keep", _without_keep),
     "staged keep": (Dock, "keep", _without_keep),
     "producers": (NCCLBackend, "_await_producers", _without_producers),
@@ -99,6 +123,12 @@ def run(program: str, mutation: str | None) -> Outcome:
     sim.synchronize()
     faults, sim.faults[:] = list(sim.faults), []
     return answer, faults
+
+
+def safety(mutation: str, job: str, *args: Any) -> Any:
+    """The answer of one of the jobs of :mod:`nccl_safety_jobs`, with one safeguard taken out."""
+    with mutated(mutation):
+        return getattr(nccl_safety_jobs, job)(*args)
 
 
 def connect() -> None:
@@ -215,6 +245,63 @@ def _ends(x: arrays.Array) -> list[float]:
     """The first and the last element."""
     found = x.numpy()
     return [float(found[0]), float(found[-1])]
+
+
+# --- wrong arithmetic -----------------------------------------------------------------------------------------------
+
+_CASES = (
+    Case("all_reduce", "float32", "SUM", _COUNT),
+    Case("all_reduce", "float16", "AVG", _COUNT, async_op=True),
+    Case("reduce_scatter_tensor", "float32", "SUM", _COUNT),
+    Case("reduce", "float16", "SUM", _COUNT),
+    Case("all_reduce", "float32", "MIN", _COUNT, special=True),
+    Case("reduce_scatter_tensor", "int32", "AVG", _COUNT),
+)
+
+
+def _with_a_wrong_element(signature: Signature, given: Sequence[Given]) -> list[bytes]:
+    """The first byte of every result is that of another element."""
+    size = len(given[0][0]) // signature.count
+    return [r and r[size * 7 : size * 8] + r[size:] for r in results(signature, given)]
+
+
+def _without_a_contribution(signature: Signature, given: Sequence[Given]) -> list[bytes]:
+    """The second rank's elements are taken for the first's."""
+    return results(signature, [given[0], given[0], *given[2:]])
+
+
+def _without_division(signature: Signature, given: Sequence[Given]) -> list[bytes]:
+    """An average is the sum."""
+    op = api.SUM if signature.op == api.AVG else signature.op
+    return results(replace(signature, op=op), given)
+
+
+def _in_half_precision(signature: Signature, given: Sequence[Given]) -> list[bytes]:
+    """float32 is rounded to float16."""
+    made = results(signature, given)
+    if NAMES[signature.dtype] != "float32":
+        return made
+    return [np.frombuffer(r, np.float32).astype(np.float16).astype(np.float32).tobytes() for r in made]
+
+
+_ARITHMETIC = {
+    "element": _with_a_wrong_element,
+    "contribution": _without_a_contribution,
+    "division": _without_division,
+    "precision": _in_half_precision,
+}
+
+
+def judged(error: str | None, arithmetic: Arithmetic) -> list[bool]:
+    """Whether each of a few cases is right, where NCCL makes an error, or none."""
+    connect()
+    simulated_rooms.results = results if error is None else _ARITHMETIC[error]
+    try:
+        verdicts = run_cases([replace(c, family="simulated", arithmetic=arithmetic) for c in _CASES])
+    finally:
+        dist.barrier()
+        simulated_rooms.results = results
+    return [verdict is not None and verdict[0] is None for verdict in verdicts]
 
 
 # --- no call blocks the host ----------------------------------------------------------------------------------------

@@ -325,11 +325,26 @@ def symmetric_memory_dropped(by: str) -> list[tuple[str, int]]:
             view += 1.0
         del view, made
         gc.collect()
+        backend = backend_of()
         for _ in range(3):
-            look(backend_of(), time.monotonic())
+            look(backend, time.monotonic())
+        await_true(lambda: not backend._reaping)
         early = list(log)
         finish()
         await_true(lambda: log)
         stream.synchronize()
     del nccl.mem_free
     return early or log
+
+
+def gathered_into_lists() -> list[list[float]]:
+    """Rank 0's list lies side by side in memory, the others' do not."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    whole = arrays.full(8 * n, -1.0)
+    step = 4 if me == 0 else 8
+    into = [whole[step * r : step * r + 4] for r in range(n)]
+    for async_op in (False, True):
+        work = dist.all_gather(into, arrays.full(4, float(me + async_op)), async_op=async_op)
+        if work is not None:
+            work.wait()
+    return [part.numpy().tolist() for part in into]

@@ -11,6 +11,7 @@ from simulated_comm import Communicator, Machine, Result
 from simulated_cuda import Simulation
 from simulated_network import Network
 from simulated_rooms import Lobby
+from simulated_threads import Kind, Visits
 
 from nccl_comm.api import IN_PROGRESS, SUCCESS
 from unicoll.streams import CudaError
@@ -51,6 +52,7 @@ class Calls:
         self._prompt = prompt
         self.network = Network(Lobby().welcome)
         self.machine = Machine(simulation.scheduler, simulation.memory, self.network)
+        self.visits = Visits(simulation.scheduler)
         self._comms: dict[int, Communicator] = {}
         self._former: set[int] = set()
         self._handles = itertools.count(0x70000, 0x100)
@@ -83,11 +85,10 @@ class Calls:
 
     # --- calls in general ---
 
-    def _call(self, function: Any, *args: Any) -> int:
+    def _call(self, function: Callable[..., int], *args: Any) -> int:
         """The code of a call."""
         try:
-            code: int = function(*args)
-            return code
+            return function(*args)
         except Refused as refused:
             self._last_error = str(refused)
             return refused.code
@@ -99,6 +100,14 @@ class Calls:
         if not self.has(function):
             self._simulation.scheduler.fault(f"call of {function}, which NCCL {self._version} does not have")
             raise AttributeError(f"undefined symbol: {function} (NCCL {self._version})")
+
+    def _visit(self, name: str, kind: Kind, handle: int, function: Callable[[], int]) -> int:
+        """The code of a call for a communicator."""
+        comm = self._comms.get(handle)
+        if comm is None:
+            return self._call(function)
+        with self.visits.within(name, kind, comm):
+            return self._call(function)
 
     def _known(self, handle: int) -> Communicator:
         comm = self._comms.get(handle)

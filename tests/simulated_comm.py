@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from nccl_comm.api import IN_PROGRESS, SUCCESS, Config
 __all__ = ["Communicator", "Machine", "Result", "Task"]
 
 _GARBAGE = 0xEE
+_LOOK_S = 0.01
 
 
 class Result:
@@ -67,6 +69,7 @@ class Machine:
         self.memory = memory
         self.network = network
         self.mute = False
+        self.stuck = threading.Event()
         self.remote_errors = False
         self.mismatches: list[str] = []
 
@@ -181,13 +184,13 @@ class Communicator:
         assert block is not None
         block.registered += 1
 
-    def unknow(self, known: dict[int, Range], handle: int) -> bool:
-        """Memory is registered no longer; whether it was."""
+    def unknow(self, known: dict[int, Range], handle: int) -> Range | None:
+        """Memory is registered no longer; which, if it was."""
         memory = known.pop(handle, None)
         block = self.machine.memory.find(memory[0]) if memory is not None else None
         if block is not None:
             block.registered -= 1
-        return block is not None
+        return memory
 
     def leave(self) -> None:
         """Say goodbye to the others, for good."""
@@ -202,6 +205,11 @@ class Communicator:
         if channel is not None:
             channel.send(("depart",))
             self.machine.network.call(channel.close)
+
+    def vanish(self) -> None:
+        """Break the connection without a word."""
+        if self._channel is not None:
+            self.machine.network.call(self._channel.close)
 
     # --- state ---
 
@@ -224,8 +232,18 @@ class Communicator:
             self._settle()
             return IN_PROGRESS
 
+    def connect(self) -> bool:
+        """Block the host until the others come, as a first operation does; False if the communicator was stopped."""
+        machine, stopped = self.machine, self._stopped
+        with machine.scheduler.changed:
+            while machine.stuck.is_set() and self._stopped == stopped:
+                machine.scheduler.changed.wait(_LOOK_S)
+            return self._stopped == stopped
+
     def _settle(self) -> None:
         """Do what was put off."""
+        if self.machine.stuck.is_set():
+            return
         pending, self._pending = self._pending, []
         for tasks in pending:
             self._launch(tasks)

@@ -89,9 +89,8 @@ class Memory:
             block = self._blocks.get(ptr)
             if block is None or block.freed:
                 raise CudaError(f"cudaErrorInvalidValue: {ptr:#x} is not the address of an allocation")
-            for touch in block.touches:
-                if not touch.op.done:
-                    self._scheduler.fault(f"{block} freed before {touch.op} has run")
+            for op in self.users(ptr):
+                self._scheduler.fault(f"{block} freed before {op} has run")
             self.let_go(block, "freed")
             block.freed = True
             block.data[:] = _STALE
@@ -101,6 +100,12 @@ class Memory:
         """A block goes: no communicator may know it any more."""
         if block.registered:
             self._scheduler.fault(f"{block} {how} while it is registered with a communicator")
+
+    def users(self, ptr: int) -> list[Op]:
+        """What touches a block and has not run."""
+        with self._lock:
+            block = self._blocks.get(ptr)
+            return [] if block is None else [touch.op for touch in block.touches if not touch.op.done]
 
     def blocks(self) -> list[Block]:
         """Those that have not been given back to the driver."""

@@ -21,6 +21,7 @@ from simulated_comm import Communicator, Result
 from simulated_cuda import Simulation
 from simulated_network import Address
 from simulated_operations import Operations
+from simulated_threads import Kind
 
 from nccl_comm.api import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Config
 
@@ -39,9 +40,12 @@ class SimulatedNccl(Operations):
 
     Attributes:
         machine: ``mute`` makes this rank one that never comes; ``remote_errors`` turns the death of a rank into
-            the asynchronous error "remote error" on the others, who otherwise hang; ``mismatches`` has what the ranks
-            disagreed on.
+            the asynchronous error "remote error" on the others, who otherwise hang; while ``stuck`` is set operations
+            do not come back, or stay in progress, as when a rank is missing that NCCL connects to within them;
+            ``mismatches`` has what the ranks disagreed on.
         hang_aborts: while set, ncclCommAbort does not return.
+        float8_alone: whether a rank alone may average float8. NCCL refuses it (2.24 to 2.32.3 at least).
+        visits: which threads are in NCCL; ``visits.strict`` makes it a fault where NCCL does not allow that.
     """
 
     def __init__(self, simulation: Simulation, version: int = 23007, prompt: bool = False) -> None:
@@ -53,6 +57,11 @@ class SimulatedNccl(Operations):
         for comm in self.communicators:
             comm.leave()
         self.network.close()
+
+    def vanish(self) -> None:
+        """Break all connections, as a death does; the others' control plane knows nothing of it yet."""
+        for comm in self.communicators:
+            comm.vanish()
 
     # --- communicators ---
 
@@ -82,6 +91,7 @@ class SimulatedNccl(Operations):
 
         def split() -> int:
             parent = self._usable(comm)
+            self._idle("ncclCommSplit", parent)
             child = None if color is None else Communicator(self.machine, -1, -1, parent.device, config)
             if child is None:
                 parent.split(None, color, key, lambda: None)
@@ -89,7 +99,7 @@ class SimulatedNccl(Operations):
                 parent.split(child, color, key, self._writer(slot, partial(self._made, child)))
             return self._settle(parent, child)
 
-        return self._call(split), slot
+        return self._visit("ncclCommSplit", Kind.USE, comm, split), slot
 
     def comm_shrink(
         self, comm: int, excluded: Sequence[int], config: Config, abort: bool
@@ -106,15 +116,18 @@ class SimulatedNccl(Operations):
                 raise Refused(Result.INVALID_ARGUMENT, f"no such ranks: {list(excluded)}")
             if abort:
                 parent.stop()
-            elif parent.unfinished():
-                self._simulation.scheduler.fault(
-                    "ncclCommShrink while the communicator has work, without abort"
-                )
+            else:
+                self._idle("ncclCommShrink without abort", parent)
             child = Communicator(self.machine, -1, -1, parent.device, config)
             parent.shrink(child, survivors, self._writer(slot, partial(self._made, child)))
             return self._settle(parent, child)
 
-        return self._call(shrink), slot
+        return self._visit("ncclCommShrink", Kind.USE, comm, shrink), slot
+
+    def _idle(self, call: str, comm: Communicator) -> None:
+        """What the documentation wants of a communicator, lest the ranks lock each other out."""
+        for op in comm.unfinished():
+            self._simulation.scheduler.fault(f"{call} before {op} has run")
 
     def comm_state(self, comm: int) -> tuple[int, int]:
         state = [SUCCESS]
@@ -123,7 +136,7 @@ class SimulatedNccl(Operations):
             state[0] = self._known(comm).poll()
             return SUCCESS
 
-        return self._call(ask), state[0]
+        return self._visit("ncclCommGetAsyncError", Kind.ASK, comm, ask), state[0]
 
     def comm_finalize(self, comm: int) -> int:
         self._needs("ncclCommFinalize")
@@ -138,7 +151,7 @@ class SimulatedNccl(Operations):
                 return SUCCESS
             return IN_PROGRESS
 
-        return self._call(finalize)
+        return self._visit("ncclCommFinalize", Kind.USE, comm, finalize)
 
     def comm_destroy(self, comm: int) -> int:
         def destroy() -> int:
@@ -150,7 +163,7 @@ class SimulatedNccl(Operations):
             self._forget(comm)
             return SUCCESS
 
-        return self._call(destroy)
+        return self._visit("ncclCommDestroy", Kind.END, comm, destroy)
 
     def _finish(self, comm: Communicator) -> None:
         """Block the host until the work of a communicator has been done, and no graph needs it."""
@@ -170,7 +183,7 @@ class SimulatedNccl(Operations):
             self._forget(comm)
             return SUCCESS
 
-        return self._call(abort)
+        return self._visit("ncclCommAbort", Kind.END, comm, abort)
 
     def comm_revoke(self, comm: int) -> int:
         self._needs("ncclCommRevoke")
@@ -182,4 +195,4 @@ class SimulatedNccl(Operations):
             found.revoke()
             return SUCCESS if found.config.blocking else IN_PROGRESS
 
-        return self._call(revoke)
+        return self._visit("ncclCommRevoke", Kind.ASK, comm, revoke)

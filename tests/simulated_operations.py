@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from simulated_calls import Calls, Refused, Slot
@@ -10,8 +12,9 @@ from simulated_comm import Communicator, Result, Task
 from simulated_cuda import Simulation
 from simulated_reduce import NAMES, PREMUL_SUM, REDUCING, Signature, element
 from simulated_streams import Range, Stream
+from simulated_threads import Kind, Visits
 
-from nccl_comm.api import IN_PROGRESS, SUCCESS
+from nccl_comm.api import AVG, IN_PROGRESS, SUCCESS
 from unicoll.options import CallOptions
 
 __all__ = ["Operations"]
@@ -34,6 +37,19 @@ class _Group(threading.local):
 
     def __init__(self) -> None:
         self.tasks: dict[Communicator, list[Task]] = {}
+        self.visits: dict[Communicator, ExitStack] = {}
+
+    def enter(self, comm: Communicator, visits: Visits, name: str) -> None:
+        """From its first operation to the end of the group call the thread is in there for a communicator."""
+        if comm not in self.visits:
+            self.visits[comm] = ExitStack()
+            self.visits[comm].enter_context(visits.within(name, Kind.ISSUE, comm))
+
+    def leave(self) -> None:
+        """The group call has ended."""
+        visits, self.visits = self.visits, {}
+        for visit in visits.values():
+            visit.close()
 
 
 class Operations(Calls):
@@ -41,6 +57,7 @@ class Operations(Calls):
 
     def __init__(self, simulation: Simulation, version: int = 23007, prompt: bool = False) -> None:
         super().__init__(simulation, version, prompt)
+        self.float8_alone = True
         self._group = _Group()
         self._own_memory: set[int] = set()
 
@@ -60,9 +77,10 @@ class Operations(Calls):
             return SUCCESS
         tasks, group.tasks = group.tasks, {}
         error, group.error = group.error, SUCCESS
-        if error != SUCCESS:
-            return error
-        return self._call(self._launch, tasks)
+        try:
+            return error or self._call(self._launch, tasks)
+        finally:
+            group.leave()
 
     def _launch(self, tasks: dict[Communicator, list[Task]]) -> int:
         answer = SUCCESS
@@ -77,14 +95,18 @@ class Operations(Calls):
                     Result.INVALID_USAGE, "the streams of a group are not all captured by the same graph"
                 )
         for comm, theirs in tasks.items():
-            at_once = comm.config.blocking or self._prompt
+            if comm.config.blocking and not comm.connect():
+                raise Refused(Result.INTERNAL_ERROR, "the communicator was stopped while it connected")
+            at_once = comm.config.blocking or (self._prompt and not self.machine.stuck.is_set())
             comm.launch(theirs, at_once)
             answer = answer if at_once else IN_PROGRESS
         return answer
 
-    def _enqueue(self, comm: int, prepare: Any) -> int:
+    def _enqueue(self, kind: str, comm: int, prepare: Callable[[Communicator], Task | None]) -> int:
         """Check an operation and take it up, within a group of its own if there is none."""
         self.group_start()
+        if comm in self._comms:
+            self._group.enter(self._comms[comm], self.visits, f"an {kind}" if kind[0] == "a" else f"a {kind}")
 
         def check() -> int:
             found = self._usable(comm, poison=True)
@@ -151,6 +173,8 @@ class Operations(Calls):
             if count < 0 or not 0 <= root < found.size:
                 raise Refused(Result.INVALID_ARGUMENT, f"{kind}: count {count}, root {root} of {found.size}")
             code, factor = self._op(found, op, dtype) if kind in REDUCING else (0, None)
+            if found.size == 1 and code == AVG and dtype >= _FIRST_FP8 and not self.float8_alone:
+                raise Refused(Result.INVALID_ARGUMENT, "ncclLaunchOneRank has no kernel for float8")
             target = self._stream(found, stream)
             if count == 0:
                 return None
@@ -164,7 +188,7 @@ class Operations(Calls):
                 factor,
             )
 
-        return self._enqueue(comm, prepare)
+        return self._enqueue(kind, comm, prepare)
 
     def _op(self, comm: Communicator, op: int, dtype: int) -> tuple[int, bytes | None]:
         if 0 <= op < _BUILT_IN_OPS:
@@ -257,7 +281,7 @@ class Operations(Calls):
                 return Task(kind, target, reads=memory, peer=peer)
             return Task(kind, target, writes=memory, peer=peer)
 
-        return self._enqueue(comm, prepare)
+        return self._enqueue(kind, comm, prepare)
 
     def send(self, send: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
         return self._message("send", send, count, dtype, peer, comm, stream)
@@ -279,7 +303,7 @@ class Operations(Calls):
             found.factors[made[0]] = (dtype, bytes(factor))
             return SUCCESS
 
-        return self._call(create), made[0]
+        return self._visit("ncclRedOpCreatePreMulSum", Kind.USE, comm, create), made[0]
 
     def redop_destroy(self, op: int, comm: int) -> int:
         self._needs("ncclRedOpDestroy")
@@ -289,7 +313,7 @@ class Operations(Calls):
                 raise Refused(Result.INVALID_ARGUMENT, f"no reduction {op}")
             return SUCCESS
 
-        return self._call(destroy)
+        return self._visit("ncclRedOpDestroy", Kind.USE, comm, destroy)
 
     # --- memory ---
 
@@ -306,10 +330,11 @@ class Operations(Calls):
         return self._call(allocate), made[0]
 
     def mem_free(self, ptr: int) -> int:
+        """It unmaps the memory (cuMemUnmap), and waits for nothing, unlike cudaFree."""
         self._needs("ncclMemFree")
 
         def free() -> int:
-            self._simulation.cuda.free(ptr)
+            self._simulation.memory.free(ptr)
             self._own_memory.discard(ptr)
             return SUCCESS
 
@@ -334,18 +359,22 @@ class Operations(Calls):
             found.put_off(self._writer(slot, make))
             return self._settle(found)
 
-        return self._call(register), slot
+        return self._visit("ncclCommWindowRegister", Kind.USE, comm, register), slot
 
     def window_deregister(self, comm: int, window: int) -> int:
         self._needs("ncclCommWindowDeregister")
 
         def deregister() -> int:
             found = self._usable(comm)
-            if not found.unknow(found.windows, window):
+            memory = found.unknow(found.windows, window)
+            if memory is None:
                 raise Refused(Result.INVALID_ARGUMENT, f"no window {window:#x}")
+            for op in self._simulation.memory.users(memory[0]):
+                if op.owner is not None:
+                    self._simulation.scheduler.fault(f"window deregistered before {op} has run")
             return SUCCESS
 
-        return self._call(deregister)
+        return self._visit("ncclCommWindowDeregister", Kind.USE, comm, deregister)
 
     def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:
         self._needs("ncclCommRegister")
@@ -358,18 +387,22 @@ class Operations(Calls):
             found.know(found.buffers, made[0], memory)
             return SUCCESS
 
-        return self._call(register), made[0]
+        return self._visit("ncclCommRegister", Kind.USE, comm, register), made[0]
 
     def comm_deregister(self, comm: int, handle: int) -> int:
         self._needs("ncclCommDeregister")
 
         def deregister() -> int:
             found = self._known(comm)
-            if not found.unknow(found.buffers, handle):
+            memory = found.unknow(found.buffers, handle)
+            if memory is None:
                 raise Refused(Result.INVALID_USAGE, f"no registered memory {handle:#x}")
+            for op in self._simulation.memory.users(memory[0]):
+                if op.owner is not None:
+                    self._simulation.scheduler.fault(f"memory deregistered before {op} has run")
             return SUCCESS
 
-        return self._call(deregister)
+        return self._visit("ncclCommDeregister", Kind.USE, comm, deregister)
 
 
 def _chosen(selection: str | None) -> frozenset[str]:

@@ -9,7 +9,9 @@ Within a rank :func:`here` is its simulation and :func:`nccl` its NCCL. A rank t
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import simulated_arrays
@@ -39,6 +41,9 @@ class Settings:
         backend: with which the ranks join.
         using: options with which cases of the conformance suite do their calls, as (name, value) pairs.
         bound: whether they give their device as ``device_id`` when they join.
+        strict_threads: whether threads that NCCL does not allow at the same time are a fault.
+        dwell: seconds that calls of NCCL take at least.
+        float8_alone: see :class:`simulated_nccl.SimulatedNccl`.
     """
 
     policy: str = "oldest"
@@ -51,6 +56,9 @@ class Settings:
     backend: str | None = "cpu:gloo,cuda:nccl"
     using: tuple[tuple[str, Any], ...] = ()
     bound: bool = False
+    strict_threads: bool = True
+    dwell: float = 0.0
+    float8_alone: bool = True
 
 
 _installed: tuple[Simulation, SimulatedNccl] | None = None
@@ -83,6 +91,10 @@ def install(settings: Settings, rank: int, size: int) -> None:
     if settings.devices == "own":
         simulation.cuda.set_device(rank)
     made = SimulatedNccl(simulation, settings.version, settings.prompt)
+    made.float8_alone = settings.float8_alone
+    made.visits.strict = settings.strict_threads
+    if settings.dwell:
+        made.visits.pause = partial(time.sleep, settings.dwell)
     unicoll.streams.install(simulation.cuda)
     library.install(made)
     simulated_arrays.use(simulation)

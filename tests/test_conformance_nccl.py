@@ -12,6 +12,7 @@ from simulated_ranks import SimulatedJob
 from nccl_comm.types import way
 from unicoll.testing.conformance import Conformance, as_reduction
 from unicoll.testing.ranks import Pool, pools
+from unicoll.testing.reference import NCCL
 from unicoll.types import BY_NAME
 
 
@@ -19,6 +20,7 @@ class _Simulated(Conformance):
     """Every rank has a device of its own."""
 
     families = ("simulated",)
+    arithmetic = NCCL
     sample = 15
     whole = ("test_every_type_and_reduction", "test_layouts_groups_and_sizes", "test_every_layout")
     sizes = barrier_sizes = (1, 2, 4)  # how algorithms cope with odd numbers of ranks is NCCL's business

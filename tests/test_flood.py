@@ -21,5 +21,8 @@ def test_a_job_goes_on_in_a_flood() -> None:
     assert int(reached[1]) > 200, done.stdout  # more than one listener takes with 1024 descriptors
     counts = re.findall(r"at most (\d+) with it; the cap is (\d+)", done.stdout)
     assert len(counts) == 2
+    clients = re.search(r"new clients +(\d+) +(\d+)", done.stdout)
+    assert clients is not None
+    assert int(clients[2]) > 0, done.stdout
     for most, cap in counts:
         assert 0 < int(most) <= int(cap) < 1024, done.stdout

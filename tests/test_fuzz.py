@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import logging
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from gloo_fallback.letters import ANSWER, CREDIT, HEADER, MAGIC, MESSAGE, OFFER, SHARED
+from gloo_fallback.ring import Inlet
+from gloo_fallback.segment import offered
 from unicoll.channel import authenticate
 from unicoll.errors import DistError, DistStoreError, RankLostError
 from unicoll.frames import frame, published, read_frame
@@ -23,15 +27,17 @@ from unicoll.observe.relay import Relay
 from unicoll.stores import HashStore
 from unicoll.stores.wire import Status, pack_reply
 from unicoll.testing.ranks import ROOT, drawn_seed
+from unicoll.types import BY_NAME
 
-_spec = importlib.util.spec_from_file_location("fuzz", ROOT / "scripts" / "fuzz.py")
-assert _spec is not None
-assert _spec.loader is not None
-fuzz: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fuzz)
+sys.path.append(str(ROOT / "scripts"))
+fuzz: Any = importlib.import_module("fuzz")
+harness: Any = importlib.import_module("fuzzing.harness")
+parsers: Any = importlib.import_module("fuzzing.parsers")
 
 KEY = b"k" * 32
-GET, NUM_KEYS, APPEND, MULTI_GET = 1, 8, 10, 11  # places in the calls of fuzz.Store
+U8, F64 = BY_NAME["uint8"].code, BY_NAME["float64"].code
+REFUSED = 8  # place of a refused gather in the calls of the target of collectives
+GET, NUM_KEYS, APPEND, MULTI_GET = 1, 8, 10, 11  # places in the calls of the store target
 
 
 @pytest.fixture
@@ -62,23 +68,23 @@ def test_malformed_input(target: Any) -> None:
 def test_findings_are_found() -> None:
     """The script's own checks: an exception, an unpickling, a handshake without its proof, and a hang."""
 
-    class Bad(fuzz.Codec):  # type: ignore[misc,name-defined]
+    class Bad(parsers.Codec):  # type: ignore[misc,name-defined]
         def run(self, data: bytes) -> bool:
             if data == b"unpickle":
-                fuzz.codec.loads(b"\2N.", True)
+                parsers.codec.loads(b"\2N.", True)
             elif data == b"compile":
                 eval("1")
             elif data == b"hang":
                 time.sleep(10)
             raise KeyError(data)
 
-    fuzz.HANG_SECONDS, before = 0.05, fuzz.HANG_SECONDS
-    with fuzz.watched():
-        for data, kind in ((b"unpickle", DistError), (b"x", KeyError), (b"compile", KeyError), (b"hang", fuzz.Hung)):
+    harness.HANG_SECONDS, before = 0.05, harness.HANG_SECONDS
+    with harness.watched():
+        for data, kind in ((b"unpickle", DistError), (b"x", KeyError), (b"compile", KeyError), (b"hang", harness.Hung)):
             with pytest.raises(kind):
-                fuzz.check(Bad(), data)
-            assert bool(fuzz._executed) == (data in (b"unpickle", b"compile"))
-    fuzz.HANG_SECONDS = before
+                harness.check(Bad(), data)
+            assert bool(harness._executed) == (data in (b"unpickle", b"compile"))
+    harness.HANG_SECONDS = before
 
 
 # --- what was found -------------------------------------------------------------------------------------------------
@@ -96,11 +102,16 @@ def test_findings_are_found() -> None:
         (GET, pack_reply(Status.ERROR, [])),
         (GET, struct.pack("<QB", 0, 9)),
         (NUM_KEYS, pack_reply(Status.OK, [b"many"])),
+        (MULTI_GET, pack_reply(Status.OK, [b"one of two"])),
+        (MULTI_GET, pack_reply(Status.OK, [b"1", b"2", b"3"])),
         (NUM_KEYS, pack_reply(Status.OK, [b"9" * 5000])),
     ],
 )
 def test_a_reply_that_is_none(target: Any, call: int, reply: bytes) -> None:
-    """A store's client took memory for whatever length a server claimed, and raised IndexError and ValueError."""
+    """A store's client took memory for whatever length a server claimed, and raised IndexError and ValueError.
+
+    ``multi_get`` returned as many values as came.
+    """
     assert not fuzz.check(target, bytes([call]) + reply)
 
 
@@ -179,3 +190,73 @@ def test_a_message_that_grows_reaches_nobody() -> None:
         for sock in socks:
             sock.close()
         relay.close()
+
+
+def message(kind: int, code: int = 0, tag: int = 0, size: int = 0, part: int = 0) -> bytes:
+    """The header of a message, or another frame, on a data connection."""
+    return HEADER.pack(MAGIC, kind, code, 0, tag, size, part)
+
+
+def offer_of(**where: Any) -> bytes:
+    """An offer of shared memory."""
+    body = json.dumps({"boot": "boot", "token": "t", **where}).encode()
+    return message(OFFER, size=len(body)) + body
+
+
+HALF = message(SHARED, U8, 4, 1 << 16, 1 << 14)
+
+
+@pytest.mark.parametrize("target", ["messages"], indirect=True)
+@pytest.mark.parametrize(
+    ("rings", "said"),
+    [
+        (1, HALF + message(OFFER, size=9) + b"unrelated"),
+        (1, HALF + message(SHARED, U8, 9, 1 << 16, 1 << 14)),
+        (0, message(MESSAGE, U8, 9, 1 << 62)),
+        (0, message(MESSAGE, U8, 9, (1 << 64) - 1)),
+        (0, message(MESSAGE, U8, 4, 1 << 62)),
+        (0, message(OFFER) + message(MESSAGE, U8, 9)),
+        (0, message(OFFER, size=4000) + b"[" * 4000),
+        (0, message(OFFER, size=1) + b"\xff"),
+        (0, offer_of(pid=1e400, fd=0, size=5)),
+        (0, message(ANSWER, size=1 << 40)),
+        (1, message(ANSWER, size=13) + message(OFFER, size=2) + b"{}"),
+        (1, message(CREDIT, part=1 << 63) + message(MESSAGE, F64, 1, 64) + bytes(64)),
+    ],
+)
+def test_a_frame_of_a_member_that_is_none(target: Any, rings: int, said: bytes) -> None:
+    """Each was an exception in whatever thread moved messages, or left a receive waiting beyond its deadline."""
+    assert not fuzz.check(target, bytes([rings]) + said)
+
+
+def test_a_ring_has_the_size_of_a_ring() -> None:
+    """A smaller one was taken, and a part of a message did not fit."""
+    made, where = offered(4096)
+    try:
+        with pytest.raises(OSError, match="not a ring"):
+            Inlet(json.dumps(where).encode())
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("target", ["collectives"], indirect=True)
+def test_a_ballot_that_is_none(target: Any) -> None:
+    """A transport that does not exist was a ValueError."""
+    barrier = bytearray(target.valid[0])
+    barrier[1 + 32 + 8] = 200
+    assert not fuzz.check(target, bytes(barrier))
+
+
+@pytest.mark.parametrize("target", ["collectives"], indirect=True)
+def test_a_reason_is_bytes(target: Any) -> None:
+    """The root's reason for a refusal comes as numbers; one beyond a byte was a ValueError."""
+    refused = bytearray(target.valid[REFUSED])
+    refused[-8:] = (300).to_bytes(8, "little")
+    assert not fuzz.check(target, bytes(refused))
+
+
+@pytest.mark.parametrize("target", ["frames"], indirect=True)
+@pytest.mark.parametrize("report", [5, {}, {"seq": "1"}, {"seq": 5, "call": None}, {"seq": 0, "call": [], "where": 1}])
+def test_a_report_that_is_none(target: Any, report: Any) -> None:
+    """What a member told of itself went into errors as it came: TypeError and KeyError took their place."""
+    assert fuzz.check(target, b"\1" + frame({"t": "tell", "to": [0], "from": 1, "id": 1, "report": report}))

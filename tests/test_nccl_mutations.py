@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import mutation_jobs as jobs
 import pytest
+import test_nccl_safety
 from simulated_ranks import SimulatedJob
 
+from nccl_comm.watchdog import Watchdog
 from unicoll.testing.ranks import Pool, pools
+from unicoll.testing.reference import NCCL, STRICT
 from unicoll.testing.worker import enter
 
 _RANKS = 2
@@ -76,6 +80,53 @@ def test_without_a_safeguard_results_are_wrong_every_time(
 
 
 @pytest.mark.parametrize(
+    ("mutation", "job", "args", "wrong", "settings"),
+    [
+        ("turn", "two_threads_with_a_group_each", (), 2, {}),
+        ("idle", "split_under_way", (), [1, 1], {"backend": "nccl", "bound": True}),
+        ("revoke", "a_thread_in_nccl", (False,), ["in", "abort", "out", "OperationTimeoutError"], {}),
+        ("late", "late_but_landed", (), True, {}),
+        ("unused", "symmetric_memory_dropped", ("operation",), [("unicoll-nccl-end", 1)], {}),
+        ("unused", "symmetric_memory_dropped", ("kernel",), [("unicoll-nccl-end", 1)], {}),
+    ],
+)
+def test_without_a_safeguard_nccl_is_used_as_it_must_not_be(
+    mutation: str, job: str, args: tuple[Any, ...], wrong: Any, settings: dict[str, Any]
+) -> None:
+    size = 1 if mutation in ("turn", "late") else _RANKS
+    with SimulatedJob(size, policy="newest", **settings) as ranks:
+        ranks.call(enter)
+        ranks.results()
+        ranks.call(jobs.safety, mutation, job, *args)
+        assert ranks.results() == [wrong] * size
+
+
+@pytest.mark.parametrize("handle", [1, 2])
+def test_without_their_device_default_streams_are_another_devices(handle: int) -> None:
+    with SimulatedJob(_RANKS) as ranks:
+        ranks.call(enter)
+        ranks.results()
+        ranks.call(jobs.safety, "default streams", "on_a_default_stream", handle)
+        assert all(o.failure is not None and o.failure.type == "CudaError" for o in ranks.collect()), ranks.report()
+
+
+def test_without_a_wait_for_the_news_of_a_death_nobody_is_named() -> None:
+    with SimulatedJob(3) as ranks:
+        ranks.call(enter)
+        ranks.results()
+        ranks.call(jobs.safety, "news", "an_error_before_the_news", 2)
+        (outcome,) = ranks.collect(60, [0])
+        assert "ncclRemoteError" in outcome.value
+        assert "rank 2" not in outcome.value
+
+
+def test_a_group_that_closes_at_once_is_still_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Watchdog, "unwatch", lambda self, group: self._watched.remove(group))
+    with pytest.raises(AssertionError):
+        test_nccl_safety.test_a_group_that_closes_waits_for_a_look_at_it_to_end(monkeypatch)
+
+
+@pytest.mark.parametrize(
     ("program", "error"),
     [
         ("neighbours_exchange", "OperationTimeoutError"),  # all ranks send, and their receives are behind that
@@ -89,6 +140,39 @@ def test_without_the_group_call_exchanges_hang_or_are_refused(program: str, erro
         job.call(jobs.run, program, "group")
         kinds = [o.failure.type if o.failure is not None else None for o in job.collect()]
         assert kinds == [error] * _RANKS, job.report()
+
+
+_SOUND = [True] * len(jobs._CASES)
+
+
+@pytest.mark.parametrize(
+    ("error", "right"),
+    [
+        (None, _SOUND),
+        ("element", [False] * len(_SOUND)),
+        ("contribution", [False] * len(_SOUND)),
+        ("division", [True, False, True, True, True, False]),
+        ("precision", [False, True, False, True, False, True]),
+    ],
+)
+def test_the_suite_finds_errors_of_the_arithmetic(error: str | None, right: list[bool]) -> None:
+    with SimulatedJob(3) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.judged, error, NCCL)
+        found = job.results()
+    together = [all(each) for each in zip(*found, strict=True)]  # a reduce has one result
+    assert together == right
+
+
+def test_the_strict_arithmetic_is_not_nccls() -> None:
+    """Without what its documentation leaves open, NCCL would fail: half types at every hop, and NaN in MIN."""
+    with SimulatedJob(3) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.judged, None, STRICT)
+        together = [all(each) for each in zip(*job.results(), strict=True)]
+    assert together == [True, False, True, False, False, True]
 
 
 def test_no_call_blocks_the_host() -> None:

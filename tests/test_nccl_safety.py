@@ -112,6 +112,13 @@ def test_symmetric_memory_goes_when_the_device_has_done_with_it(by: str, pool: C
     assert pool(2).run(jobs.symmetric_memory_dropped, by) == [[("unicoll-nccl-end", 0)]] * 2
 
 
+# --- what ranks cannot know of each other ----------------------------------------------------------------------------
+
+
+def test_lists_side_by_side_and_apart_are_gathered_in_the_same_way(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.gathered_into_lists) == [[[1.0] * 4, [2.0] * 4]] * 2
+
+
 # --- looking after what is on its way ----------------------------------------------------------------------------
 
 

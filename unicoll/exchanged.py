@@ -129,7 +129,8 @@ def exchange_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, exec
 
 def _raise_refusal(call: Call, root: int, group: str, execute: Execute) -> NoReturn:
     """Raise on all ranks what the root, by its global rank, has refused its list for; the others hear of it here."""
-    reason = bytes(_highest(call, execute, _REASON, *call.refused.encode()[:_WORDS].ljust(_WORDS, b"\0")))
+    told = _highest(call, execute, _REASON, *call.refused.encode()[:_WORDS].ljust(_WORDS, b"\0"))
+    reason = bytes(byte & 0xFF for byte in told)
     raise DistArgumentError(
         f"{call.op.name} #{call.seq} on group {group!r}: rank {root}, the root, refused its call"
         f" {reason.rstrip(bytes(1)).decode(errors='replace')}",

@@ -102,6 +102,7 @@ def meet(
     """
     _watch_for_the_uncaught()
     settings.check()
+    settings.warn_of_unknown()
     mpi = under_mpi.begin(backend, rank, world_size, patience)
     meeting = rendezvous(
         init_method, mpi.rank, mpi.world_size, store, patience, launched=mpi.launched, mpi_store=mpi.store

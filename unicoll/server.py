@@ -9,7 +9,8 @@ out:
 * in time: :data:`HANDSHAKE_SECONDS`;
 * in bytes: nothing beyond a handshake is kept, but for what comes with its last bytes;
 * in descriptors: the last ones of the process are never spent on strangers;
-* in accepts per turn of the thread, between which all other clients are served.
+* in accepts per turn of the thread, between which all other clients are served;
+* in accepts per second; clients whose handshake succeeds do not count.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ MAX_STRANGERS = 1024
 SILENT_SECONDS, SLOW_SECONDS = 0.25, 2.0
 """After how long a stranger that has said nothing, or not enough, may have to make room for another."""
 ACCEPTS_PER_TURN = 32
+STRANGERS_PER_SECOND = 1500
+"""How many connections a server accepts, beyond the first :data:`MAX_STRANGERS`, that do not become known."""
 
 _READ_SIZE = 256 * 1024
 _STRANGERS_READ = 4096
@@ -115,6 +118,8 @@ class Server(ABC):
         self._clients: set[Client] = set()
         self._silent: dict[Client, None] = {}  # strangers that have said nothing, in the order of their coming
         self._speaking: dict[Client, None] = {}  # the other strangers
+        self._allowance = float(MAX_STRANGERS)  # how many strangers may still be accepted
+        self._allowance_at = time.monotonic()
         self._warned: set[str] = set()
         self._paused_until: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -212,6 +217,9 @@ class Server(ABC):
         for _ in range(ACCEPTS_PER_TURN):
             if self._paused_until is not None:
                 return
+            if not self._may_take_one():
+                self._pause()
+                return
             if len(self._silent) + len(self._speaking) >= _most_strangers() and not self._make_room():
                 self._pause()
                 return
@@ -226,12 +234,21 @@ class Server(ABC):
                     self._cannot_take_more(str(error))
                     return
                 continue
+            self._allowance -= 1
             guard(sock)
             if _is_among_the_last(sock) and not raise_descriptor_limit() and not self._make_room(at_once=True):
                 sock.close()
                 self._cannot_take_more("the limit of open files is near (ulimit -n)")
                 return
             self._welcome(sock, self.published(listener))
+
+    def _may_take_one(self) -> bool:
+        """Whether another stranger may be accepted by now."""
+        now = time.monotonic()
+        more = (now - self._allowance_at) * STRANGERS_PER_SECOND
+        self._allowance = min(MAX_STRANGERS, self._allowance + more)
+        self._allowance_at = now
+        return self._allowance >= 1
 
     def _make_room(self, at_once: bool = False) -> bool:
         """Drop a stranger that has had its time, or with ``at_once`` any; False if there is none."""
@@ -325,6 +342,7 @@ class Server(ABC):
             self._send(client, handshake.outgoing())
         if handshake.done and client in self._clients:
             del self._speaking[client]
+            self._allowance += 1
             client.handshake = None
             client.rank = handshake.peer
             client.records = channel.records_for(handshake.channel, handshake.channel_key, server=True)

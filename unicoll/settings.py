@@ -1,21 +1,28 @@
-"""The environment variables of unicoll that take one of a few values, and what each value means.
+"""The environment variables of unicoll: all names, and what the values of those that take one of a few mean.
 
 A value that is not known is refused, never taken for a default: ``UNICOLL_ALLOW_PICKLE=off`` must not allow pickles.
 Case and surrounding white space do not matter; an empty variable counts as unset. The other variables hold free text
 (secrets, paths, addresses, interfaces) and are checked where they are read.
+
+A name that is not known is warned of and no error, since a newer launcher may set more.
 """
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from collections.abc import Mapping
 
 from .errors import DistArgumentError
 
-__all__ = ["CHOICES", "FLAGS", "NUMBERS", "check", "choice", "flag", "number"]
+__all__ = ["CHOICES", "FLAGS", "NUMBERS", "TEXTS", "check", "choice", "flag", "number", "warn_of_unknown"]
 
 Environ = Mapping[str, str]
 
+log = logging.getLogger("unicoll")
+
+_PREFIX = "UNICOLL_"
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 FLAGS: dict[str, bool | None] = {
@@ -43,6 +50,15 @@ NUMBERS = {
     "UNICOLL_STORE_MAX_VALUE": (1, (1 << 32) - 1, 1 << 30),
 }
 """Variables with whole numbers: the least, the greatest, the default."""
+
+TEXTS = (
+    "UNICOLL_CUDA_LIBRARY", "UNICOLL_JOB", "UNICOLL_LAUNCHER", "UNICOLL_NCCL_LIBRARY", "UNICOLL_SECRET",
+    "UNICOLL_SECRET_FILE", "UNICOLL_SOCKET_IFNAME", "UNICOLL_STORE", "UNICOLL_TEST_BACKEND", "UNICOLL_TEST_CACHE",
+    "UNICOLL_TEST_FULL", "UNICOLL_TEST_PYTHONS", "UNICOLL_TEST_SEED", "UNICOLL_TEST_SHORT",
+)  # fmt: skip
+"""The other variables."""
+
+_warned: set[str] = set()
 
 
 def flag(name: str, environ: Environ | None = None) -> bool | None:
@@ -99,6 +115,19 @@ def check(environ: Environ | None = None) -> None:
         choice(name, environ)
     for name in NUMBERS:
         number(name, environ)
+
+
+def warn_of_unknown(environ: Environ | None = None) -> None:
+    """Log a warning for each variable that begins with ``UNICOLL_`` and is not known, once in a process."""
+    known = {*FLAGS, *CHOICES, *NUMBERS, *TEXTS}
+    for name in sorted(os.environ if environ is None else environ):
+        if not name.startswith(_PREFIX) or name in known or name in _warned:
+            continue
+        _warned.add(name)
+        endings = [other.removeprefix(_PREFIX) for other in known]
+        near = difflib.get_close_matches(name.removeprefix(_PREFIX), endings, 1)
+        hint = f"; did you mean {_PREFIX}{near[0]}?" if near else ""
+        log.warning("%s is set, but unicoll has no variable of that name%s", name, hint)
 
 
 def _raw(name: str, environ: Environ | None) -> str:

@@ -141,6 +141,9 @@ class ReduceOp:
     ``PREMUL_SUM``: call it with a factor, ``ReduceOp.PREMUL_SUM(0.5)``; each rank's input is multiplied before
     the sum (NCCL's ``ncclRedOpCreatePreMulSum``). float16, bfloat16 and float8 accumulate in float32.
     For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
+
+    NCCL has its own arithmetic (docs/gpu.md): a NaN is dropped by MIN and MAX, and the short types are rounded after
+    every addition.
     """
 
     Type = Reduction

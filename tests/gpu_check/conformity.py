@@ -11,6 +11,7 @@ from nccl_comm.types import way
 from unicoll.testing.cases import Case
 from unicoll.testing.conformance import COLLECTIVES, Conformance, as_reduction
 from unicoll.testing.ranks import Pool, drawn_seed
+from unicoll.testing.reference import NCCL, STRICT, Arithmetic
 from unicoll.types import BY_NAME, DType, Reduction
 
 from . import conformity_jobs as jobs
@@ -29,8 +30,14 @@ _MOST_FAILURES = 4
 class Drawn(Conformance):
     """The suite's choice of cases, for the arrays that are here and what the backend reduces."""
 
-    def __init__(self, families: Sequence[str], reduces: Callable[[DType, Reduction], bool]) -> None:
+    def __init__(
+        self,
+        families: Sequence[str],
+        reduces: Callable[[DType, Reduction], bool],
+        arithmetic: Arithmetic = STRICT,
+    ) -> None:
         self.families = tuple(families)
+        self.arithmetic = arithmetic
         self._reduces = reduces
 
     def reduces(self, dtype: str, reduction: str) -> bool:
@@ -101,7 +108,9 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
         if facts is None:
             return
         version = facts[0]["nccl"]
-        suite = Drawn(place.families, lambda dtype, reduction: way(dtype, reduction, version) is not None)
+        suite = Drawn(
+            place.families, lambda dtype, reduction: way(dtype, reduction, version) is not None, NCCL
+        )
         for name in place.kits:
             reporter.check(f"{name}: the first operations", ranks.run, rank_jobs.warm_up, name)
             reporter.check(f"{name}: coalesced calls, batches, messages", ranks.run, jobs.together, name)

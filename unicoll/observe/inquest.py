@@ -9,6 +9,7 @@ import logging
 import sys
 import threading
 import time
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import (
@@ -168,14 +169,27 @@ def _ask(context: Context) -> dict[int, Report]:
     control = context.job.control
     if control is None:
         return {}
-    reports = control.ask(context.name, set(context.ranks) - {context.job.rank})
+    others = set(context.ranks) - {context.job.rank}
+    reports = _well_formed(control.ask(context.name, others), others)
     deadline = time.monotonic() + _UNKNOWN_S
     while unknown := {rank for rank, told in reports.items() if told.get("unknown")}:
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
-        reports |= control.ask(context.name, unknown)
+        reports |= _well_formed(control.ask(context.name, unknown), unknown)
     return reports
+
+
+def _well_formed(answers: dict[Any, Any], asked: set[int]) -> dict[int, Report]:
+    """The answers that are reports (see :func:`report`) of ranks that were asked."""
+    kinds: dict[str, Any] = {"seq": int, "call": (str, NoneType), "last": (str, NoneType), "where": str}
+    return {
+        rank: told
+        for rank, told in answers.items()
+        if rank in asked
+        and isinstance(told, dict)
+        and (told.get("unknown") or all(n in told and isinstance(told[n], kind) for n, kind in kinds.items()))
+    }
 
 
 def _doing(context: Context, rank: int, told: Report | None, seq: int | None) -> str:

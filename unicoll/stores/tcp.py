@@ -163,7 +163,7 @@ class TCPStore(RequestStore):
             sock.settimeout(patience)
             sock.sendall(request)
             status, reply = _receive(sock)
-            validate_reply(op, status, reply)
+            validate_reply(op, status, reply, len(fields))
         except MalformedError as error:
             links.discard(sock)
             raise DistNetworkError(

@@ -213,8 +213,8 @@ def validate(code: int, fields: Sequence[bytes], largest_value: int) -> Op:
     return op
 
 
-def validate_reply(op: Op, status: int, fields: Sequence[bytes]) -> None:
-    """Check that a server's reply has the fields that such a request is answered with.
+def validate_reply(op: Op, status: int, fields: Sequence[bytes], asked: int) -> None:
+    """Check that a server's reply has the fields that such a request, of ``asked`` fields, is answered with.
 
     Raises:
         MalformedError: it has not, or the status is unknown.
@@ -225,5 +225,7 @@ def validate_reply(op: Op, status: int, fields: Sequence[bytes]) -> None:
     kinds = shape.rstrip("?*")
     if not (shape.endswith("*") or len(fields) == len(kinds) or (shape.endswith("?") and not fields)):
         raise MalformedError(f"a reply to {op.name} with {len(fields)} fields")
+    if op is Op.MULTI_GET and status == Status.OK and len(fields) != asked:
+        raise MalformedError(f"a reply to {op.name} of {asked} keys with {len(fields)} fields")
     if kinds == "n" and status == Status.OK and not (len(fields[0]) <= MAX_NUMBER + 1 and _NUMBER.fullmatch(fields[0])):
         raise MalformedError(f"a reply to {op.name} that is no number")

@@ -38,6 +38,7 @@ class Case:
         special: whether NaN and infinities are among the values.
         family: of arrays.
         seed: of the values, the root and the left-out rank.
+        arithmetic: of the backend's reductions.
     """
 
     op: str
@@ -52,6 +53,7 @@ class Case:
     special: bool = False
     family: str = "numpy"
     seed: int = 0
+    arithmetic: reference.Arithmetic = reference.STRICT
 
 
 # --- groups -------------------------------------------------------------------------------------------------
@@ -253,7 +255,7 @@ class Trial:
             reduces = (
                 self.case.reduce if len(given) > 1 or (self.row.reduces and self._reduced_here()) else None
             )
-            wrong = reference.complaint(self.case.dtype, reduces, given, got)
+            wrong = reference.complaint(self.case.dtype, reduces, given, got, self.case.arithmetic)
             if wrong:
                 return f"output {i}: {wrong}", ""
             if not held.intact():

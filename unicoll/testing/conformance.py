@@ -83,6 +83,8 @@ class Conformance:
     imports: Sequence[str] = ()
     """Modules that register the backend when they are imported; none where an entry point does."""
     families: Sequence[str] = ("numpy",)
+    arithmetic = reference.STRICT
+    """What the backend's documentation leaves open in reductions, a :class:`reference.Arithmetic`."""
     sample = 60
     """Random cases for each operation and group size."""
     turn = 0
@@ -207,7 +209,14 @@ class Conformance:
 
     def judge(self, pool: Pool, cases: Sequence[Case], timeout: float = 120.0) -> None:
         """Run cases; every rank must be content, and all ranks' results of an all_reduce the same bits."""
-        cases = [c if c.family in self.families else replace(c, family=self.families[0]) for c in cases]
+        cases = [
+            replace(
+                c,
+                family=c.family if c.family in self.families else self.families[0],
+                arithmetic=self.arithmetic,
+            )
+            for c in cases
+        ]
         verdicts = pool.run(run_cases, list(cases), timeout=timeout)
         wrong = []
         for i, case in enumerate(cases):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce as fold
 from typing import Any
 
 import numpy as np
@@ -23,10 +25,32 @@ _SMALLEST = {"float16": -24, "bfloat16": -133, "float8_e4m3fn": -9, "float8_e5m2
 """Exponent of the smallest subnormal."""
 _LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
 _WITHOUT_INFINITY = ("float8_e4m3fn",)
+_FLOAT16_STEPS = 7
+"""float8 is computed in float16, whose own rounding is at most 2 ** -7 of float8's."""
 _UFUNC: dict[str, Any] = {
     "PRODUCT": np.multiply, "MIN": np.minimum, "MAX": np.maximum,
     "BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a backend's documentation leaves open in reductions of floating-point numbers; by default nothing.
+
+    Attributes:
+        rounds_hops: float16, bfloat16 and float8 may be rounded after every operation, and the ranks may be taken in
+            any order. Otherwise they are accumulated in float32, and rounded once.
+        saturates: a float8 that is too large or infinite may become the largest finite one, at every hop.
+        drops_nan: MIN and MAX may be those of the numbers, where some ranks have a NaN.
+    """
+
+    rounds_hops: bool = False
+    saturates: bool = False
+    drops_nan: bool = False
+
+
+STRICT = Arithmetic()
+NCCL = Arithmetic(rounds_hops=True, saturates=True, drops_nan=True)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any] | None:
@@ -130,7 +154,9 @@ def contributions(
     raise AssertionError(f"no reference for {op}")
 
 
-def complaint(name: str, reduce: str | None, given: Sequence[Array], got: Array) -> str | None:
+def complaint(
+    name: str, reduce: str | None, given: Sequence[Array], got: Array, arithmetic: Arithmetic = STRICT
+) -> str | None:
     """What is wrong with ``got`` as the reduction (copy, where ``reduce`` is None) of ``given``; None if right."""
     got = got.reshape(-1)
     if got.size != given[0].size:
@@ -141,18 +167,19 @@ def complaint(name: str, reduce: str | None, given: Sequence[Array], got: Array)
     if BY_NAME[name].kind in "bui":
         expected = _exact(reduce, given)
         return _describe(np.flatnonzero(got != expected), got, expected)
+    found, wide = _wide(got), [_wide(x) for x in given]
     with np.errstate(all="ignore"):
-        expected, tolerance = _approximate(name, reduce, given)
-        close = np.abs(_wide(got) - expected) <= tolerance
-    same = (got == expected) | (np.isnan(_wide(got)) & np.isnan(expected))
-    limit = _LARGEST.get(name, math.inf)
-    if name in _WITHOUT_INFINITY:
-        overflowed = np.isnan(_wide(got)) & (np.abs(expected) > limit)
-    else:
-        overflowed = (
-            np.isinf(_wide(got)) & (np.abs(expected) > limit) & (np.sign(_wide(got)) == np.sign(expected))
-        )
-    return _describe(np.flatnonzero(~(close | same | overflowed)), got, expected)
+        if reduce in ("MIN", "MAX"):
+            expected, right = _extreme(name, reduce, wide, found, arithmetic)
+        elif not (arithmetic.rounds_hops and BY_NAME[name].half):
+            expected, right = _rounded_once(name, reduce, wide, found)
+        else:
+            saturates = arithmetic.saturates and name.startswith("float8")
+            if reduce == "PRODUCT":
+                expected, right = _product_of_hops(name, wide, found, saturates)
+            else:
+                expected, right = _sum_of_hops(name, reduce, wide, found, saturates)
+    return _describe(np.flatnonzero(~right), got, expected)
 
 
 def _bits(array: Array) -> Array:
@@ -197,30 +224,125 @@ def _wide(array: Array) -> Array:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-def _approximate(name: str, reduce: str, given: Sequence[Array]) -> tuple[Array, Array]:
-    """The result in float64, and how far off the element type's may be."""
-    wide = [_wide(x) for x in given]
-    zero = np.zeros(wide[0].shape)
-    half = BY_NAME[name].half
+def _same(found: Array, expected: Array) -> Array:
+    same: Array = (found == expected) | (np.isnan(found) & np.isnan(expected))
+    return same
+
+
+def _extreme(
+    name: str, reduce: str, wide: Sequence[Array], found: Array, arithmetic: Arithmetic
+) -> tuple[Array, Array]:
+    """The expected minimum or maximum, and where ``found`` is right."""
+    expected = numbers = fold(_UFUNC[reduce], wide)
+    if arithmetic.drops_nan:
+        numbers = fold({"MIN": np.fmin, "MAX": np.fmax}[reduce], wide)
+    right = _same(found, expected) | _same(found, numbers)
+    if arithmetic.saturates and name.startswith("float8"):
+        right |= _same(found, np.clip(numbers, -_LARGEST[name], _LARGEST[name]))
+    return expected, right
+
+
+def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -> tuple[Array, Array]:
+    """The expected result, and where ``found`` is right; short types have an accumulator of float32."""
+    ranks, half = len(wide), BY_NAME[name].half
     eps = 2.0 ** -(23 if half else _MANTISSA[name])
-    if reduce in ("MIN", "MAX"):
-        result = wide[0]
-        for other in wide[1:]:
-            result = _UFUNC[reduce](result, other)
-        return result, zero
-    if reduce == "PREMUL_SUM":
-        wide = [x * factor_of(name) for x in wide]
     if reduce == "PRODUCT":
-        result = wide[0]
-        for other in wide[1:]:
-            result = result * other
-        error = 4 * len(given) * eps * np.prod([np.abs(x) for x in wide], axis=0)
+        expected = fold(np.multiply, wide)
+        error = 4 * ranks * eps * np.prod([np.abs(x) for x in wide], axis=0)
     else:
-        result = np.sum(wide, axis=0)
-        error = 2 * (len(given) + 1) * eps * np.sum([np.abs(x) for x in wide], axis=0)
+        if reduce == "PREMUL_SUM":
+            wide = [x * factor_of(name) for x in wide]
+        expected = np.sum(wide, axis=0)
+        error = 2 * (ranks + 1) * eps * np.sum([np.abs(x) for x in wide], axis=0)
         if reduce == "AVG":
-            result, error = result / len(given), error / len(given)
+            expected, error = expected / ranks, error / ranks
+    limit = math.inf
     if half:  # one rounding at the end: within one unit in the last place
-        _, exponent = np.frexp(np.abs(result))
-        error = error + np.ldexp(1.0, np.maximum(exponent - 1 - _MANTISSA[name], _SMALLEST[name]))
-    return result, np.nan_to_num(error, nan=0.0, posinf=0.0)
+        error = error + 2 * _half_ulp(name, np.abs(expected))
+        limit = _LARGEST[name]
+    right = np.abs(found - expected) <= np.nan_to_num(error, nan=0.0, posinf=0.0)
+    if name in _WITHOUT_INFINITY:
+        overflowed = np.isnan(found)
+    else:
+        overflowed = np.isinf(found) & (np.sign(found) == np.sign(expected))
+    return expected, right | _same(found, expected) | (overflowed & (np.abs(expected) > limit))
+
+
+def _half_ulp(name: str, magnitude: Array) -> Array:
+    """The most that rounding to the element type changes a number of a magnitude."""
+    _, exponent = np.frexp(magnitude)
+    last = np.where(magnitude > 0, exponent - 1 - _MANTISSA[name], _SMALLEST[name])
+    half: Array = np.ldexp(0.5, np.maximum(last, _SMALLEST[name]))
+    return half
+
+
+def _rounding(name: str, magnitude: Array) -> Array:
+    """The most that rounding to the element type changes a number: nothing where that is an element."""
+    half = _half_ulp(name, magnitude)
+    rounded: Array = np.where(np.fmod(magnitude, 2 * half) == 0, 0, half)
+    return rounded
+
+
+def _unit(name: str) -> float:
+    """The largest part of a number that rounding changes."""
+    return 2.0 ** (-1 - _MANTISSA[name]) * _float16_too(name)
+
+
+def _float16_too(name: str) -> float:
+    """By how much two roundings, to float16 and to float8, may be more than one."""
+    return 1 + 2.0**-_FLOAT16_STEPS if name.startswith("float8") else 1.0
+
+
+def _sum_of_hops(
+    name: str, reduce: str, wide: Sequence[Array], found: Array, saturates: bool
+) -> tuple[Array, Array]:
+    """The expected sum, and where ``found`` is one that was rounded after every operation, in whatever order.
+
+    A rounding changes a number by half a unit in its last place at most. The numbers rounded are the terms, where they
+    have a factor, n - 2 partial sums, none of them larger than that of all positive or of all negative terms, and the
+    sum. The factor 1/n of an average is rounded, too, which changes the sum by as small a part of it.
+
+    What saturates is changed by no more than the terms' total exceeds the largest number.
+    """
+    ranks, limit, more = len(wide), _LARGEST[name], _float16_too(name)
+    factor = {"PREMUL_SUM": factor_of(name), "AVG": 1 / ranks}.get(reduce, 1)
+    terms = [x * factor for x in wide]
+    expected = total = np.sum(terms, axis=0)
+    if saturates:
+        terms = [np.clip(x, -limit, limit) for x in terms]
+        total = np.sum(terms, axis=0)
+    positive, negative = (np.sum([np.maximum(sign * x, 0) for x in terms], axis=0) for sign in (1, -1))
+    largest = np.maximum(positive, negative)
+    if ranks & (ranks - 1) and reduce == "AVG":
+        before = np.sum([_half_ulp(name, np.abs(x) * (1 + _unit(name))) for x in terms], axis=0) * more
+        before = before + _unit(name) * np.abs(total)
+    else:
+        before = np.sum([_rounding(name, np.abs(x)) for x in terms], axis=0) * more
+    error = before
+    for _ in range(2 if ranks > 1 else 0):  # the errors may take a number to where units are larger
+        partial, last = _half_ulp(name, largest + error), _half_ulp(name, np.abs(total) + error)
+        error = before + ((ranks - 2) * partial + last) * more
+    if saturates:
+        overflowed = np.zeros(total.shape, bool)
+        error = error + np.maximum(positive + negative - limit, 0)
+    else:
+        up, down = positive + error > limit, negative + error > limit
+        overflowed = np.where(np.isnan(found), up & down, np.isinf(found) & np.where(found > 0, up, down))
+        overflowed &= ~np.isnan(total)
+    return expected, (np.abs(found - total) <= error) | _same(found, expected) | overflowed
+
+
+def _product_of_hops(name: str, wide: Sequence[Array], found: Array, saturates: bool) -> tuple[Array, Array]:
+    """The expected product, and where ``found`` is one that was rounded after every operation, in whatever order.
+
+    Partial products are at most that of all factors above 1. Where that is too large, what saturates may become
+    anything; else it becomes infinite, or a NaN.
+    """
+    hops, limit = len(wide) - 1, _LARGEST[name]
+    expected = fold(np.multiply, wide)
+    most = fold(np.multiply, [np.maximum(np.abs(x), 1) for x in wide])
+    growth = (1 + _unit(name)) ** hops
+    error = hops * growth * (_unit(name) * np.abs(expected) + 2.0 ** (_SMALLEST[name] - 1) * most)
+    right = _same(found, expected) | (np.abs(found - expected) <= np.nan_to_num(error, nan=0.0, posinf=0.0))
+    open_ended = ~fold(np.logical_or, [np.isnan(x) for x in wide]) & (most * growth > limit)
+    return expected, right | (open_ended if saturates else open_ended & ~np.isfinite(found))

@@ -1,0 +1,117 @@
+"""The codec, the handshake and the records that come after it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from typing import Any
+
+import numpy as np
+
+from unicoll import auth, channel, codec
+from unicoll.errors import AuthenticationError, DistError, DistNetworkError
+from unicoll.stores.wire import Op
+
+from .harness import HANG_SECONDS, KEY, Found, Target, pair, pieces, watched
+
+__all__ = ["Codec", "Handshake", "Records"]
+
+
+class Codec(Target):
+    """Objects in untrusted jobs. What is read can be written and read again."""
+
+    def __init__(self) -> None:
+        shared = ["x" * 100, b"y" * 100, 1 << 600]
+        circle: list[Any] = [1]
+        circle.append(circle)
+        deep: Any = None
+        for _ in range(codec.MAX_DEPTH):
+            deep = [deep]
+        objects: list[Any] = [
+            None, True, -5, 1 << 70, 2.5, 1j, "text", "\ud800", b"bytes", bytearray(b"array"), (1, (2, "3")),
+            {"a": [1, 2], (1, 2): {3, 4}, frozenset({5, (6, 7)}): None}, shared * 3, circle, deep,
+            np.arange(6, dtype=">i4").reshape(2, 3), np.zeros((0, 4)), np.array(3.0), np.float16(2), np.bool_(True),
+            np.array([True, False]), np.datetime64("2020-01-01"), np.array([1, 2], "m8[25s]"), np.complex64(1j),
+        ]  # fmt: skip
+        self.valid = [codec.dumps(obj, False) for obj in objects]
+        self.valid += [b"\2" + pickle.dumps(obj) for obj in (1, {"a": Op.SET}, os.getcwd)]
+
+    def run(self, data: bytes) -> bool:
+        try:
+            obj = codec.loads(data, False)
+        except DistError:
+            return False
+        codec.loads(codec.dumps(obj, False), False)
+        return True
+
+
+class Handshake(Target):
+    """Both sides; the first byte of an input says which. Only the proof of the key is taken."""
+
+    def __init__(self) -> None:
+        with watched():
+            hello = auth._hello(KEY, b"store", 0, 1)
+            server_hello = auth._hello(KEY, b"store")
+        client = hello + auth._proof(KEY, b"client", server_hello, hello)
+        mine = auth._hello(KEY, b"store")
+        self._hello = server_hello
+        self._client = client
+        with watched():
+            mine = auth._hello(KEY, b"store")
+        self._server = server_hello + bytes([auth.ACCEPTED]) + auth._proof(KEY, b"server", server_hello, mine)
+        refusals = [server_hello + bytes([code]) for code in range(2, 8)]
+        others = [auth._hello(KEY, b"data"), auth._hello(b"", b"store"), b"HTTP/1.1 400 Bad Request\r\n\r\n"]
+        self.valid = [bytes([way]) + said for way in (0, 1) for said in (client, client + b"rest", *others)]
+        self.valid += [b"\2" + said for said in (self._server, *refusals, *others)]
+
+    def run(self, data: bytes) -> bool:
+        way, said = data[0] % 3 if data else 0, data[1:]
+        try:
+            (self._machine, self._blocking, self._client_side)[way](said)
+        except (AuthenticationError, DistNetworkError):
+            return False
+        if not said.startswith(self._server if way == 2 else self._client):
+            raise Found("accepted without a proof")
+        return True
+
+    def _machine(self, said: bytes) -> None:
+        machine = auth.ServerHandshake(KEY, b"store")
+        for piece in pieces(said):
+            machine.feed(piece)
+            machine.outgoing()
+        if not machine.done:
+            raise AuthenticationError("not done")
+
+    def _blocking(self, said: bytes) -> None:
+        with pair(said) as sock:
+            auth.server_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
+
+    def _client_side(self, said: bytes) -> None:
+        with pair(said) as sock:
+            auth.client_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
+
+
+class Records(Target):
+    """Data behind a MAC. Nothing is taken but what the peer has sent, in its order."""
+
+    def __init__(self) -> None:
+        data = [b"", b"a", b"bc" * 40, b"def" * 1000, b"g"]
+        sender = channel.MacRecords(auth.Key(KEY), server=False)
+        sealed = [bytes(sender.seal(d)) for d in data]
+        self._data = b"".join(data)
+        self.valid = [b"".join(sealed[:count]) for count in range(1, 6)]
+        theirs = channel.MacRecords(auth.Key(KEY), server=True)
+        self.valid += [sealed[2], sealed[1] + sealed[0], bytes(theirs.seal(b"x"))]
+
+    def run(self, data: bytes) -> bool:
+        receiver = channel.MacRecords(auth.Key(KEY), server=True)
+        taken = b""
+        try:
+            for piece in pieces(data):
+                taken += receiver.open(piece)
+        except channel.TamperedError:
+            pass
+        if not self._data.startswith(taken):
+            raise Found("took what was not sent")
+        return bool(taken)
