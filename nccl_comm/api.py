@@ -119,6 +119,18 @@ class Nccl(Protocol):
     ) -> tuple[int, Slot]:
         """A communicator without some ranks, who do not call it; ``abort`` ends what ``comm`` is doing first."""
 
+    def comm_unique_id(self, comm: int) -> tuple[int, bytes]:
+        """An id for one :meth:`comm_grow` of a communicator that has no work; one of its ranks makes it. From 2.29."""
+
+    def comm_grow(
+        self, comm: int, size: int, unique_id: bytes | None, rank: int, config: Config
+    ) -> tuple[int, Slot]:
+        """A communicator with more ranks; its handle is there at once.
+
+        Ranks of ``comm`` give it with ``rank`` -1, and the one that has made the id gives that. New ones give 0, the id
+        and their rank, which comes after those of ``comm``.
+        """
+
     def comm_state(self, comm: int) -> tuple[int, int]:
         """ncclCommGetAsyncError: the call's own code, and the communicator's state."""
 

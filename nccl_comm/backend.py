@@ -27,6 +27,7 @@ from .communicator import Communicator
 from .devices import bound_device
 from .exposed import Exposing
 from .flights import Flight, StreamCompletion
+from .growing import GROW, LATER, device_to_bring, grown, how_to_come, how_to_grow
 from .meeting import facts_of, meet
 from .memory import DeviceArray, SymmetricMemory
 from .operations import OPERATIONS, Ranks, barrier, batch
@@ -118,6 +119,36 @@ class NCCLBackend(Exposing):
             self._met = parent._met
         else:
             self._connect(above.device, deadline)
+        self.splits = True
+
+    def grow(self, context: Context) -> NCCLBackend:
+        made = NCCLBackend(context, connect=False)
+        deadline = time.monotonic() + context.timeout
+        with self._lock:
+            self._refuse_ended()
+            self.await_idle("growing", context.timeout)
+            way = how_to_grow(context, self._comm)
+            if self._comm is not None:
+                made._connect_larger(way, self._device, deadline, self._comm)
+        return made
+
+    @classmethod
+    def join_grown(cls, context: Context) -> NCCLBackend:
+        made = cls(context, connect=False)
+        deadline = time.monotonic() + context.timeout
+        way = how_to_come(context, deadline)
+        if way != LATER:
+            made._connect_larger(way, device_to_bring(context, made.cuda), deadline, None)
+        return made
+
+    def _connect_larger(self, way: str, device: int, deadline: float, above: Communicator | None) -> None:
+        """Connect with ranks that are new to the group that this one is made of."""
+        if way == GROW:
+            context, config = self.context, self._config()
+            with on_device(self.cuda, device):
+                self._adopt(grown(context, self.nccl, self.cuda, device, config, deadline, self._look, above))
+        else:
+            self._connect(device, deadline)
         self.splits = True
 
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:

@@ -43,6 +43,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclCommInitRankScalable": (_out, c_int, c_int, c_int, POINTER(UniqueId), _config),
     "ncclCommSplit": (_comm, c_int, c_int, _out, _config),
     "ncclCommShrink": (_comm, POINTER(c_int), c_int, _out, _config, c_int),
+    "ncclCommGetUniqueId": (_comm, POINTER(UniqueId)),
+    "ncclCommGrow": (_comm, c_int, POINTER(UniqueId), c_int, _out, _config),
     "ncclCommGetAsyncError": (_comm, POINTER(c_int)),
     "ncclCommFinalize": (_comm,),
     "ncclCommDestroy": (_comm,),
@@ -133,6 +135,8 @@ class Bindings:
         self._comm_init_scalable = self._function("ncclCommInitRankScalable")
         self._comm_split = self._function("ncclCommSplit")
         self._comm_shrink = self._function("ncclCommShrink")
+        self._comm_unique_id = self._function("ncclCommGetUniqueId")
+        self._comm_grow = self._function("ncclCommGrow")
         self._comm_state = self._function("ncclCommGetAsyncError")
         self._comm_revoke = self._function("ncclCommRevoke")
         self._premul_sum = self._function("ncclRedOpCreatePreMulSum")
@@ -190,6 +194,19 @@ class Bindings:
         return self._keep(
             self._comm_shrink(comm, ranks, len(excluded), byref(slot), byref(told), flags), slot
         )
+
+    def comm_unique_id(self, comm: int) -> tuple[int, bytes]:
+        """An id for one growing of a communicator that has no work; from 2.29."""
+        made = UniqueId()
+        return self._comm_unique_id(comm, byref(made)), bytes(made)
+
+    def comm_grow(
+        self, comm: int, size: int, unique_id: bytes | None, rank: int, config: Config
+    ) -> tuple[int, Slot]:
+        """A communicator with more ranks; its handle is there at once; from 2.29."""
+        slot, told = c_void_p(), config_struct(config, self.version)
+        given = None if unique_id is None else byref(UniqueId.from_buffer_copy(unique_id))
+        return self._keep(self._comm_grow(comm or None, size, given, rank, byref(slot), byref(told)), slot)
 
     def comm_state(self, comm: int) -> tuple[int, int]:
         """ncclCommGetAsyncError: the call's own code, and the communicator's state."""

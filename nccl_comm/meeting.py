@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from unicoll import settings
@@ -29,22 +29,26 @@ from . import api
 from .api import Nccl
 from .errors import error_for
 
-__all__ = ["RANKS_PER_ROOT", "SHARING", "facts_of", "meet", "roots"]
+__all__ = ["RANKS_PER_ROOT", "SHARING", "announce", "announced", "facts_of", "meet", "roots"]
 
 SHARING = "UNICOLL_NCCL_SHARE_DEVICE"
 """With the value 1 several ranks may use one device (for tests: NCCL itself has to be told, too)."""
 RANKS_PER_ROOT = "UNICOLL_NCCL_RANKS_PER_ROOT"
 """How many ranks share an id where NCCL takes several; its own documentation and torch recommend 128."""
+MakeId = Callable[[], tuple[int, bytes]]
 _SLICE_S = 1.0
 _SILENCE_S = 10.0
 """After how long those who wait for others to start NCCL are told so."""
 
 
-def meet(context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float) -> list[bytes]:
+def meet(
+    context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float, make: MakeId | None = None
+) -> list[bytes]:
     """NCCL's unique ids of a group; every member calls this, with its device.
 
     There is one for every ``UNICOLL_NCCL_RANKS_PER_ROOT`` ranks, where NCCL takes several: the rank that has made an id
     is the one that its share of the ranks connect to first, of which one alone would have too many.
+    ``make`` makes the only one on rank 0 in place of ncclGetUniqueId.
 
     Raises:
         DistArgumentError: two members are on one device.
@@ -59,7 +63,7 @@ def meet(context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float)
         mine["hostid"] = os.environ["NCCL_HOSTID"]
     store.set(f"{prefix}/{context.rank}", json.dumps(mine))
     if context.rank == 0:
-        answer = _preside(context, prefix, nccl, deadline)
+        answer = _preside(context, prefix, nccl, deadline, make)
         store.set(f"{prefix}/id", json.dumps(answer))
     else:
         _await(context, [f"{prefix}/id"], prefix, deadline)
@@ -74,6 +78,23 @@ def meet(context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float)
             store.set(key, json.dumps(_made_id(context, nccl)))
     _await(context, list(keys), prefix, deadline, keys)
     return [first, *(_id_of(context, json.loads(text)) for text in store.multi_get(list(keys)))]
+
+
+def announce(context: Context, what: str) -> None:
+    """Rank 0 tells something to those who are to come to a group."""
+    context.job.store.set(f"nccl/{context.name}/announced", json.dumps(what))
+
+
+def announced(context: Context, deadline: float) -> str:
+    """What rank 0 has told, once it has.
+
+    Raises:
+        OperationTimeoutError, RankLostError: as :func:`meet`.
+    """
+    key = f"nccl/{context.name}/announced"
+    _await(context, [key], "", deadline, {key: 0})
+    said: str = json.loads(context.job.store.get(key))
+    return said
 
 
 def roots(size: int, count: int) -> list[int]:
@@ -101,7 +122,9 @@ def facts_of(context: Context, patience: float) -> list[dict[str, Any]]:
     return [json.loads(text) for text in context.job.store.multi_get(keys)]
 
 
-def _preside(context: Context, prefix: str, nccl: Nccl, deadline: float) -> dict[str, Any]:
+def _preside(
+    context: Context, prefix: str, nccl: Nccl, deadline: float, make: MakeId | None
+) -> dict[str, Any]:
     """Rank 0's part: whatever goes wrong here is everybody's answer, so that nobody is left waiting."""
     keys = [f"{prefix}/{rank}" for rank in range(context.size)]
     try:
@@ -117,15 +140,17 @@ def _preside(context: Context, prefix: str, nccl: Nccl, deadline: float) -> dict
         raise  # everybody learns of it from the control plane
     except DistError as e:
         return {"kind": "backend", "error": f"{context.who(0)} could not start NCCL: {e}"}
-    share = settings.number(RANKS_PER_ROOT) if nccl.has("ncclCommInitRankScalable") else context.size
-    return {**_made_id(context, nccl), "roots": -(-context.size // share)}
+    several = make is None and nccl.has("ncclCommInitRankScalable")
+    share = settings.number(RANKS_PER_ROOT) if several else context.size
+    return {**_made_id(context, nccl, make), "roots": -(-context.size // share)}
 
 
-def _made_id(context: Context, nccl: Nccl) -> dict[str, Any]:
+def _made_id(context: Context, nccl: Nccl, make: MakeId | None = None) -> dict[str, Any]:
     """A new id of this rank's, or why there is none, for all to know."""
-    code, unique_id = nccl.unique_id()
+    code, unique_id = make() if make is not None else nccl.unique_id()
     if code:
-        error = error_for(code, nccl, 0, "ncclGetUniqueId", context.name, None, None)
+        what = "ncclGetUniqueId" if make is None else "ncclCommGetUniqueId"
+        error = error_for(code, nccl, 0, what, context.name, None, None)
         return {"kind": "backend", "error": f"{context.who(context.rank)} could not start NCCL: {error}"}
     assert len(unique_id) == api.UNIQUE_ID_BYTES
     return {"id": unique_id.hex()}

@@ -537,3 +537,69 @@ def a_root_fails(failing: int) -> str:
     if dist.get_rank() == failing:
         simulated_ranks.nccl().unique_id = lambda: (2, b"")  # type: ignore[method-assign]
     return _error(lambda: dist.new_group(backend="cuda:nccl", device_id=dist.get_rank()))
+
+
+def grown(lazy: bool) -> dict[str, Any]:
+    """A group of ranks 0 and 1 that grows by 3 and 2, then by no more."""
+    me = dist.get_rank()
+    device = None if lazy else me
+    small: Any = dist.new_group([0, 1], backend="cpu:gloo,cuda:nccl", device_id=device)
+    x = arrays.full(2, me + 1.0)
+    found: dict[str, Any] = {}
+    if me < 2:
+        work = None if lazy else dist.all_reduce(x, group=small, async_op=True)
+        larger: Any = small.grow([3, 2])
+        if work is not None:
+            found["before"] = work.is_completed()
+            work.wait()
+        before = [c for c in simulated_ranks.nccl().communicators if c.size == 2]
+        found["growths"] = [c.growths for c in before]
+        dist.destroy_process_group(small)
+    else:
+        larger = dist.grow_group([3, 2], small, device_id=device)
+    found["ranks"] = dist.get_process_group_ranks(larger)
+    y = arrays.full(3, me + 1.0)
+    dist.all_reduce(y, group=larger)
+    host = np.full(3, me + 1.0)
+    dist.all_reduce(host, group=larger)
+    found["sums"] = (y.numpy()[0], host[0])
+    gathered: list[Any] = [None] * 4
+    dist.all_gather_object(gathered, me, group=larger)
+    found["gathered"] = gathered
+    found["said"] = "expected transports: 3 peers" in larger.describe()
+    dist.destroy_process_group(larger)
+    return found
+
+
+def not_grown() -> list[str]:
+    """What is wrong with growing."""
+    me = dist.get_rank()
+    connect()
+    small: Any = dist.new_group([0, 1], backend="nccl", device_id=me)
+    said = []
+    if me < 2:
+        said = [_error(lambda: small.grow([1])), _error(lambda: small.grow([])), _error(lambda: small.grow([7]))]
+        made: Any = small.grow([2])
+        small.abort()
+        said.append(_error(lambda: small.grow([2])))
+        dist.destroy_process_group(made)
+    else:
+        said = [_error(lambda: dist.grow_group([0], small)), _error(lambda: dist.grow_group([2, 0], small))]
+        said.append(_error(lambda: dist.grow_group([2], small, timeout=0.2)))
+        dist.world.current("here").named["grow"] = 0
+        made = dist.grow_group([2], small)
+        dist.destroy_process_group(made)
+    return said
+
+
+def grown_without_waiting(blocking: bool) -> list[float]:
+    """A group of two grows by one, its communicator blocking or not."""
+    me = dist.get_rank()
+    options = {"blocking": blocking}
+    small: Any = dist.new_group([0, 1], backend="cuda:nccl", device_id=me, pg_options=options)
+    larger = dist.grow_group([2], small, pg_options=options, device_id=me)
+    x = arrays.full(2, me + 1.0)
+    dist.all_reduce(x, group=larger)
+    values: list[float] = x.numpy().tolist()
+    dist.destroy_process_group(larger)
+    return values

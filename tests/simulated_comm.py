@@ -81,6 +81,7 @@ class Communicator:
         size, rank, device: as in the call that made it; size and rank are -1 until a split has been agreed upon.
         error: ncclResult_t of the asynchronous error, or SUCCESS.
         revoked, finalizing: as they say.
+        growths: how often it has grown.
         graphs: captured graphs with kernels of it.
         windows, buffers: memory that is registered with it, by handle.
     """
@@ -92,6 +93,7 @@ class Communicator:
         self.device = device
         self.config = config
         self.key = ""
+        self.growths = 0
         self.error = SUCCESS
         self.revoked = self.finalizing = False
         self.graphs: set[Graph] = set()

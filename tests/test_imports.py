@@ -27,7 +27,7 @@ _LAYERS = (
      "cuda_driver", "dlpack", "torch_buffers"},
     {"pinned", "device_memory"},
     {"arguments", "backend", "checks", "composites", "lane", "device_messages", "direct", "dock", "exchanged", "pieces",
-     "staging", "meeting", "places", "rendezvous"},
+     "staging", "meeting", "places", "rendezvous", "invitations"},
     {"registry", "outlook", "under_mpi"},
     {"dispatch"},
     {"group"},

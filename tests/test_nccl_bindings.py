@@ -219,6 +219,32 @@ def test_a_shrink_tells_whom_to_leave_out_and_whether_to_abort() -> None:
     assert seen == [(COMM, [5, 2], 4, 1), (COMM, [1], 4, 0)]
 
 
+def test_a_communicator_grows_by_an_id_of_its_own() -> None:
+    made, nccl = bound()
+    ident = bytes(range(1, 128)) + b"\0"
+
+    def fill(comm: int, address: int) -> int:
+        ctypes.memmove(address, ident, len(ident))
+        return 0
+
+    made.answers["ncclCommGetUniqueId"] = fill
+    assert nccl.comm_unique_id(COMM) == (0, ident)
+    assert made.last("ncclCommGetUniqueId")[0] == COMM
+    seen: list[Any] = []
+
+    def grow(comm: int, size: int, given: int, rank: int, place: int, config: int) -> int:
+        told = ctypes.string_at(given, 128) if given else None
+        seen.append((comm, size, told, rank, _read_config(config)["maxCTAs"]))
+        put(place, COMM + 24, ctypes.c_void_p)
+        return 7
+
+    made.answers["ncclCommGrow"] = grow
+    for comm, told, rank in ((COMM, ident, -1), (COMM, None, -1), (0, ident, 5)):
+        code, slot = nccl.comm_grow(comm, 6, told, rank, api.Config(max_ctas=4))
+        assert (code, slot.value) == (7, COMM + 24)
+        assert seen.pop() == (comm, 6, told, rank, 4)
+
+
 def test_state_revoke_memory_and_windows() -> None:
     made, nccl = bound()
     made.answers["ncclCommGetAsyncError"] = putting(1, 6, ctypes.c_int, 0)

@@ -274,6 +274,18 @@ class Backend(ABC):
         """
         return type(self).create(context)
 
+    def grow(self, context: Context) -> Backend:
+        """The backend of a group of this one's members, with the same ranks, and others behind them; they all call it.
+
+        The others call :meth:`join_grown` meanwhile.
+        """
+        return type(self).create(context)
+
+    @classmethod
+    def join_grown(cls, context: Context) -> Backend:
+        """The backend of a rank that was not in the group that has grown."""
+        return cls.create(context)
+
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
         """Device memory that the library may reach from all members' devices at once; all members call it.
 

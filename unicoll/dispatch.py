@@ -35,12 +35,14 @@ _REMEMBERED = 1024
 
 
 def _make_backend(
-    cls: type[Backend], context: Context, parent: Dispatch | None, excluded: Sequence[int]
+    cls: type[Backend], context: Context, parent: Dispatch | None, excluded: Sequence[int], grown: bool
 ) -> Backend:
     """The backend of a new group; from the parent's where that has one of the kind."""
     above = parent._served.get(cls) if parent is not None else None
     if above is None:
-        return cls.create(context)
+        return cls.join_grown(context) if grown else cls.create(context)
+    if grown:
+        return above.grow(context)
     if excluded:
         return above.shrink(context, excluded)
     made = above.split(context)
@@ -63,6 +65,7 @@ class Dispatch:
         device: Any = None,
         parent: Dispatch | None = None,
         excluded: Sequence[int] = (),
+        grown: bool = False,
     ) -> None:
         self._job = job
         self._name = name
@@ -84,7 +87,7 @@ class Dispatch:
         for choice in choices:
             if choice.cls not in self._served:
                 context = Context(job, name, self._rank, ranks, timeout, options, device, choice.asked)
-                self._served[choice.cls] = _make_backend(choice.cls, context, parent, excluded)
+                self._served[choice.cls] = _make_backend(choice.cls, context, parent, excluded, grown)
             if not choice.staged:
                 self._backends[choice.device] = self._served[choice.cls]
         self._host = self._backends.get("cpu") or next(iter(self._served.values()))

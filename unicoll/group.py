@@ -16,7 +16,8 @@ from .arguments import buffers_of, call_site, check_ranks, pairs_of, same_length
 from .buffers import as_buffer
 from .call import calls_with
 from .dispatch import Dispatch, Timeout
-from .errors import DistArgumentError
+from .errors import DistArgumentError, GroupAbortedError
+from .invitations import Invitation
 from .ops import OPS
 from .options import CallOptions, as_call_options
 from .types import ReduceOp
@@ -109,6 +110,30 @@ class ProcessGroup(Dispatch):
             excluded,
         )
         parent.job.groups.append(made)
+        return made
+
+    def grow(self, ranks_to_add: Sequence[int], pg_options: Any = None) -> ProcessGroup:
+        """:func:`unicoll.grow_group` of this group, on its members."""
+        parent = self.whole
+        job, added = parent.job, [int(r) for r in ranks_to_add]
+        check_ranks("grow_group", added, job.size)
+        known = [r for r in added if r in parent.ranks]
+        if known:
+            raise DistArgumentError(f"grow_group: ranks {known} are in group {parent.name!r} already")
+        if parent._closed:
+            raise GroupAbortedError(f"group {parent.name!r} has been destroyed", group=parent.name)
+        parent.splits += 1
+        invitation = Invitation(
+            f"{parent.name}/grown-{parent.splits}", (*parent.ranks, *added), len(parent.ranks), parent.timeout,
+            parent.group_desc, parent.backend_config,
+        )  # fmt: skip
+        if parent._rank == 0:
+            invitation.send(job.store)
+        made = ProcessGroup(
+            job, invitation.name, invitation.ranks, parent.choices, parent.timeout, parent.group_desc, pg_options,
+            parent.bound_device_id, parent, grown=True,
+        )  # fmt: skip
+        job.groups.append(made)
         return made
 
     # --- collectives ------------------------------------------------------------------------------------------
