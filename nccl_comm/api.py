@@ -165,6 +165,18 @@ class Nccl(Protocol):
     def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int) -> int:
         """From 2.28; ``count`` is what each rank sends to each."""
 
+    # --- one rank alone; from 2.29, all or none of them ---
+
+    def put_signal(
+        self, send: int, count: int, dtype: int, peer: int, window: int, offset: int, signal_index: int, context: int,
+        flags: int, comm: int, stream: int,
+    ) -> int:  # fmt: skip
+        """``window`` is this rank's own; ``offset`` is in bytes; index, context and flags are 0."""
+
+    def signal(self, peer: int, signal_index: int, context: int, flags: int, comm: int, stream: int) -> int: ...
+    def wait_signal(self, signals: Sequence[tuple[int, int]], comm: int, stream: int) -> int:
+        """How many signals to wait for, by peer."""
+
     # --- the same with options for the call; from 2.31, all or none of them ---
 
     def call_config(self, options: CallOptions) -> Any:

@@ -9,14 +9,22 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from typing import Any, NoReturn
 
 from unicoll.errors import DistBackendError
 from unicoll.options import CallOptions
 
 from .api import IN_PROGRESS, UNIQUE_ID_BYTES, Config, Slot
-from .structs import NO_COLOR, ConfigStruct, UniqueId, call_config_struct, config_struct, version_text
+from .structs import (
+    NO_COLOR,
+    ConfigStruct,
+    UniqueId,
+    WaitSignal,
+    call_config_struct,
+    config_struct,
+    version_text,
+)
 
 __all__ = ["DIRECT", "SIGNATURES", "Bindings"]
 
@@ -60,6 +68,11 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclSend": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
     "ncclRecv": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
     "ncclAlltoAll": (_ptr, _ptr, c_size_t, c_int, _comm, _stream),
+    "ncclPutSignal": (
+        _ptr, c_size_t, c_int, c_int, c_void_p, c_size_t, c_int, c_int, c_uint, _comm, _stream,
+    ),
+    "ncclSignal": (c_int, c_int, c_int, c_uint, _comm, _stream),
+    "ncclWaitSignal": (c_int, POINTER(WaitSignal), _comm, _stream),
     "ncclAllReduceConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
     "ncclBroadcastConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
     "ncclReduceConfig": (_ptr, _ptr, c_size_t, c_int, c_int, c_int, _comm, _stream, _call_config),
@@ -91,6 +104,8 @@ DIRECT = {
     "send": "ncclSend",
     "recv": "ncclRecv",
     "all_to_all": "ncclAlltoAll",
+    "put_signal": "ncclPutSignal",
+    "signal": "ncclSignal",
     "all_reduce_config": "ncclAllReduceConfig",
     "broadcast_config": "ncclBroadcastConfig",
     "reduce_config": "ncclReduceConfig",
@@ -139,6 +154,7 @@ class Bindings:
         self._comm_grow = self._function("ncclCommGrow")
         self._comm_state = self._function("ncclCommGetAsyncError")
         self._comm_revoke = self._function("ncclCommRevoke")
+        self._wait_signal = self._function("ncclWaitSignal")
         self._premul_sum = self._function("ncclRedOpCreatePreMulSum")
         self._mem_alloc = self._function("ncclMemAlloc")
         self._window_register = self._function("ncclCommWindowRegister")
@@ -219,7 +235,13 @@ class Bindings:
         code: int = self._comm_revoke(comm, _REVOKE_DEFAULT)
         return code
 
-    # --- operations with options or a factor ---
+    # --- operations with options, a factor or a list ---
+
+    def wait_signal(self, signals: Sequence[tuple[int, int]], comm: int, stream: int) -> int:
+        """Let a stream wait for signals, whose list NCCL reads before this returns; from 2.29."""
+        told = (WaitSignal * len(signals))(*(WaitSignal(count, peer, 0, 0) for peer, count in signals))
+        code: int = self._wait_signal(len(told), told, comm, stream)
+        return code
 
     def call_config(self, options: CallOptions) -> Any:
         """``ncclCollConfig_t`` for the functions that take one, which read it before they return; from 2.31."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
+from unicoll.backend import Call, OneSidedCall
 from unicoll.errors import DistArgumentError
 from unicoll.streams import on_device
 
 from .communicator import Communicator
 from .lifecycle import Supervised
+from .one_sided import refuse_one_sided, refuse_put
 from .registration import Region, Registered, regions_of
 
 __all__ = ["Exposing"]
@@ -19,6 +22,14 @@ class Exposing(Supervised):
     """What a group does with memory that its communicator knows."""
 
     _device: int
+
+    def _put(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
+        """Put a call on the caller's stream."""
+        raise NotImplementedError
+
+    def _context_of(self, stream: int) -> AbstractContextManager[None]:
+        """Make our device the current one, if the stream is named by it."""
+        raise NotImplementedError
 
     def _connect(self, device: int, deadline: float) -> Communicator:
         """Make the communicator."""
@@ -35,6 +46,27 @@ class Exposing(Supervised):
                 made = Registered(comm, memory, regions, symmetric, deadline, self._unregister)
             self._registered.append(made)
         return made
+
+    def one_sided(self, call: OneSidedCall) -> None:
+        refuse_one_sided(call, self.nccl)
+        buffer = call.inputs[0]
+        if buffer.device.type != "cuda":
+            raise DistArgumentError(f"{call.op.name}: {buffer} is not on a GPU", op=call.op.name)
+        with self._lock:
+            comm = self._awake(call.op.name, buffer.device.index or 0, time.monotonic() + call.timeout)
+            if call.op.name == "put":
+                known = self._known_windows()
+                target, call.handle = known.get(id(call.window), (None, 0))
+                refuse_put(call, target, [region for region, _ in known.values()])
+            with self._context_of(buffer.stream):
+                self._put((call,), comm, buffer.stream)
+
+    def _known_windows(self) -> dict[int, tuple[Region, int]]:
+        """By the identity of what the user has of a window: its memory, and NCCL's window."""
+        found = {id(r): (r.regions[0], r.window_at()) for r in self._registered}
+        for array in self._symmetric.arrays if self._symmetric is not None else ():
+            found[id(array)] = Region(array.device, array.ptr, array.nbytes), array.window
+        return {name: (region, window) for name, (region, window) in found.items() if window}
 
     def _refuse_twice(self, regions: list[Region]) -> None:
         """NCCL's behaviour is undefined for memory that is in two symmetric windows of a communicator."""

@@ -242,6 +242,7 @@ class Supervised(Backend):
             return
         assert self._watchdog is not None
         self._watchdog.unwatch(self)
+        self._seen = None, 0.0  # it holds the call's arrays
         if ending is not None:
             ending.wait(_END_S)
         free = mine = self._lock.acquire(timeout=_POLITE_S)

@@ -180,6 +180,11 @@ class DeviceArray:
         """Bytes of payload."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def window(self) -> int:
+        """NCCL's window; 0 if NCCL has given none, or the group has ended."""
+        return self._window
+
     def deregister(self, comm: Communicator) -> None:
         """The communicator is about to end; the memory stays."""
         window, self._window = self._window, 0

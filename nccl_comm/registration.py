@@ -130,6 +130,10 @@ class Registered(Registration):
     def symmetric(self) -> bool:
         return len(self.windows) == len(self.regions)
 
+    def window_at(self) -> int:
+        """NCCL's window; 0 if there is none, or several."""
+        return self.windows[0] if self.symmetric and not self.closed and len(self.windows) == 1 else 0
+
     @property
     def closed(self) -> bool:
         return not self._handles

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -603,3 +604,74 @@ def grown_without_waiting(blocking: bool) -> list[float]:
     values: list[float] = x.numpy().tolist()
     dist.destroy_process_group(larger)
     return values
+
+
+def _on(memory: Any, count: int) -> arrays.Array:
+    """An array of float64 in memory of NCCL's."""
+    ptr = memory.__cuda_array_interface__["data"][0]
+    chunk: Any = SimpleNamespace(memory=memory)
+    return arrays.Array(chunk, dist.get_rank(), (count,), np.dtype(np.float64), (8,), ptr)
+
+
+def ping_pong(rounds: int, blocking: bool) -> list[Any]:
+    """Two ranks write to each other's memory in turns, each adding one; then signals alone."""
+    me = dist.get_rank()
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=me, pg_options={"blocking": blocking})
+    source, own = group.symmetric_empty(4, "float64"), _Own(64)
+    window = group.register(own, symmetric=True)
+    x, y = _on(source, 4), _on(own, 8)
+    x.fill(0.0)
+    y.fill(0.0)
+    for _ in range(rounds):
+        if me == 0:
+            group.put(x[:2], 1, window, offset=3)
+        group.wait_signal(1 - me, y)
+        x[:2] = y[3:5]
+        x += 1.0
+        if me == 1:
+            group.put(x[:2], 0, window, offset=3)
+    found = [y.numpy().tolist()]
+    for _ in range(3):
+        group.signal(1 - me, x)
+    group.signal(me, x)
+    group.wait_signal({1 - me: 3, me: 1}, x)
+    found.append(x.numpy()[:2].tolist())
+    window.close()
+    del x, y, source
+    dist.destroy_process_group(group)
+    simulated_ranks.nccl().mem_free(own.ptr)
+    return found
+
+
+def not_put() -> list[str]:
+    """What cannot be put, and a signal that does not come."""
+    me = dist.get_rank()
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=me)
+    source = group.symmetric_empty(4, "float64")
+    x, plain = _on(source, 4), arrays.full(4, 1.0)
+    with group.register(plain) as registered:
+        said = [
+            _error(lambda: group.put(x, 2, source)), _error(lambda: group.put(x, 1, registered)),
+            _error(lambda: group.put(plain, 1, source)), _error(lambda: group.put(x, 1, source, offset=1)),
+            _error(lambda: group.put(x[::2], 1, source)), _error(lambda: group.wait_signal(0, x, 0)),
+            _error(lambda: group.signal(0, np.ones(1))),
+        ]  # fmt: skip
+    if me == 0:
+        group.wait_signal(1, x, timeout=0.5)
+    said.append(_error(lambda: _until_it_fails(group)))
+    dist.destroy_process_group(group)
+    x = source = None  # the group's error holds this frame
+    return said
+
+
+def _until_it_fails(group: Any) -> None:
+    while True:
+        group.signal(dist.get_rank(), arrays.full(1, 1.0))
+        time.sleep(0.05)
+
+
+def put_with_an_old_nccl() -> str:
+    """One-sided operations that NCCL does not have."""
+    connect()
+    group: Any = dist.group.WORLD
+    return _error(lambda: group.signal(0, arrays.full(1, 1.0)))

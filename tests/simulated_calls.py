@@ -23,6 +23,7 @@ _SINCE = {
     "ncclCommWindowDeregister": 22700, "ncclAlltoAll": 22800, "ncclAllReduceConfig": 23100,
     "ncclCommFinalize": 21800, "ncclCommSplit": 21800, "ncclRedOpCreatePreMulSum": 21100, "ncclRedOpDestroy": 21100,
     "ncclCommGetUniqueId": 22900, "ncclCommGrow": 22900, "ncclCommInitRankScalable": 22300,
+    "ncclPutSignal": 22900, "ncclSignal": 22900, "ncclWaitSignal": 22900,
     "ncclCommRegister": 21900, "ncclCommDeregister": 21900,
     "ncclMemAlloc": 21900, "ncclMemFree": 21900, "ncclGetLastError": 21300, "ncclCommInitRankConfig": 21700,
 }  # fmt: skip

@@ -21,7 +21,7 @@ from simulated_calls import Refused, Slot
 from simulated_comm import Communicator, Result
 from simulated_cuda import Simulation
 from simulated_network import Address
-from simulated_operations import Operations
+from simulated_one_sided import OneSided
 from simulated_threads import Kind
 
 from nccl_comm.api import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Config
@@ -31,7 +31,7 @@ __all__ = ["Result", "SimulatedNccl", "Slot"]
 _UNIQUE = 16
 
 
-class SimulatedNccl(Operations):
+class SimulatedNccl(OneSided):
     """One process's NCCL.
 
     Args:

@@ -357,6 +357,7 @@ class Operations(Calls):
                 return window
 
             found.put_off(self._writer(slot, make))
+            found.barrier()
             return self._settle(found)
 
         return self._visit("ncclCommWindowRegister", Kind.USE, comm, register), slot

@@ -29,7 +29,7 @@ _LAYERS = (
     {"arguments", "backend", "checks", "composites", "lane", "device_messages", "direct", "dock", "exchanged", "pieces",
      "staging", "meeting", "places", "rendezvous", "invitations"},
     {"registry", "outlook", "under_mpi"},
-    {"dispatch"},
+    {"dispatch", "one_sided"},
     {"group"},
     {"joining"},
     {"world"},

@@ -31,11 +31,14 @@ from unicoll.testing.ranks import ROOT, environment
 
 DECLARED = parse(NCCL)
 NAMES = {
-    "send": {"sendbuff"},
+    "send": {"sendbuff", "localbuff"},
+    "offset": {"peerWinOffset"},
+    "signal_index": {"sigIdx"},
+    "context": {"ctx"},
     "recv": {"recvbuff"},
     "count": {"count", "sendcount", "recvcount"},
     "dtype": {"datatype"},
-    "window": {"win"},
+    "window": {"win", "peerWin"},
 }
 """Arguments that the protocol calls otherwise than NCCL does."""
 COMM, STREAM = 0x5555_0000_1000, 0x5555_0000_2000
@@ -265,6 +268,19 @@ def test_state_revoke_memory_and_windows() -> None:
     assert made.last("ncclCommRegister")[:3] == (COMM, 1 << 44, 1 << 33)
     made.answers["ncclCommRegister"] = lambda *_: 5
     assert nccl.comm_register(COMM, 1 << 44, 1) == (5, 0)
+
+
+def test_the_signals_to_wait_for_are_a_list_of_nccls_structures() -> None:
+    made, nccl = bound()
+    read: list[Any] = []
+
+    def wait(count: int, place: int, comm: int, stream: int) -> int:
+        read.append((list((ctypes.c_int * (4 * count)).from_address(place)), comm, stream))
+        return 5
+
+    made.answers["ncclWaitSignal"] = wait
+    assert nccl.wait_signal([(3, 2), (0, 1)], COMM, STREAM) == 5
+    assert read == [([2, 3, 0, 0, 1, 0, 0, 0], COMM, STREAM)]
 
 
 def test_a_factor_is_read_while_the_call_runs() -> None:

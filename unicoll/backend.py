@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .call import Call
+from .call import Call, OneSidedCall
 from .errors import BackendUnavailableError
 from .options import CallOptions
 from .types import DType, Reduction
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .stores import Store
     from .work import Completion
 
-__all__ = ["Backend", "Call", "Caps", "Context", "Job", "Registration"]
+__all__ = ["Backend", "Call", "Caps", "Context", "Job", "OneSidedCall", "Registration"]
 
 
 @dataclass(frozen=True)
@@ -301,6 +301,17 @@ class Backend(ABC):
             BackendUnavailableError: the backend registers none, and why.
         """
         raise BackendUnavailableError(f"register: backend {self.name} registers no memory; the backend nccl does")
+
+    def one_sided(self, call: OneSidedCall) -> None:
+        """Put a put, a signal or a wait for signals on the stream of its array.
+
+        Raises:
+            BackendUnavailableError: the backend has no one-sided operations, and why.
+        """
+        raise BackendUnavailableError(
+            f"{call.op.name}: backend {self.name} has no one-sided operations; the backend nccl has, from NCCL 2.29 on",
+            op=call.op.name,
+        )
 
     def refuse_options(self, options: CallOptions) -> None:  # noqa: B027 - optional
         """Raise DistArgumentError if calls cannot be told these; a backend that they do not concern takes them all."""

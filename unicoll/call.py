@@ -10,7 +10,7 @@ from .ops import Op, Sizes
 from .options import CallOptions
 from .types import DType, Reduction
 
-__all__ = ["Call", "ProxyCall", "calls_with"]
+__all__ = ["Call", "OneSidedCall", "ProxyCall", "calls_with"]
 
 
 class Call:
@@ -141,6 +141,23 @@ class ProxyCall(Call):
 
     def describe(self) -> str:
         return self.of.describe()
+
+
+class OneSidedCall(Call):
+    """A put, a signal, or a wait for signals. Its one input says on which stream, and what is put.
+
+    Attributes:
+        signals: how many signals by the other rank in the group.
+        window, offset: of a put, where to: what the user gave, and elements from its begin.
+        handle: of a put, the backend's own name of the window.
+    """
+
+    __slots__ = ("handle", "offset", "signals", "window")
+
+    signals: dict[int, int]
+    window: Any
+    offset: int
+    handle: int
 
 
 def _describe_pieces(pieces: Sequence[Buffer]) -> str:

@@ -15,9 +15,10 @@ from typing import Any
 from .arguments import buffers_of, call_site, check_ranks, pairs_of, same_length, splits_of
 from .buffers import as_buffer
 from .call import calls_with
-from .dispatch import Dispatch, Timeout
+from .dispatch import Timeout
 from .errors import DistArgumentError, GroupAbortedError
 from .invitations import Invitation
+from .one_sided import OneSided
 from .ops import OPS
 from .options import CallOptions, as_call_options
 from .types import ReduceOp
@@ -30,7 +31,7 @@ _ALL_REDUCE = OPS["all_reduce"]
 _SEND, _RECV = OPS["send"], OPS["recv"]
 
 
-class ProcessGroup(Dispatch):
+class ProcessGroup(OneSided):
     """A set of ranks that communicate; made by ``init_process_group`` and ``new_group``, never directly.
 
     Every collective must be called by all members, in the same order. With ``async_op=True`` a method returns a

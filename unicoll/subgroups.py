@@ -218,8 +218,8 @@ def grow_group(
     """A group of the members of one and of more ranks of the job, which come behind them; they all call it.
 
     The members call it with their group, or :meth:`ProcessGroup.grow`; those who come with what ``new_group`` gave
-    them, ``GroupMember.NON_GROUP_MEMBER``. The smaller group stays as it is; destroy it when it is not used any more. NCCL
-    grows the communicator where it can (2.29), else all connect anew; operations that are on their way end first.
+    them, ``GroupMember.NON_GROUP_MEMBER``. The smaller group stays as it is; destroy it when it is not used any more.
+    NCCL grows the communicator where it can (2.29), else all connect anew; operations that are on their way end first.
 
     Args:
         ranks_to_add: global ranks of those who come, in the order of their ranks in the larger group.
