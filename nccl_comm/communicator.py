@@ -273,7 +273,7 @@ class Communicator:
             code = self.nccl.comm_revoke(self.handle)
             if code == IN_PROGRESS:
                 for _ in naps():
-                    if (code := self.state()) != IN_PROGRESS:
+                    if (code := self.state()) != IN_PROGRESS or not self.handle:
                         break
             answered.append(code)
 

@@ -177,10 +177,11 @@ class StreamCompletion(Completion):
             # the default stream of another thread is another stream
             same = same and stream == flight.stream != PER_THREAD_STREAM
         if self._packed:
+            calls = self._calls
             self._unpack()
             if not same:  # the copies may outlast the batch
                 for here in self._heres:
-                    self._tower.keep(self._calls, here())
+                    self._tower.keep(calls, here())
         if same:
             flight.release()  # whatever reuses the memory on this stream comes after the batch
         if timeout is not None or self._blocking:

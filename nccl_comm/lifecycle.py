@@ -130,12 +130,14 @@ class Supervised(Backend):
     def _reap(self) -> None:
         """Give back symmetric memory, while no other thread is in NCCL; else at a later look."""
         assert self._symmetric is not None
-        if self._lock.acquire(timeout=_POLITE_S):
-            try:
+        mine = self._lock.acquire(timeout=_POLITE_S)
+        try:
+            if mine:
                 self._symmetric.reap()
-            finally:
+        finally:
+            self._reaping = False
+            if mine:
                 self._lock.release()
-        self._reaping = False
 
     def _examine(self, now: float) -> None:
         assert self._comm is not None

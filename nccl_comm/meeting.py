@@ -37,7 +37,7 @@ RANKS_PER_ROOT = "UNICOLL_NCCL_RANKS_PER_ROOT"
 """How many ranks share an id where NCCL takes several; its own documentation and torch recommend 128."""
 MakeId = Callable[[], tuple[int, bytes]]
 _SLICE_S = 1.0
-_SILENCE_S = 10.0
+_SILENCE_S = 20.0
 """After how long those who wait for others to start NCCL are told so."""
 
 

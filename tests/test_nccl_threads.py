@@ -6,11 +6,34 @@ import nccl_thread_jobs as jobs
 import pytest
 from simulated_ranks import SimulatedJob
 
-from unicoll.testing.worker import enter
+from unicoll.testing.worker import enter, leave
+
+
+def test_threads_with_groups_of_their_own_are_in_nccl_one_at_a_time() -> None:
+    with SimulatedJob(2) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.two_groups_on_two_threads)
+        assert job.results(60) == [[[8.0, 8.0]] * 2] * 2
+        job.call(leave)
+        assert job.results() == [[]] * 2
+
+
+@pytest.mark.parametrize("version", [22807, 23007])
+def test_nobody_is_in_nccl_when_a_group_is_aborted(version: int) -> None:
+    """From 2.28.7 on, which brought ncclCommRevoke; an older one can only be aborted under the thread."""
+    with SimulatedJob(2, version=version) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.stuck_in_a_first_operation)
+        for said in job.results(60):
+            assert "timed out after 1 s" in said
+        job.call(leave)
+        assert job.results(60) == [[]] * 2
 
 
 def test_a_group_is_not_given_back_while_its_watchdog_looks() -> None:
-    with SimulatedJob(2, strict_threads=True) as job:
+    with SimulatedJob(2) as job:
         job.call(enter)
         job.results()
         job.call(jobs.closed_while_looked_at)
@@ -27,3 +50,13 @@ def test_a_death_that_nccl_learns_of_first_names_the_rank(victim: int) -> None:
             assert outcome.failure is None, outcome.failure
             assert outcome.value.startswith("RankLostError")
             assert f"rank {victim} " in outcome.value
+
+
+def test_symmetric_memory_outlives_the_work_with_it() -> None:
+    with SimulatedJob(2) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.drop_symmetric_memory)
+        assert job.results(60) == [[]] * 2
+        job.call(leave)
+        assert job.results() == [[]] * 2
