@@ -633,6 +633,13 @@ def test_the_real_library_is_found_without_importing_its_package() -> None:
 
 
 @with_library
+def test_the_real_library_exports_what_its_version_should_have() -> None:
+    out = ask("from nccl_comm.bindings import SIGNATURES\nprint(nccl.version, *(n for n in SIGNATURES if nccl.has(n)))")
+    version, *names = out.split()
+    assert set(names) == {n for n in SIGNATURES if NCCL_SINCE.get(n, 0) <= int(version)}
+
+
+@with_library
 def test_the_real_library_makes_ids_that_differ() -> None:
     out = ask(
         "a, b = nccl.unique_id(), nccl.unique_id()\nprint(a[0], b[0], len(a[1]), a[1] != b[1], any(a[1]))"
