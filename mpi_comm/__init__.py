@@ -23,14 +23,15 @@ def backend_class() -> type[MPIBackend]:
     return MPIBackend
 
 
-def identity(patience: float) -> tuple[int, int, str, bool]:
+def identity(patience: float) -> tuple[int, int, str, bool, str]:
     """MPI's world as this process sees it; initialises MPI, for which the processes may wait for each other.
 
     Args:
         patience: seconds after which that has gone wrong; since it cannot be given up, the process then ends.
 
     Returns:
-        rank, number of processes, the library's name and version, and whether :func:`open_store` may be used.
+        rank, number of processes, the library's name and version, whether :func:`open_store` may be used, and
+        whether arrays on a GPU are handed to the library, with the reason.
 
     Raises:
         BackendUnavailableError: MPI cannot be used in this process.
@@ -38,7 +39,7 @@ def identity(patience: float) -> tuple[int, int, str, bool]:
     from .runtime import runtime
 
     mpi = runtime(patience)
-    return mpi.rank, mpi.size, mpi.library, mpi.serves
+    return mpi.rank, mpi.size, mpi.library, mpi.serves, str(mpi.cuda)
 
 
 def accompany(job: Job) -> None:

@@ -65,7 +65,7 @@ class NCCLBackend(Exposing):
         self._device = -1
         self._met = context  # the group whose members told each other where they are: this one, or one it comes from
         self._tuned: dict[CallOptions, Tuned] = {}
-        self._stream = self._scratch = self._before = 0
+        self._scratch = self._before = 0
         self._sequence = 0
         if not connect:
             return

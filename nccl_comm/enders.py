@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -12,6 +13,8 @@ __all__ = ["Enders"]
 
 _SPARE = 2
 """Idle threads that are kept while others work: one ends a group, and has another one call NCCL."""
+_CLOSE_S = 1.0
+"""How long :meth:`Enders.close` waits for threads at work, of which one may be in NCCL for ever."""
 
 
 class Enders:
@@ -24,6 +27,7 @@ class Enders:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
         with self._lock:
@@ -36,6 +40,7 @@ class Enders:
                 thread.start()
             except RuntimeError:  # the interpreter is ending
                 return
+            self._threads.append(thread)
             self._idle += 1
 
     def start(self, task: Callable[[], None]) -> threading.Event:
@@ -74,3 +79,7 @@ class Enders:
             idle, self._idle = self._idle, 0
             for _ in range(idle):
                 self._tasks.put(None)
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))

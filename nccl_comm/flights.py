@@ -129,7 +129,7 @@ class Tower(Protocol):
         """Block the host until all that is on a stream has been done."""
 
     def landed(self, flight: Flight) -> bool:
-        """Whether a flight has ended on the device; ends it if so."""
+        """Whether a flight has ended on the device, or its recording has; ends it if so."""
 
     def keep(self, calls: tuple[Call, ...], stream: int) -> None:
         """Hold the arrays until all that is on a stream now has been done."""
@@ -144,15 +144,13 @@ class StreamCompletion(Completion):
         self._blocking = blocking
         self._tower = tower
         self._flight = flight
-        self._calls = flight.calls
         self._heres = _currents(flight.calls)
         self._packed = any(b.unpack is not None for call in flight.calls for b in call.outputs)
+        self._calls = flight.calls if self._packed else ()
 
     def done(self) -> bool:
         flight = self._flight
-        if flight.done or flight.error is not None:
-            return True
-        return not flight.captured and self._tower.landed(flight)
+        return flight.done or flight.error is not None or self._tower.landed(flight)
 
     def exception(self) -> BaseException | None:
         return self._flight.error
@@ -200,8 +198,8 @@ class StreamCompletion(Completion):
 
     def _unpack(self) -> None:
         """Copy packed results to where they belong, on the current stream, which waits for them."""
-        self._packed = False
-        for call in self._calls:
+        calls, self._calls, self._packed = self._calls, (), False
+        for call in calls:
             call.write_back()
 
     def _block(self, timeout: float | None) -> None:

@@ -51,6 +51,7 @@ class Supervised(Backend):
         self._lock = threading.RLock()
         self._turn = threading.RLock()  # of the group's device, once that is known
         self._comm: Communicator | None = None
+        self._stream = 0  # of asynchronous operations
         self._given: list[tuple[Any, int]] = []  # how to give back what the group holds on the device
         self.kept: deque[tuple[int, tuple[Call, ...]]] = deque()  # events, and the arrays that are held until then
         self._last: Flight | None = None
@@ -86,8 +87,14 @@ class Supervised(Backend):
     # --- looking after what is on its way -----------------------------------------------------------------------
 
     def landed(self, flight: Flight) -> bool:
-        """Whether a flight has ended; any thread."""
-        if not flight.done and self.cuda.event_done(flight.event):
+        """Whether a flight has ended, which one in a graph has as soon as that is recorded; any thread."""
+        if flight.done:
+            return True
+        if flight.captured:
+            ended = self._closed or not self.cuda.capturing(self._stream)
+        else:
+            ended = self.cuda.event_done(flight.event)
+        if ended:
             if flight.start:
                 self._clock(flight)
             flight.finish(self.error)  # what ends after the group has failed was stopped half-way

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 
 from unicoll.backend import Call
 
-from .api import SUM
+from .api import AVG, SUM
 from .communicator import Communicator
 from .one_sided import ONE_SIDED
 from .tuning import Tuned
@@ -39,6 +39,8 @@ def _way(c: Ranks, call: Call) -> tuple[Way, int]:
     dtype = (call.inputs or call.outputs)[0].dtype
     found = way(dtype, call.reduce, c.nccl.version)
     assert found is not None  # the group has refused what has no way
+    if c.size == 1 and found.op == AVG:
+        found = found._replace(op=SUM)  # alone they are the same, and NCCL refuses the average of float8 there
     return found, c.made_op(call, found.type) if found.made else found.op
 
 

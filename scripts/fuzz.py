@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Malformed input for what reads from peers: `fuzz.py [codec|handshake|records|store|frames|messages|collectives]`.
+"""Malformed input for what reads from peers: `fuzz.py [TARGET]`.
 
 Inputs are valid ones with flipped bits, cut or spliced, with other lengths and extreme numbers, and random bytes.
 Findings are exceptions that the parser does not document, a pass of the handshake without its proof, an unpickling or

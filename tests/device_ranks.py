@@ -19,11 +19,12 @@ from mpi_ranks import MpiJob
 from unicoll.testing import worker
 from unicoll.testing.ranks import Job
 
-__all__ = ["SHARING", "DeviceJob", "DeviceMpiJob", "Settings", "shared_environment"]
+__all__ = ["NATIVE_SINCE", "SHARING", "DeviceJob", "DeviceMpiJob", "Settings", "shared_environment"]
 
 SHARING = ("auto", "native", "hostid")
 """How NCCL is brought to put several ranks on one device; "auto" goes by its version."""
-_NATIVE_SINCE = 23000
+NATIVE_SINCE = 23000
+"""The version of NCCL from which it does so when told to."""
 _ALWAYS = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -51,7 +52,7 @@ class Settings:
 def shared_environment(rank: int, sharing: str, version: int) -> dict[str, str]:
     """Variables by which NCCL of a version puts several ranks on one device."""
     if sharing == "auto":
-        sharing = "native" if version >= _NATIVE_SINCE else "hostid"
+        sharing = "native" if version >= NATIVE_SINCE else "hostid"
     if sharing == "native":
         return _ALWAYS | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     return _ALWAYS | {"NCCL_HOSTID": f"unicoll-rank-{rank}", "NCCL_NET": "Socket"}

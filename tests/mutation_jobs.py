@@ -249,7 +249,7 @@ def _ends(x: arrays.Array) -> list[float]:
 
 # --- wrong arithmetic -----------------------------------------------------------------------------------------------
 
-_CASES = (
+CASES = (
     Case("all_reduce", "float32", "SUM", _COUNT),
     Case("all_reduce", "float16", "AVG", _COUNT, async_op=True),
     Case("reduce_scatter_tensor", "float32", "SUM", _COUNT),
@@ -297,7 +297,7 @@ def judged(error: str | None, arithmetic: Arithmetic) -> list[bool]:
     connect()
     simulated_rooms.results = results if error is None else _ARITHMETIC[error]
     try:
-        verdicts = run_cases([replace(c, family="simulated", arithmetic=arithmetic) for c in _CASES])
+        verdicts = run_cases([replace(c, family="simulated", arithmetic=arithmetic) for c in CASES])
     finally:
         dist.barrier()
         simulated_rooms.results = results

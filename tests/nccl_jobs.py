@@ -375,6 +375,16 @@ def explain_without_a_store() -> str:
         del store.wait
 
 
+def average_of_float8() -> list[float]:
+    """The average of float8 over this group, which holds one rank in some tests."""
+    import ml_dtypes
+
+    x = arrays.full(3, dist.get_rank() + 1.0, ml_dtypes.float8_e5m2)
+    dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    dist.reduce(x, 0, op=dist.ReduceOp.AVG)
+    return [float(value) for value in x.numpy()[:1]]
+
+
 class _Own:
     """Memory of NCCL's allocator that no window is on, as an array of bytes."""
 

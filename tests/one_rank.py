@@ -1,6 +1,6 @@
 """One GPU and NCCL with one rank, through nothing but the protocols of ``unicoll.streams`` and ``nccl_comm.api``.
 
-    python tests/one_rank.py            on a machine with a GPU; neither CuPy nor torch is needed
+    python tests/one_rank.py [CHECK...]         on a machine with a GPU; neither CuPy nor torch is needed
 
 prints a line of JSON for each check: its name, and what went wrong or null. The same checks run on the simulated device
 (test_one_rank.py), so that they are right before they meet a GPU, and that the simulation promises what a GPU keeps.
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -415,15 +415,15 @@ def run(check: Callable[[Bench], None], cuda: Cuda, nccl: Nccl) -> None:
     bench.close()
 
 
-def main() -> int:
-    """All checks on this machine's GPU; the exit code is the number of those that failed."""
+def main(names: Sequence[str]) -> int:
+    """The checks of these names, or all, on this machine's GPU; the exit code is the number of those that failed."""
     from nccl_comm import library
     from unicoll import streams
 
     cuda, nccl = streams.cuda(), library.nccl()
     print(json.dumps({"cuda": cuda.description, "nccl": library.describe(nccl)}), flush=True)
     failed = 0
-    for check in CHECKS:
+    for check in [check for check in CHECKS if not names or check.__name__ in names]:
         began, error = time.monotonic(), None
         try:
             run(check, cuda, nccl)
@@ -439,4 +439,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -45,7 +45,6 @@ class SimulatedNccl(OneSided):
             do not come back, or stay in progress, as when a rank is missing that NCCL connects to within them;
             ``mismatches`` has what the ranks disagreed on.
         hang_aborts: while set, ncclCommAbort does not return.
-        float8_alone: whether a rank alone may average float8. NCCL refuses it (2.24 to 2.32.3 at least).
         visits: which threads are in NCCL; ``visits.strict`` makes it a fault where NCCL does not allow that.
     """
 

@@ -57,7 +57,6 @@ class Operations(Calls):
 
     def __init__(self, simulation: Simulation, version: int = 23007, prompt: bool = False) -> None:
         super().__init__(simulation, version, prompt)
-        self.float8_alone = True
         self._group = _Group()
         self._own_memory: set[int] = set()
 
@@ -173,7 +172,7 @@ class Operations(Calls):
             if count < 0 or not 0 <= root < found.size:
                 raise Refused(Result.INVALID_ARGUMENT, f"{kind}: count {count}, root {root} of {found.size}")
             code, factor = self._op(found, op, dtype) if kind in REDUCING else (0, None)
-            if found.size == 1 and code == AVG and dtype >= _FIRST_FP8 and not self.float8_alone:
+            if found.size == 1 and code == AVG and dtype >= _FIRST_FP8:  # in 2.24 to 2.32.3 at least
                 raise Refused(Result.INVALID_ARGUMENT, "ncclLaunchOneRank has no kernel for float8")
             target = self._stream(found, stream)
             if count == 0:

@@ -43,7 +43,6 @@ class Settings:
         bound: whether they give their device as ``device_id`` when they join.
         strict_threads: whether threads that NCCL does not allow at the same time are a fault.
         dwell: seconds that calls of NCCL take at least.
-        float8_alone: see :class:`simulated_nccl.SimulatedNccl`.
     """
 
     policy: str = "oldest"
@@ -58,7 +57,6 @@ class Settings:
     bound: bool = False
     strict_threads: bool = True
     dwell: float = 0.0
-    float8_alone: bool = True
 
 
 _installed: tuple[Simulation, SimulatedNccl] | None = None
@@ -91,7 +89,6 @@ def install(settings: Settings, rank: int, size: int) -> None:
     if settings.devices == "own":
         simulation.cuda.set_device(rank)
     made = SimulatedNccl(simulation, settings.version, settings.prompt)
-    made.float8_alone = settings.float8_alone
     made.visits.strict = settings.strict_threads
     if settings.dwell:
         made.visits.pause = partial(time.sleep, settings.dwell)

@@ -26,7 +26,7 @@ from unicoll.kernels import Quiet
 from unicoll.options import CallOptions
 from unicoll.types import BY_NAME
 
-__all__ = ["NAMES", "REDUCING", "Signature", "element", "results"]
+__all__ = ["NAMES", "REDUCING", "Numbers", "Signature", "element", "results"]
 
 NAMES = {code: name for name, code in api.DATA_TYPES.items()}
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
@@ -110,7 +110,7 @@ def _summed_up(signature: Signature, given: Sequence[Given], last: int, start: i
     ranks, op = len(given), signature.op
     if ranks == 1 and op != PREMUL_SUM:
         return given[0][0][start:stop]
-    numbers = _Numbers(NAMES[signature.dtype])
+    numbers = Numbers(NAMES[signature.dtype])
     total = None
     for step in range(1, ranks + 1):
         data, factor = given[(last + step) % ranks]
@@ -126,7 +126,7 @@ def _summed_up(signature: Signature, given: Sequence[Given], last: int, start: i
     return numbers.give(total)
 
 
-class _Numbers:
+class Numbers:
     """An element type; elements of the short ones are handled as the float32 numbers that they are."""
 
     def __init__(self, name: str) -> None:

@@ -142,6 +142,7 @@ def launch(
     per_node: int = 1,
     env: dict[str, str] | None = None,
     env_by_host: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+    script: str = PROGRAMS,
 ) -> list[subprocess.Popen[str]]:
     """The same program on both hosts, the master being on the first."""
     common = environment({"PYTHONPATH": str(ROOT), **(env or {})})
@@ -152,7 +153,7 @@ def launch(
     return [
         hosts.start(
             k + 1,
-            [sys.executable, "-m", "unicoll.run", *flags, "--node-rank", str(k), PROGRAMS, *program],
+            [sys.executable, "-m", "unicoll.run", *flags, "--node-rank", str(k), script, *program],
             common | env_by_host[k],
         )
         for k in range(2)
@@ -343,3 +344,21 @@ def wait_for(*files: Path) -> None:
     while not all(file.exists() for file in files):
         assert time.monotonic() < deadline, f"{files} did not appear"
         time.sleep(0.02)
+
+
+def test_the_doctor_names_a_slow_pair_by_host_and_interface(hosts: Hosts) -> None:
+    """One of the four pairs between hosts is slow; that the two within a host are faster is no matter."""
+    script = str(Path(__file__).with_name("doctor_program.py"))
+    processes = launch(hosts, "slow:1-2", "--json", per_node=2, env=SECRET, script=script)
+    (out, err), (other, _) = (process.communicate(timeout=BOUND) for process in processes)
+    report = json.loads(out)
+    assert other == ""
+    assert processes[0].returncode == report["exit_status"] == 1, err
+    assert [(r["host"], r["interface"]) for r in report["ranks"]] == [
+        *[("host1", "lan0 10.77.0.1")] * 2,
+        *[("host2", "lan0 10.77.0.2")] * 2,
+    ]
+    assert set(report["pairs"]["medians"]) == {"within a host", "between hosts"}
+    assert [pair["ranks"] for pair in report["pairs"]["slow"]] == [[1, 2]]
+    assert "times the median between hosts" in report["pairs"]["slow"][0]["why"]
+    assert report["pairs"]["broken"] == []

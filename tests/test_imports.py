@@ -34,7 +34,7 @@ _LAYERS = (
     {"joining"},
     {"world"},
     {"subgroups", "collectives", "p2p", "objects", "mesh", "device_mesh"},
-    {"parallel", "spawning", "run", "bench", "torch_plugin", "testing"},
+    {"parallel", "spawning", "run", "bench", "doctor", "torch_plugin", "testing"},
 )
 """From the lowest to the highest; a room imports from its own layer and those below it."""
 

@@ -74,8 +74,9 @@ def test_nccl_meets_over_mpi_with_no_tcp_store(backend: str | None) -> None:
 
 
 def test_the_check_on_a_gpu_has_a_stage_for_it(tmp_path: Path) -> None:
+    options = ["--simulate", "--patience", "60", "--stages", "staged", "--output", str(tmp_path / "out.json")]
     done = subprocess.run(
-        [sys.executable, "-m", "gpu_check", "--simulate", "--stages", "staged", "--output", str(tmp_path / "out.json")],
+        [sys.executable, "-m", "gpu_check", *options],
         cwd=ROOT, env=environment({"PYTHONPATH": f"{HERE}:{ROOT}"}), stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=120, check=False,
     )  # fmt: skip

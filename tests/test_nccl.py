@@ -201,3 +201,12 @@ def test_symmetric_memory(pool: Callable[[int], Pool]) -> None:
 def test_old_nccl_has_no_symmetric_memory() -> None:
     with pytest.raises(Exception, match=r"NCCL 2\.18\.5 has no windows, which came with 2\.27"):
         run(2, jobs.symmetric, version=21805)
+
+
+@pytest.mark.parametrize(("size", "average"), [(1, 1.0), (2, 1.5)])
+def test_float8_is_averaged_by_one_rank_and_by_several(
+    size: int, average: float, pool: Callable[[int], Pool]
+) -> None:
+    """NCCL refuses the average of float8 in a group of one rank."""
+    pytest.importorskip("ml_dtypes")
+    assert pool(size).run(jobs.average_of_float8)[0] == [average]

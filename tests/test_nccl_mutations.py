@@ -142,7 +142,7 @@ def test_without_the_group_call_exchanges_hang_or_are_refused(program: str, erro
         assert kinds == [error] * _RANKS, job.report()
 
 
-_SOUND = [True] * len(jobs._CASES)
+_SOUND = [True] * len(jobs.CASES)
 
 
 @pytest.mark.parametrize(

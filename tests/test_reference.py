@@ -114,7 +114,7 @@ def test_the_ranks_may_be_taken_in_any_order(name: str, reduction: str) -> None:
     """NCCL has trees, too; here any two partial results are put together, and some not rounded."""
     if not has(name):
         pytest.skip("needs ml_dtypes")
-    rng, numbers = np.random.default_rng(5), simulated_reduce._Numbers(name)
+    rng, numbers = np.random.default_rng(5), simulated_reduce.Numbers(name)
     for ranks in (3, 4, 7, 8):
         given = _given(name, reduction, ranks, seed=ranks, scale=rng.choice([0.01, 1, 8]))
         terms = [x.astype(np.float32) for x in given]

@@ -22,8 +22,8 @@ before: list[str] = []
 F32, I64 = torch.float32, torch.int64
 
 
-def join(backend: str, limit: float = 60.0) -> tuple[int, int, str]:
-    """Join; torch's own warnings are no errors of ours."""
+def join(backend: str, limit: float = 60.0, device: str | None = None) -> tuple[int, int, str]:
+    """Join, bound to a device or not; torch's own warnings are no errors of ours."""
     global before
     warnings.simplefilter("ignore")
     warnings.filterwarnings("error", module="unicoll|gloo_fallback|mpi_comm")
@@ -31,7 +31,8 @@ def join(backend: str, limit: float = 60.0) -> tuple[int, int, str]:
     before = snapshot()
     if backend == "mpi":
         plugin.enable_mpi()
-    dist.init_process_group(backend, timeout=timedelta(seconds=limit))
+    bound = torch.device(device) if device is not None else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit), device_id=bound)
     return dist.get_rank(), dist.get_world_size(), dist.get_backend()
 
 

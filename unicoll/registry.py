@@ -170,12 +170,14 @@ class MPIWorld(NamedTuple):
         rank, size: as MPI counts.
         library: name and version.
         stores: whether :func:`mpi_store` may be used.
+        cuda: whether arrays on a GPU are handed to the library ("direct") or staged, and how that is known.
     """
 
     rank: int
     size: int
     library: str
     stores: bool
+    cuda: str
 
 
 def mpi_world(patience: float) -> MPIWorld:

@@ -8,6 +8,7 @@ out:
   time; while there is none, new connections wait in the kernel's queue;
 * in time: :data:`HANDSHAKE_SECONDS`;
 * in bytes: nothing beyond a handshake is kept, but for what comes with its last bytes;
+* in pieces in which these bytes come, each of which costs a turn;
 * in descriptors: the last ones of the process are never spent on strangers;
 * in accepts per turn of the thread, between which all other clients are served;
 * in accepts per second; clients whose handshake succeeds do not count.
@@ -40,11 +41,12 @@ MAX_STRANGERS = 1024
 SILENT_SECONDS, SLOW_SECONDS = 0.25, 2.0
 """After how long a stranger that has said nothing, or not enough, may have to make room for another."""
 ACCEPTS_PER_TURN = 32
-STRANGERS_PER_SECOND = 1500
+STRANGERS_PER_SECOND = 2000
 """How many connections a server accepts, beyond the first :data:`MAX_STRANGERS`, that do not become known."""
 
 _READ_SIZE = 256 * 1024
 _STRANGERS_READ = 4096
+_STRANGERS_PIECES = 16
 _PAUSE = 0.05
 _MOST_WARNINGS = 100
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -59,19 +61,21 @@ class Client:
         handshake: None once it is done.
         inbox: bytes that have come and have not been taken.
         outbox: bytes that are to go.
+        pieces: how often something of its handshake has come.
         state: the server's own.
         records: the protection of the connection, once the handshake is done; None for none.
         error: what ended the connection, if that was not its end.
         rank: what the client has proved to be; None if it is no rank.
     """
 
-    __slots__ = ("error", "handshake", "inbox", "outbox", "rank", "records", "since", "sock", "state")
+    __slots__ = ("error", "handshake", "inbox", "outbox", "pieces", "rank", "records", "since", "sock", "state")
 
     def __init__(self, sock: socket.socket, handshake: ServerHandshake) -> None:
         self.sock = sock
         self.handshake: ServerHandshake | None = handshake
         self.inbox = bytearray()
         self.outbox = bytearray()
+        self.pieces = 0
         self.since = time.monotonic()
         self.state: Any = None
         self.records: channel.Records | None = None
@@ -303,6 +307,10 @@ class Server(ABC):
             if events & selectors.EVENT_WRITE:
                 self._flush(client)
             if events & selectors.EVENT_READ and client in self._clients:
+                if client.handshake is not None:
+                    client.pieces += 1
+                    if client.pieces > _STRANGERS_PIECES:
+                        raise AuthenticationError(f"a handshake in more than {_STRANGERS_PIECES} pieces")
                 self._read(client)
         except OSError as error:
             client.error = error if isinstance(error, channel.TamperedError) else None

@@ -149,6 +149,11 @@ class Work:
         self._future: Future[list[Any]] | None = None
         self._waited = False
 
+    @property
+    def completion(self) -> Completion:
+        """The backend's handle of the operation, which does not keep the arrays alive once it has been waited for."""
+        return self._completion
+
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Order the caller after the operation; returns True.
 

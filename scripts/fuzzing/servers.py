@@ -245,7 +245,7 @@ class Frames(Target):
             {"t": "tell", "to": [0], "from": 1, "id": 1, "report": inquest.report(barrier, None)},
             {"t": "tell", "to": [0], "from": 2, "id": 1, "report": {"unknown": True}},
             {"t": "ready", "peers": [["h", 1], ["h", 2]]},
-            {"group": "g", "channel": "c", "rank": 1}, {"group": "gg", "channel": "m", "rank": 1},
+            {"group": "g", "kind": "c", "rank": 1}, {"group": "gg", "kind": "m", "rank": 1},
         ]  # fmt: skip
         frames = [frame(message) for message in messages]
         inputs = [*frames, *(frames[0] + one for one in frames), b"".join(frames), frame({"t": "ask"}) * 3]

@@ -1,11 +1,13 @@
-"""The command line, the run through the stages, and the verdict."""
+"""The command line, and the run through the stages."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -14,8 +16,8 @@ from typing import Any
 
 from device_ranks import SHARING
 
-from .probe import Found, probe
-from .record import Document, Reporter, plain
+from .process import TESTS, Runner, environment
+from .record import Document, Reporter, plain, story
 from .stages import STAGES, Stage
 
 __all__ = ["CUT", "FAILED", "NO_GPU", "PASSED", "main"]
@@ -24,27 +26,24 @@ PASSED, FAILED, USAGE, NO_GPU, CUT = 0, 1, 2, 3, 4
 """Exit codes: all is well; a check failed; a mistake in the arguments; there is no GPU; not everything was run."""
 _ROOT = Path(__file__).resolve().parents[2]
 _LATE = 1.15
-_GRACE_S = 5.0
+_GRACE_S = 2.0
+_CONCLUSION_S = 6.0
+"""What is kept of the budget to draw and to say what was found."""
 _DEFAULT_S = 480.0
+_FIRST = "machine"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stages (or, as their process, one of them); the exit code."""
+    """Run the stages (or be the process that does them); the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     given = _parser().parse_args(words)
     if given.report is not None:
-        return _be_stage(given)
-    unknown = [name for name in given.stages if name not in STAGES]
+        return _serve(given)
+    unknown = [name for name in (*given.stages, *given.without) if name not in STAGES]
     if unknown:
         print(f"gpu_check: no stage {unknown[0]!r}; there are {', '.join(STAGES)}", file=sys.stderr)
         return USAGE
-    found = Found(None, (), {}) if given.simulate else probe()
-    if found.reason is not None:
-        print(f"gpu_check: no GPU can be checked here: {found.reason}", file=sys.stderr)
-        return NO_GPU
-    given.kits = list(found.kits)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return Run(given, words, found.without).go()
+    return Run(given, words).go()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,13 +57,20 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         default=list(STAGES),
         metavar="NAMES",
-        help=f"of {names}",
+        help=f"of {names}; {_FIRST} is always done",
     )
     parser.add_argument(
         "--without", type=lambda text: text.split(","), default=[], metavar="NAMES", help="not these"
     )
     parser.add_argument(
-        "--budget", type=float, default=_DEFAULT_S, metavar="SECONDS", help=f"for all stages ({_DEFAULT_S:g})"
+        "--budget", type=float, default=_DEFAULT_S, metavar="SECONDS", help=f"for everything ({_DEFAULT_S:g})"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="after which ranks that have not done what they are called to count as hung (10)",
     )
     parser.add_argument(
         "--output", metavar="FILE", help="the JSON (benchmarks/gpu_check_<gpu>.json, or in $OUT)"
@@ -73,45 +79,55 @@ def _parser() -> argparse.ArgumentParser:
         "--sharing",
         choices=SHARING,
         default="auto",
-        help="how NCCL puts several ranks on one GPU (by its version)",
+        help="how NCCL puts several ranks on one GPU (auto: as works here)",
     )
     parser.add_argument(
         "--simulate", action="store_true", help="on the simulated device, without a GPU: a rehearsal"
     )
     parser.add_argument("--no-plot", action="store_true", help="draw nothing")
-    parser.add_argument("--stage", choices=list(STAGES), help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
-    parser.add_argument("--kits", type=lambda text: text.split(","), default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--spent", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--report", type=int, help=argparse.SUPPRESS)
     return parser
 
 
-def _be_stage(given: argparse.Namespace) -> int:
-    """One stage, in the process that was made for it."""
-    from .place import GPU, Place, Simulation
+def _serve(given: argparse.Namespace) -> int:
+    """Do the stages that are ordered, in the process that was made for it."""
+    from unicoll.testing.worker import die_with_parent
 
-    place: Place = Simulation() if given.simulate else GPU(given.kits, given.sharing)
-    STAGES[given.stage].run(Reporter(given.report, given.seconds), place)
+    from .place import GPU, Simulation
+
+    die_with_parent()
+    for line in sys.stdin:
+        order = json.loads(line)
+        reporter, error = Reporter(given.report, order["seconds"]), None
+        try:
+            place = (Simulation if given.simulate else GPU)(order["kits"], given.patience, order["sharing"])
+            STAGES[order["stage"]].run(reporter, place)
+        except Exception as e:
+            error = story(e)
+        reporter.ended(error)
     return 0
 
 
 class Run:
     """One run through the stages."""
 
-    def __init__(self, given: argparse.Namespace, words: list[str], without: dict[str, str]) -> None:
+    def __init__(self, given: argparse.Namespace, words: list[str]) -> None:
         self.given = given
-        self.stages = [STAGES[name] for name in STAGES if name in given.stages and name not in given.without]
-        self.began = time.monotonic()
-        self.end: float = self.began + given.budget
+        wanted = {_FIRST, *given.stages} - ({*given.without} - {_FIRST})
+        self.stages = [stage for name, stage in STAGES.items() if name in wanted]
+        self.began = time.monotonic() - float(given.spent)
+        self.end = self.began + float(given.budget)
+        self.kits: list[str] = []
+        self.sharing: str = given.sharing
         head = {
             "program": "scripts/gpu_check", "arguments": words, "simulated": given.simulate,
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "budget_s": given.budget,
-            "array libraries": given.kits, "without": without,
         }  # fmt: skip
         self.named = given.output is not None
-        self.document = Document(
-            Path(given.output) if self.named else self._folder() / "gpu_check.json", head
-        )
+        self.document = Document(Path(given.output) if self.named else self._folder() / "gpu_check.json", head)
+        arguments = ["--simulate"] if given.simulate else []
+        self.runner = Runner([*arguments, "--patience", str(given.patience)])
 
     def _folder(self) -> Path:
         folder = Path(os.environ["OUT"]) if os.environ.get("OUT") else _ROOT / "benchmarks"
@@ -119,43 +135,68 @@ class Run:
         return folder
 
     def go(self) -> int:
-        """Run all stages; whatever happens, what is known is on disk."""
+        """Run all stages; whatever happens, what is known is on disk and is summed up."""
+        before = {number: signal.signal(number, _stop) for number in _ENDS}
+        whole = False
         try:
             for i, stage in enumerate(self.stages):
                 self._stage(stage, self._limit(i))
+                if stage.name == _FIRST and not self._look():
+                    return NO_GPU
+            whole = True
         finally:
-            self._conclude()
-        return self._verdict_code()
+            for number in _ENDS:
+                signal.signal(number, signal.SIG_IGN)  # what comes now is short
+            self.runner.close()
+            self._conclude(drawn=whole)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return {"passed": PASSED, "failed": FAILED}.get(self.document.data["verdict"], CUT)
+
+    def _left(self) -> float:
+        """Seconds until the stages must be over."""
+        return self.end - min(_CONCLUSION_S, 0.1 * float(self.given.budget)) - time.monotonic()
 
     def _limit(self, i: int) -> float:
         """Seconds for a stage: its share of what is left; those before it that were quicker leave more to it."""
-        left = self.end - time.monotonic()
-        return max(0.0, left * self.stages[i].share / sum(s.share for s in self.stages[i:]))
+        return max(0.0, self._left() * self.stages[i].share / sum(s.share for s in self.stages[i:]))
+
+    def _look(self) -> bool:
+        """What the first stage has found; whether there is anything to go on with."""
+        figures = self.document.data["stages"][_FIRST]["figures"]
+        self.kits = figures.get("kits", [])
+        if not self.kits:
+            reason = figures.get("reason", "CUDA and the array libraries did not answer in time")
+            print(f"gpu_check: no GPU can be checked here: {reason}", file=sys.stderr)
+        return bool(self.kits)
 
     def _stage(self, stage: Stage, seconds: float) -> None:
-        from .process import run_stage
-
-        if seconds < stage.least and not self.given.simulate:
-            record = self.document.begin(stage.name, seconds)
+        record = self.document.begin(stage.name, seconds)
+        if seconds < stage.least:
             record["state"] = "not run"
+            self.document.write()
             print(f"-- {stage.title}: not run, {seconds:.0f} s are left for it", flush=True)
             return
         print(f"== {stage.title} ({seconds:.0f} s)", flush=True)
-        record, began = self.document.begin(stage.name, seconds), time.monotonic()
+        began, explanation = time.monotonic(), ""
 
         def take(line: dict[str, Any]) -> None:
+            self.document.take(record, line)  # what is shown is on disk
             _show(line, time.monotonic() - self.began)
-            self.document.take(record, line)
 
-        arguments = ["--stage", stage.name, "--seconds", f"{seconds:.2f}", "--sharing", self.given.sharing]
-        arguments += ["--simulate"] if self.given.simulate else ["--kits", ",".join(self.given.kits)]
+        order = {"stage": stage.name, "seconds": seconds, "kits": self.kits, "sharing": self.sharing}
         try:
-            record["state"], story = run_stage(arguments, seconds * _LATE + _GRACE_S, take)
-            if story:
-                record["stderr"] = story
-                print(f"   {record['state']}: {story.strip()[-600:]}", flush=True)
+            limit = min(seconds * _LATE + _GRACE_S, self._left())
+            record["state"], explanation = self.runner.do(order, limit, take)
+            self.sharing = record["figures"].get("sharing", self.sharing)
+        except BaseException:
+            record["state"] = "cut off"
+            raise
         finally:
             record["seconds"] = round(time.monotonic() - began, 2)
+            if explanation:
+                record["stderr"] = explanation
+                print(f"   {record['state']}: {explanation.strip()[-600:]}", flush=True)
             self.document.write()
             self._rename()
 
@@ -163,28 +204,40 @@ class Run:
         """Once the GPU is known, the file is called by it."""
         if self.named:
             return
-        device = self.document.data["stages"].get("machine", {}).get("figures", {}).get("device")
+        device = self.document.data["stages"][_FIRST]["figures"].get("device")
         name = "simulated" if self.given.simulate else (device or {}).get("name")
         if name:
             slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
             self.document.move(self.document.path.with_name(f"gpu_check_{slug}.json"))
 
-    def _conclude(self) -> None:
-        from . import plot, verdict
+    def _conclude(self, drawn: bool) -> None:
+        from . import summary, verdict
 
         data = self.document.data
         data["seconds"] = round(time.monotonic() - self.began, 1)
         data["bars"] = plain(verdict.bars(data["stages"]))
         data["verdict"] = verdict.verdict(data["stages"], [s.name for s in self.stages])
         self.document.write()
-        for line in verdict.lines(data):
-            print(line)
-        if not self.given.no_plot and (drawn := plot.draw(data, self.document.path.with_suffix(".png"))):
-            print(f"drawn: {drawn}")
-        print(f"{data['verdict']}: {self.document.path}", flush=True)
+        if drawn and not self.given.no_plot:
+            self._draw()
+        print("\n".join(summary.lines(data, str(self.document.path))), flush=True)
 
-    def _verdict_code(self) -> int:
-        return {"passed": PASSED, "failed": FAILED}.get(self.document.data["verdict"], CUT)
+    def _draw(self) -> None:
+        """In a process of its own, since a font cache can take long to make."""
+        program = [sys.executable, "-m", "gpu_check.plot", str(self.document.path)]
+        try:
+            subprocess.run(
+                program, cwd=TESTS.parent, env=environment(), timeout=max(1.0, self.end - time.monotonic()), check=False
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            print("there was no time to draw", flush=True)
+
+
+_ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def _stop(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def _show(line: dict[str, Any], at: float) -> None:
@@ -192,7 +245,7 @@ def _show(line: dict[str, Any], at: float) -> None:
     if "say" in line:
         print(f"{at:7.1f}    {line['say']}", flush=True)
     elif "check" in line:
-        mark = {"passed": "ok", "failed": "FAILED", "skipped": "skipped"}[line["outcome"]]
+        mark = {"passed": "ok", "failed": "FAILED"}.get(line["outcome"], line["outcome"])
         print(f"{at:7.1f}  {mark:7} {line['check']} ({line['seconds']:.1f} s)", flush=True)
         if line["detail"]:
             first = line["detail"].strip().splitlines()

@@ -10,21 +10,23 @@ from itertools import cycle, islice
 from nccl_comm.types import way
 from unicoll.testing.cases import Case
 from unicoll.testing.conformance import COLLECTIVES, Conformance, as_reduction
-from unicoll.testing.ranks import Pool, drawn_seed
+from unicoll.testing.ranks import drawn_seed
 from unicoll.testing.reference import NCCL, STRICT, Arithmetic
 from unicoll.types import BY_NAME, DType, Reduction
 
 from . import conformity_jobs as jobs
 from . import rank_jobs
-from .place import HOST_BACKENDS, Place, host_backend, leave
-from .record import Reporter, Skip
+from .place import HOST_BACKENDS, Place, Ranks, host_backend
+from .record import NoTime, Reporter, Skip
 
-__all__ = ["four", "one", "staged", "two"]
+__all__ = ["four", "mixed", "one", "staged", "two"]
 
 _BATCH = 40
-_BATCH_S = 60.0
-_RESERVE_S = 6.0
-_MOST_FAILURES = 4
+_RESERVE_S = 3.0
+_NEEDS_S = 2.0
+_MOST_HANGS = 3
+_REHEARSED = 8
+"""Of how many systematic cases a rehearsal does one: the tests of the backend do them all on the simulated device."""
 
 
 class Drawn(Conformance):
@@ -102,7 +104,7 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
     seed = drawn_seed()
     rng = random.Random(f"{seed} {size}")
     reporter.figure("seed", seed)
-    ranks = Ranks(place, size)
+    ranks = Ranks(place, size, first=[(rank_jobs.warm_up, name) for name in place.kits])
     try:
         facts = reporter.check(f"{size} ranks join and find NCCL", ranks.run, rank_jobs.device_facts)
         if facts is None:
@@ -112,71 +114,77 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
             place.families, lambda dtype, reduction: way(dtype, reduction, version) is not None, NCCL
         )
         for name in place.kits:
-            reporter.check(f"{name}: the first operations", ranks.run, rank_jobs.warm_up, name)
             reporter.check(f"{name}: coalesced calls, batches, messages", ranks.run, jobs.together, name)
-            reporter.check(f"{name}: CPU and CUDA arrays in one group", ranks.run, jobs.mixed, name)
-        _work_through(reporter, suite, ranks, suite.systematic(), "every type and reduction")
-        count = _BATCH if place.simulated else None
+        step = _REHEARSED if place.simulated else 1
+        systematic = islice(suite.systematic(), seed % step, None, step)
+        _work_through(reporter, suite, ranks, systematic, "every type and reduction", whole=True)
+        count = _BATCH // 2 if place.simulated else None
         _work_through(reporter, suite, ranks, islice(suite.drawn(size, rng), count), "drawn at random")
     finally:
-        reporter.check(f"{size} ranks leave", ranks.close)
+        reporter.check(f"{size} ranks leave", ranks.depart)
 
 
-class Ranks(Pool):
-    """Ranks that join at the first call, and anew after a failure."""
+def _work_through(
+    reporter: Reporter, suite: Drawn, ranks: Ranks, cases: Iterator[Case], what: str, whole: bool = False
+) -> None:
+    """Run cases in batches until there are none, or no time, or too many batches did not come back.
 
-    def __init__(self, place: Place, size: int, backend: str = "cpu:gloo,cuda:nccl") -> None:
-        super().__init__(size, lambda n: place.job(n, backend))
-        self._place = place
-
-    def close(self) -> None:
-        """Leave the job, in order."""
-        job, self._job = self._job, None
-        if job is not None:
-            with job:
-                leave(self._place, job)
-
-
-def _work_through(reporter: Reporter, suite: Drawn, ranks: Pool, cases: Iterator[Case], what: str) -> None:
-    """Run cases in batches until there are none, or no time, or too much has failed."""
-    done, failed, batch = 0, 0, list(islice(cases, _BATCH))
-    while batch and reporter.left() > _RESERVE_S and failed < _MOST_FAILURES:
+    ``whole`` says that all of them are due.
+    """
+    done, failed, hung, batch = 0, 0, 0, list(islice(cases, _BATCH))
+    while batch and reporter.left() > _RESERVE_S and hung < _MOST_HANGS:
+        words = f"{what}: cases {done} to {done + len(batch) - 1}"
         try:
-            suite.judge(ranks, batch, timeout=min(_BATCH_S, max(10.0, reporter.left())))
+            suite.judge(ranks, batch, ranks.place.patience)
         except Exception as error:
             failed += 1
-            reporter.check(f"{what}: cases {done} to {done + len(batch) - 1}", _raise, error)
+            hung += not ranks.running
+            reporter.check(words, _raise, error)
         done += len(batch)
-        reporter.say(f"{what}: {done} cases")
+        reporter.say(words)
         batch = list(islice(cases, _BATCH))
-    reporter.figure(f"cases, {what}", {"run": done, "batches failed": failed, "all": not batch})
-    reporter.check(what, _some, done, failed)
+        reporter.figure(f"cases, {what}", {"run": done, "batches failed": failed, "all": not batch})
+    reporter.check(what, _some, done, failed, whole and bool(batch))
 
 
 def _raise(error: Exception) -> None:
     raise error
 
 
-def _some(done: int, failed: int) -> None:
+def _some(done: int, failed: int, more: bool) -> None:
+    assert not failed, f"{failed} batches failed"
+    if more:
+        raise NoTime(f"there was no time for more than {done}")
     if not done:
         raise Skip("there was no time for any")
-    assert not failed, f"{failed} batches failed"
+
+
+def mixed(reporter: Reporter, place: Place) -> None:
+    """Arrays of the host and of the device in one group of two ranks."""
+    ranks = Ranks(place, 2)
+    try:
+        for name in place.kits:
+            reporter.check(f"{name}: CPU and CUDA arrays in one group", ranks.run, jobs.mixed, name)
+    finally:
+        reporter.check("2 ranks leave", ranks.depart)
 
 
 def staged(reporter: Reporter, place: Place) -> None:
     """Two ranks whose arrays on the GPU go through backends of the host."""
     rng = random.Random(f"{drawn_seed()} staged")
     for name in HOST_BACKENDS:
-        reporter.check(f"the backend {name} on CUDA arrays", _staged, reporter, place, name, rng, needs=10.0)
+        reporter.check(f"the backend {name} on CUDA arrays", _staged, reporter, place, name, rng, needs=_NEEDS_S)
 
 
 def _staged(reporter: Reporter, place: Place, name: str, rng: random.Random) -> None:
     caps = host_backend(name).caps
     suite = Drawn(place.families, lambda dtype, reduction: caps.reduces(dtype, reduction))
-    ranks = Ranks(place, 2, f"cpu:{name},cuda:{name}")
+    ranks = Ranks(place, 2, backend=f"cpu:{name},cuda:{name}")
     try:
         explained = ranks.run(jobs.explained, place.kits[0])
-        suite.judge(ranks, list(islice(suite.drawn(2, rng), 2 * _BATCH)))
+        cases = suite.drawn(2, rng)
+        for batch in (1,) if place.simulated else (1, 2):
+            suite.judge(ranks, list(islice(cases, _BATCH)), place.patience)
+            reporter.figure(f"cases, {name}", {"run": batch * _BATCH, "explained": explained[0]})
     finally:
         ranks.close()
-    reporter.figure(f"cases, {name}", {"run": 2 * _BATCH, "explained": explained[0]})

@@ -70,6 +70,9 @@ class Contender(ABC):
     def exchange(self, sent: Array, got: Array, peer: int) -> Call:
         """A message to a rank and one from it, as one batch, and back."""
 
+    def forget(self) -> None:  # noqa: B027 - optional
+        """The calls made so far are not done any more."""
+
     def close(self) -> None:  # noqa: B027 - optional
         """Give everything back."""
 
@@ -287,9 +290,12 @@ class Bare(Contender):
             ])
         )  # fmt: skip
 
-    def close(self) -> None:
+    def forget(self) -> None:
         self.kit.synchronize()
         self._kept.clear()
+
+    def close(self) -> None:
+        self.forget()
         self._nccl.comm_destroy(self._comm)
         self._cuda.destroy_stream(self._stream)
         for event in self._events:

@@ -1,4 +1,4 @@
-"""What ranks do in the stages on costs: contenders take turns, the device is never far behind."""
+"""What ranks do in the stages on costs: a line at a time, contenders in turns, the device never far behind."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import cProfile
 import gc
 import pstats
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import unicoll as dist
 from .contenders import Call, Contender, contenders
 from .kits import kit
 
-__all__ = ["device_time", "enqueue", "exchanges", "profile"]
+__all__ = ["absent", "begin", "device_lines", "device_time", "end", "host_lines", "host_time", "pair_lines", "profile"]
 
 SIZES = {"8 B": 8, "64 KiB": 1 << 16, "16 MiB": 1 << 24}
 LARGE = {"16 MiB": 1 << 24, "64 MiB": 1 << 26, "256 MiB": 1 << 28}
@@ -33,18 +32,29 @@ Line = dict[str, Call]
 """Calls by contender."""
 
 
-@contextmanager
-def _open(kits: Sequence[str]) -> Iterator[tuple[list[Contender], dict[str, str]]]:
-    """The contenders, and no garbage collector meanwhile."""
+_found: list[Contender] = []
+_missing: dict[str, str] = {}
+
+
+def begin(kits: Sequence[str]) -> None:
+    """Bring the contenders in; there is no garbage collector until the end."""
     found, missing = contenders(kits)
+    _found[:] = found
+    _missing.update(missing)
     gc.collect()
     gc.disable()
-    try:
-        yield found, missing
-    finally:
-        gc.enable()
-        for one in reversed(found):
-            one.close()
+
+
+def absent() -> dict[str, str]:
+    """Who is not compared, and why."""
+    return _missing
+
+
+def end() -> None:
+    """The contenders give everything back."""
+    gc.enable()
+    while _found:
+        _found.pop().close()
 
 
 def _statistics(samples: Sequence[float]) -> dict[str, float]:
@@ -65,33 +75,29 @@ def _host_times(call: Call, times: int) -> list[float]:
 
 
 def _in_turns(
-    lines: dict[str, Line],
-    found: Sequence[Contender],
-    turns: int,
-    seconds: float,
-    sample: Callable[[Contender, Call], list[float]],
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Samples of every line of every contender, the order moving on from turn to turn, as long as there is time.
+    line: Line, turns: int, seconds: float, sample: Callable[[Contender, Call], list[float]]
+) -> dict[str, dict[str, float]]:
+    """Samples of every contender, the order moving on from turn to turn, as long as there is time.
 
     On several ranks all must do the same number of turns: rank 0 says when it is enough.
     """
-    samples: dict[str, dict[str, list[float]]] = {
-        what: {name: [] for name in line} for what, line in lines.items()
-    }
-    end = time.monotonic() + seconds
+    for one in _found:
+        for _ in range(_WARM):
+            line[one.name]()
+        one.kit.synchronize()
+    samples: dict[str, list[float]] = {name: [] for name in line}
+    deadline = time.monotonic() + seconds
     for turn in range(turns):
-        for what, line in lines.items():
-            for i in range(len(found)):
-                one = found[(i + turn) % len(found)]
-                if one.name in line:
-                    samples[what][one.name] += sample(one, line[one.name])
-        enough = [time.monotonic() > end]
+        for i in range(len(_found)):
+            one = _found[(i + turn) % len(_found)]
+            samples[one.name] += sample(one, line[one.name])
+        enough = [time.monotonic() > deadline]
         dist.broadcast_object_list(enough, src=0)
         if enough[0]:
             break
-    return {
-        what: {name: _statistics(times) for name, times in line.items() if times} for what, line in samples.items()
-    }  # fmt: skip
+    for one in _found:
+        one.forget()
+    return {name: _statistics(times) for name, times in samples.items()}
 
 
 def _host_sample(one: Contender, call: Call, calls: int = _CALLS) -> list[float]:
@@ -101,117 +107,111 @@ def _host_sample(one: Contender, call: Call, calls: int = _CALLS) -> list[float]
     return times
 
 
-def enqueue(kits: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Microseconds of the host per call, by what is called and by whom."""
-    with _open(kits) as (found, missing):
-        sizes = _SMALL if found[0].kit.simulated else SIZES
-        lines: dict[str, Line] = {}
-        for words, nbytes in sizes.items():
-            arrays = {one.name: one.kit.full(nbytes // 4, 0.0) for one in found}
-            lines[f"blocking all_reduce, {words}"] = {o.name: o.all_reduce(arrays[o.name]) for o in found}
-            lines[f"all_reduce in the background and wait, {words}"] = {
-                o.name: o.background(arrays[o.name]) for o in found
-            }
-        words, nbytes = list(sizes.items())[1]
-        several = {o.name: [o.kit.full(nbytes // 4, 0.0) for _ in range(_TOGETHER)] for o in found}
-        lines[f"{_TOGETHER} all_reduces coalesced, {words} each"] = {
-            o.name: o.together(several[o.name]) for o in found
-        }
-        pairs = {
-            o.name: (o.kit.full(nbytes // 4 * dist.get_world_size(), 0.0), o.kit.full(nbytes // 4, 0.0))
-            for o in found
-        }
-        lines[f"blocking all_gather_into_tensor, {words}"] = {o.name: o.gather(*pairs[o.name]) for o in found}
-        _warm(lines, found)
-        turns = 2 if found[0].kit.simulated else 400
-        return {"missing": missing, "enqueue": _in_turns(lines, found, turns, seconds, _host_sample)}
+def _all_reduce(one: Contender, nbytes: int) -> Call:
+    return one.all_reduce(one.kit.full(nbytes // 4, 0.0))
 
 
-def _warm(lines: dict[str, Line], found: Sequence[Contender]) -> None:
-    for line in lines.values():
-        for one in found:
-            for _ in range(_WARM):
-                line[one.name]()
-            one.kit.synchronize()
+def _background(one: Contender, nbytes: int) -> Call:
+    return one.background(one.kit.full(nbytes // 4, 0.0))
 
 
-def exchanges(kits: Sequence[str], seconds: float) -> dict[str, Any]:
-    """The same on two ranks: messages there and back at once, and an all_reduce with somebody else in it."""
-    peer = 1 - dist.get_rank()
-    with _open(kits) as (found, missing):
-        lines: dict[str, Line] = {}
-        for words, nbytes in (
-            {"8 B": 8} if found[0].kit.simulated else {"8 B": 8, "64 KiB": 1 << 16}
-        ).items():
-            pairs = {o.name: (o.kit.full(nbytes // 4, 0.0), o.kit.full(nbytes // 4, 0.0)) for o in found}
-            lines[f"exchange of messages, 2 ranks, {words}"] = {
-                o.name: o.exchange(*pairs[o.name], peer) for o in found
-            }
-            lines[f"all_reduce in the background and wait, 2 ranks, {words}"] = {
-                o.name: o.background(pairs[o.name][0]) for o in found
-            }
-        _warm(lines, found)
-
-        together = np.zeros(1)
-
-        def sample(one: Contender, call: Call) -> list[float]:
-            dist.all_reduce(together)  # in host memory
-            return _host_sample(one, call, _FEW)
-
-        turns = 2 if found[0].kit.simulated else 100
-        return {"missing": missing, "enqueue": _in_turns(lines, found, turns, seconds, sample)}
+def _together(one: Contender, nbytes: int) -> Call:
+    return one.together([one.kit.full(nbytes // 4, 0.0) for _ in range(_TOGETHER)])
 
 
-def device_time(kits: Sequence[str], seconds: float) -> dict[str, Any]:
-    """Microseconds of the device per call, between events; the host is ahead of it."""
-    with _open(kits) as (found, missing):
-        simulated = found[0].kit.simulated
-        sizes = _SMALL if simulated else LARGE
-        result: dict[str, Any] = {}
-        for words, nbytes in sizes.items():
-            lines = _device_lines(found, nbytes, words)
-            _warm(lines, found)
-
-            def sample(one: Contender, call: Call) -> list[float]:
-                def body() -> None:
-                    for _ in range(_DEVICE_CALLS):
-                        call()
-
-                return [one.kit.elapsed(body, _HEAD_START_S) / _DEVICE_CALLS]
-
-            stats = _in_turns(lines, found, 2 if simulated else 60, seconds / len(sizes), sample)
-            for what, by_name in stats.items():
-                background = "background" in what
-                named = {
-                    ("async " if background else "") + n if n.startswith("unicoll") else n: s
-                    for n, s in by_name.items()
-                }
-                result[what] = {"bytes": nbytes, "contenders": named}
-        return {"missing": missing, "device time": result}
-
-
-def _device_lines(found: Sequence[Contender], nbytes: int, words: str) -> dict[str, Line]:
-    """What is measured at a size; two arrays of each contender are all the memory it takes."""
+def _gather(one: Contender, nbytes: int) -> Call:
     size, count = dist.get_world_size(), nbytes // 4
-    x = {o.name: o.kit.full(count, 0.0) for o in found}
-    out = {o.name: o.kit.full(count * size, 0.0) for o in found}
-    quarter = max(1, count // 4)
-    parts = {
-        o.name: [
-            (
-                out[o.name][i * quarter * size : (i + 1) * quarter * size],
-                x[o.name][i * quarter : (i + 1) * quarter],
-            )
-            for i in range(4)
-        ]
-        for o in found
-    }
+    return one.gather(one.kit.full(count * size, 0.0), one.kit.full(count, 0.0))
+
+
+def _exchange(one: Contender, nbytes: int) -> Call:
+    count = nbytes // 4
+    return one.exchange(one.kit.full(count, 0.0), one.kit.full(count, 0.0), 1 - dist.get_rank())
+
+
+def _average(one: Contender, nbytes: int) -> Call:
+    return one.average(one.kit.full(nbytes // 4, 0.0))
+
+
+def _gathers(one: Contender, nbytes: int) -> Call:
+    size, quarter = dist.get_world_size(), max(1, nbytes // 16)
+    return one.gathers(
+        [(one.kit.full(quarter * size, 0.0), one.kit.full(quarter, 0.0)) for _ in range(4)]
+    )
+
+
+Row = tuple[Callable[[Contender, int], Call], int]
+"""How a contender's call is made, and its bytes."""
+
+
+def host_lines(simulated: bool) -> dict[str, Row]:
+    """What is measured on one rank: host time, by its name."""
+    sizes = _SMALL if simulated else SIZES
+    middle, nbytes = list(sizes.items())[1]
     return {
-        f"all_reduce (average), {words}": {o.name: o.average(x[o.name]) for o in found},
-        f"all_gather_into_tensor, {words}": {o.name: o.gather(out[o.name], x[o.name]) for o in found},
-        f"4 all_gathers grouped, {words} together": {o.name: o.gathers(parts[o.name]) for o in found},
-        f"all_reduce in the background, {words}": {o.name: o.background(x[o.name]) for o in found},
+        **{f"blocking all_reduce, {words}": (_all_reduce, n) for words, n in sizes.items()},
+        **{f"all_reduce in the background and wait, {words}": (_background, n) for words, n in sizes.items()},
+        f"{_TOGETHER} all_reduces coalesced, {middle} each": (_together, nbytes),
+        f"blocking all_gather_into_tensor, {middle}": (_gather, nbytes),
     }
+
+
+def pair_lines(simulated: bool) -> dict[str, Row]:
+    """The same on two ranks: messages there and back at once, and an all_reduce with somebody else in it."""
+    sizes = {"8 B": 8} if simulated else {"8 B": 8, "64 KiB": 1 << 16}
+    return {
+        **{f"exchange of messages, 2 ranks, {words}": (_exchange, n) for words, n in sizes.items()},
+        **{f"all_reduce in the background and wait, 2 ranks, {words}": (_background, n) for words, n in sizes.items()},
+    }  # fmt: skip
+
+
+def device_lines(simulated: bool) -> dict[str, Row]:
+    """What is measured on one rank: time of the device."""
+    makers = {
+        "all_reduce (average), {}": _average,
+        "all_gather_into_tensor, {}": _gather,
+        "4 all_gathers grouped, {} together": _gathers,
+        "all_reduce in the background, {}": _background,
+    }
+    sizes = _SMALL if simulated else LARGE
+    return {what.format(words): (maker, n) for words, n in sizes.items() for what, maker in makers.items()}
+
+
+def _line(row: Row) -> Line:
+    maker, nbytes = row
+    return {one.name: maker(one, nbytes) for one in _found}
+
+
+def host_time(what: str, seconds: float) -> dict[str, dict[str, float]]:
+    """Microseconds of the host per call of a line, by who is called."""
+    simulated = _found[0].kit.simulated
+    if dist.get_world_size() == 1:
+        return _in_turns(_line(host_lines(simulated)[what]), 2 if simulated else 400, seconds, _host_sample)
+    together = np.zeros(1)
+
+    def sample(one: Contender, call: Call) -> list[float]:
+        dist.all_reduce(together)  # in host memory
+        return _host_sample(one, call, _FEW)
+
+    return _in_turns(_line(pair_lines(simulated)[what]), 2 if simulated else 100, seconds, sample)
+
+
+def device_time(what: str, seconds: float) -> dict[str, Any]:
+    """Microseconds of the device per call of a line, between events; the host is ahead of it."""
+    simulated = _found[0].kit.simulated
+    row = device_lines(simulated)[what]
+
+    def sample(one: Contender, call: Call) -> list[float]:
+        def body() -> None:
+            for _ in range(_DEVICE_CALLS):
+                call()
+
+        return [one.kit.elapsed(body, _HEAD_START_S) / _DEVICE_CALLS]
+
+    found = _in_turns(_line(row), 2 if simulated else 60, seconds, sample)
+    asynchronous = "background" in what
+    named = {("async " if asynchronous and n.startswith("unicoll") else "") + n: s for n, s in found.items()}
+    return {"bytes": row[1], "contenders": named}
 
 
 def profile(name: str, calls: int) -> dict[str, Any]:

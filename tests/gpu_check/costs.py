@@ -2,78 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from unicoll.testing.ranks import Job
-
 from . import cost_jobs, rank_jobs
-from .place import Place, joined
+from .place import Place, Ranks
 from .record import Reporter
 
 __all__ = ["device_time", "enqueue"]
 
+_NEEDS_S = 1.0
+_USED = 0.6
+"""How much of a stage's time goes into measuring; the rest is for the start of ranks."""
+
 
 def enqueue(reporter: Reporter, place: Place) -> None:
     """One rank: all_reduce of three sizes, coalesced and gathered; then two ranks, messages. And a profile."""
-    lines: dict[str, Any] = {}
-    half = max(0.5, reporter.seconds * 0.4)
-    found = reporter.check("host time to enqueue, one rank", _enqueue, place, half)
-    if found is not None:
-        costs, profiles = found
-        reporter.figure("contenders missing", costs["missing"])
-        lines |= costs["enqueue"]
-        reporter.figure("enqueue", lines)
-        for name, profile in profiles.items():
-            reporter.figure(f"profile, {name}", profile)
-        _tell(reporter, costs["enqueue"])
-    quarter = max(0.5, reporter.seconds * 0.2)
-    found = reporter.check(
-        "host time to enqueue, two ranks", _with_ranks, place, 2, cost_jobs.exchanges, quarter,
-        needs=0.0 if place.simulated else quarter + 10.0,
-    )  # fmt: skip
-    if found is not None:
-        lines |= found["enqueue"]
-        reporter.figure("enqueue", lines)
-        _tell(reporter, found["enqueue"])
+    one, two = cost_jobs.host_lines(place.simulated), cost_jobs.pair_lines(place.simulated)
+    seconds = _USED * reporter.seconds / (len(one) + len(two))
+    found: dict[str, Any] = {}
+
+    def tell(what: str, line: dict[str, Any]) -> None:
+        found[what] = line
+        reporter.figure("enqueue", found)
+        _say(reporter, what, line)
+
+    _lines(reporter, place, 1, one, cost_jobs.host_time, seconds, tell)
+    _lines(reporter, place, 2, two, cost_jobs.host_time, seconds, tell)
 
 
 def device_time(reporter: Reporter, place: Place) -> None:
     """One rank: copies and kernels from 16 MiB up, single and grouped."""
-    seconds = max(0.5, reporter.seconds * 0.6)
-    found = reporter.check(
-        "time of the device, one rank", _with_ranks, place, 1, cost_jobs.device_time, seconds
-    )
+    lines = cost_jobs.device_lines(place.simulated)
+    found: dict[str, Any] = {}
+
+    def tell(what: str, row: dict[str, Any]) -> None:
+        found[what] = row
+        reporter.figure("device time", found)
+        _say(reporter, what, row["contenders"])
+
+    _lines(reporter, place, 1, lines, cost_jobs.device_time, _USED * reporter.seconds / len(lines), tell)
+
+
+def _lines(
+    reporter: Reporter,
+    place: Place,
+    size: int,
+    lines: Iterable[str],
+    function: Callable[..., Any],
+    seconds: float,
+    tell: Callable[[str, Any], None],
+) -> None:
+    """Measure line after line, each a check that is told when it is done; on one rank also a profile, once."""
+    first = [*((rank_jobs.warm_up, name) for name in place.kits), (cost_jobs.begin, place.kits)]
+    ranks = Ranks(place, size, first=first)
+    try:
+        missing = reporter.check(f"{size} ranks, and who is compared", ranks.run, cost_jobs.absent)
+        if missing is None:
+            return
+        reporter.figure("contenders missing", missing[0])
+        for what in lines:
+            line = reporter.check(what, _measure, ranks, function, what, seconds, needs=_NEEDS_S)
+            if line is not None:
+                tell(what, line)
+        if size == 1 and function is cost_jobs.host_time:
+            for name in place.kits:
+                _profile(reporter, ranks, name)
+    finally:
+        reporter.check(f"{size} ranks leave", _leave, ranks)
+
+
+def _leave(ranks: Ranks) -> None:
+    if ranks.running:
+        ranks.run(cost_jobs.end)
+    ranks.depart()
+
+
+def _measure(ranks: Ranks, function: Callable[..., Any], what: str, seconds: float) -> Any:
+    return ranks.run(function, what, seconds, timeout=seconds + ranks.place.patience)[0]
+
+
+def _profile(reporter: Reporter, ranks: Ranks, name: str) -> None:
+    """Where the host's time goes."""
+    calls = 60 if ranks.place.simulated else 3000
+    found = reporter.check(f"profile, {name}", ranks.run, cost_jobs.profile, name, calls, needs=_NEEDS_S)
     if found is not None:
-        reporter.figure("device time", found["device time"])
-        _tell(reporter, {what: row["contenders"] for what, row in found["device time"].items()})
+        reporter.figure(f"profile, {name}", found[0])
 
 
-def _with_ranks(place: Place, size: int, function: Any, seconds: float) -> dict[str, Any]:
-    with joined(place, size) as job:
-        return _cost(place, job, function, seconds)
-
-
-def _cost(place: Place, job: Job, function: Any, seconds: float) -> dict[str, Any]:
-    for name in place.kits:
-        job.call(rank_jobs.warm_up, name)
-        job.results(90.0)
-    job.call(function, place.kits, seconds)
-    found: dict[str, Any] = job.results(seconds + 60.0)[0]
-    return found
-
-
-def _enqueue(place: Place, seconds: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The costs, and for each array library where the host's time goes."""
-    with joined(place, 1) as job:
-        costs, profiles = _cost(place, job, cost_jobs.enqueue, seconds), {}
-        for name in place.kits:
-            job.call(cost_jobs.profile, name, 60 if place.simulated else 3000)
-            profiles[name] = job.results(60.0)[0]
-    return costs, profiles
-
-
-def _tell(reporter: Reporter, lines: dict[str, dict[str, dict[str, float]]]) -> None:
-    """A line for people on each."""
-    for what, line in lines.items():
-        words = "; ".join(f"{name} {stat['p50_us']:.1f}" for name, stat in line.items())
-        reporter.say(f"{what} (us): {words}")
+def _say(reporter: Reporter, what: str, line: dict[str, dict[str, float]]) -> None:
+    """A line for people."""
+    words = "; ".join(f"{name} {stat['p50_us']:.1f}" for name, stat in line.items())
+    reporter.say(f"{what} (us): {words}")

@@ -3,53 +3,87 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import one_rank as one_rank_checks
+from device_ranks import NATIVE_SINCE
 
 import unicoll
 from unicoll.bench import report
 from unicoll.testing.ranks import ROOT, environment
 
 from . import rank_jobs
-from .place import Place, joined
+from .place import GPU, Place, Simulation, called, joined, leave
+from .probe import probe
 from .record import Reporter, Skip
 
-__all__ = ["commit", "look", "one_rank"]
+__all__ = ["commit", "look", "one_rank", "pair"]
 
 _PACKAGES = (
     "numpy", "ml_dtypes", "torch", "cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py",
     "matplotlib", "pytest",
 )  # fmt: skip
+_ONE_RANK = (sys.executable, str(Path(ROOT, "tests", "one_rank.py")))
+_PROBE_SHARE = 0.7
 _QUERY = (
     "name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current,clocks.sm,clocks.max.sm"
 )
 
 
 def look(reporter: Reporter, place: Place) -> None:
-    """Hardware and software, as far as they matter."""
+    """Hardware and software, as far as they matter; which array libraries there are to check with."""
     reporter.figure("host", {**report.machine(), "platform": platform.platform()})
     reporter.figure("packages", {name: found for name in _PACKAGES if (found := _version(name))})
     reporter.figure("unicoll", {"version": unicoll.__version__, "commit": commit()})
-    reporter.figure("kits", list(place.kits))
     if not place.simulated:
         reporter.figure("nvidia-smi", _smi())
+        here = probe(_PROBE_SHARE * reporter.left())
+        reporter.figure("without", here.without)
+        if here.reason is not None:
+            reporter.figure("reason", here.reason)
+            return
+        place = GPU(here.kits, place.patience, place.sharing)
+    reporter.figure("kits", list(place.kits))
     reporter.check("a rank joins and finds the device", _device, reporter, place)
 
 
 def _device(reporter: Reporter, place: Place) -> None:
-    if not place.kits:
-        raise AssertionError("neither CuPy nor torch is installed: there are no arrays to check with")
     with joined(place, 1) as job:
-        job.call(rank_jobs.device_facts)
-        reporter.figure("device", job.results()[0])
+        reporter.figure("device", called(place, job, rank_jobs.device_facts)[0])
         for name in place.kits:
-            job.call(rank_jobs.warm_up, name)
-            assert job.results(90.0) == [1.0]
+            assert called(place, job, rank_jobs.warm_up, name) == [1.0]
+        leave(place, job)
+
+
+def pair(reporter: Reporter, place: Place) -> None:
+    """Two ranks on the one GPU and their first all_reduce, in each way; later stages use the last that works."""
+    ways = ["auto"] if place.simulated else ["hostid", "native"] if place.sharing == "auto" else [place.sharing]
+    for way in ways:
+        shared = Simulation(patience=place.patience) if place.simulated else GPU(place.kits, place.patience, way)
+        seconds = reporter.check(f"two ranks on the one GPU, their first all_reduce ({way})", _pair, shared)
+        if seconds is not None:
+            reporter.figure("sharing", way)
+            reporter.figure(f"seconds ({way})", seconds)
+
+
+def _pair(place: Place) -> dict[str, float]:
+    with joined(place, 2, place.kits[:1]) as job:
+        if place.sharing == "native" and called(place, job, rank_jobs.device_facts)[0]["nccl"] < NATIVE_SINCE:
+            raise Skip(f"NCCL has it from {NATIVE_SINCE}")
+        began = time.monotonic()
+        assert called(place, job, rank_jobs.warm_up, place.kits[0]) == [3.0, 3.0]
+        found = {"first all_reduce": time.monotonic() - began}
+        leave(place, job)
+        return found | {"and to leave": time.monotonic() - began}
 
 
 def commit() -> str | None:
@@ -82,44 +116,62 @@ def _smi() -> dict[str, str] | str:
 
 
 def one_rank(reporter: Reporter, place: Place) -> None:
-    """The checks of tests/one_rank.py, each a check here."""
-    for line in _simulated_lines() if place.simulated else _lines(reporter.left()):
-        if "check" in line:
-            reporter.check(line["check"].replace("_", " "), _judge, line["error"])
-        else:
-            reporter.figure("libraries", line)
+    """The checks of tests/one_rank.py, each a check here; what comes after one that hangs is done in a new process."""
+    if place.simulated:
+        for line in _simulated_lines():
+            _take(reporter, line)
+        return
+    todo = [check.__name__ for check in one_rank_checks.CHECKS]
+    while todo:
+        began = False
+        for line in _lines([*_ONE_RANK, *todo], place.patience):
+            began = True
+            if "check" in line:
+                todo.remove(line["check"])
+            _take(reporter, line)
+        if todo:
+            name = todo.pop(0) if began else "the driver and NCCL can be loaded"
+            _take(reporter, {"check": name, "error": "it did not come to its end: it hung or crashed"})
+        if not began:
+            return
+
+
+def _take(reporter: Reporter, line: dict[str, Any]) -> None:
+    if "check" in line:
+        reporter.check(line["check"].replace("_", " "), _judge, line["error"])
+    else:
+        reporter.figure("libraries", line)
 
 
 def _judge(error: str | None) -> None:
     assert error is None, error
 
 
-def _lines(timeout: float) -> Iterator[dict[str, Any]]:
-    """What tests/one_rank.py prints; what it says at the end if it ends badly."""
-    program = [sys.executable, str(Path(ROOT, "tests", "one_rank.py"))]
-    with subprocess.Popen(
-        program, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:  # fmt: skip
+def _lines(program: Sequence[str], patience: float) -> Iterator[dict[str, Any]]:
+    """The lines of JSON that a program prints, until it ends or takes too long for the next."""
+    with subprocess.Popen(program, cwd=ROOT, env=environment(), stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        code = process.wait(max(1.0, timeout))
-        if code and code < 0:
-            yield {"check": "the checks end", "error": f"signal {-code}\n{process.stderr.read()[-2000:]}"}
+        rest = b""
+        try:
+            while select.select([process.stdout], [], [], patience)[0]:
+                data = os.read(process.stdout.fileno(), 1 << 16)
+                if not data:
+                    break
+                *lines, rest = (rest + data).split(b"\n")
+                yield from (json.loads(line) for line in lines if line.startswith(b"{"))
+        finally:
+            process.kill()
 
 
 def _simulated_lines() -> Iterator[dict[str, Any]]:
-    import one_rank as checks
     from simulated_cuda import Simulation
     from simulated_nccl import SimulatedNccl
 
     simulation = Simulation(policy="newest")
     nccl: Any = SimulatedNccl(simulation)
     try:
-        for check in checks.CHECKS:
-            yield {"check": check.__name__, "error": _error(checks.run, check, simulation.cuda, nccl)}
+        for check in one_rank_checks.CHECKS:
+            yield {"check": check.__name__, "error": _error(one_rank_checks.run, check, simulation.cuda, nccl)}
     finally:
         nccl.close()
         simulation.close()
@@ -132,8 +184,3 @@ def _error(function: Callable[..., Any], *args: Any) -> str | None:
         return f"{type(e).__name__}: {e}"
     return None
 
-
-def skip_without(place: Place, name: str) -> None:
-    """Skip the check where an array library is not there."""
-    if name not in place.kits:
-        raise Skip(f"{name} is not installed")

@@ -1,8 +1,13 @@
-"""A drawing of the costs: microseconds per call, by what is called and by whom."""
+"""A drawing of the costs: microseconds per call, by what is called and by whom.
+
+``python -m gpu_check.plot FILE`` draws what a JSON has, beside it.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +43,9 @@ def draw(data: dict[str, Any], path: Path) -> Path | None:
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
     return path
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1])
+    if made := draw(json.loads(given.read_text()), given.with_suffix(".png")):
+        print(f"drawn: {made}")

@@ -1,4 +1,4 @@
-"""What can be checked here: ``python -m gpu_check.probe`` says it as a line of JSON, in a process that then ends."""
+"""What can be checked here: ``python -m gpu_check.probe LIBRARY`` says of an array library whether it works."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import importlib.util
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from .process import TESTS, environment
 
-__all__ = ["Found", "probe"]
+__all__ = ["LIBRARIES", "Found", "probe"]
 
-_TIMEOUT_S = 180.0
+LIBRARIES = ("torch", "cupy")
+_END_S = 3.0
 
 
 class Found(NamedTuple):
@@ -31,48 +34,61 @@ class Found(NamedTuple):
     without: dict[str, str]
 
 
-def probe() -> Found:
-    """Ask in another process: what CUDA and array libraries leave behind is gone with it."""
-    command = [sys.executable, "-m", "gpu_check.probe"]
+def probe(seconds: float, program: str = "gpu_check.probe") -> Found:
+    """Ask in a process for each library: what CUDA leaves behind is gone with it, and none waits for another.
+
+    Args:
+        seconds: after which a library that has not answered counts as one that does not work.
+        program: the module that is asked.
+    """
+    deadline = time.monotonic() + seconds
+    asked = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", program, name],
+            cwd=TESTS.parent, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for name in LIBRARIES
+    }  # fmt: skip
+    said = {name: _said(process, deadline, seconds) for name, process in asked.items()}
+    kits = tuple(name for name, why in said.items() if why is None)
+    without = {name: why for name, why in said.items() if why is not None}
+    reason = None if kits else "; ".join(f"{name}: {why}" for name, why in without.items())
+    return Found(reason, kits, without)
+
+
+def _said(process: subprocess.Popen[str], deadline: float, seconds: float) -> str | None:
+    """Why a library does not work, or None."""
     try:
-        done = subprocess.run(
-            command, cwd=TESTS.parent, env=environment(), capture_output=True, text=True, timeout=_TIMEOUT_S,
-            check=False,
-        )  # fmt: skip
+        out, err = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return Found(f"CUDA did not answer in {_TIMEOUT_S:g} s", (), {})
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return Found(f"asking CUDA ended with {done.returncode}: {done.stderr.strip()[-500:]}", (), {})
-    said: dict[str, Any] = json.loads(lines[-1])
-    return Found(said["reason"], tuple(said["kits"]), said["without"])
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # the driver may hold it
+            process.communicate(timeout=_END_S)
+        return f"did not answer in {seconds:.0f} s"
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if process.returncode or not lines:
+        return f"ended with {process.returncode}: {err.strip()[-500:]}"
+    said: str | None = json.loads(lines[-1])["without"]
+    return said
 
 
-def _ask() -> dict[str, Any]:
+def _ask(name: str) -> str | None:
     """In that process."""
     from unicoll import streams
 
     reason = streams.reason_against()
     if reason is not None:
-        return {"reason": reason, "kits": [], "without": {}}
-    kits, without = [], {}
-    for name, works in _WORK.items():
-        if importlib.util.find_spec(name) is None:
-            without[name] = "is not installed"
-            continue
-        try:
-            works()
-            kits.append(name)
-        except Exception as error:
-            without[name] = f"{type(error).__name__}: {error}"[:500]
+        return reason
+    if importlib.util.find_spec(name) is None:
+        return "is not installed"
+    try:
+        _WORK[name]()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:500]
     from nccl_comm import library  # after torch, whose NCCL it then is
 
     found = library.find()
-    if isinstance(found, str):
-        reason = found
-    elif not kits:
-        reason = "no array library: " + "; ".join(f"{name} {why}" for name, why in without.items())
-    return {"reason": reason, "kits": kits, "without": without}
+    return found if isinstance(found, str) else None
 
 
 def _torch() -> None:
@@ -90,4 +106,4 @@ def _cupy() -> None:
 _WORK: dict[str, Callable[[], None]] = {"torch": _torch, "cupy": _cupy}
 
 if __name__ == "__main__":
-    print(json.dumps(_ask()), flush=True)
+    print(json.dumps({"without": _ask(sys.argv[1])}), flush=True)

@@ -1,4 +1,4 @@
-"""A stage in a process of its own, with a limit that is kept: then it and all its ranks are killed."""
+"""The process that does the stages, with limits that are kept: what goes beyond one is killed with all its ranks."""
 
 from __future__ import annotations
 
@@ -14,76 +14,116 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TESTS", "environment", "run_stage"]
+__all__ = ["TESTS", "Runner", "environment"]
 
-_TICK_S = 0.25
 _TAIL = 4000
+_END_S = 3.0
 TESTS = Path(__file__).resolve().parents[1]
 
 Take = Callable[[dict[str, Any]], None]
 
 
-def run_stage(arguments: Sequence[str], limit: float, take: Take) -> tuple[str, str]:
-    """Run ``python -m gpu_check`` with these arguments and a pipe to report through.
+class Runner:
+    """A process that does stage after stage; after one that was cut off or crashed there is a new one.
 
     Args:
-        arguments: of the stage; ``--report FD`` is added.
-        limit: seconds after which it is killed, with everything that it has started.
-        take: gets every line of its report.
-
-    Returns:
-        "done", "cut off" or "crashed", and the end of what it wrote to its standard error if it crashed.
+        arguments: of ``python -m gpu_check``, to which ``--report FD`` is added.
     """
-    reading, writing = os.pipe()
-    with tempfile.TemporaryFile() as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "gpu_check", *arguments, "--report", str(writing)],
-            cwd=TESTS.parent, env=environment(), stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr,
-            pass_fds=[writing], start_new_session=True,
-        )  # fmt: skip
-        os.close(writing)
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = list(arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reading = -1
+        self._stderr: Any = None
+
+    def do(self, order: dict[str, Any], limit: float, take: Take) -> tuple[str, str]:
+        """Do a stage.
+
+        Args:
+            order: the stage's name and what else the process has to know.
+            limit: seconds after which it is killed, with everything that it has started.
+            take: gets every line of its report.
+
+        Returns:
+            "done", "cut off" or "crashed", and what there is to say about a crash.
+        """
+        deadline = time.monotonic() + limit
         try:
-            state = _follow(reading, process, time.monotonic() + limit, take)
-        finally:
-            os.close(reading)
-            _kill(process)
+            if self._process is None:
+                self._start()
+            state, story = self._follow(order, deadline, take)
+        except BaseException:
+            self.close()
+            raise
         if state != "done":
-            stderr.seek(max(0, stderr.tell() - _TAIL))
-            return state, stderr.read().decode(errors="replace")
-    return state, ""
+            story = story or self._said()
+            self.close()
+        return state, story
+
+    def _start(self) -> None:
+        self._reading, writing = os.pipe()
+        self._stderr = tempfile.TemporaryFile()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gpu_check", *self._arguments, "--report", str(writing)],
+                cwd=TESTS.parent, env=environment(), stdin=subprocess.PIPE, stdout=self._stderr, stderr=self._stderr,
+                pass_fds=[writing], start_new_session=True,
+            )  # fmt: skip
+        finally:
+            os.close(writing)
+
+    def _follow(self, order: dict[str, Any], deadline: float, take: Take) -> tuple[str, str]:
+        """Take what comes until the stage has ended."""
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(order).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return "crashed", ""
+        rest = b""
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._reading], [], [], left)[0]:
+                return "cut off", ""
+            data = os.read(self._reading, 1 << 16)
+            if not data:
+                return "crashed", ""
+            *lines, rest = (rest + data).split(b"\n")
+            for line in map(json.loads, lines):
+                if "ended" in line:
+                    return ("crashed", line["ended"]) if line["ended"] else ("done", "")
+                take(line)
+
+    def _said(self) -> str:
+        """The end of what the process has written to its standard error."""
+        end = self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(0, end - _TAIL))
+        said: bytes = self._stderr.read()
+        return said.decode(errors="replace")
+
+    def close(self) -> None:
+        """End the process and its ranks, each with the process group that it leads; idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # the driver holds it; there is no time to wait for that
+            pass
+        assert process.stdin is not None
+        process.stdin.close()
+        os.close(self._reading)
+        self._stderr.close()
 
 
 def environment() -> dict[str, str]:
     """This process's environment, with the tests and the checkout on Python's path."""
     paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1"}
-
-
-def _follow(reading: int, process: subprocess.Popen[bytes], deadline: float, take: Take) -> str:
-    """Take what comes until the stage has ended."""
-    rest = b""
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return "cut off"
-        if not select.select([reading], [], [], min(left, _TICK_S))[0]:
-            continue
-        data = os.read(reading, 1 << 16)
-        if not data:
-            break
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            take(json.loads(line))
-    try:
-        return "done" if process.wait(max(0.1, deadline - time.monotonic())) == 0 else "crashed"
-    except subprocess.TimeoutExpired:
-        return "cut off"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End the stage's process group; its ranks end with it, each with the group that it leads."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
+    few = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process without threads can fork ranks
+    return {**os.environ, **few, "PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1"}

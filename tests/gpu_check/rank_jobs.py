@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import importlib
 import threading
+import time
+import warnings
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,12 +18,25 @@ from . import asking
 from .kits import kit
 from .record import Skip
 
-__all__ = ["count_what_is_asked", "device_facts", "enter", "leave", "run", "warm_up"]
+__all__ = ["count_what_is_asked", "device_facts", "enter", "leave", "left_over", "ready", "run", "warm_up"]
+
+_END_S = 3.0
 
 
 def count_what_is_asked() -> None:
     """Count what is asked of CUDA from now on."""
     asking.install()
+
+
+def ready(kits: Sequence[str], modules: Sequence[str]) -> None:
+    """Import modules, and bring the device and array libraries to where they have done something."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in modules:
+            importlib.import_module(name)
+    for name in kits:
+        k = kit(name)
+        k.numpy(k.full(8, 1.0))
 
 
 def enter(timeout: float, device: int | None) -> None:
@@ -30,10 +46,20 @@ def enter(timeout: float, device: int | None) -> None:
 
 
 def leave() -> list[str]:
-    """Leave the job; threads of ours that are still there."""
+    """Leave the job; threads of ours that are still there after a while."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    return sorted(t.name for t in threading.enumerate() if t.name.startswith("unicoll"))
+    return left_over()
+
+
+def left_over() -> list[str]:
+    """Threads of ours that are still there, once they have had time to go."""
+    deadline = time.monotonic() + _END_S
+    while True:
+        left = sorted(t.name for t in threading.enumerate() if t.name.startswith("unicoll"))
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.02)
 
 
 def warm_up(name: str) -> float:

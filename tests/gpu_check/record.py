@@ -11,15 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Document", "Reporter", "Skip"]
+from unicoll.testing.ranks import RanksFailed
 
-_STORY = 4000
+__all__ = ["Document", "NoTime", "Reporter", "Skip", "headline", "plain", "story"]
+
+_STORY = 12_000
 """Characters that are kept of what went wrong."""
-_PERIOD_S = 1.0
+_LINE = 160
 
 
 class Skip(Exception):
     """A check cannot be made here; the message says why."""
+
+
+class NoTime(Exception):
+    """There is no time for a check."""
 
 
 class Reporter:
@@ -48,17 +54,21 @@ class Reporter:
         """Something measured, or found out."""
         self._tell(figure=name, value=value)
 
+    def ended(self, error: str | None) -> None:
+        """The stage is over; what ended it if it was an error."""
+        self._tell(ended=error)
+
     def say(self, text: str) -> None:
         """A word on what is going on."""
         self._tell(say=text)
 
     def check(self, name: str, function: Callable[..., Any], *args: Any, needs: float = 0.0) -> Any:
-        """Call a function as a check: it passes, fails by an exception, or is skipped by :class:`Skip`.
+        """Call a function as a check: it passes, fails by an exception, is skipped, or is not run for want of time.
 
         Args:
             name: of the check.
             function, args: what to do.
-            needs: seconds that it may take; with less left it is skipped.
+            needs: seconds with which it makes sense to begin.
 
         Returns:
             What the function returns; None unless it passed.
@@ -68,23 +78,30 @@ class Reporter:
         self._tell(doing=name)
         try:
             if self.left() < needs:
-                raise Skip(
-                    f"{max(0.0, self.left()):.0f} s are left of {self.seconds:.0f}, it may need {needs:.0f}"
-                )
+                raise NoTime(f"{max(0.0, self.left()):.0f} s are left of {self.seconds:.0f}")
             value = function(*args)
         except Skip as why:
             outcome, detail = "skipped", str(why)
+        except NoTime as why:
+            outcome, detail = "not run", str(why)
         except Exception as error:
-            outcome, detail = "failed", _story(error)
+            outcome, detail = "failed", story(error)
         self._tell(check=name, outcome=outcome, seconds=round(time.monotonic() - began, 3), detail=detail)
         return value
 
 
-def _story(error: BaseException) -> str:
+def story(error: BaseException) -> str:
+    """What there is to say of an exception; what went wrong is its first line."""
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, AssertionError) and len(text) > 200:  # ranks' stories have their own tracebacks
+    if isinstance(error, RanksFailed):  # has the ranks' tracebacks
         return text[:_STORY]
     return (text + "\n" + "".join(traceback.format_exception(error)))[:_STORY]
+
+
+def headline(detail: str) -> str:
+    """The first line of why something failed or was skipped, in brief."""
+    first = next((line.strip() for line in detail.splitlines() if line.strip()), "")
+    return first if len(first) <= _LINE else first[: _LINE - 3] + "..."
 
 
 def plain(value: Any) -> Any:
@@ -112,7 +129,6 @@ class Document:
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
         self.path = path
         self.data: dict[str, Any] = {"format": 1, **plain(head), "verdict": "incomplete", "stages": {}}
-        self._written = 0.0
         self.write()
 
     def begin(self, stage: str, limit: float) -> dict[str, Any]:
@@ -130,15 +146,15 @@ class Document:
             record["doing"] = line["doing"]  # stays there if the stage is cut off in it
         elif "check" in line:
             record.pop("doing", None)
-            record["checks"].append({"name": line.pop("check"), **line})
+            record["checks"].append({"name": line["check"], **{k: v for k, v in line.items() if k != "check"}})
         elif "figure" in line:
             record["figures"][line["figure"]] = line["value"]
-        if time.monotonic() - self._written > _PERIOD_S:
-            self.write()
+        else:
+            return
+        self.write()
 
     def write(self) -> None:
         """Put it on disk, as a whole."""
-        self._written = time.monotonic()
         beside = self.path.with_name(self.path.name + ".part")
         beside.write_text(json.dumps(self.data, indent=1) + "\n")
         os.replace(beside, self.path)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from unicoll.testing.ranks import Job
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from . import graph_jobs, rank_jobs, streaming_jobs, trace_jobs
-from .place import Place, joined
+from .place import Place, Ranks
 from .record import Reporter, Skip
 
-__all__ = ["one", "two"]
+__all__ = ["done", "one", "two", "work_through"]
+
+_NEEDS_S = 1.0
 
 
 def one(reporter: Reporter, place: Place) -> None:
@@ -23,45 +26,40 @@ def two(reporter: Reporter, place: Place) -> None:
 
 def _streams(reporter: Reporter, place: Place, size: int) -> None:
     for name in place.kits:
-        if reporter.left() < 5.0:
-            reporter.check(name, _no_time)
-            continue
-        reporter.check(f"{name}: ranks join, work and leave", _with_kit, reporter, place, size, name)
+        first = [(rank_jobs.warm_up, name)]
+        ranks = Ranks(place, size, [name], first, asking=True, timeout=40.0)
+        try:
+            for program in (*streaming_jobs.PROGRAMS, *graph_jobs.PROGRAMS):
+                work_through(reporter, ranks, name, program)
+            if name == "torch":
+                found = reporter.check("torch: trace of the runtime's calls", _trace, ranks, needs=_NEEDS_S)
+                reporter.figure("torch: runtime's calls in an asynchronous stretch", found)
+        finally:
+            reporter.check(f"{name}: the ranks leave", ranks.depart)
 
 
-def _no_time() -> None:
-    raise Skip("no time is left")
+def work_through(reporter: Reporter, ranks: Ranks, name: str, program: Callable[[Any], Any]) -> None:
+    """A program with an array library on all ranks, as a check; whatever one of them may not do here is skipped."""
+    words = f"{name}: {program.__name__.replace('_', ' ')}"
+    found = reporter.check(words, _call, ranks, name, program, needs=_NEEDS_S)
+    if found is not None and found[0] is not None:
+        reporter.figure(words, found)
 
 
-def _with_kit(reporter: Reporter, place: Place, size: int, name: str) -> None:
-    with joined(place, size, [name], timeout=40.0, asking=True) as job:
-        job.call(rank_jobs.warm_up, name)
-        job.results(90.0)
-        for program in (*streaming_jobs.PROGRAMS, *graph_jobs.PROGRAMS):
-            words = f"{name}: {program.__name__.replace('_', ' ')}"
-            found = reporter.check(words, _call, job, name, program.__module__, program.__name__)
-            if found is not None and found[0] is not None:
-                reporter.figure(words, found)
-            if any(o.returncode is not None or not o.finished for o in job.outcomes):
-                raise AssertionError(f"the ranks did not get over: {words}\n{job.report()[-3000:]}")
-        if name == "torch":
-            found = reporter.check("torch: trace of the runtime's calls", _call_trace, job)
-            reporter.figure("torch: runtime's calls in an asynchronous stretch", found)
+def _call(ranks: Ranks, name: str, program: Callable[[Any], Any]) -> list[object]:
+    return done(ranks.run(rank_jobs.run, name, program.__module__, program.__name__))
 
 
-def _call(job: Job, name: str, module: str, program: str) -> list[object]:
-    """A program on all ranks; whatever one of them may not do here is skipped."""
-    job.call(rank_jobs.run, name, module, program)
-    found = job.results(40.0)
+def done(found: Sequence[tuple[str, Any]]) -> list[Any]:
+    """What ranks return that say whether they have done a program; Skip if one has not."""
     reasons = [value[1] for value in found if value[0] == "skip"]
     if reasons:
         raise Skip(reasons[0])
     return [value[1] for value in found]
 
 
-def _call_trace(job: Job) -> list[object]:
-    job.call(trace_jobs.asynchronous_stretch)
-    found = job.results(60.0)
+def _trace(ranks: Ranks) -> list[object]:
+    found = ranks.run(trace_jobs.asynchronous_stretch, timeout=2 * ranks.place.patience)  # the profiler starts, too
     for each in found:
         if isinstance(each, str):
             raise Skip(each)

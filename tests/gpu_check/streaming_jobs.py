@@ -22,10 +22,15 @@ from .record import Skip
 
 __all__ = ["PROGRAMS", "every_operation"]
 
-_COUNT = 1 << 20
+_COUNT, _FEW = 1 << 20, 1 << 12
 _LATE_S = 0.2
 _LONG_S = 0.6
 Program = Callable[[Kit], Any]
+
+
+def _count(k: Kit) -> int:
+    """Elements of an array; where times mean nothing, few."""
+    return _FEW if k.simulated else _COUNT
 
 
 def _start(call: Callable[..., Any], *args: Any, **more: Any) -> Any:
@@ -47,7 +52,7 @@ def _expect(k: Kit, array: Any, value: float, what: str) -> None:
 
 def a_late_producer_on_the_current_stream(k: Kit) -> None:
     """The array is written long after the call: the group's stream has to wait for it."""
-    x = k.full(_COUNT, 0.0)
+    x = k.full(_count(k), 0.0)
     k.synchronize()
     with k.late(_LATE_S):
         x += dist.get_rank() + 1
@@ -59,7 +64,7 @@ def a_late_producer_on_the_current_stream(k: Kit) -> None:
 def a_late_producer_on_a_side_stream(k: Kit) -> None:
     """The same on a side stream; the result is used on the main one after wait()."""
     side = k.stream()
-    x = k.full(_COUNT, 0.0)
+    x = k.full(_count(k), 0.0)
     k.synchronize()
     with side, k.late(_LATE_S):
         x += dist.get_rank() + 1
@@ -72,7 +77,7 @@ def a_late_producer_on_a_side_stream(k: Kit) -> None:
 def a_blocking_call_on_a_side_stream(k: Kit) -> None:
     """A blocking call goes on the caller's stream, in the order of that."""
     side = k.stream()
-    x = k.full(_COUNT, 0.0)
+    x = k.full(_count(k), 0.0)
     k.synchronize()
     with side, k.late(_LATE_S):
         x += dist.get_rank() + 1
@@ -84,7 +89,7 @@ def a_blocking_call_on_a_side_stream(k: Kit) -> None:
 
 def the_result_is_used_right_after_wait(k: Kit) -> None:
     """wait() orders the current stream after the operation."""
-    x = k.full(_COUNT, float(dist.get_rank() + 1))
+    x = k.full(_count(k), float(dist.get_rank() + 1))
     k.synchronize()
     with k.late(_LATE_S):
         work = _start(dist.all_reduce, x)
@@ -95,7 +100,7 @@ def the_result_is_used_right_after_wait(k: Kit) -> None:
 
 def strided_arrays_are_unpacked_in_order(k: Kit) -> None:
     """Packed before, unpacked after, both on the device."""
-    x = k.full(2 * _COUNT, 1.0)
+    x = k.full(2 * _count(k), 1.0)
     k.synchronize()
     with k.late(_LATE_S):
         x += 1
@@ -112,23 +117,23 @@ def memory_in_flight_is_not_used_again(k: Kit) -> None:
     n, me = dist.get_world_size(), dist.get_rank()
     blocker, mine, elsewhere = k.stream(), k.stream(), k.stream()
     for _ in range(3):
-        small, out = k.full(8, 1.0), k.full(n * _COUNT, -1.0)
+        small, out = k.full(8, 1.0), k.full(n * _count(k), -1.0)
         k.synchronize()
         with blocker, k.late(_LATE_S):
             first = _start(dist.all_reduce, small)  # the group's stream now waits for the delay
             with mine:
-                x = k.full(_COUNT, float(me + 1))
+                x = k.full(_count(k), float(me + 1))
                 place = k.ptr(x)
                 work = _start(dist.all_gather_into_tensor, out, x)
             with elsewhere:
                 work.wait()  # so that the array's own stream knows nothing of the end
             del work, x
             with mine:
-                again = k.full(_COUNT, 99.0)
+                again = k.full(_count(k), 99.0)
             reused = k.ptr(again) == place
         first.wait()
         with elsewhere:
-            found = np.asarray(k.numpy(out)).reshape(n, _COUNT)
+            found = np.asarray(k.numpy(out)).reshape(n, _count(k))
         assert (found == np.arange(1, n + 1)[:, None]).all(), f"sent as {me + 1}, gathered as {found[:, 0]}"
         assert not reused, "the memory of an array in flight was handed out again"
         del again
@@ -136,7 +141,7 @@ def memory_in_flight_is_not_used_again(k: Kit) -> None:
 
 def memory_comes_back(k: Kit) -> None:
     """Once all is done and waited for, nothing holds the arrays any more."""
-    x = k.full(_COUNT, 1.0)
+    x = k.full(_count(k), 1.0)
     try:
         gone: Any = weakref.ref(x)
     except TypeError:
@@ -217,7 +222,7 @@ def _named(asked: Counter[str]) -> dict[str, int]:
 
 def wait_orders_and_synchronize_blocks(k: Kit) -> dict[str, float]:
     """wait() comes back while the device is still busy, synchronize() only when it is through."""
-    x = k.full(_COUNT, 1.0)
+    x = k.full(_count(k), 1.0)
     k.synchronize()
     with k.late(_LATE_S):
         work = _start(dist.all_reduce, x)
@@ -235,7 +240,7 @@ def wait_orders_and_synchronize_blocks(k: Kit) -> dict[str, float]:
 
 def callbacks_come_at_the_end(k: Kit) -> None:
     """A future is done once the device is, and has the arrays."""
-    x = k.full(_COUNT, 1.0)
+    x = k.full(_count(k), 1.0)
     k.synchronize()
     with k.late(_LATE_S):
         future = _start(dist.all_reduce, x).get_future()

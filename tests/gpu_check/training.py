@@ -7,32 +7,31 @@ from typing import Any
 import numpy as np
 
 from . import rank_jobs, training_jobs
-from .place import Place, joined
+from .place import Place, called, joined, leave
 from .record import Reporter
 
 __all__ = ["both", "same"]
 
 _TOLERANCE = 1e-9
+_NEEDS_S = 2.0
 
 
 def both(reporter: Reporter, place: Place) -> None:
     """Gradients written by hand, for CuPy; autograd, for torch."""
     for name in place.kits:
         train = training_jobs.transformer if name == "torch" else training_jobs.perceptron
-        found = reporter.check(f"{name}: two ranks train as one", _train, place, name, train, needs=8.0)
-        if found is not None:
-            reporter.figure(name, found)
+        reporter.check(f"{name}: two ranks train as one", _train, reporter, place, name, train, needs=_NEEDS_S)
 
 
-def _train(place: Place, name: str, train: Any) -> dict[str, Any]:
+def _train(reporter: Reporter, place: Place, name: str, train: Any) -> None:
     results: dict[int, list[dict[str, Any]]] = {}
     for size in (1, 2):
         with joined(place, size, [name]) as job:
-            job.call(rank_jobs.warm_up, name)
-            job.results(90.0)
-            job.call(train, name)
-            results[size] = job.results(90.0)
-    return same(results)
+            called(place, job, rank_jobs.warm_up, name)
+            results[size] = called(place, job, train, name, timeout=2 * place.patience)  # it is traced, too
+            if size == 2:
+                reporter.figure(name, same(results))
+            leave(place, job)
 
 
 def same(results: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["bars", "lines", "verdict"]
+__all__ = ["bars", "verdict"]
 
 Stages = dict[str, Any]
 _DEVICE_TIME = 1.01
@@ -15,13 +15,14 @@ _STAGED_TIME = 1 / 0.8
 
 
 def verdict(stages: Stages, wanted: Sequence[str]) -> str:
-    """ "failed" if a check failed or a stage crashed, "incomplete" if not all stages came to their end."""
+    """ "failed" if a check failed or a stage crashed, "incomplete" if not all stages and checks came to their end."""
     found = [stages.get(name, {"state": "not run", "checks": []}) for name in wanted]
     if any(check["outcome"] == "failed" for stage in found for check in stage["checks"]):
         return "failed"
     if any(stage["state"] == "crashed" for stage in found):
         return "failed"
-    return "passed" if all(stage["state"] == "done" for stage in found) else "incomplete"
+    late = any(check["outcome"] == "not run" for stage in found for check in stage["checks"])
+    return "passed" if not late and all(stage["state"] == "done" for stage in found) else "incomplete"
 
 
 def bars(stages: Stages) -> list[dict[str, Any]]:
@@ -65,21 +66,3 @@ def _staged(stages: Stages) -> Iterator[dict[str, Any]]:
 
 def _bar(what: str, ratio: float, most: float) -> dict[str, Any]:
     return {"what": what, "ratio": ratio, "most": most, "met": ratio <= most}
-
-
-def lines(data: dict[str, Any]) -> Iterator[str]:
-    """The end of the run, for people."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0}
-    for stage in data["stages"].values():
-        for check in stage["checks"]:
-            counts[check["outcome"]] += 1
-    yield ""
-    yield f"{counts['passed']} checks passed, {counts['failed']} failed, {counts['skipped']} were skipped"
-    for name, stage in data["stages"].items():
-        if stage["state"] != "done":
-            yield f"stage {name}: {stage['state']}"
-        for check in stage["checks"]:
-            if check["outcome"] == "failed":
-                yield f"FAILED {name}: {check['name']}"
-    for bar in data["bars"]:
-        yield f"{'met   ' if bar['met'] else 'MISSED'} {bar['ratio']:7.3f} (at most {bar['most']:g})  {bar['what']}"

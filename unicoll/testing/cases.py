@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ class Case:
     special: bool = False
     family: str = "numpy"
     seed: int = 0
-    arithmetic: reference.Arithmetic = reference.STRICT
+    arithmetic: reference.Arithmetic = field(default=reference.STRICT, repr=False)
 
 
 # --- groups -------------------------------------------------------------------------------------------------

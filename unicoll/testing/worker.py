@@ -69,7 +69,7 @@ def work(descriptor: int, rank: int, size: int, init: str) -> None:
     """The life of a rank: do the calls that come through the pipe, until told to end."""
     global _pipe, _rank, _size, _init, _at_start
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    _die_with_parent()
+    die_with_parent()
     _pipe, _rank, _size, _init = Connection(descriptor), rank, size, init
     import unicoll  # noqa: F401 - what it opens at import, if anything, is there before and after
 
@@ -103,7 +103,8 @@ def end() -> str:
     return _END
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """The kernel ends this process with the one that started it."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))

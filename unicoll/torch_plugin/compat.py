@@ -5,11 +5,12 @@ Everything here says what it works around. :data:`TESTED` has the versions that 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NamedTuple
@@ -24,8 +25,10 @@ __all__ = [
     "Asked",
     "asked",
     "backend_of_init",
+    "dispatch_batches",
     "dispatch_ends",
     "dispatch_monitored_barrier",
+    "dispatch_splits",
     "is_awaited",
     "is_profiling",
     "leave_out_of_flight_recorder",
@@ -73,6 +76,8 @@ class Asked(NamedTuple):
         name, desc: of the group.
         device: the device that it is bound to, or None.
         store: torch's store, or None where it has none.
+        ranks: of its members, in the default group; empty for the default group itself.
+        together: whether all processes make it together, those that are not in it as well.
     """
 
     backend: str | None = None
@@ -81,6 +86,8 @@ class Asked(NamedTuple):
     desc: str | None = None
     device: Any = None
     store: Any = None
+    ranks: Sequence[int] = ()
+    together: bool = False
 
 
 def asked() -> Asked:
@@ -101,7 +108,15 @@ def asked() -> Asked:
         there.get("group_desc"),
         there.get("device_id"),
         None if type(store) is dist.Store else store,  # what torch passes for "mpi" alone
+        tuple(there.get("global_ranks_in_group", ())),
+        not there.get("pg_tag") and not _is_local(),
     )
+
+
+def _is_local() -> bool:
+    """Whether only the members call the ``new_group`` that is being called."""
+    frame = _caller("_new_group_with_tag")
+    return frame is not None and bool(frame.f_locals.get("use_local_synchronization"))
 
 
 def backend_of_init() -> str | None:
@@ -165,6 +180,49 @@ def dispatch_monitored_barrier(ours: type[Any]) -> None:
     monitored_barrier.knows_unicoll = True  # type: ignore[attr-defined]
     c10d.monitored_barrier = monitored_barrier
     dist.monitored_barrier = monitored_barrier
+
+
+def dispatch_batches(ours: type[Any]) -> None:
+    """Let a group of ours have all messages of a ``dist.batch_isend_irecv`` at once.
+
+    torch starts them one after another where the group is not of its own class (2.7 to 2.14) or its backend is one for
+    the CPU. Each would then be an operation of NCCL of its own, and wait for the one before.
+    """
+    theirs = c10d.batch_isend_irecv
+    if getattr(theirs, "knows_unicoll", False):
+        return
+
+    @functools.wraps(theirs)
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        c10d._check_p2p_op_list(p2p_op_list)
+        group = p2p_op_list[0].group or c10d.GroupMember.WORLD
+        start: Callable[[list[Any]], list[Any]] = (
+            group.batch_isend_irecv if isinstance(group, ours) else theirs
+        )
+        return start(p2p_op_list)
+
+    batch_isend_irecv.knows_unicoll = True  # type: ignore[attr-defined]
+    c10d.batch_isend_irecv = batch_isend_irecv
+    dist.batch_isend_irecv = batch_isend_irecv
+
+
+def dispatch_splits(ours: type[Any]) -> None:
+    """Split groups of ours for ``new_group`` without torch's help, which is for backends in C++.
+
+    All processes ask for the group to split from, those that are not to be members, too; these do their part then.
+    """
+    theirs = c10d._get_split_source
+    if getattr(theirs, "knows_unicoll", False):
+        return
+
+    def split_source(pg: Any, *arguments: Any) -> Any:
+        if not isinstance(pg, ours):
+            return theirs(pg, *arguments)
+        pg.stay_out()
+        return None
+
+    split_source.knows_unicoll = True  # type: ignore[attr-defined]
+    c10d._get_split_source = split_source
 
 
 def dispatch_ends(ours: type[Any]) -> None:

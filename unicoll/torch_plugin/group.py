@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
 from unicoll.group import ProcessGroup
+from unicoll.joining import choose
+from unicoll.registry import Choice
 from unicoll.types import to_seconds
 from unicoll.work import Work as Handle
 
 from .calls import ROWS, Row, one, reduction
-from .compat import OLD_NAMES, is_awaited, is_profiling, limit
+from .compat import OLD_NAMES, asked, is_awaited, is_profiling, limit
 from .members import Members
+from .names import asks_for_us, spec_of
 from .sparse import sparse_all_reduce
 from .words import in_torchs_words, raise_monitored
 from .work import DONE, Done, Keeper, Work
@@ -28,6 +31,20 @@ __all__ = ["Group"]
 _set_grad_enabled: Callable[[bool], Any] = torch._C._set_grad_enabled
 _LABEL = "unicoll:"
 """How operations are called in profiles: ``unicoll:all_reduce``."""
+Message = tuple[bool, Any, int | None, int]
+"""Whether it is sent, its tensor, the other rank in the group, and its tag."""
+
+
+class Coalescing(NamedTuple):
+    """What has come since ``_start_coalescing``.
+
+    Attributes:
+        works: of collectives, which have been started.
+        messages: to be started together.
+    """
+
+    works: list[Work]
+    messages: list[Message]
 
 
 class Group(dist.ProcessGroup):  # type: ignore[misc]
@@ -54,11 +71,13 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         self._names = [name, desc]
         self._store = store
         self._keeper = Keeper()
-        self._coalesced: list[Handle] | None = None
+        self._coalescing: Coalescing | None = None
         self._over = False
         self._limit: timedelta | None = None  # a default timeout that was set later
         self.options = None
         self.asked_for: str | None = None  # backends, as the user named them
+        if ours.bound_device_id is not None:
+            self.bound_device_id = ours.bound_device_id
 
     # --- who it is -----------------------------------------------------------------------------------------------
 
@@ -89,9 +108,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> Group:
         return self
 
-    supports_splitting = True
     # torch's own answers to these ask a C++ backend, which is not there
-    supports_coalescing = False
+    supports_splitting = supports_coalescing = True
     supports_time_estimate = _supports_time_estimate = False
     supports_reconfigure = supports_window = supports_abort_hooks = False
 
@@ -120,9 +138,10 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     # --- operations ----------------------------------------------------------------------------------------------
 
     def _started(self, handle: Handle, outputs: Sequence[Any]) -> Work:
-        if self._coalesced is not None:
-            self._coalesced.append(handle)
-        return self._keeper.keep(handle, outputs)
+        work = self._keeper.keep(handle, outputs)
+        if self._coalescing is not None:
+            self._coalescing.works.append(work)
+        return work
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
@@ -138,21 +157,29 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         except DistError as error:
             raise_monitored(self.unicoll, error, seconds, wait_all_ranks)
 
-    def send(self, tensors: Sequence[Any], peer: int, tag: int) -> Work | Done:
+    def send(self, tensors: Sequence[Any], peer: int, tag: int) -> Work | Done | None:
         """Send one tensor."""
-        if self._coalesced is None and is_awaited() and not is_profiling():
+        if self._coalescing is None and is_awaited() and not is_profiling():
             return self._message_at_once(self.unicoll.send, tensors, peer, tag)
-        return self._message(self.unicoll.isend, tensors, peer, tag)
+        return self._message("send", (True, one(tensors), peer, tag))
 
-    def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> Work | Done:
+    def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> Work | Done | None:
         """Receive one tensor."""
-        if self._coalesced is None and is_awaited() and not is_profiling():
+        if self._coalescing is None and is_awaited() and not is_profiling():
             return self._message_at_once(self.unicoll.recv, tensors, peer, tag)
-        return self._message(self.unicoll.irecv, tensors, peer, tag)
+        return self._message("recv", (False, one(tensors), peer, tag))
 
-    def recv_anysource(self, tensors: Sequence[Any], tag: int) -> Work:
+    def recv_anysource(self, tensors: Sequence[Any], tag: int) -> Work | None:
         """Receive one tensor from anyone."""
-        return self._message(self.unicoll.irecv, tensors, None, tag)
+        return self._message("recv", (False, one(tensors), None, tag))
+
+    def batch_isend_irecv(self, ops: Sequence[Any]) -> list[Work]:
+        """Start torch's ``P2POp`` records together, so that none waits for another; a work for each."""
+        messages = []
+        for op in ops:
+            tensor = torch.view_as_real(op.tensor) if op.tensor.is_complex() else op.tensor
+            messages.append((op.op is c10d.isend, tensor, op.group_peer, op.tag))
+        return self._together("batch_isend_irecv", messages)
 
     def _message_at_once(
         self, method: Callable[..., Any], tensors: Sequence[Any], peer: int, tag: int
@@ -164,24 +191,32 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             raise in_torchs_words(error) from None
         return DONE
 
-    def _message(
-        self, method: Callable[..., Handle], tensors: Sequence[Any], peer: int | None, tag: int
-    ) -> Work:
+    def _message(self, name: str, message: Message) -> Work | None:
+        """Start a message; None between the start and the end of coalescing, as with torch's own NCCL backend."""
+        if self._coalescing is None:
+            return self._together(name, [message])[0]
+        self._coalescing.messages.append(message)
+        return None
+
+    def _together(self, name: str, messages: Sequence[Message]) -> list[Work]:
         if is_profiling():
-            with record_function(f"{_LABEL}{method.__name__[1:]}"):
-                handle = method(one(tensors), peer, tag, timeout=self._limit)
+            with record_function(f"{_LABEL}{name}"):
+                handles = self.unicoll.batch_isend_irecv(messages, timeout=self._limit)
         else:
-            handle = method(one(tensors), peer, tag, timeout=self._limit)
-        return self._started(handle, tensors)
+            handles = self.unicoll.batch_isend_irecv(messages, timeout=self._limit)
+        return [self._keeper.keep(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)]
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if self._coalesced is not None:
+        if self._coalescing is not None:
             raise DistArgumentError("operations of this group are being coalesced already")
-        self._coalesced = []
+        self._coalescing = Coalescing([], [])
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        handles, self._coalesced = self._coalesced or [], None
-        return Several(handles) if handles else DONE
+        if self._coalescing is None:
+            return DONE
+        (works, messages), self._coalescing = self._coalescing, None
+        works += self._together("batch_isend_irecv", messages)
+        return Several(works) if works else DONE
 
     def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Gather every member's ``input`` into one tensor on the root; ``output`` is not used elsewhere.
@@ -216,20 +251,47 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> Group | None:
-        """A group of some members, by their ranks in this one; None where this process is not among them."""
+        """A group of some members, by their ranks in this one; all members call it at once, each for its own part.
+
+        None where this process is not among them.
+        """
+        parent = self.unicoll
+        parent.splits += 1
         if self.rank() not in ranks:
+            parent.leave_out(parent.choices)
             return None
         name = group_name or f"{self._names[0]}:split:{list(ranks)}"
         desc = group_desc or f"{self._names[1]}:split"
-        members = [self.unicoll.global_rank(r) for r in ranks]
-        ours = self.members.make(name, members, self.unicoll.choices, timeout, desc, opts)
+        ours = self.members.make(
+            f"{parent.name}/{parent.splits}.{min(ranks)}",  # torch's own differs between ranks of unequally many groups
+            [parent.global_rank(r) for r in ranks],
+            parent.choices,
+            timeout,
+            desc,
+            opts,
+            parent.bound_device_id,
+            parent,
+        )
         return Group(self.members, ours, self._backend, name, desc, self._store)
+
+    def choices_for(self, spec: str | None) -> Sequence[Choice]:
+        """The backends of another group of this job: this one's, unless others are asked for."""
+        if (self.asked_for or "") == (spec or ""):
+            return self.unicoll.choices
+        return choose(self.members.membership.meeting, spec)
 
     def eager_connect_single_device(self, device: Any = None) -> None:
         """Nothing: connections are made when they are needed."""
 
     def perform_nocolor_split(self, device: Any = None) -> None:
-        """Nothing: ranks that are not in a part have no share in making it."""
+        """Nothing: :meth:`stay_out` and :meth:`split_group` do it."""
+
+    def stay_out(self) -> None:
+        """Take part in splitting this group for the one that ``new_group`` makes, if this process is not in that."""
+        group = asked()
+        outside = group.together and bool(group.ranks) and self.rank() not in group.ranks
+        if outside and asks_for_us(group.backend, mpi_is_ours=False):
+            self.unicoll.leave_out(self.choices_for(spec_of(group.backend or "")))
 
     def shutdown(self) -> None:
         """Finish what was posted, within bounds, and give everything back; the last group leaves the job."""
@@ -252,19 +314,19 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 class Several(dist.Work):  # type: ignore[misc]
     """Operations that were coalesced."""
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         super().__init__()
-        self._handles = handles
+        self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for all of them."""
-        for handle in self._handles:
-            handle.wait(timeout)
+        for work in self._works:
+            work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
         """Whether all have ended."""
-        return all(handle.is_completed() for handle in self._handles)
+        return all(work.is_completed() for work in self._works)
 
 
 def _method(name: str, row: Row) -> Callable[..., Any]:
@@ -293,7 +355,7 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
     def start(self: Group, given: tuple[Any, ...], opts: Any) -> Any:
         method = getattr(self.unicoll, ours)
         timeout = limit(opts.timeout) or self._limit
-        if getattr(opts, "asyncOp", True) or self._coalesced is not None:
+        if getattr(opts, "asyncOp", True) or self._coalescing is not None:
             handle = method(*take(opts, *given), async_op=True, timeout=timeout)
             return self._started(handle, outputs(*given))
         try:

@@ -39,8 +39,12 @@ class Members:
         desc: str,
         options: Any,
         device: Any = None,
+        parent: ProcessGroup | None = None,
     ) -> ProcessGroup:
-        """A group of some ranks of the job; all its members make it, in the same order as others of its name."""
+        """A group of some ranks of the job; all its members make it, in the same order as others of its name.
+
+        With a ``parent`` its other members call ``parent.leave_out`` at the same place in their programs.
+        """
         here = self.membership
         here.named[name] = number = here.named.get(name, 0) + 1
         ours = ProcessGroup(
@@ -52,6 +56,7 @@ class Members:
             desc,
             options,
             device,
+            parent,
         )
         here.groups.append(ours)
         return ours

@@ -10,7 +10,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from unicoll import registry
 from unicoll.errors import DistArgumentError, NotInitializedError
-from unicoll.joining import choose
 
 from . import compat, functional, starting
 from .group import Group
@@ -26,6 +25,8 @@ def register() -> None:
         if name.upper() not in c10d.Backend._plugins:
             dist.Backend.register_backend(name, _maker(name), extended_api=True, devices=list(devices))
     compat.dispatch_monitored_barrier(Group)
+    compat.dispatch_batches(Group)
+    compat.dispatch_splits(Group)
     compat.dispatch_ends(Group)
     compat.leave_out_of_flight_recorder(Group)
     functional.register()
@@ -74,8 +75,9 @@ def _make(name: str, store: Any, rank: int, size: int, ranks: list[int], opts: A
     world = c10d.GroupMember.WORLD
     if ranks and isinstance(world, Group):
         members, members_ranks = world.members, ranks
-        same = (world.asked_for or "") == (spec or "")
-        choices = world.unicoll.choices if same else _choices(members, spec)
+        choices = world.choices_for(spec)
+        for cls in {c.cls for c in choices if c not in world.unicoll.choices}:
+            cls.prepare(members.membership.job)
     else:
         if ranks and opts is None:
             raise DistArgumentError("new_group: a group over MPI in a job of another backend cannot be made")
@@ -83,20 +85,12 @@ def _make(name: str, store: Any, rank: int, size: int, ranks: list[int], opts: A
         members = members_of(spec, store, rank, size, timeout)
         members_ranks, choices = list(members.everybody), members.membership.choices
     desc = asked.desc or "undefined"
-    ours = members.make(group_name, members_ranks, choices, timeout, desc, pg_options, asked.device)
+    splits = asked.together and ranks and isinstance(world, Group) and world.bound_device_id is not None
+    parent = world.unicoll if splits else None
+    ours = members.make(group_name, members_ranks, choices, timeout, desc, pg_options, asked.device, parent)
     group = Group(members, ours, asked.backend or name, group_name, desc, store)
     group.asked_for = spec
-    if asked.device is not None:
-        group.bound_device_id = asked.device
     return group
-
-
-def _choices(members: Any, spec: str | None) -> list[registry.Choice]:
-    """Backends for a group whose job was joined with others."""
-    choices = choose(members.membership.meeting, spec)
-    for cls in {c.cls for c in choices}:
-        cls.prepare(members.membership.job)
-    return choices
 
 
 def explain(group: Any = None) -> str:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from unicoll.errors import OperationTimeoutError
+from unicoll.types import to_seconds
+from unicoll.work import Completion
 from unicoll.work import Work as Handle
 
 from .words import in_torchs_words
@@ -43,11 +45,11 @@ class Work(dist.Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta = _NOW) -> bool:
         """Order the caller after the operation; raises what went wrong with it."""
         try:
-            return self._handle.wait(timeout)
+            self._handle.wait(timeout)
         except OperationTimeoutError as error:
             raise in_torchs_words(error) from None
-        finally:
-            self._keeper.waited(self._key)
+        self._keeper.waited(self._key)
+        return True
 
     def synchronize(self) -> None:
         """As :meth:`wait`."""
@@ -79,7 +81,7 @@ class Work(dist.Work):  # type: ignore[misc]
     source_rank = _source_rank
 
     def give_up_tensors(self) -> None:
-        """Keep of an operation that has ended only how it ended."""
+        """Keep only how the operation has ended, or that it has not."""
         self._handle = Over(self._handle)
         self._outputs = []
         self.is_short = True
@@ -106,47 +108,56 @@ class Work(dist.Work):  # type: ignore[misc]
 
     def _on_a_stream(self, device: Any) -> Any:
         """For CUDA tensors a future is done at once; who waits for it waits on its stream."""
-        future: Any = torch.futures.Future(devices=[device])
         with torch.cuda.stream(self._keeper.stream(device)):
+            future: Any = torch.futures.Future(devices=[device])
             self._handle.wait()
             future.set_result(self._outputs)
         return future
 
 
 class Over:
-    """What is left of a handle whose operation has ended."""
+    """What is left of a handle whose tensors nobody asks for any more.
 
-    __slots__ = ("_error", "_source")
+    The operation need not have ended on the device: what it uses there the backend keeps.
+    """
+
+    __slots__ = ("_error", "_source", "completion")
 
     def __init__(self, handle: Handle | Over) -> None:
+        self.completion: Completion | None = None if handle.is_completed() else handle.completion
         self._error = handle.exception()
         self._source = handle.source_rank()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Raise what went wrong."""
-        if self._error is not None:
+        """Order the caller after the operation; raises what went wrong."""
+        if self.completion is not None:
+            self.completion.wait(to_seconds(timeout) or None)
+        elif self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """True."""
-        return True
+        """Whether it has ended."""
+        return self.completion is None or self.completion.done()
 
     def is_success(self) -> bool:
-        """Whether nothing went wrong."""
-        return self._error is None
+        """Whether it has ended well."""
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
         """What went wrong."""
-        return self._error
+        return self._error if self.completion is None else self.completion.exception()
 
     def source_rank(self) -> int:
         """Rank in the group that a message came from."""
         return self._source
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
-        """Call ``fn`` now."""
-        fn()
+        """Call ``fn`` at the end of the operation."""
+        if self.completion is None:
+            fn()
+        else:
+            self.completion.add_done_callback(fn)
 
 
 class Done(dist.Work):  # type: ignore[misc]
@@ -197,8 +208,9 @@ class Keeper:
     """Keeps works alive that C++ may hold: it does not keep the Python part of an object that it was given.
 
     Whether C++ holds one, or will wait for it again, cannot be seen. So works whose operation has ended stay, the
-    newest thousands of them; but they give up their tensors, once they were waited for or are not among the newest
-    few, and nobody in Python holds them.
+    newest thousands of them. But they give up their tensors, unless somebody in Python holds them: those that were
+    waited for at once, since the backend keeps what the device still uses; the others once their operation has ended
+    and they are not among the newest few.
     """
 
     _WHOLE, _MOST, _AT_ONCE = 16, 4096, 4
@@ -207,7 +219,7 @@ class Keeper:
         self._keys = count()
         self._held: dict[int, Work | Done] = {}
         self._waited: deque[int] = deque()
-        self._ended: deque[int] = deque()
+        self._posted: deque[int] = deque()
         self._slim: deque[int] = deque()
         self._streams: dict[Any, Any] = {}
 
@@ -216,7 +228,7 @@ class Keeper:
         key = next(self._keys)
         work = Work(handle, outputs, self, key)
         self._held[key] = work
-        handle.add_done_callback(_Ended(self._ended, key))
+        self._posted.append(key)
         self._tidy()
         return work
 
@@ -224,7 +236,7 @@ class Keeper:
         """The work of an operation that is over."""
         key = next(self._keys)
         self._held[key] = work = Done(outputs)
-        self._ended.append(key)
+        self._posted.append(key)
         return work
 
     def waited(self, key: int) -> None:
@@ -232,27 +244,37 @@ class Keeper:
         self._waited.append(key)
 
     def _tidy(self) -> None:
+        """Look at a few works: to ask all of them, or to be told of each end, costs more than the operations."""
+        if _is_capturing():
+            return  # the device may not be asked anything, and a graph's tensors are used until it is recorded
         for _ in range(min(self._AT_ONCE, len(self._waited))):
-            self._shorten(self._waited)
-        for _ in range(min(self._AT_ONCE, len(self._ended) - self._WHOLE)):
-            self._shorten(self._ended)
+            self._shorten(self._waited, True)
+        for _ in range(min(self._AT_ONCE, len(self._posted) - self._WHOLE)):
+            if not self._shorten(self._posted, False):
+                break
         while len(self._slim) > self._MOST:
             self._held.pop(self._slim.popleft(), None)
 
-    def _shorten(self, queue: deque[int]) -> None:
-        """Take the tensors of the first work in the queue, or its turn if somebody in Python holds it."""
+    def _shorten(self, queue: deque[int], waited: bool) -> bool:
+        """Take the tensors of the first work in the queue, or its turn; whether the next one may have ended, too."""
         try:
             key = queue.popleft()
         except IndexError:  # another thread took it
-            return
+            return False
         work = self._held.get(key)
-        if work is None or work.is_short or not work.is_completed():
-            return
+        if work is None or (waited and work.is_short):
+            return True
         if sys.getrefcount(work) > _OURS:
             queue.append(key)
-        else:
+        elif waited:
+            work.give_up_tensors()
+        elif work.is_completed():
             work.give_up_tensors()
             self._slim.append(key)
+        else:
+            queue.append(key)
+            return False
+        return True
 
     def stream(self, device: Any) -> Any:
         """A stream of our own on a CUDA device, for futures."""
@@ -264,22 +286,15 @@ class Keeper:
         """The group is over."""
         self._held.clear()
         self._waited.clear()
-        self._ended.clear()
+        self._posted.clear()
         self._slim.clear()
+        self._streams.clear()
 
 
 _OURS = 3
 """References to a work that nobody else in Python holds: the table's, the local variable's, getrefcount's."""
 
 
-class _Ended:
-    """Notes that an operation has ended."""
-
-    __slots__ = ("_key", "_queue")
-
-    def __init__(self, queue: deque[int], key: int) -> None:
-        self._queue = queue
-        self._key = key
-
-    def __call__(self) -> None:
-        self._queue.append(self._key)
+def _is_capturing() -> bool:
+    """Whether the current CUDA stream records a graph."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

