@@ -685,3 +685,14 @@ def put_with_an_old_nccl() -> str:
     connect()
     group: Any = dist.group.WORLD
     return _error(lambda: group.signal(0, arrays.full(1, 1.0)))
+
+
+def timed_through_the_host() -> list[bool]:
+    """Durations of arrays on a device that go through a backend of the host; messages, too."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    view: Any = dist.group.WORLD.using(timing=True)  # type: ignore[union-attr]
+    x, y = arrays.full((4, 4), 1.0), arrays.full((4, 4), 0.0)
+    works = [view.all_reduce(x, async_op=True), view.all_reduce(x.T, async_op=True)]
+    works += [view.irecv(y, (me - 1) % n), view.isend(x, (me + 1) % n)]
+    works += view.batch_isend_irecv([(True, x, (me + 1) % n, 0), (False, y, (me - 1) % n, 0)])
+    return [work.duration() > 0 for work in works]

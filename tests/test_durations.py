@@ -17,9 +17,9 @@ from unicoll.testing.ranks import joined
 from unicoll.testing.worker import leave
 
 
-def run(size: int, job: Any) -> list[Any]:
+def run(size: int, job: Any, **options: Any) -> list[Any]:
     """A job of its own, which leaves nothing behind."""
-    with joined(size, SimulatedJob, policy="newest") as ranks:
+    with joined(size, SimulatedJob, policy="newest", **options) as ranks:
         ranks.call(job)
         values = ranks.results()
         ranks.call(leave)
@@ -42,6 +42,10 @@ def test_the_devices_time_is_told_where_it_was_asked_for() -> None:
 
 def test_nobody_pays_who_does_not_ask() -> None:
     assert run(2, jobs.untimed) == [0, 0]
+
+
+def test_arrays_of_a_device_have_durations_through_the_host_too() -> None:
+    assert run(2, jobs.timed_through_the_host, backend="gloo") == [[True] * 6] * 2
 
 
 @pytest.fixture
