@@ -105,8 +105,8 @@ class Nccl(Protocol):
     # --- communicators ---
 
     def unique_id(self) -> tuple[int, bytes]: ...
-    def comm_init(self, size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, Slot]:
-        """A communicator on the current device; its handle is there at once."""
+    def comm_init(self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config) -> tuple[int, Slot]:
+        """A communicator on the current device; its handle is there at once. Several ids need 2.23."""
 
     def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, Slot]:
         """``color`` None takes part without becoming a member.
@@ -118,6 +118,18 @@ class Nccl(Protocol):
         self, comm: int, excluded: Sequence[int], config: Config, abort: bool
     ) -> tuple[int, Slot]:
         """A communicator without some ranks, who do not call it; ``abort`` ends what ``comm`` is doing first."""
+
+    def comm_unique_id(self, comm: int) -> tuple[int, bytes]:
+        """An id for one :meth:`comm_grow` of a communicator that has no work; one of its ranks makes it. From 2.29."""
+
+    def comm_grow(
+        self, comm: int, size: int, unique_id: bytes | None, rank: int, config: Config
+    ) -> tuple[int, Slot]:
+        """A communicator with more ranks; its handle is there at once.
+
+        Ranks of ``comm`` give it with ``rank`` -1, and the one that has made the id gives that. New ones give 0, the id
+        and their rank, which comes after those of ``comm``.
+        """
 
     def comm_state(self, comm: int) -> tuple[int, int]:
         """ncclCommGetAsyncError: the call's own code, and the communicator's state."""
@@ -152,6 +164,18 @@ class Nccl(Protocol):
     def recv(self, recv: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int: ...
     def all_to_all(self, send: int, recv: int, count: int, dtype: int, comm: int, stream: int) -> int:
         """From 2.28; ``count`` is what each rank sends to each."""
+
+    # --- one rank alone; from 2.29, all or none of them ---
+
+    def put_signal(
+        self, send: int, count: int, dtype: int, peer: int, window: int, offset: int, signal_index: int, context: int,
+        flags: int, comm: int, stream: int,
+    ) -> int:  # fmt: skip
+        """``window`` is this rank's own; ``offset`` is in bytes; index, context and flags are 0."""
+
+    def signal(self, peer: int, signal_index: int, context: int, flags: int, comm: int, stream: int) -> int: ...
+    def wait_signal(self, signals: Sequence[tuple[int, int]], comm: int, stream: int) -> int:
+        """How many signals to wait for, by peer."""
 
     # --- the same with options for the call; from 2.31, all or none of them ---
 
@@ -192,3 +216,7 @@ class Nccl(Protocol):
         """Like a handle, the window may come later: while ``comm`` is in progress."""
 
     def window_deregister(self, comm: int, window: int) -> int: ...
+    def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:
+        """Register memory on this rank alone; from 2.19. The handle is 0 where NCCL has no use for it."""
+
+    def comm_deregister(self, comm: int, handle: int) -> int: ...

@@ -25,8 +25,9 @@ from . import library, transports
 from .api import Config
 from .communicator import Communicator
 from .devices import bound_device
+from .exposed import Exposing
 from .flights import Flight, StreamCompletion
-from .lifecycle import Supervised
+from .growing import GROW, LATER, device_to_bring, grown, how_to_come, how_to_grow
 from .meeting import facts_of, meet
 from .memory import DeviceArray, SymmetricMemory
 from .operations import OPERATIONS, Ranks, barrier, batch
@@ -49,7 +50,7 @@ def _reduces(dtype: DType, reduction: Reduction) -> bool:
     return way(dtype, reduction, library.nccl().version) is not None
 
 
-class NCCLBackend(Supervised):
+class NCCLBackend(Exposing):
     """Collectives between GPUs."""
 
     name = "nccl"
@@ -120,6 +121,36 @@ class NCCLBackend(Supervised):
             self._connect(above.device, deadline)
         self.splits = True
 
+    def grow(self, context: Context) -> NCCLBackend:
+        made = NCCLBackend(context, connect=False)
+        deadline = time.monotonic() + context.timeout
+        with self._lock:
+            self._refuse_ended()
+            self.await_idle("growing", context.timeout)
+            way = how_to_grow(context, self._comm)
+            if self._comm is not None:
+                made._connect_larger(way, self._device, deadline, self._comm)
+        return made
+
+    @classmethod
+    def join_grown(cls, context: Context) -> NCCLBackend:
+        made = cls(context, connect=False)
+        deadline = time.monotonic() + context.timeout
+        way = how_to_come(context, deadline)
+        if way != LATER:
+            made._connect_larger(way, device_to_bring(context, made.cuda), deadline, None)
+        return made
+
+    def _connect_larger(self, way: str, device: int, deadline: float, above: Communicator | None) -> None:
+        """Connect with ranks that are new to the group that this one is made of."""
+        if way == GROW:
+            context, config = self.context, self._config()
+            with on_device(self.cuda, device):
+                self._adopt(grown(context, self.nccl, self.cuda, device, config, deadline, self._look, above))
+        else:
+            self._connect(device, deadline)
+        self.splits = True
+
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         with self._lock:
             self._refuse_ended()
@@ -154,11 +185,12 @@ class NCCLBackend(Supervised):
                 assert made is not None
                 self._met = parent._met
             else:
-                unique_id = meet(context, device, self.nccl, cuda, deadline)
+                ids = meet(context, device, self.nccl, cuda, deadline)
+                what = "ncclCommInitRankConfig" if len(ids) == 1 else "ncclCommInitRankScalable"
                 made = Communicator(
                     context, self.nccl, cuda, device,
-                    lambda: self.nccl.comm_init(context.size, unique_id, context.rank, self._config()),
-                    "ncclCommInitRankConfig", deadline, self._look,
+                    lambda: self.nccl.comm_init(context.size, ids, context.rank, self._config()),
+                    what, deadline, self._look,
                 )  # fmt: skip
             self._adopt(made)
         return made
@@ -211,8 +243,9 @@ class NCCLBackend(Supervised):
             with self._context_of(current):
                 captured = current > LEGACY_STREAM and self.cuda.capturing(current)
                 self._await_producers(calls, self._stream)
+                start = self._begin(first) if not captured else 0
                 self._issue(calls, comm, self._stream)
-                return StreamCompletion(self, self._depart(calls, self._stream, current, captured))
+                return StreamCompletion(self, self._depart(calls, self._stream, current, captured, start))
 
     def _issue(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
         """Call NCCL; the watchdog sees that somebody is in there."""
@@ -302,6 +335,7 @@ class NCCLBackend(Supervised):
         """A barrier on the group's own stream; unlike with arrays, its ``wait()`` blocks the host."""
         told: Ranks = comm if call.options is None else self._told(comm, call.options)
         self._number((call,))
+        start = self._begin(call)
         self._inside = call
         try:
             with self._turn:
@@ -311,13 +345,24 @@ class NCCLBackend(Supervised):
                     comm.settle(code, call, time.monotonic() + call.timeout)
         finally:
             self._inside = None
-        return StreamCompletion(self, self._depart((call,), self._stream, self._stream, False), blocking=True)
+        flight = self._depart((call,), self._stream, self._stream, False, start)
+        return StreamCompletion(self, flight, blocking=True)
 
-    def _depart(self, calls: tuple[Call, ...], stream: int, current: int, captured: bool) -> Flight:
+    def _begin(self, call: Call) -> int:
+        """An event for the begin of what is put on the group's stream next, if its duration is asked for; else 0."""
+        if not call.timed:
+            return 0
+        start = self.events.take(self._device, timing=True)
+        self.cuda.record(start, self._stream)
+        return start
+
+    def _depart(
+        self, calls: tuple[Call, ...], stream: int, current: int, captured: bool, start: int = 0
+    ) -> Flight:
         """Mark the end of what was just put on ``stream``, and keep the arrays until it has come."""
-        event = self.events.take(self._device)
+        event = self.events.take(self._device, timing=start != 0)
         self.cuda.record(event, stream)
-        self._last = flight = Flight(calls, event, current, captured)
+        self._last = flight = Flight(calls, event, current, captured, start)
         if not captured:  # a graph's arrays are its maker's to keep, and its events may not be asked
             self.flights.append(flight)
         return flight

@@ -9,14 +9,22 @@ from __future__ import annotations
 import ctypes
 import platform
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_void_p
 from typing import Any, NoReturn
 
 from unicoll.errors import DistBackendError
 from unicoll.options import CallOptions
 
 from .api import IN_PROGRESS, UNIQUE_ID_BYTES, Config, Slot
-from .structs import NO_COLOR, ConfigStruct, UniqueId, call_config_struct, config_struct, version_text
+from .structs import (
+    NO_COLOR,
+    ConfigStruct,
+    UniqueId,
+    WaitSignal,
+    call_config_struct,
+    config_struct,
+    version_text,
+)
 
 __all__ = ["DIRECT", "SIGNATURES", "Bindings"]
 
@@ -40,8 +48,11 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (POINTER(UniqueId),),
     "ncclGetLastError": (_comm,),
     "ncclCommInitRankConfig": (_out, c_int, UniqueId, c_int, _config),
+    "ncclCommInitRankScalable": (_out, c_int, c_int, c_int, POINTER(UniqueId), _config),
     "ncclCommSplit": (_comm, c_int, c_int, _out, _config),
     "ncclCommShrink": (_comm, POINTER(c_int), c_int, _out, _config, c_int),
+    "ncclCommGetUniqueId": (_comm, POINTER(UniqueId)),
+    "ncclCommGrow": (_comm, c_int, POINTER(UniqueId), c_int, _out, _config),
     "ncclCommGetAsyncError": (_comm, POINTER(c_int)),
     "ncclCommFinalize": (_comm,),
     "ncclCommDestroy": (_comm,),
@@ -57,6 +68,11 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclSend": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
     "ncclRecv": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
     "ncclAlltoAll": (_ptr, _ptr, c_size_t, c_int, _comm, _stream),
+    "ncclPutSignal": (
+        _ptr, c_size_t, c_int, c_int, c_void_p, c_size_t, c_int, c_int, c_uint, _comm, _stream,
+    ),
+    "ncclSignal": (c_int, c_int, c_int, c_uint, _comm, _stream),
+    "ncclWaitSignal": (c_int, POINTER(WaitSignal), _comm, _stream),
     "ncclAllReduceConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
     "ncclBroadcastConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
     "ncclReduceConfig": (_ptr, _ptr, c_size_t, c_int, c_int, c_int, _comm, _stream, _call_config),
@@ -69,6 +85,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclMemFree": (_ptr,),
     "ncclCommWindowRegister": (_comm, _ptr, c_size_t, _out, c_int),
     "ncclCommWindowDeregister": (_comm, c_void_p),
+    "ncclCommRegister": (_comm, _ptr, c_size_t, _out),
+    "ncclCommDeregister": (_comm, c_void_p),
 }
 """What each function takes; all return ncclResult_t but ncclGetLastError, which returns text."""
 
@@ -86,6 +104,8 @@ DIRECT = {
     "send": "ncclSend",
     "recv": "ncclRecv",
     "all_to_all": "ncclAlltoAll",
+    "put_signal": "ncclPutSignal",
+    "signal": "ncclSignal",
     "all_reduce_config": "ncclAllReduceConfig",
     "broadcast_config": "ncclBroadcastConfig",
     "reduce_config": "ncclReduceConfig",
@@ -95,6 +115,7 @@ DIRECT = {
     "redop_destroy": "ncclRedOpDestroy",
     "mem_free": "ncclMemFree",
     "window_deregister": "ncclCommWindowDeregister",
+    "comm_deregister": "ncclCommDeregister",
 }
 """Methods of the protocol that are the library's functions as they are; their arguments are positional."""
 
@@ -126,13 +147,18 @@ class Bindings:
         self._get_unique_id = self._function("ncclGetUniqueId")
         self._get_last_error = self._function("ncclGetLastError")
         self._comm_init = self._function("ncclCommInitRankConfig")
+        self._comm_init_scalable = self._function("ncclCommInitRankScalable")
         self._comm_split = self._function("ncclCommSplit")
         self._comm_shrink = self._function("ncclCommShrink")
+        self._comm_unique_id = self._function("ncclCommGetUniqueId")
+        self._comm_grow = self._function("ncclCommGrow")
         self._comm_state = self._function("ncclCommGetAsyncError")
         self._comm_revoke = self._function("ncclCommRevoke")
+        self._wait_signal = self._function("ncclWaitSignal")
         self._premul_sum = self._function("ncclRedOpCreatePreMulSum")
         self._mem_alloc = self._function("ncclMemAlloc")
         self._window_register = self._function("ncclCommWindowRegister")
+        self._comm_register = self._function("ncclCommRegister")
 
     def __repr__(self) -> str:
         return f"NCCL {version_text(self.version)} ({self.path})" if self.version else self.path
@@ -157,13 +183,16 @@ class Bindings:
         made = UniqueId()
         return self._get_unique_id(byref(made)), bytes(made)
 
-    def comm_init(self, size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, Slot]:
-        """A communicator on the current device; its handle is there at once."""
-        if len(unique_id) != UNIQUE_ID_BYTES:
-            raise DistBackendError(f"an NCCL id has {UNIQUE_ID_BYTES} bytes, not {len(unique_id)}")
+    def comm_init(self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config) -> tuple[int, Slot]:
+        """A communicator on the current device; its handle is there at once. Several ids need 2.23."""
+        for one in unique_ids:
+            if len(one) != UNIQUE_ID_BYTES:
+                raise DistBackendError(f"an NCCL id has {UNIQUE_ID_BYTES} bytes, not {len(one)}")
         slot, told = c_void_p(), config_struct(config, self.version)
-        code = self._comm_init(byref(slot), size, UniqueId.from_buffer_copy(unique_id), rank, byref(told))
-        return code, slot
+        ids = (UniqueId * len(unique_ids)).from_buffer_copy(b"".join(unique_ids))
+        if len(ids) == 1:
+            return self._comm_init(byref(slot), size, ids[0], rank, byref(told)), slot
+        return self._comm_init_scalable(byref(slot), size, rank, len(ids), ids, byref(told)), slot
 
     def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, Slot]:
         """Take part in a split; the slot is filled while ``comm`` is in progress, and stays None without a color."""
@@ -182,6 +211,19 @@ class Bindings:
             self._comm_shrink(comm, ranks, len(excluded), byref(slot), byref(told), flags), slot
         )
 
+    def comm_unique_id(self, comm: int) -> tuple[int, bytes]:
+        """An id for one growing of a communicator that has no work; from 2.29."""
+        made = UniqueId()
+        return self._comm_unique_id(comm, byref(made)), bytes(made)
+
+    def comm_grow(
+        self, comm: int, size: int, unique_id: bytes | None, rank: int, config: Config
+    ) -> tuple[int, Slot]:
+        """A communicator with more ranks; its handle is there at once; from 2.29."""
+        slot, told = c_void_p(), config_struct(config, self.version)
+        given = None if unique_id is None else byref(UniqueId.from_buffer_copy(unique_id))
+        return self._keep(self._comm_grow(comm or None, size, given, rank, byref(slot), byref(told)), slot)
+
     def comm_state(self, comm: int) -> tuple[int, int]:
         """ncclCommGetAsyncError: the call's own code, and the communicator's state."""
         state = c_int()
@@ -193,7 +235,13 @@ class Bindings:
         code: int = self._comm_revoke(comm, _REVOKE_DEFAULT)
         return code
 
-    # --- operations with options or a factor ---
+    # --- operations with options, a factor or a list ---
+
+    def wait_signal(self, signals: Sequence[tuple[int, int]], comm: int, stream: int) -> int:
+        """Let a stream wait for signals, whose list NCCL reads before this returns; from 2.29."""
+        told = (WaitSignal * len(signals))(*(WaitSignal(count, peer, 0, 0) for peer, count in signals))
+        code: int = self._wait_signal(len(told), told, comm, stream)
+        return code
 
     def call_config(self, options: CallOptions) -> Any:
         """``ncclCollConfig_t`` for the functions that take one, which read it before they return; from 2.31."""
@@ -219,6 +267,12 @@ class Bindings:
         slot = c_void_p()
         flags = _WINDOW_SYMMETRIC if symmetric else _WINDOW_DEFAULT
         return self._keep(self._window_register(comm, ptr, nbytes, byref(slot), flags), slot)
+
+    def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:
+        """Register memory on this rank alone, for transports that need no copies; from 2.19."""
+        slot = c_void_p()
+        code = self._comm_register(comm, ptr, nbytes, byref(slot))
+        return code, slot.value or 0
 
     # --- within ---
 

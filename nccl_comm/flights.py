@@ -26,24 +26,29 @@ class EventCache:
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
         self._free: list[int] = []
+        self._clocks: list[int] = []
+        self._timed: set[int] = set()
         self._made: list[int] = []
 
-    def take(self, device: int) -> int:
+    def take(self, device: int, timing: bool = False) -> int:
         """An event that stands for nothing any more."""
         try:
-            return self._free.pop()
+            return (self._clocks if timing else self._free).pop()
         except IndexError:
-            event = self._cuda.create_event(device)
+            event = self._cuda.create_event(device, timing)
             self._made.append(event)
+            if timing:
+                self._timed.add(event)
             return event
 
     def give(self, event: int) -> None:
         """The event may be used for something else."""
-        self._free.append(event)
+        (self._clocks if event in self._timed else self._free).append(event)
 
     def close(self) -> None:
         """Destroy all events."""
-        made, self._made, self._free = self._made, [], []
+        made, self._made, self._free, self._clocks = self._made, [], [], []
+        self._timed.clear()
         for event in made:
             self._cuda.destroy_event(event)
 
@@ -54,6 +59,8 @@ class Flight:
     Attributes:
         calls: the calls, and with them the arrays; empty once the arrays are no longer needed.
         event: stands for the batch's end on the device.
+        start: stands for its begin, if its duration was asked for; else 0.
+        took: seconds from begin to end, once that is known.
         stream: that the batch is ordered after: the arrays' current one when it was posted.
         deadline: on the clock of ``time.monotonic``.
         done: whether it has ended; ``error`` says whether badly.
@@ -61,14 +68,16 @@ class Flight:
     """
 
     __slots__ = (
-        "_brief", "callbacks", "calls", "captured", "deadline", "done", "error", "event", "seq", "site", "stream",
-        "timeout",
+        "_brief", "callbacks", "calls", "captured", "deadline", "done", "error", "event", "seq", "site", "start",
+        "stream", "timeout", "took",
     )  # fmt: skip
 
-    def __init__(self, calls: tuple[Call, ...], event: int, stream: int, captured: bool) -> None:
+    def __init__(self, calls: tuple[Call, ...], event: int, stream: int, captured: bool, start: int = 0) -> None:
         first = calls[0]
         self.calls = calls
         self.event = event
+        self.start = start
+        self.took: float | None = None
         self.stream = stream
         self.captured = captured
         self.timeout = first.timeout
@@ -145,6 +154,13 @@ class StreamCompletion(Completion):
 
     def exception(self) -> BaseException | None:
         return self._flight.error
+
+    @property
+    def recorded(self) -> bool:
+        return self._flight.captured
+
+    def took(self) -> float:
+        return self._flight.took or 0.0
 
     def wait(self, timeout: float | None) -> None:
         """Let the current stream of each array library wait; with a ``timeout`` block the host as well."""

@@ -19,6 +19,7 @@ from .api import IN_PROGRESS, SUCCESS, Nccl
 from .communicator import Communicator
 from .flights import EventCache, Flight
 from .memory import SymmetricMemory
+from .registration import Registered
 from .watchdog import Watchdog
 
 __all__ = ["Supervised"]
@@ -61,6 +62,8 @@ class Supervised(Backend):
         self._ending: threading.Event | None = None  # set when an abort has been done
         self._symmetric: SymmetricMemory | None = None
         self._reaping = False
+        self._registered: list[Registered] = []
+        self._clocking = threading.Lock()
         self._abandoned: list[tuple[Call, ...]] = []  # what NCCL could not stop: their arrays stay
         self._watchdog: Watchdog | None = None
         if context.job.control is not None:
@@ -92,8 +95,16 @@ class Supervised(Backend):
         else:
             ended = self.cuda.event_done(flight.event)
         if ended:
+            if flight.start:
+                self._clock(flight)
             flight.finish(self.error)  # what ends after the group has failed was stopped half-way
         return flight.done
+
+    def _clock(self, flight: Flight) -> None:
+        """Note how long a flight took; once, since its events are used again afterwards."""
+        with self._clocking:
+            if not flight.done and flight.took is None:
+                flight.took = self.cuda.elapsed(flight.start, flight.event)
 
     def hurry(self) -> None:
         """Somebody waits for an end."""
@@ -108,7 +119,10 @@ class Supervised(Backend):
         flights = self.flights
         try:
             while flights and self.landed(flights[0]):
-                self.events.give(flights.popleft().event)
+                flight = flights.popleft()
+                self.events.give(flight.event)
+                if flight.start:
+                    self.events.give(flight.start)
             while self.kept and self.cuda.event_done(self.kept[0][0]):
                 self.events.give(self.kept.popleft()[0])
             if self.error is None and self._comm is not None:
@@ -237,6 +251,7 @@ class Supervised(Backend):
             return
         assert self._watchdog is not None
         self._watchdog.unwatch(self)
+        self._seen = None, 0.0  # it holds the call's arrays
         if ending is not None:
             ending.wait(_END_S)
         free = mine = self._lock.acquire(timeout=_POLITE_S)
@@ -246,6 +261,8 @@ class Supervised(Backend):
             whole = failed is None and drained and free
             if whole and self._symmetric is not None:
                 self._symmetric.leave()
+            for memory in self._registered if whole else ():
+                memory.deregister()
             over = comm.finish(_DRAIN_S) if whole else comm.abort()
         finally:
             if mine:
@@ -256,6 +273,8 @@ class Supervised(Backend):
         if self._symmetric is not None:
             self._symmetric.end(over)
         if over:  # else the device may still use them
+            for memory in self._registered:
+                memory.deregister()
             self.events.close()
             for give_back, handle in self._given:
                 give_back(handle)

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 from weakref import WeakSet
 
@@ -122,6 +123,11 @@ class SymmetricMemory:
             for event in one.events:
                 comm.cuda.destroy_event(event)
 
+    @property
+    def arrays(self) -> list[DeviceArray]:
+        """Those that somebody refers to."""
+        return list(self._arrays)
+
     def leave(self) -> None:
         """The communicator is about to end, and nothing of it is under way: its windows end, the memory stays."""
         self.reap(time.monotonic() + _PATIENCE_S)
@@ -163,6 +169,21 @@ class DeviceArray:
             "shape": self.shape, "typestr": self.dtype.str, "data": (self._ptr, False), "strides": None, "version": 3,
             "stream": None,
         }  # fmt: skip
+
+    @property
+    def ptr(self) -> int:
+        """Where it is."""
+        return self._ptr
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def window(self) -> int:
+        """NCCL's window; 0 if NCCL has given none, or the group has ended."""
+        return self._window
 
     def deregister(self, comm: Communicator) -> None:
         """The communicator is about to end; the memory stays."""

@@ -23,6 +23,7 @@ from unicoll.backend import Call
 
 from .api import AVG, SUM
 from .communicator import Communicator
+from .one_sided import ONE_SIDED
 from .tuning import Tuned
 from .types import BYTES, Way, way
 
@@ -207,6 +208,7 @@ OPERATIONS: dict[str, Operation] = {
     "reduce_scatter_tensor": _reduce_scatter_tensor,
     "scatter": _scatter,
     "send": _send,
+    **ONE_SIDED,
 }
 
 

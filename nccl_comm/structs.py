@@ -13,7 +13,7 @@ from .api import UNIQUE_ID_BYTES, Config
 
 __all__ = [
     "CALL_CONFIGS_SINCE", "NEWEST", "NO_COLOR", "UNDEFINED", "CallConfigStruct", "ConfigStruct", "UniqueId",
-    "call_config_struct", "config_struct", "version_text",
+    "WaitSignal", "call_config_struct", "config_struct", "version_text",
 ]  # fmt: skip
 
 UNDEFINED = -(2**31)
@@ -37,6 +37,12 @@ class UniqueId(ctypes.Structure):
     """ncclUniqueId; functions take it by value."""
 
     _fields_ = [("internal", c_ubyte * UNIQUE_ID_BYTES)]
+
+
+class WaitSignal(ctypes.Structure):
+    """ncclWaitSignalDesc_t."""
+
+    _fields_ = [("opCnt", c_int), ("peer", c_int), ("sigIdx", c_int), ("ctx", c_int)]
 
 
 _Members = tuple[tuple[int, str, Any], ...]

@@ -68,6 +68,7 @@ class _Functions:
     def __init__(self, nccl: Nccl, config: Any) -> None:
         self.version = nccl.version
         self.send, self.recv = nccl.send, nccl.recv
+        self.put_signal, self.signal, self.wait_signal = nccl.put_signal, nccl.signal, nccl.wait_signal
         self.all_reduce = _told(nccl.all_reduce_config, config)
         self.broadcast = _told(nccl.broadcast_config, config)
         self.reduce = _told(nccl.reduce_config, config)

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -382,3 +383,316 @@ def average_of_float8() -> list[float]:
     dist.all_reduce(x, op=dist.ReduceOp.AVG)
     dist.reduce(x, 0, op=dist.ReduceOp.AVG)
     return [float(value) for value in x.numpy()[:1]]
+
+
+class _Own:
+    """Memory of NCCL's allocator that no window is on, as an array of bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        code, self.ptr = simulated_ranks.nccl().mem_alloc(nbytes)
+        assert code == 0
+        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (self.ptr, False), "version": 3}
+        self.__cuda_array_interface__ = interface
+
+
+class _Pool:
+    """An allocator's pool that tells its memory as ``torch.cuda.MemPool`` does."""
+
+    def __init__(self, *held: arrays.Array) -> None:
+        self.held = held
+
+    def snapshot(self) -> list[dict[str, int]]:
+        return [{"device": x.device, "address": x.ptr, "total_size": x.nbytes} for x in self.held]
+
+
+def _known() -> tuple[int, int]:
+    """How many windows and buffers are registered."""
+    comms = simulated_ranks.nccl().communicators
+    return sum(len(c.windows) for c in comms), sum(len(c.buffers) for c in comms)
+
+
+def registered(blocking: bool) -> dict[str, Any]:
+    """Arrays, pools and memory of NCCL's, registered and taken back."""
+    group: Any = dist.new_group(pg_options={"blocking": blocking})
+    x = arrays.full(1000, dist.get_rank() + 1.0)
+    found: dict[str, Any] = {}
+    with group.register(x) as made:  # it connects the group
+        found["array"] = (made.nbytes, made.symmetric, made.closed, _known())
+        work = dist.all_reduce(x, group=group, async_op=True)
+    assert work.is_completed()  # closing waits for the operations
+    work.wait()
+    found["closed"] = (made.closed, _known(), x.numpy()[:2].tolist())
+    made.close()
+    pool = _Pool(x, arrays.empty(500))
+    made = group.register(pool)
+    found["pool"] = (made.nbytes, made.symmetric, _known())
+    made.close()
+    own = _Own(4096)
+    made = group.register(own, symmetric=True)
+    found["window"] = (made.nbytes, made.symmetric, _known())
+    found["twice"] = _error(lambda: group.register(own, symmetric=True))
+    made.close()
+    assert simulated_ranks.nccl().mem_free(own.ptr) == 0
+    left = group.register(x)  # and forgotten
+    del x, pool
+    gc.collect()
+    found["left"] = _known()
+    dist.destroy_process_group(group)
+    found["after"] = (left.closed, _known())
+    left.close()
+    return found
+
+
+def not_registered() -> list[str]:
+    """What cannot be registered."""
+    group: Any = dist.group.WORLD
+    connect()
+    x = arrays.full((4, 4), 1.0)
+
+    class CupyPool:
+        def free_all_blocks(self) -> None: ...
+
+    return [
+        _error(lambda: group.register(x.T)), _error(lambda: group.register(np.ones(2))),
+        _error(lambda: group.register(CupyPool())), _error(lambda: group.register(_Pool())),
+        _error(lambda: group.register(arrays.full(1, 1.0, on=1 - dist.get_rank()))),
+        _error(lambda: group.register(x, symmetric=True)), _error(lambda: group.register("x")),
+    ]  # fmt: skip
+
+
+def registered_with_an_old_nccl() -> tuple[Any, ...]:
+    """A window is asked for, where NCCL has none."""
+    group: Any = dist.group.WORLD
+    with group.register(arrays.full(4, 1.0), symmetric=True) as made:
+        return (made.symmetric, _known())
+
+
+def registered_in_a_failed_group() -> list[Any]:
+    """What is registered ends with a group that fails."""
+    group: Any = dist.new_group(device_id=dist.get_rank())
+    made = group.register(arrays.full(4, 1.0))
+    dist.barrier()
+    group.abort()
+    said = _error(lambda: group.register(arrays.full(4, 1.0)))
+    made.close()
+    return [said, made.closed]
+
+
+def timed() -> dict[str, Any]:
+    """How long operations took on the device."""
+    here = simulated_ranks.here()
+    connect()
+    group: Any = dist.group.WORLD
+    x = arrays.full(4, 1.0)
+    found: dict[str, Any] = {}
+    work = group.all_reduce(x, async_op=True)
+    found["not asked"] = _error(work.duration)
+    work.wait()
+    view = group.using(timing=True)
+    found["view"] = repr(view)
+    made = []
+    took = []
+    for _ in range(10):
+        while group._backends["cuda"].flights:  # the watchdog has not seen the end of the last one
+            time.sleep(0.01)
+        started = time.perf_counter()
+        with here.hold():  # the device does nothing for a while
+            work = view.all_reduce(x, async_op=True)
+            time.sleep(0.02)
+        took.append(0 < work.duration() < time.perf_counter() - started - 0.02)
+        made.append(sum(event.timing for event in here.cuda.events.values()))
+    found["took"] = took
+    found["again"] = work.duration() == work.duration()
+    dist.barrier(group=view, async_op=True).duration()  # of the host's backend
+    found["events"] = set(made)
+    other: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), pg_options=dist.Options(timing=True))
+    found["barrier"] = dist.barrier(group=other, async_op=True).duration() > 0
+    found["coalesced"] = other.all_reduce_coalesced([x, arrays.full(2, 1.0)], async_op=True).duration() > 0
+    work = other.using(timing=False).all_reduce(x, async_op=True)
+    found["off"] = _error(work.duration)
+    work.wait()
+    stream = arrays.Stream()
+    with stream:
+        y = arrays.full(4, 1.0)
+        stream.synchronize()
+        with here.capture(stream.ptr) as graphs:
+            work = other.all_reduce(y, async_op=True)
+            work.wait()
+        found["captured"] = _error(work.duration)
+    graphs[0].destroy()
+    dist.destroy_process_group(other)
+    return found
+
+
+def untimed() -> int:
+    """How many events with timing there are where nobody asks for durations."""
+    x = arrays.full(4, 1.0)
+    dist.all_reduce(x, async_op=True).wait()
+    dist.all_reduce(x)
+    return sum(event.timing for event in simulated_ranks.here().cuda.events.values())
+
+
+def met_through_several() -> tuple[int, list[float]]:
+    """How many unique ids the communicator of a new group was made of, and what it reduces."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    x = arrays.full(2, dist.get_rank() + 1.0)
+    dist.all_reduce(x, group=group)
+    (comm,) = simulated_ranks.nccl().communicators
+    values = x.numpy().tolist()
+    dist.destroy_process_group(group)
+    return comm.key.count(".") + 1, values
+
+
+def a_root_fails(failing: int) -> str:
+    """What all are told when a rank cannot make its unique id."""
+    if dist.get_rank() == failing:
+        simulated_ranks.nccl().unique_id = lambda: (2, b"")  # type: ignore[method-assign]
+    return _error(lambda: dist.new_group(backend="cuda:nccl", device_id=dist.get_rank()))
+
+
+def grown(lazy: bool) -> dict[str, Any]:
+    """A group of ranks 0 and 1 that grows by 3 and 2, then by no more."""
+    me = dist.get_rank()
+    device = None if lazy else me
+    small: Any = dist.new_group([0, 1], backend="cpu:gloo,cuda:nccl", device_id=device)
+    x = arrays.full(2, me + 1.0)
+    found: dict[str, Any] = {}
+    if me < 2:
+        work = None if lazy else dist.all_reduce(x, group=small, async_op=True)
+        larger: Any = small.grow([3, 2])
+        if work is not None:
+            found["before"] = work.is_completed()
+            work.wait()
+        before = [c for c in simulated_ranks.nccl().communicators if c.size == 2]
+        found["growths"] = [c.growths for c in before]
+        dist.destroy_process_group(small)
+    else:
+        larger = dist.grow_group([3, 2], small, device_id=device)
+    found["ranks"] = dist.get_process_group_ranks(larger)
+    y = arrays.full(3, me + 1.0)
+    dist.all_reduce(y, group=larger)
+    host = np.full(3, me + 1.0)
+    dist.all_reduce(host, group=larger)
+    found["sums"] = (y.numpy()[0], host[0])
+    gathered: list[Any] = [None] * 4
+    dist.all_gather_object(gathered, me, group=larger)
+    found["gathered"] = gathered
+    found["said"] = "expected transports: 3 peers" in larger.describe()
+    dist.destroy_process_group(larger)
+    return found
+
+
+def not_grown() -> list[str]:
+    """What is wrong with growing."""
+    me = dist.get_rank()
+    connect()
+    small: Any = dist.new_group([0, 1], backend="nccl", device_id=me)
+    said = []
+    if me < 2:
+        said = [_error(lambda: small.grow([1])), _error(lambda: small.grow([])), _error(lambda: small.grow([7]))]
+        made: Any = small.grow([2])
+        small.abort()
+        said.append(_error(lambda: small.grow([2])))
+        dist.destroy_process_group(made)
+    else:
+        said = [_error(lambda: dist.grow_group([0], small)), _error(lambda: dist.grow_group([2, 0], small))]
+        said.append(_error(lambda: dist.grow_group([2], small, timeout=0.2)))
+        dist.world.current("here").named["grow"] = 0
+        made = dist.grow_group([2], small)
+        dist.destroy_process_group(made)
+    return said
+
+
+def grown_without_waiting(blocking: bool) -> list[float]:
+    """A group of two grows by one, its communicator blocking or not."""
+    me = dist.get_rank()
+    options = {"blocking": blocking}
+    small: Any = dist.new_group([0, 1], backend="cuda:nccl", device_id=me, pg_options=options)
+    larger = dist.grow_group([2], small, pg_options=options, device_id=me)
+    x = arrays.full(2, me + 1.0)
+    dist.all_reduce(x, group=larger)
+    values: list[float] = x.numpy().tolist()
+    dist.destroy_process_group(larger)
+    return values
+
+
+def _on(memory: Any, count: int) -> arrays.Array:
+    """An array of float64 in memory of NCCL's."""
+    ptr = memory.__cuda_array_interface__["data"][0]
+    chunk: Any = SimpleNamespace(memory=memory)
+    return arrays.Array(chunk, dist.get_rank(), (count,), np.dtype(np.float64), (8,), ptr)
+
+
+def ping_pong(rounds: int, blocking: bool) -> list[Any]:
+    """Two ranks write to each other's memory in turns, each adding one; then signals alone."""
+    me = dist.get_rank()
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=me, pg_options={"blocking": blocking})
+    source, own = group.symmetric_empty(4, "float64"), _Own(64)
+    window = group.register(own, symmetric=True)
+    x, y = _on(source, 4), _on(own, 8)
+    x.fill(0.0)
+    y.fill(0.0)
+    for _ in range(rounds):
+        if me == 0:
+            group.put(x[:2], 1, window, offset=3)
+        group.wait_signal(1 - me, y)
+        x[:2] = y[3:5]
+        x += 1.0
+        if me == 1:
+            group.put(x[:2], 0, window, offset=3)
+    found = [y.numpy().tolist()]
+    for _ in range(3):
+        group.signal(1 - me, x)
+    group.signal(me, x)
+    group.wait_signal({1 - me: 3, me: 1}, x)
+    found.append(x.numpy()[:2].tolist())
+    window.close()
+    del x, y, source
+    dist.destroy_process_group(group)
+    simulated_ranks.nccl().mem_free(own.ptr)
+    return found
+
+
+def not_put() -> list[str]:
+    """What cannot be put, and a signal that does not come."""
+    me = dist.get_rank()
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=me)
+    source = group.symmetric_empty(4, "float64")
+    x, plain = _on(source, 4), arrays.full(4, 1.0)
+    with group.register(plain) as registered:
+        said = [
+            _error(lambda: group.put(x, 2, source)), _error(lambda: group.put(x, 1, registered)),
+            _error(lambda: group.put(plain, 1, source)), _error(lambda: group.put(x, 1, source, offset=1)),
+            _error(lambda: group.put(x[::2], 1, source)), _error(lambda: group.wait_signal(0, x, 0)),
+            _error(lambda: group.signal(0, np.ones(1))),
+        ]  # fmt: skip
+    if me == 0:
+        group.wait_signal(1, x, timeout=0.5)
+    said.append(_error(lambda: _until_it_fails(group)))
+    dist.destroy_process_group(group)
+    x = source = None  # the group's error holds this frame
+    return said
+
+
+def _until_it_fails(group: Any) -> None:
+    while True:
+        group.signal(dist.get_rank(), arrays.full(1, 1.0))
+        time.sleep(0.05)
+
+
+def put_with_an_old_nccl() -> str:
+    """One-sided operations that NCCL does not have."""
+    connect()
+    group: Any = dist.group.WORLD
+    return _error(lambda: group.signal(0, arrays.full(1, 1.0)))
+
+
+def timed_through_the_host() -> list[bool]:
+    """Durations of arrays on a device that go through a backend of the host; messages, too."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    view: Any = dist.group.WORLD.using(timing=True)  # type: ignore[union-attr]
+    x, y = arrays.full((4, 4), 1.0), arrays.full((4, 4), 0.0)
+    works = [view.all_reduce(x, async_op=True), view.all_reduce(x.T, async_op=True)]
+    works += [view.irecv(y, (me - 1) % n), view.isend(x, (me + 1) % n)]
+    works += view.batch_isend_irecv([(True, x, (me + 1) % n, 0), (False, y, (me - 1) % n, 0)])
+    return [work.duration() > 0 for work in works]

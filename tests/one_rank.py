@@ -112,7 +112,7 @@ class Bench:
         """A communicator of this rank alone."""
         code, ident = self.nccl.unique_id()
         assert (code, len(ident)) == (SUCCESS, api.UNIQUE_ID_BYTES)
-        code, slot = self.nccl.comm_init(1, ident, 0, config or Config())
+        code, slot = self.nccl.comm_init(1, [ident], 0, config or Config())
         assert slot.value, f"ncclCommInitRankConfig: no handle, code {code}: {self.nccl.last_error()}"
         self.settle(slot.value, code, "ncclCommInitRankConfig")
         return slot.value

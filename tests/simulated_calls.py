@@ -22,6 +22,9 @@ _SINCE = {
     "ncclCommRevoke": 22807, "ncclCommShrink": 22700, "ncclCommWindowRegister": 22700,
     "ncclCommWindowDeregister": 22700, "ncclAlltoAll": 22800, "ncclAllReduceConfig": 23100,
     "ncclCommFinalize": 21800, "ncclCommSplit": 21800, "ncclRedOpCreatePreMulSum": 21100, "ncclRedOpDestroy": 21100,
+    "ncclCommGetUniqueId": 22900, "ncclCommGrow": 22900, "ncclCommInitRankScalable": 22300,
+    "ncclPutSignal": 22900, "ncclSignal": 22900, "ncclWaitSignal": 22900,
+    "ncclCommRegister": 21900, "ncclCommDeregister": 21900,
     "ncclMemAlloc": 21900, "ncclMemFree": 21900, "ncclGetLastError": 21300, "ncclCommInitRankConfig": 21700,
 }  # fmt: skip
 """Versions from which functions are there; all others always are."""

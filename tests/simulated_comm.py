@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +82,9 @@ class Communicator:
         size, rank, device: as in the call that made it; size and rank are -1 until a split has been agreed upon.
         error: ncclResult_t of the asynchronous error, or SUCCESS.
         revoked, finalizing: as they say.
+        growths: how often it has grown.
         graphs: captured graphs with kernels of it.
+        windows, buffers: memory that is registered with it, by handle.
     """
 
     def __init__(self, machine: Machine, size: int, rank: int, device: int, config: Config) -> None:
@@ -91,11 +94,13 @@ class Communicator:
         self.device = device
         self.config = config
         self.key = ""
+        self.growths = 0
         self.error = SUCCESS
         self.revoked = self.finalizing = False
         self.graphs: set[Graph] = set()
         self.factors: dict[int, tuple[int, bytes]] = {}
         self.windows: dict[int, Range] = {}
+        self.buffers: dict[int, Range] = {}
         self.addresses: list[Address] = []
         self._ready = self._gone = False
         self._later: list[Callable[[], None]] = []
@@ -107,6 +112,9 @@ class Communicator:
         self._pending: list[list[Task]] = []
         self._turn = 0
         self._splits: dict[int, Callable[[str, list[int]], None]] = {}
+        self._barriers: set[int] = set()
+        self._signals: Counter[int] = Counter()
+        self._waiting: list[tuple[Op, Counter[int]]] = []
 
     # --- coming and going ---
 
@@ -145,6 +153,13 @@ class Communicator:
         left = ",".join(map(str, survivors))
         child.join(self.addresses[survivors[0]], f"{self.key}/{self._turn}-{left}")
 
+    def barrier(self) -> None:
+        """Be busy until all ranks have come here."""
+        with self.machine.scheduler.lock:
+            turn, self._turn = self._turn, self._turn + 1
+            self._barriers.add(turn)
+        self._send(("barrier", turn))
+
     def put_off(self, function: Callable[[], None]) -> None:
         """Do something when somebody polls; at once if the communicator is blocking."""
         if self.config.blocking:
@@ -163,6 +178,9 @@ class Communicator:
             self._pending.clear()
             self._stopped += 1
             running, self._running = self._running, {}
+            waiting, self._waiting = self._waiting, []
+            for op, _ in waiting:
+                scheduler.finish(op)
             for kernel in running.values():
                 for task in (*kernel.collectives, *kernel.messages):
                     if task.writes[1]:
@@ -175,9 +193,27 @@ class Communicator:
         self.revoked = True
         self.put_off(lambda: None)
 
+    def know(self, known: dict[int, Range], handle: int, memory: Range) -> None:
+        """Memory is registered."""
+        known[handle] = memory
+        block = self.machine.memory.find(memory[0])
+        assert block is not None
+        block.registered += 1
+
+    def unknow(self, known: dict[int, Range], handle: int) -> Range | None:
+        """Memory is registered no longer; which, if it was."""
+        memory = known.pop(handle, None)
+        block = self.machine.memory.find(memory[0]) if memory is not None else None
+        if block is not None:
+            block.registered -= 1
+        return memory
+
     def leave(self) -> None:
         """Say goodbye to the others, for good."""
         self.stop()
+        for known in (self.windows, self.buffers):
+            for handle in list(known):
+                self.unknow(known, handle)
         with self.machine.scheduler.changed:
             self._gone = True
             channel, self._channel = self._channel, None
@@ -196,7 +232,7 @@ class Communicator:
     @property
     def busy(self) -> bool:
         """Whether an earlier call is still in progress."""
-        return not self._ready or bool(self._pending or self._splits or self._later)
+        return not self._ready or bool(self._pending or self._splits or self._barriers or self._later)
 
     def poll(self) -> int:
         """ncclCommGetAsyncError; what was in progress goes on when somebody looks, and not before."""
@@ -313,6 +349,10 @@ class Communicator:
                 self._ready, self.addresses = True, message[1]
             elif kind == "split":
                 self._splits.pop(message[1])(message[2], message[3])
+            elif kind == "barrier":
+                self._barriers.remove(message[1])
+            elif kind == "put":
+                self._receive_put(*message[1:])
             elif kind in ("collectives", "message"):
                 self._answer(*message)
             elif kind == "mismatch":
@@ -344,6 +384,52 @@ class Communicator:
         if not kernel.missing:
             del self._running[number]
             self.machine.scheduler.finish(kernel.op)
+
+    # --- one rank alone ---
+
+    def put(self, stream: Stream, peer: int, window: int, offset: int, reads: Range) -> None:
+        """Write to a rank's window of a number, counted as they were registered, and signal it; on a stream."""
+        stopped = self._stopped
+
+        def body(op: Op) -> None:
+            if self._stopped == stopped:
+                data = bytes(self.machine.memory.view(*reads)) if reads[1] else b""
+                self._send(("put", peer, window, offset, data))
+
+        op = Op("NCCL put", body, self.serial(stream), [reads] if reads[1] else [], owner=self)
+        self.machine.scheduler.put(stream, op)
+        self.launched(op)
+
+    def wait_signal(self, stream: Stream, signals: Counter[int]) -> None:
+        """Let a stream wait for signals."""
+        stopped = self._stopped
+
+        def body(op: Op) -> Any:
+            with self.machine.scheduler.lock:
+                if self._stopped != stopped:
+                    return None
+                self._waiting.append((op, signals))
+                self.machine.network.call(self._match_signals)
+            return LATER
+
+        op = Op("NCCL wait for signals", body, self.serial(stream), owner=self)
+        self.machine.scheduler.put(stream, op)
+        self.launched(op)
+
+    def _receive_put(self, rank: int, window: int, offset: int, data: bytes) -> None:
+        if data:
+            start, nbytes = list(self.windows.values())[window]
+            assert offset + len(data) <= nbytes
+            self.machine.memory.view(start + offset, len(data))[:] = memoryview(data)
+        self._signals[rank] += 1
+        self._match_signals()
+
+    def _match_signals(self) -> None:
+        with self.machine.scheduler.changed:
+            while self._waiting and self._waiting[0][1] <= self._signals:
+                op, signals = self._waiting.pop(0)
+                self._signals -= signals
+                self.machine.scheduler.finish(op)
 
     # --- graphs ---
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,13 +31,15 @@ _MEMORY = 8 << 30
 
 
 class _Event:
-    """An event: the piece of work that it stands for, None before it is first recorded."""
+    """An event: the piece of work that it stands for, None before it is first recorded; and when that ran."""
 
-    __slots__ = ("device", "op")
+    __slots__ = ("device", "op", "ran", "timing")
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, timing: bool) -> None:
         self.device = device
+        self.timing = timing
         self.op: Op | None = None
+        self.ran: list[float] = []
 
 
 class _Thread(threading.local):
@@ -234,11 +237,11 @@ class SimulatedCuda(Cuda):
     def capturing(self, stream: int) -> bool:
         return self.stream(stream).capture is not None
 
-    def create_event(self, device: int) -> int:
+    def create_event(self, device: int, timing: bool = False) -> int:
         self._check_device(device)
         with self._scheduler.lock:
             handle = next(self._handles)
-            self.events[handle] = _Event(device)
+            self.events[handle] = _Event(device, timing)
             return handle
 
     def _event(self, handle: int) -> _Event:
@@ -256,7 +259,18 @@ class SimulatedCuda(Cuda):
         found, target = self._event(event), self.stream(stream)
         if found.device != target.device:
             raise CudaError(f"cudaErrorInvalidResourceHandle: an event of device {found.device} on {target}")
-        found.op = self._scheduler.put(target, Op(f"record {event:#x}"))
+        ran: list[float] = []
+        note = (lambda op: ran.append(time.perf_counter())) if found.timing else None
+        found.ran, found.op = ran, self._scheduler.put(target, Op(f"record {event:#x}", note))
+
+    def elapsed(self, start: int, end: int) -> float:
+        self.refuse_under_capture("cudaEventElapsedTime")
+        events = self._event(start), self._event(end)
+        if not all(event.timing and event.op is not None for event in events):
+            raise CudaError("cudaErrorInvalidResourceHandle: an event without timing, or that was never recorded")
+        if not all(event.ran for event in events):
+            raise CudaError("cudaErrorNotReady: an event that is not done")
+        return events[1].ran[0] - events[0].ran[0]
 
     def wait_event(self, stream: int, event: int) -> None:
         target, op = self.stream(stream), self._event(event).op

@@ -43,6 +43,7 @@ class Block:
         device: to which device it belongs; -1 for pinned host memory.
         data: its bytes.
         idle: whether it lies in a pool, used by nobody.
+        registered: how many communicators know it.
         freed: whether it has been given back to the driver.
         touches: what has been done to it, as far as later work may not be ordered after it.
     """
@@ -55,6 +56,7 @@ class Block:
         self.nbytes = nbytes
         self.device = device
         self.idle = self.freed = False
+        self.registered = 0
         self.touches: list[_Touch] = []
 
     def __repr__(self) -> str:
@@ -89,9 +91,15 @@ class Memory:
                 raise CudaError(f"cudaErrorInvalidValue: {ptr:#x} is not the address of an allocation")
             for op in self.users(ptr):
                 self._scheduler.fault(f"{block} freed before {op} has run")
+            self.let_go(block, "freed")
             block.freed = True
             block.data[:] = _STALE
             return block
+
+    def let_go(self, block: Block, how: str) -> None:
+        """A block goes: no communicator may know it any more."""
+        if block.registered:
+            self._scheduler.fault(f"{block} {how} while it is registered with a communicator")
 
     def users(self, ptr: int) -> list[Op]:
         """What touches a block and has not run."""
@@ -211,6 +219,7 @@ class Pool:
                     f"freed too early: {block} went back to the pool of {stream}, "
                     f"whose next user is not ordered after {op}"
                 )
+            self._memory.let_go(block, "went back to its pool")
             block.idle = True
             self._arenas.setdefault((stream, block.nbytes), []).append(block)
 

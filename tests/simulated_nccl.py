@@ -11,6 +11,7 @@ NCCL's sources (2.18 to 2.30).
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import threading
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from simulated_calls import Refused, Slot
 from simulated_comm import Communicator, Result
 from simulated_cuda import Simulation
 from simulated_network import Address
-from simulated_operations import Operations
+from simulated_one_sided import OneSided
 from simulated_threads import Kind
 
 from nccl_comm.api import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Config
@@ -30,7 +31,7 @@ __all__ = ["Result", "SimulatedNccl", "Slot"]
 _UNIQUE = 16
 
 
-class SimulatedNccl(Operations):
+class SimulatedNccl(OneSided):
     """One process's NCCL.
 
     Args:
@@ -69,18 +70,25 @@ class SimulatedNccl(Operations):
         said = secrets.token_bytes(_UNIQUE) + token + name.encode()
         return SUCCESS, said.ljust(UNIQUE_ID_BYTES, b"\xff")
 
-    def comm_init(self, size: int, unique_id: bytes, rank: int, config: Config) -> tuple[int, Slot]:
-        slot = Slot()
-        if not 0 <= rank < size or len(unique_id) != UNIQUE_ID_BYTES:
-            self._last_error = f"rank {rank} of {size}, unique id of {len(unique_id)} bytes"
+    def comm_init(self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config) -> tuple[int, Slot]:
+        if len(unique_ids) > 1:
+            self._needs("ncclCommInitRankScalable")
+        slot, unique_id = Slot(), unique_ids[0]
+        if not 0 <= rank < size or {len(one) for one in unique_ids} != {UNIQUE_ID_BYTES} or len(unique_ids) > size:
+            self._last_error = f"rank {rank} of {size}, {len(unique_ids)} ids, the first of {len(unique_id)} bytes"
             return Result.INVALID_ARGUMENT, slot
         device = max(0, self._simulation.cuda.current_device())
         comm = Communicator(self.machine, size, rank, device, config)
-        rest = unique_id[_UNIQUE:].rstrip(b"\xff")
-        address: Address = (rest[16:].decode(), rest[:16])
-        comm.join(address, unique_id[:_UNIQUE].hex())
+        self._meet(comm, unique_ids)
         slot.value = self._made(comm)
         return self._settle(comm), slot
+
+    @staticmethod
+    def _meet(comm: Communicator, unique_ids: Sequence[bytes]) -> None:
+        """Join the other ranks where the first id says, by all ids: they hang if those are not equal on all ranks."""
+        rest = unique_ids[0][_UNIQUE:].rstrip(b"\xff")
+        address: Address = (rest[16:].decode(), rest[:16])
+        comm.join(address, ".".join(one[:_UNIQUE].hex() for one in unique_ids))
 
     def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, Slot]:
         self._needs("ncclCommSplit")
@@ -126,6 +134,48 @@ class SimulatedNccl(Operations):
         for op in comm.unfinished():
             self._simulation.scheduler.fault(f"{call} before {op} has run")
 
+    def comm_unique_id(self, comm: int) -> tuple[int, bytes]:
+        self._needs("ncclCommGetUniqueId")
+        made = [b""]
+
+        def make() -> int:
+            made[0] = self._growth(self._usable(comm), "ncclCommGetUniqueId")
+            return SUCCESS
+
+        return self._visit("ncclCommGetUniqueId", Kind.USE, comm, make), made[0]
+
+    def _growth(self, comm: Communicator, what: str) -> bytes:
+        """The id of a communicator's next growth, which its ranks know without being told."""
+        if comm.unfinished():
+            self._simulation.scheduler.fault(f"{what} while the communicator has work")
+        name, token = comm.addresses[0]
+        digest = hashlib.sha256(f"{comm.key}/grown-{comm.growths}".encode()).digest()
+        return (digest[:_UNIQUE] + token + name.encode()).ljust(UNIQUE_ID_BYTES, b"\xff")
+
+    def comm_grow(
+        self, comm: int, size: int, unique_id: bytes | None, rank: int, config: Config
+    ) -> tuple[int, Slot]:
+        self._needs("ncclCommGrow")
+        slot = Slot()
+
+        def grow() -> int:
+            device, me, given = max(0, self._simulation.cuda.current_device()), rank, unique_id
+            if comm:
+                parent = self._usable(comm)
+                known = self._growth(parent, "ncclCommGrow")
+                if rank != -1 or size <= parent.size or unique_id not in (None, known):
+                    raise Refused(Result.INVALID_ARGUMENT, f"rank {rank} of {parent.size} grows to {size}")
+                parent.growths += 1
+                device, me, given = parent.device, parent.rank, known
+            if given is None or not 0 <= me < size:
+                raise Refused(Result.INVALID_ARGUMENT, f"rank {me} of {size} comes to a communicator")
+            child = Communicator(self.machine, size, me, device, config)
+            self._meet(child, [given])
+            slot.value = self._made(child)
+            return self._settle(child)
+
+        return self._visit("ncclCommGrow", Kind.USE, comm, grow), slot
+
     def comm_state(self, comm: int) -> tuple[int, int]:
         state = [SUCCESS]
 
@@ -153,6 +203,8 @@ class SimulatedNccl(Operations):
     def comm_destroy(self, comm: int) -> int:
         def destroy() -> int:
             found = self._known(comm) if self._known(comm).error else self._usable(comm)
+            if found.windows or found.buffers:
+                self._simulation.scheduler.fault("a communicator was destroyed before its memory was deregistered")
             self._finish(found)
             found.leave()
             self._forget(comm)

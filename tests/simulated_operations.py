@@ -58,6 +58,7 @@ class Operations(Calls):
     def __init__(self, simulation: Simulation, version: int = 23007, prompt: bool = False) -> None:
         super().__init__(simulation, version, prompt)
         self._group = _Group()
+        self._own_memory: set[int] = set()
 
     # --- groups ---
 
@@ -322,6 +323,7 @@ class Operations(Calls):
         def allocate() -> int:
             cuda = self._simulation.cuda
             made[0] = cuda.allocate(max(0, cuda.current_device()), nbytes)
+            self._own_memory.add(made[0])
             return SUCCESS
 
         return self._call(allocate), made[0]
@@ -331,10 +333,8 @@ class Operations(Calls):
         self._needs("ncclMemFree")
 
         def free() -> int:
-            for comm in self.communicators:
-                if any(ptr <= start < ptr + 1 for start, _ in comm.windows.values()):
-                    self._simulation.scheduler.fault("ncclMemFree of memory that is registered as a window")
             self._simulation.memory.free(ptr)
+            self._own_memory.discard(ptr)
             return SUCCESS
 
         return self._call(free)
@@ -346,13 +346,17 @@ class Operations(Calls):
         def register() -> int:
             found = self._usable(comm)
             memory = self._range(found, "window", ptr, nbytes)
+            block = self._simulation.memory.find(ptr)
+            if block is None or block.ptr not in self._own_memory:
+                raise Refused(Result.CUDA_ERROR, "the memory of a window was not made by cuMemCreate")
 
             def make() -> int:
                 window = next(self._handles)
-                found.windows[window] = memory
+                found.know(found.windows, window, memory)
                 return window
 
             found.put_off(self._writer(slot, make))
+            found.barrier()
             return self._settle(found)
 
         return self._visit("ncclCommWindowRegister", Kind.USE, comm, register), slot
@@ -361,7 +365,8 @@ class Operations(Calls):
         self._needs("ncclCommWindowDeregister")
 
         def deregister() -> int:
-            memory = self._usable(comm).windows.pop(window, None)
+            found = self._usable(comm)
+            memory = found.unknow(found.windows, window)
             if memory is None:
                 raise Refused(Result.INVALID_ARGUMENT, f"no window {window:#x}")
             for op in self._simulation.memory.users(memory[0]):
@@ -370,6 +375,34 @@ class Operations(Calls):
             return SUCCESS
 
         return self._visit("ncclCommWindowDeregister", Kind.USE, comm, deregister)
+
+    def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:
+        self._needs("ncclCommRegister")
+        made = [0]
+
+        def register() -> int:
+            found = self._known(comm)
+            memory = self._range(found, "registered", ptr, nbytes)
+            made[0] = next(self._handles)
+            found.know(found.buffers, made[0], memory)
+            return SUCCESS
+
+        return self._visit("ncclCommRegister", Kind.USE, comm, register), made[0]
+
+    def comm_deregister(self, comm: int, handle: int) -> int:
+        self._needs("ncclCommDeregister")
+
+        def deregister() -> int:
+            found = self._known(comm)
+            memory = found.unknow(found.buffers, handle)
+            if memory is None:
+                raise Refused(Result.INVALID_USAGE, f"no registered memory {handle:#x}")
+            for op in self._simulation.memory.users(memory[0]):
+                if op.owner is not None:
+                    self._simulation.scheduler.fault(f"memory deregistered before {op} has run")
+            return SUCCESS
+
+        return self._visit("ncclCommDeregister", Kind.USE, comm, deregister)
 
 
 def _chosen(selection: str | None) -> frozenset[str]:

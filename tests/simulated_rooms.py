@@ -34,6 +34,7 @@ class _Room:
         self._sends: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self._receives: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self._splits: dict[int, dict[int, tuple[Any, int]]] = defaultdict(dict)
+        self._barriers: dict[int, set[int]] = defaultdict(set)
         self._departing: set[int] = set()
         self._stuck = False
 
@@ -113,6 +114,18 @@ class _Room:
                 continue
             self._tell(pair[0], ("message", number, i, None))
             self._tell(pair[1], ("message", their_number, j, data))
+
+    def barrier(self, rank: int, turn: int) -> None:
+        """A rank's part in a barrier of the host's side."""
+        came = self._barriers[turn]
+        came.add(rank)
+        if len(came) == self._size:
+            del self._barriers[turn]
+            self._tell_all(("barrier", turn))
+
+    def put(self, rank: int, peer: int, window: int, offset: int, data: bytes) -> None:
+        """Data for a rank's window, if there is any, and a signal behind it."""
+        self._tell(peer, ("put", rank, window, offset, data))
 
     def split(self, rank: int, turn: int, color: int | None, key: int) -> None:
         """A rank's part in splitting the communicator; when all have come, each learns its new group."""

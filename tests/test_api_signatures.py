@@ -33,6 +33,7 @@ DistError DistBackendError DistNetworkError DistStoreError group reduce_op defau
 """)
 OURS = words("""
 broadcast_coalesced all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced spawn explain
+grow_group shrink_group Registration
 """)
 REDUCTIONS = words("SUM AVG PRODUCT MIN MAX BAND BOR BXOR")
 WORK_METHODS = words("wait synchronize is_completed is_success exception result get_future")

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import c_int, c_uint64, c_void_p
+from ctypes import c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +266,14 @@ def test_a_thread_without_a_device_has_none_after_making_something(driver: Drive
     assert driver.create_event(1) == EVENT
     assert driver.current_device() == -1
     assert machine.last("cuEventCreate")[1] == 2  # without timing
+    assert driver.create_event(1, timing=True) == EVENT
+    assert machine.last("cuEventCreate")[1] == 0
+
+
+def test_the_time_between_events_is_in_seconds(driver: Driver, machine: Machine) -> None:
+    machine.answers["cuEventElapsedTime"] = putting(0, 2.5, c_float)
+    assert driver.elapsed(EVENT, EVENT + 8) == 0.0025
+    assert machine.last("cuEventElapsedTime")[1:] == (EVENT, EVENT + 8)
 
 
 def test_the_device_comes_back_after_a_failure(driver: Driver, machine: Machine) -> None:
@@ -567,6 +575,7 @@ int cuDeviceGetCount(int* n) { *n = 1; return 0; }
 int cuDeviceGet(int* d, int i) { *d = i; return i ? 101 : 0; }
 int cuEventRecord(void* e, void* s) { return e == (void*)0x500000007ul && s == (void*)0x600000007ul ? 0 : 400; }
 int cuEventQuery(void* e) { return 600; }
+int cuEventElapsedTime(float* t, void* a, void* b) { *t = 1; return 0; }
 int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t n, void* s)
 { return to == 1ull << 40 && from == 1ull << 41 && n == 1ull << 33 && s == (void*)1 ? 0 : 1; }
 int cuGetErrorName(int e, const char** s) { *s = "CUDA_ERROR_STAND_IN"; return 0; }

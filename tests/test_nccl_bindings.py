@@ -31,11 +31,14 @@ from unicoll.testing.ranks import ROOT, environment
 
 DECLARED = parse(NCCL)
 NAMES = {
-    "send": {"sendbuff"},
+    "send": {"sendbuff", "localbuff"},
+    "offset": {"peerWinOffset"},
+    "signal_index": {"sigIdx"},
+    "context": {"ctx"},
     "recv": {"recvbuff"},
     "count": {"count", "sendcount", "recvcount"},
     "dtype": {"datatype"},
-    "window": {"win"},
+    "window": {"win", "peerWin"},
 }
 """Arguments that the protocol calls otherwise than NCCL does."""
 COMM, STREAM = 0x5555_0000_1000, 0x5555_0000_2000
@@ -126,13 +129,29 @@ def test_the_unique_id_crosses_both_ways_with_all_its_bytes() -> None:
     made.answers["ncclGetUniqueId"] = fill
     assert nccl.unique_id() == (0, ident)
     made.answers["ncclCommInitRankConfig"] = putting(0, COMM, ctypes.c_void_p, 7)
-    code, slot = nccl.comm_init(4, ident, 3, api.Config())
+    code, slot = nccl.comm_init(4, [ident], 3, api.Config())
     assert (code, slot.value) == (7, COMM)
     _, size, got, rank, _ = made.last("ncclCommInitRankConfig")
     assert (size, got, rank) == (4, ident, 3)
     assert kind(DECLARED["ncclCommInitRankConfig"].types[2]) == BY_VALUE
     with pytest.raises(tree.DistBackendError, match="128 bytes, not 4"):
-        nccl.comm_init(1, b"four", 0, api.Config())
+        nccl.comm_init(1, [b"four"], 0, api.Config())
+
+
+def test_several_unique_ids_arrive_one_after_another() -> None:
+    made, nccl = bound()
+    idents = [bytes([i]) * 128 for i in (1, 2, 3)]
+    seen: list[Any] = []
+
+    def begin(place: int, size: int, rank: int, count: int, ids: int, config: int) -> int:
+        seen.append((size, rank, count, ctypes.string_at(ids, 128 * count), _read_config(config)["maxCTAs"]))
+        put(place, COMM, ctypes.c_void_p)
+        return 7
+
+    made.answers["ncclCommInitRankScalable"] = begin
+    code, slot = nccl.comm_init(300, idents, 299, api.Config(max_ctas=4))
+    assert (code, slot.value) == (7, COMM)
+    assert seen == [(300, 299, 3, b"".join(idents), 4)]
 
 
 def _read_config(address: int) -> dict[str, Any]:
@@ -203,6 +222,32 @@ def test_a_shrink_tells_whom_to_leave_out_and_whether_to_abort() -> None:
     assert seen == [(COMM, [5, 2], 4, 1), (COMM, [1], 4, 0)]
 
 
+def test_a_communicator_grows_by_an_id_of_its_own() -> None:
+    made, nccl = bound()
+    ident = bytes(range(1, 128)) + b"\0"
+
+    def fill(comm: int, address: int) -> int:
+        ctypes.memmove(address, ident, len(ident))
+        return 0
+
+    made.answers["ncclCommGetUniqueId"] = fill
+    assert nccl.comm_unique_id(COMM) == (0, ident)
+    assert made.last("ncclCommGetUniqueId")[0] == COMM
+    seen: list[Any] = []
+
+    def grow(comm: int, size: int, given: int, rank: int, place: int, config: int) -> int:
+        told = ctypes.string_at(given, 128) if given else None
+        seen.append((comm, size, told, rank, _read_config(config)["maxCTAs"]))
+        put(place, COMM + 24, ctypes.c_void_p)
+        return 7
+
+    made.answers["ncclCommGrow"] = grow
+    for comm, told, rank in ((COMM, ident, -1), (COMM, None, -1), (0, ident, 5)):
+        code, slot = nccl.comm_grow(comm, 6, told, rank, api.Config(max_ctas=4))
+        assert (code, slot.value) == (7, COMM + 24)
+        assert seen.pop() == (comm, 6, told, rank, 4)
+
+
 def test_state_revoke_memory_and_windows() -> None:
     made, nccl = bound()
     made.answers["ncclCommGetAsyncError"] = putting(1, 6, ctypes.c_int, 0)
@@ -218,6 +263,24 @@ def test_state_revoke_memory_and_windows() -> None:
         assert (code, window.value) == (0, 0x77)
         comm, ptr, nbytes, _, flags = made.last("ncclCommWindowRegister")
         assert (comm, ptr, nbytes, flags) == (COMM, 1 << 44, 1 << 33, int(symmetric))
+    made.answers["ncclCommRegister"] = putting(3, 0x99 << 32, ctypes.c_void_p)
+    assert nccl.comm_register(COMM, 1 << 44, 1 << 33) == (0, 0x99 << 32)
+    assert made.last("ncclCommRegister")[:3] == (COMM, 1 << 44, 1 << 33)
+    made.answers["ncclCommRegister"] = lambda *_: 5
+    assert nccl.comm_register(COMM, 1 << 44, 1) == (5, 0)
+
+
+def test_the_signals_to_wait_for_are_a_list_of_nccls_structures() -> None:
+    made, nccl = bound()
+    read: list[Any] = []
+
+    def wait(count: int, place: int, comm: int, stream: int) -> int:
+        read.append((list((ctypes.c_int * (4 * count)).from_address(place)), comm, stream))
+        return 5
+
+    made.answers["ncclWaitSignal"] = wait
+    assert nccl.wait_signal([(3, 2), (0, 1)], COMM, STREAM) == 5
+    assert read == [([2, 3, 0, 0, 1, 0, 0, 0], COMM, STREAM)]
 
 
 def test_a_factor_is_read_while_the_call_runs() -> None:
@@ -570,6 +633,13 @@ def test_the_real_library_is_found_without_importing_its_package() -> None:
 
 
 @with_library
+def test_the_real_library_exports_what_its_version_should_have() -> None:
+    out = ask("from nccl_comm.bindings import SIGNATURES\nprint(nccl.version, *(n for n in SIGNATURES if nccl.has(n)))")
+    version, *names = out.split()
+    assert set(names) == {n for n in SIGNATURES if NCCL_SINCE.get(n, 0) <= int(version)}
+
+
+@with_library
 def test_the_real_library_makes_ids_that_differ() -> None:
     out = ask(
         "a, b = nccl.unique_id(), nccl.unique_id()\nprint(a[0], b[0], len(a[1]), a[1] != b[1], any(a[1]))"
@@ -594,7 +664,7 @@ def test_the_real_library_refuses_what_is_wrong_and_says_why() -> None:
 @with_library
 def test_the_real_library_fails_without_a_gpu_and_comes_back() -> None:
     out = ask(
-        "code, slot = nccl.comm_init(1, nccl.unique_id()[1], 0, api.Config(min_ctas=1, comm_name='one'))\n"
+        "code, slot = nccl.comm_init(1, [nccl.unique_id()[1]], 0, api.Config(min_ctas=1, comm_name='one'))\n"
         "print(type(error_for(code, nccl, 0, 'ncclCommInitRankConfig', 'g', None, None)).__name__, slot.value,"
         " 'CUDA' in nccl.last_error() or 'Cuda' in nccl.last_error())"
     )

@@ -48,7 +48,7 @@ class World:
 
     def _begin(self, unique: bytes, rank: int) -> Any:
         self.sim.cuda.set_device(rank)
-        return self.nccl.comm_init(self.size, unique, rank, self.config)
+        return self.nccl.comm_init(self.size, [unique], rank, self.config)
 
     def made(self, rank: int) -> Communicator:
         """A rank's communicator, as the simulation sees it."""
@@ -265,20 +265,20 @@ def test_a_communicator_in_progress_takes_nothing_else(world: Callable[..., Worl
 def test_a_communicator_is_ready_when_all_ranks_have_come(world: Callable[..., World]) -> None:
     w = world(0)
     _, unique = w.nccl.unique_id()
-    code, first = w.nccl.comm_init(2, unique, 0, Config(blocking=False))
+    code, first = w.nccl.comm_init(2, [unique], 0, Config(blocking=False))
     assert code == IN_PROGRESS
     assert w.nccl.comm_state(first.value or 0) == (SUCCESS, IN_PROGRESS)
-    _, second = w.nccl.comm_init(2, unique, 1, Config(blocking=False))
+    _, second = w.nccl.comm_init(2, [unique], 1, Config(blocking=False))
     w.comms = [first.value or 0, second.value or 0]
     assert w.settle() == [SUCCESS, SUCCESS]
 
 
 def test_nobody_at_the_address_is_an_error(world: Callable[..., World]) -> None:
     w = world(0)
-    _, slot = w.nccl.comm_init(1, b"x" * 128, 0, Config())
+    _, slot = w.nccl.comm_init(1, [b"x" * 128], 0, Config())
     w.comms = [slot.value or 0]
     assert w.settle() == [Result.SYSTEM_ERROR]
-    assert w.nccl.comm_init(2, b"x" * 128, 2, Config())[0] == Result.INVALID_ARGUMENT
+    assert w.nccl.comm_init(2, [b"x" * 128], 2, Config())[0] == Result.INVALID_ARGUMENT
 
 
 def test_finalize_waits_for_the_work(world: Callable[..., World]) -> None:
@@ -601,6 +601,22 @@ def test_memory_and_windows(world: Callable[..., World]) -> None:
     assert w.nccl.mem_free(ptr) == SUCCESS
     assert w.nccl.mem_free(ptr) == Result.CUDA_ERROR
     assert w.sim.faults == []
+
+
+def test_memory_goes_after_it_has_been_deregistered(world: Callable[..., World]) -> None:
+    w = world(1, blocking=True)
+    (comm,) = w.comms
+    ptr = w.sim.cuda.allocate(0, 4096)
+    code, window = w.nccl.window_register(comm, ptr, 4096, True)
+    assert (code, window.value) == (Result.CUDA_ERROR, None)  # not NCCL's own memory
+    code, handle = w.nccl.comm_register(comm, ptr, 4096)
+    assert code == SUCCESS
+    assert w.nccl.comm_deregister(comm, handle + 1) == Result.INVALID_USAGE
+    w.sim.cuda.free(ptr)
+    assert len(w.sim.faults) == 1
+    assert "freed while it is registered" in w.sim.faults[0]
+    assert w.nccl.comm_destroy(comm) == SUCCESS
+    assert "before its memory was deregistered" in w.sim.faults[1]
 
 
 def test_memory_goes_at_once_whatever_uses_it(world: Callable[..., World]) -> None:

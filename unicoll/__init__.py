@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .backend import Registration
 from .collectives import (
     all_gather,
     all_gather_coalesced,
@@ -63,7 +64,14 @@ from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, recv_object_list,
 from .registry import Backend
 from .rendezvous import register_rendezvous_handler
 from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
-from .subgroups import new_group, new_subgroups, new_subgroups_by_enumeration, shrink_group, split_group
+from .subgroups import (
+    grow_group,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    shrink_group,
+    split_group,
+)
 from .types import ReduceOp, default_pg_timeout, reduce_op
 from .work import Work
 from .world import (
@@ -150,6 +158,7 @@ __all__ = [
     "QueueEmptyError",
     "RankLostError",
     "ReduceOp",
+    "Registration",
     "SpawnError",
     "Store",
     "StoreTimeoutError",
@@ -187,6 +196,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "group",
+    "grow_group",
     "init_device_mesh",
     "init_process_group",
     "irecv",

@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .call import Call
+from .call import Call, OneSidedCall
 from .errors import BackendUnavailableError
 from .options import CallOptions
 from .types import DType, Reduction
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from .stores import Store
     from .work import Completion
 
-__all__ = ["Backend", "Call", "Caps", "Context", "Job"]
+__all__ = ["Backend", "Call", "Caps", "Context", "Job", "OneSidedCall", "Registration"]
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,41 @@ class Context:
         return control.who(rank) if control is not None else f"rank {rank}"
 
 
+class Registration(ABC):
+    """Memory that a group's library knows (:meth:`ProcessGroup.register`); ``with`` closes it at the end."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of it."""
+
+    @property
+    @abstractmethod
+    def symmetric(self) -> bool:
+        """Whether it is in symmetric windows."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """Whether it has been taken back, by :meth:`close` or the end of the group."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for the operations of the group that are on their way, and take it back; idempotent.
+
+        Graphs that use the memory must be gone. The array, or the pool's object, is kept alive until here.
+
+        Raises:
+            OperationTimeoutError: an operation does not end; the memory is still registered.
+        """
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.close()
+
+
 class Backend(ABC):
     """One process group's way of moving data."""
 
@@ -239,6 +274,18 @@ class Backend(ABC):
         """
         return type(self).create(context)
 
+    def grow(self, context: Context) -> Backend:
+        """The backend of a group of this one's members, with the same ranks, and others behind them; they all call it.
+
+        The others call :meth:`join_grown` meanwhile.
+        """
+        return type(self).create(context)
+
+    @classmethod
+    def join_grown(cls, context: Context) -> Backend:
+        """The backend of a rank that was not in the group that has grown."""
+        return cls.create(context)
+
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
         """Device memory that the library may reach from all members' devices at once; all members call it.
 
@@ -246,6 +293,25 @@ class Backend(ABC):
             BackendUnavailableError: the backend has none, and why.
         """
         raise BackendUnavailableError(f"symmetric_empty: backend {self.name} has no symmetric memory")
+
+    def register(self, memory: Any, symmetric: bool) -> Registration:
+        """Tell the library of memory that there is already; all members call it.
+
+        Raises:
+            BackendUnavailableError: the backend registers none, and why.
+        """
+        raise BackendUnavailableError(f"register: backend {self.name} registers no memory; the backend nccl does")
+
+    def one_sided(self, call: OneSidedCall) -> None:
+        """Put a put, a signal or a wait for signals on the stream of its array.
+
+        Raises:
+            BackendUnavailableError: the backend has no one-sided operations, and why.
+        """
+        raise BackendUnavailableError(
+            f"{call.op.name}: backend {self.name} has no one-sided operations; the backend nccl has, from NCCL 2.29 on",
+            op=call.op.name,
+        )
 
     def refuse_options(self, options: CallOptions) -> None:  # noqa: B027 - optional
         """Raise DistArgumentError if calls cannot be told these; a backend that they do not concern takes them all."""

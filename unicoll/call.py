@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from .buffers import Buffer
 from .ops import Op, Sizes
 from .options import CallOptions
 from .types import DType, Reduction
 
-__all__ = ["Call", "ProxyCall"]
+__all__ = ["Call", "OneSidedCall", "ProxyCall", "calls_with"]
 
 
 class Call:
@@ -31,12 +32,13 @@ class Call:
         source: for a receive from anyone, the rank in the group that the message came from.
         options: what :meth:`~unicoll.group.ProcessGroup.using` said for this call, or None.
         refused: on the root of a gather or scatter why it refused its list, which the others are told; else "".
+        timed: whether its duration is asked for.
         carry: does the call in place of the backend, which it is given; None where the backend does it itself.
     """
 
     __slots__ = (
         "carry", "even", "in_counts", "inputs", "op", "options", "out_counts", "outputs", "peer", "reduce", "refused",
-        "root", "seq", "signature", "site", "source", "tag", "timeout",
+        "root", "seq", "signature", "site", "source", "tag", "timed", "timeout",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +69,7 @@ class Call:
         self.source = -1
         self.refused = ""
         self.options: CallOptions | None = None
+        self.timed = False
         self.carry: Callable[[Callable[[Call], None]], None] | None = None
 
     @property
@@ -101,6 +104,18 @@ class Call:
         return f"{op.name}({', '.join(parts)})"
 
 
+def calls_with(options: CallOptions | None, timed: bool) -> Callable[..., Call]:
+    """What makes calls with options; not a method, since views of one call should leave no circle behind."""
+
+    def make(*args: Any, **more: Any) -> Call:
+        call = Call(*args, **more)
+        call.options = options
+        call.timed = timed
+        return call
+
+    return make
+
+
 class ProxyCall(Call):
     """A call that a backend is given on behalf of a user's, of whose place and words it is.
 
@@ -122,10 +137,27 @@ class ProxyCall(Call):
     ) -> None:
         super().__init__(op, inputs, outputs, timeout, reduce, root, of.peer, of.tag)
         self.of = of
-        self.seq, self.site, self.refused = of.seq, of.site, of.refused
+        self.seq, self.site, self.refused, self.timed = of.seq, of.site, of.refused, of.timed
 
     def describe(self) -> str:
         return self.of.describe()
+
+
+class OneSidedCall(Call):
+    """A put, a signal, or a wait for signals. Its one input says on which stream, and what is put.
+
+    Attributes:
+        signals: how many signals by the other rank in the group.
+        window, offset: of a put, where to: what the user gave, and elements from its begin.
+        handle: of a put, the backend's own name of the window.
+    """
+
+    __slots__ = ("handle", "offset", "signals", "window")
+
+    signals: dict[int, int]
+    window: Any
+    offset: int
+    handle: int
 
 
 def _describe_pieces(pieces: Sequence[Buffer]) -> str:

@@ -13,7 +13,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any, NoReturn
 
 from . import forks
@@ -68,6 +68,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventDestroy_v2": (_event,),
     "cuEventRecord": (_event, _stream),
     "cuEventQuery": (_event,),
+    "cuEventElapsedTime": (POINTER(c_float), _event, _event),
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemFree_v2": (_address,),
     "cuMemHostAlloc": (_out, c_size_t, c_uint),
@@ -229,11 +230,11 @@ class Driver(Cuda):
             self._again("cuStreamIsCapturing", code, stream, byref(status))
         return status.value != _CAPTURE_NONE
 
-    def create_event(self, device: int) -> int:
-        """An event without timing."""
+    def create_event(self, device: int, timing: bool = False) -> int:
+        """An event; one without timing is cheaper."""
         made = c_void_p()
         with self._on(device):
-            self._call("cuEventCreate", byref(made), _EVENT_DISABLE_TIMING)
+            self._call("cuEventCreate", byref(made), 0 if timing else _EVENT_DISABLE_TIMING)
         return made.value or 0
 
     def destroy_event(self, event: int) -> None:
@@ -258,6 +259,12 @@ class Driver(Cuda):
         if code == _NOT_READY:
             return False
         return code == _SUCCESS or self._again("cuEventQuery", code, event) == _SUCCESS
+
+    def elapsed(self, start: int, end: int) -> float:
+        """Seconds of the device between two events with timing, which are both done; to half a microsecond."""
+        found = c_float()
+        self._call("cuEventElapsedTime", byref(found), start, end)
+        return found.value / 1e3
 
     def ignore_captures(self) -> None:
         """Let the calling thread ask about events while other threads capture graphs."""

@@ -12,12 +12,13 @@ from datetime import timedelta
 from typing import Any
 
 from .arguments import buffers_of, call_site
-from .backend import Backend, Context, Job
+from .backend import Backend, Context, Job, Registration
 from .buffers import Buffer, as_buffer
-from .call import Call
+from .call import Call, calls_with
 from .checks import check, sign
 from .errors import BackendUnavailableError, DistArgumentError, DistError, DistTypeError, GroupAbortedError
 from .ops import OPS, Op, Sizes, as_reduce_op
+from .options import wants_timing
 from .registry import Choice
 from .staging import Staged
 from .types import BY_NAME, Reduction, to_seconds
@@ -34,12 +35,14 @@ _REMEMBERED = 1024
 
 
 def _make_backend(
-    cls: type[Backend], context: Context, parent: Dispatch | None, excluded: Sequence[int]
+    cls: type[Backend], context: Context, parent: Dispatch | None, excluded: Sequence[int], grown: bool
 ) -> Backend:
     """The backend of a new group; from the parent's where that has one of the kind."""
     above = parent._served.get(cls) if parent is not None else None
     if above is None:
-        return cls.create(context)
+        return cls.join_grown(context) if grown else cls.create(context)
+    if grown:
+        return above.grow(context)
     if excluded:
         return above.shrink(context, excluded)
     made = above.split(context)
@@ -62,6 +65,7 @@ class Dispatch:
         device: Any = None,
         parent: Dispatch | None = None,
         excluded: Sequence[int] = (),
+        grown: bool = False,
     ) -> None:
         self._job = job
         self._name = name
@@ -74,14 +78,16 @@ class Dispatch:
         self.bound_device_id = device
         self.choices = tuple(choices)
         self.splits = 0  # how often this group has been split; numbers the children
-        self._new_call: Callable[..., Call] = Call  # views of the group make others
+        self._timed = wants_timing(options)
+        # views of the group make others
+        self._new_call: Callable[..., Call] = calls_with(None, True) if self._timed else Call
         self._known: dict[Any, tuple[int, Backend]] = {}
         self._served: dict[type[Backend], Backend] = {}
         self._backends: dict[str, Backend] = {}
         for choice in choices:
             if choice.cls not in self._served:
                 context = Context(job, name, self._rank, ranks, timeout, options, device, choice.asked)
-                self._served[choice.cls] = _make_backend(choice.cls, context, parent, excluded)
+                self._served[choice.cls] = _make_backend(choice.cls, context, parent, excluded, grown)
             if not choice.staged:
                 self._backends[choice.device] = self._served[choice.cls]
         self._host = self._backends.get("cpu") or next(iter(self._served.values()))
@@ -193,6 +199,28 @@ class Dispatch:
         sizes = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         backend = self._backends.get("cuda", self._host)
         return backend.symmetric_empty(sizes, found)
+
+    def register(self, memory: Any, *, symmetric: bool = False) -> Registration:
+        """Register memory of this rank's GPU with NCCL, which then moves it with fewer copies.
+
+        All members call it, each with memory of its own. It lasts until :meth:`Registration.close`, or until the group
+        is closed, and keeps ``memory`` alive. Arrays of parts of the memory are known, too.
+
+        Args:
+            memory: a contiguous array, or a ``torch.cuda.MemPool``: the memory that it holds now, which is to be kept
+                (no ``torch.cuda.empty_cache()``). CuPy's pools do not tell what they hold.
+            symmetric: register it as a symmetric window (``ncclCommWindowRegister``), which needs memory of the
+                CUDA driver's ``cuMemCreate`` on all ranks, as ``ncclMemAlloc`` gives it; NCCL before 2.27, and
+                communicators that have no use for windows, register it by ``ncclCommRegister``. ``symmetric`` of what
+                is returned says which.
+
+        Raises:
+            BackendUnavailableError: the group has no NCCL, or one that is older than 2.19.
+            DistTypeError: no array and no pool that tells its memory.
+            DistArgumentError: it is empty, not contiguous, not on the group's device, or in a window already.
+            DistError: NCCL refuses it, and why.
+        """
+        return self._backends.get("cuda", self._host).register(memory, symmetric)
 
     # --- the way of a call ----------------------------------------------------------------------------------------
 

@@ -7,16 +7,18 @@ these methods. A method makes buffers of its arrays and says which of them go in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 from .arguments import buffers_of, call_site, check_ranks, pairs_of, same_length, splits_of
 from .buffers import as_buffer
-from .call import Call
-from .dispatch import Dispatch, Timeout
-from .errors import DistArgumentError
+from .call import calls_with
+from .dispatch import Timeout
+from .errors import DistArgumentError, GroupAbortedError
+from .invitations import Invitation
+from .one_sided import OneSided
 from .ops import OPS
 from .options import CallOptions, as_call_options
 from .types import ReduceOp
@@ -29,7 +31,7 @@ _ALL_REDUCE = OPS["all_reduce"]
 _SEND, _RECV = OPS["send"], OPS["recv"]
 
 
-class ProcessGroup(Dispatch):
+class ProcessGroup(OneSided):
     """A set of ranks that communicate; made by ``init_process_group`` and ``new_group``, never directly.
 
     Every collective must be called by all members, in the same order. With ``async_op=True`` a method returns a
@@ -59,7 +61,12 @@ class ProcessGroup(Dispatch):
         return self
 
     def using(
-        self, options: CallOptions | Mapping[str, Any] | None = None, *, timeout: Timeout = None, **named: Any
+        self,
+        options: CallOptions | Mapping[str, Any] | None = None,
+        *,
+        timeout: Timeout = None,
+        timing: bool | None = None,
+        **named: Any,
     ) -> ProcessGroup:
         """This group with options for the calls that are made through what is returned.
 
@@ -69,6 +76,7 @@ class ProcessGroup(Dispatch):
         Args:
             options: a :class:`CallOptions`, or a dict with the same names.
             timeout: default timeout of these calls, timedelta or seconds; None keeps the group's.
+            timing: whether ``Work.duration`` tells how long asynchronous calls took; None keeps the group's.
             named: single options by name, in place of those in ``options`` and those of the view that this is; None
                 takes one back.
 
@@ -80,7 +88,7 @@ class ProcessGroup(Dispatch):
         if told is not None:
             for backend in self._served.values():
                 backend.refuse_options(told)
-        return _View(self.whole, told, self._seconds(timeout))
+        return _View(self.whole, told, self._seconds(timeout), self._timed if timing is None else bool(timing))
 
     def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.shrink_group` of this group: those that are left call it, and get a group of their own."""
@@ -103,6 +111,30 @@ class ProcessGroup(Dispatch):
             excluded,
         )
         parent.job.groups.append(made)
+        return made
+
+    def grow(self, ranks_to_add: Sequence[int], pg_options: Any = None) -> ProcessGroup:
+        """:func:`unicoll.grow_group` of this group, on its members."""
+        parent = self.whole
+        job, added = parent.job, [int(r) for r in ranks_to_add]
+        check_ranks("grow_group", added, job.size)
+        known = [r for r in added if r in parent.ranks]
+        if known:
+            raise DistArgumentError(f"grow_group: ranks {known} are in group {parent.name!r} already")
+        if parent._closed:
+            raise GroupAbortedError(f"group {parent.name!r} has been destroyed", group=parent.name)
+        parent.splits += 1
+        invitation = Invitation(
+            f"{parent.name}/grown-{parent.splits}", (*parent.ranks, *added), len(parent.ranks), parent.timeout,
+            parent.group_desc, parent.backend_config,
+        )  # fmt: skip
+        if parent._rank == 0:
+            invitation.send(job.store)
+        made = ProcessGroup(
+            job, invitation.name, invitation.ranks, parent.choices, parent.timeout, parent.group_desc, pg_options,
+            parent.bound_device_id, parent, grown=True,
+        )  # fmt: skip
+        job.groups.append(made)
         return made
 
     # --- collectives ------------------------------------------------------------------------------------------
@@ -398,35 +430,27 @@ class ProcessGroup(Dispatch):
 class _View(ProcessGroup):
     """A group whose calls carry options: all that it knows is the group's."""
 
-    def __init__(self, whole: ProcessGroup, options: CallOptions | None, timeout: float) -> None:
+    def __init__(self, whole: ProcessGroup, options: CallOptions | None, timeout: float, timed: bool) -> None:
         self.__dict__.update(whole.__dict__)
         for name in _CHANGING:
             del self.__dict__[name]
         self._whole = whole
         self._options = options
         self._timeout = timeout
-        self._new_call = _calls_with(options)
+        self._timed = timed
+        self._new_call = calls_with(options, timed)
 
     def __repr__(self) -> str:
         said = [str(self._options)] if self._options is not None else []
         if self._timeout != self._whole.timeout:
             said.append(f"timeout={self._timeout:g}")
+        if self._timed != self._whole._timed:
+            said.append(f"timing={self._timed}")
         return f"{repr(self._whole)[:-1]}, using {', '.join(said) or 'nothing'}>"
 
     @property
     def whole(self) -> ProcessGroup:
         return self._whole
-
-
-def _calls_with(options: CallOptions | None) -> Callable[..., Call]:
-    """What makes calls with options; not a method, since views of one call should leave no circle behind."""
-
-    def make(*args: Any, **more: Any) -> Call:
-        call = Call(*args, **more)
-        call.options = options
-        return call
-
-    return make
 
 
 _CHANGING = ("_closed", "_staged", "splits")

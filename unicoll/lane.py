@@ -172,6 +172,7 @@ class Lane:
                         self._busy = False
                         break
                     completion = self._running = self._queue.popleft()
+                completion.begin()
                 self.in_background = True
                 error = self._attempt(completion.calls)
                 self.in_background = False

@@ -9,7 +9,7 @@ from typing import Any
 from . import settings
 from .errors import DistArgumentError, DistTypeError
 
-__all__ = ["CallOptions", "Options", "as_call_options", "as_options"]
+__all__ = ["CallOptions", "Options", "as_call_options", "as_options", "wants_timing"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Options:
         net_name: NCCL's network plug-in.
         split_share: whether communicators split from this group's share its resources.
         traffic_class: of InfiniBand or RoCE; NCCL 2.27.
+        timing: whether ``Work.duration`` of its asynchronous operations tells how long they took; None: as
+            ``UNICOLL_TIMING`` says (``1``), else no.
     """
 
     deterministic: bool | None = None
@@ -39,6 +41,7 @@ class Options:
     net_name: str | None = None
     split_share: bool | None = None
     traffic_class: int | None = None
+    timing: bool | None = None
 
     @property
     def in_order(self) -> bool:
@@ -88,7 +91,7 @@ _UNDEFINED = -(1 << 31)
 """What NCCL's own option objects say for "not given"."""
 _TYPES: dict[str, type] = {
     "deterministic": bool, "high_priority": bool, "blocking": bool, "cga_cluster_size": int, "min_ctas": int,
-    "max_ctas": int, "net_name": str, "split_share": bool, "traffic_class": int,
+    "max_ctas": int, "net_name": str, "split_share": bool, "traffic_class": int, "timing": bool,
 }  # fmt: skip
 _CALL_TYPES: dict[str, type] = {
     "min_ctas": int, "max_ctas": int, "nvls_ctas": int, "cga_cluster_size": int, "algorithm": str,
@@ -115,9 +118,8 @@ def as_call_options(base: CallOptions | None, given: Any, named: Mapping[str, An
     told = {**(given.given() if isinstance(given, CallOptions) else given or {}), **named}
     unknown = set(told) - set(_CALL_TYPES)
     if unknown:
-        raise DistArgumentError(
-            f"using: unknown {', '.join(sorted(map(repr, unknown)))}; known are timeout, {', '.join(_CALL_TYPES)}"
-        )
+        known = ", ".join(("timeout", *_CALL_TYPES, "timing"))
+        raise DistArgumentError(f"using: unknown {', '.join(sorted(map(repr, unknown)))}; known are {known}")
     _check_types("using", _CALL_TYPES, told)
     made = replace(base or CallOptions(), **told)
     for name in ("min_ctas", "max_ctas", "nvls_ctas", "cga_cluster_size"):
@@ -164,6 +166,12 @@ def as_options(given: Any) -> Options:
         found = _of_others(given)
     _check_types("pg_options", _TYPES, {name: getattr(found, name) for name in _TYPES})
     return found
+
+
+def wants_timing(given: Any) -> bool:
+    """Whether ``pg_options``, whoever they are for, or else the environment ask for durations."""
+    said = given.get("timing") if isinstance(given, Mapping) else getattr(given, "timing", None)
+    return bool(settings.flag("UNICOLL_TIMING")) if said is None else said is True
 
 
 def _article(kind: type) -> str:

@@ -32,6 +32,7 @@ FLAGS: dict[str, bool | None] = {
     "UNICOLL_MPI_ABORT": True,
     "UNICOLL_MPI_CUDA": None,
     "UNICOLL_NCCL_SHARE_DEVICE": False,
+    "UNICOLL_TIMING": False,
 }
 """Variables that say yes or no, and what they mean where they are unset; None leaves it to a detection."""
 
@@ -44,7 +45,10 @@ CHOICES = {
 }
 """Variables with words: the default, and all that are known."""
 
-NUMBERS = {"UNICOLL_STORE_MAX_VALUE": (1, (1 << 32) - 1, 1 << 30)}
+NUMBERS = {
+    "UNICOLL_NCCL_RANKS_PER_ROOT": (1, 1 << 20, 128),
+    "UNICOLL_STORE_MAX_VALUE": (1, (1 << 32) - 1, 1 << 30),
+}
 """Variables with whole numbers: the least, the greatest, the default."""
 
 TEXTS = (

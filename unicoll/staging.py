@@ -276,5 +276,8 @@ class _Unpacking(Completion):
     def exception(self) -> BaseException | None:
         return self._done.exception()
 
+    def took(self) -> float:
+        return self._done.took()
+
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         self._done.add_done_callback(fn)

@@ -113,8 +113,8 @@ class Cuda(ABC):
         """Whether the stream records a graph instead of running."""
 
     @abstractmethod
-    def create_event(self, device: int) -> int:
-        """An event without timing."""
+    def create_event(self, device: int, timing: bool = False) -> int:
+        """An event; one without timing is cheaper."""
 
     @abstractmethod
     def destroy_event(self, event: int) -> None:
@@ -131,6 +131,10 @@ class Cuda(ABC):
     @abstractmethod
     def event_done(self, event: int) -> bool:
         """Whether all that the event stands for has been done; never blocks."""
+
+    @abstractmethod
+    def elapsed(self, start: int, end: int) -> float:
+        """Seconds of the device between two events with timing, which are both done."""
 
     @abstractmethod
     def ignore_captures(self) -> None:

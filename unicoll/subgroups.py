@@ -11,10 +11,11 @@ from . import registry, world
 from .arguments import check_ranks
 from .errors import DistArgumentError
 from .group import ProcessGroup
+from .invitations import Invitation
 from .registry import Choice
 from .world import World
 
-__all__ = ["new_group", "new_subgroups", "new_subgroups_by_enumeration", "shrink_group", "split_group"]
+__all__ = ["grow_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "shrink_group", "split_group"]
 
 Timeout = timedelta | float | None
 
@@ -205,6 +206,51 @@ def split_group(
             return made
     parent.leave_out(choices)
     return None
+
+
+def grow_group(
+    ranks_to_add: Sequence[int],
+    group: Any = None,
+    pg_options: Any = None,
+    device_id: Any = None,
+    timeout: Timeout = None,
+) -> ProcessGroup:
+    """A group of the members of one and of more ranks of the job, which come behind them; they all call it.
+
+    The members call it with their group, or :meth:`ProcessGroup.grow`; those who come with what ``new_group`` gave
+    them, ``GroupMember.NON_GROUP_MEMBER``. The smaller group stays as it is; destroy it when it is not used any more.
+    NCCL grows the communicator where it can (2.29), else all connect anew; operations that are on their way end first.
+
+    Args:
+        ranks_to_add: global ranks of those who come, in the order of their ranks in the larger group.
+        group: None is the default group.
+        pg_options: as for :func:`new_group`.
+        device_id: of those who come, the device that the group is bound to; None takes the current one.
+        timeout: how long those who come wait for the members; None is the default group's timeout.
+
+    Raises:
+        DistArgumentError: nobody comes, or a rank that is in the group already or not in the job; or the ranks differ.
+        OperationTimeoutError, RankLostError: not all have come.
+        GroupAbortedError: the group has failed or was destroyed.
+    """
+    if not isinstance(group, type(world.GroupMember.NON_GROUP_MEMBER)):
+        return world.member(group, "grow_group").grow(ranks_to_add, pg_options)
+    here = world.current("grow_group")
+    job, added = here.job, [int(r) for r in ranks_to_add]
+    check_ranks("grow_group", added, job.size)
+    if job.rank not in added:
+        raise DistArgumentError(f"grow_group: this rank, {job.rank}, is not among the ranks {added} that are to come")
+    here.named["grow"] = here.named.get("grow", 0) + 1
+    patience = world.seconds(timeout, here.default.timeout)
+    told = Invitation.receive(job.store, job.rank, here.named["grow"], added, patience)
+    same = told.backends == here.default.backend_config
+    choices = here.default.choices if same else _choices(here, told.backends, here.default)
+    device = here.default.bound_device_id if device_id is None else device_id
+    made = ProcessGroup(
+        job, told.name, told.ranks, choices, told.timeout, told.desc, pg_options, device, grown=True
+    )
+    here.groups.append(made)
+    return made
 
 
 def shrink_group(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from .errors import OperationTimeoutError
+from .errors import BackendUnavailableError, DistArgumentError, OperationTimeoutError
 from .types import to_seconds
 
 if TYPE_CHECKING:
@@ -47,10 +48,25 @@ class Completion(ABC):
         """Call ``fn`` once when the batch has ended; at once if it has."""
 
 
-class HostCompletion(Completion):
-    """A completion that a host thread finishes."""
+    @property
+    def recorded(self) -> bool:
+        """Whether the batch was recorded into a graph, with which it runs any number of times."""
+        return False
 
-    __slots__ = ("_callbacks", "_done", "_error", "_gate", "calls")
+    def took(self) -> float:
+        """Seconds from the batch's begin to its end; it was asked for, and the batch has ended well."""
+        raise BackendUnavailableError("duration: this backend does not time its operations")
+
+
+class HostCompletion(Completion):
+    """A completion that a host thread finishes.
+
+    Attributes:
+        calls: the batch.
+        begun: when it began, on the clock of ``time.perf_counter``, if its duration was asked for; else 0.
+    """
+
+    __slots__ = ("_callbacks", "_done", "_error", "_gate", "_took", "begun", "calls")
 
     def __init__(self, calls: tuple[Call, ...]) -> None:
         self.calls = calls
@@ -59,11 +75,23 @@ class HostCompletion(Completion):
         self._done = False
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
+        self._took = 0.0
+        self.begun = time.perf_counter() if calls[0].timed else 0.0
+
+    def begin(self) -> None:
+        """What was queued begins only now."""
+        if self.begun:
+            self.begun = time.perf_counter()
+
+    def took(self) -> float:
+        return self._took
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the batch ended and wake everyone; only the first call counts."""
         if self._done:
             return
+        if self.begun:
+            self._took = time.perf_counter() - self.begun
         self._error = error
         self._done = True
         self._gate.release()
@@ -164,6 +192,30 @@ class Work:
         return self._calls[0].source
 
     _source_rank = source_rank
+
+    def duration(self) -> float:
+        """Seconds that the operation took, once it is done (blocks the host until then).
+
+        Of CUDA arrays over NCCL the device's time: from when the stream reaches it, which it may spend waiting for the
+        other ranks, to its end. Else the host's: from when it begins, which for messages is when they are posted. The
+        operations of a batch have one duration.
+
+        Raises:
+            DistArgumentError: it was not asked for before (``timing=True`` in ``pg_options`` or
+                :meth:`ProcessGroup.using`, or ``UNICOLL_TIMING=1``), or the operation was recorded into a graph.
+            DistError: whatever went wrong with the operation.
+        """
+        call = self._calls[0]
+        if not call.timed:
+            raise DistArgumentError(
+                f"duration: {call.describe()} was not timed: make the call through group.using(timing=True), or give"
+                " timing=True in pg_options, or set UNICOLL_TIMING=1",
+                op=call.op.name,
+            )
+        if self._completion.recorded:
+            raise DistArgumentError(f"duration: {call.describe()} was recorded into a graph", op=call.op.name)
+        self.synchronize()
+        return self._completion.took()
 
     def result(self) -> list[Any]:
         """The output arrays, once the operation is done (waits for it)."""

@@ -197,7 +197,7 @@ class Bare(Contender):
         ident: list[Any] = [self._nccl.unique_id()[1] if me == 0 else None]
         dist.broadcast_object_list(ident, src=0)
         self._cuda.set_device(0)
-        code, slot = self._nccl.comm_init(size, ident[0], me, Config(blocking=True))
+        code, slot = self._nccl.comm_init(size, [ident[0]], me, Config(blocking=True))
         assert code == SUCCESS, (code, self._nccl.last_error())
         assert slot.value
         self._comm = slot.value

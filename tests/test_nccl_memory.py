@@ -1,0 +1,74 @@
+"""Memory that a group of NCCL knows: registered, and taken back before it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import nccl_jobs as jobs
+import numpy as np
+import pytest
+from simulated_ranks import SimulatedJob
+
+import unicoll as dist
+from unicoll.testing.ranks import joined
+from unicoll.testing.worker import leave
+
+
+def run(size: int, job: Callable[..., object], *args: object, **options: object) -> list[object]:
+    """A job of its own, which leaves nothing behind."""
+    with joined(size, SimulatedJob, **options) as ranks:
+        ranks.call(job, *args)
+        values = ranks.results()
+        ranks.call(leave)
+        assert ranks.results() == [[]] * size
+        return values
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_memory_is_registered_until_closed_and_before_it_goes(blocking: bool) -> None:
+    for found in run(2, jobs.registered, blocking, policy="newest"):
+        assert found == {
+            "array": (8000, False, False, (0, 1)),
+            "closed": (True, (0, 0), [3.0, 3.0]),
+            "pool": (12000, False, (0, 2)),
+            "window": (4096, True, (1, 0)),
+            "twice": found["twice"],
+            "left": (0, 1),
+            "after": (True, (0, 0)),
+        }
+        assert "in a symmetric window of group" in found["twice"]
+
+
+def test_what_cannot_be_registered_is_refused() -> None:
+    for said in run(2, jobs.not_registered):
+        expected = (
+            "DistArgumentError: register: float64[4, 4] on cuda:0 is not contiguous", "is not on a GPU",
+            "DistTypeError: register: CuPy's memory pools do not tell", "there is no memory in it",
+            "is bound to cuda:", "not made by cuMemCreate", "DistTypeError: register: expected an array",
+        )  # fmt: skip
+        assert len(said) == len(expected)
+        for one, words in zip(said, expected, strict=True):
+            assert words.replace("cuda:0", "cuda:") in one.replace("cuda:0", "cuda:").replace(
+                "cuda:1", "cuda:"
+            )
+
+
+def test_an_nccl_without_windows_registers_buffers() -> None:
+    assert run(2, jobs.registered_with_an_old_nccl, version=22105) == [(False, (0, 1))] * 2
+    with pytest.raises(Exception, match=r"NCCL 2\.18\.5 registers no memory, which came with 2\.19"):
+        run(2, jobs.registered_with_an_old_nccl, version=21805)
+
+
+def test_what_is_registered_ends_with_a_group_that_fails() -> None:
+    for said, closed in run(2, jobs.registered_in_a_failed_group):
+        assert said.startswith("GroupAbortedError")
+        assert closed
+
+
+def test_a_group_of_the_host_registers_nothing() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(dist.BackendUnavailableError, match="backend gloo registers no memory"):
+            dist.group.WORLD.register(np.ones(2))
+    finally:
+        dist.destroy_process_group()

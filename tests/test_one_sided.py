@@ -1,0 +1,70 @@
+"""Puts and signals: what one rank does to another's memory, what is refused, and a signal that does not come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import nccl_jobs as jobs
+import numpy as np
+import pytest
+from simulated_ranks import SimulatedJob
+
+import unicoll as dist
+from unicoll.testing.ranks import joined
+from unicoll.testing.worker import leave
+
+
+def run(size: int, job: Any, *args: object, **options: Any) -> list[Any]:
+    """A job of its own, which leaves nothing behind."""
+    with joined(size, SimulatedJob, **options) as ranks:
+        ranks.call(job, *args)
+        values = ranks.results()
+        ranks.call(leave)
+        assert ranks.results() == [[]] * size
+        return values
+
+
+@pytest.mark.parametrize("policy", ["oldest", "newest"])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_two_ranks_write_to_each_others_memory(blocking: bool, policy: str) -> None:
+    first, second = run(2, jobs.ping_pong, 5, blocking, policy=policy)
+    assert first == [[0.0, 0.0, 0.0, 9.0, 9.0, 0.0, 0.0, 0.0], [10.0, 10.0]]
+    assert second == [[0.0, 0.0, 0.0, 8.0, 8.0, 0.0, 0.0, 0.0], [9.0, 9.0]]
+
+
+def test_what_does_not_fit_is_refused_and_a_missing_signal_has_a_deadline() -> None:
+    for said in run(2, jobs.not_put):
+        assert "put: no ranks of a group of 2: [2]" in said[0]
+        assert "is no symmetric window of this group" in said[1]
+        assert "is in no symmetric window of this group" in said[2]
+        assert "at offset 1 goes beyond the window of 32 bytes" in said[3]
+        assert "put: float64[2]" in said[4]
+        assert "signals at offset 0: too few" in said[5]
+        assert "is not on a GPU" in said[6]
+        assert said[7].startswith("OperationTimeoutError")
+        assert "wait_signal" in said[7]
+
+
+def test_an_old_nccl_says_what_is_needed() -> None:
+    for said in run(2, jobs.put_with_an_old_nccl, version=22809):
+        expected = (
+            "BackendUnavailableError: signal: NCCL 2.28.9 has no one-sided operations, which came with 2.29"
+        )
+        assert said == expected
+
+
+def test_a_group_of_the_host_has_none() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group: Any = dist.group.WORLD
+        for call in (
+            lambda: group.put(np.ones(2), 0, None),
+            lambda: group.signal(0, np.ones(2)),
+            lambda: group.wait_signal(0, np.ones(2)),
+        ):
+            with pytest.raises(
+                dist.BackendUnavailableError, match="backend gloo has no one-sided operations"
+            ):
+                call()
+    finally:
+        dist.destroy_process_group()
