@@ -46,7 +46,7 @@ def _second(w: World) -> int:
     """One more communicator of one rank on the first device."""
     w.sim.cuda.set_device(0)
     _, unique = w.nccl.unique_id()
-    _, slot = w.nccl.comm_init(1, unique, 0, w.config)
+    _, slot = w.nccl.comm_init(1, [unique], 0, w.config)
     assert slot.value is not None
     return slot.value
 

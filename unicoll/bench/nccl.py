@@ -37,7 +37,7 @@ class BareNccl(Contender):
         answer: list[Any] = [(code, ident)]
         dist.broadcast_object_list(answer, src=0)
         self._check(answer[0][0])
-        code, slot = self._nccl.comm_init(world.size, answer[0][1], world.rank, self._api.Config(blocking=True))
+        code, slot = self._nccl.comm_init(world.size, [answer[0][1]], world.rank, self._api.Config(blocking=True))
         self._check(code)
         self._comm = slot.value
         self._deadline = world.timeout
