@@ -127,7 +127,13 @@ def _order(stage: str, **more: Any) -> dict[str, Any]:
 
 def test_after_a_stage_that_is_cut_off_comes_the_next(runner: Runner) -> None:
     lines: list[dict[str, Any]] = []
-    assert runner.do(_order("faults"), 2.5, lines.append)[0] == "cut off"
+
+    def stop_it(line: dict[str, Any]) -> None:
+        lines.append(line)
+        assert runner._process is not None
+        runner._process.send_signal(signal.SIGSTOP)
+
+    assert runner.do(_order("faults"), 5.0, stop_it)[0] == "cut off"
     assert lines[0] == {"doing": "a killed rank is named"}
     assert runner.do(_order("one-rank"), 60.0, lines.append) == ("done", "")
     assert lines[-1]["outcome"] == "passed"

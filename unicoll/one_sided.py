@@ -30,10 +30,11 @@ class OneSided(Dispatch):
     def put(self, tensor: Any, dst: int, window: Any, offset: int = 0, *, timeout: Timeout = None) -> None:
         """Write ``tensor`` into member ``dst``'s memory, and signal that member, which calls nothing for the data.
 
-        Puts and signals to one member take effect in order. NCCL has no counterpart that reads (get).
+        Puts and signals to one member take effect in order. NCCL has no counterpart that reads (get). This is
+        ncclPutSignal in NCCL's documentation.
 
         Args:
-            tensor: contiguous; in a symmetric window of this group, too.
+            tensor: of any shape and dtype, contiguous, in a symmetric window of this group, too.
             dst: rank in the group.
             window: this rank's :meth:`register` (``symmetric=True``) or :meth:`symmetric_empty` of the same number as
                 the one of ``dst`` that is written to.
@@ -43,7 +44,13 @@ class OneSided(Dispatch):
         self._one_sided(_PUT, tensor, {dst: 1}, timeout, window, offset)
 
     def signal(self, dst: int, tensor: Any, *, timeout: Timeout = None) -> None:
-        """Signal member ``dst``, behind what the current stream of ``tensor``'s library has to do."""
+        """Signal member ``dst``, behind what the current stream of ``tensor``'s library has to do (ncclSignal).
+
+        Args:
+            dst: rank in the group.
+            tensor: an array on the group's device, of any size; nothing of it is sent.
+            timeout: as of any call.
+        """
         self._one_sided(_SIGNAL, tensor, {dst: 1}, timeout)
 
     def wait_signal(
@@ -51,9 +58,11 @@ class OneSided(Dispatch):
     ) -> None:
         """Let the current stream of ``tensor``'s library wait for signals, and with them for what was put before.
 
+        This is ncclWaitSignal in NCCL's documentation.
+
         Args:
             src: the member that signals, or how many signals of which members.
-            tensor: an array on the group's device, for example what was put to.
+            tensor: an array on the group's device, of any size, for example what was put to.
             count: how many signals of ``src``; each is waited for once.
             timeout: as of any call.
         """
