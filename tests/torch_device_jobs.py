@@ -107,6 +107,10 @@ def _nccl() -> Any:
 def asking() -> list[bool]:
     """Whether the watchdog takes it that somebody waits: for operations as such, and for one with a callback."""
     found = []
+    deadline = time.monotonic() + 30
+    while _nccl().flights:  # what has ended is the watchdog's to take out, and a second thread would disturb it
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     with simulated_ranks.here().hold():
         works = [dist.all_reduce(full(8, 1.0), async_op=True) for _ in range(3)]
         found.append(_nccl().sweep(time.monotonic()))
