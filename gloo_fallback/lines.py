@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from unicoll.backend import Call
-from unicoll.channel import Channel, Connection
+from unicoll.channel import Channel, Connection, within_a_host
 from unicoll.kernels import Flat
 
 from . import ring
@@ -270,9 +270,8 @@ class Line:
         return False
 
     def _is_near(self) -> bool:
-        """Whether both ends of the connection are in one network stack, and so on one host."""
-        here, there = self.sock.getsockname()[0], self.sock.getpeername()[0]
-        return bool(here == there) and hasattr(os, "memfd_create")
+        """Whether the peer may be able to map this process's memory."""
+        return within_a_host(self.sock) and hasattr(os, "memfd_create")
 
     def _over_the_socket(self, why: str) -> None:
         logging.getLogger("unicoll").info(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,17 +24,17 @@ class Exposing(Supervised):
 
     _device: int
 
+    @abstractmethod
     def _put(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
         """Put a call on the caller's stream."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _context_of(self, stream: int) -> AbstractContextManager[None]:
         """Make our device the current one, if the stream is named by it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _connect(self, device: int, deadline: float) -> Communicator:
         """Make the communicator."""
-        raise NotImplementedError
 
     def register(self, memory: Any, symmetric: bool) -> Registered:
         regions = regions_of(memory)

@@ -10,6 +10,7 @@ Within a rank :func:`here` is its simulation and :func:`nccl` its NCCL. A rank t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,9 +22,9 @@ from simulated_nccl import SimulatedNccl
 
 import unicoll.streams
 from unicoll.testing import cases, worker
-from unicoll.testing.ranks import Job
+from unicoll.testing.ranks import Job, joined
 
-__all__ = ["Settings", "SimulatedJob", "here", "install", "nccl", "uninstall"]
+__all__ = ["Settings", "SimulatedJob", "here", "install", "nccl", "run", "uninstall"]
 
 
 @dataclass(frozen=True)
@@ -150,3 +151,13 @@ class SimulatedJob(Job):
         **settings: Any,
     ) -> None:
         super().__init__(size, join=join, env=env, quiet=quiet, prepare=(prepare, Settings(**settings)))
+
+
+def run(size: int, job: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
+    """What a job of its own gives, which leaves nothing behind; ``options`` are of :class:`SimulatedJob`."""
+    with joined(size, SimulatedJob, **options) as ranks:
+        ranks.call(job, *args)
+        values = ranks.results()
+        ranks.call(worker.leave)
+        assert ranks.results() == [[]] * size
+        return values

@@ -8,7 +8,7 @@ from functools import partial
 
 import nccl_jobs as jobs
 import pytest
-from simulated_ranks import SimulatedJob
+from simulated_ranks import SimulatedJob, run
 
 from unicoll.testing.ranks import Pool, joined, pools
 from unicoll.testing.worker import leave
@@ -20,16 +20,6 @@ POLICIES = ("oldest", "newest")
 def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
     with pools(partial(SimulatedJob, policy=request.param)) as made:
         yield made
-
-
-def run(size: int, job: Callable[..., object], *args: object, **options: object) -> list[object]:
-    """A job of its own, which leaves nothing behind."""
-    with joined(size, SimulatedJob, **options) as ranks:
-        ranks.call(job, *args)
-        values = ranks.results()
-        ranks.call(leave)
-        assert ranks.results() == [[]] * size
-        return values
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import nccl_jobs as jobs
 import numpy as np
 import pytest
-from simulated_ranks import SimulatedJob
+from simulated_ranks import run
 
 import unicoll as dist
-from unicoll.testing.ranks import joined
-from unicoll.testing.worker import leave
-
-
-def run(size: int, job: Callable[..., object], *args: object, **options: object) -> list[object]:
-    """A job of its own, which leaves nothing behind."""
-    with joined(size, SimulatedJob, **options) as ranks:
-        ranks.call(job, *args)
-        values = ranks.results()
-        ranks.call(leave)
-        assert ranks.results() == [[]] * size
-        return values
 
 
 @pytest.mark.parametrize("blocking", [True, False])

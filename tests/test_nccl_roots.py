@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import nccl_jobs as jobs
 import pytest
-from simulated_ranks import SimulatedJob
+from simulated_ranks import run
 
 from nccl_comm.meeting import RANKS_PER_ROOT, roots
 from unicoll import settings
-from unicoll.testing.ranks import joined
-from unicoll.testing.worker import leave
 
 
 def _has_root(rank: int, size: int, count: int) -> bool:
@@ -26,16 +22,6 @@ def test_the_ranks_that_make_ids_are_those_that_nccl_takes_for_roots() -> None:
     for size in range(1, 40):
         for count in range(1, size + 1):
             assert roots(size, count) == [r for r in range(size) if _has_root(r, size, count)]
-
-
-def run(size: int, job: Any, *args: object, **options: Any) -> list[Any]:
-    """A job of its own, which leaves nothing behind."""
-    with joined(size, SimulatedJob, **options) as ranks:
-        ranks.call(job, *args)
-        values = ranks.results()
-        ranks.call(leave)
-        assert ranks.results() == [[]] * size
-        return values
 
 
 def test_up_to_128_ranks_there_is_one() -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "authenticate",
     "choose",
     "records_for",
+    "within_a_host",
 ]
 
 RECORD = 1 << 17
@@ -145,8 +146,12 @@ def choose(sock: socket.socket, least: str = "plain") -> str:
     wanted = settings.choice("UNICOLL_CHANNEL")
     if wanted == "plain":
         return least
-    within_a_host = sock.getsockname()[0] == sock.getpeername()[0]
-    return least if within_a_host and settings.choice("UNICOLL_TRANSPORT") != "tcp" else wanted
+    return least if within_a_host(sock) and settings.choice("UNICOLL_TRANSPORT") != "tcp" else wanted
+
+
+def within_a_host(sock: Connection) -> bool:
+    """Whether both ends of a connection are in one network stack, and so on one host."""
+    return bool(sock.getsockname()[0] == sock.getpeername()[0])
 
 
 def records_for(channel: str, key: Key, server: bool) -> Records | None:

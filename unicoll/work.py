@@ -47,7 +47,6 @@ class Completion(ABC):
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         """Call ``fn`` once when the batch has ended; at once if it has."""
 
-
     @property
     def recorded(self) -> bool:
         """Whether the batch was recorded into a graph, with which it runs any number of times."""
