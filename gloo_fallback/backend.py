@@ -1,220 +1,199 @@
-"""The CPU backend of one group: a lane for collectives, a mailroom for point-to-point."""
+"""The CPU backend of one group: collectives through shared memory or sockets, and point-to-point messages."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
-from unicoll.backend import Backend, Call, Caps, Context, Job
-from unicoll.composites import merge_all_reduces
-from unicoll.errors import CollectiveMismatchError, DistArgumentError, DistError, GroupAbortedError
-from unicoll.exchanged import exchange_sizes
-from unicoll.kernels import quiet_runner
-from unicoll.lane import Lane
-from unicoll.observe import inquest
-from unicoll.ops import OPS
-from unicoll.options import as_options
-from unicoll.work import Completion, HostCompletion
+import numpy as np
 
-from .algorithms import alone
-from .endpoint import Endpoint
-from .messages import Mailroom
-from .nodes import wish
-from .team import Team
-from .ways import Way, find_way
+from gloo_fallback.p2p.engine import P2PEngine
+from gloo_fallback.shm.symmetric import SymmetricMemory
+from gloo_fallback.transport.connections import GroupConnections
+from gloo_fallback.transport.endpoint import Endpoint
+from gloo_fallback.transport.selection import OPERATIONS, Transport, select_transport
+from gloo_fallback.transport.topology import transport_preference
+from unicoll.arrays.buffer import Buffer
+from unicoll.arrays.kernels import quiet_runner
+from unicoll.arrays.types import DType
+from unicoll.backend import Call, Caps, Context, Job, failure_diagnosis
+from unicoll.backend.fallbacks import one_rank
+from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.options import as_options
+from unicoll.backend.size_agreement import exchange_sizes
+from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistArgumentError, DistError
 
 __all__ = ["GlooBackend"]
 
 _SPINS = 50
-_DRAIN_S = 5.0
-_MESSAGES = frozenset(("send", "recv"))
 
 
-class GlooBackend(Backend):
+class GlooBackend(HostBackend):
     """Collectives between processes, through shared memory within a host and TCP between hosts."""
 
     name = "gloo"
-    caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype, _: not dtype.name.startswith("float8"))
-    compares = True
-    stages = True
+    caps = Caps(native=frozenset((*OPERATIONS, "send", "recv")), compresses=True)
 
     def __init__(self, context: Context) -> None:
-        self._context = context
-        self._lane = Lane(f"unicoll-{context.name}", self._execute)
-        self._team: Team | None = None
-        self._mail: Mailroom | None = None
-        self._error: DistError | None = None
+        self._connections: GroupConnections | None = None
+        self._transport: Transport | None = None  # selected by the first collective
         self._quietly = quiet_runner()
-        self._way: Way | None = None  # found by the first collective
         self._spins = 0
-        in_order = as_options(context.options).in_order
+        self._symmetric = SymmetricMemory()
+        engine = None
+        options = as_options(context.options)
+        in_order = options.in_order
+        self._compression = f", compression {options.compression}" if options.compression else ""
         if context.size > 1:
             job = context.job
             endpoint: Endpoint = job.shared("gloo", lambda: Endpoint(job))
             endpoint.read_directory()
-            self._spins = 0 if _crowded(context) else _SPINS
-            wish()  # refuse a word that is none before anybody waits
-            self._team = Team(context, endpoint, self._spins)
-            self._team.deterministic = in_order
-            self._mail = Mailroom(context, endpoint, self._spins)
-            if job.control is not None:
-                job.control.watch(context.name, self.abort, self._team.report)
+            self._spins = 0 if _oversubscribed(context) else _SPINS
+            transport_preference()  # raises for an invalid setting before any rank waits
+            self._connections = GroupConnections(context, endpoint, self._spins)
+            self._connections.deterministic = in_order
+            engine = P2PEngine(context, endpoint, self._spins, self.thread_failed)
+        super().__init__(context, engine, self._connections)
 
     @classmethod
     def prepare(cls, job: Job) -> None:
         if job.size > 1:
             job.shared("gloo", lambda: Endpoint(job))
 
-    @classmethod
-    def create(cls, context: Context) -> GlooBackend:
-        return cls(context)
-
-    @property
-    def sequence(self) -> int:
-        return self._lane.sequence
-
     @property
     def staging(self) -> int:
-        return self._way.staging if self._way is not None else 0
+        return self._transport.staging if self._transport is not None else 0
 
-    def run(self, call: Call) -> None:
-        if call.op.name not in _MESSAGES:
-            self._lane.run(call)
-        else:
-            self._mailroom(call).run(call)
+    @property
+    def shares_memory(self) -> bool:
+        return self._transport is not None and self._transport.target is self._transport.slots
 
-    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
-        first = calls[0]
-        if first.op.name not in _MESSAGES:
-            return self._lane.post(merge_all_reduces(calls))
-        parts = [self._mailroom(call).post(call) for call in calls]
-        return parts[0] if len(parts) == 1 else _All(tuple(calls), parts)
-
-    def _mailroom(self, call: Call) -> Mailroom:
-        if self._mail is None:
-            raise DistArgumentError(f"{call.op.name}: a group of one has nobody to talk to", op=call.op.name)
-        return self._mail
-
-    def _execute(self, call: Call) -> None:
-        team = self._team
-        if team is None:
-            if self._error is not None:
-                raise self._error
-            self._quietly(alone, call)
+    def execute(self, call: Call) -> None:
+        connections = self._connections
+        if connections is None:
+            if self.error is not None:
+                raise self.error
+            self._quietly(one_rank, call)
             call.write_back()
             return
-        if team.error is not None:
-            raise team.error.with_traceback(None)
-        team.call, team.deadline = call, 0.0  # the deadline is set when something has to be waited for
+        if connections.error is not None:
+            raise connections.error.with_traceback(None)
+        connections.call = call
+        connections.deadline = 0.0  # set when the call waits for the first time
         withdrawn = False
         try:
-            way = self._way or self._find_way(team)
-            if way.board is not None:
-                way.board.patient = self._lane.in_background
+            transport = self._transport or self._find_transport(connections)
+            if transport.slots is not None:
+                transport.slots.background = self.queue.in_background
             if call.reduce is not None:
-                self._quietly(way.table[call.op.name], way.where, call)  # overflow and NaN are results, as on a GPU
+                self._quietly(
+                    transport.table[call.op.name], transport.target, call
+                )  # overflow and NaN are results, as on a GPU
             else:
-                done = way.table[call.op.name](way.where, call)
+                done = transport.table[call.op.name](transport.target, call)
                 if done is False:
-                    way.table[call.op.name](way.where, call, self._sizes(team, way, call))
+                    sizes = self._sizes(connections, transport, call)
+                    transport.table[call.op.name](transport.target, call, sizes)
             call.write_back()
         except BaseException as e:
-            withdrawn = team.error is None and not self._begun(team, call) and self._lane.withdraw(call)
-            if not withdrawn and not isinstance(e, DistError):  # whatever it is, the others must not wait for us
-                self._give_up(team, call, e)
+            if connections.error is None:
+                withdrawn = self.withdraw_or_give_up(call, e, self._begun(connections, call))
             raise
         finally:
             if not withdrawn:
-                team.last = call
-            team.call = None
+                connections.last = call
+            connections.call = None
 
-    def _begun(self, team: Team, call: Call) -> bool:
-        """Whether other ranks may have heard of a call."""
-        board = self._way.board if self._way is not None else None
-        return team.begun(call) or (board is not None and board.begun(call))
+    def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        if self._connections is None:
+            return np.zeros(shape, dtype.storage)
+        return self._symmetric.allocate(
+            self.context,
+            lambda call: self.run_with(call, self._execute_allocation),
+            self._near,
+            shape,
+            dtype,
+        )
 
-    def _sizes(self, team: Team, way: Way, call: Call) -> list[int]:
-        """All ranks' sizes in a gather or scatter where they differ."""
+    def _execute_allocation(self, call: Call) -> None:
+        """Execute an exchange of an allocation; all later calls in the group's order may have symmetric arrays."""
+        self.execute(call)
+        if self._transport is not None and self._transport.slots is not None:
+            self._transport.slots.symmetric = self._symmetric
 
-        def aside(small: Call) -> None:
-            team.call = small
+    def peer_view(self, buffer: Buffer, rank: int) -> Any:
+        near, flat = self._near(), buffer.flat
+        assert flat is not None
+        if rank not in near:
+            context = self.context
+            raise BackendUnavailableError(
+                f"peer_view: {context.who(rank)} shares no memory with {context.who(context.rank)}"
+            )
+        location = self._symmetric.locate(flat) if buffer.unpack is None else -1
+        if location < 0:
+            raise DistArgumentError(
+                f"peer_view: {buffer} is not in symmetric memory of group {self.context.name!r}"
+            )
+        view = self._symmetric.view(location, near.index(rank), buffer.count, flat.dtype)
+        assert view is not None
+        return view.reshape(buffer.shape)
+
+    def _near(self) -> tuple[int, ...]:
+        """The ranks of the group that share memory with this one, itself included."""
+        slots = self._transport.slots if self._transport is not None else None
+        return slots.members if slots is not None else (self.context.rank,)
+
+    def _begun(self, connections: GroupConnections, call: Call) -> bool:
+        """True if other ranks may have received something of a call."""
+        slots = self._transport.slots if self._transport is not None else None
+        return connections.begun(call) or (slots is not None and slots.begun(call))
+
+    def _sizes(self, connections: GroupConnections, transport: Transport, call: Call) -> list[int]:
+        """All ranks' sizes in a gather or scatter in which they differ."""
+
+        def execute(small: Call) -> None:
+            connections.call = small
             try:
-                way.table[small.op.name](way.where, small)
+                transport.table[small.op.name](transport.target, small)
             finally:
-                team.call = call
+                connections.call = call
 
-        context = self._context
+        context = self.context
         try:
-            return exchange_sizes(call, context.rank, context.ranks, context.name, aside)
+            return exchange_sizes(call, context.rank, context.ranks, context.name, execute)
         except CollectiveMismatchError as e:
-            team.fail(team.error or inquest.mismatch(context, call, -1, 0, str(e)))
+            connections.fail(connections.error or failure_diagnosis.mismatch(context, call, -1, 0, str(e)))
 
-    def _find_way(self, team: Team) -> Way:
-        self._way = way = find_way(team, self._spins)
-        return way
-
-    def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
-        try:
-            team.fail(inquest.failed(self._context, call, cause))
-        except DistError:
-            pass  # it is the others' error; here the cause itself is raised
+    def _find_transport(self, connections: GroupConnections) -> Transport:
+        self._transport = transport = select_transport(connections, self._spins)
+        return transport
 
     def describe(self) -> str:
-        if self._team is None:
+        if self._connections is None:
             return "gloo, alone"
-        if self._way is None:
+        if self._transport is None:
             return "gloo, shared memory or sockets as its first collective will find out"
-        in_order = ", deterministic" if self._team.deterministic else ""
-        return f"gloo{in_order} {self._way.words}"
+        in_order = ", deterministic" if self._connections.deterministic else ""
+        return f"gloo{in_order}{self._compression} {self._transport.description}"
 
     def abort(self, error: Exception) -> None:
-        cause = inquest.aborted(self._context, error)
-        self._error = self._error or cause
-        if self._team is not None:
-            self._team.abort(cause)
-        if self._mail is not None:
-            self._mail.abort(cause)
+        if self._connections is not None:
+            self._connections.abort(failure_diagnosis.aborted(self.context, error))
+        super().abort(error)
 
-    def close(self) -> None:
-        context = self._context
-        if not self._lane.close(_DRAIN_S):
-            self.abort(GroupAbortedError(f"group {context.name!r} was destroyed", group=context.name))
-            self._lane.close(1.0)
-        if context.job.control is not None:
-            context.job.control.unwatch(context.name)
-        closed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
-        if self._mail is not None:
-            self._mail.close(_DRAIN_S)
-        self.abort(closed)
-        if self._team is not None:
-            self._team.close()
-        if self._way is not None and self._lane.idle(1.0):  # else it goes when the last operation has
-            self._way.close()
+    def release(self, clean: bool, destroyed: DistError) -> None:
+        if self._connections is not None:
+            self._connections.abort(destroyed)
+            self._connections.close()
+        if self._transport is not None and self._idle():  # else it goes when the last operation has
+            self._transport.close()
 
 
-def _crowded(context: Context) -> bool:
-    """Whether this host runs more ranks of the group than it has cores for them: then waiting must not spin."""
+def _oversubscribed(context: Context) -> bool:
+    """True if this host runs more ranks of the group than it has cores: waiting then must not spin."""
     control = context.job.control
-    neighbours = context.size
+    local = context.size
     if control is not None and control.peers:
         mine = control.peers[context.job.rank].host
-        neighbours = sum(control.peers[r].host == mine for r in context.ranks)
-    return neighbours > len(os.sched_getaffinity(0))
-
-
-class _All(HostCompletion):
-    """Several completions as one; its error is the first of theirs."""
-
-    __slots__ = ("_left",)
-
-    def __init__(self, calls: tuple[Call, ...], parts: Sequence[HostCompletion]) -> None:
-        super().__init__(calls)
-        self._left = len(parts)
-        for part in parts:
-            part.add_done_callback(lambda part=part: self._one(part))  # type: ignore[misc]
-
-    def _one(self, part: HostCompletion) -> None:
-        self._left -= 1
-        if part.exception() is not None or self._left == 0:
-            self.finish(part.exception())
+        local = sum(control.peers[r].host == mine for r in context.ranks)
+    return local > len(os.sched_getaffinity(0))

@@ -1,6 +1,7 @@
 """The MPI backend, ``mpi``: mpi4py's communicators, where an MPI launcher started the processes.
 
-Importing this package imports neither mpi4py nor an MPI library; :mod:`mpi_comm.runtime` does, once MPI is chosen.
+Importing this package imports neither mpi4py nor an MPI library; :mod:`mpi_comm.runtime.lifetime` does, once
+MPI is chosen.
 """
 
 from __future__ import annotations
@@ -8,55 +9,54 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from mpi_comm.backend import MPIBackend
+    from mpi_comm.store import MPIStore
     from unicoll.backend import Job
 
-    from .backend import MPIBackend
-    from .store import MPIStore
-
-__all__ = ["accompany", "backend_class", "identity", "open_store"]
+__all__ = ["backend_class", "identity", "open_store", "register_job"]
 
 
 def backend_class() -> type[MPIBackend]:
-    """The backend, for the registry."""
-    from .backend import MPIBackend
+    """The backend's class, for the registry."""
+    from mpi_comm.backend import MPIBackend
 
     return MPIBackend
 
 
-def identity(patience: float) -> tuple[int, int, str, bool, str]:
-    """MPI's world as this process sees it; initialises MPI, for which the processes may wait for each other.
+def identity(timeout: float) -> tuple[int, int, str, bool, str]:
+    """Initialise MPI and describe MPI_COMM_WORLD; the processes may wait for each other in the initialisation.
 
     Args:
-        patience: seconds after which that has gone wrong; since it cannot be given up, the process then ends.
+        timeout: seconds that the initialisation may take; it cannot be cancelled, so the process then exits.
 
     Returns:
         rank, number of processes, the library's name and version, whether :func:`open_store` may be used, and
-        whether arrays on a GPU are handed to the library, with the reason.
+        how CUDA arrays are passed to the library, with the reason.
 
     Raises:
         BackendUnavailableError: MPI cannot be used in this process.
     """
-    from .runtime import runtime
+    from mpi_comm.runtime.lifetime import runtime
 
-    mpi = runtime(patience)
-    return mpi.rank, mpi.size, mpi.library, mpi.serves, str(mpi.cuda)
+    mpi = runtime(timeout)
+    return mpi.rank, mpi.size, mpi.library, mpi.usable_concurrently, str(mpi.cuda)
 
 
-def accompany(job: Job) -> None:
-    """Tell MPI's runtime of a job, whichever backends it uses; all its ranks do."""
-    from .members import members_of, publish
+def register_job(job: Job) -> None:
+    """Register a job with MPI's runtime, whichever backends it uses; called on all its ranks."""
+    from mpi_comm.runtime.communicators import publish, world_ranks_of
 
     publish(job)
-    members_of(job)
+    world_ranks_of(job)
 
 
 def open_store(deadline: float) -> MPIStore:
-    """A store over MPI that all processes of MPI's world share; all open it, until ``deadline``.
+    """A store over MPI, shared by all processes of MPI_COMM_WORLD, which all open it by ``deadline``.
 
     Raises:
         BackendUnavailableError: MPI cannot be used in this process.
-        StoreTimeoutError: not all processes have come by then.
+        StoreTimeoutError: not all processes have opened it by then.
     """
-    from .store import MPIStore
+    from mpi_comm.store import MPIStore
 
     return MPIStore.open(deadline)

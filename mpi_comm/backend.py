@@ -1,73 +1,69 @@
-"""The MPI backend of one group: a lane for collectives, a mailroom for point-to-point."""
+"""The MPI backend of one group: collectives of the MPI library, and point-to-point messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-from unicoll.backend import Backend, Call, Caps, Context, Job
-from unicoll.composites import merge_all_reduces
+from mpi_comm import watchdog
+from mpi_comm.collectives import COLLECTIVES, LAYOUT_DEPENDENT, ROOT_SIZED
+from mpi_comm.flat_memory import device_memory
+from mpi_comm.group_communicator import GroupCommunicator
+from mpi_comm.p2p.engine import MPIP2PEngine
+from mpi_comm.p2p.matcher import EAGER_LIMIT
+from mpi_comm.reductions import REDUCTIONS, is_native, method_for, value_to_agree
+from mpi_comm.runtime import library
+from mpi_comm.runtime.communicators import WorldRanks, publish, world_ranks_of
+from mpi_comm.runtime.lifetime import runtime
+from mpi_comm.shared_memory import SharedMemory
+from mpi_comm.small_arrays import prepared, put
+from unicoll.arrays.cuda import CudaError
+from unicoll.arrays.kernels import IgnoreFPErrors
+from unicoll.backend import Call, Caps, Context, Job, failure_diagnosis
+from unicoll.backend.fallbacks import one_rank
+from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.op_queue import Execute
+from unicoll.backend.size_agreement import exchange_sizes, shape_hash
 from unicoll.errors import (
     CollectiveMismatchError,
-    DistArgumentError,
     DistBackendError,
     DistError,
-    GroupAbortedError,
     OperationTimeoutError,
 )
-from unicoll.exchanged import alike, exchange_sizes
-from unicoll.kernels import Quiet
-from unicoll.lane import Lane
-from unicoll.observe import inquest
-from unicoll.ops import OPS
-from unicoll.streams import CudaError
-from unicoll.work import Completion, HostCompletion
-
-from . import library, watch
-from .collectives import COLLECTIVES, SIZED, UNLIKE, alone
-from .flats import device_memory
-from .matching import BOX
-from .members import Members, members_of, publish
-from .messages import Mailroom
-from .reductions import REDUCTIONS, agreed_way, native
-from .runtime import runtime
-from .team import Team
 
 __all__ = ["MPIBackend"]
 
-_DRAIN_S = 5.0
 _MESSAGES = frozenset(("send", "recv"))
+_NATIVE = frozenset((*REDUCTIONS, *COLLECTIVES, *LAYOUT_DEPENDENT, *ROOT_SIZED, *_MESSAGES))
 _LONG = 1 << 25
-"""Bytes from which a blocking call waits for the lane's thread, so that it can be given up at its deadline."""
+"""Bytes from which a blocking call runs on the queue's thread, so that it can be given up at its deadline."""
+_FEW = _LONG // 16
+"""Elements up to which an array of any type is smaller."""
 
 
-class MPIBackend(Backend):
+class MPIBackend(HostBackend):
     """Collectives of an MPI library, through mpi4py."""
 
     name = "mpi"
-    caps = Caps(frozenset(("cpu",)), frozenset(OPS), lambda dtype, _: not dtype.name.startswith("float8"))
-    compares = True
-    stages = True
+    caps = Caps(native=_NATIVE)
+    beside = "gloo"
 
     def __init__(self, context: Context) -> None:
-        self.context = context
         self.mpi = runtime()
-        self.lane = Lane(f"unicoll-{context.name}", self._execute)
-        self.team: Team | None = None
+        self.communicator: GroupCommunicator | None = None
         self.cuda = self.mpi.cuda
-        self._owned = self.mpi.owner is not None
-        self._members: Members | None = None
-        self._mail: Mailroom | None = None
-        self._error: DistError | None = None
-        self._moving = False  # whether the call that was executed last has come to moving data
-        self.closed = False
+        self._single_threaded = self.mpi.mpi_thread is not None
+        self._members: WorldRanks | None = None
+        self._shared_memory: SharedMemory | None = None
+        self._moving = False  # True once the call executed last has begun to move data
+        engine = None
         if context.size > 1:
-            self._members = members = members_of(context.job)
-            self.team = Team(context, members)
-            self.cuda, self._owned = members.cuda(context), members.owned
-            self._mail = Mailroom(context, self.team)
+            self._members = members = world_ranks_of(context.job)
+            self.communicator = GroupCommunicator(context, members)
+            self.cuda, self._single_threaded = members.cuda(context), members.single_threaded
+            engine = MPIP2PEngine(context, self.communicator, self.thread_failed)
+        self._direct = self.cuda.direct
+        super().__init__(context, engine, self.communicator)
+        if self.communicator is not None:
             self.mpi.groups.add(self)
-            watch.over(self)
+            watchdog.watch(self)
 
     @classmethod
     def availability(cls) -> str | None:
@@ -79,125 +75,151 @@ class MPIBackend(Backend):
 
     @classmethod
     def create(cls, context: Context) -> MPIBackend:
-        return cls(context)
+        return cls(context)  # the communicator watches the group, from before it is made
 
-    @property
-    def sequence(self) -> int:
-        return self.lane.sequence
+    def use(self, backend: HostBackend) -> None:
+        assert self.communicator is not None
+        self._shared_memory = SharedMemory(self.communicator, backend)
 
     def run(self, call: Call) -> None:
-        if call.op.name in _MESSAGES:
-            self._mailroom(call).run(call)
-        elif call.inputs and call.inputs[0].nbytes >= _LONG and self.team is not None and not self.mpi.polls:
-            self.lane.post((call,)).wait(None)
+        execute = self._collectives.get(call.op.name)
+        if execute is None:
+            self.engine(call).run(call)
+        elif not call.inputs or call.inputs[0].count < _FEW:
+            self.queue.run(call, execute)
         else:
-            self.lane.run(call)
+            self.run_with(call, execute)
 
-    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
-        if calls[0].op.name not in _MESSAGES:
-            return self.lane.post(merge_all_reduces(calls))
-        parts = [self._mailroom(call).post(call) for call in calls]
-        return parts[0] if len(parts) == 1 else _All(tuple(calls), parts)
+    def run_with(self, call: Call, execute: Execute) -> None:
+        if self.needs_thread(call):
+            self.queue.post((call,), execute, on_thread=True).wait(None)
+        else:
+            self.queue.run(call, execute)
+
+    def needs_thread(self, call: Call) -> bool:
+        long = bool(call.inputs) and call.inputs[0].nbytes >= _LONG
+        return long and self.communicator is not None and not self.mpi.prefers_nonblocking
 
     @property
     def direct(self) -> bool:
-        return self.team is not None and self.cuda.direct
+        return self.communicator is not None and self.cuda.direct
 
     def takes_device(self, call: Call) -> bool:
-        team = self.team
-        if team is None or not self.cuda.direct:
+        communicator = self.communicator
+        if communicator is None or not self.cuda.direct:
+            return False
+        if call.op.name not in _NATIVE:
             return False
         if call.op.name in _MESSAGES:
-            return (call.inputs or call.outputs)[0].nbytes > BOX  # what travels with its header is the host's
-        if self._owned and not self.mpi.posts_addresses:
-            return False  # none of MPI's calls may block
-        return call.reduce is None or native(team, call)
+            # an eager message is in host memory
+            return (call.inputs or call.outputs)[0].nbytes > EAGER_LIMIT
+        if self._single_threaded and not self.mpi.nonblocking_takes_device:
+            return False  # no call of MPI may block
+        return call.reduce is None or is_native(communicator, call)
 
     def keeps(self, call: Call) -> bool:
         return self._moving or call.op.name in _MESSAGES
 
-    def _mailroom(self, call: Call) -> Mailroom:
-        if self._mail is None:
-            raise DistArgumentError(f"{call.op.name}: a group of one has nobody to talk to", op=call.op.name)
-        return self._mail
-
-    def _execute(self, call: Call) -> None:
-        team = self.team
-        if team is None:
-            if self._error is not None:
-                raise self._error
-            Quiet()(alone, call)  # overflow and NaN are results, as on a GPU
+    def execute(self, call: Call) -> None:
+        communicator = self.communicator
+        if communicator is None:
+            if self.error is not None:
+                raise self.error
+            IgnoreFPErrors()(one_rank, call)  # overflow and NaN are results, as on a GPU
             call.write_back()
             return
         self._moving = withdrawn = False
-        team.begin(call, self.lane.in_background)
+        communicator.begin(call, self.queue.in_background)
         try:
-            if self.cuda.direct:
-                self._prepare_for(team, call)
-            self._perform(team, call)
-            for buffer in call.outputs:
-                if buffer.unpack is not None:
-                    buffer.unpack()
+            if self._direct:
+                self._prepare_for(communicator, call)
+            if not self._perform(communicator, call):
+                for buffer in call.outputs:
+                    if buffer.unpack is not None:
+                        buffer.unpack()
         except (CudaError, OperationTimeoutError) as e:
-            if team.error is None:  # the device of this rank, of which the others know nothing
-                self._give_up(team, call, e)
+            if communicator.error is None:  # an error of this rank's device alone
+                self.give_up(call, e)
             raise
         except DistError:
             raise
         except self.mpi.MPI.Exception as e:
-            raise self._blame(team, call, e) from e
+            raise self._mpi_error(communicator, call, e) from e
         except BaseException as e:
-            withdrawn = team.error is None and not team.begun(call) and self.lane.withdraw(call)
-            if not withdrawn:  # whatever it is, the others must not wait for us
-                self._give_up(team, call, e)
+            if communicator.error is None:
+                withdrawn = self.withdraw_or_give_up(call, e, communicator.agreement_started(call))
             raise
         finally:
             if not withdrawn:
-                team.last = call
-            team.call = None
+                communicator.last = call
+            communicator.call = None
 
-    def _perform(self, team: Team, call: Call) -> None:
-        """Agree on a call, then do it."""
-        name = call.op.name
-        if (reduction := REDUCTIONS.get(name)) is not None:
-            way = agreed_way(team, call)
-            self._moving = True
-            reduction(team, call, way)
-        elif (collective := COLLECTIVES.get(name)) is not None:
-            team.agree(call)
-            self._moving = True
-            collective(team, call)
-        elif name in UNLIKE:
-            number, unlike = UNLIKE[name]
-            even = team.agree(call, number(call))
-            self._moving = True
-            unlike(team, call, even)
+    def _perform(self, communicator: GroupCommunicator, call: Call) -> bool:
+        """Compare the ranks' calls, then do this one; returns True if packed results have been copied back."""
+        small = communicator.small_calls.get(call.signature)
+        if small is not None and small.op is call.op:  # internal calls may have the signature of another size
+            inputs = call.inputs
+            if not inputs:  # a barrier
+                communicator.agree(call)
+                return False
+            first = inputs[0]
+            if first.count == small.count and first.dtype is small.dtype:
+                small.own[...] = first.flat
+                communicator.agree(call)
+                small.finish(call)
+                return False
+        if (made := prepared(communicator, call)) is None:
+            equal = communicator.agree(call, _value_to_agree(communicator, call))
+            if self._shared_memory is not None and self._shared_memory.move(call, equal):
+                return True
+            self._move(communicator, call, equal)
         else:
-            counts = None if team.agree(call, alike(call)) else self._sizes(team, call)
-            self._moving = True
-            SIZED[name](team, call, counts)
+            put(call, made.own)
+            if communicator.agree(call, made.value):
+                made.finish(call)
+            else:
+                self._move(communicator, call, False)
+        return False
 
-    def _sizes(self, team: Team, call: Call) -> list[int]:
-        """All ranks' sizes in a gather or scatter where they differ."""
+    def _move(self, communicator: GroupCommunicator, call: Call, equal: bool) -> None:
+        """Do a call by MPI's collectives; ``equal``: the values that the ranks have agreed on are, and not negative."""
+        name = call.op.name
+        counts = None if equal or name not in ROOT_SIZED else self._sizes(communicator, call)
+        self._moving = True
+        if (reduction := REDUCTIONS.get(name)) is not None:
+            reduction(communicator, call, method_for(communicator, call, equal))
+        elif (collective := COLLECTIVES.get(name)) is not None:
+            collective(communicator, call)
+        elif name in LAYOUT_DEPENDENT:
+            LAYOUT_DEPENDENT[name][1](communicator, call, equal)
+        else:
+            ROOT_SIZED[name](communicator, call, counts)
+
+    def _sizes(self, communicator: GroupCommunicator, call: Call) -> list[int]:
+        """All ranks' sizes in a gather or scatter in which they differ."""
+
+        def execute(small: Call) -> None:
+            self._perform(communicator, small)
+
         context = self.context
         try:
-            return exchange_sizes(call, context.rank, context.ranks, context.name, lambda c: self._perform(team, c))
+            return exchange_sizes(call, context.rank, context.ranks, context.name, execute)
         except CollectiveMismatchError as e:
-            team.mismatch(call, -1, 0, str(e))
+            communicator.mismatch(call, -1, 0, str(e))
         finally:
             self._moving = False
 
-    def _prepare_for(self, team: Team, call: Call) -> None:
-        """See to what MPI needs where it is given addresses of a GPU's memory, and to nothing where it is not."""
+    def _prepare_for(self, communicator: GroupCommunicator, call: Call) -> None:
+        """Prepare the thread and the communicator for device addresses, if the call has any."""
         memory = device_memory(call)
-        team.must_block = memory is not None and not self.mpi.posts_addresses
-        owner = self.mpi.owner
-        if memory is not None and owner is not None:
-            owner.call(memory.bind)
+        communicator.requires_blocking = memory is not None and not self.mpi.nonblocking_takes_device
+        mpi_thread = self.mpi.mpi_thread
+        if memory is not None and mpi_thread is not None:
+            mpi_thread.call(memory.bind)
 
-    def _blame(self, team: Team, call: Call, error: Exception) -> DistError:
-        """What all ranks are told of an error of MPI."""
-        peer = team.await_the_news()
+    def _mpi_error(self, communicator: GroupCommunicator, call: Call, error: Exception) -> DistError:
+        """The error that all ranks raise after an error of MPI."""
+        peer = communicator.await_departure_notice()
         if peer is None:
             cause: DistError = DistBackendError(
                 f"{call.describe()} #{call.seq} on group {self.context.name!r}: MPI failed: {error}",
@@ -205,72 +227,53 @@ class MPIBackend(Backend):
                 op=call.op.name,
                 seq=call.seq,
             )
-            self._give_up(team, call, cause)
+            self.give_up(call, cause)
             return cause
         try:
-            team.fail(team.lost(peer))
+            communicator.fail(communicator.lost_error(peer))
         except DistError as agreed:
             return agreed
 
-    def _give_up(self, team: Team, call: Call, cause: BaseException) -> None:
-        try:
-            team.fail(inquest.failed(self.context, call, cause))
-        except DistError:
-            pass  # it is the others' error; here the cause itself is raised
-
     def describe(self) -> str:
-        if self.team is None:
+        if self.communicator is None:
             return f"mpi, alone: {self.mpi.describe()}"
-        crowded = "; more ranks than cores, so waiting yields" if self.team.crowded else ""
+        oversubscribed = (
+            "; more ranks than cores, so waiting yields" if self.communicator.oversubscribed else ""
+        )
+        large = f"; {self._shared_memory.describe()}" if self._shared_memory is not None else ""
         return (
-            f"mpi: {self.mpi.describe()}; every call is compared across ranks{crowded};"
+            f"mpi: {self.mpi.describe()}; every call is compared across ranks{oversubscribed}{large};"
             f" cuda arrays that come to it are {self.cuda}"
         )
 
-    def abort(self, error: Exception) -> None:
-        cause = inquest.aborted(self.context, error)
-        self._error = self._error or cause
-        if self.team is not None:
-            self.team.abort(cause)
-        if self._mail is not None:
-            self._mail.abort(cause)
+    @property
+    def staging(self) -> int:
+        return self._shared_memory.backend.staging if self._shared_memory is not None else 0
 
-    def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        context, control = self.context, self.context.job.control
-        stuck = self.team is not None and self.team.given_up != 0
-        ended = self.lane.close(_DRAIN_S if not stuck else 0.0)
-        if not ended:
-            self.abort(GroupAbortedError(f"group {context.name!r} was destroyed", group=context.name))
-            ended = self.lane.close(1.0 if not stuck else 0.0)
-        if control is not None:
-            control.unwatch(context.name)
-        clean = self._mail.close(_DRAIN_S) if self._mail is not None else True
+    def abort(self, error: Exception) -> None:
+        if self.communicator is not None:
+            self.communicator.abort(failure_diagnosis.aborted(self.context, error))
+        if self._shared_memory is not None:
+            self._shared_memory.backend.abort(error)
+        super().abort(error)
+
+    @property
+    def stuck(self) -> bool:
+        return self.communicator is not None and self.communicator.abandoned_seq != 0
+
+    def release(self, clean: bool, destroyed: DistError) -> None:
         if self._members is not None:
-            self._members.note_the_dead()
-        self._error = self._error or GroupAbortedError(
-            f"group {context.name!r} has been destroyed", group=context.name
-        )
-        if self.team is not None:
-            self.team.close(not (ended and clean and self.lane.idle(0.0 if stuck else 1.0)))
-            self.team.abort(self._error)
+            self._members.record_departed()
+        if self.communicator is not None:
+            self.communicator.close(not (clean and self._idle()))
         self.mpi.groups.discard(self)
 
 
-class _All(HostCompletion):
-    """Several completions as one; its error is the first of theirs."""
-
-    __slots__ = ("_left",)
-
-    def __init__(self, calls: tuple[Call, ...], parts: Sequence[HostCompletion]) -> None:
-        super().__init__(calls)
-        self._left = len(parts)
-        for part in parts:
-            part.add_done_callback(lambda part=part: self._one(part))  # type: ignore[misc]
-
-    def _one(self, part: HostCompletion) -> None:
-        self._left -= 1
-        if part.exception() is not None or self._left == 0:
-            self.finish(part.exception())
+def _value_to_agree(communicator: GroupCommunicator, call: Call) -> int:
+    """The number that the ranks compare, where how a call is done depends on more than its signature; else 0."""
+    name = call.op.name
+    if name in REDUCTIONS:
+        return value_to_agree(communicator, call)
+    if name in LAYOUT_DEPENDENT:
+        return LAYOUT_DEPENDENT[name][0](call)
+    return shape_hash(call) if name in ROOT_SIZED else 0

@@ -1,7 +1,7 @@
-"""The collectives over a :class:`~mpi_comm.team.Team`: MPI's own, each after an agreement of all ranks.
+"""MPI's collectives over a :class:`~mpi_comm.group_communicator.GroupCommunicator`, each after an agreement.
 
-MPI wants the arrays of a list in one piece of memory. Neighbouring arrays are taken as they are; short lists are
-copied together; long ones go array by array, so that no copy of everything is made.
+MPI needs the arrays of a list in one contiguous buffer. Adjacent arrays are used as they are; small lists are packed;
+large lists are sent array by array, so that no copy of the whole list is made.
 """
 
 from __future__ import annotations
@@ -11,184 +11,181 @@ from typing import Any
 
 import numpy as np
 
+from mpi_comm import flat_memory
+from mpi_comm.group_communicator import COLLECTIVE_TAG, GroupCommunicator
+from mpi_comm.reductions import PACK_LIMIT, flat_of, offsets
+from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
+from unicoll.backend.fallbacks import split
 from unicoll.errors import CollectiveMismatchError
-from unicoll.kernels import Flat, kernel_for
 
-from . import flats
-from .reductions import STAGED, flat_of
-from .team import COLLECTIVE_TAG, Team
+__all__ = ["COLLECTIVES", "LAYOUT_DEPENDENT", "ROOT_SIZED", "even_size"]
 
-__all__ = ["COLLECTIVES", "SIZED", "UNLIKE", "alone"]
-
-Collective = Callable[[Team, Call], None]
+Collective = Callable[[GroupCommunicator, Call], None]
 
 
-def _type(team: Team, call: Call) -> Any:
-    return team.mpi.types[(call.inputs or call.outputs)[0].dtype.name]
+def _type(group: GroupCommunicator, call: Call) -> Any:
+    return group.mpi.types[(call.inputs or call.outputs)[0].dtype.name]
 
 
-def _total(pieces: Sequence[Flat]) -> int:
-    return sum(p.nbytes for p in pieces)
+def _nbytes(chunks: Sequence[Flat]) -> int:
+    return sum(c.nbytes for c in chunks)
 
 
-def _offsets(counts: Sequence[int]) -> list[int]:
-    found = [0]
-    for count in counts[:-1]:
-        found.append(found[-1] + count)
-    return found
-
-
-def _parted(flat: Flat, counts: Sequence[int], kind: Any) -> list[Any]:
-    """An array and its parts, as MPI's calls with a "v" want them."""
-    return [flat, (list(counts), _offsets(counts)), kind]
-
-
-def _split(flat: Flat, counts: Sequence[int]) -> list[Flat]:
-    pieces, start = [], 0
-    for count in counts:
-        pieces.append(flat[start : start + count])
-        start += count
-    return pieces
+def _v_argument(flat: Flat, counts: Sequence[int], mpi_type: Any) -> list[Any]:
+    """An array and its parts, as the argument of MPI's "v" functions."""
+    return [flat, (list(counts), offsets(counts)), mpi_type]
 
 
 # --- barrier, broadcast ------------------------------------------------------------------------------------------
 
 
-def barrier(team: Team, call: Call) -> None:
-    """Nobody leaves before all have come: the agreement is a barrier."""
+def barrier(group: GroupCommunicator, call: Call) -> None:
+    """The agreement before the collective is a barrier: nothing is left to do."""
 
 
-def broadcast(team: Team, call: Call) -> None:
-    """The root's data to all."""
-    _broadcast(team, flat_of(call.inputs[0]), _type(team, call), call.root)
+def broadcast(group: GroupCommunicator, call: Call) -> None:
+    """The root's array to all ranks."""
+    _broadcast(group, flat_of(call.inputs[0]), _type(group, call), call.root)
 
 
-def _broadcast(team: Team, flat: Flat, kind: Any, root: int) -> None:
-    for piece in team.cut(flat):
-        team.do("Bcast", [piece, kind], root)
+def _broadcast(group: GroupCommunicator, flat: Flat, mpi_type: Any, root: int) -> None:
+    for chunk in group.chunks(flat):
+        group.execute("Bcast", [chunk, mpi_type], root)
 
 
 # --- gathering ----------------------------------------------------------------------------------------------------
 
 
-def all_gather_into_tensor(team: Team, call: Call) -> None:
-    """Every rank's data to all, into one array."""
-    source, out, kind = flat_of(call.inputs[0]), flat_of(call.outputs[0]), _type(team, call)
-    if source.size > team.mpi.largest_count:
-        _gather_one_by_one(team, source, _split(out, [source.size] * team.size), kind)
-    elif flats.overlap(source, out):
-        _all_gather(team, source, out, [source.size] * team.size, kind)
+def all_gather_into_tensor(group: GroupCommunicator, call: Call) -> None:
+    """Every rank's array to all ranks, into one array."""
+    source, out, mpi_type = flat_of(call.inputs[0]), flat_of(call.outputs[0]), _type(group, call)
+    if source.size > group.mpi.largest_count:
+        _gather_one_by_one(group, source, split(out, [source.size] * group.size), mpi_type)
+    elif flat_memory.overlap(source, out):
+        _all_gather(group, source, out, [source.size] * group.size, mpi_type)
     else:
-        team.do("Allgather", [source, kind], [out, kind])
+        group.execute("Allgather", [source, mpi_type], [out, mpi_type])
 
 
-def _all_gather(team: Team, source: Flat, out: Flat, counts: Sequence[int], kind: Any) -> None:
-    given: Any = [source, kind]
-    if flats.overlap(source, out):
-        mine = _split(out, counts)[team.rank]
-        if flats.address(mine) != flats.address(source):
-            flats.copy([(mine, flats.clone(source))])
-        given = team.mpi.MPI.IN_PLACE
+def _all_gather(
+    group: GroupCommunicator, source: Flat, out: Flat, counts: Sequence[int], mpi_type: Any
+) -> None:
+    sent: Any = [source, mpi_type]
+    if flat_memory.overlap(source, out):
+        own = split(out, counts)[group.rank]
+        if flat_memory.address(own) != flat_memory.address(source):
+            flat_memory.copy([(own, flat_memory.clone(source))])
+        sent = group.mpi.MPI.IN_PLACE
     if len(set(counts)) == 1:
-        team.do("Allgather", given, [out, kind])
+        group.execute("Allgather", sent, [out, mpi_type])
     else:
-        team.do("Allgatherv", given, _parted(out, counts, kind))
+        group.execute("Allgatherv", sent, _v_argument(out, counts, mpi_type))
 
 
-def _gathers_into_one_piece(call: Call) -> int:
-    """1 where an all_gather's list is long and lies in one piece, -1 where it is long and does not, else 0."""
-    pieces = [flat_of(b) for b in call.outputs]
-    if _total(pieces) <= STAGED:
+def _all_gather_layout(call: Call) -> int:
+    """0 if an all_gather's list is small; 1 if it is large and contiguous, -1 if it is large and not contiguous."""
+    chunks = [flat_of(b) for b in call.outputs]
+    if _nbytes(chunks) <= PACK_LIMIT:
         return 0
-    return 1 if flats.in_one_piece(pieces) is not None else -1
+    return 1 if flat_memory.contiguous_view(chunks) is not None else -1
 
 
-def all_gather(team: Team, call: Call, even: bool) -> None:
-    """Every rank's data to all, into an array for each; sizes may differ."""
-    source, kind = flat_of(call.inputs[0]), _type(team, call)
-    pieces = [flat_of(b) for b in call.outputs]
-    counts = [p.size for p in pieces]
-    whole = flats.in_one_piece(pieces)
-    if sum(counts) > team.mpi.largest_count:
-        _gather_one_by_one(team, source, pieces, kind)
-    elif whole is not None and (even or _total(pieces) <= STAGED):
-        _all_gather(team, source, whole, counts, kind)
-    elif _total(pieces) <= STAGED:
-        room = flats.empty(sum(counts), source)
-        _all_gather(team, source, room, counts, kind)
-        flats.hand_out(room, pieces)
+def all_gather(group: GroupCommunicator, call: Call, even: bool) -> None:
+    """Every rank's array to all ranks, into one array per rank; sizes may differ."""
+    source, mpi_type = flat_of(call.inputs[0]), _type(group, call)
+    chunks = [flat_of(b) for b in call.outputs]
+    counts = [c.size for c in chunks]
+    whole = flat_memory.contiguous_view(chunks)
+    if sum(counts) > group.mpi.largest_count:
+        _gather_one_by_one(group, source, chunks, mpi_type)
+    elif whole is not None and (even or _nbytes(chunks) <= PACK_LIMIT):
+        _all_gather(group, source, whole, counts, mpi_type)
+    elif _nbytes(chunks) <= PACK_LIMIT:
+        packed = flat_memory.empty(sum(counts), source)
+        _all_gather(group, source, packed, counts, mpi_type)
+        flat_memory.split_into(packed, chunks)
     else:
-        _gather_one_by_one(team, source, pieces, kind)
+        _gather_one_by_one(group, source, chunks, mpi_type)
 
 
-def _gather_one_by_one(team: Team, source: Flat, pieces: Sequence[Flat], kind: Any) -> None:
-    mine = pieces[team.rank]
-    if flats.address(mine) != flats.address(source):
-        flats.copy([(mine, source)])
-    for i, piece in enumerate(pieces):
-        _broadcast(team, piece, kind, i)
+def _gather_one_by_one(group: GroupCommunicator, source: Flat, chunks: Sequence[Flat], mpi_type: Any) -> None:
+    own = chunks[group.rank]
+    if flat_memory.address(own) != flat_memory.address(source):
+        flat_memory.copy([(own, source)])
+    for i, chunk in enumerate(chunks):
+        _broadcast(group, chunk, mpi_type, i)
 
 
-def gather(team: Team, call: Call, counts: Sequence[int] | None) -> None:
-    """Every rank's data to the root; ``counts`` are all ranks' sizes where they differ."""
-    source, kind, root = flat_of(call.inputs[0]), _type(team, call), call.root
-    pieces = [flat_of(b) for b in call.outputs]
-    total = source.size * team.size if counts is None else sum(counts)
-    if total * call.inputs[0].dtype.itemsize > STAGED:
-        if not pieces:
-            _send(team, source, kind, root)
-        for i, piece in enumerate(pieces):
+def gather(group: GroupCommunicator, call: Call, counts: Sequence[int] | None) -> None:
+    """Every rank's array to the root; ``counts`` are all ranks' sizes, or None if they are equal."""
+    source, mpi_type, root = flat_of(call.inputs[0]), _type(group, call), call.root
+    chunks = [flat_of(b) for b in call.outputs]
+    total = source.size * group.size if counts is None else sum(counts)
+    if total * call.inputs[0].dtype.itemsize > PACK_LIMIT:
+        if not chunks:
+            _send(group, source, mpi_type, root)
+        for i, chunk in enumerate(chunks):
             if i != root:
-                _receive(team, piece, kind, i)
+                _receive(group, chunk, mpi_type, i)
             else:
-                flats.copy([(piece, source)])
+                flat_memory.copy([(chunk, source)])
         return
-    room = flats.empty(total, source) if pieces else None
+    packed = flat_memory.empty(total, source) if chunks else None
     if counts is None:
-        team.do("Gather", [source, kind], None if room is None else [room, kind], root)
+        group.execute("Gather", [source, mpi_type], None if packed is None else [packed, mpi_type], root)
     else:
-        team.do("Gatherv", [source, kind], None if room is None else _parted(room, counts, kind), root)
-    if room is not None:
-        flats.hand_out(room, pieces)
+        group.execute(
+            "Gatherv",
+            [source, mpi_type],
+            None if packed is None else _v_argument(packed, counts, mpi_type),
+            root,
+        )
+    if packed is not None:
+        flat_memory.split_into(packed, chunks)
 
 
-def _send(team: Team, flat: Flat, kind: Any, to: int) -> None:
-    for piece in team.cut(flat):
-        team.do("Send", [piece, kind], to, COLLECTIVE_TAG)
+def _send(group: GroupCommunicator, flat: Flat, mpi_type: Any, dest: int) -> None:
+    for chunk in group.chunks(flat):
+        group.execute("Send", [chunk, mpi_type], dest, COLLECTIVE_TAG)
 
 
-def _receive(team: Team, flat: Flat, kind: Any, frm: int) -> None:
-    for piece in team.cut(flat):
-        team.do("Recv", [piece, kind], frm, COLLECTIVE_TAG)
+def _receive(group: GroupCommunicator, flat: Flat, mpi_type: Any, source: int) -> None:
+    for chunk in group.chunks(flat):
+        group.execute("Recv", [chunk, mpi_type], source, COLLECTIVE_TAG)
 
 
-def scatter(team: Team, call: Call, counts: Sequence[int] | None) -> None:
-    """The root's i-th array to rank i; ``counts`` are all ranks' sizes where they differ."""
-    out, kind, root = flat_of(call.outputs[0]), _type(team, call), call.root
-    pieces = [flat_of(b) for b in call.inputs]
-    total = out.size * team.size if counts is None else sum(counts)
-    if total * call.outputs[0].dtype.itemsize > STAGED:
-        if not pieces:
-            _receive(team, out, kind, root)
-        for i, piece in enumerate(pieces):
+def scatter(group: GroupCommunicator, call: Call, counts: Sequence[int] | None) -> None:
+    """The root's i-th array to rank i; ``counts`` are all ranks' sizes, or None if they are equal."""
+    out, mpi_type, root = flat_of(call.outputs[0]), _type(group, call), call.root
+    chunks = [flat_of(b) for b in call.inputs]
+    total = out.size * group.size if counts is None else sum(counts)
+    if total * call.outputs[0].dtype.itemsize > PACK_LIMIT:
+        if not chunks:
+            _receive(group, out, mpi_type, root)
+        for i, chunk in enumerate(chunks):
             if i != root:
-                _send(team, piece, kind, i)
-        if pieces:
-            flats.copy([(out, pieces[root])])
+                _send(group, chunk, mpi_type, i)
+        if chunks:
+            flat_memory.copy([(out, chunks[root])])
         return
-    room = flats.joined(pieces) if pieces else None
+    packed = flat_memory.concatenated(chunks) if chunks else None
     if counts is None:
-        team.do("Scatter", None if room is None else [room, kind], [out, kind], root)
+        group.execute("Scatter", None if packed is None else [packed, mpi_type], [out, mpi_type], root)
     else:
-        team.do("Scatterv", None if room is None else _parted(room, counts, kind), [out, kind], root)
+        group.execute(
+            "Scatterv",
+            None if packed is None else _v_argument(packed, counts, mpi_type),
+            [out, mpi_type],
+            root,
+        )
 
 
 # --- personalised exchange ---------------------------------------------------------------------------------------
 
 
-def _even_size(call: Call) -> int:
-    """The one size of all parts of an all_to_all; -1 where there are several."""
+def even_size(call: Call) -> int:
+    """The common size of all parts of an all_to_all; -1 if sizes differ."""
     assert call.in_counts is not None
     assert call.out_counts is not None
     first = call.in_counts[0]
@@ -196,76 +193,87 @@ def _even_size(call: Call) -> int:
     return first if even else -1
 
 
-def all_to_all(team: Team, call: Call, even: bool) -> None:
+def all_to_all(group: GroupCommunicator, call: Call, even: bool) -> None:
     """The j-th part of rank i becomes the i-th part of rank j."""
     assert call.in_counts is not None
     assert call.out_counts is not None
-    kind = _type(team, call)
-    limit = team.mpi.largest_count
+    mpi_type = _type(group, call)
+    limit = group.mpi.largest_count
     large = (
         call.in_counts[0] > limit
         if even
-        else _check_counts(team, call, max(sum(call.in_counts), sum(call.out_counts)))
+        else _check_counts(group, call, max(sum(call.in_counts), sum(call.out_counts)))
     )
-    single = call.op.name == "all_to_all_single"
+    single = call.op.joined
     if single:
         source, out = flat_of(call.inputs[0]), flat_of(call.outputs[0])
-        if flats.overlap(source, out):
-            source = flats.clone(source)
+        if flat_memory.overlap(source, out):
+            source = flat_memory.clone(source)
         if not large:
-            _exchange(team, source, out, call, even, kind)
+            _exchange(group, source, out, call, even, mpi_type)
             return
-        sources, targets = _split(source, call.in_counts), _split(out, call.out_counts)
+        sources, targets = split(source, call.in_counts), split(out, call.out_counts)
     else:
         sources, targets = [flat_of(b) for b in call.inputs], [flat_of(b) for b in call.outputs]
-        if even and _total(sources) <= STAGED:
-            room = flats.empty(sum(call.out_counts), sources[0])
-            _exchange(team, flats.joined(sources), room, call, even, kind)
-            flats.hand_out(room, targets)
+        if even and _nbytes(sources) <= PACK_LIMIT:
+            packed = flat_memory.empty(sum(call.out_counts), sources[0])
+            _exchange(group, flat_memory.concatenated(sources), packed, call, even, mpi_type)
+            flat_memory.split_into(packed, targets)
             return
-        if any(flats.overlap(s, t) for s in sources for t in targets):
-            sources = [flats.clone(s) for s in sources]
-    _pair_by_pair(team, sources, targets, kind)
+        if any(flat_memory.overlap(s, t) for s in sources for t in targets):
+            sources = [flat_memory.clone(s) for s in sources]
+    _pairwise_exchange(group, sources, targets, mpi_type)
 
 
-def _exchange(team: Team, source: Flat, out: Flat, call: Call, even: bool, kind: Any) -> None:
+def _exchange(
+    group: GroupCommunicator, source: Flat, out: Flat, call: Call, even: bool, mpi_type: Any
+) -> None:
     if even:
-        team.do("Alltoall", [source, kind], [out, kind])
+        group.execute("Alltoall", [source, mpi_type], [out, mpi_type])
     else:
         assert call.in_counts is not None
         assert call.out_counts is not None
-        team.do("Alltoallv", _parted(source, call.in_counts, kind), _parted(out, call.out_counts, kind))
+        group.execute(
+            "Alltoallv",
+            _v_argument(source, call.in_counts, mpi_type),
+            _v_argument(out, call.out_counts, mpi_type),
+        )
 
 
-def _pair_by_pair(team: Team, sources: Sequence[Flat], targets: Sequence[Flat], kind: Any) -> None:
-    size, rank = team.size, team.rank
-    flats.copy([(targets[rank], sources[rank])])
+def _pairwise_exchange(
+    group: GroupCommunicator, sources: Sequence[Flat], targets: Sequence[Flat], mpi_type: Any
+) -> None:
+    size, rank = group.size, group.rank
+    flat_memory.copy([(targets[rank], sources[rank])])
     for distance in range(1, size):
-        to, frm = (rank + distance) % size, (rank - distance) % size
-        team.swap(to, sources[to], frm, targets[frm], kind)
+        dest, source = (rank + distance) % size, (rank - distance) % size
+        group.exchange(dest, sources[dest], source, targets[source], mpi_type)
 
 
-def _check_counts(team: Team, call: Call, total: int) -> bool:
-    """Every rank learns what it will be sent; all learn of the first misfit, which its receiver puts into words.
+def _check_counts(group: GroupCommunicator, call: Call, total: int) -> bool:
+    """Exchange the split sizes; raise on all ranks if what one rank sends differs from what the other expects.
 
-    Returns whether some rank has more elements, in ``total``, than MPI can count.
+    Returns True if the ``total`` of some rank exceeds MPI's counts.
+
+    Raises:
+        CollectiveMismatchError: sizes differ; the receiver of the first mismatch writes the error.
     """
-    mpi, size = team.mpi.MPI, team.size
-    given, awaited = np.array(call.in_counts, np.int64), np.array(call.out_counts, np.int64)
-    coming, misfit = np.empty(size, np.int64), np.array([0, total], np.int64)
-    team.do("Alltoall", [given, mpi.INT64_T], [coming, mpi.INT64_T])
-    wrong = np.flatnonzero(coming != awaited)
+    mpi, size = group.mpi.MPI, group.size
+    sent, expected = np.array(call.in_counts, np.int64), np.array(call.out_counts, np.int64)
+    incoming, mismatch = np.empty(size, np.int64), np.array([0, total], np.int64)
+    group.execute("Alltoall", [sent, mpi.INT64_T], [incoming, mpi.INT64_T])
+    wrong = np.flatnonzero(incoming != expected)
     if wrong.size:
-        misfit[0] = 1 + team.rank * size + wrong[0]
-    team.do("Allreduce", mpi.IN_PLACE, [misfit, mpi.INT64_T], mpi.MAX)
-    if not misfit[0]:
-        return bool(misfit[1] > team.mpi.largest_count)
-    receiver, sender = divmod(int(misfit[0]) - 1, size)
-    team.await_verdict(team.rank == receiver)
-    ranks, context = team.context.ranks, team.context
-    sizes = f" {coming[sender]} elements" if team.rank == receiver else " another number of elements"
-    room = f"has room for {awaited[sender]}" if team.rank == receiver else "does not await them"
-    team.fail(
+        mismatch[0] = 1 + group.rank * size + wrong[0]
+    group.execute("Allreduce", mpi.IN_PLACE, [mismatch, mpi.INT64_T], mpi.MAX)
+    if not mismatch[0]:
+        return bool(mismatch[1] > group.mpi.largest_count)
+    receiver, sender = divmod(int(mismatch[0]) - 1, size)
+    group.await_agreed_error(group.rank == receiver)
+    ranks, context = group.context.ranks, group.context
+    sizes = f" {incoming[sender]} elements" if group.rank == receiver else " another number of elements"
+    room = f"has room for {expected[sender]}" if group.rank == receiver else "expects another number"
+    group.fail(
         CollectiveMismatchError(
             f"{call.op.name} #{call.seq} on group {context.name!r}: rank {ranks[sender]} sends{sizes}"
             f" to rank {ranks[receiver]}, which {room}",
@@ -276,28 +284,20 @@ def _check_counts(team: Team, call: Call, total: int) -> bool:
     )
 
 
-def alone(call: Call) -> None:
-    """Any collective in a group of one: outputs are copies of inputs, reduced over one rank."""
-    if call.reduce is not None:
-        kernel = kernel_for(call.inputs[0].dtype, call.reduce)
-        kernel.combine([flat_of(call.inputs[0])], flat_of(call.outputs[0]))
-        return
-    for source, target in zip(call.inputs, call.outputs, strict=False):
-        if source is not target:
-            flat_of(target)[:] = flat_of(source)
-
-
 COLLECTIVES: dict[str, Collective] = {
     "barrier": barrier,
     "broadcast": broadcast,
     "all_gather_into_tensor": all_gather_into_tensor,
 }
-UNLIKE: dict[str, tuple[Callable[[Call], int], Callable[[Team, Call, bool], None]]] = {
-    "all_gather": (_gathers_into_one_piece, all_gather),
-    "all_to_all": (_even_size, all_to_all),
-    "all_to_all_single": (_even_size, all_to_all),
+LAYOUT_DEPENDENT: dict[str, tuple[Callable[[Call], int], Callable[[GroupCommunicator, Call, bool], None]]] = {
+    "all_gather": (_all_gather_layout, all_gather),
+    "all_to_all": (even_size, all_to_all),
+    "all_to_all_single": (even_size, all_to_all),
 }
-"""Those whose way depends on something that may differ between ranks: a number, and the collective, which is told
-whether it is the same everywhere and not negative."""
-SIZED: dict[str, Callable[[Team, Call, Sequence[int] | None], None]] = {"gather": gather, "scatter": scatter}
-"""Those whose sizes the root alone knows: they are told all ranks' where these differ."""
+"""Collectives whose algorithm depends on a value that may differ between ranks: a function of the value, and the
+collective, whose last argument is True if the value is equal on all ranks and not negative."""
+ROOT_SIZED: dict[str, Callable[[GroupCommunicator, Call, Sequence[int] | None], None]] = {
+    "gather": gather,
+    "scatter": scatter,
+}
+"""Collectives whose list only the root has: their last argument is all ranks' sizes, or None if they are equal."""

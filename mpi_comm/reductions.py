@@ -1,14 +1,13 @@
-"""Reductions: MPI's own where it has them with our meaning, else data moved by MPI and folded by our kernels.
+"""Reductions: MPI's own operation if it has our semantics, else data moved by MPI and reduced by our kernels.
 
-MPI knows nothing of half types; its MIN and MAX lose a NaN or keep it as the library pleases; sums of short integers
-that overflow are undefined (Open MPI's vector code saturates them); and its order of folding is its own. There, and
-where ``deterministic`` asks for rank order, every rank gets its share of all contributions (MPI_Alltoallv), folds them
-in rank order with one rounding at the end, and the shares are put together again.
+MPI has no half types; its MIN and MAX may lose a NaN, depending on the library; sums of short integers that overflow
+are undefined (Open MPI's vector code saturates them); and its order of reduction is not specified. In these cases, and
+with ``deterministic``, which needs rank order, every rank gets its share of all contributions (MPI_Alltoallv), reduces
+them in rank order with one rounding at the end, and the shares are gathered.
 
-Large arrays of floats get MPI's MIN and MAX where no rank has a NaN or a -0.0 (MPICH's all_reduce of 0.0 and -0.0 gives
-one of them to one rank and the other to another). Each rank looks through its own data, and says what it found in the
-agreement that precedes every collective, so all ranks take the same way. Small arrays are not looked through: to fold
-them is as quick.
+MIN and MAX of large float arrays use MPI's operation if no rank has a NaN or a -0.0 (MPICH's all_reduce of 0.0 and -0.0
+gives different results on different ranks). Each rank scans its own data and passes the result in the agreement that
+precedes every collective, so all ranks use the same method. Small arrays are not scanned: the kernels are as fast.
 """
 
 from __future__ import annotations
@@ -19,36 +18,35 @@ from typing import Any
 
 import numpy as np
 
+from mpi_comm import flat_memory
+from mpi_comm.group_communicator import GroupCommunicator
+from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.kernels import Flat, Kernel, kernel_for
+from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Call
-from unicoll.buffers import Buffer
-from unicoll.kernels import Flat, Kernel, kernel_for
-from unicoll.types import DType, Reduction
 
-from . import flats
-from .team import Team
+__all__ = ["REDUCTIONS", "ReductionMethod", "flat_of", "is_native", "method_for", "offsets", "value_to_agree"]
 
-__all__ = ["REDUCTIONS", "agreed_way", "flat_of", "native"]
-
-WHOLE = 1 << 16
-"""Bytes of all contributions together up to which every rank folds everything."""
+ALLGATHER_LIMIT = 1 << 16
+"""Bytes of all contributions together up to which every rank reduces all elements (MPI_Allgather)."""
 SEGMENT = 1 << 22
-"""Bytes of one contribution that are moved and folded at a time: the staging memory is twice that."""
+"""Bytes of one contribution that are moved and reduced at a time: the temporary memory is twice that."""
 _BLOCK = 1 << 18
-STAGED = 1 << 24
-"""Bytes of a list of arrays that are copied together for one call of MPI; longer lists are reduced one by one."""
+PACK_LIMIT = 1 << 24
+"""Bytes of a list of arrays up to which it is packed for one MPI call; larger lists are reduced array by array."""
 
 _SUMS = {"SUM": "SUM", "AVG": "SUM", "PREMUL_SUM": "SUM", "PRODUCT": "PROD"}
 _BITS = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
 _OF_BOOL = {"SUM": "BOR", "MAX": "BOR", "PRODUCT": "BAND", "MIN": "BAND", **_BITS}
 _EXTREMES = {"MIN": "MIN", "MAX": "MAX"}
 _OF_INTEGERS = {**_SUMS, **_BITS, **_EXTREMES}
-_BITS_OF = {size: (np.dtype(f"i{size}"), np.iinfo(f"i{size}").min) for size in (4, 8)}
-"""By bytes of a float: the integer of its bits, and that of -0.0, which is the least of all."""
+_FLOAT_BITS = {size: (np.dtype(f"i{size}"), np.iinfo(f"i{size}").min) for size in (4, 8)}
+"""By bytes of a float: the integer type of its bits, and the integer of -0.0, which is the lowest of all."""
 
 
 @lru_cache(maxsize=512)
 def _native(dtype: DType, name: str) -> str | None:
-    """MPI's operation that does what ours means, by its name; None where there is none."""
+    """Name of MPI's operation with the semantics of ours; None if there is none."""
     if dtype.kind == "b":
         return _OF_BOOL.get(name)
     if dtype.kind in "ui":
@@ -62,66 +60,71 @@ def flat_of(buffer: Buffer) -> Flat:
     return buffer.flat
 
 
-class _Way:
-    """How one call is reduced: with MPI's operation, or with the kernel alone.
+class ReductionMethod:
+    """How a reduction is done: by MPI's operation, or by our kernel.
 
     Attributes:
-        type: of the elements, for MPI.
-        kernel: ours.
+        type: MPI's datatype of the elements.
+        kernel: our kernel.
         op: MPI's operation, or None.
-        plain: whether MPI's operation is all there is to do.
-        careful: for MIN and MAX of floats the way without MPI's operation; None for all else.
+        op_suffices: True if MPI's operation is the whole reduction, with no scaling before or after.
+        kernel_only: for MIN and MAX of floats the method without MPI's operation; None for all else.
         in_place: MPI.IN_PLACE.
     """
 
-    __slots__ = ("careful", "in_place", "kernel", "op", "plain", "type")
+    __slots__ = ("in_place", "kernel", "kernel_only", "op", "op_suffices", "type")
 
-    def __init__(self, team: Team, dtype: DType, reduce: Reduction, in_order: bool) -> None:
-        self.type = team.mpi.types[dtype.name]
+    def __init__(self, group: GroupCommunicator, dtype: DType, reduce: Reduction, in_order: bool) -> None:
+        self.type = group.mpi.types[dtype.name]
         self.kernel: Kernel = kernel_for(dtype, reduce)
         name = None if in_order else _native(dtype, reduce.name)
-        self.op: Any = None if name is None else getattr(team.mpi.MPI, name)
-        self.plain = self.op is not None and self.kernel.plain
-        self.in_place = team.mpi.MPI.IN_PLACE
+        self.op: Any = None if name is None else getattr(group.mpi.MPI, name)
+        self.op_suffices = self.op is not None and self.kernel.plain
+        self.in_place = group.mpi.MPI.IN_PLACE
         guarded = self.op is not None and dtype.kind == "f" and name in _EXTREMES
-        self.careful: _Way | None = _Way(team, dtype, reduce, True) if guarded else None
+        self.kernel_only: ReductionMethod | None = (
+            ReductionMethod(group, dtype, reduce, True) if guarded else None
+        )
 
 
-def _way(team: Team, call: Call) -> _Way:
+def _method_for(group: GroupCommunicator, call: Call) -> ReductionMethod:
     dtype, reduce = call.inputs[0].dtype, call.reduce
     assert reduce is not None
     key: Any = (dtype.code << 8) | reduce.code
     if reduce.factor is not None:
         key = (key, reduce.factor)
-    found: _Way | None = team.ways.get(key)
+    found: ReductionMethod | None = group.reduction_methods.get(key)
     if found is None:
-        found = team.ways[key] = _Way(team, dtype, reduce, team.in_order)
+        found = group.reduction_methods[key] = ReductionMethod(group, dtype, reduce, group.in_order)
     return found
 
 
-def agreed_way(team: Team, call: Call) -> _Way:
-    """Return how to reduce, when all ranks are in this call; equal on all of them.
+def value_to_agree(group: GroupCommunicator, call: Call) -> int:
+    """A number that is negative if this rank's data must not be reduced by MPI's operation; see :func:`method_for`."""
+    if _method_for(group, call).kernel_only is None or _gathered_by_all(group, call):
+        return 0
+    return -1 if any(_has_nan_or_negative_zero(b) for b in call.inputs) else 0
 
-    Raises:
-        CollectiveMismatchError: the ranks are in different calls.
-    """
-    way = _way(team, call)
-    if way.careful is None:
-        team.agree(call)
-    elif sum(b.nbytes for b in call.inputs) * team.size <= WHOLE:
-        team.agree(call)
-        return way.careful
-    elif not team.agree(call, -1 if any(_has_nan_or_negative_zero(b) for b in call.inputs) else 0):
-        return way.careful
-    return way
+
+def method_for(group: GroupCommunicator, call: Call, none_negative: bool) -> ReductionMethod:
+    """How to reduce, equal on all ranks; ``none_negative``: no rank's :func:`value_to_agree` is negative."""
+    method = _method_for(group, call)
+    if method.kernel_only is None or (none_negative and not _gathered_by_all(group, call)):
+        return method
+    return method.kernel_only
+
+
+def _gathered_by_all(group: GroupCommunicator, call: Call) -> bool:
+    """True if the arrays are so small that all ranks reduce all of them: scanning them would not pay."""
+    return sum(b.nbytes for b in call.inputs) * group.size <= ALLGATHER_LIMIT
 
 
 def _has_nan_or_negative_zero(buffer: Buffer) -> bool:
-    """Of floats; in two passes that allocate nothing."""
+    """True if a float array has a NaN or a -0.0; two passes without temporary memory."""
     flat = flat_of(buffer)
     if not flat.size:
         return False
-    bits, negative_zero = _BITS_OF[flat.itemsize]
+    bits, negative_zero = _FLOAT_BITS[flat.itemsize]
     if np.minimum.reduce(flat.view(bits)) == negative_zero:
         return True
     highest = np.maximum.reduce(flat)
@@ -129,147 +132,177 @@ def _has_nan_or_negative_zero(buffer: Buffer) -> bool:
 
 
 def _scaled(kernel: Kernel, source: Flat) -> Flat:
-    """A contribution as it enters the sum: PREMUL_SUM multiplies it first."""
+    """A contribution as it is summed: multiplied by the factor of PREMUL_SUM."""
     return source if kernel.plain or kernel.average else np.asarray(kernel.widen(source))
 
 
 def _divide(kernel: Kernel, out: Flat, ranks: int) -> None:
-    """Make an average of a sum, block by block."""
+    """Divide a sum by the number of ranks for AVG, block by block."""
     if kernel.average:
         for start in range(0, out.size, _BLOCK):
-            piece = out[start : start + _BLOCK]
-            kernel.finish(piece, piece, ranks)
+            chunk = out[start : start + _BLOCK]
+            kernel.finish(chunk, chunk, ranks)
 
 
-def native(team: Team, call: Call) -> bool:
-    """Whether MPI's operation does all of a reduction, so that no element is looked at here."""
-    way = _way(team, call)
-    return way.plain and way.careful is None
+def is_native(group: GroupCommunicator, call: Call) -> bool:
+    """True if MPI's operation is the whole reduction, so that no element is read on the host."""
+    method = _method_for(group, call)
+    return method.op_suffices and method.kernel_only is None
 
 
 # --- the operations ---------------------------------------------------------------------------------------------
 
 
-def _all_reduce(team: Team, call: Call, way: _Way) -> None:
-    """The reduction of all ranks' data to all."""
+def _all_reduce(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
+    """all_reduce: the reduction of all ranks' arrays, on all ranks."""
     source, out = call.inputs[0].flat, call.outputs[0].flat
-    if way.plain and source is out and call.inputs[0].count <= team.mpi.largest_count:
-        team.do("Allreduce", way.in_place, [out, way.type], way.op)
+    if method.op_suffices and source is out and call.inputs[0].count <= group.mpi.largest_count:
+        group.execute("Allreduce", method.in_place, [out, method.type], method.op)
     else:
-        team.quietly(_reduce_to_all, team, way, flat_of(call.inputs[0]), flat_of(call.outputs[0]))
+        group.ignoring_fp_errors(
+            _reduce_to_all, group, method, flat_of(call.inputs[0]), flat_of(call.outputs[0])
+        )
 
 
-def _reduce_to_all(team: Team, way: _Way, source: Flat, out: Flat) -> None:
-    if way.op is None:
-        _fold_to_all(team, way, source, out)
+def _reduce_to_all(group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat) -> None:
+    if method.op is None:
+        _fold_to_all(group, method, source, out)
         return
-    scaled = _scaled(way.kernel, source)
+    scaled = _scaled(method.kernel, source)
     if scaled is not out:
-        flats.copy([(out, scaled)])
-    for piece in team.cut(out):
-        team.do("Allreduce", way.in_place, [piece, way.type], way.op)
-    _divide(way.kernel, out, team.size)
+        flat_memory.copy([(out, scaled)])
+    for chunk in group.chunks(out):
+        group.execute("Allreduce", method.in_place, [chunk, method.type], method.op)
+    _divide(method.kernel, out, group.size)
 
 
-def _reduce(team: Team, call: Call, way: _Way) -> None:
-    """The reduction of all ranks' data to the root."""
-    team.quietly(_reduce_to_root, team, call, way)
+def _reduce(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
+    """reduce: the reduction of all ranks' arrays, on the root."""
+    group.ignoring_fp_errors(_reduce_to_root, group, call, method)
 
 
-def _reduce_to_root(team: Team, call: Call, way: _Way) -> None:
+def _reduce_to_root(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
     source, root = flat_of(call.inputs[0]), call.root
     out = flat_of(call.outputs[0]) if call.outputs else None
-    if way.op is None:
-        _fold_to_root(team, way, source, out, root)
+    if method.op is None:
+        _fold_to_root(group, method, source, out, root)
         return
-    _reduce_to(team, way, _scaled(way.kernel, source), out, root)
+    _reduce_to(group, method, _scaled(method.kernel, source), out, root)
     if out is not None:
-        _divide(way.kernel, out, team.size)
+        _divide(method.kernel, out, group.size)
 
 
-def _reduce_to(team: Team, way: _Way, given: Flat, out: Flat | None, root: int) -> None:
-    """With MPI's operation to ``out``, which only the root has."""
+def _reduce_to(
+    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int
+) -> None:
+    """Reduce by MPI's operation to ``out``, which is None except on the root."""
     if out is None:
-        for piece in team.cut(given):
-            team.do("Reduce", [piece, way.type], None, way.op, root)
+        for chunk in group.chunks(source):
+            group.execute("Reduce", [chunk, method.type], None, method.op, root)
         return
-    if given is not out:
-        flats.copy([(out, given)])
-    for piece in team.cut(out):
-        team.do("Reduce", way.in_place, [piece, way.type], way.op, root)
+    if source is not out:
+        flat_memory.copy([(out, source)])
+    for chunk in group.chunks(out):
+        group.execute("Reduce", method.in_place, [chunk, method.type], method.op, root)
 
 
-def _reduce_scatter(team: Team, call: Call, way: _Way) -> None:
-    """Each rank gets its own piece of the reduction."""
+def _reduce_scatter(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
+    """reduce_scatter: chunk i of the reduction, on rank i."""
     out = flat_of(call.outputs[0])
     flat = flat_of(call.inputs[0])
-    single = call.op.name == "reduce_scatter_tensor"
-    if single and way.plain and out.size <= team.mpi.largest_count and not flats.overlap(flat, out):
-        team.do("Reduce_scatter_block", [flat, way.type], [out, way.type], way.op)
+    single = call.op.joined
+    if (
+        single
+        and method.op_suffices
+        and out.size <= group.mpi.largest_count
+        and not flat_memory.overlap(flat, out)
+    ):
+        group.execute("Reduce_scatter_block", [flat, method.type], [out, method.type], method.op)
         return
     if single:
-        pieces = [flat[i * out.size : (i + 1) * out.size] for i in range(team.size)]
+        chunks = [flat[i * out.size : (i + 1) * out.size] for i in range(group.size)]
     else:
-        pieces = [flat_of(b) for b in call.inputs]
-    team.quietly(_reduce_apart, team, way, pieces, flat if single else None, out)
+        chunks = [flat_of(b) for b in call.inputs]
+    group.ignoring_fp_errors(_reduce_scatter_chunks, group, method, chunks, flat if single else None, out)
 
 
-def _reduce_apart(team: Team, way: _Way, pieces: Sequence[Flat], flat: Flat | None, out: Flat) -> None:
-    """MPI wants its output apart from its input, and a piece that it overlays would be lost before it is sent."""
-    if any(i != team.rank and flats.overlap(p, out) for i, p in enumerate(pieces)):
-        room = flats.empty(out.size, out)
-        _reduce_pieces(team, way, pieces, flat, room)
-        flats.copy([(out, room)])
+def _reduce_scatter_chunks(
+    group: GroupCommunicator, method: ReductionMethod, chunks: Sequence[Flat], flat: Flat | None, out: Flat
+) -> None:
+    """Reduce to a temporary array if the output overlaps another rank's chunk, which would be overwritten."""
+    if any(i != group.rank and flat_memory.overlap(c, out) for i, c in enumerate(chunks)):
+        result = flat_memory.empty(out.size, out)
+        _reduce_chunks(group, method, chunks, flat, result)
+        flat_memory.copy([(out, result)])
     else:
-        _reduce_pieces(team, way, pieces, flat, out)
+        _reduce_chunks(group, method, chunks, flat, out)
 
 
-def _reduce_pieces(team: Team, way: _Way, pieces: Sequence[Flat], flat: Flat | None, out: Flat) -> None:
-    if way.op is None:
-        _fold_pieces(team, way, pieces, out)
+def _reduce_chunks(
+    group: GroupCommunicator, method: ReductionMethod, chunks: Sequence[Flat], flat: Flat | None, out: Flat
+) -> None:
+    if method.op is None:
+        _fold_chunks(group, method, chunks, out)
         return
-    kernel = way.kernel
-    inside = flats.overlap(pieces[team.rank], out)
-    limit = team.mpi.largest_count
-    if max(p.size for p in pieces) <= limit and (flat is not None or sum(p.nbytes for p in pieces) <= STAGED):
-        whole = _scaled(kernel, flats.joined(pieces) if flat is None else flat)
-        result = flats.empty(out.size, out) if inside and whole is flat else out
-        counts = [p.size for p in pieces]
+    kernel = method.kernel
+    overlaps = flat_memory.overlap(chunks[group.rank], out)
+    limit = group.mpi.largest_count
+    if max(c.size for c in chunks) <= limit and (
+        flat is not None or sum(c.nbytes for c in chunks) <= PACK_LIMIT
+    ):
+        whole = _scaled(kernel, flat_memory.concatenated(chunks) if flat is None else flat)
+        result = flat_memory.empty(out.size, out) if overlaps and whole is flat else out
+        counts = [c.size for c in chunks]
         if len(set(counts)) == 1:
-            team.do("Reduce_scatter_block", [whole, way.type], [result, way.type], way.op)
+            group.execute("Reduce_scatter_block", [whole, method.type], [result, method.type], method.op)
         else:
-            team.do("Reduce_scatter", [whole, way.type], [result, way.type], counts, way.op)
+            group.execute("Reduce_scatter", [whole, method.type], [result, method.type], counts, method.op)
         if result is not out:
-            flats.copy([(out, result)])
+            flat_memory.copy([(out, result)])
     else:
-        _reduce_one_by_one(team, way, pieces, out)
-    _divide(kernel, out, team.size)
+        _reduce_one_by_one(group, method, chunks, out)
+    _divide(kernel, out, group.size)
 
 
-def _reduce_one_by_one(team: Team, way: _Way, pieces: Sequence[Flat], out: Flat) -> None:
-    """Piece i to rank i, for each i: no copy of them all."""
-    for i, piece in enumerate(pieces):
-        _reduce_to(team, way, _scaled(way.kernel, piece), out if i == team.rank else None, i)
+def _reduce_one_by_one(
+    group: GroupCommunicator, method: ReductionMethod, chunks: Sequence[Flat], out: Flat
+) -> None:
+    """Reduce chunk i to rank i, one after another: without a packed copy of all chunks."""
+    for i, chunk in enumerate(chunks):
+        _reduce_to(group, method, _scaled(method.kernel, chunk), out if i == group.rank else None, i)
 
 
-REDUCTIONS: dict[str, Callable[[Team, Call, _Way], None]] = {
+def _scan(group: GroupCommunicator, call: Call, method: ReductionMethod) -> None:
+    """scan: the reduction over the ranks up to this one; exscan: over the ranks before this one."""
+    flat, exclusive = flat_of(call.outputs[0]), call.op.exclusive
+    if method.op is None:
+        group.ignoring_fp_errors(_fold_prefix, group, method, flat, exclusive)
+        return
+    for chunk in group.chunks(flat):  # in place, MPI_Exscan leaves the array of rank 0 as it is
+        group.execute("Exscan" if exclusive else "Scan", method.in_place, [chunk, method.type], method.op)
+
+
+REDUCTIONS: dict[str, Callable[[GroupCommunicator, Call, ReductionMethod], None]] = {
     "all_reduce": _all_reduce,
     "reduce": _reduce,
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_tensor": _reduce_scatter,
+    "scan": _scan,
+    "exscan": _scan,
 }
-"""After :func:`agreed_way`, which says how."""
+"""Reductions by operation; the method is the result of :func:`method_for`."""
 
 
-# --- with our own kernels ---------------------------------------------------------------------------------------
+# --- reduction by our kernels ------------------------------------------------------------------------------------
 
 
 def _shares(count: int, ranks: int) -> list[int]:
-    """How many of ``count`` elements each rank folds."""
+    """How many of ``count`` elements each rank reduces."""
     return [count * (i + 1) // ranks - count * i // ranks for i in range(ranks)]
 
 
-def _offsets(counts: Sequence[int]) -> list[int]:
+def offsets(counts: Sequence[int]) -> list[int]:
+    """The offset of each part in an array of parts of these sizes."""
     found = [0]
     for count in counts[:-1]:
         found.append(found[-1] + count)
@@ -277,66 +310,89 @@ def _offsets(counts: Sequence[int]) -> list[int]:
 
 
 def _step(source: Flat, ranks: int) -> int:
-    """Elements of a segment: every rank's share of it is at least one."""
+    """Elements of a segment: at least one per rank."""
     return max(ranks, SEGMENT // source.itemsize)
 
 
-def _fold_share(team: Team, way: _Way, segment: Flat, counts: Sequence[int]) -> Flat:
-    """This rank's share of the reduction of all ranks' ``segment``, whose parts are ``counts`` long."""
-    mine, size = counts[team.rank], team.size
-    room = np.empty(mine * size, segment.dtype)
-    team.do(
+def _fold_share(
+    group: GroupCommunicator, method: ReductionMethod, segment: Flat, counts: Sequence[int]
+) -> Flat:
+    """Reduce this rank's share of all ranks' ``segment``; ``counts`` are the elements of each rank's share."""
+    own, size = counts[group.rank], group.size
+    gathered = np.empty(own * size, segment.dtype)
+    group.execute(
         "Alltoallv",
-        [segment, (counts, _offsets(counts)), way.type],
-        [room, ([mine] * size, [i * mine for i in range(size)]), way.type],
+        [segment, (counts, offsets(counts)), method.type],
+        [gathered, ([own] * size, [i * own for i in range(size)]), method.type],
     )
-    share = np.empty(mine, segment.dtype)
-    way.kernel.combine([room[i * mine : (i + 1) * mine] for i in range(size)], share, apart=True)
+    share = np.empty(own, segment.dtype)
+    method.kernel.combine([gathered[i * own : (i + 1) * own] for i in range(size)], share, disjoint=True)
     return share
 
 
-def _fold_to_all(team: Team, way: _Way, source: Flat, out: Flat) -> None:
-    size = team.size
-    if source.nbytes * size <= WHOLE:
-        room = np.empty(source.size * size, source.dtype)
-        team.do("Allgather", [source, way.type], [room, way.type])
-        way.kernel.combine([room[i * out.size : (i + 1) * out.size] for i in range(size)], out, apart=True)
+def _fold_to_all(group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat) -> None:
+    size = group.size
+    if source.nbytes * size <= ALLGATHER_LIMIT:
+        gathered = np.empty(source.size * size, source.dtype)
+        group.execute("Allgather", [source, method.type], [gathered, method.type])
+        method.kernel.combine(
+            [gathered[i * out.size : (i + 1) * out.size] for i in range(size)], out, disjoint=True
+        )
         return
     step = _step(source, size)
     for start in range(0, source.size, step):
         segment = source[start : start + step]
         counts = _shares(segment.size, size)
-        share = _fold_share(team, way, segment, counts)
+        share = _fold_share(group, method, segment, counts)
         target = out[start : start + step]
-        team.do("Allgatherv", [share, way.type], [target, (counts, _offsets(counts)), way.type])
+        group.execute("Allgatherv", [share, method.type], [target, (counts, offsets(counts)), method.type])
 
 
-def _fold_to_root(team: Team, way: _Way, source: Flat, out: Flat | None, root: int) -> None:
-    size = team.size
-    if source.nbytes * size <= WHOLE:
+def _fold_to_root(
+    group: GroupCommunicator, method: ReductionMethod, source: Flat, out: Flat | None, root: int
+) -> None:
+    size = group.size
+    if source.nbytes * size <= ALLGATHER_LIMIT:
         if out is None:
-            team.do("Gather", [source, way.type], None, root)
+            group.execute("Gather", [source, method.type], None, root)
             return
-        room = np.empty(source.size * size, source.dtype)
-        team.do("Gather", [source, way.type], [room, way.type], root)
-        way.kernel.combine([room[i * out.size : (i + 1) * out.size] for i in range(size)], out, apart=True)
+        gathered = np.empty(source.size * size, source.dtype)
+        group.execute("Gather", [source, method.type], [gathered, method.type], root)
+        method.kernel.combine(
+            [gathered[i * out.size : (i + 1) * out.size] for i in range(size)], out, disjoint=True
+        )
         return
     step = _step(source, size)
     for start in range(0, source.size, step):
         segment = source[start : start + step]
         counts = _shares(segment.size, size)
-        share = _fold_share(team, way, segment, counts)
+        share = _fold_share(group, method, segment, counts)
         target = None
         if out is not None:
-            target = [out[start : start + step], (counts, _offsets(counts)), way.type]
-        team.do("Gatherv", [share, way.type], target, root)
+            target = [out[start : start + step], (counts, offsets(counts)), method.type]
+        group.execute("Gatherv", [share, method.type], target, root)
 
 
-def _fold_pieces(team: Team, way: _Way, pieces: Sequence[Flat], out: Flat) -> None:
-    """Piece i, folded over all ranks, to rank i, segment by segment."""
-    longest = max(p.size for p in pieces)
-    step = max(1, _step(out, team.size) // team.size)
+def _fold_chunks(
+    group: GroupCommunicator, method: ReductionMethod, chunks: Sequence[Flat], out: Flat
+) -> None:
+    """Reduce chunk i of all ranks to rank i, segment by segment."""
+    longest = max(c.size for c in chunks)
+    step = max(1, _step(out, group.size) // group.size)
     for start in range(0, longest, step):
-        parts = [p[start : start + step] for p in pieces]
-        share = _fold_share(team, way, np.concatenate(parts), [p.size for p in parts])
+        parts = [c[start : start + step] for c in chunks]
+        share = _fold_share(group, method, np.concatenate(parts), [c.size for c in parts])
         out[start : start + step] = share
+
+
+def _fold_prefix(group: GroupCommunicator, method: ReductionMethod, flat: Flat, exclusive: bool) -> None:
+    """Gather all ranks' arrays on every rank, and reduce those up to (or before) its own, segment by segment."""
+    size = group.size
+    step = max(1, SEGMENT // size // flat.itemsize)
+    for start in range(0, flat.size, step):
+        segment = flat[start : start + step]
+        gathered = np.empty(segment.size * size, segment.dtype)
+        group.execute("Allgather", [segment, method.type], [gathered, method.type])
+        before = np.split(gathered, size)[: group.rank + (not exclusive)]
+        if before:
+            method.kernel.combine(before, segment, disjoint=True)

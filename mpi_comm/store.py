@@ -1,8 +1,8 @@
-"""A store over MPI: no address, no port. Rank 0's process keeps the values and answers the others' requests.
+"""A store over MPI, without address and port. Rank 0's process holds the values and serves the other ranks.
 
-Requests and replies are messages in the library's own copy of MPI's world. A request names the tag of its reply, so
-any number of threads may ask at once. Rank 0 serves on a thread that naps between its looks; it ends when every
-process that has asked has closed its store.
+Requests and replies are messages in the library's own duplicate of MPI_COMM_WORLD. A request contains the tag of its
+reply, so any number of threads may make requests at once. Rank 0 serves on a thread that polls with pauses; it ends
+when every process that has opened its store has closed it.
 """
 
 from __future__ import annotations
@@ -14,43 +14,44 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from mpi_comm.runtime.lifetime import Runtime, runtime
 from unicoll.errors import DistNetworkError, DistStoreError
-from unicoll.stores.requests import RequestStore, seconds_left
-from unicoll.stores.table import NotYet, Table
-from unicoll.stores.wire import (
+from unicoll.net.stores.client import RequestStore
+from unicoll.net.stores.protocol import (
     REPLY,
     REQUEST,
     WAITING,
     MalformedError,
-    Op,
     Status,
+    StoreOp,
     max_value,
     pack_reply,
     unpack_fields,
     validate,
 )
-
-from .runtime import Runtime, runtime
+from unicoll.net.stores.table import Table, WaitRequired
+from unicoll.net.timeouts import backoff, seconds_left
 
 __all__ = ["MPIStore"]
 
 _REQUESTS = 1
 _FIRST_REPLY = 2
 _ENVELOPE = struct.Struct("<qq")
-"""What is asked (a request, or goodbye), and the tag of the reply."""
-_ASK, _GOODBYE = 0, 1
-_SHORTEST_S, _LONGEST_S = 5e-5, 5e-3
-_EAGER_S = 0.002
+"""Kind of the message, and the tag of the reply."""
+_KIND_REQUEST, _KIND_CLOSE = 0, 1
+_PAUSES_S = (5e-5, 5e-3, 1.3)
+_SPIN_S = 0.002
+"""Time after a request in which polling does not pause."""
 _SLACK_S = 30.0
-"""How much later than its deadline an answer of rank 0 may come."""
+"""Time after a request's deadline that rank 0 has for the reply."""
 
 
-class _Waiting:
-    """A request that waits for keys: of another process (``to``), or of a thread here."""
+class _WaitingRequest:
+    """A request of another process that waits for keys."""
 
     __slots__ = ("deadline", "fields", "op", "tag", "to")
 
-    def __init__(self, to: int, tag: int, op: Op, fields: list[bytes], deadline: float) -> None:
+    def __init__(self, to: int, tag: int, op: StoreOp, fields: list[bytes], deadline: float) -> None:
         self.to = to
         self.tag = tag
         self.op = op
@@ -59,11 +60,11 @@ class _Waiting:
 
 
 class _Server:
-    """The values, on rank 0; and the thread that answers the others.
+    """The values, on rank 0, and the thread that serves the other processes.
 
     Args:
         mpi: MPI in this process.
-        comm: where requests come.
+        comm: the communicator of the requests.
     """
 
     def __init__(self, mpi: Runtime, comm: Any) -> None:
@@ -71,8 +72,8 @@ class _Server:
         self.changed = threading.Condition()
         self._mpi = mpi
         self._comm = comm
-        self._largest = max_value()
-        self._waiting: list[_Waiting] = []
+        self._max_value = max_value()
+        self._waiting: list[_WaitingRequest] = []
         self._sent: list[tuple[Any, bytes, int]] = []
         self._clients: dict[int, int] = {}  # open stores by process
         self._users = 0
@@ -81,14 +82,14 @@ class _Server:
         mpi.before_end.append(self._stop)
 
     def _stop(self) -> None:
-        """MPI ends."""
+        """MPI is about to be finalized."""
         self._stopping = True
         thread = self._thread
         if thread is not None:
             thread.join(2.0)
 
     def open(self) -> None:
-        """Somebody here uses the store."""
+        """A handle of this process was opened."""
         with self.changed:
             self._users += 1
             if self._thread is None and self._mpi.size > 1:
@@ -96,94 +97,93 @@ class _Server:
                 self._thread.start()
 
     def close(self) -> None:
-        """One user less; the thread goes on until the other processes have closed theirs."""
+        """A handle of this process was closed; the thread continues until the other processes have closed theirs."""
         with self.changed:
             self._users -= 1
 
-    def apply(self, op: Op, fields: Sequence[bytes], deadline: float | None = None) -> Sequence[bytes]:
-        """Do an operation for a thread of this process, waiting until ``deadline``; NotYet when it has passed."""
+    def apply(self, op: StoreOp, fields: Sequence[bytes], deadline: float | None = None) -> Sequence[bytes]:
+        """Execute an operation for a thread of this process; WaitRequired if it still has to wait at ``deadline``."""
         with self.changed:
             while True:
                 try:
                     reply = self.table.apply(op, fields)
-                except NotYet:
+                except WaitRequired:
                     if deadline is None or time.monotonic() >= deadline:
                         raise
                     self.changed.wait(seconds_left(deadline))
                     continue
-                if self.table.touched:
+                if self.table.changed_keys:
                     self.changed.notify_all()
                 return reply
 
-    # --- the others ---------------------------------------------------------------------------------------------
+    # --- requests of the other processes ------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        nap, eager = _SHORTEST_S, 0.0
+        pauses, spin_until = backoff(*_PAUSES_S), 0.0
         status = self._mpi.MPI.Status()
         while True:
-            if self._mpi.call(self._turn, status):
-                nap, eager = _SHORTEST_S, time.monotonic() + _EAGER_S
+            if self._mpi.call(self._poll, status):
+                pauses, spin_until = backoff(*_PAUSES_S), time.monotonic() + _SPIN_S
             with self.changed:
-                if self._stopping or not (self._users or self._wanted()):
+                if self._stopping or not (self._users or self._has_clients()):
                     self._thread = None
                     return
-            if time.monotonic() > eager:
-                time.sleep(nap)
-                nap = min(1.3 * nap, _LONGEST_S)
+            if time.monotonic() > spin_until:
+                time.sleep(next(pauses))
 
-    def _wanted(self) -> bool:
-        """Whether another process has its store open, or waits for an answer."""
+    def _has_clients(self) -> bool:
+        """True if another process has its store open, or waits for a reply."""
         lost = self._mpi.lost
         waiting = [*self._clients, *(request.to for request in self._waiting)]
         waiting += [to for _, _, to in self._sent]
-        return any(place not in lost for place in waiting)
+        return any(process not in lost for process in waiting)
 
-    def _turn(self, status: Any) -> bool:
-        """Take one request if there is one, and answer what can be answered."""
+    def _poll(self, status: Any) -> bool:
+        """Receive one request if there is one, and reply to waiting requests; returns True if there was one."""
         mpi = self._mpi.MPI
         message = self._comm.Improbe(mpi.ANY_SOURCE, _REQUESTS, status)
         if message is not None:
             data = bytearray(status.Get_count(mpi.BYTE))
             source = status.Get_source()
             message.Recv([data, mpi.BYTE])
-            self._take(source, data)
+            self._handle_message(source, data)
         with self.changed:
-            touched = bool(self.table.touched)
-            self.table.touched.clear()
-            if touched:
+            changed = bool(self.table.changed_keys)
+            self.table.changed_keys.clear()
+            if changed:
                 self.changed.notify_all()
-        self._answer_waiting(touched)
+        self._retry_waiting(changed)
         self._sent = [request for request in self._sent if not request[0].Test()]
         return message is not None
 
-    def _take(self, source: int, data: bytearray) -> None:
+    def _handle_message(self, source: int, data: bytearray) -> None:
         kind, tag = _ENVELOPE.unpack_from(data)
-        if kind == _GOODBYE:
-            left = self._clients.get(source, 0) - 1
-            if left > 0:
-                self._clients[source] = left
+        if kind == _KIND_CLOSE:
+            handles = self._clients.get(source, 0) - 1
+            if handles > 0:
+                self._clients[source] = handles
             else:
                 self._clients.pop(source, None)
             return
         body = memoryview(data)[_ENVELOPE.size :]
         _, code, seconds = REQUEST.unpack_from(body)
-        if not code:  # the first word of a store that has just been opened
+        if not code:  # the first message of a handle: it was opened
             self._clients[source] = self._clients.get(source, 0) + 1
             return
         try:
             fields = unpack_fields(body[REQUEST.size :])
-            op = validate(code, fields, self._largest)
+            op = validate(code, fields, self._max_value)
         except MalformedError as e:
             self._reply(source, tag, Status.ERROR, (str(e).encode(),))
             return
-        self._try(_Waiting(source, tag, op, fields, time.monotonic() + seconds))
+        self._try_request(_WaitingRequest(source, tag, op, fields, time.monotonic() + seconds))
 
-    def _try(self, request: _Waiting) -> bool:
-        """Answer a request if it can be answered by now, else keep it; whether it was answered."""
+    def _try_request(self, request: _WaitingRequest) -> bool:
+        """Reply to a request if it need not wait, else keep it; returns True if it has a reply."""
         try:
             with self.changed:
                 reply = self.table.apply(request.op, request.fields)
-        except NotYet as state:
+        except WaitRequired as state:
             if request.op in WAITING and time.monotonic() < request.deadline:
                 if request not in self._waiting:
                     self._waiting.append(request)
@@ -195,10 +195,10 @@ class _Server:
             self._reply(request.to, request.tag, Status.OK, reply)
         return True
 
-    def _answer_waiting(self, touched: bool) -> None:
+    def _retry_waiting(self, changed: bool) -> None:
         now = time.monotonic()
-        for request in [w for w in self._waiting if touched or now >= w.deadline]:
-            if self._try(request):
+        for request in [w for w in self._waiting if changed or now >= w.deadline]:
+            if self._try_request(request):
                 self._waiting.remove(request)
 
     def _reply(self, to: int, tag: int, status: Status, fields: Sequence[bytes]) -> None:
@@ -211,28 +211,25 @@ _tags = itertools.count()
 
 
 class MPIStore(RequestStore):
-    """A store that all processes of MPI's world share (see :class:`unicoll.stores.Store` for its methods).
-
-    Made by :meth:`open`, which every process calls.
-    """
+    """A store shared by all processes of MPI_COMM_WORLD, created by :meth:`open`."""
 
     def __init__(self, mpi: Runtime, comm: Any, server: _Server | None) -> None:
         super().__init__()
         self._mpi = mpi
         self._comm = comm
         self._server = server
-        self._closed_here = False
+        self._is_closed = False
         if server is not None:
             server.open()
         elif mpi.rank != 0:
-            self._tell(_ASK, REQUEST.pack(0, 0, 0.0))
+            self._send(_KIND_REQUEST, REQUEST.pack(0, 0, 0.0))
 
     @classmethod
     def open(cls, deadline: float) -> MPIStore:
-        """The store of MPI's world; returns when all processes have called it.
+        """The store of MPI_COMM_WORLD; every process calls this, and it returns when all have called it.
 
         Raises:
-            OperationTimeoutError: they have not by ``deadline`` (``time.monotonic()``).
+            OperationTimeoutError: not all have called it by ``deadline`` (``time.monotonic()``).
             BackendUnavailableError: MPI cannot be used in this process.
         """
         global _server
@@ -242,38 +239,38 @@ class MPIStore(RequestStore):
             _server = _Server(mpi, comm)
         return cls(mpi, comm, _server)
 
-    def _run(self, op: Op, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
-        if self._closed_here:
-            raise self._closed(name)
+    def _execute(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
+        if self._is_closed:
+            raise self._closed_error(name)
         if self._server is not None:
             deadline = time.monotonic() + seconds if op in WAITING else None
             try:
                 return self._server.apply(op, fields, deadline)
-            except NotYet as state:
-                raise self._timed_out(state.keys, seconds, name) from None
-        return self._ask(op, fields, seconds, name)
+            except WaitRequired as state:
+                raise self._timeout_error(state.keys, seconds, name) from None
+        return self._request(op, fields, seconds, name)
 
-    def _ask(self, op: Op, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
+    def _request(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
         tag = _FIRST_REPLY + next(_tags) % (self._mpi.largest_tag // 2 - _FIRST_REPLY)
-        self._tell(_ASK, self._pack(op, fields, seconds, name), tag)
+        self._send(_KIND_REQUEST, self._pack(op, fields, seconds, name), tag)
         data = self._await_reply(tag, seconds, name)
         _, status = REPLY.unpack_from(data)
         reply = unpack_fields(memoryview(data)[REPLY.size :])
         if status == Status.TIMEOUT:
-            raise self._timed_out(reply, seconds, name)
+            raise self._timeout_error(reply, seconds, name)
         if status == Status.ERROR:
             raise DistStoreError(f"{name}: {reply[0].decode(errors='replace')}", op=name)
         return reply
 
-    def _tell(self, kind: int, body: bytes = b"", tag: int = 0) -> None:
+    def _send(self, kind: int, body: bytes = b"", tag: int = 0) -> None:
         data = _ENVELOPE.pack(kind, tag) + body
         request = self._mpi.call(self._comm.Isend, [data, self._mpi.MPI.BYTE], 0, _REQUESTS)
-        self._wait(lambda: bool(request.Test()), time.monotonic() + self._timeout + _SLACK_S, "send")
+        self._poll_until(lambda: bool(request.Test()), time.monotonic() + self._timeout + _SLACK_S, "send")
 
     def _await_reply(self, tag: int, seconds: float, name: str) -> bytearray:
         found: list[bytearray] = []
 
-        def look() -> bool:
+        def probe() -> bool:
             mpi = self._mpi.MPI
             status = mpi.Status()
             message = self._comm.Improbe(0, tag, status)
@@ -284,36 +281,35 @@ class MPIStore(RequestStore):
             found.append(data)
             return True
 
-        self._wait(look, time.monotonic() + seconds + _SLACK_S, name)
+        self._poll_until(probe, time.monotonic() + seconds + _SLACK_S, name)
         return found[0]
 
-    def _wait(self, look: Any, deadline: float, name: str) -> None:
-        nap, eager = _SHORTEST_S, time.monotonic() + _EAGER_S
-        while not self._mpi.call(look):
+    def _poll_until(self, condition: Any, deadline: float, name: str) -> None:
+        pauses, spin_until = backoff(*_PAUSES_S), time.monotonic() + _SPIN_S
+        while not self._mpi.call(condition):
             now = time.monotonic()
             if now > deadline:
                 raise DistNetworkError(
-                    f"{name}: rank 0, which keeps the store over MPI, does not answer", rank=0
+                    f"{name}: rank 0, which holds the store over MPI, does not reply", rank=0
                 )
-            if now > eager:
-                time.sleep(nap)
-                nap = min(1.3 * nap, _LONGEST_S)
+            if now > spin_until:
+                time.sleep(next(pauses))
 
     def clone(self) -> MPIStore:
-        """A further handle on the same store, with its own timeout."""
-        twin = MPIStore(self._mpi, self._comm, self._server)
-        twin._timeout = self._timeout
-        return twin
+        """Another handle on the same store, with its own timeout."""
+        clone = MPIStore(self._mpi, self._comm, self._server)
+        clone._timeout = self._timeout
+        return clone
 
     def close(self) -> None:
-        """Closes this handle; rank 0 goes on serving until all processes have closed theirs."""
-        if self._closed_here:
+        """Closes this handle; rank 0 continues to serve until all processes have closed theirs."""
+        if self._is_closed:
             return
-        self._closed_here = True
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
         elif not self._mpi.MPI.Is_finalized():
-            self._tell(_GOODBYE)
+            self._send(_KIND_CLOSE)
 
     def __repr__(self) -> str:
         return f"MPIStore(rank {self._mpi.rank} of {self._mpi.size})"

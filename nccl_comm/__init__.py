@@ -12,6 +12,6 @@ __all__ = ["backend_class"]
 
 def backend_class() -> type[Backend]:
     """The backend, for the registry."""
-    from .backend import NCCLBackend
+    from nccl_comm.backend import NCCLBackend
 
     return NCCLBackend

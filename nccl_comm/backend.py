@@ -1,325 +1,146 @@
-"""The NCCL backend of one group: arrays on a device, ordered by streams.
+"""The NCCL backend of one group: collectives between arrays on GPUs, ordered by streams.
 
-Blocking calls go on the caller's current stream: there is nothing to wait for, and nothing to keep alive. Asynchronous
-ones go on the group's own stream, between an event that stands for what the caller has queued and one that
-``wait()`` lets the caller's stream wait for. Neither blocks the host.
+A blocking call goes on the caller's current stream: the host does not wait, and the arrays need not be kept alive. An
+asynchronous call goes on the group's own stream, after an event that the caller's stream records; ``wait()`` makes the
+caller's stream wait for an event at its end.
+
+The parts of the backend: :mod:`~nccl_comm.connection` (what the group has once it has connected),
+:mod:`~nccl_comm.in_flight` (operations and the arrays that they keep alive), :mod:`~nccl_comm.stream_order`,
+:mod:`~nccl_comm.supervision` (deadlines, failure, teardown) and :mod:`~nccl_comm.memory.registry`.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from unicoll import streams
-from unicoll.backend import Call, Caps, Context
+from nccl_comm.call_options import check_algorithm, check_options
+from nccl_comm.communicators import growth
+from nccl_comm.communicators.bootstrap import member_facts
+from nccl_comm.communicators.communicator import Communicator
+from nccl_comm.communicators.devices import bound_device
+from nccl_comm.communicators.factory import CommunicatorFactory
+from nccl_comm.completion import StreamCompletion
+from nccl_comm.connection import SCRATCH_BYTES, Connection
+from nccl_comm.in_flight import PendingWork
+from nccl_comm.library import locate
+from nccl_comm.library.api import Config, Nccl
+from nccl_comm.library.types import native_reduction
+from nccl_comm.memory.one_sided import check_one_sided
+from nccl_comm.memory.registration import RegisteredMemory, regions_of
+from nccl_comm.memory.symmetric import DeviceArray
+from nccl_comm.operations import OPERATIONS, batch
+from nccl_comm.state import GroupState
+from nccl_comm.supervision import Supervision
+from nccl_comm.transport_report import expected, logged, settings
+from unicoll.arrays import cuda as cuda_module
+from unicoll.arrays.cuda import LEGACY_STREAM, on_device
+from unicoll.arrays.types import DType, Reduction
+from unicoll.backend import Backend, Call, Caps, Context, OneSidedCall
+from unicoll.backend.ops import OPS
+from unicoll.backend.options import CallOptions, Options, as_options
+from unicoll.backend.work import Completion
 from unicoll.errors import DistArgumentError
-from unicoll.ops import OPS
-from unicoll.options import CallOptions, as_options
-from unicoll.streams import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, naps, on_device
-from unicoll.types import DType, Reduction
-from unicoll.work import Completion
-
-from . import library, transports
-from .api import Config
-from .communicator import Communicator
-from .devices import bound_device
-from .exposed import Exposing
-from .flights import Flight, StreamCompletion
-from .growing import GROW, LATER, device_to_bring, grown, how_to_come, how_to_grow
-from .meeting import facts_of, meet
-from .memory import DeviceArray, SymmetricMemory
-from .operations import OPERATIONS, Ranks, barrier, batch
-from .tuning import Tuned, refuse_algorithm, refuse_options
-from .types import way
+from unicoll.net import logs
 
 __all__ = ["NCCLBackend"]
 
-_SCRATCH = 512
-"""Bytes of device memory for barriers."""
-_NOTHING = nullcontext()
-_MESSAGES = frozenset(("send", "recv"))
-_ASKING_S = 2.0
+log = logs.logger("nccl")
+
+_SENDS_AND_RECEIVES = frozenset(("send", "recv"))
+_STORE_S = 2.0
 """How long ``explain()`` waits for the store."""
-_TUNED = 64
-"""Options of calls that a group remembers."""
 
 
 def _reduces(dtype: DType, reduction: Reduction) -> bool:
-    return way(dtype, reduction, library.nccl().version) is not None
+    return native_reduction(dtype, reduction, locate.nccl().version) is not None
 
 
-class NCCLBackend(Exposing):
-    """Collectives between GPUs."""
+class NCCLBackend(Backend):
+    """The NCCL backend of one group.
+
+    Attributes:
+        context: the group.
+        nccl, cuda: the libraries.
+        connection: what the group has on its device, or None until it has connected.
+        supervision: deadlines, failure and teardown.
+        can_split: True if all members connected when the group was made, so that it can be split.
+    """
 
     name = "nccl"
-    caps = Caps(frozenset(("cuda",)), frozenset(OPS), _reduces)
+    caps = Caps(
+        frozenset(("cuda",)),
+        frozenset(name for name in OPS if name in OPERATIONS or name == "barrier"),
+        _reduces,
+    )
 
-    def __init__(
-        self, context: Context, split_from: NCCLBackend | None = None, connect: bool = True
-    ) -> None:
-        super().__init__(context)
-        self.splits = False  # whether all members connected when the group was made, so that it can be split
-        self._options = as_options(context.options)
-        self._device = -1
-        self._met = context  # the group whose members told each other where they are: this one, or one it comes from
-        self._tuned: dict[CallOptions, Tuned] = {}
-        self._scratch = self._before = 0
+    def __init__(self, context: Context, parent: NCCLBackend | None = None, connect: bool = True) -> None:
+        self.context = context
+        self.nccl: Nccl = locate.nccl()
+        self.cuda = cuda_module.cuda()
+        self.connection: Connection | None = None
+        self.can_split = False
+        self._state = GroupState()
+        self._lock = threading.RLock()
         self._sequence = 0
+        self._options = as_options(context.options)
+        self._origin = (
+            context  # the group in which the members exchanged the unique id: this one, or an ancestor
+        )
+        self.supervision = Supervision(context, self._state, self._lock)
+        config = _config(self._options, context.name if self.nccl.version >= 22700 else None)
+        self._factory = CommunicatorFactory(context, self.nccl, self.cuda, config, self.supervision.check)
         if not connect:
             return
-        bound = bound_device(context, self.cuda, context.asked)
+        bound = bound_device(context, self.cuda, context.explicit)
         deadline = time.monotonic() + context.timeout
-        if split_from is not None and split_from.splits:
-            self._connect(split_from._device, deadline, split_from)
-            self.splits = True
+        if parent is not None and parent.can_split and parent.connection is not None:
+            self._connect_split(parent, parent.connection, deadline)
+            self.can_split = True
         elif bound is not None:
             self._connect(bound, deadline)
-            self.splits = True
+            self.can_split = True
 
     @classmethod
     def availability(cls) -> str | None:
-        found = library.find()
-        return found if isinstance(found, str) else streams.reason_against()
+        found = locate.find()
+        return found if isinstance(found, str) else cuda_module.reason_against()
 
     @classmethod
     def library(cls) -> str:
-        return library.describe(library.nccl())
+        return locate.describe(locate.nccl())
 
     @classmethod
     def create(cls, context: Context) -> NCCLBackend:
         return cls(context)
 
-    def split(self, context: Context | None) -> NCCLBackend | None:
-        if context is not None:
-            return NCCLBackend(context, self if self.error is None else None)
-        if self.splits and self.error is None and self._comm is not None:
-            deadline = time.monotonic() + self.context.timeout
-            with self._lock, on_device(self.cuda, self._device):
-                self.await_idle("splitting", self.context.timeout)
-                self._comm.split(None, self._config(), deadline)
-        return None
-
-    def shrink(self, context: Context, excluded: Sequence[int]) -> NCCLBackend:
-        self._stop_ending()
-        made = NCCLBackend(context, connect=False)
-        with on_device(self.cuda, self._device) if self._device >= 0 else nullcontext():
-            made._shrink_from(self, list(excluded))
-        return made
-
-    def _shrink_from(self, parent: NCCLBackend, excluded: list[int]) -> None:
-        """Connect as those that are left of a group."""
-        deadline = time.monotonic() + self.context.timeout
-        above = parent._comm
-        if above is None:
-            return  # it connects at its first operation
-        if above.handle and self.nccl.has("ncclCommShrink"):
-            self._adopt(above.shrink(self.context, excluded, self._config(), deadline, self._look))
-            self._met = parent._met
-        else:
-            self._connect(above.device, deadline)
-        self.splits = True
-
-    def grow(self, context: Context) -> NCCLBackend:
-        made = NCCLBackend(context, connect=False)
-        deadline = time.monotonic() + context.timeout
-        with self._lock:
-            self._refuse_ended()
-            self.await_idle("growing", context.timeout)
-            way = how_to_grow(context, self._comm)
-            if self._comm is not None:
-                made._connect_larger(way, self._device, deadline, self._comm)
-        return made
-
-    @classmethod
-    def join_grown(cls, context: Context) -> NCCLBackend:
-        made = cls(context, connect=False)
-        deadline = time.monotonic() + context.timeout
-        way = how_to_come(context, deadline)
-        if way != LATER:
-            made._connect_larger(way, device_to_bring(context, made.cuda), deadline, None)
-        return made
-
-    def _connect_larger(self, way: str, device: int, deadline: float, above: Communicator | None) -> None:
-        """Connect with ranks that are new to the group that this one is made of."""
-        if way == GROW:
-            context, config = self.context, self._config()
-            with on_device(self.cuda, device):
-                self._adopt(grown(context, self.nccl, self.cuda, device, config, deadline, self._look, above))
-        else:
-            self._connect(device, deadline)
-        self.splits = True
-
-    def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
-        with self._lock:
-            self._refuse_ended()
-            if self._comm is None:
-                raise DistArgumentError(
-                    f"symmetric_empty: group {self.context.name!r} does not know its device yet: give device_id= to"
-                    " init_process_group, or use an array first"
-                )
-            if self._symmetric is None:
-                self._symmetric = SymmetricMemory(self._comm, self.flights)
-            with on_device(self.cuda, self._device):
-                return self._symmetric.allocate(shape, dtype, self.context.timeout)
-
     # --- connecting -----------------------------------------------------------------------------------------------
 
-    def _config(self) -> Config:
-        o = self._options
-        return Config(
-            blocking=o.blocking is not False, cga_cluster_size=o.cga_cluster_size, min_ctas=o.min_ctas,
-            max_ctas=o.max_ctas, net_name=o.net_name, split_share=o.split_share, traffic_class=o.traffic_class,
-            comm_name=self.context.name if self.nccl.version >= 22700 else None,
-        )  # fmt: skip
+    def _connect(self, device: int, deadline: float) -> Connection:
+        """Make the communicator; all members do so, at their first operation or when the group is made."""
+        with on_device(self.cuda, device):
+            return self._adopt(self._factory.init(device, deadline))
 
-    def _connect(self, device: int, deadline: float, parent: NCCLBackend | None = None) -> Communicator:
-        """Make the communicator; all members do, at their first operation or when the group is made."""
-        context, cuda = self.context, self.cuda
-        with on_device(cuda, device):
-            if parent is not None and parent._comm is not None:
-                with parent._lock:
-                    parent.await_idle("splitting", context.timeout)
-                    made = parent._comm.split(context, self._config(), deadline)
-                assert made is not None
-                self._met = parent._met
-            else:
-                ids = meet(context, device, self.nccl, cuda, deadline)
-                what = "ncclCommInitRankConfig" if len(ids) == 1 else "ncclCommInitRankScalable"
-                made = Communicator(
-                    context, self.nccl, cuda, device,
-                    lambda: self.nccl.comm_init(context.size, ids, context.rank, self._config()),
-                    what, deadline, self._look,
-                )  # fmt: skip
-            self._adopt(made)
-        return made
+    def _connect_split(self, parent: NCCLBackend, connection: Connection, deadline: float) -> None:
+        with on_device(self.cuda, connection.device):
+            with parent._lock:
+                parent.supervision.await_idle("splitting", self.context.timeout)
+                comm = self._factory.split(connection.comm, deadline)
+            self._origin = parent._origin
+            self._adopt(comm)
 
-    def _adopt(self, made: Communicator) -> None:
-        cuda, device = self.cuda, made.device
-        self._stream = cuda.create_stream(device, high_priority=self._options.high_priority is not False)
-        self._given.append((cuda.destroy_stream, self._stream))
-        self._scratch = cuda.allocate(device, _SCRATCH)
-        self._given.append((cuda.free, self._scratch))
-        self._before = cuda.create_event(device)
-        self._given.append((cuda.destroy_event, self._before))
-        self._device, self._comm = device, made
-        self._supervise(device)
+    def _adopt(self, comm: Communicator) -> Connection:
+        high_priority = self._options.high_priority is not False
+        connection = Connection(comm, self._state, high_priority, self.supervision.sweep_often)
+        self.connection = connection
+        self.supervision.start(connection)
+        log.info("group %r: %s, cuda:%d", self.context.name, locate.describe(self.nccl), comm.device)
+        return connection
 
-    # --- operations ---------------------------------------------------------------------------------------------
-
-    def run(self, call: Call) -> None:
-        with self._lock:
-            comm = self._ready(call)
-            if call.op.name == "barrier":
-                completion = self._barrier(comm, call)
-            else:
-                completion = None
-                stream = (call.inputs or call.outputs)[0].stream
-                with self._context_of(stream):
-                    self._put((call,), comm, stream)
-        if completion is not None:
-            completion.wait(None)
-        call.write_back()
-
-    def _put(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
-        """Put a call on the caller's stream, where nothing has to be held: the memory is used on its own stream."""
-        captured = stream > LEGACY_STREAM and self.cuda.capturing(stream)
-        self._await_producers(calls, stream)
-        self._issue(calls, comm, stream)
-        if not captured:
-            self._depart(calls, stream, stream, False).release()
-        self._await_elsewhere(calls, stream)
-
-    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
-        calls = tuple(calls)
-        first = calls[0]
-        with self._lock:
-            for call in calls:
-                comm = self._ready(call)
-            if first.op.name == "barrier":
-                return self._barrier(comm, first)
-            current = (first.inputs or first.outputs)[0].stream
-            with self._context_of(current):
-                captured = current > LEGACY_STREAM and self.cuda.capturing(current)
-                self._await_producers(calls, self._stream)
-                start = self._begin(first) if not captured else 0
-                self._issue(calls, comm, self._stream)
-                return StreamCompletion(self, self._depart(calls, self._stream, current, captured, start))
-
-    def _issue(self, calls: tuple[Call, ...], comm: Communicator, stream: int) -> None:
-        """Call NCCL; the watchdog sees that somebody is in there."""
-        first = calls[0]
-        told = comm if first.options is None else self._told(comm, first.options)  # one for all: they come together
-        self._number(calls)
-        self._inside = first
-        try:
-            with self._turn:
-                self._refuse_ended()
-                code = OPERATIONS[first.op.name](told, first, stream) if len(calls) == 1 else batch(told, calls, stream)
-                if code:
-                    comm.settle(code, first, time.monotonic() + first.timeout)
-        finally:
-            self._inside = None
-
-    def _told(self, comm: Communicator, options: CallOptions) -> Tuned:
-        """The communicator, told a call's options."""
-        found = self._tuned.get(options)
-        if found is None:
-            if len(self._tuned) >= _TUNED:
-                self._tuned.clear()
-            found = self._tuned[options] = Tuned(comm, options)
-        return found
-
-    def refuse_options(self, options: CallOptions) -> None:
-        refuse_options(options, self.nccl)
-
-    def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
-        """Sends and receives of a batch are one group call, so that their order does not matter."""
-        return [self.post(calls, stream)] * len(calls)
-
-    def _ready(self, call: Call) -> Communicator:
-        """Refuse what cannot be done; the communicator."""
-        self._refuse_ended()
-        self._refuse(call)
-        buffers = call.inputs or call.outputs
-        comm = self._comm
-        if comm is None:
-            if not buffers:
-                raise DistArgumentError(
-                    f"{call.op.name}: group {self.context.name!r} does not know its device yet: give device_id= to"
-                    " init_process_group, or use an array first",
-                    op=call.op.name,
-                )
-            comm = self._connect_for(call)
-            self._refuse_ended()  # the group has failed meanwhile, when there was nothing to abort yet
-        if buffers and buffers[0].device.index != self._device:
-            raise DistArgumentError(
-                f"{call.op.name}: the array is on {buffers[0].device}, but group {self.context.name!r} is bound to"
-                f" cuda:{self._device} on this rank (device_id=, or LOCAL_RANK)",
-                op=call.op.name,
-            )
-        return comm
-
-    def _number(self, calls: Iterable[Call]) -> None:
-        """Give calls their numbers, right before NCCL has them."""
-        for call in calls:
-            self._sequence = call.seq = self._sequence + 1
-
-    def _refuse(self, call: Call) -> None:
-        if call.options is not None:
-            refuse_algorithm(call, call.options, self.nccl.has("ncclAlltoAll"))
-        if call.op.name not in _MESSAGES:
-            return
-        if call.peer < 0:
-            raise DistArgumentError("recv: NCCL cannot receive from any rank: name it with src=", op="recv")
-        if call.tag != 0:
-            raise DistArgumentError(
-                f"{call.op.name}: NCCL has no tags (tag={call.tag}): messages between two ranks match in order",
-                op=call.op.name,
-            )
-
-    def _connect_for(self, call: Call) -> Communicator:
+    def _connect_for(self, call: Call) -> Connection:
+        """Connect to the other members at the first operation, if no graph is being recorded."""
         first = (call.inputs or call.outputs)[0]
         with on_device(self.cuda, first.device.index):
             captured = first.stream > LEGACY_STREAM and self.cuda.capturing(first.stream)
@@ -331,92 +152,255 @@ class NCCLBackend(Exposing):
             )
         return self._connect(first.device.index, time.monotonic() + call.timeout)
 
-    def _barrier(self, comm: Communicator, call: Call) -> Completion:
-        """A barrier on the group's own stream; unlike with arrays, its ``wait()`` blocks the host."""
-        told: Ranks = comm if call.options is None else self._told(comm, call.options)
-        self._number((call,))
-        start = self._begin(call)
-        self._inside = call
+    # --- groups made from this one --------------------------------------------------------------------------------
+
+    def split(self, context: Context | None) -> NCCLBackend | None:
+        if context is not None:
+            return NCCLBackend(context, self if self._state.error is None else None)
+        if self.can_split and self._state.error is None and self.connection is not None:
+            deadline = time.monotonic() + self.context.timeout
+            with self._lock, on_device(self.cuda, self.connection.device):
+                self.supervision.await_idle("splitting", self.context.timeout)
+                self.connection.comm.split(None, self._factory.config, deadline)
+        return None
+
+    def shrink(self, context: Context, excluded: Sequence[int]) -> NCCLBackend:
+        self.supervision.await_abort()
+        made = NCCLBackend(context, connect=False)
+        if self.connection is not None:  # else it connects at its first operation
+            with on_device(self.cuda, self.connection.device):
+                made._connect_shrunk(self.connection.comm, excluded, self._origin)
+        return made
+
+    def _connect_shrunk(self, parent: Communicator, excluded: Sequence[int], origin: Context) -> None:
+        deadline = time.monotonic() + self.context.timeout
+        if parent.handle and self.nccl.has("ncclCommShrink"):
+            self._adopt(self._factory.shrink(parent, excluded, deadline))
+            self._origin = origin
+        else:
+            self._connect(parent.device, deadline)
+        self.can_split = True
+
+    def grow(self, context: Context) -> NCCLBackend:
+        made = NCCLBackend(context, connect=False)
+        deadline = time.monotonic() + context.timeout
+        with self._lock:
+            self._state.check()
+            parent = None
+            if self.connection is not None:
+                parent = self.connection.comm
+                self.supervision.await_idle("growing", context.timeout)
+            decision = growth.decide_growth(context, parent)
+            if parent is not None:
+                made._connect_grown(decision, parent.device, deadline, parent)
+        return made
+
+    @classmethod
+    def join_grown(cls, context: Context) -> NCCLBackend:
+        made = cls(context, connect=False)
+        deadline = time.monotonic() + context.timeout
+        decision = growth.await_growth(context, deadline)
+        if decision != growth.LAZY:
+            device = growth.device_of_new_rank(context, made.cuda)
+            made._connect_grown(decision, device, deadline, None)
+        return made
+
+    def _connect_grown(
+        self, decision: str, device: int, deadline: float, parent: Communicator | None
+    ) -> None:
+        if decision == growth.GROW:
+            with on_device(self.cuda, device):
+                self._adopt(self._factory.grow(parent, device, deadline))
+        else:
+            self._connect(device, deadline)
+        self.can_split = True
+
+    # --- operations ---------------------------------------------------------------------------------------------
+
+    def run(self, call: Call) -> PendingWork | None:
+        with self._lock:
+            connection = self._prepare(call)
+            if not call.op.moves_data:
+                pending, completion = None, self._post_barrier(connection, call)
+            else:
+                completion = None
+                stream = (call.inputs or call.outputs)[0].stream
+                with connection.streams.device_context(stream):
+                    pending = self._run_on((call,), connection, stream)
+        if completion is not None:
+            completion.wait(None)
+        call.write_back()
+        return pending
+
+    def _run_on(self, calls: tuple[Call, ...], connection: Connection, stream: int) -> PendingWork | None:
+        """Put a call on the caller's stream. The arrays are not kept alive: later work on the stream runs after it."""
+        captured = stream > LEGACY_STREAM and self.cuda.capturing(stream)
+        connection.streams.wait_for_producers(calls, stream)
+        self._issue(calls, connection, stream)
+        pending = None
+        if not captured:
+            pending = connection.in_flight.add(calls, stream, stream, False)
+            pending.release()
+        connection.streams.release_consumers(calls, stream)
+        return pending
+
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        calls = tuple(calls)
+        first = calls[0]
+        with self._lock:
+            for call in calls:
+                connection = self._prepare(call)
+            if not first.op.moves_data:
+                return self._post_barrier(connection, first)
+            current = (first.inputs or first.outputs)[0].stream
+            own, streams, in_flight = connection.stream, connection.streams, connection.in_flight
+            with streams.device_context(current):
+                captured = current > LEGACY_STREAM and self.cuda.capturing(current)
+                streams.wait_for_producers(calls, own)
+                start = in_flight.record_start(first) if not captured else 0
+                self._issue(calls, connection, own)
+                return StreamCompletion(in_flight, in_flight.add(calls, own, current, captured, start))
+
+    def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
+        """Sends and receives of a batch are one group call, so that their order does not matter."""
+        return [self.post(calls, stream)] * len(calls)
+
+    def _post_barrier(self, connection: Connection, call: Call) -> Completion:
+        """A barrier on the group's own stream; its ``wait()`` blocks the host, since it has no arrays."""
+        in_flight = connection.in_flight
+        start = in_flight.record_start(call)
+        self._issue((call,), connection, connection.stream)
+        work = in_flight.add((call,), connection.stream, connection.stream, False, start)
+        return StreamCompletion(in_flight, work, blocking=True)
+
+    def _issue(self, calls: tuple[Call, ...], connection: Connection, stream: int) -> None:
+        """Call NCCL, and note that for the watchdog."""
+        first, in_flight = calls[0], connection.in_flight
+        # the options of a batch are those of its first call
+        comm = connection.comm if first.options is None else connection.with_options(first.options)
+        self._number(calls)
+        in_flight.issuing = first
         try:
-            with self._turn:
-                self._refuse_ended()
-                code = barrier(told, self._scratch, self._stream)
+            with connection.device_lock:
+                self._state.check()
+                code = (
+                    OPERATIONS[first.op.name](comm, first, stream)
+                    if len(calls) == 1
+                    else batch(comm, calls, stream)
+                )
                 if code:
-                    comm.settle(code, call, time.monotonic() + call.timeout)
+                    connection.comm.handle_code(code, first, time.monotonic() + first.timeout)
         finally:
-            self._inside = None
-        flight = self._depart((call,), self._stream, self._stream, False, start)
-        return StreamCompletion(self, flight, blocking=True)
+            in_flight.issuing = None
 
-    def _begin(self, call: Call) -> int:
-        """An event for the begin of what is put on the group's stream next, if its duration is asked for; else 0."""
-        if not call.timed:
-            return 0
-        start = self.events.take(self._device, timing=True)
-        self.cuda.record(start, self._stream)
-        return start
+    def _number(self, calls: Iterable[Call]) -> None:
+        """Set the calls' sequence numbers, right before NCCL gets them."""
+        for call in calls:
+            self._sequence = call.seq = self._sequence + 1
 
-    def _depart(
-        self, calls: tuple[Call, ...], stream: int, current: int, captured: bool, start: int = 0
-    ) -> Flight:
-        """Mark the end of what was just put on ``stream``, and keep the arrays until it has come."""
-        event = self.events.take(self._device, timing=start != 0)
-        self.cuda.record(event, stream)
-        self._last = flight = Flight(calls, event, current, captured, start)
-        if not captured:  # a graph's arrays are its maker's to keep, and its events may not be asked
-            self.flights.append(flight)
-        return flight
+    def _prepare(self, call: Call) -> Connection:
+        """Refuse what NCCL cannot do; connect if necessary."""
+        self._state.check()
+        self._refuse(call)
+        buffers = call.inputs or call.outputs
+        connection = self.connection
+        if connection is None:
+            if not buffers:
+                raise self._no_device(call.op.name)
+            connection = self._connect_for(call)
+            self._state.check()  # the group may have failed while there was no communicator to abort
+        if buffers and buffers[0].device.index != connection.device:
+            raise DistArgumentError(
+                f"{call.op.name}: the array is on {buffers[0].device}, but group {self.context.name!r} is bound to"
+                f" cuda:{connection.device} on this rank (device_id=, or LOCAL_RANK)",
+                op=call.op.name,
+            )
+        return connection
 
-    def keep(self, calls: tuple[Call, ...], stream: int) -> None:
-        """Hold the arrays until all that is on a stream now has been done; a graph's are its maker's to keep."""
-        with self._context_of(stream):
-            if stream > LEGACY_STREAM and self.cuda.capturing(stream):
-                return
-            event = self.events.take(self._device)
-            self.cuda.record(event, stream)
-        self.kept.append((event, calls))
+    def _no_device(self, name: str) -> DistArgumentError:
+        return DistArgumentError(
+            f"{name}: group {self.context.name!r} does not know its device yet: give device_id= to"
+            " init_process_group, or use an array first",
+            op=name,
+        )
 
-    # --- order between streams ----------------------------------------------------------------------------------
+    def _refuse(self, call: Call) -> None:
+        if call.options is not None:
+            check_algorithm(call, call.options, self.nccl.has("ncclAlltoAll"))
+        if call.op.name not in _SENDS_AND_RECEIVES:
+            return
+        if call.peer < 0:
+            raise DistArgumentError("recv: NCCL cannot receive from any rank: name it with src=", op="recv")
+        if call.tag != 0:
+            raise DistArgumentError(
+                f"{call.op.name}: NCCL has no tags (tag={call.tag}): messages between two ranks match in order",
+                op=call.op.name,
+            )
 
-    def _await_producers(self, calls: Iterable[Call], stream: int) -> None:
-        """Let ``stream`` wait for whatever writes the arrays on other streams."""
-        for other in _streams(calls):
-            if other != stream:
-                with self._context_of(other):
-                    self.cuda.record(self._before, other)
-                self.cuda.wait_event(stream, self._before)
+    def refuse_options(self, options: CallOptions) -> None:
+        check_options(options, self.nccl)
 
-    def _await_elsewhere(self, calls: Iterable[Call], stream: int) -> None:
-        """Let the streams of arrays that are not ordered by ``stream`` wait for it."""
-        others = [other for other in _streams(calls) if other != stream]
-        if others:
-            self.cuda.record(self._before, stream)
-            for other in others:
-                self.order(other, self._before)
+    # --- memory ---------------------------------------------------------------------------------------------------
 
-    def order(self, stream: int, event: int) -> None:
-        """Let a stream wait for an event."""
-        with self._context_of(stream):
-            self.cuda.wait_event(stream, event)
+    def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        with self._lock:
+            self._state.check()
+            if self.connection is None:
+                raise self._no_device("symmetric_empty")
+            with on_device(self.cuda, self.connection.device):
+                return self.connection.memory.allocate(shape, dtype, self.context.timeout)
 
-    def _context_of(self, stream: int) -> AbstractContextManager[None]:
-        """The default streams are those of the current device: it has to be ours."""
-        if stream > PER_THREAD_STREAM or self.cuda.current_device() == self._device:
-            return _NOTHING
-        return on_device(self.cuda, self._device)
+    def register(self, memory: Any, symmetric: bool) -> RegisteredMemory:
+        regions = regions_of(memory)
+        deadline = time.monotonic() + self.context.timeout
+        with self._lock:
+            connection = self._prepare_memory("register", regions[0].device, deadline)
+            with on_device(self.cuda, connection.device):
+                return connection.memory.register(memory, regions, symmetric, deadline, self._unregister)
 
-    def settle(self, stream: int) -> None:
-        """Block the host until all that is on a stream has been done, or the group has failed."""
-        for _ in naps(SPIN_S):
-            if self._stream_done(stream):
-                break
-            self._refuse_ended()
+    def _unregister(self, registered: RegisteredMemory) -> None:
+        """Wait for the operations in flight, which may use the memory, and deregister it."""
+        connection = self.connection
+        assert connection is not None
+        self.supervision.await_abort()
+        with self._lock:
+            if self._state.error is None:
+                self.supervision.await_idle(f"closing {registered!r}", self.context.timeout)
+            with on_device(self.cuda, connection.device):
+                connection.memory.remove(registered)
 
-    def _stream_done(self, stream: int) -> bool:
-        with self._context_of(stream):
-            return self.cuda.stream_done(stream)
+    def one_sided(self, call: OneSidedCall) -> None:
+        check_one_sided(call, self.nccl)
+        buffer, name = call.inputs[0], call.op.name
+        deadline = time.monotonic() + call.timeout
+        with self._lock:
+            connection = self._prepare_memory(name, buffer.device.index or 0, deadline)
+            if name == "put":
+                connection.memory.prepare_put(call)
+            with connection.streams.device_context(buffer.stream):
+                self._run_on((call,), connection, buffer.stream)
 
-    # --- what it is -----------------------------------------------------------------------------------------------
+    def _prepare_memory(self, name: str, device: int, deadline: float) -> Connection:
+        """Refuse memory of another device; connect if necessary."""
+        self._state.check()
+        connection = self.connection if self.connection is not None else self._connect(device, deadline)
+        if device != connection.device:
+            raise DistArgumentError(
+                f"{name}: the memory is on cuda:{device}, but group {self.context.name!r} is bound to"
+                f" cuda:{connection.device} on this rank",
+                op=name,
+            )
+        return connection
+
+    # --- failure and teardown -------------------------------------------------------------------------------------
+
+    def abort(self, error: Exception) -> None:
+        self.supervision.abort(error)
+
+    def close(self) -> None:
+        self.supervision.close()
+
+    # --- description ----------------------------------------------------------------------------------------------
 
     @property
     def sequence(self) -> int:
@@ -424,42 +408,39 @@ class NCCLBackend(Exposing):
 
     @property
     def staging(self) -> int:
-        return _SCRATCH if self._comm is not None else 0
-
-    @property
-    def communicator(self) -> Communicator | None:
-        """The communicator, once there is one."""
-        return self._comm
+        return SCRATCH_BYTES if self.connection is not None else 0
 
     def describe(self) -> str:
-        words = library.describe(self.nccl)
-        if self._comm is None:
-            return f"{words}, connects at its first operation"
-        words += f" on cuda:{self._device} ({self.cuda.facts(self._device).name})"
-        return "; ".join(filter(None, (words, *self._transports())))
+        library = locate.describe(self.nccl)
+        if self.connection is None:
+            return f"{library}, connects at its first operation"
+        device = self.connection.device
+        place = f"{library} on cuda:{device} ({self.cuda.facts(device).name})"
+        return "; ".join(filter(None, (place, *self._transports())))
 
     def _transports(self) -> list[str]:
-        """The ways that NCCL has probably chosen, and those that it says itself."""
-        met = self._met
+        """The transports that NCCL has probably chosen, and those in its log."""
+        origin = self._origin
         try:
-            told = dict(zip(met.ranks, facts_of(met, _ASKING_S), strict=True))
-            facts = [told[rank] for rank in self.context.ranks]
-            variables = transports.settings()
-            found = transports.expected(self.context.rank, facts, self.cuda, self._options.net_name, variables)
-            return [found, transports.logged(variables)]
-        except Exception as e:  # who explains must not fail; the store may be gone
+            by_rank = dict(zip(origin.ranks, member_facts(origin, _STORE_S), strict=True))
+            facts = [by_rank[rank] for rank in self.context.ranks]
+            variables = settings()
+            return [
+                expected(self.context.rank, facts, self.cuda, self._options.net_name, variables),
+                logged(variables),
+            ]
+        except Exception as e:  # explain() must not fail; the store may be gone
             return [f"expected transports: not known ({e})"]
 
 
-def _streams(calls: Iterable[Call]) -> list[int]:
-    """The streams that the calls' arrays are ordered by, each once."""
-    found: list[int] = []
-    for call in calls:
-        for buffer in call.inputs:
-            if buffer.stream not in found:
-                found.append(buffer.stream)
-        if call.outputs is not call.inputs:
-            for buffer in call.outputs:
-                if buffer.stream not in found:
-                    found.append(buffer.stream)
-    return found
+def _config(options: Options, comm_name: str | None) -> Config:
+    return Config(
+        blocking=options.blocking is not False,
+        cga_cluster_size=options.cga_cluster_size,
+        min_ctas=options.min_ctas,
+        max_ctas=options.max_ctas,
+        net_name=options.net_name,
+        split_share=options.split_share,
+        traffic_class=options.traffic_class,
+        comm_name=comm_name,
+    )

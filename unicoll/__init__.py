@@ -14,67 +14,44 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .backend import Registration
-from .collectives import (
-    all_gather,
+from unicoll.api.barriers import barrier, monitored_barrier
+from unicoll.api.coalesced import (
     all_gather_coalesced,
-    all_gather_into_tensor,
     all_gather_into_tensor_coalesced,
+    all_reduce_coalesced,
+    broadcast_coalesced,
+    reduce_scatter_tensor_coalesced,
+)
+from unicoll.api.collectives import (
+    all_gather,
+    all_gather_into_tensor,
     all_gather_single,
     all_reduce,
-    all_reduce_coalesced,
     all_to_all,
     all_to_all_single,
-    barrier,
     broadcast,
-    broadcast_coalesced,
+    exscan,
     gather,
-    monitored_barrier,
     reduce,
     reduce_scatter,
     reduce_scatter_single,
     reduce_scatter_tensor,
-    reduce_scatter_tensor_coalesced,
+    scan,
     scatter,
 )
-from .errors import (
-    AuthenticationError,
-    BackendUnavailableError,
-    CollectiveMismatchError,
-    DistArgumentError,
-    DistBackendError,
-    DistError,
-    DistNetworkError,
-    DistStoreError,
-    DistTypeError,
-    GroupAbortedError,
-    MessageMismatchError,
-    NotInitializedError,
-    OperationTimeoutError,
-    PickleRefusedError,
-    QueueEmptyError,
-    RankLostError,
-    StoreTimeoutError,
+from unicoll.api.flight_recorder import dump_flight_recorder
+from unicoll.api.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
+from unicoll.api.p2p import (
+    P2POp,
+    batch_isend_irecv,
+    irecv,
+    isend,
+    recv,
+    recv_object_list,
+    send,
+    send_object_list,
 )
-from .group import ProcessGroup
-from .objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
-from .ops import supported_reductions
-from .options import CallOptions, Options
-from .p2p import P2POp, batch_isend_irecv, irecv, isend, recv, recv_object_list, send, send_object_list
-from .registry import Backend
-from .rendezvous import register_rendezvous_handler
-from .stores import FileStore, HashStore, PrefixStore, Store, TCPStore
-from .subgroups import (
-    grow_group,
-    new_group,
-    new_subgroups,
-    new_subgroups_by_enumeration,
-    shrink_group,
-    split_group,
-)
-from .types import ReduceOp, default_pg_timeout, reduce_op
-from .work import Work
-from .world import (
+from unicoll.api.world import (
     GroupMember,
     destroy_process_group,
     explain,
@@ -100,42 +77,125 @@ from .world import (
     is_ucc_available,
     is_xccl_available,
 )
+from unicoll.arrays.types import ReduceOp, default_pg_timeout, reduce_op
+from unicoll.backend.contract import Registration
+from unicoll.backend.options import CallOptions, Options
+from unicoll.backend.reduce_ops import supported_reductions
+from unicoll.errors import (
+    AuthenticationError,
+    BackendUnavailableError,
+    CollectiveMismatchError,
+    DeadlockError,
+    DistArgumentError,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    DistTypeError,
+    GroupAbortedError,
+    MessageMismatchError,
+    NotInitializedError,
+    OperationTimeoutError,
+    PickleRefusedError,
+    QueueEmptyError,
+    RankLostError,
+    StoreTimeoutError,
+)
+from unicoll.group.registry import BackendName as Backend
 
 if TYPE_CHECKING:
-    from . import device_mesh
-    from .mesh import DeviceMesh, init_device_mesh
-    from .spawning import SpawnError, spawn
+    from unicoll.api import mesh as device_mesh
+    from unicoll.api import metrics
+    from unicoll.api.debugger import breakpoint
+    from unicoll.api.hooks import Hook, HookedCall, add_hook, annotate, check_finite
+    from unicoll.api.mesh import DeviceMesh, init_device_mesh
+    from unicoll.api.spawn import SpawnError, spawn
+    from unicoll.api.subgroups import (
+        grow_group,
+        new_group,
+        new_subgroups,
+        new_subgroups_by_enumeration,
+        shrink_group,
+        split_group,
+    )
+    from unicoll.backend.work import Work
+    from unicoll.bootstrap.rendezvous import register_rendezvous_handler
+    from unicoll.group.process_group import ProcessGroup
+    from unicoll.net.debug_level import (
+        DebugLevel,
+        get_debug_level,
+        set_debug_level,
+        set_debug_level_from_env,
+    )
+    from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+    from unicoll.trace.profile import profile
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _LAZY = {
-    "DeviceMesh": "mesh",
-    "init_device_mesh": "mesh",
-    "SpawnError": "spawning",
-    "spawn": "spawning",
-    "device_mesh": "device_mesh",
+    "DeviceMesh": "api.mesh",
+    "init_device_mesh": "api.mesh",
+    "device_mesh": "api.mesh",
+    "SpawnError": "api.spawn",
+    "breakpoint": "api.debugger",
+    "spawn": "api.spawn",
+    "metrics": "api.metrics",
+    "profile": "trace.profile",
     "parallel": "parallel",
+    "ProcessGroup": "group.process_group",
+    "Work": "backend.work",
+    "register_rendezvous_handler": "bootstrap.rendezvous",
+    **dict.fromkeys(("Hook", "HookedCall", "add_hook", "annotate", "check_finite"), "api.hooks"),
+    **dict.fromkeys(("grow_group", "new_group", "shrink_group", "split_group"), "api.subgroups"),
+    **dict.fromkeys(("new_subgroups", "new_subgroups_by_enumeration"), "api.subgroups"),
+    **dict.fromkeys(("DebugLevel", "get_debug_level"), "net.debug_level"),
+    **dict.fromkeys(("set_debug_level", "set_debug_level_from_env"), "net.debug_level"),
+    **dict.fromkeys(("FileStore", "HashStore", "PrefixStore", "Store", "TCPStore"), "net.stores"),
 }
+_LAZY_MODULES = {"device_mesh", "metrics", "parallel"}
 
 
 def __getattr__(name: str) -> Any:
-    """What a program may never use is imported when it is asked for."""
+    """Import a name when it is first used: many programs do not use it, or only after ``init_process_group``."""
     import importlib
 
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f".{_LAZY[name]}", __name__)
-    value = module if name == _LAZY[name] else getattr(module, name)
+    value = module if name in _LAZY_MODULES else getattr(module, name)
     globals()[name] = value
     return value
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 __all__ = [
+    # begin generated: names of collectives
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "exscan",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scan",
+    "scatter",
+    # end generated
     "AuthenticationError",
     "Backend",
     "BackendUnavailableError",
     "CallOptions",
     "CollectiveMismatchError",
+    "DeadlockError",
+    "DebugLevel",
     "DeviceMesh",
     "DistArgumentError",
     "DistBackendError",
@@ -147,6 +207,8 @@ __all__ = [
     "GroupAbortedError",
     "GroupMember",
     "HashStore",
+    "Hook",
+    "HookedCall",
     "MessageMismatchError",
     "NotInitializedError",
     "OperationTimeoutError",
@@ -164,29 +226,27 @@ __all__ = [
     "StoreTimeoutError",
     "TCPStore",
     "Work",
-    "all_gather",
+    "add_hook",
     "all_gather_coalesced",
-    "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",
     "all_gather_object",
-    "all_gather_single",
-    "all_reduce",
     "all_reduce_coalesced",
-    "all_to_all",
-    "all_to_all_single",
+    "annotate",
     "barrier",
     "batch_isend_irecv",
-    "broadcast",
+    "breakpoint",
     "broadcast_coalesced",
     "broadcast_object_list",
+    "check_finite",
     "default_pg_timeout",
     "destroy_process_group",
+    "dump_flight_recorder",
     "device_mesh",
     "explain",
-    "gather",
     "gather_object",
     "get_backend",
     "get_backend_config",
+    "get_debug_level",
     "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
@@ -210,23 +270,22 @@ __all__ = [
     "is_ucc_available",
     "is_xccl_available",
     "isend",
+    "metrics",
     "monitored_barrier",
+    "profile",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
     "recv",
     "recv_object_list",
-    "reduce",
     "reduce_op",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
     "register_rendezvous_handler",
-    "scatter",
     "scatter_object_list",
     "send",
     "send_object_list",
+    "set_debug_level",
+    "set_debug_level_from_env",
     "spawn",
     "shrink_group",
     "split_group",

@@ -1,22 +1,23 @@
 """The exception tree of unicoll.
 
-The four outer names and their places are torch.distributed's; the finer ones say what went wrong and carry
-where: group, rank, operation and sequence number are attributes of every error (None when not known).
+The names and bases of the four outer classes are torch.distributed's; the other classes distinguish the causes.
+Group, rank, operation and sequence number are attributes of every error (None if unknown).
 
     DistError (RuntimeError)
-    ├── DistArgumentError (ValueError)       an argument was refused before a byte moved; the group stays usable
+    ├── DistArgumentError (ValueError)       an argument was refused before data moved; the group stays usable
     │   └── DistTypeError (TypeError)        ... because of its type or dtype
     ├── NotInitializedError (ValueError)     there is no (default) process group
-    ├── PickleRefusedError                   an object needed pickle, and pickle is not allowed here
-    ├── DistBackendError                     a backend could not do the operation
-    │   ├── BackendUnavailableError          the backend cannot be used on this machine; says why
+    ├── PickleRefusedError                   an object needed pickle, and pickle is not allowed in this job
+    ├── DistBackendError                     a backend could not execute the operation
+    │   ├── BackendUnavailableError          the backend cannot be used on this machine; has the reason
     │   ├── CollectiveMismatchError          ranks called different collectives, shapes, dtypes, ops or roots
     │   ├── MessageMismatchError             a point-to-point message does not fit the buffer that received it
-    │   ├── OperationTimeoutError (TimeoutError)   a deadline passed; says who arrived and who did not
+    │   ├── OperationTimeoutError (TimeoutError)   a deadline passed; has the ranks that arrived and those that did not
+    │   ├── DeadlockError                    ranks wait for each other in a circle; has their operations and lines
     │   └── GroupAbortedError                the group was aborted or destroyed while, or before, it was used
     ├── DistNetworkError                     connecting, sending or receiving failed
-    │   ├── RankLostError                    a peer process died or left; names rank, host and pid
-    │   └── AuthenticationError              the other side does not know the job's secret
+    │   ├── RankLostError                    a peer process died or left; has rank, host and pid
+    │   └── AuthenticationError              the other side does not have the job's secret
     └── DistStoreError                       a store operation failed
         ├── StoreTimeoutError (TimeoutError) keys did not appear in time
         └── QueueEmptyError                  (torch.distributed's name; kept for compatibility)
@@ -30,6 +31,7 @@ __all__ = [
     "AuthenticationError",
     "BackendUnavailableError",
     "CollectiveMismatchError",
+    "DeadlockError",
     "DistArgumentError",
     "DistBackendError",
     "DistError",
@@ -52,7 +54,7 @@ class DistError(RuntimeError):
 
     Attributes:
         group: name of the process group, or None.
-        rank: global rank of the culprit where there is one, else of the process that noticed.
+        rank: global rank that caused the error, if known, else the rank that detected it.
         op: name of the operation, for example ``"all_reduce"``.
         seq: sequence number of the operation in its group (the first is 1).
     """
@@ -74,14 +76,14 @@ class DistError(RuntimeError):
 
 
 class DistArgumentError(DistError, ValueError):
-    """An argument was refused before a byte moved; the group stays usable.
+    """An argument was refused before data moved; the group stays usable.
 
     The argument is this rank's, or the list of the root of a gather or scatter; then ``rank`` is the root.
     """
 
 
 class DistTypeError(DistArgumentError, TypeError):
-    """An argument has a type or dtype that the operation does not take."""
+    """An argument has a type or dtype that the operation does not accept."""
 
 
 class NotInitializedError(DistError, ValueError):
@@ -89,15 +91,15 @@ class NotInitializedError(DistError, ValueError):
 
 
 class PickleRefusedError(DistError):
-    """An object needs pickle to travel, and pickle is not allowed in this job."""
+    """An object can be sent only by pickle, and pickle is not allowed in this job."""
 
 
 class DistBackendError(DistError):
-    """A backend could not do the operation."""
+    """A backend could not execute the operation."""
 
 
 class BackendUnavailableError(DistBackendError):
-    """No backend can be used here; the message gives each candidate's reason."""
+    """No backend can be used on this machine; the message has the reason of each candidate."""
 
 
 class CollectiveMismatchError(DistBackendError):
@@ -105,17 +107,27 @@ class CollectiveMismatchError(DistBackendError):
 
 
 class MessageMismatchError(DistBackendError):
-    """A point-to-point message does not fit the buffer that was to receive it."""
+    """A point-to-point message does not fit the buffer of its receive."""
 
 
 class OperationTimeoutError(DistBackendError, TimeoutError):
-    """An operation's deadline passed; the message says who arrived and who did not.
+    """An operation's deadline passed; the message has the ranks that arrived and those that did not.
 
     Attributes:
-        missing: global ranks that had not come to a collective; empty where that is not known.
+        missing: global ranks that had not called a collective; empty if unknown.
     """
 
     missing: Sequence[int] = ()
+
+
+class DeadlockError(DistBackendError):
+    """Ranks wait for each other in a circle through one or several groups; the message has each one's call and line.
+
+    Attributes:
+        ranks: global ranks of the circle; each waits for the next one, and the last for the first.
+    """
+
+    ranks: Sequence[int] = ()
 
 
 class GroupAbortedError(DistBackendError):
@@ -127,7 +139,7 @@ class DistNetworkError(DistError):
 
 
 class RankLostError(DistNetworkError):
-    """A peer process died or left; ``rank``, ``host`` and ``pid`` name it."""
+    """A peer process died or left; ``rank``, ``host`` and ``pid`` identify it."""
 
     def __init__(
         self,
@@ -146,7 +158,7 @@ class RankLostError(DistNetworkError):
 
 
 class AuthenticationError(DistNetworkError):
-    """The other side lacks the job's secret or does not speak our protocol, or bytes came that it has not sent."""
+    """The other side lacks the job's secret or speaks another protocol, or received bytes were not sent by it."""
 
 
 class DistStoreError(DistError):
@@ -154,7 +166,7 @@ class DistStoreError(DistError):
 
 
 class StoreTimeoutError(DistStoreError, TimeoutError):
-    """The awaited keys did not appear in the store in time; the message lists them."""
+    """The awaited keys did not appear in the store in time; the message has the keys."""
 
 
 class QueueEmptyError(DistStoreError):

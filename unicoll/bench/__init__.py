@@ -1,18 +1,19 @@
 """The benchmark: ``python -m unicoll.bench OP``, with nccl-tests' flags, table and JSON.
 
-It measures unicoll's backends (``--backend gloo,mpi,nccl``) and what they are compared with (``--peer
-torch-gloo,mpi4py,torch-nccl``) in the same processes, turn by turn, and checks every result. It starts its own ranks
-(``-n 2``), or measures as the ranks that mpirun, srun, torchrun or ``python -m unicoll.run`` have started.
-``docs/benchmarking.md`` says what the numbers mean.
+It measures unicoll's backends (``--backend gloo,mpi,nccl``) and other libraries (``--peer torch-gloo,mpi4py``) in the
+same processes and checks every result. Each of these is called a *contender*; their timed batches alternate. The
+benchmark starts its own ranks (``-n 2``), or runs in the ranks that mpirun, srun, torchrun or ``python -m unicoll.run``
+started. ``docs/benchmarking.md`` explains the numbers.
 
     args.py, sizes.py   the command line                launch.py      starting the ranks
-    operations.py   THE TABLE of operations             contenders.py  THE TABLE of backends and peers
-    contract.py     what a contender is                 distributed.py, mpi.py, nccl.py   the contenders
-    arrays.py       array families                      cuda.py        the rank's device
+    operations.py   table of operations                 contenders.py  table of backends and peers
+    contract.py     the Contender interface             distributed.py, mpi.py, nccl.py, floor.py   the contenders
+    arrays.py       array families                      cuda.py        the CUDA device of a rank
     values.py       data, expected results, tolerance
-    measure.py      turns, time, statistics, checks     overlap.py     an operation beside computation
-    session.py      what a rank does                    progress.py    the line on the terminal
-    table.py        nccl-tests' and OSU's tables        report.py, plot.py   JSON, machine, drawing
+    measure.py      timing, statistics, checks          overlap.py     an operation during computation
+    session.py      one run on one rank                 progress.py    the progress line on the terminal
+    table.py        nccl-tests' and OSU's tables        report.py, plot.py   JSON, machine, plot
+    suite/          ratios compared with committed ones
 """
 
 from __future__ import annotations
@@ -27,31 +28,37 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with these arguments (``sys.argv[1:]`` if None) and return its exit status.
 
-    0: measured, and every result right. 1: a result was wrong, a bandwidth below NCCL_TESTS_MIN_BW, or nothing could
-    be measured. A mistake in the arguments raises SystemExit(2), as argparse does, after one line on stderr.
+    0: measured, and every result is correct. 1: a result is wrong, a bandwidth is below NCCL_TESTS_MIN_BW, or nothing
+    could be measured; :mod:`unicoll.bench.suite` has those of ``suite``. Invalid arguments raise SystemExit(2), as
+    argparse does, after one line on stderr.
     """
-    from .. import launchers
-    from .args import parse
+    from unicoll.bench.args import parse
+    from unicoll.bootstrap import launchers
 
-    options = parse(argv)
-    if (problem := _unwritable(options.json, options.plot)) is not None:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["suite"]:
+        from unicoll.bench import suite
+
+        return suite.main(arguments[1:])
+    options = parse(arguments)
+    if (problem := _output_problem(options.json, options.plot)) is not None:
         sys.stderr.write(f"unicoll.bench: error: {problem}\n")
         raise SystemExit(2)
     if launchers.detect() is None:
-        from .launch import launch
+        from unicoll.bench.launch import launch
 
         return launch(options)
-    from .session import run
+    from unicoll.bench.session import run
 
     return run(options)
 
 
-def _unwritable(json: str | None, plot: str | None) -> str | None:
-    """Why a file that is written at the end could not be; found out before anything is measured."""
+def _output_problem(json: str | None, plot: str | None) -> str | None:
+    """The reason why an output file cannot be written, checked before anything is measured; None if all can."""
     if plot is not None:
-        from .plot import reason_against
+        from unicoll.bench.plot import plot_problem
 
-        if (reason := reason_against(plot)) is not None:
+        if (reason := plot_problem(plot)) is not None:
             return reason
     for path in filter(None, (json, plot)):
         folder = os.path.dirname(path) or "."

@@ -1,6 +1,6 @@
-"""Array families of the benchmark: made, filled from host memory and read back the same way for each.
+"""Array families of the benchmark: one interface to allocate arrays, fill them from the host and read them back.
 
-The host's side is always a flat NumPy array in ``DType.storage``, which for types that NumPy lacks holds the bits.
+On the host, data is a flat NumPy array of ``DType.storage``; for types that NumPy lacks it holds the bits.
 """
 
 from __future__ import annotations
@@ -15,19 +15,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..types import DType
+from unicoll.arrays.types import DType, ReduceOp
 
-__all__ = ["CupyFamily", "Family", "NumpyFamily", "StorageFamily", "TorchFamily", "Unsupported", "family"]
+__all__ = [
+    "CupyArrays",
+    "BenchArrays",
+    "NumpyArrays",
+    "StorageArrays",
+    "SymmetricArrays",
+    "TorchArrays",
+    "Unsupported",
+    "family",
+]
 
 Flat = npt.NDArray[Any]
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 class Unsupported(Exception):
-    """A contender cannot do what is asked; the message says why, and the others run on."""
+    """A contender does not support a case; the message is the reason. Other contenders are still measured."""
 
 
-class Family(ABC):
+class BenchArrays(ABC):
     """One-dimensional arrays of one library on one device.
 
     Attributes:
@@ -46,29 +55,29 @@ class Family(ABC):
 
     @abstractmethod
     def put(self, array: Any, elements: Flat) -> None:
-        """Copy the host's elements into an array of as many."""
+        """Copy elements from the host into an array of the same length."""
 
     @abstractmethod
     def get(self, array: Any) -> Flat:
         """An array's elements on the host, as unsigned or signed integers or floats of the storage's width."""
 
     def finish(self) -> None:  # noqa: B027 - optional
-        """Wait until the device has done what was asked of it; nothing to do on the CPU."""
+        """Wait until the device has finished the work on the current stream; does nothing on the CPU."""
 
     def mark(self) -> Any:
-        """A moment of the current stream, for :meth:`between`; on the CPU the clock's."""
+        """An event recorded on the current stream, for :meth:`between`; on the CPU the clock's time."""
         return time.perf_counter()
 
     def between(self, first: Any, last: Any) -> float:
-        """Seconds of the device between two marks, once both are past (:meth:`finish`)."""
+        """Seconds between two marks, after both have completed (:meth:`finish`)."""
         return float(last - first)
 
     def describe(self) -> str:
-        """Library and device, for the header."""
+        """Library and device, for the table's header."""
         return f"{self.name} arrays" + ("" if self.device == "cpu" else f" on {self.device}")
 
 
-class NumpyFamily(Family):
+class NumpyArrays(BenchArrays):
     """NumPy; bfloat16 and float8 come from ml_dtypes."""
 
     name = "numpy"
@@ -84,11 +93,25 @@ class NumpyFamily(Family):
         return bits
 
 
-class StorageFamily(NumpyFamily):
-    """NumPy arrays of the storage's type: for libraries that move bits and do not ask what they mean."""
+class StorageArrays(NumpyArrays):
+    """NumPy arrays of the storage type, for libraries that move bytes without interpreting them."""
 
     def empty(self, count: int, dtype: DType) -> Any:
         return np.empty(count, dtype.storage)
+
+
+class SymmetricArrays(NumpyArrays):
+    """NumPy arrays in symmetric memory of a group, as large as the largest that a rank asks for."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self._group = group
+
+    def empty(self, count: int, dtype: DType) -> Any:
+        most = np.array([count])
+        self._group.all_reduce(most, op=ReduceOp.MAX)
+        memory = self._group.symmetric_empty(int(most[0]), dtype.name, device="cpu")
+        return memory[:count].view(_numpy_type(dtype))
 
 
 def _numpy_type(dtype: DType) -> np.dtype[Any]:
@@ -100,7 +123,7 @@ def _numpy_type(dtype: DType) -> np.dtype[Any]:
     return found
 
 
-class TorchFamily(Family):
+class TorchArrays(BenchArrays):
     """torch, on the CPU or a CUDA device."""
 
     name = "torch"
@@ -143,7 +166,7 @@ class TorchFamily(Family):
         return float(first.elapsed_time(last)) / 1e3
 
 
-class CupyFamily(Family):
+class CupyArrays(BenchArrays):
     """CuPy, on the process's CUDA device."""
 
     name = "cupy"
@@ -175,47 +198,47 @@ class CupyFamily(Family):
         return float(self._cupy.cuda.get_elapsed_time(first, last)) / 1e3
 
 
-_more: dict[str, Callable[[str], Family]] = {}
+_registered: dict[str, Callable[[str], BenchArrays]] = {}
 
 
-def register(name: str, make: Callable[[str], Family]) -> None:
-    """One more family for CUDA devices, made from ``"cuda:N"``; where none is asked for it is taken first."""
-    _more[name] = make
+def register(name: str, make: Callable[[str], BenchArrays]) -> None:
+    """Add a family for CUDA devices; ``make`` takes ``"cuda:N"``. It becomes the default on CUDA devices."""
+    _registered[name] = make
 
 
-def family(wanted: str | None, device: str, dtype: DType) -> Family:
-    """The family that a contender measures with.
+def family(array_name: str | None, device: str, dtype: DType) -> BenchArrays:
+    """The array family for a contender.
 
     Args:
-        wanted: what the user asked for; None picks NumPy (torch for types that only it has) on the CPU, and CuPy, or
-            torch where there is no CuPy, on a CUDA device.
+        array_name: the name of a library; None selects NumPy (torch for types that only it has) on the CPU, and CuPy,
+            or torch if CuPy is not installed, on a CUDA device.
         device: ``"cpu"`` or ``"cuda:N"``.
         dtype: element type.
 
     Raises:
-        Unsupported: the library is not installed, or does not serve the device.
+        Unsupported: the library is not installed, or does not support the device.
     """
-    if wanted is None:
-        wanted = _default(device, dtype)
-    if wanted in _more:
-        return _more[wanted](device)
-    if wanted != "numpy" and find_spec(wanted) is None:
-        raise Unsupported(f"{wanted} is not installed")
-    if wanted == "numpy":
+    if array_name is None:
+        array_name = _default(device, dtype)
+    if array_name in _registered:
+        return _registered[array_name](device)
+    if array_name != "numpy" and find_spec(array_name) is None:
+        raise Unsupported(f"{array_name} is not installed")
+    if array_name == "numpy":
         if device != "cpu":
             raise Unsupported("NumPy arrays are not on a CUDA device")
-        return NumpyFamily()
-    if wanted == "torch":
-        return TorchFamily(device)
+        return NumpyArrays()
+    if array_name == "torch":
+        return TorchArrays(device)
     if device == "cpu":
         raise Unsupported("CuPy arrays are on a CUDA device")
-    return CupyFamily(device)
+    return CupyArrays(device)
 
 
 def _default(device: str, dtype: DType) -> str:
     if device == "cpu":
-        short = not dtype.native and find_spec("ml_dtypes") is None and find_spec("torch") is not None
-        return "torch" if short else "numpy"
-    if _more:
-        return next(iter(_more))
+        needs_torch = not dtype.native and find_spec("ml_dtypes") is None and find_spec("torch") is not None
+        return "torch" if needs_torch else "numpy"
+    if _registered:
+        return next(iter(_registered))
     return "cupy" if dtype.native and find_spec("cupy") is not None else "torch"

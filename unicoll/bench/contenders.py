@@ -1,26 +1,32 @@
-"""THE TABLE of what can be measured: unicoll's backends, and the peers they are compared with."""
+"""The table of contenders (unicoll's backends, and what they are compared with), and how they are opened."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .contract import Contender
-from .distributed import Torch, TorchOnUnicoll, Unicoll
-from .mpi import Mpi4py
-from .nccl import BareNccl
+import unicoll as dist
+from unicoll.bench.contract import BenchJob, Contender
+from unicoll.bench.distributed import Symmetric, Torch, TorchOnUnicoll, Unicoll
+from unicoll.bench.floor import Floor
+from unicoll.bench.measure import agree
+from unicoll.bench.mpi import Mpi4py
+from unicoll.bench.nccl import BareNccl
+from unicoll.bootstrap import launchers
 
-__all__ = ["TABLE", "Row", "contender"]
+__all__ = ["TABLE", "ContenderRow", "make_contender", "open_contenders"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A contender that the command line knows.
+class ContenderRow:
+    """One contender of the command line.
 
     Attributes:
         make: the class.
-        flag: under which flag it is asked for.
-        mpi: whether the ranks must be started by mpirun.
+        flag: the command-line flag that selects it.
+        mpi: True if the ranks must be started by mpirun.
     """
 
     make: Callable[[str], Contender]
@@ -28,22 +34,64 @@ class Row:
     mpi: bool = False
 
 
-TABLE: dict[str, Row] = {
-    "gloo": Row(Unicoll, "--backend"),
-    "mpi": Row(Unicoll, "--backend", mpi=True),
-    "nccl": Row(Unicoll, "--backend"),
-    "torch-unicoll-gloo": Row(TorchOnUnicoll, "--backend"),
-    "torch-unicoll-mpi": Row(TorchOnUnicoll, "--backend", mpi=True),
-    "torch-unicoll-nccl": Row(TorchOnUnicoll, "--backend"),
-    "torch-gloo": Row(Torch, "--peer"),
-    "torch-nccl": Row(Torch, "--peer"),
-    "bare-nccl": Row(BareNccl, "--peer"),
-    "mpi4py": Row(Mpi4py, "--peer", mpi=True),
+TABLE: dict[str, ContenderRow] = {
+    "gloo": ContenderRow(Unicoll, "--backend"),
+    "gloo-symmetric": ContenderRow(Symmetric, "--backend"),
+    "mpi": ContenderRow(Unicoll, "--backend", mpi=True),
+    "nccl": ContenderRow(Unicoll, "--backend"),
+    "torch-unicoll-gloo": ContenderRow(TorchOnUnicoll, "--backend"),
+    "torch-unicoll-mpi": ContenderRow(TorchOnUnicoll, "--backend", mpi=True),
+    "torch-unicoll-nccl": ContenderRow(TorchOnUnicoll, "--backend"),
+    "torch-gloo": ContenderRow(Torch, "--peer"),
+    "torch-nccl": ContenderRow(Torch, "--peer"),
+    "bare-nccl": ContenderRow(BareNccl, "--peer"),
+    "mpi4py": ContenderRow(Mpi4py, "--peer", mpi=True),
+    "floor": ContenderRow(Floor, "--peer"),
 }
-"""The contenders. Backends that are not in it (third parties') are measured as our own."""
+"""The contenders by name. Backends of third parties, which are not in it, use the class ``Unicoll``."""
 
 
-def contender(name: str) -> Contender:
-    """A contender by name, not open yet."""
+def make_contender(name: str) -> Contender:
+    """Create a contender by name; the caller opens it."""
     row = TABLE.get(name)
     return row.make(name) if row is not None else Unicoll(name)
+
+
+def open_contenders(
+    names: Sequence[str], timeout: float, show: Callable[[str], None]
+) -> tuple[list[Contender], dict[str, str]]:
+    """Create and open contenders; called on all ranks.
+
+    Args:
+        names: names on the command line.
+        timeout: timeout of an operation, in seconds.
+        show: displays the progress.
+
+    Returns:
+        The open contenders, and for the others the reason why they cannot be measured; equal on all ranks.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    launched = launchers.detect()
+    hosts: list[Any] = [None] * size
+    dist.all_gather_object(hosts, socket.gethostname())
+    local = launched.local_rank if launched is not None else None
+    if local is None:
+        local = hosts[:rank].count(hosts[rank])
+    job = BenchJob(rank, size, local, tuple(hosts), timeout)
+    opened: list[Contender] = []
+    skipped: dict[str, str] = {}
+    for name in names:
+        show(name)
+        contender = make_contender(name)
+        problem = agree(contender.reason())
+        if problem is None:
+            try:
+                contender.open(job)
+            except Exception as e:
+                problem = f"{type(e).__name__}: {e}"
+            problem = agree(problem)
+        if problem is None:
+            opened.append(contender)
+        else:
+            skipped[name] = problem
+    return opened, skipped

@@ -1,6 +1,6 @@
-"""What a contender is: it opens itself once on all ranks, and gives for each case a call without arguments.
+"""The interface of a contender: it is opened once on all ranks and returns a call without arguments for each case.
 
-Everything that can be prepared is prepared, so that the timed loop is equally thin for all.
+All preparation happens before the timed loop, so that the loop has the same overhead for every contender.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..types import DType
-from .arrays import Family, Unsupported, family
-from .operations import Counts, Operation
+from unicoll.arrays.types import DType
+from unicoll.bench.arrays import BenchArrays, Unsupported, family
+from unicoll.bench.operations import Counts, Operation
 
-__all__ = ["Call", "Case", "Contender", "World", "there_and_back"]
+__all__ = ["Call", "BenchCase", "Contender", "BenchJob", "ping_pong"]
 
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Case:
-    """One line of the table for one contender: what to call, on which half, with what.
+class BenchCase:
+    """One measurement of one contender: operation, placement, type, reduction, root and counts.
 
     Attributes:
         op: the operation.
-        half: ``"in_place"`` or ``"out_of_place"``.
+        placement: ``"in_place"`` or ``"out_of_place"``.
         dtype: element type.
         redop: nccl-tests' name of the reduction.
-        root: the root.
-        counts: elements.
-        rank, size: ours, and the number of ranks.
+        root: the root rank.
+        counts: numbers of elements.
+        rank, size: this rank, and the number of ranks.
     """
 
     op: Operation
-    half: str
+    placement: str
     dtype: DType
     redop: str
     root: int
@@ -44,19 +44,19 @@ class Case:
 
     @property
     def at_root(self) -> bool:
-        """Whether this rank is the root."""
+        """True if this rank is the root."""
         return self.rank == self.root
 
 
 @dataclass(frozen=True)
-class World:
-    """The job in which contenders open themselves.
+class BenchJob:
+    """The job in which contenders are opened.
 
     Attributes:
-        rank, size: ours, and the number of ranks.
-        local_rank: ours among the ranks of this host: the CUDA device to use.
-        hosts: the ranks' host names.
-        timeout: seconds that an operation may take.
+        rank, size: this rank, and the number of ranks.
+        local_rank: this rank's number among the ranks of its host; it selects the CUDA device.
+        hosts: the host name of each rank.
+        timeout: timeout of an operation, in seconds.
     """
 
     rank: int
@@ -67,15 +67,17 @@ class World:
 
 
 class Contender(ABC):
-    """One library's way of doing the operations.
+    """One library that is measured.
 
     Attributes:
-        name: what the user says and the table shows.
-        device: ``"cpu"`` or ``"cuda:N"``, known once it is open.
-        refusals: exceptions by which it says that it does not have an operation for a type.
+        name: its name on the command line and in the table.
+        device: ``"cpu"`` or ``"cuda:N"``, set by :meth:`open`.
+        refusals: exceptions that mean that it does not support an operation for a type.
+        checked: False if it does not compute the operation's result, so that there is nothing to check.
     """
 
     device = "cpu"
+    checked = True
     refusals: tuple[type[Exception], ...] = (Unsupported,)
 
     def __init__(self, name: str) -> None:
@@ -83,54 +85,54 @@ class Contender(ABC):
 
     @abstractmethod
     def reason(self) -> str | None:
-        """Why it cannot be measured in this process, or None; nothing is communicated."""
+        """The reason why it cannot be measured in this process, or None; called without communication."""
 
     @abstractmethod
-    def open(self, world: World) -> None:
-        """Called on all ranks, in the same order."""
+    def open(self, job: BenchJob) -> None:
+        """Set up the library; called on all ranks, in the same order."""
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Give everything back; called on all ranks."""
+        """Release all resources; called on all ranks."""
 
     @abstractmethod
     def describe(self) -> str:
-        """How its data moves, in a few words; asked after the first collective."""
+        """A short description of its transport; called after the first collective."""
 
     def staging(self) -> int | None:
-        """Bytes of staging memory of this rank, or None if it does not say."""
+        """Bytes of staging memory of this rank, or None if unknown."""
         return None
 
-    def family(self, wanted: str | None, dtype: DType) -> Family:
-        """The arrays that it is measured with."""
-        return family(wanted, self.device, dtype)
+    def family(self, array_name: str | None, dtype: DType) -> BenchArrays:
+        """The array family that it is measured with."""
+        return family(array_name, self.device, dtype)
 
-    def halves(self, op: Operation) -> tuple[str, ...]:
-        """The halves of nccl-tests' line that it has for an operation."""
-        return op.halves
+    def placements(self, op: Operation) -> tuple[str, ...]:
+        """The placements (in place, out of place) that it supports for an operation."""
+        return op.placements
 
     @abstractmethod
-    def call(self, case: Case, send: Any, recv: Any) -> Call:
-        """The call of a case on these arrays; in place they are the same, or one is a part of the other.
+    def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
+        """The call for a case on these arrays; in place they are the same array, or one is a part of the other.
 
         Raises:
-            Unsupported: it does not have it.
+            Unsupported: the library does not support the case.
         """
 
     @abstractmethod
-    def begin(self, case: Case, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
-        """The same in the background: a function that starts it, and one that waits for what the first returned."""
+    def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
+        """The asynchronous form: a function that starts the operation, and one that waits for its result."""
 
 
-def there_and_back(rank: int, put: Call, take: Call) -> Call:
-    """Ping-pong between ranks 0 and 1, from a blocking send and a blocking receive."""
+def ping_pong(rank: int, send: Call, recv: Call) -> Call:
+    """A ping-pong between ranks 0 and 1, made of a blocking send and a blocking receive."""
 
     def ping() -> None:
-        put()
-        take()
+        send()
+        recv()
 
     def pong() -> None:
-        take()
-        put()
+        recv()
+        send()
 
     return (ping, pong)[rank] if rank < 2 else _nothing
 

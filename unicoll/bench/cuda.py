@@ -6,16 +6,16 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 
-from .. import streams
-from .contract import World
+from unicoll.arrays import cuda as streams
+from unicoll.bench.contract import BenchJob
 
 __all__ = ["facts", "use_cuda"]
 
 
-def use_cuda(world: World) -> str:
-    """Make this rank's device the current one of the driver and of the array libraries that are there: ``"cuda:N"``."""
+def use_cuda(job: BenchJob) -> str:
+    """Select this rank's device in the driver and in the imported array libraries; returns ``"cuda:N"``."""
     cuda = streams.cuda()
-    index = world.local_rank % cuda.device_count()
+    index = job.local_rank % cuda.device_count()
     cuda.set_device(index)
     if find_spec("torch") is not None:
         torch = import_module("torch")
@@ -27,5 +27,5 @@ def use_cuda(world: World) -> str:
 
 
 def facts(device: str) -> streams.DeviceFacts:
-    """What the driver says of ``"cuda:N"``."""
+    """The driver's description of the device ``"cuda:N"``."""
     return streams.cuda().facts(int(device.partition(":")[2]))

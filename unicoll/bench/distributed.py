@@ -1,4 +1,4 @@
-"""Packages with torch.distributed's functions: unicoll's backends, and torch.distributed itself."""
+"""Contenders with torch.distributed's functions: unicoll's backends, and torch.distributed itself."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from importlib.util import find_spec
 from typing import Any
 
 import unicoll as dist
+from unicoll.arrays.types import DType
+from unicoll.bench.arrays import BenchArrays, SymmetricArrays, TorchArrays, Unsupported
+from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
+from unicoll.bench.cuda import use_cuda
+from unicoll.bench.values import FACTOR
+from unicoll.group import registry
 
-from .. import registry
-from ..types import DType
-from .arrays import Family, TorchFamily, Unsupported
-from .contract import Call, Case, Contender, World, there_and_back
-from .cuda import use_cuda
-from .values import FACTOR
-
-__all__ = ["Torch", "TorchOnUnicoll", "Unicoll"]
+__all__ = ["Torch", "TorchOnUnicoll", "Unicoll", "own_address"]
 
 _REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
 
 
-def _pieces(array: Any, count: int, size: int) -> list[Any]:
+def _chunks(array: Any, count: int, size: int) -> list[Any]:
     return [array[r * count : (r + 1) * count] for r in range(size)]
 
 
@@ -41,20 +40,22 @@ class _Distributed(Contender):
 
     @abstractmethod
     def _premultiplied(self) -> Any:
-        """The reduction that multiplies by FACTOR first."""
+        """The reduction that multiplies each contribution by FACTOR."""
 
     def _function(self, name: str) -> Any:
-        """A collective of single arrays by torch 2.13's name, or by that of the versions before."""
+        """A collective of single arrays by its name in torch 2.13, or in earlier versions."""
         older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
         return getattr(self.module, f"{name}_single", None) or getattr(self.module, older[name])
 
-    def _prepared(self, case: Case, send: Any, recv: Any) -> Callable[..., Any]:
-        """The collective with all arguments but ``async_op``."""
+    def _prepared(self, case: BenchCase, send: Any, recv: Any) -> Callable[..., Any]:
+        """The collective with all arguments except ``async_op``."""
         op, group, module = case.op, self.group, self.module
         name = op.name
         reduction = {"op": self._reduction(case.redop)} if op.reduces else {}
         if name == "all_reduce":
             return partial(module.all_reduce, send, group=group, **reduction)
+        if name in ("scan", "exscan") and hasattr(module, name):
+            return partial(getattr(module, name), send, group=group, **reduction)
         if name == "broadcast":
             return partial(module.broadcast, send, src=case.root, group=group)
         if name == "reduce":
@@ -66,48 +67,48 @@ class _Distributed(Contender):
         if name == "all_to_all":
             return partial(module.all_to_all_single, recv, send, group=group)
         if name == "gather":
-            parts = _pieces(recv, case.counts.send, case.size) if case.at_root else None
+            parts = _chunks(recv, case.counts.send, case.size) if case.at_root else None
             return partial(module.gather, send, parts, dst=case.root, group=group)
         if name == "scatter":
-            parts = _pieces(send, case.counts.recv, case.size) if case.at_root else None
+            parts = _chunks(send, case.counts.recv, case.size) if case.at_root else None
             return partial(module.scatter, recv, parts, src=case.root, group=group)
         if name == "barrier":
             return partial(module.barrier, group=group)
         raise Unsupported(f"{name} is not measured with {self.name}")
 
-    def call(self, case: Case, send: Any, recv: Any) -> Call:
+    def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         if case.op.name == "sendrecv":
             return self._ring(case, send, recv)
         if case.op.name == "latency":
             return self._ping_pong(case, send, recv)
         return self._prepared(case, send, recv)
 
-    def begin(self, case: Case, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
+    def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
         return partial(self._prepared(case, send, recv), async_op=True), operator.methodcaller("wait")
 
-    def _ring(self, case: Case, send: Any, recv: Any) -> Call:
+    def _ring(self, case: BenchCase, send: Any, recv: Any) -> Call:
         module, group = self.module, self.group
-        after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
-        both = [
-            module.P2POp(module.isend, send, after, group),
-            module.P2POp(module.irecv, recv, before, group),
+        successor, predecessor = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+        operations = [
+            module.P2POp(module.isend, send, successor, group),
+            module.P2POp(module.irecv, recv, predecessor, group),
         ]
-        start = module.batch_isend_irecv
+        batch = module.batch_isend_irecv
 
         def exchange() -> None:
-            for work in start(both):
+            for work in batch(operations):
                 work.wait()
 
         return exchange
 
-    def _ping_pong(self, case: Case, send: Any, recv: Any) -> Call:
-        put = partial(self.module.send, send, dst=1 - case.rank, group=self.group)
-        take = partial(self.module.recv, recv, src=1 - case.rank, group=self.group)
-        return there_and_back(case.rank, put, take)
+    def _ping_pong(self, case: BenchCase, send: Any, recv: Any) -> Call:
+        send_call = partial(self.module.send, send, dst=1 - case.rank, group=self.group)
+        recv_call = partial(self.module.recv, recv, src=1 - case.rank, group=self.group)
+        return ping_pong(case.rank, send_call, recv_call)
 
 
 class Unicoll(_Distributed):
-    """One of unicoll's backends, as a group of its own."""
+    """One of unicoll's backends, in a separate group."""
 
     refusals = (Unsupported, dist.DistArgumentError, dist.DistTypeError, dist.BackendUnavailableError)
     module = dist
@@ -115,13 +116,13 @@ class Unicoll(_Distributed):
     def reason(self) -> str | None:
         return registry.reason_against(self.name)
 
-    def open(self, world: World) -> None:
+    def open(self, job: BenchJob) -> None:
         devices = registry.load(self.name).caps.devices
         kind = "cpu" if "cpu" in devices else "cuda"
-        self.device = "cpu" if kind == "cpu" else use_cuda(world)
+        self.device = "cpu" if kind == "cpu" else use_cuda(job)
         device = None if kind == "cpu" else self.device
-        self.group = dist.new_group(backend=f"{kind}:{self.name}", timeout=world.timeout, device_id=device)
-        self.group.barrier()  # how a group's data moves is settled in its first collective
+        self.group = dist.new_group(backend=f"{kind}:{self.name}", timeout=job.timeout, device_id=device)
+        self.group.barrier()  # the first collective selects the transport
 
     def close(self) -> None:
         if self.group is not None and dist.is_initialized():
@@ -138,8 +139,29 @@ class Unicoll(_Distributed):
         return dist.ReduceOp.PREMUL_SUM(FACTOR)
 
 
+class Symmetric(Unicoll):
+    """unicoll's CPU backend on arrays in symmetric memory."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._backend = name.partition("-")[0]
+
+    def reason(self) -> str | None:
+        return registry.reason_against(self._backend)
+
+    def open(self, job: BenchJob) -> None:
+        self.group = dist.new_group(backend=f"cpu:{self._backend}", timeout=job.timeout)
+        self.group.barrier()  # the first collective selects the transport
+
+    def describe(self) -> str:
+        return f"{super().describe()}; arrays in symmetric memory"
+
+    def family(self, array_name: str | None, dtype: DType) -> BenchArrays:
+        return SymmetricArrays(self.group)
+
+
 class Torch(_Distributed):
-    """torch.distributed with its gloo or nccl backend, in the same processes, with a store of its own."""
+    """torch.distributed with its gloo or nccl backend, in the same processes, with a separate store."""
 
     refusals = (Unsupported, RuntimeError, ValueError, TypeError, NotImplementedError)
 
@@ -157,19 +179,19 @@ class Torch(_Distributed):
             return "torch finds no CUDA device"
         return None
 
-    def open(self, world: World) -> None:
+    def open(self, job: BenchJob) -> None:
         self.module = import_module("torch.distributed")
         from datetime import timedelta
 
-        limit = timedelta(seconds=world.timeout)
+        limit = timedelta(seconds=job.timeout)
         if self.backend == "nccl":
-            self.device = use_cuda(world)
+            self.device = use_cuda(job)
         if self.module.is_initialized():
             self.group = self.module.new_group(backend=self.backend, timeout=limit)
             return
-        store = _torch_store(self.module, world, limit)
+        store = _torch_store(self.module, job, limit)
         self.module.init_process_group(
-            self.backend, store=store, rank=world.rank, world_size=world.size, timeout=limit
+            self.backend, store=store, rank=job.rank, world_size=job.size, timeout=limit
         )
         self.group = self.module.group.WORLD
 
@@ -181,8 +203,8 @@ class Torch(_Distributed):
     def describe(self) -> str:
         return f"torch.distributed {import_module('torch').__version__}, {self.backend}"
 
-    def family(self, wanted: str | None, dtype: DType) -> Family:
-        return TorchFamily(self.device)
+    def family(self, array_name: str | None, dtype: DType) -> BenchArrays:
+        return TorchArrays(self.device)
 
     def _premultiplied(self) -> Any:
         if self.backend in ("gloo", "mpi"):
@@ -198,31 +220,32 @@ class TorchOnUnicoll(Torch):
             return "torch is not installed"
         return registry.reason_against(self.backend.removeprefix("unicoll-"))
 
-    def open(self, world: World) -> None:
+    def open(self, job: BenchJob) -> None:
         import_module("unicoll.torch_plugin")
         if self.backend == "unicoll-nccl":
-            self.device = use_cuda(world)
-        super().open(world)
-        self.module.barrier(group=self.group)  # how a group's data moves is settled in its first collective
+            self.device = use_cuda(job)
+        super().open(job)
+        self.module.barrier(group=self.group)  # the first collective selects the transport
 
     def describe(self) -> str:
         return f"{super().describe()}: {self.group.unicoll.describe()}"
 
 
-def _torch_store(module: Any, world: World, limit: Any) -> Any:
-    """A TCPStore on rank 0, on a port that the kernel picks; the others learn where from rank 0."""
-    address = "127.0.0.1" if len(set(world.hosts)) == 1 else _own_address()
-    where: list[Any] = [None]
+def _torch_store(module: Any, job: BenchJob, limit: Any) -> Any:
+    """A TCPStore on rank 0, on a port that the kernel selects; rank 0 broadcasts its address."""
+    address = "127.0.0.1" if len(set(job.hosts)) == 1 else own_address()
+    location: list[Any] = [None]
     store = None
-    if world.rank == 0:
-        store = module.TCPStore(address, 0, world.size, True, limit, wait_for_workers=False)
-        where = [[address, store.port]]
-    dist.broadcast_object_list(where, src=0)
-    host, port = where[0]
-    return store or module.TCPStore(host, port, world.size, False, limit)
+    if job.rank == 0:
+        store = module.TCPStore(address, 0, job.size, True, limit, wait_for_workers=False)
+        location = [[address, store.port]]
+    dist.broadcast_object_list(location, src=0)
+    host, port = location[0]
+    return store or module.TCPStore(host, port, job.size, False, limit)
 
 
-def _own_address() -> str:
+def own_address() -> str:
+    """The address at which other hosts reach this rank."""
     group = dist.group.WORLD
     assert group is not None
     return str(group.job.addresses[0])

@@ -1,7 +1,7 @@
-"""Starting the benchmark's own ranks, where no launcher has: by unicoll's launcher, or by mpirun where MPI is measured.
+"""Starts the benchmark's ranks if no launcher has: by unicoll's launcher, or by mpirun if MPI is measured.
 
-The children get the same arguments; they find themselves launched and measure. Ctrl-C, failures and the exit status
-are the launcher's.
+The ranks get the same arguments, detect the launcher and measure. The launcher handles Ctrl-C, failures and the exit
+status.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from . import progress
-from .args import Options
-from .contenders import TABLE
+from unicoll.bench import progress
+from unicoll.bench.args import BenchOptions
+from unicoll.bench.contenders import TABLE
 
-__all__ = ["launch", "mpirun", "mpirun_command"]
+__all__ = ["extend_pythonpath", "launch", "mpirun", "mpirun_command"]
 
 
-def launch(options: Options) -> int:
-    """Start the ranks with the same arguments and return their exit status; under mpirun, become mpirun."""
-    ranks = options.ranks or max(2, options.op.least)
-    _be_importable()
-    if progress.wanted():
+def launch(options: BenchOptions) -> int:
+    """Start the ranks with the same arguments and return their exit status; mpirun replaces this process (exec)."""
+    ranks = options.ranks or max(2, options.op.min_ranks)
+    extend_pythonpath()
+    if progress.is_wanted():
         os.environ[progress.VARIABLE] = "1"
     wants_mpi = any(name in TABLE and TABLE[name].mpi for name in options.contenders)
     program = mpirun() if wants_mpi and find_spec("mpi4py") is not None else None
@@ -33,23 +33,25 @@ def launch(options: Options) -> int:
         command, variables = mpirun_command(program, ranks, options.argv)
         sys.stdout.flush()
         os.execve(command[0], command, {**os.environ, **variables})
-    from ..run import main
+    from unicoll.run import main
 
     return main(["--nproc-per-node", str(ranks), "--no-prefix", "-m", "unicoll.bench", *options.argv])
 
 
 def mpirun() -> str | None:
-    """mpirun of the MPI that this interpreter's mpi4py belongs to: beside the interpreter, else on PATH."""
-    beside = Path(sys.executable).with_name("mpirun")
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun") or shutil.which("mpiexec")
+    """Path of mpirun: the one next to the interpreter, which belongs to its mpi4py, else the one on PATH."""
+    adjacent = Path(sys.executable).with_name("mpirun")
+    return (
+        str(adjacent) if os.access(adjacent, os.X_OK) else shutil.which("mpirun") or shutil.which("mpiexec")
+    )
 
 
 def mpirun_command(program: str, ranks: int, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command that starts the ranks, and the variables that only it gets.
+    """The command that starts the ranks, and its additional environment variables.
 
-    Open MPI refuses to run for root, and more ranks than cores, unless told; and it binds each rank to a core, where
-    peers that use threads would wait for one another. Other MPIs do not look at these variables. Who wants ranks
-    bound, or placed, starts mpirun.
+    By default Open MPI refuses to run as root and to start more ranks than cores, and it binds each rank to one core,
+    on which the threads of a contender block each other. Other MPIs ignore these variables. Users who need binding or
+    placement start mpirun themselves.
     """
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as our launcher and torchrun do
     variables |= {"PRTE_MCA_hwloc_default_binding_policy": "none"}  # Open MPI 5
@@ -62,11 +64,11 @@ def mpirun_command(program: str, ranks: int, argv: Sequence[str]) -> tuple[list[
     return [program, "-n", str(ranks), sys.executable, "-m", "unicoll.bench", *argv], variables
 
 
-def _be_importable() -> None:
-    """A checkout that is not installed is found by the ranks as it was found here."""
+def extend_pythonpath() -> None:
+    """Add a checkout that is not installed to PYTHONPATH, so that the ranks can import it."""
     root = str(Path(__file__).resolve().parents[2])
     if root in (*site.getsitepackages(), site.getusersitepackages()):
         return
-    before = os.environ.get("PYTHONPATH")
-    if root not in (before or "").split(os.pathsep):
-        os.environ["PYTHONPATH"] = root + (os.pathsep + before if before else "")
+    previous = os.environ.get("PYTHONPATH")
+    if root not in (previous or "").split(os.pathsep):
+        os.environ["PYTHONPATH"] = root + (os.pathsep + previous if previous else "")

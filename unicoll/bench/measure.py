@@ -1,9 +1,9 @@
-"""Measuring one line of the table: several contenders, turn by turn, and what their results are worth.
+"""Measures one size: times several contenders in alternation, computes statistics and checks results.
 
-A *lane* is one contender on one half of the line, with its arrays and its call. In each turn every lane gets a batch
-of calls, and the order of the lanes moves on by one from turn to turn: what disturbs the machine meanwhile disturbs all
-of them. All ranks leave a barrier (unicoll's, the same for all lanes) before each batch, and for large arrays before
-each call.
+A *series* is one contender in one placement (in place or out of place), with its arrays and its call. In each turn
+every series runs one batch of calls, and the order of the series rotates by one per turn, so that other load on the
+machine affects all of them equally. All ranks pass a barrier (unicoll's, the same for all series) before each
+batch, and for large arrays before each call.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 import unicoll as dist
-
-from .arrays import Family
-from .contract import Case, Contender
-from .operations import IN, Place, Segment
-from .values import Values
+from unicoll.bench.arrays import BenchArrays
+from unicoll.bench.contract import BenchCase, Contender
+from unicoll.bench.operations import IN, CallRank, SourceRange
+from unicoll.bench.values import Values
 
 __all__ = [
     "STATISTICS",
-    "Lane",
+    "Series",
     "Pace",
     "Stats",
     "agree",
@@ -40,29 +39,29 @@ __all__ = [
 ]
 
 Call = Callable[[], Any]
-Tell = Callable[[str], None]
+Show = Callable[[str], None]
 
 STATISTICS = ("p50", "avg", "min", "p99", "max")
-"""What is kept of the samples of a rank, in microseconds."""
+"""Statistics of the samples of a rank, in microseconds."""
 SYNC_FROM = 1 << 19
-"""Bytes from which all ranks meet before each call, not only before each batch."""
-_MOST = 100_000
-"""Samples of a lane in a turn: what memory is spent on them stays small."""
+"""Size in bytes from which a barrier precedes each call, not only each batch."""
+_MAX_SAMPLES = 100_000
+"""Limit on the samples of a series per turn, which bounds their memory."""
 _DEVICE_BATCH = 20
-"""Calls on a CUDA device between two waits for it, nccl-tests' default number of iterations."""
+"""Calls on a CUDA device between two synchronizations: nccl-tests' default number of iterations."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How much is measured.
+    """The amount and method of timing.
 
     Attributes:
-        turns: how often every lane gets a batch.
-        iters: calls of a lane in all turns together; None to go by the budget.
-        budget: seconds for the calls of one lane and line.
-        warmup: calls before anything is timed.
-        aggregate: calls between two looks at the clock.
-        sync: whether all ranks meet before each call whatever its size.
+        turns: number of batches per series.
+        iters: calls of a series in all turns together; None to use the budget.
+        budget: seconds for the timed calls of one series.
+        warmup: untimed calls at the start.
+        aggregate: calls per sample.
+        sync: True for a barrier before each call at every size.
         host_time: on a CUDA device, time the call alone, without waiting for the device.
         events: on a CUDA device, time between events before and after the calls, not by the host's clock.
     """
@@ -79,11 +78,11 @@ class Pace:
 
 @dataclass
 class Stats:
-    """What a lane's samples say, in microseconds: per rank, and over the ranks as the user asked.
+    """Statistics of a series, in microseconds: per rank, and combined over the ranks by ``-a``.
 
     Attributes:
-        over_ranks: :data:`STATISTICS` as one number each.
-        by_rank: the same for each rank; NaN where a rank takes no part.
+        over_ranks: each of :data:`STATISTICS`, combined over the ranks.
+        by_rank: the same for each rank; NaN for a rank that does not take part.
         calls: timed calls of one rank.
     """
 
@@ -93,22 +92,25 @@ class Stats:
 
 
 @dataclass
-class Lane:
-    """One contender on one half of a line.
+class Series:
+    """One contender, one case, and its timed samples.
 
     Attributes:
-        contender: who.
-        case: what.
-        family: whose arrays.
-        send, recv: the arrays; in place the same, or one a part of the other.
-        call: does it once.
-        values: source data and results.
-        samples: seconds per call, of this rank.
+        contender: the library that is measured.
+        case: the case.
+        family: the array family.
+        send, recv: the arrays; in place the same array, or one is a part of the other.
+        call: runs the operation once.
+        values: source data and expected results.
+        samples: seconds per call on this rank.
+        aggregate: calls per sample.
+        per_turn: samples per turn.
+        calls: calls of this rank so far, timed or not.
     """
 
     contender: Contender
-    case: Case
-    family: Family
+    case: BenchCase
+    family: BenchArrays
     values: Values
     send: Any
     recv: Any
@@ -116,66 +118,80 @@ class Lane:
     samples: list[float] = field(default_factory=list)
     aggregate: int = 1
     per_turn: int = 1
+    calls: int = 0
 
     @classmethod
-    def make(cls, contender: Contender, case: Case, wanted: str | None, unalign: int) -> Lane:
+    def make(cls, contender: Contender, case: BenchCase, array_name: str | None, unalign: int) -> Series:
         """Allocate the arrays of a case and prepare its call.
 
         Raises:
-            Unsupported, or another of the contender's refusals: it cannot do this.
+            Unsupported, or another of the contender's refusals: it does not support the case.
         """
-        family = contender.family(wanted, case.dtype)
+        family = contender.family(array_name, case.dtype)
         send, recv = _arrays(family, case, unalign)
         values = Values(case.dtype, case.redop if case.op.reduces else None, case.size)
-        lane = cls(contender, case, family, values, send, recv, contender.call(case, send, recv))
-        lane.rest()
-        return lane
+        series = cls(contender, case, family, values, send, recv, contender.call(case, send, recv))
+        series.fill_idle()
+        return series
 
     @property
-    def place(self) -> Place:
-        """Who we are in the call."""
-        return Place(self.case.rank, self.case.size, self.case.root)
+    def call_rank(self) -> CallRank:
+        """This rank's role in the call."""
+        return CallRank(self.case.rank, self.case.size, self.case.root)
 
-    def rest(self) -> None:
-        """Fill the arrays with what repeated calls leave as it is."""
+    def fill_idle(self) -> None:
+        """Fill the arrays with values that repeated calls do not change."""
         for array, count in ((self.send, self.case.counts.send), (self.recv, self.case.counts.recv)):
-            self.family.put(array, self.values.still(count))
+            self.family.put(array, self.values.idle(count))
 
-    def load(self, iteration: int) -> None:
-        """Source data into the send array, poison into the receive array."""
+    def fill_inputs(self, iteration: int) -> None:
+        """Fill the send array with source data and the receive array with poison."""
         case = self.case
         self.family.put(self.recv, self.values.poison(case.counts.recv))
-        given = case.op.given(self.place, case.counts.shown)
-        if given:
-            self.family.put(self.send, self.values.made(given, iteration))
+        source = case.op.source(self.call_rank, case.counts.shown)
+        if source:
+            self.family.put(self.send, self.values.elements(source, iteration))
         elif self.send is not self.recv:
             self.family.put(self.send, self.values.poison(case.counts.send))
         self.family.finish()
 
+    def run_once(self) -> None:
+        """Make one untimed call; on a device it is complete when this returns."""
+        self.calls += 1
+        self.call()
+        self.family.finish()
+
+    def timed(self, times: int, aggregate: int, sync: Call | None, finish: Call | None) -> list[float]:
+        """Seconds per call of so many samples, by :func:`timed`."""
+        self.calls += times * aggregate
+        return timed(self.call, times, aggregate, sync, finish)
+
     def wrong(self, iteration: int) -> int:
-        """Elements of the receive array that are not what they must be."""
-        due: list[Segment] = self.case.op.due(self.place, self.case.counts.shown)
-        if not due:
+        """Number of wrong elements in the receive array."""
+        expected: list[SourceRange] = self.case.op.expected(self.call_rank, self.case.counts.shown)
+        if not expected:
             return 0
         self.family.finish()
-        return self.values.wrong(self.family.get(self.recv).view(self.case.dtype.storage), due, iteration)
+        return self.values.wrong(
+            self.family.get(self.recv).view(self.case.dtype.storage), expected, iteration
+        )
 
 
-def _arrays(family: Family, case: Case, unalign: int) -> tuple[Any, Any]:
+def _arrays(family: BenchArrays, case: BenchCase, unalign: int) -> tuple[Any, Any]:
     counts = case.counts
 
     def array(count: int) -> Any:
         whole = family.empty(count + unalign, case.dtype)
         return whole[unalign:] if unalign else whole
 
-    if case.half != IN:
+    if case.placement != IN:
         return array(counts.send), array(counts.recv)
     larger = array(max(counts.send, counts.recv))
     if counts.send == counts.recv:
         return larger, larger
-    share = min(counts.send, counts.recv)
-    mine = larger[case.rank * share : (case.rank + 1) * share]
-    return (mine, larger) if counts.send < counts.recv else (larger, mine)
+    part = min(counts.send, counts.recv)
+    own_part = larger[case.rank * part : (case.rank + 1) * part]
+    return (own_part, larger) if counts.send < counts.recv else (larger, own_part)
 
 
 # --- time -----------------------------------------------------------------------------------------------------------
@@ -185,10 +201,10 @@ def timed(call: Call, times: int, aggregate: int, sync: Call | None, finish: Cal
     """Seconds per call, ``times`` samples of ``aggregate`` calls each.
 
     Args:
-        call: what is timed.
-        times, aggregate: how many samples, of how many calls.
-        sync: done before each sample, outside its time.
-        finish: done at the end of each sample, within its time.
+        call: the timed function.
+        times, aggregate: number of samples, and calls per sample.
+        sync: called before each sample, not timed.
+        finish: called at the end of each sample, timed.
     """
     clock = time.perf_counter
     samples = []
@@ -208,9 +224,9 @@ def timed(call: Call, times: int, aggregate: int, sync: Call | None, finish: Cal
 
 
 def timed_on_device(
-    call: Call, times: int, aggregate: int, sync: Call | None, family: Family
+    call: Call, times: int, aggregate: int, sync: Call | None, family: BenchArrays
 ) -> list[float]:
-    """As :func:`timed`, between events on the current stream."""
+    """As :func:`timed`, but measured between events on the current stream."""
     samples = []
     for _ in range(times):
         if sync is not None:
@@ -226,7 +242,7 @@ def timed_on_device(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the garbage collector, as timeit does it."""
+    """Disable the garbage collector, as timeit does."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -237,108 +253,111 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def measure(lanes: Sequence[Lane], size: int, pace: Pace, average: int, tell: Tell) -> list[Stats]:
-    """Time all lanes of a line, turn by turn; called on all ranks.
+def measure(series_list: Sequence[Series], size: int, pace: Pace, average: int, show: Show) -> list[Stats]:
+    """Time all series of one size, in alternation; called on all ranks.
 
     Args:
-        lanes: who is measured, in the same order on all ranks.
-        size: bytes of the line.
-        pace: how much.
-        average: over the ranks: 0 rank 0's, 1 the mean, 2 the least, 3 the most.
-        tell: is told what is going on.
+        series_list: the series, in the same order on all ranks.
+        size: size in bytes.
+        pace: amount and method of timing.
+        average: value over the ranks: 0 rank 0, 1 mean, 2 minimum, 3 maximum.
+        show: displays the progress.
     """
-    meet = dist.barrier
-    sync = meet if pace.sync or size >= SYNC_FROM else None
+    barrier = dist.barrier
+    sync = barrier if pace.sync or size >= SYNC_FROM else None
     with _no_collection():
-        _plan(lanes, pace, sync, tell)
+        _plan(series_list, pace, sync, show)
         for turn in range(pace.turns):
-            for i in range(len(lanes)):
-                lane = lanes[(i + turn) % len(lanes)]
-                tell(f"{lane.contender.name}, turn {turn + 1} of {pace.turns}")
-                times = _batch(lane, turn, pace)
-                meet()
-                if pace.events and lane.family.device != "cpu":
-                    lane.samples += timed_on_device(lane.call, times, lane.aggregate, sync, lane.family)
+            for i in range(len(series_list)):
+                series = series_list[(i + turn) % len(series_list)]
+                show(f"{series.contender.name}, turn {turn + 1} of {pace.turns}")
+                times = _batch(series, turn, pace)
+                barrier()
+                if pace.events and series.family.device != "cpu":
+                    series.calls += times * series.aggregate
+                    series.samples += timed_on_device(
+                        series.call, times, series.aggregate, sync, series.family
+                    )
                     continue
-                lane.samples += timed(lane.call, times, lane.aggregate, sync, _finish(lane, pace))
+                series.samples += series.timed(times, series.aggregate, sync, _finish(series, pace))
                 if pace.host_time:
-                    lane.family.finish()
-    return _statistics(lanes, average)
+                    series.family.finish()
+    return _statistics(series_list, average)
 
 
-def _finish(lane: Lane, pace: Pace) -> Call | None:
-    return None if lane.family.device == "cpu" or pace.host_time else lane.family.finish
+def _finish(series: Series, pace: Pace) -> Call | None:
+    return None if series.family.device == "cpu" or pace.host_time else series.family.finish
 
 
-def _batch(lane: Lane, turn: int, pace: Pace) -> int:
-    """Samples of a lane in a turn; with a given number of calls they are shared out to the last one."""
+def _batch(series: Series, turn: int, pace: Pace) -> int:
+    """Number of samples of a series in a turn; a fixed number of calls is divided among the turns."""
     if pace.iters is None:
-        return lane.per_turn
-    total = math.ceil(pace.iters / lane.aggregate)
+        return series.per_turn
+    total = math.ceil(pace.iters / series.aggregate)
     return total // pace.turns + (turn < total % pace.turns)
 
 
-def _plan(lanes: Sequence[Lane], pace: Pace, sync: Call | None, tell: Tell) -> None:
-    """Warm every lane up and decide, on all ranks alike, how many calls fit its share of the budget."""
-    seconds = np.zeros(len(lanes))
-    for i, lane in enumerate(lanes):
-        tell(f"{lane.contender.name}, warm-up")
+def _plan(series_list: Sequence[Series], pace: Pace, sync: Call | None, show: Show) -> None:
+    """Warm up every series and compute how many calls fit its budget; the result is equal on all ranks."""
+    seconds = np.zeros(len(series_list))
+    for i, series in enumerate(series_list):
+        show(f"{series.contender.name}, warm-up")
         dist.barrier()
-        timed(lane.call, pace.warmup, 1, sync, _finish(lane, pace))
+        series.timed(pace.warmup, 1, sync, _finish(series, pace))
         dist.barrier()
-        seconds[i] = float(np.median(timed(lane.call, 3, 1, sync, _finish(lane, pace))))
+        seconds[i] = float(np.median(series.timed(3, 1, sync, _finish(series, pace))))
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    for lane, one in zip(lanes, seconds, strict=True):
-        lane.aggregate = pace.aggregate
-        if lane.family.device != "cpu" and pace.aggregate == 1 and sync is None:
-            lane.aggregate = _DEVICE_BATCH
-        fitting = pace.budget / pace.turns / max(float(one) * lane.aggregate, 1e-7)
-        lane.per_turn = int(min(max(fitting, 2), _MOST))
+    for series, call_time in zip(series_list, seconds, strict=True):
+        series.aggregate = pace.aggregate
+        if series.family.device != "cpu" and pace.aggregate == 1 and sync is None:
+            series.aggregate = _DEVICE_BATCH
+        fitting = pace.budget / pace.turns / max(float(call_time) * series.aggregate, 1e-7)
+        series.per_turn = int(min(max(fitting, 2), _MAX_SAMPLES))
 
 
-def _statistics(lanes: Sequence[Lane], average: int) -> list[Stats]:
-    """Every rank's samples condensed, exchanged, and condensed over the ranks."""
-    mine = np.full((len(lanes), len(STATISTICS)), np.nan)
-    for row, lane in zip(mine, lanes, strict=True):
-        if lane.samples and (lane.case.op.name != "latency" or lane.case.rank < 2):
-            us = np.array(lane.samples) * 1e6
+def _statistics(series_list: Sequence[Series], average: int) -> list[Stats]:
+    """Statistics of each rank's samples, gathered and combined over the ranks."""
+    mine = np.full((len(series_list), len(STATISTICS)), np.nan)
+    for row, series in zip(mine, series_list, strict=True):
+        if series.samples and (series.case.op.name != "latency" or series.case.rank < 2):
+            us = np.array(series.samples) * 1e6
             row[:] = np.median(us), us.mean(), us.min(), np.percentile(us, 99), us.max()
-    everyone = np.empty((dist.get_world_size(), *mine.shape))
-    dist.all_gather_into_tensor(everyone, mine)
+    gathered = np.empty((dist.get_world_size(), *mine.shape))
+    dist.all_gather_into_tensor(gathered, mine)
     stats = []
-    for i, lane in enumerate(lanes):
-        by_rank = dict(zip(STATISTICS, everyone[:, i].T.tolist(), strict=True))
-        over = {name: over_ranks(everyone[:, i, k], average) for k, name in enumerate(STATISTICS)}
-        if lane.case.op.name == "latency":  # there and back
+    for i, series in enumerate(series_list):
+        by_rank = dict(zip(STATISTICS, gathered[:, i].T.tolist(), strict=True))
+        combined = {name: over_ranks(gathered[:, i, k], average) for k, name in enumerate(STATISTICS)}
+        if series.case.op.name == "latency":  # the sample is a round trip
             by_rank = {name: [us / 2 for us in all_us] for name, all_us in by_rank.items()}
-            over = {name: us / 2 for name, us in over.items()}
-        stats.append(Stats(over, by_rank, len(lane.samples) * lane.aggregate))
+            combined = {name: us / 2 for name, us in combined.items()}
+        stats.append(Stats(combined, by_rank, len(series.samples) * series.aggregate))
     return stats
 
 
 def over_ranks(values: npt.NDArray[np.float64], average: int) -> float:
-    """One number for all ranks, as nccl-tests' ``-a`` says: 0 rank 0's, 1 mean, 2 minimum, 3 maximum."""
-    there = values[~np.isnan(values)]
-    if average == 0 or not there.size:
+    """One value for all ranks, by nccl-tests' ``-a``: 0 rank 0's, 1 mean, 2 minimum, 3 maximum."""
+    present = values[~np.isnan(values)]
+    if average == 0 or not present.size:
         return float(values[0])
-    return float((there.mean, there.min, there.max)[average - 1]())
+    return float((present.mean, present.min, present.max)[average - 1]())
 
 
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-def check(lane: Lane, iterations: int) -> tuple[int, int]:
-    """Do checked calls on all ranks.
+def check(series: Series, iterations: int) -> tuple[int, int]:
+    """Run calls with checked results on all ranks.
 
     Returns:
-        Wrong elements of all ranks and iterations, and how many (rank, iteration) had any.
+        Number of wrong elements over all ranks and iterations, and number of (rank, iteration) pairs that had any.
     """
     found = np.zeros(2, np.int64)
     for iteration in range(1, iterations + 1):
-        lane.load(iteration)
+        series.fill_inputs(iteration)
         dist.barrier()
-        lane.call()
-        wrong = lane.wrong(iteration)
+        series.run_once()
+        wrong = series.wrong(iteration)
         found += (wrong, wrong > 0)
         dist.barrier()
     dist.all_reduce(found)
@@ -346,32 +365,31 @@ def check(lane: Lane, iterations: int) -> tuple[int, int]:
 
 
 def agree(problem: str | None) -> str | None:
-    """The first rank's problem that has one, on all ranks; None when none has."""
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, problem)
-    return next((p for p in everyones if p is not None), None)
+    """The problem of the lowest rank that has one, returned on all ranks; None if no rank has a problem."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, problem)
+    return next((p for p in gathered if p is not None), None)
 
 
 def attempt(
-    contender: Contender, case: Case, wanted: str | None, unalign: int
-) -> tuple[Lane | None, str | None]:
-    """A lane that has done its call once, or the reason why there is none; the same answer on all ranks."""
-    lane, problem = None, None
+    contender: Contender, case: BenchCase, array_name: str | None, unalign: int
+) -> tuple[Series | None, str | None]:
+    """Make a series and run its call once; returns the series or the reason for failure, consistent on all ranks."""
+    series, problem = None, None
     try:
-        lane = Lane.make(contender, case, wanted, unalign)
+        series = Series.make(contender, case, array_name, unalign)
     except contender.refusals as e:
-        problem = _words(e)
-    if (common := agree(problem)) is not None or lane is None:
+        problem = _message(e)
+    if (common := agree(problem)) is not None or series is None:
         return None, common
     try:
-        lane.call()
-        lane.family.finish()
+        series.run_once()
     except contender.refusals as e:
-        problem = _words(e)
+        problem = _message(e)
     common = agree(problem)
-    return (None, common) if common is not None else (lane, None)
+    return (None, common) if common is not None else (series, None)
 
 
-def _words(error: Exception) -> str:
+def _message(error: Exception) -> str:
     first = str(error).strip().split("\n")[0]
     return first if type(error).__name__ == "Unsupported" else f"{type(error).__name__}: {first}"

@@ -1,4 +1,4 @@
-"""Bare mpi4py, as those who know it would write it."""
+"""mpi4py called directly, in its idiomatic form."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from .. import launchers, registry
-from ..types import DType
-from .arrays import Family, StorageFamily, Unsupported
-from .contract import Call, Case, Contender, World, there_and_back
-from .operations import IN, OUT, Operation
+from unicoll.arrays.types import DType
+from unicoll.bench.arrays import BenchArrays, StorageArrays, Unsupported
+from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
+from unicoll.bench.operations import IN, OUT, Operation
+from unicoll.bootstrap import launchers
+from unicoll.group import registry
 
 __all__ = ["Mpi4py", "library"]
 
 
 class Mpi4py(Contender):
-    """Bare mpi4py: upper-case methods of COMM_WORLD on preallocated NumPy arrays, types given."""
+    """mpi4py: upper-case methods of COMM_WORLD on preallocated NumPy arrays with explicit datatypes."""
 
     _comm: Any = None
     _mpi: Any = None
@@ -27,31 +28,31 @@ class Mpi4py(Contender):
         launched = launchers.detect()
         reason = registry.load("mpi").availability()
         if reason is None and (launched is None or not launched.started_by_mpi):
-            return "the ranks were not started by mpirun, so MPI would see each one alone"
+            return "the ranks were not started by mpirun: COMM_WORLD would have size 1 on each"
         return reason
 
-    def open(self, world: World) -> None:
+    def open(self, job: BenchJob) -> None:
         self._mpi = mpi = import_module("mpi4py.MPI")
         self._comm = mpi.COMM_WORLD
         self.refusals = (Unsupported, mpi.Exception, NotImplementedError)
-        if (self._comm.rank, self._comm.size) != (world.rank, world.size):
+        if (self._comm.rank, self._comm.size) != (job.rank, job.size):
             raise Unsupported(
-                f"COMM_WORLD says rank {self._comm.rank} of {self._comm.size}, the job {world.rank} of {world.size}"
+                f"COMM_WORLD has rank {self._comm.rank} of {self._comm.size}, the job rank {job.rank} of {job.size}"
             )
 
     def describe(self) -> str:
         return f"mpi4py {import_module('mpi4py').__version__}, {library(self._mpi)}"
 
-    def family(self, wanted: str | None, dtype: DType) -> Family:
-        return StorageFamily()
+    def family(self, array_name: str | None, dtype: DType) -> BenchArrays:
+        return StorageArrays()
 
-    def halves(self, op: Operation) -> tuple[str, ...]:
+    def placements(self, op: Operation) -> tuple[str, ...]:
         if op.name in ("all_reduce", "reduce"):
             return (IN, OUT)
-        # MPI's reduce_scatter in place leaves the result where nccl-tests' does not look for it.
-        return (OUT,) if op.name == "reduce_scatter" else op.halves
+        # MPI's in-place reduce_scatter puts the result at another offset than nccl-tests.
+        return (OUT,) if op.name == "reduce_scatter" else op.placements
 
-    def _reduction(self, case: Case) -> Any:
+    def _reduction(self, case: BenchCase) -> Any:
         if not case.dtype.native or case.dtype.half:
             raise Unsupported(f"MPI does not reduce {case.dtype.name}")
         found = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX"}.get(case.redop)
@@ -59,14 +60,14 @@ class Mpi4py(Contender):
             raise Unsupported(f"MPI has no reduction {case.redop}")
         return getattr(self._mpi, found)
 
-    def _typed(self, case: Case, array: Any) -> tuple[Any, Any]:
-        """An array with its MPI type; elements that MPI has no type for travel as their bits."""
+    def _typed(self, case: BenchCase, array: Any) -> tuple[Any, Any]:
+        """An array with its MPI datatype; elements without an MPI datatype are sent as their bits."""
         dtype = case.dtype
         if dtype.half:
             array = array.view(f"u{dtype.itemsize}")
         return (array, self._mpi.Datatype.fromcode(array.dtype.char))
 
-    def _prepared(self, case: Case, send: Any, recv: Any, prefix: str) -> Call:
+    def _prepared(self, case: BenchCase, send: Any, recv: Any, prefix: str) -> Call:
         mpi, op = self._mpi, case.op
         names = {"all_reduce": "allreduce", "broadcast": "bcast", "all_gather": "allgather"}
         names |= {"reduce_scatter": "reduce_scatter_block", "all_to_all": "alltoall"}
@@ -74,46 +75,48 @@ class Mpi4py(Contender):
         method = getattr(self._comm, prefix + bare if prefix else bare.capitalize())
         if op.name == "barrier":
             return partial(method)
-        given, taken, here = self._typed(case, send), self._typed(case, recv), mpi.IN_PLACE
-        in_place = case.half == IN
+        send_spec, recv_spec = self._typed(case, send), self._typed(case, recv)
+        in_place = case.placement == IN
         if op.name == "broadcast":
-            return partial(method, given, case.root)
+            return partial(method, send_spec, case.root)
         if op.name == "all_reduce":
-            return partial(method, here if in_place else given, taken, self._reduction(case))
+            return partial(method, mpi.IN_PLACE if in_place else send_spec, recv_spec, self._reduction(case))
+        if op.name in ("scan", "exscan"):
+            return partial(method, mpi.IN_PLACE, recv_spec, self._reduction(case))
         if op.name == "reduce":
             return partial(
                 method,
-                here if in_place and case.at_root else given,
-                taken if case.at_root else None,
+                mpi.IN_PLACE if in_place and case.at_root else send_spec,
+                recv_spec if case.at_root else None,
                 self._reduction(case),
                 case.root,
             )
         if op.name == "reduce_scatter":
-            return partial(method, given, taken, self._reduction(case))
+            return partial(method, send_spec, recv_spec, self._reduction(case))
         if op.name == "gather":
-            return partial(method, given, taken if case.at_root else None, case.root)
+            return partial(method, send_spec, recv_spec if case.at_root else None, case.root)
         if op.name == "scatter":
-            return partial(method, given if case.at_root else None, taken, case.root)
-        return partial(method, here if in_place else given, taken)
+            return partial(method, send_spec if case.at_root else None, recv_spec, case.root)
+        return partial(method, mpi.IN_PLACE if in_place else send_spec, recv_spec)
 
-    def call(self, case: Case, send: Any, recv: Any) -> Call:
+    def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         comm = self._comm
         if case.op.name == "sendrecv":
-            given, taken = self._typed(case, send), self._typed(case, recv)
-            after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
-            return partial(comm.Sendrecv, given, after, 0, taken, before, 0)
+            send_spec, recv_spec = self._typed(case, send), self._typed(case, recv)
+            successor, predecessor = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+            return partial(comm.Sendrecv, send_spec, successor, 0, recv_spec, predecessor, 0)
         if case.op.name == "latency":
-            given, taken = self._typed(case, send), self._typed(case, recv)
+            send_spec, recv_spec = self._typed(case, send), self._typed(case, recv)
             peer = 1 - case.rank
-            return there_and_back(
-                case.rank, partial(comm.Send, given, peer, 0), partial(comm.Recv, taken, peer, 0)
+            return ping_pong(
+                case.rank, partial(comm.Send, send_spec, peer, 0), partial(comm.Recv, recv_spec, peer, 0)
             )
         return self._prepared(case, send, recv, "")
 
-    def begin(self, case: Case, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
+    def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
         return self._prepared(case, send, recv, "I"), operator.methodcaller("Wait")
 
 
 def library(mpi: Any) -> str:
-    """Which MPI it is, in a few words."""
+    """Name and version of the MPI library."""
     return " ".join(mpi.Get_library_version().replace("\0", "").split(",")[0].split("\n")[0].split())

@@ -1,4 +1,4 @@
-"""NCCL called directly through our bindings: what is left when everything that a library adds is taken away."""
+"""NCCL called directly through unicoll's bindings: a baseline without unicoll's overhead."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from importlib import import_module
 from typing import Any
 
 import unicoll as dist
-
-from .. import registry
-from ..buffers import as_buffer
-from .arrays import Unsupported
-from .contract import Call, Case, Contender, World, there_and_back
-from .cuda import use_cuda
+from unicoll.arrays.buffers import as_buffer
+from unicoll.bench.arrays import Unsupported
+from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
+from unicoll.bench.cuda import use_cuda
+from unicoll.group import registry
 
 __all__ = ["BareNccl"]
 
@@ -22,25 +21,27 @@ _REDUCTIONS = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "avg": 
 
 
 class BareNccl(Contender):
-    """libnccl's functions on the current stream, with a communicator of their own."""
+    """libnccl's functions on the current stream, with a separate communicator."""
 
     def reason(self) -> str | None:
         return registry.reason_against("nccl")
 
-    def open(self, world: World) -> None:
-        self.device = use_cuda(world)
-        self._api: Any = import_module("nccl_comm.api")
-        library: Any = import_module("nccl_comm.library")
+    def open(self, job: BenchJob) -> None:
+        self.device = use_cuda(job)
+        self._api: Any = import_module("nccl_comm.library.api")
+        library: Any = import_module("nccl_comm.library.locate")
         self._nccl: Any = library.nccl()
         self._path = library.describe(self._nccl)
-        code, ident = self._nccl.unique_id() if world.rank == 0 else (0, None)
-        answer: list[Any] = [(code, ident)]
-        dist.broadcast_object_list(answer, src=0)
-        self._check(answer[0][0])
-        code, slot = self._nccl.comm_init(world.size, [answer[0][1]], world.rank, self._api.Config(blocking=True))
+        code, identifier = self._nccl.unique_id() if job.rank == 0 else (0, None)
+        unique_id: list[Any] = [(code, identifier)]
+        dist.broadcast_object_list(unique_id, src=0)
+        self._check(unique_id[0][0])
+        code, slot = self._nccl.comm_init(
+            job.size, [unique_id[0][1]], job.rank, self._api.Config(blocking=True)
+        )
         self._check(code)
         self._comm = slot.value
-        self._deadline = world.timeout
+        self._timeout = job.timeout
 
     def close(self) -> None:
         comm, self._comm = self._comm, None
@@ -51,27 +52,27 @@ class BareNccl(Contender):
         return f"{self._path}, called directly"
 
     def _check(self, code: int) -> None:
-        """Wait for what is in progress; raise what went wrong."""
+        """Wait while the result code is ncclInProgress; raise an error for a failure code."""
         if code == self._api.IN_PROGRESS:
-            end = time.monotonic() + self._deadline
+            end = time.monotonic() + self._timeout
             while (code := self._nccl.comm_state(self._comm)[1]) == self._api.IN_PROGRESS:
                 if time.monotonic() > end:
-                    raise dist.OperationTimeoutError("NCCL is in progress for ever")
+                    raise dist.OperationTimeoutError(f"NCCL did not finish within {self._timeout:g} s")
         if code:
-            raise dist.DistBackendError(f"NCCL answers {code}: {self._nccl.last_error()}")
+            raise dist.DistBackendError(f"NCCL returned {code}: {self._nccl.last_error()}")
 
-    def call(self, case: Case, send: Any, recv: Any) -> Call:
+    def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         work = self._prepared(case, send, recv)
         return lambda: self._check(work())
 
-    def begin(self, case: Case, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
-        raise Unsupported("bare NCCL is not measured in the background")
+    def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
+        raise Unsupported("bare NCCL is not measured with --overlap")
 
-    def _prepared(self, case: Case, send: Any, recv: Any) -> Callable[[], int]:
-        """The function with all its arguments."""
+    def _prepared(self, case: BenchCase, send: Any, recv: Any) -> Callable[[], int]:
+        """The library function with all its arguments."""
         n, comm, name = self._nccl, self._comm, case.op.name
-        given, taken = as_buffer(send), as_buffer(recv)
-        stream, source, target = given.stream or 0, given.ptr, taken.ptr
+        send_buffer, recv_buffer = as_buffer(send), as_buffer(recv)
+        stream, source, target = send_buffer.stream or 0, send_buffer.ptr, recv_buffer.ptr
         kind = self._api.DATA_TYPES.get(case.dtype.name)
         if kind is None:
             raise Unsupported(f"NCCL has no {case.dtype.name}")
@@ -90,26 +91,28 @@ class BareNccl(Contender):
             return self._ring(case, source, target, kind, stream)
         if name == "latency":
             peer = 1 - case.rank
-            put = partial(n.send, source, count, kind, peer, comm, stream)
-            take = partial(n.recv, target, count, kind, peer, comm, stream)
-            both = there_and_back(case.rank, lambda: self._check(put()), lambda: self._check(take()))
-            return lambda: int(both() is not None)
+            send_call = partial(n.send, source, count, kind, peer, comm, stream)
+            recv_call = partial(n.recv, target, count, kind, peer, comm, stream)
+            exchange = ping_pong(
+                case.rank, lambda: self._check(send_call()), lambda: self._check(recv_call())
+            )
+            return lambda: int(exchange() is not None)
         raise Unsupported(f"{name} is not measured with bare NCCL")
 
-    def _ring(self, case: Case, source: int, target: int, kind: int, stream: int) -> Callable[[], int]:
+    def _ring(self, case: BenchCase, source: int, target: int, kind: int, stream: int) -> Callable[[], int]:
         n, comm, count = self._nccl, self._comm, case.counts.shown
-        after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+        successor, predecessor = (case.rank + 1) % case.size, (case.rank - 1) % case.size
 
         def exchange() -> int:
             n.group_start()
-            n.send(source, count, kind, after, comm, stream)
-            n.recv(target, count, kind, before, comm, stream)
+            n.send(source, count, kind, successor, comm, stream)
+            n.recv(target, count, kind, predecessor, comm, stream)
             code: int = n.group_end()
             return code
 
         return exchange
 
-    def _reduction(self, case: Case) -> int:
+    def _reduction(self, case: BenchCase) -> int:
         found = _REDUCTIONS.get(case.redop)
         if found is None:
             raise Unsupported(f"{case.redop} is not measured with bare NCCL")

@@ -1,7 +1,7 @@
 """Latency and bus bandwidth over the size, one curve per contender, both axes logarithmic.
 
-Contenders differ in marker, dash and shade, so that the drawing can be read in black and white. It is drawn from a
-run's JSON alone.
+Contenders differ in marker, dash and shade, so that the plot is readable in black and white. Its only input is the JSON
+of a run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .operations import IN, OPERATIONS, OUT
-from .sizes import short
+from unicoll.bench.operations import IN, OPERATIONS, OUT
+from unicoll.bench.sizes import short
 
-__all__ = ["curves", "draw", "reason_against"]
+__all__ = ["curves", "draw", "plot_problem"]
 
 _STYLES = (
-    ("o", "-", "#000000"), ("s", "--", "#444444"), ("^", "-.", "#777777"), ("D", ":", "#000000"),
-    ("v", "--", "#777777"), ("P", "-.", "#444444"),
-)  # fmt: skip
+    ("o", "-", "#000000"),
+    ("s", "--", "#444444"),
+    ("^", "-.", "#777777"),
+    ("D", ":", "#000000"),
+    ("v", "--", "#777777"),
+    ("P", "-.", "#444444"),
+)
 
 
-def reason_against(path: str) -> str | None:
-    """Why nothing can be drawn into a file of this name, or None."""
+def plot_problem(path: str) -> str | None:
+    """The reason why a plot cannot be written to this path, or None."""
     if find_spec("matplotlib") is None:
         return "--plot needs matplotlib: pip install matplotlib"
     if Path(path).suffix.lower() not in (".png", ".pdf", ".svg", ".jpg", ".webp"):
@@ -36,34 +40,34 @@ def reason_against(path: str) -> str | None:
 
 
 def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The entries of each curve by label, by size: a contender, with type, reduction and root where there are several.
+    """The entries of each curve, sorted by size. A label is a contender, with type, reduction and root if they vary.
 
-    Each entry gets ``us`` and ``bus``, of the half that contenders are compared by.
+    Each entry has ``us`` and ``bus`` of the placement by which contenders are compared.
     """
     op = OPERATIONS[data["operation"]]
     kinds = {(e["type"], e["redop"], e["root"]) for e in data["results"]}
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for entry in data["results"]:
-        half = next((entry[name] for name in (*op.halves, IN, OUT) if entry[name] is not None), None)
-        if half is None:
+        result = next((entry[name] for name in (*op.placements, IN, OUT) if entry[name] is not None), None)
+        if result is None:
             continue
         label = entry["contender"]
         if len(kinds) > 1:
             label += f" {entry['type']} {entry['redop']} {entry['root'].strip()}"
-        us = half.get("time", half.get("cpu_time"))
-        found.setdefault(label, {})[entry["size"]] = {**entry, "us": us, "bus": half["bus_bw"]}
+        us = result.get("time", result.get("cpu_time"))
+        found.setdefault(label, {})[entry["size"]] = {**entry, "us": us, "bus": result["bus_bw"]}
     return {label: [entries[size] for size in sorted(entries)] for label, entries in found.items()}
 
 
 def draw(data: Mapping[str, Any], path: str) -> None:
-    """Draw a run into a file.
+    """Plot a run into a file.
 
     Args:
         data: the JSON of the run.
-        path: its ending says the format.
+        path: the file; its suffix selects the format.
 
     Raises:
-        ImportError: there is no matplotlib.
+        ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
     import_module("matplotlib").use("Agg")
@@ -94,9 +98,16 @@ def _panel(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]], key: str
     for (marker, dash, shade), (name, entries) in zip(_styles(len(lines)), lines.items(), strict=True):
         points = [(e["size"], e[key]) for e in entries if e[key]]
         axes.plot(
-            [p[0] for p in points], [p[1] for p in points], dash, marker=marker, color=shade, label=name,
-            markersize=5, markerfacecolor="white" if marker in "sDv" else shade, linewidth=1.3,
-        )  # fmt: skip
+            [p[0] for p in points],
+            [p[1] for p in points],
+            dash,
+            marker=marker,
+            color=shade,
+            label=name,
+            markersize=5,
+            markerfacecolor="white" if marker in "sDv" else shade,
+            linewidth=1.3,
+        )
     sizes = sorted({e["size"] for entries in lines.values() for e in entries})
     if sizes[0] > 0:
         axes.set_xscale("log", base=2)
@@ -115,7 +126,7 @@ def _styles(number: int) -> list[tuple[str, str, str]]:
 
 
 def _ratios(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """At the foot of the panel, a row of numbers for each curve but the first: its time divided by the first's."""
+    """Below the curves, one row of numbers per curve except the first: its time divided by the first's."""
     names = [name for name, entries in lines.items() if any(e["ratio"] is not None for e in entries)][1:]
     if not names:
         return
@@ -137,41 +148,41 @@ def _ratios(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None
             fontsize=7,
             style="italic",
         )
-        there = {e["size"]: e["ratio"] for e in lines[name] if e["ratio"] is not None}
-        for size in _thinned(sorted(there), 12):
-            text = f"{there[size]:.3g}" if there[size] < 1000 else f"{there[size]:.0f}"
+        ratios = {e["size"]: e["ratio"] for e in lines[name] if e["ratio"] is not None}
+        for size in _thinned(sorted(ratios), 12):
+            text = f"{ratios[size]:.3g}" if ratios[size] < 1000 else f"{ratios[size]:.0f}"
             axes.text(size, foot, text, transform=across, fontsize=8, ha="center")
 
 
-def _thinned(values: Sequence[int], most: int) -> list[int]:
-    """At most so many of the values, evenly, the last one among them."""
-    step = -(-len(values) // most) if values else 1
+def _thinned(values: Sequence[int], limit: int) -> list[int]:
+    """At most ``limit`` of the values, evenly spaced, including the last."""
+    step = -(-len(values) // limit) if values else 1
     return list(values[::-1][::step][::-1])
 
 
 def _title(data: Mapping[str, Any], columns: int) -> str:
-    """Operation, type, ranks and machine; below, how each contender's data moved, in a line of so many letters."""
+    """Operation, type, ranks and machine; below, each contender's transport in a line of ``columns`` characters."""
     results, machine = data["results"], data["machine"]
     types = sorted({e["type"] for e in results})
     redops = sorted({e["redop"] for e in results} - {"none"})
     hosts = {d["hostname"] for d in data["devices"]}
-    where = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
-    what = ", ".join([data["operation"], *(["/".join(types)] if len(types) < 4 else []), *redops[:3]])
-    drawn = {e["contender"] for e in results}
-    ways = "\n".join(
+    hosts_text = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+    subject = ", ".join([data["operation"], *(["/".join(types)] if len(types) < 4 else []), *redops[:3]])
+    plotted = {e["contender"] for e in results}
+    transports = "\n".join(
         textwrap.shorten(f"{name}: {one['transport']}", columns, placeholder=" ...")
         for name, one in data["contenders"].items()
-        if name in drawn
+        if name in plotted
     )
     statistic = data["config"]["statistic"]
     return (
-        f"{what}, {data['ranks']} ranks on {where} ({machine['cpu']}, {machine['cores']} cores), "
-        f"{statistic} of calls\n{ways}"
+        f"{subject}, {data['ranks']} ranks on {hosts_text} ({machine['cpu']}, {machine['cores']} cores), "
+        f"{statistic} of calls\n{transports}"
     )
 
 
 def _save(figure: Any, path: str) -> None:
-    """Write the file as a whole or not at all."""
+    """Write the file atomically."""
     target = Path(path)
     with tempfile.NamedTemporaryFile(
         dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix, delete=False

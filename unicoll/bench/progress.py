@@ -1,45 +1,45 @@
-"""What is being measured, on one line of the terminal that is written anew."""
+"""The progress line on the terminal, which is overwritten in place."""
 
 from __future__ import annotations
 
 import sys
 import time
 
-from unicoll import settings
+from unicoll.net import settings
 
-__all__ = ["VARIABLE", "Progress", "wanted"]
+__all__ = ["VARIABLE", "Progress", "is_wanted"]
 
 VARIABLE = "UNICOLL_BENCH_PROGRESS"
-"""Set by whoever starts the ranks from a terminal: their own standard error may be a pipe to it."""
+"""Set by a launcher with a terminal: the standard error of its ranks may be a pipe to that terminal."""
 _PERIOD_S = 0.1
 
 
-def wanted() -> bool:
-    """Whether a person looks at the standard error."""
+def is_wanted() -> bool:
+    """True if the standard error is a terminal, directly or through the launcher."""
     return sys.stderr.isatty() or bool(settings.flag(VARIABLE))
 
 
 class Progress:
-    """The line; ``shown=False`` writes nothing."""
+    """The progress line; with ``enabled=False`` it writes nothing."""
 
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
         self._last = 0.0
         self._dirty = False
-        self.what = ""
+        self.label = ""
 
-    def tell(self, text: str) -> None:
-        """Show what is going on; called often, written ten times a second at most."""
+    def show(self, text: str) -> None:
+        """Display a text; it is written at most ten times per second."""
         now = time.monotonic()
-        if not self._shown or now - self._last < _PERIOD_S:
+        if not self._enabled or now - self._last < _PERIOD_S:
             return
         self._last = now
         self._dirty = True
-        sys.stderr.write(f"\r\x1b[K{self.what}: {text}")
+        sys.stderr.write(f"\r\x1b[K{self.label}: {text}")
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Leave the line empty, for others to write on."""
+        """Clear the line before other output."""
         if self._dirty:
             self._dirty = False
             sys.stderr.write("\r\x1b[K")

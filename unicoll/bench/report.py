@@ -1,4 +1,4 @@
-"""What is kept of a run: nccl-tests' JSON with each contender's statistics and a description of the machine."""
+"""The JSON of a run: nccl-tests' format with each contender's statistics and a description of the machine."""
 
 from __future__ import annotations
 
@@ -19,27 +19,37 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from unicoll.bench.args import BenchOptions
+from unicoll.bench.contract import Contender
+from unicoll.bench.cuda import facts
+from unicoll.bench.mpi import library
+from unicoll.bench.operations import IN, OUT
+from unicoll.bench.table import PlacementRow, TableRow
 
-from .args import Options
-from .contract import Contender
-from .cuda import facts
-from .mpi import library
-from .operations import IN, OUT
-from .table import Half, Line
-
-__all__ = ["Report", "cpu", "device", "machine", "write"]
+__all__ = ["BenchReport", "cpu", "device", "machine", "write"]
 
 _FORMAT = 1
-"""Version of nccl-tests' JSON that this follows."""
+"""Version of nccl-tests' JSON format."""
 _TIME = "%Y-%m-%d %H:%M:%S"
-_TELLING = ("UNICOLL_", "OMP_", "NCCL_", "OMPI_MCA_", "MPICH_", "MPIR_CVAR_", "FI_", "UCX_", "GLOO_", "CUDA_")
+_ENVIRONMENT_PREFIXES = (
+    "UNICOLL_",
+    "OMP_",
+    "NCCL_",
+    "OMPI_MCA_",
+    "MPICH_",
+    "MPIR_CVAR_",
+    "FI_",
+    "UCX_",
+    "GLOO_",
+    "CUDA_",
+)
 _SECRET = ("SECRET", "KEY", "TOKEN", "PASS")
 _FOLDERS = re.compile(r"(?<![\w/])/(?!/)(?:[^/:,;\s]+/)+")
-"""Where a path begins, up to its last part; not the slashes of a URL."""
+"""The directories of a path, without its last part; does not match the slashes of a URL."""
 
 
 def machine() -> dict[str, Any]:
-    """Hardware and software of this host, as far as they matter to the numbers."""
+    """Hardware and software of this host that affect the results."""
     found: dict[str, Any] = {
         "cpu": cpu(),
         "cores": os.cpu_count(),
@@ -86,48 +96,48 @@ def cpu() -> str:
 
 
 def device(rank: int, contenders: Sequence[Contender]) -> dict[str, Any]:
-    """nccl-tests' line on the device of a rank: the CUDA device if one is used, else the CPU."""
-    index, place, words = -1, "cpu", cpu()
+    """nccl-tests' entry for the device of a rank: the CUDA device if one is used, else the CPU."""
+    index, bus, info = -1, "cpu", cpu()
     used = [c.device for c in contenders if c.device != "cpu"]
     if used:
         index = int(used[0].partition(":")[2])
         found = facts(used[0])
-        place, words = found.bus, found.name
+        bus, info = found.bus, found.name
     return {
         "rank": rank,
         "group": 0,
         "pid": os.getpid(),
         "hostname": socket.gethostname(),
         "device": index,
-        "device_hex": place,
-        "device_info": words,
+        "device_hex": bus,
+        "device_info": info,
     }
 
 
 def _environment() -> list[str]:
-    """The variables that change what is measured; no secrets, and of paths the last part only."""
+    """Environment variables that affect the results, without secrets and with paths cut to their last part."""
     return [
         f"{name}={_FOLDERS.sub('.../', value)}"
         for name, value in sorted(os.environ.items())
-        if name.startswith(_TELLING) and not any(word in name.upper() for word in _SECRET)
+        if name.startswith(_ENVIRONMENT_PREFIXES) and not any(part in name.upper() for part in _SECRET)
     ]
 
 
-class Report:
-    """The JSON of a run, while it is filled.
+class BenchReport:
+    """Collects the JSON of a run.
 
     Args:
-        options: what was asked for.
+        options: the parsed command line.
         ranks: number of ranks.
         devices: :func:`device` of each rank.
-        transports: how each contender's data moves.
-        staging: bytes of staging memory per rank of each contender that says so.
-        skipped: contenders that could not be measured, and why.
+        transports: description of each contender's transport.
+        staging: bytes of staging memory per rank, for each contender that reports it.
+        skipped: contenders that could not be measured, with the reasons.
     """
 
     def __init__(
         self,
-        options: Options,
+        options: BenchOptions,
         ranks: int,
         devices: Sequence[Mapping[str, Any]],
         transports: Mapping[str, str],
@@ -177,66 +187,67 @@ class Report:
             "aggregated_iterations": pace.aggregate,
             "validation": options.checks,
             "graph": 0,
-            "blocking_collectives": _word(pace.sync),
-            "parallel_init": _word(False),
+            "blocking_collectives": _bool_text(pace.sync),
+            "parallel_init": _bool_text(False),
             "unalign": options.unalign,
             "sizes": list(options.sweep.sizes),
             "turns": pace.turns,
             "budget_s": None if pace.iters else pace.budget,
             "statistic": options.statistic,
             "average": options.average,
-            "osu_sizes": _word(options.osu),
+            "osu_sizes": _bool_text(options.osu),
         }
 
-    def add(self, line: Line) -> None:
-        """Keep a line of the table."""
+    def add(self, row: TableRow) -> None:
+        """Add a row of the table."""
         entry: dict[str, Any] = {
-            "size": line.size,
-            "count": line.count,
-            "type": line.type,
-            "redop": line.redop,
-            "root": f"{line.root:6d}",
+            "size": row.size,
+            "count": row.count,
+            "type": row.type,
+            "redop": row.redop,
+            "root": f"{row.root:6d}",
         }
         for name in (OUT, IN):
-            half = line.halves.get(name)
-            entry[name] = None if half is None else self._half(half)
-        calls = max((half.calls for half in line.halves.values()), default=0)
-        entry |= {"actual_iterations": calls, "experiment_name": line.contender}
-        self._results.append(entry | {"contender": line.contender, "ratio": _finite(line.ratio)})
+            result = row.results.get(name)
+            entry[name] = None if result is None else self._result(result)
+        calls = max((result.calls for result in row.results.values()), default=0)
+        entry |= {"actual_iterations": calls, "experiment_name": row.contender}
+        self._results.append(entry | {"contender": row.contender, "ratio": _finite(row.ratio)})
 
-    def _half(self, half: Half) -> dict[str, Any]:
+    def _result(self, result: PlacementRow) -> dict[str, Any]:
         label = "cpu_time" if self._options.pace.host_time else "time"
         return {
-            label: _finite(half.time),
-            "alg_bw": _finite(half.algbw),
-            "bus_bw": _finite(half.busbw),
-            "nwrong": None if half.wrong is None else float(half.wrong),
-            "iterations": half.calls,
-            "us": {name: _finite(us) for name, us in half.stats.items()},
-            "us_by_rank": {name: [_finite(us) for us in all_us] for name, all_us in half.by_rank.items()},
+            label: _finite(result.time),
+            "alg_bw": _finite(result.algbw),
+            "bus_bw": _finite(result.busbw),
+            "nwrong": None if result.wrong is None else float(result.wrong),
+            "iterations": result.calls,
+            "calls": result.all_calls,
+            "us": {name: _finite(us) for name, us in result.stats.items()},
+            "us_by_rank": {name: [_finite(us) for us in all_us] for name, all_us in result.by_rank.items()},
         }
 
     def add_overlap(self, entry: Mapping[str, Any]) -> None:
-        """Keep a line of the overlap table."""
+        """Add a row of the overlap table."""
         self._results.append(dict(entry))
 
     def add_error(self, text: str) -> None:
-        """Keep what went wrong, or could not be measured."""
+        """Add a message about a case that failed or could not be measured."""
         self._errors.append(text)
 
     def note_staging(self, name: str, bytes_per_rank: int) -> bool:
-        """Keep the staging memory after a line; whether it is what it was at the start."""
-        kept = self._staging[name]
-        kept["bytes_per_rank_after"] = max(kept["bytes_per_rank_after"], bytes_per_rank)
-        return kept["bytes_per_rank_after"] == kept["bytes_per_rank"]
+        """Record the staging memory after a measurement; True if it has not grown since the start."""
+        entry = self._staging[name]
+        entry["bytes_per_rank_after"] = max(entry["bytes_per_rank_after"], bytes_per_rank)
+        return entry["bytes_per_rank_after"] == entry["bytes_per_rank"]
 
-    def finish(self, failed: int, average: Mapping[str, float], least: float | None) -> dict[str, Any]:
-        """The whole, with nccl-tests' summary."""
+    def finish(self, failed: int, average: Mapping[str, float], minimum: float | None) -> dict[str, Any]:
+        """The complete JSON, with nccl-tests' summary."""
         first = next(iter(average.values()), 0.0)
         for name, bandwidth in average.items():
             self.data["contenders"][name]["average_bus_bandwidth"] = _finite(bandwidth)
-        self.data["out_of_bounds"] = {"count": failed, "okay": _word(failed == 0)}
-        okay = "unchecked" if least is None else _word(first >= least * 0.9)
+        self.data["out_of_bounds"] = {"count": failed, "okay": _bool_text(failed == 0)}
+        okay = "unchecked" if minimum is None else _bool_text(first >= minimum * 0.9)
         self.data["average_bus_bandwidth"] = {"bandwidth": _finite(first), "okay": okay}
         self.data["errors"] = self._errors
         self.data["load_average_at_end"] = list(os.getloadavg())
@@ -244,8 +255,8 @@ class Report:
         return self.data
 
 
-def _word(value: bool) -> str:
-    """nccl-tests writes truth values as words."""
+def _bool_text(value: bool) -> str:
+    """nccl-tests writes booleans as strings."""
     return "true" if value else "false"
 
 
@@ -254,10 +265,10 @@ def _finite(value: float | None) -> float | None:
 
 
 def write(data: Mapping[str, Any], path: str) -> None:
-    """Write JSON; the file is there as a whole or not at all.
+    """Write JSON to a file atomically.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     target = Path(path)
     with tempfile.NamedTemporaryFile(

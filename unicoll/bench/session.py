@@ -1,128 +1,118 @@
-"""What every rank does: open the contenders, go through the lines, print them on rank 0, and close."""
+"""One run on one rank: open the contenders, measure every case, print the table on rank 0, and close."""
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import unicoll as dist
+from unicoll.arrays.types import DType
+from unicoll.bench import report, table
+from unicoll.bench.args import BenchOptions
+from unicoll.bench.contenders import open_contenders
+from unicoll.bench.contract import BenchCase
+from unicoll.bench.measure import Series, Stats, attempt, check, measure
+from unicoll.bench.operations import IN, OUT
+from unicoll.bench.progress import Progress, is_wanted
 
-from .. import launchers
-from ..types import DType
-from . import report, table
-from .args import Options
-from .contenders import contender
-from .contract import Case, Contender, World
-from .measure import Lane, Stats, agree, attempt, check, measure
-from .operations import IN, OUT
-from .progress import Progress, wanted
-
-__all__ = ["Session", "run"]
+__all__ = ["Session", "in_job", "run"]
 
 _PLACES = {"both": (OUT, IN), "out": (OUT,), "in": (IN,)}
-_OVER_RANKS = ("of rank 0", "average over {n} ranks", "least of {n} ranks", "most of {n} ranks")
+_OVER_RANKS = ("of rank 0", "average over {n} ranks", "minimum of {n} ranks", "maximum of {n} ranks")
 
 
-def run(options: Options) -> int:
-    """Measure as one rank of a job; the exit status, which is rank 0's to give: one bad one is enough."""
-    dist.init_process_group("cpu:gloo", timeout=options.timeout)
-    try:
+def run(options: BenchOptions) -> int:
+    """Measure as one rank of a job; returns the exit status. Rank 0 returns that of the run, other ranks 0."""
+
+    def measure_all() -> int:
         session = Session(options)
         try:
             status = session.run()
         finally:
             session.progress.clear()
         session.close()
-        dist.destroy_process_group()
         return status if session.rank == 0 else 0
+
+    return in_job(measure_all, options.timeout)
+
+
+def in_job(body: Callable[[], int], timeout: float) -> int:
+    """Join the job that a launcher has started, call ``body`` and leave; returns what it returns.
+
+    An exception aborts the job also under MPI's launchers, which would let the other ranks wait.
+    """
+    dist.init_process_group("cpu:gloo", timeout=timeout)
+    try:
+        status = body()
+        dist.destroy_process_group()
+        return status
     except KeyboardInterrupt:
-        _abort_mpi(told=True)
+        _abort_mpi(reported=True)
         return 130
     except BaseException:
-        _abort_mpi(told=False)
+        _abort_mpi(reported=False)
         raise
 
 
-def _abort_mpi(told: bool) -> None:
-    """A rank that fails takes an MPI job down: MPI does not tell the others, which might wait for ever."""
+def _abort_mpi(reported: bool) -> None:
+    """Abort the MPI job of a failed rank: MPI does not notify the other ranks, which would wait forever."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
-        if not told:
+        if not reported:
             import traceback
 
             traceback.print_exc()
             sys.stderr.flush()
-        mpi.COMM_WORLD.Abort(130 if told else 1)
+        mpi.COMM_WORLD.Abort(130 if reported else 1)
 
 
 class Session:
     """One run on one rank."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: BenchOptions) -> None:
         self.options = options
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.progress = Progress(self.rank == 0 and wanted())
-        self.contenders: list[Contender] = []
-        self.skipped: dict[str, str] = {}
+        self.progress = Progress(self.rank == 0 and is_wanted())
         self.failed = 0
-        self._said: set[str] = set()
+        self._printed: set[str] = set()
         self._bandwidths: dict[str, list[float]] = {}
         self._open()
 
     @property
     def compared(self) -> bool:
-        """Whether the table has the columns that compare contenders."""
+        """True if the table has the columns that compare contenders."""
         return len(self.contenders) > 1
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line, on rank 0."""
         if self.rank == 0:
             self.progress.clear()
             print(text, flush=True)
 
-    def say_once(self, text: str) -> None:
-        """Print a remark, the first time only."""
-        if text not in self._said:
-            self._said.add(text)
-            self.say(f"# {text}")
+    def print_once(self, text: str) -> None:
+        """Print a comment line, unless the same line has been printed before."""
+        if text not in self._printed:
+            self._printed.add(text)
+            self.print_line(f"# {text}")
             self.report.add_error(text)
 
-    # --- beginning and end ------------------------------------------------------------------------------------
+    # --- opening and closing ----------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        launched = launchers.detect()
-        hosts: list[Any] = [None] * self.size
-        dist.all_gather_object(hosts, socket.gethostname())
-        local = launched.local_rank if launched is not None else None
-        if local is None:
-            local = hosts[: self.rank].count(hosts[self.rank])
-        world = World(self.rank, self.size, local, tuple(hosts), self.options.timeout)
-        for name in self.options.contenders:
-            self.progress.what = "opening"
-            self.progress.tell(name)
-            one = contender(name)
-            problem = agree(one.reason())
-            if problem is None:
-                try:
-                    one.open(world)
-                except Exception as e:
-                    problem = f"{type(e).__name__}: {e}"
-                problem = agree(problem)
-            if problem is None:
-                self.contenders.append(one)
-            else:
-                self.skipped[name] = problem
+        self.progress.label = "opening"
+        self.contenders, self.skipped = open_contenders(
+            self.options.contenders, self.options.timeout, self.progress.show
+        )
 
     def close(self) -> None:
-        """Give everything back."""
-        for one in reversed(self.contenders):
-            one.close()
+        """Close all contenders."""
+        for contender in reversed(self.contenders):
+            contender.close()
 
     def run(self) -> int:
-        """Measure; the exit status."""
+        """Measure and return the exit status."""
         for name, why in self.skipped.items():
             if self.rank == 0:
                 print(f"unicoll.bench: {name} is not measured: {why}", file=sys.stderr, flush=True)
@@ -132,64 +122,68 @@ class Session:
         if self.options.op.rooted and any(root >= self.size for root in roots):
             if self.rank == 0:
                 print(
-                    f"unicoll.bench: -r {roots[0]}: there are {self.size} ranks", file=sys.stderr, flush=True
+                    f"unicoll.bench: -r {roots[0]}: the job has {self.size} ranks",
+                    file=sys.stderr,
+                    flush=True,
                 )
             return 2
         staging = self._staging()
         devices: list[Any] = [None] * self.size
         dist.all_gather_object(devices, report.device(self.rank, self.contenders))
-        transports = {one.name: one.describe() for one in self.contenders}
-        self.report = report.Report(self.options, self.size, devices, transports, staging, self.skipped)
-        self._print_head(devices, transports, staging)
+        transports = {contender.name: contender.describe() for contender in self.contenders}
+        self.report = report.BenchReport(self.options, self.size, devices, transports, staging, self.skipped)
+        self._print_header(devices, transports, staging)
         if self.options.overlap:
-            from .overlap import sweep
+            from unicoll.bench.overlap import sweep
 
             measured = sweep(self)
         else:
             measured = self._sweep()
-        return self._conclude(measured)
+        return self._finish(measured)
 
     def _staging(self) -> dict[str, int]:
-        """Bytes of staging memory of each contender that tells: the most that a rank has."""
-        everyones: list[Any] = [None] * self.size
-        dist.all_gather_object(everyones, {one.name: one.staging() for one in self.contenders})
+        """Staging memory in bytes of each contender that reports it: the maximum over the ranks."""
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(
+            gathered, {contender.name: contender.staging() for contender in self.contenders}
+        )
         return {
-            one.name: max(theirs[one.name] for theirs in everyones)
-            for one in self.contenders
-            if all(theirs[one.name] is not None for theirs in everyones)
+            contender.name: max(by_name[contender.name] for by_name in gathered)
+            for contender in self.contenders
+            if all(by_name[contender.name] is not None for by_name in gathered)
         }
 
-    def _conclude(self, measured: bool) -> int:
+    def _finish(self, measured: bool) -> int:
         options = self.options
         text = os.environ.get("NCCL_TESTS_MIN_BW")
-        least = float(text) if text else None
-        average = {name: sum(all_bw) / len(all_bw) for name, all_bw in self._bandwidths.items() if all_bw}
+        minimum = float(text) if text else None
+        average = {name: sum(values) / len(values) for name, values in self._bandwidths.items() if values}
         if not (options.osu or options.overlap):
-            for line in table.footer(self.failed, average, least, options.op.program):
-                self.say(line)
-        data = self.report.finish(self.failed, average, least)
+            for line in table.footer(self.failed, average, minimum, options.op.program):
+                self.print_line(line)
+        data = self.report.finish(self.failed, average, minimum)
         if not measured:
-            self.say("# nothing was measured")
+            self.print_line("# nothing was measured")
         if self.rank == 0:
             if options.json:
                 report.write(data, options.json)
             if options.plot and measured:
-                from .plot import draw
+                from unicoll.bench.plot import draw
 
                 draw(data, options.plot)
-        slow = least is not None and next(iter(average.values()), 0.0) < least * 0.9
+        slow = minimum is not None and next(iter(average.values()), 0.0) < minimum * 0.9
         return int(bool(self.failed or slow or not measured))
 
-    # --- what is printed first --------------------------------------------------------------------------------
+    # --- header -----------------------------------------------------------------------------------------------
 
-    def _print_head(
+    def _print_header(
         self, devices: list[dict[str, Any]], transports: dict[str, str], staging: dict[str, int]
     ) -> None:
         options, pace = self.options, self.options.pace
         if options.osu:
-            cuda = any(one.device != "cpu" for one in self.contenders)
+            cuda = any(contender.device != "cpu" for contender in self.contenders)
             title = "unicoll.bench" if self.compared else self.contenders[0].name
-            head = (
+            header_fields = (
                 options.op,
                 f"{title}{'-CUDA' if cuda else ''}",
                 dist.__version__,
@@ -197,42 +191,48 @@ class Session:
                 options.osu_full,
                 self.compared,
             )
-            for line in table.osu_header(*head):
-                self.say(line)
+            for line in table.osu_header(*header_fields):
+                self.print_line(line)
             return
         sizes = options.sweep.sizes
-        self.say(f"# unicoll version {dist.__version__}, in the format of nccl-tests")
-        self.say(f"# Collective test starting: {options.op.program}")
-        self.say(
+        self.print_line(f"# unicoll version {dist.__version__}, in the format of nccl-tests")
+        self.print_line(f"# Collective test starting: {options.op.program}")
+        self.print_line(
             f"# nThread 1 nGpus 1 minBytes {sizes[0]} maxBytes {sizes[-1]} step: {options.sweep.step}"
             f" warmup iters: {pace.warmup} iters: {pace.iters or 'auto'} agg iters: {pace.aggregate}"
             f" validation: {options.checks} graph: 0 unalign: {options.unalign}"
         )
-        self.say("#\n# Using devices")
+        self.print_line("#\n# Using devices")
         for d in devices:
-            self.say(
+            self.print_line(
                 f"#  Rank {d['rank']:2d} Group {d['group']:2d} Pid {d['pid']:6d} on {d['hostname']:>10}"
                 f" device {d['device']:2d} [{d['device_hex']}] {d['device_info']}"
             )
-        self.say("#")
+        self.print_line("#")
         over = _OVER_RANKS[options.average].format(n=self.size)
-        many = f"{pace.iters} calls" if pace.iters else f"calls for {pace.budget:g} s"
+        calls = f"{pace.iters} calls" if pace.iters else f"calls for {pace.budget:g} s"
         load = os.getloadavg()[0]
-        self.say(f"# machine: {report.cpu()}, {os.cpu_count()} cores, load average {load:.2f} when we began")
-        self.say(f"# time: {options.statistic} of a rank's calls, {over}; {many} in {pace.turns} turns")
-        for one in self.contenders:
-            self.say(f"# {one.name}: {transports[one.name]}")
+        self.print_line(
+            f"# machine: {report.cpu()}, {os.cpu_count()} cores, load average {load:.2f} at the start"
+        )
+        self.print_line(
+            f"# time: {options.statistic} of a rank's calls, {over}; {calls} in {pace.turns} turns"
+        )
+        for contender in self.contenders:
+            self.print_line(f"# {contender.name}: {transports[contender.name]}")
         for name, count in staging.items():
-            self.say(f"# staging: {count} bytes per rank ({transports[name]}), constant in the message size")
+            self.print_line(
+                f"# staging: {count} bytes per rank ({transports[name]}), constant in the message size"
+            )
         if not options.overlap:
-            self.say("#")
+            self.print_line("#")
             for line in table.header(self.compared, pace.host_time, options.timestamps):
-                self.say(line)
+                self.print_line(line)
 
-    # --- the lines --------------------------------------------------------------------------------------------
+    # --- rows -------------------------------------------------------------------------------------------------
 
     def cases(self) -> Iterator[tuple[int, DType, str, str, int]]:
-        """What the lines are of: bytes asked for, element type and its name, reduction, root."""
+        """The parameters of each row: size in bytes, element type and its name, reduction, root."""
         options = self.options
         redops = options.redops if options.op.reduces else ("none",)
         roots = (options.roots or tuple(range(self.size))) if options.op.rooted else (-1,)
@@ -242,92 +242,98 @@ class Session:
                     for size in options.sweep.sizes:
                         yield size, options.dtype(type_name), type_name, redop, root
 
-    def case(self, size: int, dtype: DType, redop: str, root: int, half: str) -> Case | None:
-        """One line for one half; None where a rank would have less than an element."""
+    def case(self, size: int, dtype: DType, redop: str, root: int, placement: str) -> BenchCase | None:
+        """The case of a row and a placement; None if a rank would have less than one element."""
         op = self.options.op
         if self.options.osu and op.osu_share:
             size *= self.size
         counts = op.divide(size // dtype.itemsize, self.size)
         if not counts.shown and op.name != "barrier":
             return None
-        return Case(op, half, dtype, redop, max(root, 0), counts, self.rank, self.size)
+        return BenchCase(op, placement, dtype, redop, max(root, 0), counts, self.rank, self.size)
 
     def _sweep(self) -> bool:
         measured, cycle = False, 0
         while cycle < self.options.cycles or not self.options.cycles:
             for case in self.cases():
-                measured |= self._line(*case)
+                measured |= self._measure_row(*case)
             cycle += 1
             if not measured:
                 break
         return measured
 
-    def _line(self, size: int, dtype: DType, type_name: str, redop: str, root: int) -> bool:
-        self.progress.what = f"{self.options.op.name} {type_name} {size} bytes"
-        lanes = list(self._lanes(size, dtype, redop, root))
-        if not lanes:
+    def _measure_row(self, size: int, dtype: DType, type_name: str, redop: str, root: int) -> bool:
+        self.progress.label = f"{self.options.op.name} {type_name} {size} bytes"
+        series_list = list(self._make_series(size, dtype, redop, root))
+        if not series_list:
             return False
-        counts = lanes[0].case.counts
+        counts = series_list[0].case.counts
         actual = max(counts.send, counts.recv) * dtype.itemsize
-        stats = measure(lanes, actual, self.options.pace, self.options.average, self.progress.tell)
-        halves: dict[str, dict[str, table.Half]] = {}
-        for lane, stat in zip(lanes, stats, strict=True):
-            half = self._half(lane, stat, actual)
-            halves.setdefault(lane.contender.name, {})[lane.case.half] = half
-            self._bandwidths.setdefault(lane.contender.name, []).append(half.busbw)
-        reference = halves.get(self.contenders[0].name, {})
-        for name, found in halves.items():
-            line = table.Line(
-                actual, counts.shown, type_name, redop, root, found, name, self._ratio(found, reference)
+        stats = measure(series_list, actual, self.options.pace, self.options.average, self.progress.show)
+        results: dict[str, dict[str, table.PlacementRow]] = {}
+        for series, stat in zip(series_list, stats, strict=True):
+            result = self._result(series, stat, actual)
+            results.setdefault(series.contender.name, {})[series.case.placement] = result
+            self._bandwidths.setdefault(series.contender.name, []).append(result.busbw)
+        reference = results.get(self.contenders[0].name, {})
+        for name, own in results.items():
+            row = table.TableRow(
+                actual, counts.shown, type_name, redop, root, own, name, self._ratio(own, reference)
             )
-            self._print(line)
-            self.report.add(line)
-        self._watch_staging()
+            self._print(row)
+            self.report.add(row)
+        self._check_staging()
         return True
 
-    def _lanes(self, size: int, dtype: DType, redop: str, root: int) -> Iterator[Lane]:
+    def _make_series(self, size: int, dtype: DType, redop: str, root: int) -> Iterator[Series]:
         options = self.options
-        for one in self.contenders:
-            halves = [h for h in one.halves(options.op) if h in _PLACES[options.halves]]
-            if not halves:
-                where = "in place" if options.halves == "in" else "out of place"
-                self.say_once(f"{one.name} has no {options.op.name} {where}")
-            for half in halves:
-                case = self.case(size, dtype, redop, root, half)
+        for contender in self.contenders:
+            placements = [p for p in contender.placements(options.op) if p in _PLACES[options.placements]]
+            if not placements:
+                text = "in place" if options.placements == "in" else "out of place"
+                self.print_once(f"{contender.name} does not support {options.op.name} {text}")
+            for placement in placements:
+                case = self.case(size, dtype, redop, root, placement)
                 if case is None:
                     continue
-                self.progress.tell(one.name)
-                lane, problem = attempt(one, case, options.array, options.unalign)
-                if lane is not None:
-                    yield lane
+                self.progress.show(contender.name)
+                series, problem = attempt(contender, case, options.array, options.unalign)
+                if series is not None:
+                    yield series
                 else:
-                    self.say_once(f"{one.name}, {half.replace('_', ' ')}, {dtype.name}, {redop}: {problem}")
+                    self.print_once(
+                        f"{contender.name}, {placement.replace('_', ' ')}, {dtype.name}, {redop}: {problem}"
+                    )
 
-    def _half(self, lane: Lane, stat: Stats, size: int) -> table.Half:
+    def _result(self, series: Series, stat: Stats, size: int) -> table.PlacementRow:
         wrong = None
-        if self.options.checks:
-            self.progress.tell(f"{lane.contender.name}, checking")
-            wrong, failed = check(lane, self.options.checks)
+        if self.options.checks and series.contender.checked:
+            self.progress.show(f"{series.contender.name}, checking")
+            wrong, failed = check(series, self.options.checks)
             self.failed += failed
         us = stat.over_ranks[self.options.statistic]
-        algorithm, bus = table.bandwidths(lane.case.op, size, us, self.size)
-        return table.Half(us, stat.over_ranks, algorithm, bus, wrong, stat.calls, stat.by_rank)
+        algorithm, bus = table.bandwidths(series.case.op, size, us, self.size)
+        return table.PlacementRow(
+            us, stat.over_ranks, algorithm, bus, wrong, stat.calls, stat.by_rank, series.calls
+        )
 
-    def _ratio(self, found: dict[str, table.Half], reference: dict[str, table.Half]) -> float | None:
-        for half in (*self.options.op.halves, IN, OUT):
-            if half in found and half in reference:
-                return found[half].time / reference[half].time
+    def _ratio(
+        self, own: dict[str, table.PlacementRow], reference: dict[str, table.PlacementRow]
+    ) -> float | None:
+        for placement in (*self.options.op.placements, IN, OUT):
+            if placement in own and placement in reference:
+                return own[placement].time / reference[placement].time
         return None
 
-    def _print(self, line: table.Line) -> None:
+    def _print(self, row: table.TableRow) -> None:
         options = self.options
         if options.osu:
-            text = table.osu_line(options.op, line, self.size, options.osu_full, self.compared)
+            text = table.osu_line(options.op, row, self.size, options.osu_full, self.compared)
         else:
-            text = table.row(line, self.compared, options.timestamps)
-        self.say(text)
+            text = table.row(row, self.compared, options.timestamps)
+        self.print_line(text)
 
-    def _watch_staging(self) -> None:
+    def _check_staging(self) -> None:
         for name, count in self._staging().items():
             if not self.report.note_staging(name, count):
-                self.say_once(f"{name}: staging memory has grown to {count} bytes per rank")
+                self.print_once(f"{name}: staging memory has grown to {count} bytes per rank")

@@ -1,4 +1,4 @@
-"""Sizes: as nccl-tests reads them, and which ones are measured."""
+"""Sizes: parsing in nccl-tests' notation, and the sizes of a sweep."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 __all__ = ["DEFAULT_SIZES", "Sweep", "listed", "parse_size", "short", "stepped"]
 
 DEFAULT_SIZES = tuple(1 << k for k in (3, 6, 9, 12, 14, 16, 18, 20, 22, 24, 26))
-"""Bytes of the lines where no size is given: 8, 64, 512, 4K, 16K, 64K, 256K, 1M, 4M, 16M, 64M."""
+"""Default sizes in bytes: 8, 64, 512, 4K, 16K, 64K, 256K, 1M, 4M, 16M, 64M."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """A size as nccl-tests reads it: ``512``, ``4K``, ``1.5M``, ``2g``; K is 1024.
+    """Parse a size in nccl-tests' notation: ``512``, ``4K``, ``1.5M``, ``2g``; K is 1024.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a size.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]?)B?\s*", text.upper())
     if match is None:
@@ -26,7 +26,7 @@ def parse_size(text: str) -> int:
 
 
 def short(size: int) -> str:
-    """A size as it would be typed: ``4K``."""
+    """A size with a unit: ``4K``."""
     for unit in ("G", "M", "K"):
         if size >= _UNITS[unit] and size % _UNITS[unit] == 0:
             return f"{size // _UNITS[unit]}{unit}"
@@ -35,11 +35,11 @@ def short(size: int) -> str:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The sizes of the lines.
+    """The sizes to measure.
 
     Attributes:
-        sizes: in bytes, ascending as given.
-        step: what the header says of the way from one to the next: ``"2(factor)"``.
+        sizes: in bytes, ascending.
+        step: the step between sizes as the header prints it: ``"2(factor)"``.
     """
 
     sizes: tuple[int, ...]
@@ -47,18 +47,18 @@ class Sweep:
 
 
 def listed(sizes: tuple[int, ...]) -> Sweep:
-    """These sizes, each once, from small to large."""
+    """A sweep of explicit sizes, sorted and without duplicates."""
     return Sweep(tuple(sorted(set(sizes))), "0(list)")
 
 
-def stepped(least: str | None, most: str | None, step: str | None, factor: str | None) -> Sweep:
-    """Sizes from nccl-tests' ``-b``, ``-e``, ``-i`` and ``-f``, as typed.
+def stepped(smallest: str | None, largest: str | None, step: str | None, factor: str | None) -> Sweep:
+    """A sweep from the texts of nccl-tests' ``-b``, ``-e``, ``-i`` and ``-f``.
 
     Raises:
-        ValueError: one is no size, or they contradict each other.
+        ValueError: a text is not a size, or the flags contradict each other.
     """
-    first, last = parse_size(least or "8"), parse_size(most or "64M")
-    if most is None:
+    first, last = parse_size(smallest or "8"), parse_size(largest or "64M")
+    if largest is None:
         last = max(last, first)
     if first > last:
         raise ValueError(f"invalid sizes for 'minbytes' and 'maxbytes': {first} > {last}")
@@ -66,18 +66,18 @@ def stepped(least: str | None, most: str | None, step: str | None, factor: str |
         raise ValueError("-i and -f exclude each other")
     if not step:
         return _multiplied(first, last, factor or "2")
-    added = parse_size(step)
-    if added < 1:
+    step_bytes = parse_size(step)
+    if step_bytes < 1:
         raise ValueError("-i must be at least 1 byte")
-    return Sweep(tuple(range(first, last + 1, added)), f"{added}(bytes)")
+    return Sweep(tuple(range(first, last + 1, step_bytes)), f"{step_bytes}(bytes)")
 
 
-def _multiplied(least: int, most: int, text: str) -> Sweep:
+def _multiplied(smallest: int, largest: int, text: str) -> Sweep:
     if not text.isdigit() or int(text) < 2:
         raise ValueError(f"-f {text}: the factor must be a whole number, 2 or more")
-    if least < 1:
+    if smallest < 1:
         raise ValueError("-b must be at least 1 byte where sizes are multiplied")
-    sizes = [least]
-    while sizes[-1] * int(text) <= most:
+    sizes = [smallest]
+    while sizes[-1] * int(text) <= largest:
         sizes.append(sizes[-1] * int(text))
     return Sweep(tuple(sizes), f"{text}(factor)")

@@ -1,7 +1,7 @@
-"""The tables: nccl-tests', with two more columns where several contenders are measured, OSU's, and that of overlap.
+"""Formats nccl-tests' table, with two more columns if several contenders are measured, and OSU's table.
 
 Widths and number formats are those of nccl-tests (src/util.cu) and of the OSU micro-benchmarks
-(https://mvapich.cse.ohio-state.edu/benchmarks/), so that what reads theirs reads ours.
+(https://mvapich.cse.ohio-state.edu/benchmarks/), so that tools that parse their output can parse this one.
 """
 
 from __future__ import annotations
@@ -11,25 +11,36 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .operations import IN, OUT, Operation
+from unicoll.bench.operations import IN, OUT, Operation
 
-__all__ = ["Half", "Line", "bandwidths", "float_str", "footer", "header", "osu_header", "osu_line", "row"]
+__all__ = [
+    "PlacementRow",
+    "TableRow",
+    "bandwidths",
+    "float_str",
+    "footer",
+    "header",
+    "osu_header",
+    "osu_line",
+    "row",
+]
 
 _NAME = 12
 _TIME_OF_DAY = "%Y-%m-%d %H:%M:%S"
 
 
 @dataclass(frozen=True)
-class Half:
-    """One half of a line: what was measured in place, or out of place.
+class PlacementRow:
+    """The in-place or the out-of-place results of a row.
 
     Attributes:
         time: microseconds.
-        stats: all statistics of it, microseconds over the ranks.
+        stats: all statistics, in microseconds, combined over the ranks.
         algbw, busbw: GB/s (1e9 bytes).
-        wrong: wrong elements of all ranks; None where it was not checked.
+        wrong: wrong elements over all ranks; None if results were not checked.
         calls: timed calls of one rank.
         by_rank: the statistics of each rank.
+        all_calls: calls of one rank with the untimed ones: the first, warm-up, planning and checks.
     """
 
     time: float
@@ -39,18 +50,19 @@ class Half:
     wrong: int | None
     calls: int
     by_rank: Mapping[str, Sequence[float]]
+    all_calls: int = 0
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of the table: one contender's measurement of one size.
+class TableRow:
+    """One row of the table: one contender's measurement of one size.
 
     Attributes:
-        size, count: bytes, and elements as nccl-tests counts them.
-        type, redop, root: nccl-tests' names; ``"none"`` and -1 where there is none.
-        halves: what was measured; a half that was not is absent.
-        contender: who.
-        ratio: its time divided by the first contender's; None where one of them was not measured.
+        size, count: bytes, and elements by nccl-tests' definition.
+        type, redop, root: nccl-tests' names; ``"none"`` and -1 if not applicable.
+        results: results by placement; placements that were not measured are absent.
+        contender: name of the contender.
+        ratio: its time divided by the first contender's; None if one of them was not measured.
     """
 
     size: int
@@ -58,17 +70,17 @@ class Line:
     type: str
     redop: str
     root: int
-    halves: Mapping[str, Half]
+    results: Mapping[str, PlacementRow]
     contender: str
     ratio: float | None
 
-    def half(self, op: Operation) -> Half | None:
-        """The half that contenders are compared by: the operation's first that was measured."""
-        return next((self.halves[name] for name in (*op.halves, IN, OUT) if name in self.halves), None)
+    def compared_result(self, op: Operation) -> PlacementRow | None:
+        """The result by which contenders are compared: the operation's first measured placement."""
+        return next((self.results[name] for name in (*op.placements, IN, OUT) if name in self.results), None)
 
 
 def float_str(value: float, width: int) -> str:
-    """A number as nccl-tests prints it: as many decimals as fit."""
+    """Format a number as nccl-tests does: as many decimals as fit."""
     if math.isnan(value):
         return f"{'N/A':>{width}}"
     power = 0
@@ -93,7 +105,7 @@ def bandwidths(op: Operation, size: int, us: float, ranks: int) -> tuple[float, 
 
 
 def header(compared: bool, cpu_time: bool = False, timestamps: bool = False) -> list[str]:
-    """The three lines over the table; ``compared`` adds the contender and its ratio."""
+    """The three header lines; ``compared`` adds the columns contender and ratio."""
     label = "cputime" if cpu_time else "time"
     lines = [
         "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}           out-of-place                       in-place          ".format(
@@ -103,8 +115,8 @@ def header(compared: bool, cpu_time: bool = False, timestamps: bool = False) -> 
     names = ("size", "count", "type", "redop", "root", *(label, "algbw", "busbw", "#wrong") * 2)
     units = ("(B)", "(elements)", "", "", "", *("(us)", "(GB/s)", "(GB/s)", "") * 2)
     widths = (10, 12, 8, 6, 6, *(7, 6, 6, 6) * 2)
-    for words, stamp in ((names, "timestamp"), (units, _TIME_OF_DAY)):
-        text = "# " + "  ".join(f"{word:>{width}}" for word, width in zip(words, widths, strict=True))
+    for columns, stamp in ((names, "timestamp"), (units, _TIME_OF_DAY)):
+        text = "# " + "  ".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
         lines.append(f"{text} {stamp if timestamps else '':>{19 if timestamps else 0}}")
     if compared:
         lines[1] += f"  {'contender':<{_NAME}}  {'ratio':>7}"
@@ -112,41 +124,40 @@ def header(compared: bool, cpu_time: bool = False, timestamps: bool = False) -> 
     return lines
 
 
-def row(line: Line, compared: bool, timestamps: bool = False) -> str:
-    """One line of the table. A half that was not measured is N/A: no number is made up."""
-    text = f"{line.size:12d}  {line.count:12d}  {line.type:>8}  {line.redop:>6}  {line.root:6d}"
+def row(table_row: TableRow, compared: bool, timestamps: bool = False) -> str:
+    """One row of the table. A placement that was not measured is printed as N/A."""
+    text = f"{table_row.size:12d}  {table_row.count:12d}  {table_row.type:>8}"
+    text += f"  {table_row.redop:>6}  {table_row.root:6d}"
     for name in (OUT, IN):
-        half = line.halves.get(name)
-        if half is None:
+        result = table_row.results.get(name)
+        if result is None:
             text += f"  {'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"
             continue
-        wrong = "   N/A" if half.wrong is None else f"{half.wrong:6g}"
-        text += (
-            f"  {float_str(half.time, 7)}  {float_str(half.algbw, 6)}  {float_str(half.busbw, 6)}  {wrong}"
-        )
+        wrong = "   N/A" if result.wrong is None else f"{result.wrong:6g}"
+        text += f"  {float_str(result.time, 7)}  {float_str(result.algbw, 6)}  {float_str(result.busbw, 6)}  {wrong}"
     if timestamps:
         text += f"{time.strftime(_TIME_OF_DAY):>21}"
     if compared:
-        ratio = "N/A" if line.ratio is None else f"{line.ratio:.2f}"
-        text += f"   {line.contender:<{_NAME}}  {ratio:>7}"
+        ratio = "N/A" if table_row.ratio is None else f"{table_row.ratio:.2f}"
+        text += f"   {table_row.contender:<{_NAME}}  {ratio:>7}"
     return text
 
 
-def footer(failed: int, average: Mapping[str, float], least: float | None, program: str) -> list[str]:
-    """The lines under the table.
+def footer(failed: int, average: Mapping[str, float], minimum: float | None, program: str) -> list[str]:
+    """The lines below the table.
 
     Args:
-        failed: checks that found something wrong.
+        failed: number of failed checks.
         average: bus bandwidth of each contender over all its measurements.
-        least: what the first contender's must reach nine tenths of (NCCL_TESTS_MIN_BW).
-        program: nccl-tests' program.
+        minimum: NCCL_TESTS_MIN_BW; the first contender's average must reach 90 % of it.
+        program: name of nccl-tests' program.
     """
     lines = [f"# {'Out of bounds values':<20} : {failed} {'FAILED' if failed else 'OK'}"]
     for i, (name, bandwidth) in enumerate(average.items()):
-        verdict = "" if least is None or i else ("FAILED" if bandwidth < least * 0.9 else "OK")
-        who = [name] if len(average) > 1 else []
+        verdict = "" if minimum is None or i else ("FAILED" if bandwidth < minimum * 0.9 else "OK")
+        suffix = [name] if len(average) > 1 else []
         lines.append(
-            f"# {'Avg bus bandwidth':<20} : {bandwidth:g} " + " ".join(filter(None, [verdict, *who]))
+            f"# {'Avg bus bandwidth':<20} : {bandwidth:g} " + " ".join(filter(None, [verdict, *suffix]))
         )
     return [*lines, "#", f"# Collective test concluded: {program}", "#"]
 
@@ -154,16 +165,22 @@ def footer(failed: int, average: Mapping[str, float], least: float | None, progr
 # --- OSU's ----------------------------------------------------------------------------------------------------------
 
 _MPI_NAMES = {
-    "int8": "MPI_SIGNED_CHAR", "uint8": "MPI_CHAR", "int32": "MPI_INT", "uint32": "MPI_UNSIGNED",
-    "int64": "MPI_LONG", "uint64": "MPI_UNSIGNED_LONG", "float": "MPI_FLOAT", "double": "MPI_DOUBLE",
-}  # fmt: skip
+    "int8": "MPI_SIGNED_CHAR",
+    "uint8": "MPI_CHAR",
+    "int32": "MPI_INT",
+    "uint32": "MPI_UNSIGNED",
+    "int64": "MPI_LONG",
+    "uint64": "MPI_UNSIGNED_LONG",
+    "float": "MPI_FLOAT",
+    "double": "MPI_DOUBLE",
+}
 _FIELD = 18
 
 
 def osu_header(
     op: Operation, library: str, version: str, type_name: str, full: bool, compared: bool
 ) -> list[str]:
-    """The lines over OSU's table; what is measured is named where OSU has ``MPI``."""
+    """The header lines of OSU's table, with the library's name in place of OSU's ``MPI``."""
     lines = [" ".join(filter(None, ("# OSU", library, op.title, f"Latency Test v{version}")))]
     if op.name != "barrier":
         lines.append(f"# Datatype: {_MPI_NAMES.get(type_name, type_name)}.")
@@ -177,19 +194,19 @@ def osu_header(
     return [*lines, text]
 
 
-def osu_line(op: Operation, line: Line, ranks: int, full: bool, compared: bool) -> str:
-    """One line of OSU's table: the mean over the ranks of each rank's mean, and the least and most of those."""
-    half = line.half(op)
-    assert half is not None
-    size = line.size // ranks if op.osu_share else line.size
+def osu_line(op: Operation, table_row: TableRow, ranks: int, full: bool, compared: bool) -> str:
+    """One row of OSU's table: the mean over the ranks of each rank's mean, and their minimum and maximum."""
+    result = table_row.compared_result(op)
+    assert result is not None
+    size = table_row.size // ranks if op.osu_share else table_row.size
     if op.name == "barrier":
-        text = f"{half.time:>17.2f}"
+        text = f"{result.time:>17.2f}"
     else:
-        text = f"{size:<10d}{half.time:>{_FIELD}.2f}"
+        text = f"{size:<10d}{result.time:>{_FIELD}.2f}"
     if full:
-        means = [us for us in half.by_rank["avg"] if not math.isnan(us)]
-        text += f"{min(means):>{_FIELD}.2f}{max(means):>{_FIELD}.2f}{half.calls:>12d}"
+        means = [us for us in result.by_rank["avg"] if not math.isnan(us)]
+        text += f"{min(means):>{_FIELD}.2f}{max(means):>{_FIELD}.2f}{result.calls:>12d}"
     if compared:
-        ratio = "N/A" if line.ratio is None else f"{line.ratio:.2f}"
-        text += f"  {line.contender:<{_NAME}}{ratio:>9}"
+        ratio = "N/A" if table_row.ratio is None else f"{table_row.ratio:.2f}"
+        text += f"  {table_row.contender:<{_NAME}}{ratio:>9}"
     return text

@@ -1,12 +1,12 @@
-"""What goes into the arrays of a checked call, and what must come out.
+"""Source data of checked calls, and their expected results.
 
-Source data depends on the rank, the number of the element and the iteration, so that a result of the iteration before,
-a contribution taken twice or a piece in the wrong place shows. The numbers are small integers (powers of two for
-products), chosen such that the result is exact in the element type wherever the number of ranks allows it; then it is
-compared exactly. Where it is not (averages, very many ranks of a very short type), the tolerance is a few roundings.
+Source data depends on the rank, the element index and the iteration, so that a result of the previous iteration, a
+duplicated contribution or misplaced elements are detected. The numbers are small integers (powers of two for products),
+chosen so that the result is exact in the element type if the number of ranks allows it; then it is compared exactly.
+Otherwise (averages, many ranks with a short type) the tolerance is a few rounding errors.
 
-Data repeats after :data:`PERIOD` elements, a prime, so that large arrays are made and compared quickly, and a piece
-that is misplaced by any power of two is still seen.
+Data repeats after :data:`PERIOD` elements, a prime, so that large arrays are generated and compared quickly, and
+elements that are misplaced by any power of two are still detected.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..types import DType
-from .operations import REDUCED, Segment
+from unicoll.arrays.types import DType
+from unicoll.bench.operations import REDUCED, SourceRange
 
 __all__ = ["FACTOR", "PERIOD", "REDOPS", "Values", "decoded", "encoded"]
 
@@ -30,17 +30,17 @@ PERIOD = 65521
 REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum")
 """nccl-tests' names, in its order."""
 FACTOR = 2
-"""What every rank's contribution is multiplied by in ``mulsum``."""
+"""The factor of every rank's contribution in ``mulsum``."""
 _ROWS = 16
 _BITS = {"bfloat16": (8, 7), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
 """Widths of exponent and mantissa of the types that NumPy lacks."""
 _PRODUCT_RANKS = 6
-"""Ranks that contribute other factors than 1 to a product, so that it stays in range."""
+"""Number of ranks whose factors of a product differ from 1; it keeps the product in range."""
 
 
 @lru_cache(maxsize=4)
 def _codes(name: str) -> tuple[Numbers, Flat, Numbers]:
-    """The value of every code of a type; the codes of its finite values by value; those values."""
+    """The value of every bit pattern of a type; the patterns of finite values sorted by value; those values."""
     exponent_bits, mantissa_bits = _BITS[name]
     codes = np.arange(1 << (1 + exponent_bits + mantissa_bits))
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
@@ -68,7 +68,8 @@ def encoded(numbers: Numbers, dtype: DType) -> Flat:
     _, order, finite = _codes(dtype.name)
     above = np.clip(np.searchsorted(finite, numbers), 1, finite.size - 1)
     nearer = np.where(numbers - finite[above - 1] < finite[above] - numbers, above - 1, above)
-    return order[nearer].astype(dtype.storage)
+    elements: Flat = order[nearer].astype(dtype.storage)
+    return elements
 
 
 def decoded(elements: Flat, dtype: DType) -> Numbers:
@@ -79,7 +80,7 @@ def decoded(elements: Flat, dtype: DType) -> Numbers:
 
 
 def _mantissa(dtype: DType) -> int:
-    """Bits of precision, the hidden one among them."""
+    """Bits of precision, including the implicit one."""
     if dtype.kind != "f":
         return dtype.itemsize * 8 - (dtype.kind == "i")
     if dtype.native:
@@ -87,22 +88,23 @@ def _mantissa(dtype: DType) -> int:
     return _BITS[dtype.name][1] + 1
 
 
-def _drawn(rank: int, iteration: int) -> npt.NDArray[np.uint64]:
-    """A period of numbers that look random and unrelated between ranks and iterations: splitmix64's."""
-    z = np.arange(PERIOD, dtype=np.uint64)
+def _random_numbers(rank: int, iteration: int) -> npt.NDArray[np.uint64]:
+    """One period of pseudo-random numbers, independent between ranks and iterations (splitmix64)."""
+    z: npt.NDArray[np.uint64] = np.arange(PERIOD, dtype=np.uint64)
     z += np.uint64((rank << 48) + (iteration << 32))
     z *= np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    numbers: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return numbers
 
 
 class Values:
-    """Source data and results of one element type and reduction.
+    """Source data and expected results of one element type and reduction.
 
     Args:
         dtype: element type.
-        redop: one of :data:`REDOPS`; None where nothing is reduced.
+        redop: one of :data:`REDOPS`; None for an operation without reduction.
         ranks: number of ranks.
     """
 
@@ -113,7 +115,7 @@ class Values:
         sums = redop in ("sum", "avg", "mulsum")
         share = ranks * (FACTOR if redop == "mulsum" else 1) if sums else 1
         exact = (1 << min(_mantissa(dtype), 31)) - 1
-        self._most = max(1, min(250, exact // share))
+        self._max_value = max(1, min(250, exact // share))
         self.tolerance = 0.0
         if dtype.kind == "f":
             rounding = 2.0 ** -_mantissa(dtype)  # of one operation, relative to its result
@@ -125,21 +127,21 @@ class Values:
 
     def numbers(self, rank: int, iteration: int) -> Numbers:
         """One period of a rank's source data."""
-        drawn = _drawn(rank, iteration)
+        random_numbers = _random_numbers(rank, iteration)
         if self.redop == "prod":
             if rank >= _PRODUCT_RANKS:
                 return np.ones(PERIOD)
-            least = -1 if self.dtype.kind == "f" else 0
-            return np.asarray(2.0 ** ((drawn % np.uint64(2 - least)).astype(np.float64) + least))
-        numbers = (drawn % np.uint64(self._most + 1)).astype(np.float64)
+            lowest = -1 if self.dtype.kind == "f" else 0
+            return np.asarray(2.0 ** ((random_numbers % np.uint64(2 - lowest)).astype(np.float64) + lowest))
+        numbers: Numbers = (random_numbers % np.uint64(self._max_value + 1)).astype(np.float64)
         if self.redop in ("min", "max") and self.dtype.kind in "if":
-            numbers -= self._most // 2
+            numbers -= self._max_value // 2
         return numbers
 
-    def reduced(self, iteration: int) -> Numbers:
-        """One period of the reduction of all ranks' source data."""
+    def reduced(self, iteration: int, ranks: int | None = None) -> Numbers:
+        """One period of the reduction of the source data of the first so many ranks, or of all."""
         result = self.numbers(0, iteration)
-        for rank in range(1, self.ranks):
+        for rank in range(1, self.ranks if ranks is None else ranks):
             _FOLD[self.redop or "sum"](result, self.numbers(rank, iteration), out=result)
         if self.redop == "mulsum":
             result *= FACTOR
@@ -149,54 +151,64 @@ class Values:
                 result = np.trunc(result)
         return result
 
-    def _period(self, segment: Segment, iteration: int) -> Flat:
-        number = self.reduced(iteration) if segment.rank == REDUCED else self.numbers(segment.rank, iteration)
-        return np.roll(encoded(number, self.dtype), -(segment.offset % PERIOD))
+    def _period(self, source: SourceRange, iteration: int) -> Flat:
+        if source.rank == REDUCED:
+            number = self.reduced(iteration)
+        elif source.rank < REDUCED:
+            number = self.reduced(iteration, REDUCED - source.rank)
+        else:
+            number = self.numbers(source.rank, iteration)
+        return np.roll(encoded(number, self.dtype), -(source.offset % PERIOD))
 
-    def made(self, segments: Sequence[Segment], iteration: int) -> Flat:
-        """The elements of segments, one after the other, in ``dtype.storage``."""
-        parts = [np.resize(self._period(s, iteration), s.length) for s in segments]
+    def elements(self, ranges: Sequence[SourceRange], iteration: int) -> Flat:
+        """The elements of source ranges, concatenated, in ``dtype.storage``."""
+        parts = [np.resize(self._period(s, iteration), s.length) for s in ranges]
         return np.concatenate(parts) if len(parts) != 1 else parts[0]
 
     def poison(self, count: int) -> Flat:
-        """What receive arrays hold before a checked call: no result has it (but in one-byte integers, few)."""
+        """Initial contents of receive arrays, which differ from every result (except a few one-byte integers)."""
         if self.dtype.kind != "f":
             pattern = 0x5A5A5A5A5A5A5A5A & ((1 << (8 * self.dtype.itemsize - 1)) - 1)
             return np.full(count, pattern, self.dtype.storage)
         return np.full(count, encoded(np.array([-1.5]), self.dtype)[0])
 
-    def still(self, count: int) -> Flat:
-        """What arrays hold while calls are timed: a reduction in place, repeated, leaves it as it is."""
+    def idle(self, count: int) -> Flat:
+        """Contents of arrays during timed calls: a repeated in-place reduction does not change them."""
         one = np.array([0.0 if self.redop in ("sum", "mulsum", None) else 1.0])
         return np.full(count, encoded(one, self.dtype)[0])
 
-    def wrong(self, got: Flat, segments: Sequence[Segment], iteration: int) -> int:
-        """How many elements of ``got`` are not what the segments say."""
+    def wrong(self, got: Flat, ranges: Sequence[SourceRange], iteration: int) -> int:
+        """Number of elements of ``got`` that differ from the source ranges."""
         start = found = 0
-        for segment in segments:
-            part = got[start : start + segment.length]
-            found += segment.length - part.size  # of an array that is too short
-            found += self._compare(part, self._period(segment, iteration))
-            start += segment.length
+        for source in ranges:
+            part = got[start : start + source.length]
+            found += source.length - part.size  # missing elements of a short array
+            found += self._compare(part, self._period(source, iteration))
+            start += source.length
         return found
 
     def _compare(self, got: Flat, period: Flat) -> int:
         found = 0
-        want = decoded(period, self.dtype) if self.dtype.kind == "f" else period
+        expected = decoded(period, self.dtype) if self.dtype.kind == "f" else period
         for start in range(0, got.size, PERIOD * _ROWS):
-            piece = got[start : start + PERIOD * _ROWS]
-            there: Flat = decoded(piece, self.dtype) if self.dtype.kind == "f" else piece
-            full = piece.size // PERIOD * PERIOD
-            found += self._count(there[:full].reshape(-1, PERIOD), want)
-            found += self._count(there[full:], want[: piece.size - full])
+            chunk = got[start : start + PERIOD * _ROWS]
+            values: Flat = decoded(chunk, self.dtype) if self.dtype.kind == "f" else chunk
+            full = chunk.size // PERIOD * PERIOD
+            found += self._count(values[:full].reshape(-1, PERIOD), expected)
+            found += self._count(values[full:], expected[: chunk.size - full])
         return found
 
-    def _count(self, got: Flat, want: Flat) -> int:
+    def _count(self, got: Flat, expected: Flat) -> int:
         if self.tolerance == 0.0:
-            return int(np.count_nonzero(got != want))
-        return int(np.count_nonzero(~(np.abs(got - want) <= self.tolerance * np.abs(want))))
+            return int(np.count_nonzero(got != expected))
+        return int(np.count_nonzero(~(np.abs(got - expected) <= self.tolerance * np.abs(expected))))
 
 
 _FOLD: dict[str, np.ufunc] = {
-    "sum": np.add, "avg": np.add, "mulsum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum,
-}  # fmt: skip
+    "sum": np.add,
+    "avg": np.add,
+    "mulsum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}

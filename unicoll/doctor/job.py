@@ -1,4 +1,4 @@
-"""What every rank does under a launcher: examine, join, compare, move data; rank 0 prints."""
+"""The report of a job: every rank runs the probes, joins and exchanges data; rank 0 compares and prints."""
 
 from __future__ import annotations
 
@@ -11,137 +11,150 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import unicoll as dist
-
-from .. import net, registry, world
-from . import host, pairs, probes, software
-from .hints import LEVELS, Hint, hints
-from .page import dumped, entry, hint_lines, unicoll_version
-from .pairs import Pair, Verdict
-from .probes import Facts
+from unicoll.api import world
+from unicoll.doctor import host, pairs, probes, software
+from unicoll.doctor.hints import LEVELS, Hint, hints
+from unicoll.doctor.page import dumped, entry, hint_lines, unicoll_version
+from unicoll.doctor.pairs import PairSummary, RankPair
+from unicoll.doctor.probes import Facts
+from unicoll.group import registry
+from unicoll.net import interfaces
 
 __all__ = ["run"]
 
-_LEAST_PATIENCE_S = 60.0
+_MIN_TIMEOUT_S = 60.0
 _CLOCK_S = 1.0
-"""How much the clocks of two hosts may differ: the ranks read them at the end of the same barrier."""
+"""Tolerated difference between the clocks of two hosts; the ranks read them after the same barrier."""
 
 
 @dataclass
 class Rank:
-    """One rank as rank 0 knows it."""
+    """The report of one rank, as rank 0 receives it."""
 
     host: str
-    key: str
+    host_key: str
     pid: int
-    place: str
+    interface: str
     now: float
     sections: dict[str, Facts]
     hints: list[Hint]
 
 
 def run(deadline: float, as_json: bool) -> int:
-    """Examine as one rank of a job; the exit status, see :func:`unicoll.doctor.main`."""
-    sections = probes.ask({**software.PROBES, **host.PROBES}, deadline)
+    """Run as one rank of a job; returns the exit status, see :func:`unicoll.doctor.main`."""
+    sections = probes.run_probes({**software.PROBES, **host.PROBES}, deadline)
     try:
-        dist.init_process_group(timeout=max(_LEAST_PATIENCE_S, 2 * deadline))
-        status = _examine(sections, deadline, as_json)
+        dist.init_process_group(timeout=max(_MIN_TIMEOUT_S, 2 * deadline))
+        status = _report(sections, deadline, as_json)
         dist.destroy_process_group()
     except dist.DistError as e:
         launched = host.launched_or_none()
         rank = launched.rank if launched is not None else "?"
         sys.stdout.flush()
         sys.stderr.write(
-            f"unicoll.doctor: rank {rank} (host {net.hostname()}, pid {os.getpid()}): {type(e).__name__}: {e}\n"
+            f"unicoll.doctor: rank {rank} (host {interfaces.hostname()}, pid {os.getpid()}): {type(e).__name__}: {e}\n"
         )
         return 2
     return status
 
 
-def _examine(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
+def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     group = world.member(None, "doctor")
-    _ask_mpi(sections)
+    _add_mpi_facts(sections)
     ranks = _gather(group, sections)
-    found: dict[tuple[int, int], Pair] = {}
-    for meeting in pairs.rounds(group.size()):
-        found = pairs.merge(pairs.measure(group, meeting, deadline), found)
-    verdict = _judge(group, found, ranks)
-    for again in _spread(group, pairs.suspects(verdict) if verdict else []):
-        found = pairs.merge(pairs.measure(group, [again], deadline, quiet=True), found)
-    verdict = _judge(group, found, ranks)
-    if verdict is None:
+    measured: dict[tuple[int, int], RankPair] = {}
+    for round_pairs in pairs.rounds(group.size()):
+        measured = pairs.merge(pairs.measure(group, round_pairs, deadline), measured)
+    summary = _summarize(group, measured, ranks)
+    for pair in _broadcast_pairs(group, pairs.slow_pairs(summary) if summary else []):
+        measured = pairs.merge(pairs.measure(group, [pair], deadline, quiet=True), measured)
+    summary = _summarize(group, measured, ranks)
+    if summary is None:
         return 0
     shared = _shared(ranks)
     status = max(
-        [LEVELS.index(hint.level) for hint, _ in shared] + [1 * bool(verdict.slow), 2 * bool(verdict.broken)]
+        [LEVELS.index(hint.level) for hint, _ in shared] + [1 * bool(summary.slow), 2 * bool(summary.broken)]
     )
     print(
-        _as_json(ranks, shared, verdict, status) if as_json else _as_text(ranks, shared, verdict), flush=True
+        _as_json(ranks, shared, summary, status) if as_json else _as_text(ranks, shared, summary), flush=True
     )
     return status
 
 
-def _ask_mpi(sections: dict[str, Facts]) -> None:
-    """Where joining has started MPI, it is asked in this process."""
-    if world.current("doctor").membership.meeting.mpi_started:
-        seen = registry.mpi_world(_LEAST_PATIENCE_S)
-        lines = [seen.library, f"arrays on a GPU: {seen.cuda}"]
-        sections["mpi"] |= {"library": seen.library, "family": software.mpi_family(seen.library), "cuda": seen.cuda,
-                            "lines": lines}  # fmt: skip
+def _add_mpi_facts(sections: dict[str, Facts]) -> None:
+    """Add the facts about MPI if joining has initialised MPI in this process."""
+    if world.current("doctor").membership.rendezvous.mpi_started:
+        mpi = registry.mpi_world(_MIN_TIMEOUT_S)
+        lines = [mpi.library, f"arrays on a GPU: {mpi.cuda}"]
+        sections["mpi"] |= {
+            "library": mpi.library,
+            "family": software.mpi_family(mpi.library),
+            "cuda": mpi.cuda,
+            "lines": lines,
+        }
 
 
 def _gather(group: Any, sections: dict[str, Facts]) -> list[Rank]:
-    """Every rank's report, on rank 0; [] on the others."""
+    """The reports of all ranks, on rank 0; [] on the others."""
     address = world.current("doctor").job.addresses[0]
     group.barrier()
-    interface = host.interface_of(address)
-    mine = {"host": net.hostname(), "key": host.host_key(), "pid": os.getpid(), "now": time.time(),
-            "place": f"{interface} {address}".strip(), "sections": sections}  # fmt: skip
-    mine["hints"] = [asdict(hint) for hint in hints(sections)]
-    reports = _collect(group, mine)
+    interface_name = host.interface_of(address)
+    own = {
+        "host": interfaces.hostname(),
+        "host_key": host.host_key(),
+        "pid": os.getpid(),
+        "now": time.time(),
+        "interface": f"{interface_name} {address}".strip(),
+        "sections": sections,
+    }
+    own["hints"] = [asdict(hint) for hint in hints(sections)]
+    reports = _collect(group, own)
     return [Rank(**{**r, "hints": [Hint(**hint) for hint in r["hints"]]}) for r in reports]
 
 
-def _collect(group: Any, mine: Any) -> list[Any]:
-    """What each rank gives, on rank 0."""
+def _collect(group: Any, own: Any) -> list[Any]:
+    """Gather a JSON value from each rank on rank 0; [] on the others."""
     texts: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(json.dumps(mine, default=str), texts, dst=0)
+    dist.gather_object(json.dumps(own, default=str), texts, dst=0)
     return [json.loads(text) for text in texts or []]
 
 
-def _spread(group: Any, wanted: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    box = [json.dumps(wanted)]
-    dist.broadcast_object_list(box, src=0)
-    return [(low, high) for low, high in json.loads(box[0])]
+def _broadcast_pairs(group: Any, pair_list: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    message = [json.dumps(pair_list)]
+    dist.broadcast_object_list(message, src=0)
+    return [(low, high) for low, high in json.loads(message[0])]
 
 
-def _judge(group: Any, found: Mapping[tuple[int, int], Pair], ranks: Sequence[Rank]) -> Verdict | None:
-    """The verdict on all pairs, on rank 0."""
-    mine = [asdict(pair) for pair in found.values()]
-    merged: dict[tuple[int, int], Pair] = {}
-    for rank, reports in enumerate(_collect(group, mine)):
-        given = [Pair(**report) for report in reports]
-        for pair in given:
-            if pair.low != rank:  # the lower rank begins, so its times are whole
+def _summarize(
+    group: Any, measured: Mapping[tuple[int, int], RankPair], ranks: Sequence[Rank]
+) -> PairSummary | None:
+    """The summary of all pairs, on rank 0; None on the others."""
+    own = [asdict(pair) for pair in measured.values()]
+    merged: dict[tuple[int, int], RankPair] = {}
+    for rank, reports in enumerate(_collect(group, own)):
+        reported = [RankPair(**report) for report in reports]
+        for pair in reported:
+            if pair.low != rank:  # the lower rank starts the round trips, so only its times are complete
                 pair.latency = pair.transfer = None
-        merged = pairs.merge(given, merged)
-    return pairs.judge(merged.values(), [r.key for r in ranks]) if ranks else None
+        merged = pairs.merge(reported, merged)
+    return pairs.summarize(merged.values(), [r.host_key for r in ranks]) if ranks else None
 
 
-# --- what rank 0 prints ------------------------------------------------------------------------------------------
+# --- output of rank 0 --------------------------------------------------------------------------------------------
 
 
 def _shared(ranks: Sequence[Rank]) -> list[tuple[Hint, str]]:
-    """Each hint once, with the ranks that have it where not all do; the worst first."""
+    """Each hint once, with its ranks unless all ranks have it; sorted by severity."""
     owners: dict[Hint, list[int]] = {}
     for number, rank in enumerate(ranks):
         for hint in rank.hints:
             owners.setdefault(hint, []).append(number)
     for number, rank in enumerate(ranks):
         ahead = rank.now - ranks[0].now
-        first_of_host = all(other.key != rank.key for other in ranks[:number])
+        first_of_host = all(other.host_key != rank.host_key for other in ranks[:number])
         if first_of_host and abs(ahead) > _CLOCK_S:
-            way = "ahead of" if ahead > 0 else "behind"
-            text = f"the clock of {rank.host} is {abs(ahead):.1f} s {way} that of {ranks[0].host}"
+            relation = "ahead of" if ahead > 0 else "behind"
+            text = f"the clock of {rank.host} is {abs(ahead):.1f} s {relation} that of {ranks[0].host}"
             owners[Hint("warning", "clocks", text, "run chrony or ntpd on all hosts")] = [number]
     order = sorted(owners, key=lambda hint: -LEVELS.index(hint.level))
     return [(hint, "" if len(owners[hint]) == len(ranks) else _ranks(owners[hint])) for hint in order]
@@ -162,64 +175,64 @@ def _ranks(numbers: Sequence[int]) -> str:
 def _hosts(ranks: Sequence[Rank]) -> list[str]:
     by_host: dict[tuple[str, str, str], list[int]] = {}
     for number, rank in enumerate(ranks):
-        by_host.setdefault((rank.key, rank.host, rank.place), []).append(number)
-    return [f"{_ranks(numbers)}: {name} ({place})" for (_, name, place), numbers in by_host.items()]
+        by_host.setdefault((rank.host_key, rank.host, rank.interface), []).append(number)
+    return [f"{_ranks(numbers)}: {name} ({interface})" for (_, name, interface), numbers in by_host.items()]
 
 
 def _variants(ranks: Sequence[Rank], name: str) -> dict[tuple[str, ...], list[int]]:
-    """The lines of a section, with the ranks that have them."""
-    found: dict[tuple[str, ...], list[int]] = {}
+    """The distinct texts of a section, with their ranks."""
+    measured: dict[tuple[str, ...], list[int]] = {}
     for number, rank in enumerate(ranks):
         facts = rank.sections[name]
-        found.setdefault(tuple(facts["same"] if "same" in facts else facts["lines"]), []).append(number)
-    return found
+        measured.setdefault(tuple(facts["same"] if "same" in facts else facts["lines"]), []).append(number)
+    return measured
 
 
-def _as_text(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], verdict: Verdict) -> str:
+def _as_text(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summary: PairSummary) -> str:
     lines = [f"unicoll {unicoll_version()}, {len(ranks)} ranks", "", *entry("hosts", _hosts(ranks))]
     differences: list[str] = []
     for name in ranks[0].sections:
         variants = _variants(ranks, name)
         if len(variants) == 1 and name != "choice":
-            lines += entry(name, next(iter(variants)) or ["nothing is known"])
+            lines += entry(name, next(iter(variants)) or ["unknown"])
         elif len(variants) > 1:
-            said = [f"{_ranks(numbers)}: {'; '.join(text)}" for text, numbers in variants.items()]
-            differences += entry(name, said)
+            texts = [f"{_ranks(numbers)}: {'; '.join(text)}" for text, numbers in variants.items()]
+            differences += entry(name, texts)
     lines += ["", "init_process_group() chose, on rank 0:", *entry("", dist.explain().splitlines())]
     if differences:
-        lines += ["", "what differs by rank:", *differences]
-    lines += ["", *_pair_lines(ranks, verdict)]
+        lines += ["", "differences between ranks:", *differences]
+    lines += ["", *_pair_lines(ranks, summary)]
     lines += ["", *hint_lines(shared)] if shared else ["", "no hints"]
     return "\n".join(lines)
 
 
-def _pair_lines(ranks: Sequence[Rank], verdict: Verdict) -> list[str]:
+def _pair_lines(ranks: Sequence[Rank], summary: PairSummary) -> list[str]:
     if len(ranks) == 1:
-        return list(entry("pairs", ["none: there is one rank"]))
+        return list(entry("pairs", ["none: the job has one rank"]))
     medians = "; ".join(
         f"{kind} {latency * 1e6:.1f} us, {pairs.rate(transfer)}"
-        for kind, (latency, transfer) in verdict.medians.items()
+        for kind, (latency, transfer) in summary.medians.items()
     )
-    bad = len(verdict.slow) + len(verdict.broken)
+    bad = len(summary.slow) + len(summary.broken)
     if bad:
-        state = f"{verdict.checked - bad} of {verdict.checked} pairs are well"
+        state = f"{summary.checked - bad} of {summary.checked} pairs are ok"
     else:
-        every = f"all {verdict.checked} pairs are" if verdict.checked > 1 else "the pair is"
-        state = f"{every} well, every byte was right"
+        subject = f"all {summary.checked} pairs are" if summary.checked > 1 else "the pair is"
+        state = f"{subject} ok, all bytes were correct"
     lines = list(entry("pairs", [f"{state}{f' (median {medians})' if medians else ''}"]))
-    for pair in verdict.broken:
-        lines += entry("broken", [f"{_named(ranks, pair)}: {'; '.join(pair.errors)}"])
-    for pair, why in verdict.slow:
-        lines += entry("slow", [f"{_named(ranks, pair)}: {why}"])
+    for pair in summary.broken:
+        lines += entry("broken", [f"{_pair_text(ranks, pair)}: {'; '.join(pair.errors)}"])
+    for pair, why in summary.slow:
+        lines += entry("slow", [f"{_pair_text(ranks, pair)}: {why}"])
     return lines
 
 
-def _named(ranks: Sequence[Rank], pair: Pair) -> str:
-    low, high = (f"rank {n} (host {ranks[n].host}, {ranks[n].place})" for n in (pair.low, pair.high))
+def _pair_text(ranks: Sequence[Rank], pair: RankPair) -> str:
+    low, high = (f"rank {n} (host {ranks[n].host}, {ranks[n].interface})" for n in (pair.low, pair.high))
     return f"{low} and {high}"
 
 
-def _as_json(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], verdict: Verdict, status: int) -> str:
+def _as_json(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summary: PairSummary, status: int) -> str:
     names = list(ranks[0].sections)
     equal = {name: ranks[0].sections[name] for name in names if len(_variants(ranks, name)) == 1}
     different = {
@@ -227,14 +240,25 @@ def _as_json(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], verdict: Ver
         for name in names
         if name not in equal
     }
-    about = {
-        "checked": verdict.checked,
-        "medians": {kind: {"latency": a, "bandwidth": pairs.LARGE / b} for kind, (a, b) in verdict.medians.items()},
-        "slow": [{"ranks": [p.low, p.high], "latency": p.latency, "bandwidth": p.bandwidth, "why": why}
-                 for p, why in verdict.slow],
-        "broken": [{"ranks": [p.low, p.high], "errors": p.errors} for p in verdict.broken],
-    }  # fmt: skip
-    listed = [{"rank": n, "host": r.host, "pid": r.pid, "interface": r.place} for n, r in enumerate(ranks)]
-    content = {"ranks": listed, "sections": equal, "differences": different,
-               "chosen": dist.explain().splitlines(), "pairs": about}  # fmt: skip
+    pair_data = {
+        "checked": summary.checked,
+        "medians": {
+            kind: {"latency": a, "bandwidth": pairs.LARGE / b} for kind, (a, b) in summary.medians.items()
+        },
+        "slow": [
+            {"ranks": [p.low, p.high], "latency": p.latency, "bandwidth": p.bandwidth, "why": why}
+            for p, why in summary.slow
+        ],
+        "broken": [{"ranks": [p.low, p.high], "errors": p.errors} for p in summary.broken],
+    }
+    listed = [
+        {"rank": n, "host": r.host, "pid": r.pid, "interface": r.interface} for n, r in enumerate(ranks)
+    ]
+    content = {
+        "ranks": listed,
+        "sections": equal,
+        "differences": different,
+        "chosen": dist.explain().splitlines(),
+        "pairs": pair_data,
+    }
     return dumped(content, [{**asdict(hint), "ranks": where} for hint, where in shared], status)

@@ -1,7 +1,8 @@
-"""Data between all pairs of ranks: every byte checked, and the pairs that are slow beside the others of their kind.
+"""Data exchange between all pairs of ranks: checks every byte and finds pairs slower than others of their kind.
 
-The pairs meet in the rounds of a round-robin tournament, disjoint pairs at once. Who looks slow then is measured again
-while all others wait, and the better figure counts: what is slow only beside other traffic is not named.
+The pairs are measured in rounds of disjoint pairs (a round-robin schedule). Slow pairs are measured again while all
+other ranks are idle, and the better result counts, so that a pair that is slow only because of other traffic is not
+reported.
 """
 
 from __future__ import annotations
@@ -14,32 +15,42 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DistError
-from ..group import ProcessGroup
+from unicoll.errors import DistError
+from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["FACTOR", "LARGE", "Pair", "Verdict", "judge", "measure", "merge", "rounds", "suspects"]
+__all__ = [
+    "FACTOR",
+    "LARGE",
+    "RankPair",
+    "PairSummary",
+    "summarize",
+    "measure",
+    "merge",
+    "rounds",
+    "slow_pairs",
+]
 
 LARGE = 4 << 20
 """Bytes of the message that gives the bandwidth."""
 FACTOR = 3.0
 """A pair is slow if it takes this many times the median of its kind."""
 _SMALL = 8
-_TURNS_S, _LEAST, _MOST = 0.2, 4, 200
-"""A message is sent there and back so often; the lower rank stops, once it has had its time."""
+_TURNS_S, _MIN_TRIPS, _MAX_TRIPS = 0.2, 4, 200
+"""Time budget, minimum and maximum of round trips per message size; the lower rank decides when to stop."""
 _QUIET_S = 0.3
-"""How long the other ranks sleep while a pair is measured again: some MPI libraries wait by asking all the time."""
-_FEWEST = 3
-"""Of fewer pairs the median says nothing."""
+"""Sleep of the other ranks while a pair is measured again, because some MPI libraries wait by polling."""
+_MIN_PAIRS = 3
+"""Minimum number of pairs for a meaningful median."""
 _SMALL_S, _LARGE_S = 50e-6, 300e-6
-"""A pair that takes less than this longer than the median is not slow: another socket, or a busy core."""
+"""Excess over the median below which a pair is not slow (another socket, a busy core)."""
 _TAG = 7300
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass
-class Pair:
-    """What one pair has shown; times of one way, in seconds, and None where it broke before."""
+class RankPair:
+    """Results of one pair: one-way times in seconds, None if it failed before, and errors."""
 
     low: int
     high: int
@@ -54,19 +65,19 @@ class Pair:
 
 
 @dataclass
-class Verdict:
-    """What the pairs amount to.
+class PairSummary:
+    """Summary of all pairs.
 
     Attributes:
         medians: latency and transfer time of each kind of pair.
-        slow: pairs well behind the median of their kind, each with the reason.
-        broken: pairs that lost data, failed or did not end in time.
-        checked: how many pairs there are.
+        slow: pairs much slower than the median of their kind, each with the reason.
+        broken: pairs that corrupted data, failed or timed out.
+        checked: number of pairs.
     """
 
     medians: dict[str, tuple[float, float]]
-    slow: list[tuple[Pair, str]]
-    broken: list[Pair]
+    slow: list[tuple[RankPair, str]]
+    broken: list[RankPair]
     checked: int
 
 
@@ -75,24 +86,24 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
     places: list[int | None] = [*range(size), *([None] if size % 2 else [])]
     for _ in range(len(places) - 1):
         half = len(places) // 2
-        facing = zip(places[:half], reversed(places[half:]), strict=True)
-        yield [(min(a, b), max(a, b)) for a, b in facing if a is not None and b is not None]
+        opposite = zip(places[:half], reversed(places[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None]
         places[1:] = [places[-1], *places[1:-1]]
 
 
 def measure(
     group: ProcessGroup, pairs: Iterable[tuple[int, int]], deadline: float, *, quiet: bool = False
-) -> list[Pair]:
-    """Move data within those of ``pairs`` that this rank belongs to; all ranks of the group call with the same pairs.
+) -> list[RankPair]:
+    """Exchange data within those of ``pairs`` that contain this rank; all ranks of the group pass the same pairs.
 
-    With ``quiet`` the ranks of no pair sleep first, so that they take no processor from the others.
-    Errors of a message are the pair's; those that end the group are raised by the barrier that follows.
+    With ``quiet`` the ranks outside all pairs sleep first, so that they use no processor time.
+    Errors of a message are recorded in the pair; errors of the group are raised by the barrier at the end.
     """
     found = []
     for low, high in pairs:
         if group.rank() not in (low, high):
             continue
-        pair = Pair(low, high)
+        pair = RankPair(low, high)
         try:
             _exchange(group, pair, time.monotonic() + deadline)
         except DistError as e:
@@ -104,60 +115,62 @@ def measure(
     return found
 
 
-def _exchange(group: ProcessGroup, pair: Pair, end: float) -> None:
-    mine = group.rank()
-    other = pair.high if mine == pair.low else pair.low
+def _exchange(group: ProcessGroup, pair: RankPair, end: float) -> None:
+    own = group.rank()
+    peer = pair.high if own == pair.low else pair.low
 
     def swap(out: Bytes, into: Bytes) -> float:
-        """There and back, begun by the lower rank; seconds."""
+        """One round trip, started by the lower rank; returns seconds."""
         begin = time.perf_counter()
-        for turn in (mine < other, mine > other):
-            left = max(end - time.monotonic(), 0.001)
+        for turn in (own < peer, own > peer):
+            remaining = max(end - time.monotonic(), 0.001)
             if turn:
-                group.send(out, dst=other, tag=_TAG, timeout=left)
+                group.send(out, dst=peer, tag=_TAG, timeout=remaining)
             else:
-                group.recv(into, src=other, tag=_TAG, timeout=left)
+                group.recv(into, src=peer, tag=_TAG, timeout=remaining)
         return time.perf_counter() - begin
 
-    pair.latency = _best(pair, mine, other, _SMALL, swap)
-    pair.transfer = _best(pair, mine, other, LARGE, swap)
+    pair.latency = _best(pair, own, peer, _SMALL, swap)
+    pair.transfer = _best(pair, own, peer, LARGE, swap)
 
 
-def _best(pair: Pair, mine: int, other: int, nbytes: int, swap: Callable[[Bytes, Bytes], float]) -> float:
-    """The shortest time of one way, after a turn that makes the connection; every turn's bytes are checked."""
-    out, expected = _pattern(mine, other, nbytes), _pattern(other, mine, nbytes)
-    into, told = np.empty(nbytes, np.uint8), np.empty(1, np.uint8)
+def _best(pair: RankPair, own: int, peer: int, nbytes: int, swap: Callable[[Bytes, Bytes], float]) -> float:
+    """The shortest one-way time, without the first round trip, which connects; all bytes are checked."""
+    out, expected = _pattern(own, peer, nbytes), _pattern(peer, own, nbytes)
+    into, peer_continues = np.empty(nbytes, np.uint8), np.empty(1, np.uint8)
     times: list[float] = []
     while True:
         into[:] = ~expected
-        wanted = len(times) <= _LEAST or (len(times) <= _MOST and sum(times) < _TURNS_S)
-        more = np.array([wanted], np.uint8)
-        swap(more, told)  # so nobody is still checking when the time begins
-        if not (more if mine < other else told)[0]:
+        unfinished = len(times) <= _MIN_TRIPS or (len(times) <= _MAX_TRIPS and sum(times) < _TURNS_S)
+        continues = np.array([unfinished], np.uint8)
+        swap(continues, peer_continues)  # both ranks have finished checking when the timing starts
+        if not (continues if own < peer else peer_continues)[0]:
             return min(times[1:]) / 2
         times.append(swap(out, into))
         wrong = np.flatnonzero(into != expected)
         if wrong.size:
-            text = f"{wrong.size} of {nbytes} bytes from rank {other} to rank {mine} came wrong, first byte {wrong[0]}"
+            text = f"{wrong.size} of {nbytes} bytes from rank {peer} to rank {own} were wrong, first byte {wrong[0]}"
             if text not in pair.errors:
                 pair.errors.append(text)
 
 
 def _pattern(source: int, destination: int, nbytes: int) -> Bytes:
-    """Bytes that are another sequence for every two ranks and either direction."""
+    """Pseudo-random bytes that differ for each pair of ranks and each direction."""
     return np.random.default_rng([source, destination, nbytes]).integers(0, 256, nbytes, np.uint8)
 
 
-def merge(found: Iterable[Pair], known: Mapping[tuple[int, int], Pair]) -> dict[tuple[int, int], Pair]:
-    """One record for each pair: the lower rank's times, the best of several, and the errors of both ranks."""
-    merged = dict(known)
+def merge(
+    found: Iterable[RankPair], previous: Mapping[tuple[int, int], RankPair]
+) -> dict[tuple[int, int], RankPair]:
+    """Merge results: one record per pair with the best times and the errors of both ranks."""
+    merged = dict(previous)
     for pair in found:
-        before = merged.setdefault((pair.low, pair.high), pair)
-        if before is pair:
+        existing = merged.setdefault((pair.low, pair.high), pair)
+        if existing is pair:
             continue
-        before.errors += [e for e in pair.errors if e not in before.errors]
-        before.latency = _less(before.latency, pair.latency)
-        before.transfer = _less(before.transfer, pair.transfer)
+        existing.errors += [e for e in pair.errors if e not in existing.errors]
+        existing.latency = _less(existing.latency, pair.latency)
+        existing.transfer = _less(existing.transfer, pair.transfer)
     return merged
 
 
@@ -165,56 +178,56 @@ def _less(a: float | None, b: float | None) -> float | None:
     return min((t for t in (a, b) if t is not None), default=None)
 
 
-def suspects(verdict: Verdict, most: int = 64) -> list[tuple[int, int]]:
-    """The pairs to be measured again, alone."""
-    return [(pair.low, pair.high) for pair, _ in verdict.slow[:most]]
+def slow_pairs(summary: PairSummary) -> list[tuple[int, int]]:
+    """At most 64 slow pairs, to be measured again."""
+    return [(pair.low, pair.high) for pair, _ in summary.slow[:64]]
 
 
-def judge(pairs: Iterable[Pair], hosts: Sequence[str]) -> Verdict:
-    """Compare the pairs with those of their kind.
+def summarize(pairs: Iterable[RankPair], hosts: Sequence[str]) -> PairSummary:
+    """Compare each pair with the median of its kind (within a host, between hosts).
 
     Args:
         pairs: all of them.
-        hosts: what tells hosts apart, by rank.
+        hosts: the host key of each rank.
     """
-    kinds: dict[str, list[Pair]] = {}
-    everything = list(pairs)
-    for pair in everything:
+    kinds: dict[str, list[RankPair]] = {}
+    all_pairs = list(pairs)
+    for pair in all_pairs:
         kind = "within a host" if hosts[pair.low] == hosts[pair.high] else "between hosts"
         kinds.setdefault(kind, []).append(pair)
-    verdict = Verdict({}, [], [p for p in everything if p.errors], len(everything))
+    summary = PairSummary({}, [], [p for p in all_pairs if p.errors], len(all_pairs))
     for kind, members in kinds.items():
-        whole = [(p, p.latency, p.transfer) for p in members if p.latency and p.transfer and not p.errors]
-        if not whole:
+        complete = [(p, p.latency, p.transfer) for p in members if p.latency and p.transfer and not p.errors]
+        if not complete:
             continue
-        latency, transfer = median(w[1] for w in whole), median(w[2] for w in whole)
-        verdict.medians[kind] = latency, transfer
-        if len(whole) >= _FEWEST:
-            verdict.slow += _behind(whole, kind, latency, transfer)
-    return verdict
+        latency, transfer = median(w[1] for w in complete), median(w[2] for w in complete)
+        summary.medians[kind] = latency, transfer
+        if len(complete) >= _MIN_PAIRS:
+            summary.slow += _find_slow(complete, kind, latency, transfer)
+    return summary
 
 
-def _behind(
-    measured: Iterable[tuple[Pair, float, float]], kind: str, latency: float, transfer: float
-) -> list[tuple[Pair, str]]:
-    """The pairs that are slow beside these medians, the slowest first, each with the reason."""
-    found: list[tuple[float, Pair, str]] = []
+def _find_slow(
+    measured: Iterable[tuple[RankPair, float, float]], kind: str, latency: float, transfer: float
+) -> list[tuple[RankPair, str]]:
+    """The pairs that are slow compared with these medians, slowest first, each with the reason."""
+    found: list[tuple[float, RankPair, str]] = []
     for pair, small, large in measured:
-        words = []
+        reasons = []
         if large >= FACTOR * transfer and large - transfer >= _LARGE_S:
             times = large / transfer
-            words.append(f"{rate(large)}, {times:.1f} times less than the median {kind} ({rate(transfer)})")
+            reasons.append(f"{rate(large)}, {times:.1f} times less than the median {kind} ({rate(transfer)})")
         if small >= FACTOR * latency and small - latency >= _SMALL_S:
             times = small / latency
-            words.append(
+            reasons.append(
                 f"{small * 1e6:.1f} us for a small message, {times:.1f} times the median {kind}"
                 f" ({latency * 1e6:.1f} us)"
             )
-        if words:
-            found.append((max(small / latency, large / transfer), pair, "; ".join(words)))
+        if reasons:
+            found.append((max(small / latency, large / transfer), pair, "; ".join(reasons)))
     return [(pair, why) for _, pair, why in sorted(found, key=lambda f: -f[0])]
 
 
 def rate(transfer: float) -> str:
-    """The bandwidth of a large message, for people."""
+    """The bandwidth of a large message as text."""
     return f"{LARGE / transfer / 1e9:.3g} GB/s"

@@ -1,7 +1,7 @@
-"""Questions that may hang or crash, each in a forked child with a deadline; all at the same time.
+"""Runs probes, which may hang or crash, in parallel in forked child processes with a deadline.
 
-A question is a generator of facts, dictionaries that can be written as JSON. What it gave before it hung or crashed
-counts. The fact ``at`` says what is being tried, for the words about a question that does not end.
+A probe is a generator of facts: dictionaries that can be written as JSON. Facts that it yields before it hangs or
+crashes are kept. The fact ``at`` names the current step, for the message about a probe that does not finish.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-__all__ = ["Facts", "Probe", "ask"]
+__all__ = ["Facts", "Probe", "run_probes"]
 
 Facts = dict[str, Any]
 Probe = Callable[[], Iterator[Facts]]
@@ -25,11 +25,11 @@ _PR_SET_PDEATHSIG = 1
 _REAP_S = 0.3
 
 
-def ask(probes: Mapping[str, Probe], deadline: float) -> dict[str, Facts]:
-    """The facts of each probe, after ``deadline`` seconds at most.
+def run_probes(probes: Mapping[str, Probe], deadline: float) -> dict[str, Facts]:
+    """Run the probes and return the facts of each, after at most ``deadline`` seconds.
 
-    Beside its own facts a section has ``unfinished``, the deadline in seconds, where the probe did not end in time,
-    and ``problem`` where it failed: the exception, or the signal that ended the child. ``lines`` is always there.
+    In addition to the probe's facts a section has ``unfinished``, the deadline in seconds, if the probe did not finish,
+    and ``problem`` if it failed: the exception, or the signal that ended the child. ``lines`` is always present.
     """
     end = time.monotonic() + deadline
     children: dict[str, tuple[int, int]] = {}
@@ -45,24 +45,24 @@ def ask(probes: Mapping[str, Probe], deadline: float) -> dict[str, Facts]:
 def _fork(probe: Probe) -> tuple[int, int]:
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        # NumPy's threads have their own handlers for forks, and no other library has started any.
+        # NumPy's threads have fork handlers, and no other library has started threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         os.close(reading)
-        _answer(probe, writing)
+        _run_child(probe, writing)
     os.close(writing)
     return pid, reading
 
 
-def _answer(probe: Probe, pipe: int) -> NoReturn:
-    """In the child: write the facts, one line of JSON each, and leave without the parent's handlers."""
+def _run_child(probe: Probe, pipe: int) -> NoReturn:
+    """In the child: write each fact as a line of JSON and exit without the parent's exit handlers."""
     try:
-        os.setpgid(0, 0)  # so that what the probe starts ends with it
+        os.setpgid(0, 0)  # a process group: processes of the probe are killed with it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        nowhere = os.open(os.devnull, os.O_RDWR)
+        null = os.open(os.devnull, os.O_RDWR)
         for standard in (0, 1, 2):  # libraries write there
-            os.dup2(nowhere, standard)
+            os.dup2(null, standard)
         warnings.simplefilter("ignore")
         try:
             for facts in probe():
@@ -81,7 +81,7 @@ def _write(pipe: int, facts: Facts) -> None:
 
 
 def _read(names: Mapping[int, str], end: float) -> tuple[dict[str, bytes], set[str]]:
-    """What came from each pipe until ``end``, and which of them were closed by then."""
+    """The data read from each pipe until ``end``, and the names of the pipes that were closed by then."""
     raw = dict.fromkeys(names.values(), b"")
     ended: set[str] = set()
     with selectors.DefaultSelector() as selector:
@@ -98,19 +98,19 @@ def _read(names: Mapping[int, str], end: float) -> tuple[dict[str, bytes], set[s
 
 
 def _reap(pid: int, pipe: int) -> int:
-    """End a child and all that it has started; its exit status, negative for a signal.
+    """Kill a child and its process group; returns its exit status, negative for a signal.
 
-    A child in a call of a driver that cannot be interrupted does not even end by SIGKILL: it is left.
+    A child in an uninterruptible call of a driver does not end by SIGKILL; it is not waited for.
     """
     os.close(pipe)
-    for kill in (os.killpg, os.kill):  # the group may not have been made yet
+    for kill in (os.killpg, os.kill):  # the process group may not exist yet
         try:
             kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-    patience = time.monotonic() + _REAP_S
+    deadline = time.monotonic() + _REAP_S
     while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
-        if time.monotonic() >= patience:
+        if time.monotonic() >= deadline:
             return -signal.SIGKILL
         time.sleep(0.002)
     return os.waitstatus_to_exitcode(ended[1])
@@ -124,9 +124,9 @@ def _facts(raw: bytes, ended: bool, status: int, deadline: float) -> Facts:
     at = facts.pop("at", "")
     if not ended:
         facts["unfinished"] = deadline
-        facts["lines"] = [*facts["lines"], f"{at or 'this question'} did not end within {deadline:g} s"]
+        facts["lines"] = [*facts["lines"], f"{at or 'this probe'} did not finish within {deadline:g} s"]
     elif status < 0 and status != -signal.SIGKILL:
-        facts["problem"] = f"{at or 'this question'} ended the process by {signal.Signals(-status).name}"
+        facts["problem"] = f"{at or 'this probe'} ended the process by {signal.Signals(-status).name}"
     if "problem" in facts:
         facts["lines"] = [*facts["lines"], facts["problem"]]
     return facts

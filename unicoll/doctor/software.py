@@ -1,4 +1,4 @@
-"""Questions about libraries and devices, and about the choice that init_process_group() would make of them."""
+"""Probes of libraries and devices, and of the choice of backends by init_process_group()."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import registry, streams
-from ..bench.launch import mpirun
-from ..errors import BackendUnavailableError
-from .host import launched_or_none
-from .probes import Facts, Probe
+from unicoll.arrays import cuda as streams
+from unicoll.bench.launch import mpirun
+from unicoll.doctor.host import launched_or_none
+from unicoll.doctor.probes import Facts, Probe
+from unicoll.errors import BackendUnavailableError
+from unicoll.group import registry
 
 __all__ = ["PROBES", "mpi_family"]
 
@@ -38,7 +39,7 @@ _STARTED_BY_MPI = (
     "PRTE_LAUNCHED",
 )
 _START_MPI = (
-    "from unicoll import registry\n"
+    "from unicoll.group import registry\n"
     "world = registry.mpi_world(3600)\n"
     "print('unicoll:', world.library, world.cuda, sep='\\t')"
 )
@@ -58,7 +59,7 @@ def _numpy() -> Iterator[Facts]:
 
 
 def _importable(name: str) -> Iterator[Facts]:
-    """Whether a package is installed, and which version its metadata say, before it is imported."""
+    """Facts about a package before its import: installed or not, and the version in its metadata."""
     installed = importlib.util.find_spec(name) is not None
     yield {"installed": installed, "lines": [] if installed else ["not installed"]}
     for distribution in _DISTRIBUTIONS.get(name, (name,)):
@@ -106,7 +107,7 @@ def _cupy() -> Iterator[Facts]:
 
 
 def _mapped_nccl() -> list[str]:
-    """The NCCL libraries that this process has loaded, with an import."""
+    """Paths of the NCCL libraries that are mapped into this process."""
     lines = Path(MAPS).read_text(errors="replace").splitlines()
     return sorted({line[line.index("/") :] for line in lines if "/libnccl.so" in line})
 
@@ -131,23 +132,25 @@ def _cuda() -> Iterator[Facts]:
             {"name": facts.name, "memory": facts.memory, "capability": capability, "bus": facts.bus}
         )
     yield {"driver": cuda.description, "devices": devices, "lines": lines, "at": "access between devices"}
-    reach = [[i == j or cuda.reaches(i, j)[0] for j in range(count)] for i in range(count)]
-    yield {"reaches": reach, "lines": [*lines, *_peers(reach)]}
+    access = [[i == j or cuda.peer_access(i, j)[0] for j in range(count)] for i in range(count)]
+    yield {"reaches": access, "lines": [*lines, *_peers(access)]}
 
 
-def _peers(reach: list[list[bool]]) -> list[str]:
-    if len(reach) < 2:
+def _peers(access: list[list[bool]]) -> list[str]:
+    if len(access) < 2:
         return []
-    apart = [f"{i} and {j}" for i in range(len(reach)) for j in range(i) if not (reach[i][j] and reach[j][i])]
-    if not apart:
-        return ["peers: every device reaches every other's memory"]
-    if len(apart) == len(reach) * (len(reach) - 1) // 2:
-        return ["peers: no device reaches another's memory; data go through the host's"]
-    return [f"peers: no direct access between {', '.join(apart)}"]
+    unreachable = [
+        f"{i} and {j}" for i in range(len(access)) for j in range(i) if not (access[i][j] and access[j][i])
+    ]
+    if not unreachable:
+        return ["peers: every device can access every other's memory"]
+    if len(unreachable) == len(access) * (len(access) - 1) // 2:
+        return ["peers: no device can access another's memory; data are copied through host memory"]
+    return [f"peers: no direct access between {', '.join(unreachable)}"]
 
 
 def _on_bus() -> int:
-    """How many GPUs of NVIDIA's the kernel sees, with or without their driver."""
+    """Number of NVIDIA GPUs on the PCI bus, with or without a driver."""
     found = 0
     for device in Path(PCI).glob("*"):
         try:
@@ -174,52 +177,52 @@ def _version(text: str) -> str:
 
 
 def mpi_family(text: str) -> str:
-    """The maker of an MPI library or mpirun, by what it says of itself; "" where that is not known."""
-    low = text.lower()
+    """The MPI implementation of a version text of a library or of mpirun; "" if unknown."""
+    lower = text.lower()
     for name in ("open mpi", "openrte", "prrte", "intel", "mvapich", "mpich", "hydra"):
-        if name in low:
+        if name in lower:
             return {"openrte": "open mpi", "prrte": "open mpi", "hydra": "mpich"}.get(name, name)
     return ""
 
 
 def _mpi() -> Iterator[Facts]:
-    """MPI's library; it is started in a process of its own, unless a launcher has started this one."""
+    """The MPI library; without a launcher, MPI is initialised in a separate process."""
     installed = importlib.util.find_spec("mpi4py") is not None
     yield {"installed": installed, "at": "loading MPI"}
     reason = registry.reason_against("mpi")
     if reason is not None:
         yield {"reason": reason, "lines": [reason if installed else "mpi4py is not installed"]}
         return
-    yield {"reason": None, "lines": ["mpi4py and a library are here"]}
+    yield {"reason": None, "lines": ["mpi4py and an MPI library are installed"]}
     if (program := mpirun()) is not None:
         yield {"at": f"{program} --version"}
         done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-        said = " ".join((done.stdout or done.stderr).split())
-        # PRRTE, which starts Open MPI 5, has version numbers of its own.
-        number = "" if "PRRTE" in said and "Open MPI" not in said else _version(said)
-        yield {"mpirun": program, "mpirun_family": mpi_family(said), "mpirun_version": number}
+        output = " ".join((done.stdout or done.stderr).split())
+        # PRRTE, the launcher of Open MPI 5, has different version numbers.
+        number = "" if "PRRTE" in output and "Open MPI" not in output else _version(output)
+        yield {"mpirun": program, "mpirun_family": mpi_family(output), "mpirun_version": number}
     if launched_or_none() is not None:
         return
     yield {"at": "MPI_Init"}
     clean = {k: v for k, v in os.environ.items() if not k.startswith(_STARTED_BY_MPI)}
-    clean["OMPI_MCA_btl"] = "self"  # Open MPI leaves the shared memory of a process without mpirun behind
-    # The packages may be found by the path of this process alone, as with python -m in a checkout.
+    clean["OMPI_MCA_btl"] = "self"  # without mpirun, Open MPI does not remove its shared memory
+    # The packages may be on this process's path only, as with python -m in a checkout.
     clean["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
     command = [sys.executable, "-c", _START_MPI]
     done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
-    answer = [line for line in done.stdout.splitlines() if line.startswith("unicoll:\t")]
-    if not answer:
-        words = done.stderr.strip().splitlines()
-        yield {"problem": f"MPI does not start: {words[-1] if words else f'exit status {done.returncode}'}"}
+    result = [line for line in done.stdout.splitlines() if line.startswith("unicoll:\t")]
+    if not result:
+        errors = done.stderr.strip().splitlines()
+        yield {"problem": f"MPI_Init failed: {errors[-1] if errors else f'exit status {done.returncode}'}"}
         return
-    _, version, cuda = answer[-1].split("\t")
-    said = version if program is None else f"{version}; mpirun is {program}"
-    lines = [said, f"arrays on a GPU: {cuda}"]
+    _, version, cuda = result[-1].split("\t")
+    output = version if program is None else f"{version}; mpirun is {program}"
+    lines = [output, f"arrays on a GPU: {cuda}"]
     yield {"library": version, "family": mpi_family(version), "cuda": cuda, "lines": lines}
 
 
 def _choice() -> Iterator[Facts]:
-    """What :func:`unicoll.registry.choose` gives, by kind of device."""
+    """The result of :func:`unicoll.group.registry.choose` for each kind of device."""
     yield {"at": "the choice of backends"}
     launched = launched_or_none()
     choices = registry.choose(None, launched is not None and launched.started_by_mpi)
@@ -231,9 +234,9 @@ def _choice() -> Iterator[Facts]:
         lines.append(f"cuda: none: {why}")
     yield {"chosen": chosen, "lines": lines}
     backends: dict[str, str] = {}
-    for name in registry.known():
+    for name in registry.backend_names():
         yield {"at": f"backend {name!r}"}
-        backends[name] = registry.in_words(name)
+        backends[name] = registry.status_line(name)
     yield {"backends": backends}
     if launched is None and registry.reason_against("mpi") is None:
         host = registry.choose(None, True)[0]
@@ -251,4 +254,4 @@ PROBES: dict[str, Probe] = {
     "mpi": _mpi,
     "choice": _choice,
 }
-"""The questions, in the order of the page."""
+"""The probes, in the order of the report."""

@@ -1,6 +1,6 @@
-"""Data-parallel training: which samples each rank reads, and how gradients become the same on all ranks.
+"""Data-parallel training: samplers, gradient averaging and parameter synchronisation.
 
-``DistributedDataParallel``, for torch modules, is found here, too; torch is imported when it is asked for.
+``DistributedDataParallel`` is torch's class over unicoll groups; accessing it imports torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from unicoll.parallel.ddp import average_gradients, broadcast_parameters, check_
 from unicoll.parallel.sampler import DistributedSampler
 
 if TYPE_CHECKING:
-    from unicoll.parallel.torch_ddp import DistributedDataParallel as DistributedDataParallel
+    from unicoll.torch_plugin.ddp import DistributedDataParallel as DistributedDataParallel
 
-# without DistributedDataParallel: "import *" is no reason to import torch
+# without DistributedDataParallel, so that "import *" does not import torch
 __all__ = [
     "DistributedSampler",
     "GradientBuckets",
@@ -27,7 +27,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "DistributedDataParallel":
-        from unicoll.parallel.torch_ddp import DistributedDataParallel
+        from unicoll.torch_plugin.ddp import DistributedDataParallel
 
         return DistributedDataParallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

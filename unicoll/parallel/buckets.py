@@ -1,8 +1,8 @@
-"""Gradients averaged over the ranks while the backward pass still runs: ``GradientBuckets``.
+"""``GradientBuckets``: averaging of gradients over the ranks during the backward pass.
 
-One message per gradient would pay the network's latency for every small array, and one message for all of
-them could not start before the last gradient is there. So gradients are packed into flat buckets, and each
-full bucket is averaged in the background while later gradients are computed.
+One message per gradient would add the network's latency for every small array, and one message for all gradients could
+not start before the last one is computed. So gradients are packed into flat buckets, and each full bucket is averaged
+in the background while later gradients are computed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.parallel.common import (
     Arrays,
     Kind,
+    bucket_like,
     element_type,
     explained,
-    flat_like,
     host_bytes,
     kind_of,
     listed,
@@ -29,23 +30,22 @@ from unicoll.parallel.common import (
     plan_buckets,
     without_history,
 )
-from unicoll.types import ReduceOp
 
 __all__ = ["GradientBuckets"]
 
-MIB = 2**20
+_MIB = 2**20
 
 
 class _Bucket:
-    """A flat array: the gradients of its members, then a mark for each (``GradientBuckets._launch``)."""
+    """A flat array with the gradients of its parameters, then one mark per parameter (``GradientBuckets._launch``)."""
 
     __slots__ = ("expected", "flat", "marks", "members", "views", "work")
 
-    def __init__(self, members: list[int], parameters: list[Any]) -> None:
+    def __init__(self, members: list[int], parameters: list[Any], group: Any) -> None:
         self.members = members
         counts = [math.prod(parameters[i].shape) for i in members]
         end = sum(counts)
-        self.flat = flat_like(parameters[members[0]], end + len(members))
+        self.flat = bucket_like(group, parameters[members[0]], end + len(members))
         self.marks = self.flat[end:]
         self.views = []
         start = 0
@@ -59,7 +59,7 @@ class _Bucket:
 class GradientBuckets:
     """Averages gradients over a group, bucket by bucket, overlapped with the backward pass.
 
-    A step hands over every gradient as soon as it is computed, then waits::
+    A step passes every gradient as soon as it is computed, then waits::
 
         buckets = GradientBuckets(parameters)
         for index, gradient in backward(batch):        # last layer first
@@ -67,19 +67,18 @@ class GradientBuckets:
         for parameter, gradient in zip(parameters, buckets.wait()):
             parameter -= rate * gradient
 
-    Buckets are filled in the reverse of the order in which the parameters are given, since a backward pass
-    reaches the last layer first; each holds arrays of one library, device and dtype. Whatever the order in
-    which gradients get ready, every rank launches its buckets in the same fixed order. All ranks must give
-    the same parameters in the same order and use the same settings.
+    Buckets are filled in the reverse order of the parameters, since a backward pass computes the gradients of the
+    last layer first; each bucket has arrays of one library, device and dtype. Every rank launches its buckets in
+    the same fixed order, independently of the order of the gradients. All ranks must pass the same parameters in
+    the same order and use the same settings.
 
-    A gradient that some rank never gave is noticed by all ranks at no extra message, from a mark that travels
-    in the bucket; on a CUDA device, where reading marks would stall the host, only by the rank that did not
-    give it.
+    If a rank passes no gradient for a parameter, all ranks detect it without an extra message, by a mark in the
+    bucket; on a CUDA device, where reading marks would block the host, only that rank detects it.
 
     Not for use from several threads at once; on CUDA, all calls of a step belong on one stream.
 
     Attributes:
-        names: the parameters' names, in the given order.
+        names: the parameters' names, in order.
         layout: per bucket, in launch order, the indices of its parameters in filling order.
     """
 
@@ -93,23 +92,23 @@ class GradientBuckets:
         op: Any = ReduceOp.AVG,
         find_unused: bool = False,
     ) -> None:
-        """Lay out the buckets; nothing is communicated yet.
+        """Lay out the buckets; all members of the group call it, since large buckets are in symmetric memory.
 
         Args:
             parameters: arrays of NumPy, CuPy or torch in forward order, as a sequence or a mapping from
                 names. Their shapes, dtypes and devices are those of the gradients; their values are not read,
                 and the arrays are not kept.
-            bucket_cap_mb: most MiB in a bucket; a larger gradient has a bucket of its own.
-            first_bucket_mb: the same for the first bucket of each dtype: a small one starts to travel early.
+            bucket_cap_mb: maximum MiB per bucket; a larger gradient has its own bucket.
+            first_bucket_mb: the same for the first bucket of each dtype: a small one starts early.
             group: the process group; the default group when None.
             op: ``ReduceOp.AVG`` or ``ReduceOp.SUM``.
-            find_unused: a rank may leave gradients out: it then contributes zeros, and :meth:`wait` gives
-                None for those that no rank gave. Costs a wait for the device on CUDA. When False, leaving one
-                out is an error.
+            find_unused: if True, a rank may omit gradients: it contributes zeros, and :meth:`wait` returns
+                None for gradients that every rank omits. On CUDA the host waits for the device. If False,
+                omitting a gradient is an error.
 
         Raises:
-            DistArgumentError: another op, or a cap that is not positive.
-            DistTypeError: a parameter is no array, or not of a floating-point or complex dtype.
+            DistArgumentError: ``op`` is another reduction, or a size is not positive.
+            DistTypeError: a parameter is not an array, or not of a floating-point or complex dtype.
             NotInitializedError: no group is given, and there is no default group.
         """
         if op not in (ReduceOp.AVG, ReduceOp.SUM):
@@ -127,97 +126,97 @@ class GradientBuckets:
             self._kinds,
             [array.nbytes for array in arrays],
             reversed(range(len(arrays))),
-            int(min(first_bucket_mb, bucket_cap_mb) * MIB),
-            int(bucket_cap_mb * MIB),
+            int(min(first_bucket_mb, bucket_cap_mb) * _MIB),
+            int(bucket_cap_mb * _MIB),
         )
-        self._buckets = [_Bucket(members, arrays) for members in self.layout]
+        self._buckets = [_Bucket(members, arrays, self._group) for members in self.layout]
         self._bucket_of: dict[int, _Bucket] = {i: bucket for bucket in self._buckets for i in bucket.members}
         self._views: dict[int, Any] = {
             i: view for bucket in self._buckets for i, view in zip(bucket.members, bucket.views, strict=True)
         }
         self._numbers = {name: i for i, name in enumerate(self.names)}
         self._syncing = True
-        self._lent: set[int] = set()  # views handed out and not yet declared ready
-        self._held: set[int] = set()  # gradients accumulated under no_sync()
-        self._given: set[int] = set()  # gradients of this step
+        self._writing: set[int] = set()  # parameters with a view() but no ready() yet
+        self._accumulated: set[int] = set()  # parameters with a sum from no_sync()
+        self._ready: set[int] = set()  # parameters with a gradient in this step
         self._launched = 0
 
     def view(self, parameter: int | str) -> Any:
-        """The gradient's place in its bucket, to compute it there without a copy before ``ready(parameter)``.
+        """The gradient's slice of its bucket, to compute it there without a copy before ``ready(parameter)``.
 
         The contents are unspecified until written.
 
         Raises:
-            DistArgumentError: there is no such parameter; its gradient was already given in this step; or the
-                place holds a sum from :meth:`no_sync`, to which ``ready(parameter, gradient)`` adds.
+            DistArgumentError: there is no such parameter; its gradient was already passed in this step; or the
+                slice has a sum from :meth:`no_sync`, to which ``ready(parameter, gradient)`` adds.
         """
         index = self._open(parameter)
-        if index in self._held:
+        if index in self._accumulated:
             raise DistArgumentError(
                 f"the bucket holds a sum for {self._name(index)} from no_sync(): "
                 "pass the gradient to ready(), which adds it"
             )
-        self._lent.add(index)
+        self._writing.add(index)
         return self._views[index]
 
     def ready(self, parameter: int | str, gradient: Any = None) -> None:
-        """Hand over one gradient; when that completes a bucket, its averaging starts in the background.
+        """Pass one gradient; when it completes a bucket, the bucket's averaging starts in the background.
 
         Under :meth:`no_sync`, and in the first step after it, gradients of one parameter add up.
 
         Args:
             parameter: its index, or its name.
-            gradient: an array of the parameter's shape, dtype, library and device; it is copied. Leave it out
-                when it was written to :meth:`view`.
+            gradient: an array of the parameter's shape, dtype, library and device; it is copied. Omit it if
+                it was written to :meth:`view`.
 
         Raises:
-            DistArgumentError: there is no such parameter; its gradient was already given in this step; the
+            DistArgumentError: there is no such parameter; its gradient was already passed in this step; the
                 shape is not the parameter's; or there is no gradient, and :meth:`view` was not called either.
             DistTypeError: it is not of the parameter's dtype, library or device.
         """
         index = self._open(parameter)
         view = self._views[index]
         if gradient is None or gradient is view:
-            if index not in self._lent:
+            if index not in self._writing:
                 raise DistArgumentError(
                     f"no gradient for {self._name(index)}: give one, or write it to view({parameter!r}) first"
                 )
         else:
             self._store(index, view, gradient)
-        self._lent.discard(index)
+        self._writing.discard(index)
         if not self._syncing:
-            self._held.add(index)
+            self._accumulated.add(index)
             return
-        self._given.add(index)
+        self._ready.add(index)
         self._bucket_of[index].expected -= 1
         while self._launched < len(self._buckets) and not self._buckets[self._launched].expected:
             self._launch()
 
     def wait(self, timeout: timedelta | float | None = None) -> list[Any]:
-        """Finish the step: launch what is left, wait for every bucket, and start a new step.
+        """Complete the step: launch the remaining buckets, wait for all buckets, and start a new step.
 
         Args:
             timeout: for each bucket's wait, in seconds or as a timedelta; the group's when None.
 
         Returns:
             The averaged gradients in the parameters' order: views of the buckets, valid until the next step's
-            gradients are given. With ``find_unused``, None for parameters that no rank gave a gradient for.
+            gradients are passed. With ``find_unused``, None for parameters without a gradient on any rank.
 
         Raises:
             DistArgumentError: called under :meth:`no_sync`.
-            DistError: a rank left gradients out (and ``find_unused`` is False); it names them. All buckets
-                have travelled then, and the group stays usable.
-            Any error of the communication, with the bucket and its parameters named in the message.
+            DistError: a rank omitted gradients (and ``find_unused`` is False); the message names them. All
+                buckets are averaged, and the group stays usable.
+            Exception: any communication error; the message names the bucket and its parameters.
         """
         if not self._syncing:
             raise DistArgumentError("nothing is averaged under no_sync(); call wait() in the step after it")
-        missing = sorted(set(range(len(self.names))) - self._given)
+        missing = sorted(set(range(len(self.names))) - self._ready)
         try:
-            self._settle(timeout)
+            self._complete(timeout)
         finally:
-            self._given.clear()
-            self._held.clear()
-            self._lent.clear()
+            self._ready.clear()
+            self._accumulated.clear()
+            self._writing.clear()
             self._launched = 0
             for bucket in self._buckets:
                 bucket.expected = len(bucket.members)
@@ -226,17 +225,17 @@ class GradientBuckets:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, gradients add up locally and nothing is communicated; the next step averages the sums.
+        """Context in which gradients are summed locally without communication; the next step averages the sums.
 
         The sums are not divided by the number of local steps.
 
         Raises:
             DistArgumentError: entered in the middle of a step.
         """
-        if self._given:
-            given = self._list(sorted(self._given))
+        if self._ready:
+            ready = self._list(sorted(self._ready))
             raise DistArgumentError(
-                f"no_sync() in the middle of a step: {given} given already; call wait() first"
+                f"no_sync() in the middle of a step: {ready} already passed; call wait() first"
             )
         before, self._syncing = self._syncing, False
         try:
@@ -245,11 +244,11 @@ class GradientBuckets:
             self._syncing = before
 
     def _open(self, parameter: int | str) -> int:
-        """The index of a parameter whose gradient may still be given in this step."""
+        """The index of a parameter without a gradient in this step."""
         index = self._numbers.get(parameter) if isinstance(parameter, str) else operator.index(parameter)
         if index is None or not 0 <= index < len(self.names):
             raise DistArgumentError(f"there is no parameter {parameter!r} among {len(self.names)}")
-        if index in self._given:
+        if index in self._ready:
             raise DistArgumentError(
                 f"the gradient of {self._name(index)} was already given; call wait() between steps"
             )
@@ -264,22 +263,23 @@ class GradientBuckets:
                 f"the gradient of {self._name(index)} has shape {[*gradient.shape]}, not {[*view.shape]}"
             )
         gradient = without_history(gradient)
-        if index in self._held:
+        if index in self._accumulated:
             view += gradient
         else:
             view[...] = gradient
 
     def _launch(self) -> None:
-        """Start the next bucket. Gradients that are not there become zeros.
+        """Start the next bucket, with zeros for missing gradients.
 
-        The marks tell the other ranks which are there: with ``find_unused`` 1 for each that is, so that a sum
-        of 0 means "nobody's"; otherwise 1 for each that is not, so that any sum but 0 is an error.
+        The marks tell the other ranks which gradients are missing: with ``find_unused`` the mark of a gradient is 1
+        if present, so that a sum of 0 means no rank has it; otherwise 1 if missing, so that a sum other than 0 is an
+        error.
         """
         bucket = self._buckets[self._launched]
         bucket.marks[...] = 1 if self._find_unused else 0
         if bucket.expected:
             for place, index in enumerate(bucket.members):
-                if index not in self._given and not (self._find_unused and index in self._held):
+                if index not in self._ready and not (self._find_unused and index in self._accumulated):
                     bucket.views[place][...] = 0
                     bucket.marks[place] = 0 if self._find_unused else 1
         self._launched += 1
@@ -288,8 +288,8 @@ class GradientBuckets:
         except Exception as error:
             raise self._explained(error, self._launched - 1) from error
 
-    def _settle(self, timeout: timedelta | float | None) -> None:
-        """Launch what is left and wait for everything, also after a failure: no bucket may stay in flight."""
+    def _complete(self, timeout: timedelta | float | None) -> None:
+        """Launch the remaining buckets and wait for all, also after an error: no bucket may stay in flight."""
         failure: DistError | None = None
         try:
             while self._launched < len(self._buckets):
@@ -318,13 +318,13 @@ class GradientBuckets:
                 where = f"another rank got no gradient for {self._list(sorted(anywhere))}"
             raise DistError(
                 f"{where} in this step. Give every gradient on every rank, or pass find_unused=True "
-                "to count what is left out as zeros",
+                "to count missing gradients as zeros",
                 op="all_reduce",
             )
         return [self._views[i] for i in range(len(self.names))]
 
     def _marked(self, value: bool, on_device: bool = True) -> set[int]:
-        """Parameters whose mark, after the reduction, is (not) zero."""
+        """Parameters whose mark after the reduction is nonzero, or zero if ``value`` is False."""
         found: set[int] = set()
         for bucket in self._buckets:
             if on_device or self._kinds[bucket.members[0]].on_host:

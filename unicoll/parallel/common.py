@@ -1,6 +1,6 @@
-"""What the data-parallel helpers share: the group they use, and the few things they ask of an array.
+"""Functions on groups and arrays for the data-parallel modules.
 
-CuPy and torch are used through the modules that the arrays came from; nothing is imported here.
+CuPy and torch are taken from ``sys.modules``; this module imports neither.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.buffers import as_buffer
-from unicoll.errors import DistArgumentError, DistBackendError, DistError, DistTypeError
-from unicoll.types import BY_NAME, DType
-from unicoll.world import GroupMember, resolve
+from unicoll.api.world import GroupMember, resolve
+from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.types import BY_NAME, DType
+from unicoll.errors import (
+    BackendUnavailableError,
+    DistArgumentError,
+    DistBackendError,
+    DistError,
+    DistTypeError,
+)
 
 if TYPE_CHECKING:
-    from unicoll.group import ProcessGroup
+    from unicoll.group.process_group import ProcessGroup
 
 __all__ = [
     "Arrays",
@@ -30,6 +36,7 @@ __all__ = [
     "check_writable",
     "element_type",
     "explained",
+    "bucket_like",
     "flat_like",
     "host_bytes",
     "kind_of",
@@ -41,11 +48,11 @@ __all__ = [
 ]
 
 Arrays = Sequence[Any] | Mapping[str, Any]
-"""Arrays in an order that is the same on every rank; a mapping gives them names for messages."""
+"""Arrays in the same order on every rank; the keys of a mapping are used as names in messages."""
 
 
 def member_group(group: Any) -> ProcessGroup:
-    """The group to use: the default group where None is given.
+    """The unicoll group for an argument ``group``; the default group for None.
 
     Raises:
         DistArgumentError: this process is not in the given group.
@@ -57,8 +64,18 @@ def member_group(group: Any) -> ProcessGroup:
     return found
 
 
+_SMALL_BUCKET = 1 << 16
+"""Bytes up to which symmetric memory is of no use."""
+
+
 class Kind(NamedTuple):
-    """What arrays must share to lie in one flat array: library, device, and that library's dtype object."""
+    """Properties that arrays in one flat array have in common.
+
+    Attributes:
+        family: array library, ``"numpy"``, ``"cupy"`` or ``"torch"``.
+        device: ``"cpu"`` or ``"cuda:0"``, for example.
+        dtype: dtype object of the library.
+    """
 
     family: str
     device: str
@@ -66,7 +83,7 @@ class Kind(NamedTuple):
 
     @property
     def on_host(self) -> bool:
-        """Whether Python can read the values without waiting for a device."""
+        """True if the values are in host memory."""
         return self.device == "cpu"
 
     def __str__(self) -> str:
@@ -78,7 +95,7 @@ def kind_of(array: Any) -> Kind:
     """The array's kind. NumPy's scalars count as arrays of shape ().
 
     Raises:
-        DistTypeError: it is no array of NumPy, CuPy or torch.
+        DistTypeError: it is not an array of NumPy, CuPy or torch.
     """
     if isinstance(array, np.ndarray | np.generic):
         return Kind("numpy", "cpu", array.dtype)
@@ -97,7 +114,7 @@ def element_type(kind: Kind) -> DType:
     """The element type of a kind.
 
     Raises:
-        DistTypeError: no collective takes this dtype.
+        DistTypeError: no collective supports this dtype.
     """
     found = BY_NAME.get(str(kind.dtype).removeprefix("torch."))
     if found is None:
@@ -112,8 +129,9 @@ def named(arrays: Arrays) -> tuple[list[str], list[Any]]:
     return [f"#{i}" for i in range(len(arrays))], list(arrays)
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """``parameters a, b and 3 more``, for messages."""
+def listed(names: Sequence[str]) -> str:
+    """``parameters a, b and 3 more``, for messages; the first eight."""
+    most = 8
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ("parameter " if len(names) == 1 else "parameters ") + ", ".join(names[:most]) + more
 
@@ -123,23 +141,23 @@ def explained(error: Exception, number: int, count: int, members: str) -> DistEr
 
     Args:
         error: what averaging the bucket raised.
-        number: the bucket's, from 0.
-        count: of all buckets.
-        members: its parameters, in words.
+        number: number of the bucket, from 0.
+        count: number of buckets.
+        members: names of its parameters.
     """
     text = f"{error} (averaging gradient bucket {number + 1} of {count}: {members})"
-    told: DistError
+    result: DistError
     if isinstance(error, DistError):
-        told = copy.copy(error)
-        told.args = (text,)
+        result = copy.copy(error)
+        result.args = (text,)
     else:
-        told = DistBackendError(f"{type(error).__name__}: {text}", op="all_reduce")
-    told.__cause__ = error
-    return told
+        result = DistBackendError(f"{type(error).__name__}: {text}", op="all_reduce")
+    result.__cause__ = error
+    return result
 
 
 def without_history(array: Any) -> Any:
-    """The same memory, unknown to torch's autograd."""
+    """An array over the same memory without autograd history."""
     return array.detach() if hasattr(array, "detach") else array
 
 
@@ -152,6 +170,24 @@ def flat_like(array: Any, count: int) -> Any:
         return array.new_empty(count)
     with array.device:
         return sys.modules["cupy"].empty(count, array.dtype)
+
+
+def bucket_like(group: Any, array: Any, count: int) -> Any:
+    """:func:`flat_like` in symmetric memory of the group where that is of use; all members call it.
+
+    On a CPU the ranks then average without copies.
+    """
+    kind = kind_of(array)
+    nbytes = count * element_type(kind).itemsize
+    if not kind.on_host or nbytes <= _SMALL_BUCKET:
+        return flat_like(array, count)
+    try:
+        memory = group.symmetric_empty(nbytes, "uint8", device="cpu")
+    except BackendUnavailableError:
+        return flat_like(array, count)
+    if kind.family == "torch":
+        return sys.modules["torch"].from_numpy(memory).view(kind.dtype)
+    return memory.view(kind.dtype)
 
 
 def host_bytes(array: Any) -> npt.NDArray[np.uint8]:
@@ -180,17 +216,17 @@ def byte_array(data: npt.NDArray[np.uint8], like: Any) -> Any:
 def plan_buckets(
     kinds: Sequence[Hashable], sizes: Sequence[int], order: Iterable[int], first_cap: int, cap: int
 ) -> list[list[int]]:
-    """Which arrays travel together.
+    """Group arrays into buckets.
 
     Args:
-        kinds: per array, what it must have in common with its bucket.
+        kinds: per array, its kind; the arrays of a bucket have the same kind.
         sizes: bytes per array.
         order: the arrays' indices, in the order in which they fill the buckets.
-        first_cap: most bytes in the first bucket of a kind.
-        cap: most bytes in each further one. An array larger than that has a bucket of its own.
+        first_cap: maximum bytes of the first bucket of a kind.
+        cap: maximum bytes of each further bucket. A larger array has its own bucket.
 
     Returns:
-        The buckets, each a list of indices, sorted by when they are complete if the arrays come in ``order``.
+        The buckets, each a list of indices, in the order in which they are complete if arrays arrive in ``order``.
     """
     filling: dict[Hashable, tuple[list[int], int]] = {}
     limits: dict[Hashable, int] = {}
@@ -211,17 +247,26 @@ def plan_buckets(
 
 
 class Packer:
-    """Arrays of one kind and the flat array in which they travel; a lone contiguous one is its own."""
+    """Arrays of one kind and a flat array for their communication.
+
+    A single contiguous array is used without a copy.
+
+    Args:
+        arrays: the arrays.
+
+    Attributes:
+        flat: the flat array.
+    """
 
     def __init__(self, arrays: Sequence[Any]) -> None:
         self._arrays = [without_history(a) for a in arrays]
         first = self._arrays[0]
-        self._own = len(arrays) > 1 or not is_contiguous(first)
+        self._copies = len(arrays) > 1 or not is_contiguous(first)
         self.flat = (
-            flat_like(first, sum(math.prod(a.shape) for a in arrays)) if self._own else first.reshape(-1)
+            flat_like(first, sum(math.prod(a.shape) for a in arrays)) if self._copies else first.reshape(-1)
         )
 
-    def _places(self) -> Iterable[tuple[Any, Any]]:
+    def _slices(self) -> Iterable[tuple[Any, Any]]:
         start = 0
         for array in self._arrays:
             end = start + math.prod(array.shape)
@@ -229,29 +274,29 @@ class Packer:
             start = end
 
     def pack(self) -> None:
-        """Copy the arrays in."""
-        if self._own:
-            for array, place in self._places():
-                place[...] = array
+        """Copy the arrays into ``flat``."""
+        if self._copies:
+            for array, view in self._slices():
+                view[...] = array
 
     def unpack(self) -> None:
-        """Copy the arrays out."""
-        if self._own:
-            for array, place in self._places():
-                array[...] = place
+        """Copy ``flat`` back into the arrays."""
+        if self._copies:
+            for array, view in self._slices():
+                array[...] = view
 
 
 def is_contiguous(array: Any) -> bool:
-    """Whether the elements lie in C order without gaps."""
+    """True if the elements are in C order without gaps."""
     return bool(array.is_contiguous() if hasattr(array, "is_contiguous") else array.flags.c_contiguous)
 
 
 def check_writable(name: str, array: Any) -> None:
-    """Refuse an array that results cannot be written to.
+    """Raise an error for an array that results cannot be written to.
 
     Raises:
         DistArgumentError: it is read-only.
-        DistTypeError: it is no array, a NumPy scalar, or of a dtype that no collective takes.
+        DistTypeError: it is not an array, is a NumPy scalar, or has a dtype that no collective supports.
     """
     kind = kind_of(array)
     element_type(kind)

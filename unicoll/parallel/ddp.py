@@ -1,4 +1,4 @@
-"""Keeping the ranks' parameters the same: broadcast at the start, average in one go, compare bit for bit."""
+"""Parameters and gradients across ranks: broadcast, averaging, and bitwise comparison."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistError
 from unicoll.parallel.common import (
     Arrays,
@@ -21,7 +22,6 @@ from unicoll.parallel.common import (
     named,
     plan_buckets,
 )
-from unicoll.types import ReduceOp
 
 __all__ = ["average_gradients", "broadcast_parameters", "check_identical", "parameters_digest"]
 
@@ -35,12 +35,12 @@ def broadcast_parameters(parameters: Arrays, src: int = 0, group: Any = None) ->
     Args:
         parameters: arrays of NumPy, CuPy or torch, as a sequence or a mapping; the same order, shapes and
             dtypes on every rank.
-        src: the global rank whose values all ranks get.
+        src: the global rank of the source.
         group: the process group; the default group when None.
 
     Raises:
         DistArgumentError: an array is read-only, or ``src`` is not in the group.
-        DistTypeError: an element is no array, or of a dtype that cannot be communicated.
+        DistTypeError: an element is not an array, or of a dtype that cannot be communicated.
         NotInitializedError: no group is given, and there is no default group.
     """
     members = member_group(group)
@@ -54,7 +54,7 @@ def broadcast_parameters(parameters: Arrays, src: int = 0, group: Any = None) ->
 def average_gradients(gradients: Arrays, group: Any = None) -> None:
     """Replace every array by its average over the ranks, in place; small arrays share a message.
 
-    For training loops that have all gradients before they communicate any; :class:`GradientBuckets` overlaps.
+    For training loops that communicate after the backward pass; :class:`GradientBuckets` overlaps the two.
 
     Args:
         gradients: arrays of NumPy, CuPy or torch, as a sequence or a mapping; the same order, shapes and
@@ -63,7 +63,7 @@ def average_gradients(gradients: Arrays, group: Any = None) -> None:
 
     Raises:
         DistArgumentError: an array is read-only.
-        DistTypeError: an element is no array, or of a dtype that cannot be communicated.
+        DistTypeError: an element is not an array, or of a dtype that cannot be communicated.
         NotInitializedError: no group is given, and there is no default group.
     """
     members = member_group(group)
@@ -78,27 +78,27 @@ def average_gradients(gradients: Arrays, group: Any = None) -> None:
 
 
 def parameters_digest(parameters: Arrays) -> str:
-    """SHA-256, in hex, over the arrays' names, dtypes, shapes and bytes: equal exactly when all bits are.
+    """SHA-256, in hex, of the arrays' names, dtypes, shapes and bytes.
 
-    Arrays of a sequence are named by their place. The library and device do not count.
+    The names of arrays in a sequence are their indices. The library and device have no influence.
     """
     return _digest(*named(parameters)).hex()
 
 
 def check_identical(parameters: Arrays, group: Any = None) -> str:
-    """Make sure that all ranks hold the same arrays, bit for bit. Every rank of the group calls it.
+    """Check that all ranks have bitwise equal arrays. All ranks of the group call it.
 
     Args:
         parameters: arrays of NumPy, CuPy or torch, as a sequence or a mapping.
         group: the process group; the default group when None.
 
     Returns:
-        The digest that all ranks have, as :func:`parameters_digest` gives it.
+        The common digest, as :func:`parameters_digest` returns it.
 
     Raises:
-        DistError: on all ranks, when they differ. It names the ranks whose arrays are not those of most ranks
-            (of the lowest rank, when there is no most), and the arrays in which they differ; ``rank`` is the
-            first.
+        DistError: the arrays differ; raised on all ranks. The message names the ranks whose arrays differ from the
+            most common ones (the lowest rank's, in case of a tie), and the arrays that differ; ``rank`` is the first
+            such rank.
         NotInitializedError: no group is given, and there is no default group.
     """
     members = member_group(group)
@@ -106,26 +106,32 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
     own = _digest(names, arrays)
     count = len(arrays).to_bytes(8, "little")
     like = arrays[0] if arrays else np.empty(0)
-    told = _gather(members, own + count, like)
-    if len(set(told)) == 1:
+    answers = _gather(members, own + count, like)
+    if len(set(answers)) == 1:
         return own.hex()
-    common = Counter(told).most_common(1)[0][0]
-    strangers = [r for r, answer in enumerate(told) if answer != common]
-    if len({answer[DIGEST_BYTES:] for answer in told}) > 1:
-        counts = ", ".join(str(int.from_bytes(answer[DIGEST_BYTES:], "little")) for answer in told)
-        what = f"they hold different numbers of arrays ({counts}, by rank)"
+    common = Counter(answers).most_common(1)[0][0]
+    deviating = [r for r, answer in enumerate(answers) if answer != common]
+    if len({answer[DIGEST_BYTES:] for answer in answers}) > 1:
+        counts = ", ".join(str(int.from_bytes(answer[DIGEST_BYTES:], "little")) for answer in answers)
+        what = f"they have different numbers of arrays ({counts}, by rank)"
     else:
         each = b"".join(_digest([name], [array]) for name, array in zip(names, arrays, strict=True))
         rows = [
             np.frombuffer(row, np.uint8).reshape(-1, DIGEST_BYTES) for row in _gather(members, each, like)
         ]
-        reference = rows[told.index(common)]
-        odd = sorted({int(i) for r in strangers for i in np.flatnonzero((rows[r] != reference).any(axis=1))})
-        what = "they differ in " + ", ".join(names[i] for i in odd[:8]) + (", ..." if len(odd) > 8 else "")
-    ranks = [members.global_rank(r) for r in strangers]
+        reference = rows[answers.index(common)]
+        differing = sorted(
+            {int(i) for r in deviating for i in np.flatnonzero((rows[r] != reference).any(axis=1))}
+        )
+        what = (
+            "they differ in "
+            + ", ".join(names[i] for i in differing[:8])
+            + (", ..." if len(differing) > 8 else "")
+        )
+    ranks = [members.global_rank(r) for r in deviating]
     raise DistError(
         f"parameters are not the same on all ranks: rank{'s' * (len(ranks) > 1)} "
-        f"{', '.join(map(str, ranks))} of {len(told)} not as the others; {what}",
+        f"{', '.join(map(str, ranks))} of {len(answers)} differ from the others; {what}",
         rank=ranks[0],
     )
 
@@ -154,7 +160,7 @@ def _digest(names: list[str], arrays: list[Any]) -> bytes:
 
 
 def _gather(group: Any, data: bytes, like: Any) -> list[bytes]:
-    """Every rank's bytes, equally many on each; they travel where the arrays live, which the group serves."""
+    """The bytes of each rank, equally many, communicated on the device of ``like``, which the group supports."""
     size = group.size()
     own: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8).copy()
     everyone = byte_array(np.empty(size * len(data), np.uint8), like)

@@ -1,13 +1,15 @@
-"""Which samples of a data set each rank reads: ``DistributedSampler`` as in torch, without torch."""
+"""``DistributedSampler``: torch's sampler for distributed training, without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 
 import numpy as np
+import numpy.typing as npt
 
+from unicoll.api.world import get_rank, get_world_size
 from unicoll.errors import DistArgumentError
-from unicoll.world import get_rank, get_world_size
+from unicoll.group.arguments import as_integer
 
 __all__ = ["DistributedSampler"]
 
@@ -15,20 +17,20 @@ __all__ = ["DistributedSampler"]
 class DistributedSampler:
     """Splits the indices ``0 .. len(dataset) - 1`` evenly over the ranks, reshuffled every epoch.
 
-    Rank ``r`` of ``n`` gets every n-th index of one common order, from the r-th on. So that all ranks get
-    equally many, the order is first made ``total_size`` long: lengthened by repeating it from its start, or,
-    with ``drop_last``, shortened. Lengths, padding, dropping and, without shuffling, the very indices are
-    those of ``torch.utils.data.DistributedSampler``; it serves as ``sampler=`` of torch's ``DataLoader`` too.
+    Rank ``r`` of ``n`` gets every n-th index of a common order, starting with index ``r``. So that all ranks get
+    the same number, the order is first extended to ``total_size`` by repeating it from its start, or, with
+    ``drop_last``, shortened. Lengths, padding, dropping and, without shuffling, the indices are those of
+    ``torch.utils.data.DistributedSampler``; it can be the ``sampler=`` of torch's ``DataLoader``.
 
-    The shuffled order depends on ``seed + epoch`` and the data set's length alone: it is the stable sort
-    order of that many 64-bit numbers of NumPy's Philox generator, keyed with ``seed + epoch``. NumPy keeps a
-    bit generator's stream the same across releases and machines, so that ranks with different NumPy versions
-    still agree. torch draws from another generator: the same seed gives another, equally random order there.
+    The shuffled order depends only on ``seed + epoch`` and the data set's length: it is the stable sort order of
+    that many 64-bit numbers of NumPy's Philox generator with the key ``seed + epoch``. A bit generator's stream is
+    the same in all NumPy releases and on all machines, so ranks with different NumPy versions agree. torch uses
+    another generator: the same seed gives another order there.
 
     Attributes:
         num_samples: indices that each rank gets per epoch.
         total_size: ``num_samples * num_replicas``.
-        epoch: the number last given to :meth:`set_epoch`, 0 before.
+        epoch: the last argument of :meth:`set_epoch`; initially 0.
     """
 
     def __init__(
@@ -40,24 +42,26 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        """Prepare the split; nothing of the data set but its length is read.
+        """Prepare the split; only the length of the data set is read.
 
         Args:
             dataset: anything with a length, the same on every rank.
-            num_replicas: how many ranks share the data; the default group's size when None.
-            rank: this rank among them; the rank in the default group when None.
-            shuffle: a new random order every epoch, instead of 0, 1, 2...
+            num_replicas: number of ranks that share the data; the default group's size when None.
+            rank: this process's rank among them; the rank in the default group when None.
+            shuffle: if True, a new random order every epoch, else 0, 1, 2...
             seed: the same on every rank.
-            drop_last: leave out the tail that does not fill a whole round of ranks, instead of repeating from
-                the start.
+            drop_last: if True, omit the last ``len(dataset) % num_replicas`` indices instead of repeating indices
+                from the start.
 
         Raises:
             DistArgumentError: ``num_replicas`` is below 1, or ``rank`` is not in ``0 .. num_replicas - 1``.
-            NotInitializedError: a number was left to the default group, and there is none.
+            NotInitializedError: an argument is None, and there is no default group.
         """
         if num_replicas is None or rank is None:
             num_replicas = get_world_size() if num_replicas is None else num_replicas
             rank = get_rank() if rank is None else rank
+        num_replicas = as_integer("DistributedSampler: num_replicas", num_replicas)
+        rank = as_integer("DistributedSampler: rank", rank)
         if num_replicas < 1:
             raise DistArgumentError(f"num_replicas is {num_replicas}; it must be at least 1")
         if not 0 <= rank < num_replicas:
@@ -84,13 +88,13 @@ class DistributedSampler:
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next iteration: the same number on every rank, before each epoch.
+        """Set the order of the next iteration; call it before each epoch, with the same number on every rank.
 
         Without it every epoch has the same order.
         """
         self.epoch = epoch
 
-    def _order(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _order(self) -> npt.NDArray[np.int64]:
         count = len(self.dataset)
         if not self.shuffle:
             return np.arange(count)

@@ -1,23 +1,23 @@
 """The launcher: ``python -m unicoll.run [flags] script [arguments]``, with torchrun's flags.
 
-It starts ``--nproc-per-node`` worker processes and waits for them. What it promises:
+It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
 
 - **Environment.** Each worker gets RANK, WORLD_SIZE, LOCAL_RANK and the rest of torchrun's variables, so that
   ``init_process_group()`` needs no arguments. On one node the launcher makes a secret for the job, serves
-  its store on the loopback interface, and keeps a free MASTER_PORT reserved: any number of launches at once
-  do not collide. With several nodes, start it once per node with ``--nnodes``, ``--node-rank``,
+  its store on the loopback interface, and reserves a free MASTER_PORT, so concurrent launches do not conflict.
+  With several nodes, start it once per node with ``--nnodes``, ``--node-rank``,
   ``--master-addr`` and one secret in UNICOLL_SECRET or UNICOLL_SECRET_FILE.
-- **Output.** Whole lines, prefixed ``[<role><local_rank>]:``; stdout and stderr stay apart. One worker
-  alone has the console to itself. Local rank 0 inherits stdin, the others read an empty one.
-- **Failure.** After the first failure the others have ``--grace`` seconds to fail by themselves; then come
-  SIGTERM and, after ``--shutdown-timeout``, SIGKILL. Each distinct traceback is shown once on stderr, with the
-  ranks that had it, a second after it came or at the end of the job; the summary, which names the first
-  failure, is last. The exit code is that of the first failing rank, 128 + N for signal N.
-- **No orphans.** Nothing that a worker started outlives the job, also when the launcher is killed by
-  SIGKILL; see ``unicoll.run.guard`` for how a job's processes are known, and how one may leave on purpose.
-- **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are passed on to the workers' process groups and end the
-  job with 128 + N; a second Ctrl-C kills at once. A signal that the launcher was started to ignore (nohup)
-  stays ignored.
+- **Output.** Whole lines, prefixed ``[<role><local_rank>]:``; stdout and stderr stay separate. A single worker
+  writes to the console directly. Local rank 0 inherits stdin, the others have an empty one.
+- **Failure.** After the first failure the others have ``--grace`` seconds to fail by themselves; then they get
+  SIGTERM and, after ``--shutdown-timeout``, SIGKILL. Each distinct traceback is printed once on stderr, with its
+  ranks, one second after the first rank has it or at the end of the job; the summary, with the first failure, is
+  last. The exit code is that of the first failing rank, 128 + N for signal N.
+- **No orphans.** No process that a worker has started outlives the job, even if the launcher is killed by
+  SIGKILL; see ``unicoll.run.guard`` for how a job's processes are identified, and how one may leave the job.
+- **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the workers' process groups and end the
+  job with 128 + N; a second Ctrl-C kills at once. A signal that is ignored when the launcher starts (nohup) stays
+  ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the launcher with these arguments (``sys.argv[1:]`` if None) and return its exit code.
 
-    A mistake in the arguments raises SystemExit(2), as argparse does, after one line on stderr.
+    An error in the arguments raises SystemExit(2), like argparse, after one line on stderr.
     """
     from unicoll.errors import DistError
     from unicoll.run.agent import Agent

@@ -1,9 +1,8 @@
-"""The launcher's main loop: start the workers, forward their output, see them end, leave nothing behind."""
+"""The launcher's main loop: starts the workers, forwards their output, waits for them and cleans up."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import selectors
@@ -17,8 +16,18 @@ from types import FrameType
 from typing import Any
 
 from unicoll.errors import DistError
-from unicoll.run.args import Options
-from unicoll.run.failure import SEEN_LATE, Failure, Record, last_words, read_record, report, root_cause
+from unicoll.net import logs
+from unicoll.run.args import LaunchOptions
+from unicoll.run.dumps import TraceDirectory
+from unicoll.run.failure import (
+    DETECTION_DELAY,
+    ExceptionRecord,
+    WorkerFailure,
+    last_stderr_lines,
+    read_record,
+    report,
+    root_cause,
+)
 from unicoll.run.guard import JOB_VARIABLE, Guard, kill_group, kill_members, members
 from unicoll.run.job import EXIT_KEY, LocalJob, job_token, job_variable
 from unicoll.run.output import Console, Streams
@@ -27,59 +36,56 @@ from unicoll.run.workers import LogFiles, Worker, shared_environment, start_work
 
 __all__ = ["Agent"]
 
-log = logging.getLogger("unicoll")
+log = logs.logger("run")
 
-_TOGETHER = 1.0  # seconds for which a traceback waits for the other ranks'
-_HANG_CHECK = 1.0  # seconds between two looks for workers that have failed and do not end
-_LEFTOVER_PATIENCE = (
-    1.0  # seconds for helpers (multiprocessing's tracker...) to notice that their worker has ended
-)
-_KILL_PATIENCE = 10.0  # seconds from SIGKILL until the launcher gives up on a process (stuck in the kernel)
-_DRAIN_PATIENCE = 2.0  # seconds for the last output, when the workers are gone
-_REPEAT = 0.5  # seconds within which a second signal of a kind is taken for an echo of the first
+_TRACEBACK_DELAY = 1.0  # seconds for which a traceback waits for those of the other ranks
+_HANG_CHECK_INTERVAL = 1.0  # seconds between checks for failed workers whose processes do not end
+_LEFTOVER_SECONDS = 1.0  # for helpers (multiprocessing's tracker...) to end after their worker
+_KILL_SECONDS = 10.0  # from SIGKILL until the launcher gives up on a process (stuck in the kernel)
+_DRAIN_SECONDS = 2.0  # for the last output, after the workers have ended
+_REPEAT_SECONDS = 0.5  # a repeated signal within this time is ignored: both come from one Ctrl-C
 
 
 class Agent:
     """One launch, from start to exit code.
 
+    ``_pending_signals`` has the signals still to be sent to the workers and their times; it is empty without failures.
+
     Args:
         options: the command line.
-
-    The plan (``_plan``) holds what is still to be sent to the workers and when; it is empty while all is
-    well.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LaunchOptions) -> None:
         self._options = options
         self._token = job_token()
         self._workers: list[Worker] = []
-        self._failed: list[tuple[Worker, Record | None]] = []
-        self._root: Failure | None = None
-        self._plan: deque[tuple[float, signal.Signals]] = deque()
+        self._failed: list[tuple[Worker, ExceptionRecord | None]] = []
+        self._root: WorkerFailure | None = None
+        self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signals: deque[signal.Signals] = deque()
         self._signal: signal.Signals | None = None  # that ended the job
         self._signal_time = 0.0
-        self._stopping_since: float | None = None  # wall clock, when the first signal was sent to the workers
+        self._stopping_since: float | None = None  # wall clock of the first signal to the workers
         self._kill_time: float | None = None
         self._hang_check = 0.0
         self._tracebacks = Tracebacks()
         self._show_time = math.inf
         self._selector = selectors.DefaultSelector()
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
+        self._wake_read, self._wake_write = socket.socketpair()
+        for end in (self._wake_read, self._wake_write):
             end.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._console = Console(self._wake)
         self._streams = Streams(self._selector, self._console)
 
     def run(self) -> int:
-        """Do it all; returns the exit code.
+        """Run the job; returns the exit code.
 
         Raises:
-            OSError: a process, a file or the wanted port is not to be had.
-            DistError: the store or the secret is not usable.
+            OSError: a process, a file or the requested port cannot be used.
+            DistError: the store or the secret cannot be used.
         """
-        previous = self._take_over_signals()
+        previous = self._install_signal_handlers()
         try:
             try:
                 self._run_job()
@@ -91,90 +97,91 @@ class Agent:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             self._selector.close()
-            self._woken.close()
-            self._waker.close()
+            self._wake_read.close()
+            self._wake_write.close()
 
     def _run_job(self) -> None:
         options = self._options
         logs = LogFiles(options)
+        dumps = TraceDirectory(os.environ, logs.path if logs.kept else None)
         job: LocalJob | None = None
         guard: Guard | None = None
         try:
             job = LocalJob(os.environ, options.master_port) if options.nnodes == 1 else None
             guard = Guard(self._token, "" if logs.kept else logs.path)
-            self._start(logs, job, guard)
-            self._watch(job)
+            self._start(logs, dumps, job, guard)
+            self._wait_for_workers(job)
         finally:
             self._clean_up()
             if guard is not None:
-                guard.dismiss()
+                guard.stop()
             if job is not None:
                 job.close()
-            self._report(logs)
+            self._report(logs, dumps)
             if not logs.kept:
                 shutil.rmtree(logs.path, ignore_errors=True)
 
-    def _start(self, logs: LogFiles, job: LocalJob | None, guard: Guard) -> None:
+    def _start(self, logs: LogFiles, dumps: TraceDirectory, job: LocalJob | None, guard: Guard) -> None:
         options = self._options
-        added = {JOB_VARIABLE: job_variable(self._token)}
+        added = {JOB_VARIABLE: job_variable(self._token), **dumps.environment}
         if job is not None:
             added.update(job.environment, MASTER_PORT=str(job.master_port))
         else:
             added.update(UNICOLL_LAUNCHER="1", MASTER_PORT=str(options.master_port))
-            self._warn_if_open()
+            self._warn_without_secret()
         if logs.kept and options.log_dir is None:
-            self._say(f"log files are in {logs.path}")
+            self._log(f"log files are in {logs.path}")
         environment = shared_environment(options, os.environ, added)
         for local_rank in range(options.nproc):
             worker = start_worker(options, local_rank, environment, logs, self._console, self._streams)
             guard.watch(worker.pid)
             self._workers.append(worker)
 
-    def _warn_if_open(self) -> None:
+    def _warn_without_secret(self) -> None:
         if "UNICOLL_SECRET" not in os.environ and "UNICOLL_SECRET_FILE" not in os.environ:
             options = self._options
-            self._say(
-                "WARNING: this job has several nodes and no secret, so whoever can reach "
+            self._log(
+                "WARNING: this job has several nodes and no secret, so any process that can reach "
                 f"{options.master_addr} port {options.master_port} can join it. Set UNICOLL_SECRET, or "
                 "UNICOLL_SECRET_FILE, to the same secret on every node."
             )
 
-    # The loop.
+    # --- the main loop ----------------------------------------------------------------------------------------
 
-    def _watch(self, job: LocalJob | None) -> None:
+    def _wait_for_workers(self, job: LocalJob | None) -> None:
         while any(worker.status is None for worker in self._workers):
-            self._poll(self._time_to_next())
+            self._poll(self._poll_timeout())
             self._handle_signals()
             for worker in self._workers:
-                if worker.status is None and worker.look():
+                if worker.status is None and worker.poll():
                     worker.ended = time.time()
-                    self._note_end(worker, job)
-            self._find_hanging_failures()
+                    self._record_end(worker, job)
+            self._check_hanging_failures()
             if time.monotonic() >= self._show_time:
                 self._show_tracebacks()
-            self._follow_plan()
-            if self._kill_time is not None and time.monotonic() > self._kill_time + _KILL_PATIENCE:
+            self._send_due_signals()
+            if self._kill_time is not None and time.monotonic() > self._kill_time + _KILL_SECONDS:
                 stuck = [worker.pid for worker in self._workers if worker.status is None]
-                self._say(f"processes {stuck} do not end even on SIGKILL; giving up on them")
+                self._log(f"processes {stuck} do not end after SIGKILL; no longer waiting for them")
                 return
 
-    def _time_to_next(self) -> float:
+    def _poll_timeout(self) -> float:
         wait = self._options.monitor_interval
         if self._streams.unfinished:
             wait = min(wait, 0.1)
-        if self._plan:
-            wait = min(wait, max(0.0, self._plan[0][0] - time.monotonic()))
+        if self._pending_signals:
+            wait = min(wait, max(0.0, self._pending_signals[0][0] - time.monotonic()))
         return wait
 
     def _poll(self, seconds: float) -> None:
         for key, _events in self._selector.select(seconds):
             if key.data is None:
-                self._woken.recv(4096)
+                self._wake_read.recv(4096)
             else:
                 self._streams.read(key.data)
         self._streams.tick()
 
-    def _note_end(self, worker: Worker, job: LocalJob | None) -> None:
+    def _record_end(self, worker: Worker, job: LocalJob | None) -> None:
         assert worker.status is not None
         record = self._read_record(worker)
         if worker.status == 0:
@@ -184,25 +191,25 @@ class Agent:
                 worker.stopped = True
                 return
             if worker.status < 0:
-                worker.status = 1  # its exception came first, and our signal only ended its clean-up
+                worker.status = 1  # its exception was first; the launcher's signal only ended its clean-up
         self._failed.append((worker, record))
         if job is not None:
             _publish(job, worker, record)
-        self._plan_stop()
+        self._schedule_stop()
 
-    def _find_hanging_failures(self) -> None:
-        """A worker whose program has failed but whose process does not end is a failure, too."""
+    def _check_hanging_failures(self) -> None:
+        """A worker whose program has failed but whose process does not end is a failure too."""
         if time.monotonic() < self._hang_check:
             return
-        self._hang_check = time.monotonic() + _HANG_CHECK
+        self._hang_check = time.monotonic() + _HANG_CHECK_INTERVAL
         for worker in self._workers:
             if worker.status is None and os.path.exists(worker.error_file):
                 record = self._read_record(worker)
                 if record is not None and record.final:
-                    self._plan_stop()
+                    self._schedule_stop()
 
-    def _read_record(self, worker: Worker) -> Record | None:
-        """The worker's exception so far; if it ended the program, its traceback is to be shown."""
+    def _read_record(self, worker: Worker) -> ExceptionRecord | None:
+        """The worker's recorded exception; if it ended the program, its traceback is scheduled for output."""
         if worker.record is None:
             record = read_record(worker.error_file)
             if record is None or not record.final:
@@ -210,47 +217,47 @@ class Agent:
             worker.record = record
             if not worker.prints:
                 self._tracebacks.add(worker.rank, record.traceback)
-                self._show_time = min(self._show_time, time.monotonic() + _TOGETHER)
+                self._show_time = min(self._show_time, time.monotonic() + _TRACEBACK_DELAY)
         return worker.record
 
     def _show_tracebacks(self, last: int | None = None) -> None:
         self._show_time = math.inf
         self._write(self._tracebacks.take(last))
 
-    def _plan_stop(self) -> None:
-        """After the first failure: some grace for the others to fail by themselves, SIGTERM, SIGKILL."""
-        if not self._plan and self._kill_time is None:
+    def _schedule_stop(self) -> None:
+        """After the first failure: a grace period for the others to fail by themselves, then SIGTERM, then SIGKILL."""
+        if not self._pending_signals and self._kill_time is None:
             term = time.monotonic() + self._options.grace
-            self._plan.append((term, signal.SIGTERM))
-            self._plan.append((term + self._options.shutdown_timeout, signal.SIGKILL))
+            self._pending_signals.append((term, signal.SIGTERM))
+            self._pending_signals.append((term + self._options.shutdown_timeout, signal.SIGKILL))
 
-    def _follow_plan(self) -> None:
-        while self._plan and time.monotonic() >= self._plan[0][0]:
-            self._send(self._plan.popleft()[1])
+    def _send_due_signals(self) -> None:
+        while self._pending_signals and time.monotonic() >= self._pending_signals[0][0]:
+            self._send(self._pending_signals.popleft()[1])
 
     def _send(self, number: signal.Signals) -> None:
-        """Signal all the workers' groups, also those whose leader has ended and left children."""
+        """Signal all workers' process groups, also those whose leader has ended but left children."""
         if self._stopping_since is None:
             self._stopping_since = time.time()
         if number == signal.SIGKILL:
             self._kill_time = time.monotonic()
-            self._plan.clear()
+            self._pending_signals.clear()
         for worker in self._workers:
             kill_group(worker.pid, number)
             if number == signal.SIGTERM:
-                kill_group(worker.pid, signal.SIGCONT)  # a stopped process could not act on it
+                kill_group(worker.pid, signal.SIGCONT)  # a stopped process does not handle it
 
-    # Signals to the launcher.
+    # --- signals to the launcher --------------------------------------------------------------------------------
 
-    def _take_over_signals(self) -> dict[signal.Signals, Any]:
+    def _install_signal_handlers(self) -> dict[signal.Signals, Any]:
         if threading.current_thread() is not threading.main_thread():
             raise DistError("the launcher handles signals and must run in the main thread")
         previous: dict[signal.Signals, Any] = {}
         for number in (*self._options.signals, signal.SIGCHLD):
-            # What the parent had us ignore stays ignored: SIGHUP under nohup, SIGINT in the background.
+            # Signals that are ignored at the start stay ignored: SIGHUP under nohup, SIGINT in the background.
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, self._on_signal)
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         return previous
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
@@ -259,53 +266,53 @@ class Agent:
 
     def _wake(self) -> None:
         try:
-            self._waker.send(b"\0")
+            self._wake_write.send(b"\0")
         except OSError:
-            pass  # full: it will wake up anyway; closed: the job is over
+            pass  # full: the loop wakes up anyway; closed: the job has ended
 
     def _handle_signals(self) -> None:
         while self._signals:
             number = self._signals.popleft()
             now = time.monotonic()
-            if number == self._signal and now - self._signal_time < _REPEAT:
+            if number == self._signal and now - self._signal_time < _REPEAT_SECONDS:
                 continue
             if number == self._signal or self._failed:
-                self._say(
+                self._log(
                     f"got {number.name} again: killing the workers" if self._signal else f"got {number.name}"
                 )
                 self._send(signal.SIGKILL)
                 continue
             running = sum(worker.status is None for worker in self._workers)
-            self._say(f"got {number.name}; passing it on to {running} workers")
+            self._log(f"got {number.name}; forwarding it to {running} workers")
             self._signal, self._signal_time = number, now
-            self._plan.clear()
+            self._pending_signals.clear()
             self._send(number)
             kill = now + self._options.shutdown_timeout
             if number != signal.SIGTERM:
-                self._plan.append((now + self._options.grace, signal.SIGTERM))
+                self._pending_signals.append((now + self._options.grace, signal.SIGTERM))
                 kill += self._options.grace
-            self._plan.append((kill, signal.SIGKILL))
+            self._pending_signals.append((kill, signal.SIGKILL))
 
-    # The end.
+    # --- the end of the job -----------------------------------------------------------------------------------
 
     def _clean_up(self) -> None:
-        """Kill what the workers have left, forward the last output, reap."""
+        """Kill the processes that the workers have left, forward the last output, reap the workers."""
         leaders = {worker.pid for worker in self._workers}
         if all(worker.status is not None for worker in self._workers) and self._kill_time is None:
-            self._wait_for_leftovers(leaders, _LEFTOVER_PATIENCE)
+            self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
             if left := members(self._token, leaders):
                 for pid in left:
                     _terminate(pid)
-                self._wait_for_leftovers(leaders, _LEFTOVER_PATIENCE)
+                self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
         for leader in leaders:
             kill_group(leader, signal.SIGKILL)
-        kill_members(self._token, leaders, _KILL_PATIENCE)
-        deadline = time.monotonic() + _DRAIN_PATIENCE
+        kill_members(self._token, leaders, _KILL_SECONDS)
+        deadline = time.monotonic() + _DRAIN_SECONDS
         while self._streams.open and time.monotonic() < deadline:
             self._poll(0.05)
         self._streams.close()
         for worker in self._workers:
-            worker.look()
+            worker.poll()
             worker.reap()
 
     def _wait_for_leftovers(self, leaders: set[int], seconds: float) -> None:
@@ -313,10 +320,13 @@ class Agent:
         while time.monotonic() < deadline and not self._signals and members(self._token, leaders):
             self._poll(0.02)
 
-    def _report(self, logs: LogFiles) -> None:
+    def _report(self, logs: LogFiles, dumps: TraceDirectory) -> None:
         self._complete_logs()
+        reader = dumps.command(any(worker.status for worker in self._workers) or self._signal is not None)
         if not self._failed or self._signal is not None:
             self._show_tracebacks()
+            if reader:
+                self._log(f"the last calls of the ranks: {reader}")
             return
         title = os.path.basename(self._options.target) or self._options.target
         stopped = [worker.rank for worker in self._workers if worker.stopped]
@@ -325,26 +335,26 @@ class Agent:
         if root.record is not None and not root.record.final:
             self._tracebacks.add(root.rank, root.record.traceback)
         self._show_tracebacks(root.rank)
-        self._write(last_words(root) + report(title, failures, stopped))
+        self._write(last_stderr_lines(root) + report(title, failures, stopped, reader))
 
     def _complete_logs(self) -> None:
-        """Tracebacks that workers have left to the launcher belong into their log files, too."""
+        """Append the tracebacks that the launcher prints for workers to the workers' log files."""
         for worker in self._workers:
             if worker.log is not None and worker.record is not None:
                 try:
                     with open(worker.log, "a", encoding="utf-8", errors="backslashreplace") as log:
                         log.write(worker.record.traceback)
                 except OSError as error:
-                    self._say(f"{worker.log}: {error.strerror}; without the traceback")
+                    self._log(f"{worker.log}: {error.strerror}; it lacks the traceback")
 
-    def _failure(self, worker: Worker, record: Record | None, logs: LogFiles) -> Failure:
+    def _failure(self, worker: Worker, record: ExceptionRecord | None, logs: LogFiles) -> WorkerFailure:
         assert worker.status is not None
-        return Failure(
+        return WorkerFailure(
             rank=worker.rank,
             local_rank=worker.local_rank,
             pid=worker.pid,
             status=worker.status,
-            time=record.time if record is not None else worker.ended - SEEN_LATE,
+            time=record.time if record is not None else worker.ended - DETECTION_DELAY,
             record=record,
             tail=worker.tail,
             error_file=worker.error_file if record is not None and logs.kept else None,
@@ -358,24 +368,24 @@ class Agent:
         return 0 if all(worker.status == 0 for worker in self._workers) else 1
 
     def _close_output(self) -> None:
-        deadline = time.monotonic() + _KILL_PATIENCE
+        deadline = time.monotonic() + _KILL_SECONDS
         ending = self._signal is not None
         self._console.close(lambda: bool(self._signals) or (ending and time.monotonic() > deadline))
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         self._write(f"unicoll.run: {text}\n")
 
     def _write(self, text: str) -> None:
         self._console.write(2, text.encode("utf-8", "backslashreplace"))
 
 
-def _publish(job: LocalJob, worker: Worker, record: Record | None) -> None:
-    """Tell the other ranks how this one ended; an error that names it as lost can then say why."""
+def _publish(job: LocalJob, worker: Worker, record: ExceptionRecord | None) -> None:
+    """Store how a rank ended, for the errors of the ranks that report it as lost."""
     note = {"pid": worker.pid, "status": worker.status, "cause": record.message if record is not None else ""}
     try:
         job.store.set(EXIT_KEY.format(rank=worker.rank), json.dumps(note))
     except DistError as error:
-        log.debug("the store did not take the end of rank %d: %s", worker.rank, error)
+        log.debug("the store did not accept the end of rank %d: %s", worker.rank, error)
 
 
 def _terminate(pid: int) -> None:

@@ -1,8 +1,7 @@
-"""The command line: torchrun's flags and a few of ours; each may also come from the variable PET_<NAME>.
+"""The options of a launch, validated.
 
-What torchrun's flags mean is PyTorch's documentation of ``torchrun``. A flag whose meaning is not here yet
-is refused with one sentence; a flag that cannot change anything here (``--start-method``,
-``--rdzv-conf``...) is accepted.
+The meaning of torchrun's flags is in PyTorch's documentation of ``torchrun``. An unsupported flag is refused with one
+sentence; a flag without effect for this launcher (``--start-method``, ``--rdzv-conf``...) is accepted.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, NoReturn
 
-__all__ = ["Options", "parse"]
+from unicoll.net.interfaces import split_hostport
+from unicoll.run.flags import UNSUPPORTED, make_parser
+
+__all__ = ["LaunchOptions", "parse"]
 
 OUT, ERR = 1, 2
 
 
 @dataclass(frozen=True)
-class Options:
-    """What to start, and how.
+class LaunchOptions:
+    """The program to start, and how.
 
     ``kind`` is "script", "module" or "command"; ``python`` runs the first two. ``redirects`` and ``tees``
-    map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown`` holds the local ranks whose output
-    is shown, or is None for all. ``master_port`` is None where the launcher is to pick. Times are in
-    seconds.
+    map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown`` is the set of local ranks whose output
+    is shown, None for all. ``master_port`` is None if the launcher picks a free port. Times are in seconds.
     """
 
     kind: str
@@ -58,204 +58,69 @@ class Options:
 
     @property
     def world_size(self) -> int:
-        """Workers on all nodes."""
+        """Number of workers on all nodes."""
         return self.nnodes * self.nproc
 
 
-def parse(argv: Sequence[str] | None = None) -> Options:
-    """Read the command line (``sys.argv[1:]`` if None); a mistake ends the program: one line, status 2."""
-    parser = _parser()
-    given = parser.parse_args(argv)
+def parse(argv: Sequence[str] | None = None) -> LaunchOptions:
+    """Read the command line (``sys.argv[1:]`` if None); an error ends the program with one line and status 2."""
+    parser = make_parser()
+    parsed = parser.parse_args(argv)
     try:
-        return _options(given)
+        return _options(parsed)
     except ValueError as error:
         parser.error(str(error))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
-
-
-_REFUSED = (
-    "duplicate-stdout-filters",
-    "duplicate-stderr-filters",
-    "logs-specs",
-    "numa-binding",
-    "virtual-local-rank",
-)
-"""torchrun's flags that are not here yet."""
-
-
-def _parser() -> _Parser:
-    unirun = os.path.basename(sys.argv[0]) == "unirun"
-    command = "unirun" if unirun else "python -m unicoll.run"
-    parser = _Parser(
-        prog="unirun" if unirun else "unicoll.run",
-        usage=f"{command} [flags] script [arguments of the script]",
-        description=f"""Start a distributed program: its worker processes on this machine.
-
-examples:
-  {command} -n 4 train.py --epochs 3     four workers; what follows the script is for the script
-  {command} -n 4 -m package.train        a module, as python -m runs it
-  two machines; on the second with --node-rank 1 and the same UNICOLL_SECRET:
-  {command} -n 8 --nnodes 2 --node-rank 0 --master-addr first.example.org train.py""",
-        epilog=f"""The flags are torchrun's, but for -n, --grace and --no-prefix. Each may be set by PET_<NAME> in
-the environment, for example PET_NPROC_PER_NODE=4. Not here yet: --{", --".join(_REFUSED[:2])},
---{", --".join(_REFUSED[2:])}.""",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    program = parser.add_argument_group("program")
-    program.add_argument("target", metavar="script", help="script, module or command to start")
-    program.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
-    _workers_flags(_Flags(parser, "workers"))
-    _nodes_flags(_Flags(parser, "several nodes"))
-    _output_flags(_Flags(parser, "output"))
-    _end_flags(_Flags(parser, "failures and signals"))
-    _other_flags(_Flags(parser, "flags of torchrun's that take one value, or change nothing here"))
-    return parser
-
-
-class _Flags:
-    """A group of flags in ``--help``; each is also spelled with underscores, and set by PET_<NAME>."""
-
-    def __init__(self, parser: _Parser, title: str) -> None:
-        self._parser = parser
-        self._group = parser.add_argument_group(title)
-
-    def value(self, name: str, default: Any, metavar: str, help: str, *short: str, **how: Any) -> None:
-        """A flag with a value."""
-        self._add(name, short, help, default=self._environ(name) or default, metavar=metavar, **how)
-
-    def switch(self, name: str, help: str, *short: str) -> None:
-        """A flag without one."""
-        value = self._environ(name) or "0"
-        if value not in ("0", "1"):
-            self._parser.error(f"{_variable(name)}={value} must be 0 or 1")
-        self._add(name, short, help, default=value == "1", action="store_true")
-
-    def _environ(self, name: str) -> str | None:
-        return os.environ.get(_variable(name))
-
-    def _add(self, name: str, short: Sequence[str], help: str, default: Any, **how: Any) -> None:
-        underscored = name.replace("-", "_")
-        self._group.add_argument(*short, f"--{name}", dest=underscored, default=default, help=help, **how)
-        if underscored != name:
-            self._group.add_argument(
-                f"--{underscored}", dest=underscored, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how
-            )
-
-
-def _variable(name: str) -> str:
-    return f"PET_{name.replace('-', '_').upper()}"
-
-
-def _workers_flags(flags: _Flags) -> None:
-    flags.value(
-        "nproc-per-node", "1", "N", "workers on this machine: a number, auto, cpu or gpu (default 1)", "-n"
-    )
-    flags.switch("module", "the target is a module, run as python -m does", "-m")
-    flags.switch("no-python", "the target is a command, not a Python script")
-    flags.switch("run-path", "overrides --no-python")
-    flags.value(
-        "role", "default", "NAME", "name of the workers, for prefixes and environment (default: default)"
-    )
-
-
-def _nodes_flags(flags: _Flags) -> None:
-    flags.value("nnodes", "1", "N", "number of nodes, each with a launcher of its own (default 1)")
-    flags.value("node-rank", 0, "K", "this node's number, from 0", type=int)
-    flags.value("master-addr", "127.0.0.1", "HOST", "address of node 0")
-    port = "port on node 0 (default: any free one on one node, else 29500)"
-    flags.value("master-port", None, "PORT", port, type=int)
-    flags.value("rdzv-endpoint", "", "HOST:PORT", "another way to give the two above")
-    flags.value("rdzv-id", "none", "NAME", "name of the job")
-    flags.switch("standalone", "one node, with a name of its own for the job")
-
-
-def _output_flags(flags: _Flags) -> None:
-    flags.switch("no-prefix", "do not put [role rank]: before the workers' lines")
-    flags.value("local-ranks-filter", "", "LIST", "show only these local ranks' output, for example 0,2")
-    flags.value("log-dir", None, "DIR", "directory for log files, one subdirectory per launch")
-    streams = "write to log files only: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:1"
-    flags.value("redirects", "0", "STREAMS", streams, "-r")
-    flags.value("tee", "0", "STREAMS", "write to log files and to the console, same format", "-t")
-
-
-def _end_flags(flags: _Flags) -> None:
-    grace = "seconds that the others have to fail by themselves after the first failure (default 5)"
-    flags.value("grace", 5.0, "S", grace, type=float)
-    flags.value("shutdown-timeout", None, "S", "seconds from SIGTERM to SIGKILL (default 30)", type=float)
-    signals = "signals that end the job, passed on to the workers (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)"
-    flags.value("signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "LIST", signals)
-    interval = "longest time in seconds between two looks at the workers (default 0.1)"
-    flags.value("monitor-interval", 0.1, "S", interval, type=float)
-
-
-def _other_flags(flags: _Flags) -> None:
-    flags.value("max-restarts", 0, "N", "only 0: workers are not restarted", type=int)
-    flags.value("rdzv-backend", "static", "NAME", "static; c10d on one node")
-    flags.value("event-log-handler", "null", "NAME", "only null")
-    flags.value("rdzv-conf", "", "CONF", "changes nothing")
-    flags.value("local-addr", None, "HOST", "changes nothing")
-    flags.value("start-method", "spawn", "NAME", "changes nothing: workers are always started afresh")
-    for name in _REFUSED:
-        if name == "virtual-local-rank":
-            flags.switch(name, argparse.SUPPRESS)
-        else:
-            flags.value(name, None, "", argparse.SUPPRESS)
-
-
-def _options(given: argparse.Namespace) -> Options:
-    _refuse_what_is_not_here(given)
-    nnodes = _nodes(given.nnodes)
-    nproc = _workers(given.nproc_per_node)
-    master_addr, master_port = _master(given, nnodes)
-    if not 0 <= given.node_rank < nnodes:
-        raise ValueError(f"--node-rank {given.node_rank} is not in 0..{nnodes - 1} (--nnodes {nnodes})")
-    kind = _kind(given)
+def _options(parsed: argparse.Namespace) -> LaunchOptions:
+    _refuse_unsupported(parsed)
+    nnodes = _nodes(parsed.nnodes)
+    nproc = _workers(parsed.nproc_per_node)
+    master_addr, master_port = _master(parsed, nnodes)
+    if not 0 <= parsed.node_rank < nnodes:
+        raise ValueError(f"--node-rank {parsed.node_rank} is not in 0..{nnodes - 1} (--nnodes {nnodes})")
+    kind = _kind(parsed)
     python = os.environ.get("PYTHON_EXEC") or sys.executable
-    _check_target(kind, given.target, python)
-    if given.log_dir and os.path.exists(given.log_dir) and not os.path.isdir(given.log_dir):
-        raise ValueError(f"--log-dir {given.log_dir} is not a directory")
-    return Options(
+    _check_target(kind, parsed.target, python)
+    if parsed.log_dir and os.path.exists(parsed.log_dir) and not os.path.isdir(parsed.log_dir):
+        raise ValueError(f"--log-dir {parsed.log_dir} is not a directory")
+    return LaunchOptions(
         kind=kind,
-        target=given.target,
-        arguments=tuple(given.arguments),
+        target=parsed.target,
+        arguments=tuple(parsed.arguments),
         python=python,
         nnodes=nnodes,
         nproc=nproc,
-        node_rank=given.node_rank,
+        node_rank=parsed.node_rank,
         master_addr=master_addr,
         master_port=master_port,
-        run_id=str(uuid.uuid4()) if given.standalone else given.rdzv_id,
-        role=given.role,
-        log_dir=given.log_dir,
-        redirects=_per_rank("--redirects", given.redirects, nproc),
-        tees=_per_rank("--tee", given.tee, nproc),
-        shown=_rank_set(given.local_ranks_filter),
-        prefix=not given.no_prefix and nproc > 1,
-        monitor_interval=_seconds("--monitor-interval", given.monitor_interval, least=0.01),
-        grace=_seconds("--grace", given.grace),
-        shutdown_timeout=_shutdown_timeout(given.shutdown_timeout),
-        signals=_signals(given.signals_to_handle),
+        run_id=str(uuid.uuid4()) if parsed.standalone else parsed.rdzv_id,
+        role=parsed.role,
+        log_dir=parsed.log_dir,
+        redirects=_per_rank("--redirects", parsed.redirects, nproc),
+        tees=_per_rank("--tee", parsed.tee, nproc),
+        shown=_rank_set(parsed.local_ranks_filter),
+        prefix=not parsed.no_prefix and nproc > 1,
+        monitor_interval=_seconds("--monitor-interval", parsed.monitor_interval, least=0.01),
+        grace=_seconds("--grace", parsed.grace),
+        shutdown_timeout=_shutdown_timeout(parsed.shutdown_timeout),
+        signals=_signals(parsed.signals_to_handle),
     )
 
 
-def _refuse_what_is_not_here(given: argparse.Namespace) -> None:
-    if given.max_restarts < 0:
+def _refuse_unsupported(parsed: argparse.Namespace) -> None:
+    if parsed.max_restarts < 0:
         raise ValueError("--max-restarts must not be negative")
-    if given.max_restarts > 0:
-        raise ValueError("--max-restarts: restarting workers is not here yet; only 0 is accepted")
-    if given.start_method not in ("spawn", "fork", "forkserver"):
-        raise ValueError(f"--start-method {given.start_method} is none of spawn, fork, forkserver")
-    if given.event_log_handler != "null":
-        raise ValueError("--event-log-handler: event logs are not here yet; only null is accepted")
-    for name in _REFUSED:
-        if getattr(given, name.replace("-", "_")):
-            raise ValueError(f"--{name} is not here yet")
-    for pair in filter(None, given.rdzv_conf.split(",")):
+    if parsed.max_restarts > 0:
+        raise ValueError("--max-restarts: restarting workers is not supported; only 0 is accepted")
+    if parsed.start_method not in ("spawn", "fork", "forkserver"):
+        raise ValueError(f"--start-method {parsed.start_method} is none of spawn, fork, forkserver")
+    if parsed.event_log_handler != "null":
+        raise ValueError("--event-log-handler: event logs are not supported; only null is accepted")
+    for name in UNSUPPORTED:
+        if getattr(parsed, name.replace("-", "_")):
+            raise ValueError(f"--{name} is not supported")
+    for pair in filter(None, parsed.rdzv_conf.split(",")):
         if "=" not in pair:
             raise ValueError(f"--rdzv-conf: {pair!r} is not key=value")
 
@@ -267,7 +132,7 @@ def _nodes(text: str) -> int:
     least, most = int(match[1]), int(match[2] or match[1])
     if least != most:
         raise ValueError(
-            f"--nnodes {text}: elastic jobs are not here yet; give one number, or MIN equal to MAX"
+            f"--nnodes {text}: elastic jobs are not supported; use one number, or MIN equal to MAX"
         )
     if least < 1:
         raise ValueError("--nnodes must be at least 1")
@@ -279,7 +144,7 @@ def _workers(text: str) -> int:
         return len(os.sched_getaffinity(0))
     if text == "gpu":
         if not (gpus := _count_gpus()):
-            raise ValueError("--nproc-per-node gpu: there is no usable CUDA device here")
+            raise ValueError("--nproc-per-node gpu: this machine has no usable CUDA device")
         return gpus
     if text == "auto":
         return _count_gpus() or len(os.sched_getaffinity(0))
@@ -293,7 +158,7 @@ def _workers(text: str) -> int:
 
 
 def _count_gpus() -> int:
-    """CUDA devices that CUDA_VISIBLE_DEVICES leaves; a process of its own asks the driver. 0 without one."""
+    """CUDA devices under CUDA_VISIBLE_DEVICES, read from the driver in a separate process; 0 without a driver."""
     program = (
         "import ctypes; cuda = ctypes.CDLL('libcuda.so.1'); number = ctypes.c_int(0)\n"
         "if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0: print(number.value)"
@@ -308,28 +173,28 @@ def _count_gpus() -> int:
         )
     except subprocess.TimeoutExpired:
         raise ValueError(
-            "the CUDA driver did not answer within 60 s; give --nproc-per-node a number"
+            "the CUDA driver did not reply within 60 s; use a number for --nproc-per-node"
         ) from None
     return int(answer.stdout) if answer.returncode == 0 and answer.stdout.strip() else 0
 
 
-def _master(given: argparse.Namespace, nnodes: int) -> tuple[str, int | None]:
-    """Address and port of node 0; the port is None where the launcher picks a free one."""
-    backend = given.rdzv_backend or "static"
-    if given.standalone:
+def _master(parsed: argparse.Namespace, nnodes: int) -> tuple[str, int | None]:
+    """Address and port of node 0; the port is None if the launcher picks a free one."""
+    backend = parsed.rdzv_backend or "static"
+    if parsed.standalone:
         if nnodes > 1:
             raise ValueError(f"--standalone is for one node, and --nnodes is {nnodes}")
         return "127.0.0.1", None
     if backend not in ("static", "c10d"):
-        raise ValueError(f"--rdzv-backend {backend} is not here; use static")
+        raise ValueError(f"--rdzv-backend {backend} is not supported; use static")
     if nnodes > 1 and backend != "static":
         raise ValueError(
-            f"--rdzv-backend {backend} for several nodes is not here yet; use static, with --node-rank"
+            f"--rdzv-backend {backend} for several nodes is not supported; use static, with --node-rank"
         )
-    address, port = given.master_addr, given.master_port
-    if given.rdzv_endpoint:
-        address, endpoint_port = _endpoint(given.rdzv_endpoint)
-        port = endpoint_port if endpoint_port is not None else port
+    address, port = parsed.master_addr, parsed.master_port
+    if parsed.rdzv_endpoint:
+        address, endpoint_port = _endpoint(parsed.rdzv_endpoint)
+        port = port if endpoint_port is None else endpoint_port
     if port is not None and not 0 <= port <= 65535:
         raise ValueError(f"port {port} is not in 0..65535")
     if nnodes > 1:
@@ -340,18 +205,20 @@ def _master(given: argparse.Namespace, nnodes: int) -> tuple[str, int | None]:
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:
-    match = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+))?", text)
-    if not match:
-        raise ValueError(f"--rdzv-endpoint {text} is not host:port (IPv6: [address]:port)")
-    return match[1], int(match[2]) if match[2] else None
+    """Host and port; the port is None if ``text`` has none."""
+    try:
+        host, port = split_hostport(text, default_port=-1)
+    except ValueError as error:
+        raise ValueError(f"--rdzv-endpoint {error}") from None
+    return host, None if port == -1 else port
 
 
-def _kind(given: argparse.Namespace) -> str:
-    if given.module and given.no_python:
+def _kind(parsed: argparse.Namespace) -> str:
+    if parsed.module and parsed.no_python:
         raise ValueError("--module and --no-python exclude each other")
-    if given.module:
+    if parsed.module:
         return "module"
-    return "command" if given.no_python and not given.run_path else "script"
+    return "command" if parsed.no_python and not parsed.run_path else "script"
 
 
 def _check_target(kind: str, target: str, python: str) -> None:
@@ -379,7 +246,7 @@ def _why_not_runnable(command: str) -> str:
 
 
 def _module_exists(name: str) -> bool:
-    sys.path.insert(0, os.getcwd())  # where the workers will look first
+    sys.path.insert(0, os.getcwd())  # first in the search path of the workers
     try:
         return find_spec(name) is not None
     except (ImportError, ValueError):

@@ -1,12 +1,12 @@
-"""What each worker process runs first. The launcher starts it by path: it does not import unicoll.
+"""The first program of each worker process. The launcher starts it by its path; it does not import unicoll.
 
     python bootstrap.py LAUNCHER_PID print|record script|module|command TARGET [ARGUMENT ...]
 
-It ties the process's life to the launcher's, and then becomes what the user asked for: a script or a module
-runs here as plain ``python`` would run it (``sys.argv``, ``sys.path[0]``, ``__main__``, exit codes,
-``KeyboardInterrupt``), a command replaces the process. An exception that nobody caught is recorded in the
-file that TORCHELASTIC_ERROR_FILE names, in torch's format. With ``print`` the interpreter then reports it as always;
-with ``record`` the launcher shows what was recorded, and the worker prints only what could not be.
+It ensures that the process ends with the launcher, and then runs the user's target: a script or a module
+runs in this process as plain ``python`` runs it (``sys.argv``, ``sys.path[0]``, ``__main__``, exit codes,
+``KeyboardInterrupt``), a command replaces the process. An uncaught exception is recorded in the
+file TORCHELASTIC_ERROR_FILE, in torch's format. With ``print`` the interpreter also prints it as usual; with
+``record`` the launcher prints the record, and the worker prints only exceptions that could not be recorded.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 
-_pid = 0  # of the worker, which may fork
-_recorded: BaseException | None = None  # what the launcher shows
-_hook: Any = None  # the module unicoll.excepthook, or another one of the same file
+_pid = 0  # of the worker; forked children have another one
+_recorded: BaseException | None = None  # the exception that the launcher prints
+_hook: Any = None  # the module unicoll.net.excepthook, or another module of the same file
 
 
 def main() -> None:
-    """Read the command line above and become its target."""
+    """Run the target of the command line above."""
     launcher, reporting, kind, target, *arguments = sys.argv[1:]
-    _leave_own_directory()
+    _remove_own_directory()
     import os
 
     launcher_reads = os.environ.get("TORCHELASTIC_ERROR_FILE") if reporting == "record" else None
     die_with(int(launcher))
     if kind == "command":
-        _become_command(target, arguments)
+        _exec_command(target, arguments)
     sys.argv = [target, *arguments]
     _enable_faulthandler()
     sys.excepthook = _show
@@ -50,8 +50,8 @@ def main() -> None:
         raise
 
 
-def _leave_own_directory() -> None:
-    # Python put this file's directory first; the user's script must not find our modules there.
+def _remove_own_directory() -> None:
+    # Python put this file's directory first; the user's script must not import modules from there.
     if _adds_script_directory():
         del sys.path[0]
 
@@ -61,7 +61,7 @@ def _adds_script_directory() -> bool:
 
 
 def die_with(launcher: int) -> None:
-    """Have the kernel kill this process when its parent dies; leave if the launcher is dead already."""
+    """Make the kernel kill this process when its parent dies; exit if the launcher is already dead."""
     import os
 
     global _pid
@@ -72,8 +72,7 @@ def die_with(launcher: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
     except (ImportError, OSError, AttributeError):
         pass  # not Linux, or no libffi: the guard process still cleans up
-    # PYTHON_EXEC may be a wrapper that forks, so the parent need not be the launcher; a dead launcher is
-    # decisive.
+    # PYTHON_EXEC may be a wrapper that forks, so the parent may be another process; exit only if the launcher is dead.
     if os.getppid() != launcher:
         try:
             os.kill(launcher, 0)
@@ -83,14 +82,11 @@ def die_with(launcher: int) -> None:
             pass
 
 
-def _become_command(command: str, arguments: list[str]) -> None:
+def _exec_command(command: str, arguments: list[str]) -> None:
     import os
     import signal
 
-    for name in (
-        "SIGPIPE",
-        "SIGXFSZ",
-    ):  # Python ignores these, and an ignored signal would stay so after exec
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores these, and exec keeps ignored signals ignored
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvp(command, [command, *arguments])
@@ -106,7 +102,7 @@ def _enable_faulthandler() -> None:
     try:
         faulthandler.enable(all_threads=True)
     except (AttributeError, OSError, RuntimeError, ValueError):
-        pass  # there is no usable stderr
+        pass  # stderr cannot be used
 
 
 def _run_script(script: str) -> None:
@@ -141,7 +137,7 @@ def _run_module(name: str) -> None:
 
 
 def _fresh_main() -> ModuleType:
-    """Put an empty module in ``__main__``'s place, to the end: pickle, atexit, multiprocessing look there."""
+    """Replace ``__main__`` by an empty module for the rest of the process; pickle and multiprocessing use it."""
     module = type(sys)("__main__")
     vars(module)["__builtins__"] = sys.modules["builtins"]
     if sys.version_info < (3, 14):
@@ -170,42 +166,42 @@ def _code(path: str) -> CodeType:
 
 
 def _hide_own_frames(error: BaseException) -> None:
-    """Let the traceback start in the user's code, in whatever ``sys.excepthook`` shows it."""
-    ours = {__file__, "<frozen runpy>", getattr(sys.modules.get("runpy"), "__file__", None)}
+    """Make the traceback start in the user's code, for any ``sys.excepthook``."""
+    own_files = {__file__, "<frozen runpy>", getattr(sys.modules.get("runpy"), "__file__", None)}
     traceback = error.__traceback__
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in own_files:
         traceback = traceback.tb_next
     hook = sys.excepthook
 
-    def shown(kind: type[BaseException], value: BaseException, _full: TracebackType | None) -> None:
+    def show_trimmed(kind: type[BaseException], value: BaseException, _full: TracebackType | None) -> None:
         hook(kind, value.with_traceback(traceback), traceback)
 
-    sys.excepthook = shown
+    sys.excepthook = show_trimmed
     error.__traceback__ = traceback
 
 
 def _end_with(error: BaseException, launcher_reads: str | None) -> None:
-    """Record an exception that nobody caught, and have unicoll tell the other ranks what ended this one.
+    """Record an uncaught exception, also for the other ranks.
 
-    With a record in the file ``launcher_reads`` the launcher shows the traceback.
+    If it is recorded in the file ``launcher_reads``, the launcher prints the traceback.
     """
     global _recorded
     import os
 
     if os.getpid() != _pid:
-        return  # a forked child: the worker goes on
-    _excepthook()  # not in the hook: an import there may hide from Python that the error is a KeyboardInterrupt
+        return  # a forked child: the worker continues
+    _excepthook()  # not in the hook: after an import there Python may not treat the error as a KeyboardInterrupt
     if not isinstance(error, SystemExit):
         path = record(error)
         if path is not None and path == launcher_reads:
             _recorded = error
-    joining = sys.modules.get("unicoll.joining")
-    if joining is not None:
-        joining.ended_with(error)
+    join = sys.modules.get("unicoll.bootstrap.join")
+    if join is not None:
+        join.set_exit_cause(error)
 
 
 def _show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-    """The innermost ``sys.excepthook``: prints what the launcher will not show."""
+    """The innermost ``sys.excepthook``: prints exceptions that the launcher does not print."""
     if value is _recorded:
         return
     excepthook = _excepthook()
@@ -213,16 +209,16 @@ def _show(kind: type[BaseException], value: BaseException, trace: TracebackType 
 
 
 def _excepthook() -> Any:
-    """The module ``unicoll.excepthook``, loaded by its path if the program does not use unicoll; None without it."""
+    """:mod:`unicoll.net.excepthook`, by its path if the program does not import unicoll; None on failure."""
     global _hook
-    _hook = _hook or sys.modules.get("unicoll.excepthook")
+    _hook = _hook or sys.modules.get("unicoll.net.excepthook")
     if _hook is not None:
         return _hook
     try:
         import os
         from importlib.util import module_from_spec, spec_from_file_location
 
-        path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "excepthook.py")
+        path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "net", "excepthook.py")
         spec = spec_from_file_location("_unicoll_excepthook", path)
         assert spec is not None
         assert spec.loader is not None
@@ -235,9 +231,9 @@ def _excepthook() -> Any:
 
 
 def record(error: BaseException) -> str | None:
-    """Write the exception where torch's launcher would look for it, with its exact time and its classes.
+    """Write the exception to torch's error file, with its exact time and classes.
 
-    Returns the file's path, None if it cannot be written.
+    Returns the path of the file, or None if it cannot be written.
     """
     try:
         import os

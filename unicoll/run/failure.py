@@ -1,4 +1,4 @@
-"""Which worker failed first, and how that is told."""
+"""The workers' failures: records, root cause and report."""
 
 from __future__ import annotations
 
@@ -13,25 +13,34 @@ from typing import NamedTuple
 
 from unicoll.run.tracebacks import keys, name_ranks
 
-__all__ = ["SEEN_LATE", "Failure", "Record", "describe_exit", "last_words", "read_record", "report", "root_cause"]
+__all__ = [
+    "DETECTION_DELAY",
+    "ExceptionRecord",
+    "WorkerFailure",
+    "describe_exit",
+    "last_stderr_lines",
+    "read_record",
+    "report",
+    "root_cause",
+]
 
-# A rank that raises one of these says that another one failed.
+# Errors that report the failure of another rank.
 _CONSEQUENCES = ("unicoll.errors.RankLostError", "unicoll.errors.GroupAbortedError")
 _ONE_LINE = 300
 
-SEEN_LATE = 0.1
-"""Seconds by which an end may be seen late: what the others raise because of it must not look earlier."""
+DETECTION_DELAY = 0.1
+"""Seconds by which the detection of an end may be late; errors that it causes in other ranks must not look earlier."""
 
 
-class Record(NamedTuple):
-    """An uncaught exception that a worker wrote down.
+class ExceptionRecord(NamedTuple):
+    """An uncaught exception that a worker has recorded.
 
     Attributes:
         time: seconds since the epoch.
         message: the exception in one line.
-        traceback: as it is shown: unicoll's own frames are folded.
-        consequence: whether it only says that another rank failed.
-        final: whether it certainly ended the program (our bootstrap wrote it), not perhaps only a function.
+        traceback: as printed, with unicoll's own frames folded.
+        consequence: True if it only reports the failure of another rank.
+        final: True if it certainly ended the program (the launcher's bootstrap wrote it), not perhaps only a function.
     """
 
     time: float
@@ -42,14 +51,14 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Failure:
-    """One worker's end.
+class WorkerFailure:
+    """The end of one worker.
 
     Attributes:
-        status: exit code; ``-N`` when signal N killed it (as subprocess has it).
+        status: exit code; ``-N`` if signal N killed it (as in subprocess).
         time: seconds since the epoch, of the exception if one was recorded, else of the end.
         tail: the last lines of its stderr.
-        error_file: path of the record where it is kept, else None.
+        error_file: path of the record if it is kept, else None.
     """
 
     rank: int
@@ -57,75 +66,78 @@ class Failure:
     pid: int
     status: int
     time: float
-    record: Record | None
+    record: ExceptionRecord | None
     tail: str
     error_file: str | None
 
     @property
     def exit_code(self) -> int:
-        """What the launcher exits with for it: 128 + N for signal N."""
+        """The launcher's exit code for this failure: 128 + N for signal N."""
         return self.status if self.status >= 0 else 128 - self.status
 
     @property
     def cause(self) -> str:
-        """In one line."""
+        """The cause in one line."""
         if self.record is not None:
             return self.record.message
         return describe_exit(self.status, self.pid)
 
 
 def describe_exit(status: int, pid: int) -> str:
-    """A worker's end in words, from its exit status (``-N`` for signal N)."""
+    """A worker's end as text, from its exit status (``-N`` for signal N)."""
     if status >= 0:
         return f"exit code {status}, no exception recorded"
     hint = " (often the kernel's out-of-memory killer)" if -status == signal.SIGKILL else ""
     return f"Signal {-status} ({_signal_name(-status)}) received by PID {pid}{hint}"
 
 
-def read_record(path: str) -> Record | None:
-    """Read an error file in torch's format; None if there is none, or it is not one."""
+def read_record(path: str) -> ExceptionRecord | None:
+    """Read an error file in torch's format; None if it does not exist or is malformed."""
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
             modified = os.fstat(file.fileno()).st_mtime
         message = content["message"]
-        ours = content.get("unicoll", {})
+        extra = content.get("unicoll", {})
         if isinstance(message, str):
             text = traceback = message
         else:
             text = message["message"]
             callstack = message.get("extraInfo", {}).get("py_callstack")
-            traceback = ours.get("traceback") or callstack or text
-        return Record(
-            time=ours["time_ns"] / 1e9 if "time_ns" in ours else modified,
+            traceback = extra.get("traceback") or callstack or text
+        return ExceptionRecord(
+            time=extra["time_ns"] / 1e9 if "time_ns" in extra else modified,
             message=str(text),
             traceback=str(traceback),
-            consequence=any(name in _CONSEQUENCES for name in ours.get("classes", ())),
-            final=bool(ours),
+            consequence=any(name in _CONSEQUENCES for name in extra.get("classes", ())),
+            final=bool(extra),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The earliest failure, of those that are not plainly another one's consequence if there are any."""
+def root_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
+    """The earliest failure, preferably one that is not the consequence of another rank's failure."""
     return min(failures, key=lambda f: (f.record is not None and f.record.consequence, f.time, f.rank))
 
 
-def report(title: str, failures: Sequence[Failure], stopped: Sequence[int]) -> str:
-    """The banner in torchrun's form; the tracebacks stand above it.
+def report(title: str, failures: Sequence[WorkerFailure], stopped: Sequence[int], reader: str = "") -> str:
+    """The summary in torchrun's format; the tracebacks are printed above it.
 
     Args:
         title: the program's name.
         failures: at least one.
-        stopped: ranks that were well and had to be stopped.
+        stopped: ranks that had not failed and were stopped.
+        reader: the command that shows the ranks' last calls, or "".
     """
     root = root_cause(failures)
     others = sorted((f for f in failures if f is not root), key=lambda f: (f.time, f.rank))
-    lines = [f"  {line}" for line in _others(others, root)] or ["  <NO_OTHER_FAILURES>"]
+    lines = [f"  {line}" for line in _describe_others(others, root)] or ["  <NO_OTHER_FAILURES>"]
     if stopped:
         lines.append(f"  (stopped by the launcher: {name_ranks(stopped)})")
     entry = _entry(root)
+    if reader:
+        entry.append(f"  last calls: {reader}")
     heading = f"{title} FAILED"
     width = min(60, max(map(len, [heading, *lines, *entry])))
     double, single = "=" * width, "-" * width
@@ -133,7 +145,7 @@ def report(title: str, failures: Sequence[Failure], stopped: Sequence[int]) -> s
     return "\n".join(["", *parts, *entry, double]) + "\n"
 
 
-def _entry(failure: Failure) -> list[str]:
+def _entry(failure: WorkerFailure) -> list[str]:
     signal_name = f" ({_signal_name(-failure.status)})" if failure.status < 0 else ""
     return [
         "[0]:",
@@ -146,27 +158,27 @@ def _entry(failure: Failure) -> list[str]:
     ]
 
 
-def _others(failures: Sequence[Failure], root: Failure) -> list[str]:
-    """One line for all that ended in the same way."""
-    alike: list[list[Failure]] = []
+def _describe_others(failures: Sequence[WorkerFailure], root: WorkerFailure) -> list[str]:
+    """One line for each group of failures with the same end."""
+    groups: list[list[WorkerFailure]] = []
     for failure in failures:
-        group = next((found for found in alike if _are_alike(found[0], failure)), None)
+        group = next((found for found in groups if _same_end(found[0], failure)), None)
         if group is None:
-            alike.append([failure])
+            groups.append([failure])
         else:
             group.append(failure)
     same = f"the same as rank {root.rank} below"
     return [
-        f"{_who(group)}: {same if _are_alike(group[0], root) else _first_line(group[0].cause)}"
-        for group in alike
+        f"{_describe_ranks(group)}: {same if _same_end(group[0], root) else _first_line(group[0].cause)}"
+        for group in groups
     ]
 
 
-def _are_alike(one: Failure, other: Failure) -> bool:
+def _same_end(one: WorkerFailure, other: WorkerFailure) -> bool:
     return one.status == other.status and bool(keys(one.cause, one.rank) & keys(other.cause, other.rank))
 
 
-def _who(failures: Sequence[Failure]) -> str:
+def _describe_ranks(failures: Sequence[WorkerFailure]) -> str:
     first = failures[0]
     if len(failures) == 1:
         how = f"local_rank: {first.local_rank}, exitcode {first.status}, pid {first.pid}"
@@ -177,8 +189,8 @@ def _who(failures: Sequence[Failure]) -> str:
     return f"{name_ranks([f.rank for f in failures])} ({how})"
 
 
-def last_words(failure: Failure) -> str:
-    """What a rank that recorded no exception wrote to stderr last, as lines; empty if that is nothing."""
+def last_stderr_lines(failure: WorkerFailure) -> str:
+    """The last stderr lines of a rank without a recorded exception; empty if there are none."""
     tail = failure.tail.rstrip().splitlines()[-30:]
     if failure.record is not None or not tail:
         return ""

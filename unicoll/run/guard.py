@@ -1,17 +1,16 @@
-"""Nothing that a job starts outlives it: finding and killing a job's processes.
+"""Finding and killing a job's processes, so that none outlives the job.
 
-A job's processes are known by two signs. Each worker leads a session (and a process group) of its own, and
-carries the job's random token in the environment variable UNICOLL_JOB, which its descendants inherit even
-when they leave the session. A launch inside a launch appends its token, so that the outer job still knows
-all of its processes. A process that is meant to stay must drop UNICOLL_JOB from its environment and leave
-the worker's session.
+A job's processes are identified in two ways. Each worker leads its own session and process group, and has the job's
+random token in the environment variable UNICOLL_JOB, which its descendants inherit even if they leave the session. A
+launch inside a launch appends its token, so that the outer job still identifies all of its processes. A process that
+should outlive the job removes UNICOLL_JOB from its environment and leaves the worker's session.
 
-This file also runs by itself, by path, as the guard: a process that outlives a launcher killed by SIGKILL.
+This file is also run by its path, as the guard: a process that outlives a launcher killed by SIGKILL.
 
     python guard.py TOKEN SCRATCH_DIRECTORY     (the second may be empty)
 
-It reads lines from standard input: ``+PID`` names the leader of a worker's session, ``done`` says that the
-launcher has cleaned up by itself. At the end of input without ``done`` it kills the job and removes the
+It reads lines from standard input: ``+PID`` is the leader of a worker's session, ``done`` means that the
+launcher has cleaned up. At the end of input without ``done`` it kills the job and removes the
 scratch directory.
 """
 
@@ -29,17 +28,16 @@ JOB_VARIABLE = "UNICOLL_JOB"
 
 
 def members(token: str, leaders: Collection[int]) -> list[int]:
-    """Pids of the job's running processes, from /proc; never this one, nor other users' processes."""
+    """Pids of the job's running processes, from /proc, without this process and other users' processes."""
     marker = token.encode()
-    me = os.getpid()
+    own_pid = os.getpid()
     found = []
     for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == me:
+        if not name.isdigit() or int(name) == own_pid:
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
-                # The command name is in parentheses and may hold anything; what follows the last one is
-                # regular.
+                # The command name is in parentheses and may contain any character, also parentheses.
                 state, _parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
             if state in (b"Z", b"X"):
                 continue
@@ -48,13 +46,13 @@ def members(token: str, leaders: Collection[int]) -> list[int]:
                     if marker not in file.read():
                         continue
         except (OSError, ValueError):
-            continue  # gone meanwhile, or not ours to see
+            continue  # it has ended, or is another user's
         found.append(int(name))
     return found
 
 
 def kill_group(leader: int, number: int) -> None:
-    """Send a signal to the process group that ``leader`` leads; an empty group is no error."""
+    """Send a signal to the process group of ``leader``; an empty group is not an error."""
     try:
         os.killpg(leader, number)
     except (ProcessLookupError, PermissionError):
@@ -62,7 +60,7 @@ def kill_group(leader: int, number: int) -> None:
 
 
 def kill_members(token: str, leaders: Collection[int], seconds: float) -> list[int]:
-    """SIGKILL the job's processes until none is left, at most so many seconds; returns those still there."""
+    """SIGKILL the job's processes until none is left, for at most ``seconds``; returns the remaining ones."""
     deadline = time.monotonic() + seconds
     while left := members(token, leaders):
         for pid in left:
@@ -77,15 +75,14 @@ def kill_members(token: str, leaders: Collection[int], seconds: float) -> list[i
 
 
 class Guard:
-    """The launcher's side: starts the guard process and tells it whom to watch."""
+    """The launcher's side: starts the guard process and sends it the workers' sessions."""
 
     def __init__(self, token: str, scratch: str = "") -> None:
         import subprocess  # not needed, and not loaded, in the guard process itself
 
         self._timeout = subprocess.TimeoutExpired
-        environment = {
-            k: v for k, v in os.environ.items() if k != JOB_VARIABLE
-        }  # not to be taken for a member
+        # Without the variable: the guard is not a process of the job.
+        environment = {k: v for k, v in os.environ.items() if k != JOB_VARIABLE}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", os.path.abspath(__file__), token, scratch],
             stdin=subprocess.PIPE,
@@ -97,12 +94,12 @@ class Guard:
         )
 
     def watch(self, leader: int) -> None:
-        """Name the leader of a worker's session."""
-        self._tell(f"+{leader}\n")
+        """Add a worker's session, by its leader."""
+        self._send(f"+{leader}\n")
 
-    def dismiss(self) -> None:
-        """The job is cleaned up: let the guard go, and reap it."""
-        self._tell("done\n")
+    def stop(self) -> None:
+        """End the guard process once the job is cleaned up."""
+        self._send("done\n")
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -114,24 +111,24 @@ class Guard:
             self._process.kill()
             self._process.wait()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
         except OSError:
-            pass  # somebody killed the guard; the workers still die with the launcher
+            pass  # the guard was killed; the workers still die with the launcher
 
 
 def _main(token: str, scratch: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # it goes when its launcher goes, not before
+        signal.signal(number, signal.SIG_IGN)  # it ends with its launcher, not before
     leaders = set()
     for line in sys.stdin:
         if line == "done\n":
             return
         leaders.add(int(line[1:]))
-    # The launcher died this instant, so these numbers cannot have been given to other processes yet.
+    # The launcher has just died, so these pids cannot have been reused yet.
     for leader in leaders:
         kill_group(leader, signal.SIGKILL)
     kill_members(token, leaders, 30.0)

@@ -1,4 +1,4 @@
-"""What the workers of a job share: the secret, the store, the port that is kept for them."""
+"""The shared state of a job on one host: secret, store and reserved port."""
 
 from __future__ import annotations
 
@@ -8,40 +8,39 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from unicoll.auth import Secret, find_secret
+from unicoll.net.secret import Secret, find_secret
 from unicoll.run.guard import JOB_VARIABLE
 
 if TYPE_CHECKING:
-    from unicoll.stores import TCPStore
+    from unicoll.net.stores import TCPStore
 
 __all__ = ["EXIT_KEY", "LocalJob", "job_token", "job_variable", "reserve_port"]
 
 EXIT_KEY = "launcher/exit/{rank}"
-"""Where the launcher tells, in the job's store, how a rank ended: JSON with its pid, status (``-N``:
-signal N) and cause."""
+"""Key in the job's store for how a rank ended: JSON with its pid, status (``-N`` for signal N) and cause."""
 
 
 def job_token() -> str:
-    """A fresh random name that marks the job's processes."""
+    """A fresh random token that identifies the job's processes."""
     return secrets.token_hex(16)
 
 
-def job_variable(token: str, environ: Mapping[str, str] = os.environ) -> str:
-    """The value of UNICOLL_JOB for a job's processes: the enclosing jobs' tokens, then its own."""
-    outer = environ.get(JOB_VARIABLE)
+def job_variable(token: str) -> str:
+    """The value of UNICOLL_JOB for a job's processes: the tokens of the enclosing jobs, then its own."""
+    outer = os.environ.get(JOB_VARIABLE)
     return f"{outer}:{token}" if outer else token
 
 
 def reserve_port(port: int = 0) -> socket.socket:
     """Bind a TCP port on all interfaces without listening: a program that sets SO_REUSEADDR can listen there.
 
-    While the socket is open the kernel gives the port to nobody who asks for any free one.
+    While the socket is open the kernel does not assign the port to sockets that request any free port.
 
     Args:
         port: the port; 0 picks a free one.
 
     Raises:
-        OSError: the port is in use; the message names it.
+        OSError: the port is in use; the message has the port.
     """
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
@@ -53,8 +52,8 @@ def reserve_port(port: int = 0) -> socket.socket:
 
 def _bind(sock: socket.socket, host: str, port: int) -> socket.socket:
     try:
-        # A port of our choice must be nobody else's reservation; a given one may be in TIME_WAIT from the
-        # last job.
+        # Without SO_REUSEADDR, bind does not pick a port that another process has reserved. A requested port may be
+        # in TIME_WAIT after the last job.
         if port:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
@@ -69,17 +68,17 @@ class LocalJob:
     """A job whose processes are all on this host: its secret, its store (served by this process), its port.
 
     Args:
-        environ: the user's environment; a secret given there is used, else a fresh one is made.
+        environ: the user's environment; its secret is used, if there is none a new one is made.
         master_port: port for the job's own use (MASTER_PORT); None picks a free one.
 
     Raises:
         OSError: ``master_port`` is in use.
-        DistArgumentError: the user's secret is unusable.
+        DistArgumentError: the user's secret is invalid.
         DistStoreError: the store cannot be started.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, master_port: int | None = None) -> None:
-        from unicoll.stores import TCPStore
+        from unicoll.net.stores import TCPStore
 
         self.environment: dict[str, str] = {"UNICOLL_LAUNCHER": "1"}
         secret = _user_secret(environ)
@@ -99,7 +98,7 @@ class LocalJob:
         self.environment["UNICOLL_STORE"] = f"127.0.0.1:{self.store.port}"
 
     def close(self) -> None:
-        """End the store and give the port back."""
+        """Close the store and release the port."""
         self.store.close()
         self._port.close()
 

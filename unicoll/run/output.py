@@ -1,8 +1,8 @@
-"""From the workers' pipes to the console and the log files: whole lines, each with its worker's prefix.
+"""Output of the workers: from their pipes to the console and the log files, as whole lines with prefixes.
 
-``Lines`` cuts one stream into lines. ``Console`` is the thread that writes to the launcher's own stdout and
-stderr, so that a slow reader downstream (a pager, a full pipe) never stops the launcher from watching its
-workers. ``Stream`` is one worker's pipe; ``Streams`` reads all of them from the launcher's selector.
+``Lines`` splits one stream into lines. ``Console`` writes to the launcher's own stdout and stderr in a thread, so
+that a slow reader (a pager, a full pipe) does not block the launcher's main loop. ``Stream`` is one worker's pipe;
+``Streams`` reads all of them with the launcher's selector.
 """
 
 from __future__ import annotations
@@ -19,43 +19,45 @@ from typing import BinaryIO, NamedTuple
 
 __all__ = ["Console", "Lines", "Stream", "Streams"]
 
-_CHUNK = 1 << 16
-_PIPE_CHUNKS = 16  # what the largest pipe of an unprivileged process holds
-_LONGEST_LINE = 1 << 20
-_BACKLOG = 8 << 20
-_TAIL = 16 << 10
-_PROGRESS_PERIOD = 1.0  # seconds between two states of a progress bar that does not go to a terminal
-_PROMPT_DELAY = 0.2  # an unfinished line this old is shown on a terminal: it may be a prompt
-_ERASE = b"\r\x1b[K"
+_READ_SIZE = 1 << 16
+_PIPE_READS = 16  # reads that empty the largest pipe of an unprivileged process
+_MAX_LINE = 1 << 20
+_MAX_BACKLOG = 8 << 20
+_TAIL_SIZE = 16 << 10
+_PROGRESS_PERIOD = (
+    1.0  # seconds between the printed states of a progress bar, if the output is not a terminal
+)
+_PROMPT_DELAY = 0.2  # seconds after which a terminal shows an unfinished line: it may be a prompt
+_ERASE_LINE = b"\r\x1b[K"
 _RETURN = re.compile(rb"\r(?=[^\r\n])")
 
 
 class Lines:
-    """Cuts a stream of bytes into whole lines and puts ``prefix`` before each.
+    """Splits a stream of bytes into whole lines and puts ``prefix`` before each.
 
-    No byte is dropped. A line longer than 1 MiB is cut by a newline of ours; a carriage return inside a
-    line gets the prefix after it, because what follows overwrites the line on a terminal.
+    No byte is dropped. A line longer than 1 MiB is split by an additional newline. The prefix is repeated after a
+    carriage return inside a line, since the following bytes overwrite the line on a terminal.
     """
 
-    def __init__(self, prefix: bytes = b"", longest: int = _LONGEST_LINE) -> None:
+    def __init__(self, prefix: bytes = b"", max_line: int = _MAX_LINE) -> None:
         self._prefix = prefix
-        self._longest = longest
+        self._max_line = max_line
         self._pending = bytearray()
 
     @property
     def unfinished(self) -> bytes:
-        """The last state of the line that has not ended yet, with its prefix; empty if there is none."""
+        """The text after the last carriage return of the unfinished line, with the prefix; empty if there is none."""
         state = bytes(self._pending.rpartition(b"\r")[2])
         return self._prefix + state if state else b""
 
     def feed(self, data: bytes) -> bytes:
-        """Take what was read; give the lines that it completes."""
+        """Add received bytes; returns the lines that they complete."""
         searched = len(self._pending)
         self._pending += data
         end = self._pending.rfind(b"\n", searched) + 1
         if end:
             return self._take(end)
-        return self.finish() if len(self._pending) > self._longest else b""
+        return self.finish() if len(self._pending) > self._max_line else b""
 
     def progress(self) -> bytes:
         """The unfinished line up to its last carriage return, as a line; empty if there is none."""
@@ -65,7 +67,7 @@ class Lines:
         return self._take(end) + b"\n"
 
     def finish(self) -> bytes:
-        """What is left, as a line; empty if nothing is."""
+        """The unfinished line, ended by a newline; empty if there is none."""
         return self._take(len(self._pending)) + b"\n" if self._pending else b""
 
     def _take(self, end: int) -> bytes:
@@ -88,10 +90,10 @@ class _Output(NamedTuple):
 
 
 class Console:
-    """Writes to file descriptors 1 and 2 from a thread of its own, in the order in which it was asked to.
+    """Writes to file descriptors 1 and 2 in a thread, in the order of the calls.
 
     Args:
-        wake: called, from the thread, when the backlog has shrunk enough to read from the workers again.
+        wake: called by the thread when the backlog is small enough to read from the workers again.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -100,7 +102,7 @@ class Console:
         self._backlog = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._dead: set[int] = set()
+        self._closed_fds: set[int] = set()
         self._state: _Output | None = None
         self._terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
         self._thread = threading.Thread(target=self._run, name="unicoll-console", daemon=True)
@@ -108,11 +110,11 @@ class Console:
 
     @property
     def full(self) -> bool:
-        """Whether so much waits to be written that the workers' pipes should not be read for now."""
-        return self._backlog > _BACKLOG
+        """True if the backlog is so large that the workers' pipes should not be read."""
+        return self._backlog > _MAX_BACKLOG
 
     def is_terminal(self, fd: int) -> bool:
-        """Whether a person may be looking at ``fd``."""
+        """True if ``fd`` is a terminal."""
         return fd in self._terminals
 
     def write(self, fd: int, data: bytes, owner: object = None) -> None:
@@ -120,11 +122,11 @@ class Console:
         self._put(_Output(fd, data, owner, False))
 
     def show_state(self, fd: int, data: bytes, owner: object) -> None:
-        """On a terminal: show an unfinished line below all others, until ``owner`` writes again."""
+        """On a terminal: show an unfinished line below all others until ``owner`` writes again."""
         self._put(_Output(fd, data, owner, True))
 
     def close(self, give_up: Callable[[], bool]) -> None:
-        """Write what is queued and end the thread; ``give_up`` is asked whether to leave the rest."""
+        """Write the queued output and end the thread, unless ``give_up()`` returns True before."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -156,7 +158,7 @@ class Console:
 
     def _with_state(self, output: _Output) -> bytes:
         shown = self._state
-        data = _ERASE + output.data if shown else output.data
+        data = _ERASE_LINE + output.data if shown else output.data
         if output.is_state:
             self._state = output
         elif shown and output.owner is not shown.owner:
@@ -167,13 +169,13 @@ class Console:
 
     def _write(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
-        while view and fd not in self._dead:
+        while view and fd not in self._closed_fds:
             try:
                 view = view[os.write(fd, view) :]
-            except BlockingIOError:  # somebody made our stdout non-blocking
+            except BlockingIOError:  # stdout is in non-blocking mode
                 select.select([], [fd], [], 1.0)
-            except OSError:  # its reader is gone; the job goes on
-                self._dead.add(fd)
+            except OSError:  # its reader has ended; the job continues
+                self._closed_fds.add(fd)
 
 
 def _is_terminal(fd: int) -> bool:
@@ -184,13 +186,13 @@ def _is_terminal(fd: int) -> bool:
 
 
 class Stream:
-    """One worker's stdout or stderr: the pipe's reading end, and where its bytes go.
+    """One worker's stdout or stderr: the read end of the pipe, and the destinations of its bytes.
 
     Args:
-        fd: the pipe; owned from now on.
-        console, target: lines go to the console's file descriptor ``target`` (1 or 2), nowhere if None.
+        fd: the pipe; owned by this object.
+        console, target: lines are written to the console's file descriptor ``target`` (1 or 2), not if None.
         prefix: put before each line.
-        log: an unbuffered file that gets the bytes as they are, or None; owned from now on.
+        log: an unbuffered file for the unchanged bytes, or None; owned by this object.
     """
 
     def __init__(
@@ -209,23 +211,23 @@ class Stream:
 
     @property
     def closed(self) -> bool:
-        """Whether the end of the stream has been reached, or ``close`` called."""
+        """True once the stream has ended or ``close`` was called."""
         return self.fd < 0
 
     @property
     def tail(self) -> str:
         """The last lines, at most 16 KiB."""
-        return bytes(self._tail[-_TAIL:]).decode("utf-8", "replace")
+        return bytes(self._tail[-_TAIL_SIZE:]).decode("utf-8", "replace")
 
     @property
     def unfinished(self) -> bool:
-        """Whether a line has begun that ``tick`` may have to show."""
+        """True if there is an unfinished line that ``tick`` may show."""
         return self._target is not None and bool(self._lines.unfinished)
 
     def read(self) -> bool:
-        """Forward what the pipe holds now, up to 64 KiB; False at its end."""
+        """Forward up to 64 KiB that the pipe has now; False at its end."""
         try:
-            data = os.read(self.fd, _CHUNK)
+            data = os.read(self.fd, _READ_SIZE)
         except BlockingIOError:
             return True
         except OSError:
@@ -234,15 +236,15 @@ class Stream:
             return False
         self._last_read = time.monotonic()
         self._tail += data
-        if len(self._tail) > 4 * _TAIL:
-            del self._tail[:-_TAIL]
+        if len(self._tail) > 4 * _TAIL_SIZE:
+            del self._tail[:-_TAIL_SIZE]
         self._write_log(data)
         if self._target is not None:
             self._console.write(self._target, self._lines.feed(data), self)
         return True
 
     def tick(self, now: float) -> None:
-        """Show the state of a progress bar, or a prompt, that has waited long enough."""
+        """Show the state of a progress bar, or a prompt, if it is old enough."""
         if self._target is None:
             return
         if not self._console.is_terminal(self._target):
@@ -280,7 +282,7 @@ class Stream:
 
 
 class Streams:
-    """All the workers' pipes, registered with a selector while there is room for what they bring."""
+    """All workers' pipes, registered with a selector while the console is not full."""
 
     def __init__(self, selector: selectors.BaseSelector, console: Console) -> None:
         self._selector = selector
@@ -289,28 +291,28 @@ class Streams:
         self._paused = False
 
     def add(self, stream: Stream) -> None:
-        """Read this one, too."""
+        """Add a pipe."""
         self._open.append(stream)
         if not self._paused:
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
     @property
     def open(self) -> bool:
-        """Whether any pipe may still bring something."""
+        """True while a pipe has not ended."""
         return bool(self._open)
 
     @property
     def unfinished(self) -> bool:
-        """Whether ``tick`` should be called again soon."""
+        """True if ``tick`` should be called again soon."""
         return any(stream.unfinished for stream in self._open)
 
     def read(self, stream: Stream) -> None:
-        """The selector says that ``stream`` has something."""
+        """``stream`` is readable according to the selector."""
         if not stream.closed and not stream.read():
             self._drop(stream)
 
     def tick(self) -> None:
-        """Pause or resume reading by the console's backlog, and show what has been unfinished for long."""
+        """Pause or resume reading according to the console's backlog, and show old unfinished lines."""
         if self._paused != self._console.full:
             self._paused = self._console.full
             for stream in self._open:
@@ -323,9 +325,9 @@ class Streams:
             stream.tick(now)
 
     def close(self) -> None:
-        """Forward what the pipes hold this moment and close them all."""
+        """Forward what the pipes have now and close them all."""
         for stream in list(self._open):
-            for _ in range(_PIPE_CHUNKS):
+            for _ in range(_PIPE_READS):
                 if not (_ready(stream.fd) and stream.read()):
                     break
             self._drop(stream)

@@ -1,4 +1,4 @@
-"""The workers' tracebacks, each distinct one once, with the ranks that had it."""
+"""The workers' tracebacks, each distinct one once with its ranks."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ _VARIES = re.compile(r"\b(?i:pid) \d+|#\d+\b|\b0x[0-9a-fA-F]+\b")
 
 
 def keys(text: str, rank: int) -> set[str]:
-    """What two ranks' texts have in common if they tell the same: one of these.
+    """Keys of a rank's text; two ranks have the same error if they share a key.
 
-    Pids, sequence numbers and addresses are left out; in one of the keys the rank's own number is, too. (Not in both:
-    in an error that lists all ranks and is the same on all of them, each would miss another number.)
+    Pids, sequence numbers and addresses are masked in both keys, the rank's own number in one of them. (Not in both:
+    in an error that lists all ranks and is the same on all of them, every rank would mask another number.)
     """
     same = _VARIES.sub("_", text)
     return {same, re.sub(rf"(?i)\brank {rank}\b", "rank _", same)}
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: ``rank 3``, ``ranks 0, 1, 5-7``."""
+    """Ranks as text: ``rank 3``, ``ranks 0, 1, 5-7``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
             spans[-1].append(rank)
         else:
             spans.append([rank])
-    words = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(words)}"
+    parts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(parts)}"
 
 
 class _Group:
-    """Ranks whose tracebacks tell the same."""
+    """Ranks with the same traceback."""
 
     def __init__(self) -> None:
         self.keys: set[str] = set()
-        self.texts: dict[int, str] = {}  # by rank; not taken yet
-        self.shown: int | None = None  # the rank whose text has been taken for all
+        self.texts: dict[int, str] = {}  # by rank; not yet printed
+        self.shown: int | None = None  # the rank whose text was printed for all
 
 
 class Tracebacks:
-    """What the workers raised and nobody caught."""
+    """The uncaught exceptions of the workers."""
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
 
     def add(self, rank: int, text: str) -> None:
-        """A rank's traceback."""
-        mine = keys(text, rank)
-        group = next((one for one in self._groups if one.keys & mine), None)
+        """Add a rank's traceback."""
+        new = keys(text, rank)
+        group = next((one for one in self._groups if one.keys & new), None)
         if group is None:
             group = _Group()
             self._groups.append(group)
-        group.keys |= mine
+        group.keys |= new
         group.texts[rank] = text
 
     def take(self, last: int | None = None) -> str:
-        """Those that have not been taken, as lines, in the order in which they came, but rank ``last``'s at the end."""
+        """The tracebacks that were not yet returned, as lines, in order of arrival, with rank ``last``'s at the end."""
         groups = sorted(filter(lambda one: one.texts, self._groups), key=lambda one: last in one.texts)
         return "".join(map(_take, groups))
 

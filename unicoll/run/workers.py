@@ -12,24 +12,24 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
-from unicoll.run.args import ERR, OUT, Options
-from unicoll.run.failure import Record
+from unicoll.run.args import ERR, OUT, LaunchOptions
+from unicoll.run.failure import ExceptionRecord
 from unicoll.run.output import Console, Stream, Streams
 
 __all__ = ["LogFiles", "Worker", "shared_environment", "start_worker"]
 
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
-_TAIL = 16 << 10
+_TAIL_SIZE = 16 << 10
 
 
 class LogFiles:
     """The launch's directory: ``<log_dir>/<run_id>_<random>/attempt_0/<local_rank>/``, as torchrun's.
 
-    Without ``--log-dir`` it is a temporary directory, which is removed at the end unless streams were to be
-    kept there (``kept`` says so).
+    Without ``--log-dir`` it is a temporary directory, which is removed at the end unless streams are logged there
+    (``kept`` is True).
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: LaunchOptions) -> None:
         wanted = any(options.redirects.values()) or any(options.tees.values())
         self.kept = options.log_dir is not None or wanted
         base = options.log_dir
@@ -49,14 +49,14 @@ class LogFiles:
 
 
 class Worker:
-    """A started worker process, which leads a session and a process group of its own.
+    """A worker process, which leads its own session and process group.
 
     Attributes:
-        status: None while it runs; then its exit code, or ``-N`` when signal N killed it.
-        ended: when its end was seen, in seconds since the epoch.
-        stopped: whether it ended because the launcher told it to.
-        prints: whether it prints its traceback to the launcher's own stderr; else the launcher shows it.
-        log: the log file for its stderr that the launcher writes, or None.
+        status: None while it runs; then its exit code, or ``-N`` if signal N killed it.
+        ended: when its end was detected, in seconds since the epoch.
+        stopped: True if the launcher's signal ended it.
+        prints: True if it prints its traceback to the launcher's own stderr; else the launcher prints it.
+        log: the log file of its stderr that the launcher writes, or None.
         record: the exception that ended its program, once the launcher has read it.
     """
 
@@ -79,14 +79,13 @@ class Worker:
         self.stopped = False
         self.prints = prints
         self.log = log
-        self.record: Record | None = None
+        self.record: ExceptionRecord | None = None
         self._stderr: Stream | str | None = None
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Set ``status`` if the process has ended; True if it has.
 
-        The process stays a zombie until ``reap``, so that its pid, which is also its group's, is given to
-        no other.
+        The process stays a zombie until ``reap``, so that its pid, which is also its group's, is not reused.
         """
         if self.status is None:
             result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -96,41 +95,41 @@ class Worker:
         return self.status is not None
 
     def reap(self) -> None:
-        """Let the ended process go."""
+        """Release the pid of the ended process."""
         if self.status is not None:
             self.process.wait()
 
-    def keep_stderr(self, stderr: Stream | str) -> None:
-        """Where the last lines of its stderr can be found: the stream, or the log file's path."""
+    def set_stderr(self, stderr: Stream | str) -> None:
+        """Set the source of :attr:`tail`: the stream, or the log file's path."""
         self._stderr = stderr
 
     @property
     def tail(self) -> str:
-        """The last lines of its stderr, as far as the launcher saw them."""
+        """The last lines of its stderr, as far as the launcher has them."""
         if isinstance(self._stderr, str):
             with contextlib.suppress(OSError), open(self._stderr, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_SIZE))
                 return file.read().decode("utf-8", "replace")
             return ""
         return self._stderr.tail if self._stderr is not None else ""
 
 
 def shared_environment(
-    options: Options, environ: Mapping[str, str], job: Mapping[str, str]
+    options: LaunchOptions, environ: Mapping[str, str], job: Mapping[str, str]
 ) -> dict[str, str]:
-    """The variables that all of this node's workers have in common.
+    """The environment variables that are equal for all workers of this node.
 
     Args:
         environ: the user's environment, which they inherit.
-        job: what the launcher adds: MASTER_PORT, UNICOLL_SECRET and the like.
+        job: the launcher's variables: MASTER_PORT, UNICOLL_SECRET and others.
     """
     shared = dict(environ)
-    for name in ("UNICOLL_STORE", "TORCHELASTIC_ERROR_FILE"):  # an enclosing job's
+    for name in ("UNICOLL_STORE", "TORCHELASTIC_ERROR_FILE"):  # of an enclosing job
         shared.pop(name, None)
     shared.setdefault("PYTHONUNBUFFERED", "1")
-    here = Path(__file__).resolve().parents[2]
-    if here.name not in ("site-packages", "dist-packages"):  # a checkout: the workers use the same one
-        shared["PYTHONPATH"] = os.pathsep.join(filter(None, [shared.get("PYTHONPATH"), str(here)]))
+    root = Path(__file__).resolve().parents[2]
+    if root.name not in ("site-packages", "dist-packages"):  # a checkout: the workers use the same one
+        shared["PYTHONPATH"] = os.pathsep.join(filter(None, [shared.get("PYTHONPATH"), str(root)]))
     if options.nproc > 1:
         shared.setdefault("OMP_NUM_THREADS", "1")
     shared.update(
@@ -151,7 +150,7 @@ def shared_environment(
 
 
 def start_worker(
-    options: Options,
+    options: LaunchOptions,
     local_rank: int,
     shared: Mapping[str, str],
     logs: LogFiles,
@@ -173,65 +172,70 @@ def start_worker(
         "TORCHELASTIC_ERROR_FILE": error_file,
     }
     with contextlib.ExitStack() as opened:
-        plans = [_plan(options, local_rank, which, logs) for which in (OUT, ERR)]
+        destinations = [_destination(options, local_rank, which, logs) for which in (OUT, ERR)]
         out, err = (
-            opened.enter_context(open(plan.file, "wb")) if plan.file else plan.popen for plan in plans
+            opened.enter_context(open(destination.file, "wb")) if destination.file else destination.popen
+            for destination in destinations
         )
-        to_pipe = plans[1].popen is not None
+        to_pipe = destinations[1].popen is not None
         process = subprocess.Popen(
             _command(options, "record" if to_pipe else "print"),
-            # Local rank 0 may talk to the user (a debugger, say); the others would only steal its input.
+            # Local rank 0 may read from the user (in a debugger); the others must not read the same input.
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=out,
             stderr=err,
             env=environment,
             start_new_session=True,
         )
-    prints = not to_pipe and plans[1].file is None
-    worker = Worker(rank, local_rank, process, error_file, prints, plans[1].log)
+    prints = not to_pipe and destinations[1].file is None
+    worker = Worker(rank, local_rank, process, error_file, prints, destinations[1].log)
     prefix = _prefix(options, rank, local_rank)
     shown = options.shown is None or local_rank in options.shown
-    for which, pipe, plan in zip((OUT, ERR), (process.stdout, process.stderr), plans, strict=True):
+    for which, pipe, destination in zip(
+        (OUT, ERR), (process.stdout, process.stderr), destinations, strict=True
+    ):
         if pipe is not None:
-            log = open(plan.log, "wb", buffering=0) if plan.log else None
+            log = open(destination.log, "wb", buffering=0) if destination.log else None
             fd = os.dup(pipe.fileno())
             pipe.close()
             stream = Stream(fd, console, which if shown else None, prefix, log)
             streams.add(stream)
             if which == ERR:
-                worker.keep_stderr(stream)
-        elif which == ERR and plan.file:
-            worker.keep_stderr(plan.file)
+                worker.set_stderr(stream)
+        elif which == ERR and destination.file:
+            worker.set_stderr(destination.file)
     return worker
 
 
-class _Plan(NamedTuple):
-    """Where one stream goes: straight to ``file``, or to what ``popen`` says, and then also to ``log``."""
+class _Destination(NamedTuple):
+    """The destination of one stream: directly ``file``, or ``popen``'s, and then also ``log``."""
 
     popen: int | None = subprocess.PIPE
     file: str | None = None
     log: str | None = None
 
 
-def _plan(options: Options, local_rank: int, which: int, logs: LogFiles) -> _Plan:
+def _destination(options: LaunchOptions, local_rank: int, which: int, logs: LogFiles) -> _Destination:
     path = logs.file(local_rank, "stdout.log" if which == OUT else "stderr.log")
     if options.tees[local_rank] & which:
-        return _Plan(log=path)
+        return _Destination(log=path)
     if options.redirects[local_rank] & which:
-        return _Plan(popen=None, file=path)
+        return _Destination(popen=None, file=path)
     if options.nproc == 1 and options.shown is None:
-        return _Plan(popen=None)  # one worker has the console to itself: it may well be a terminal
-    return _Plan()
+        return _Destination(
+            popen=None
+        )  # a single worker writes to the console directly, which may be a terminal
+    return _Destination()
 
 
-def _command(options: Options, reporting: str) -> list[str]:
-    # The command's own interpreter is not wanted here: -I -S makes the bootstrap start in a few milliseconds.
+def _command(options: LaunchOptions, reporting: str) -> list[str]:
+    # A command is not run by this interpreter, so -I -S is possible: the bootstrap starts in a few milliseconds.
     python = [sys.executable, "-I", "-S"] if options.kind == "command" else [options.python]
     launcher = str(os.getpid())
     return [*python, _BOOTSTRAP, launcher, reporting, options.kind, options.target, *options.arguments]
 
 
-def _prefix(options: Options, rank: int, local_rank: int) -> bytes:
+def _prefix(options: LaunchOptions, rank: int, local_rank: int) -> bytes:
     template = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
     if not options.prefix:
         return b""

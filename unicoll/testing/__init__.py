@@ -1,17 +1,17 @@
-"""The conformance suite for backends, and what it is made of: for whoever writes a backend.
+"""The conformance suite for authors of backends.
 
-A file of tests names the backend, and pytest does the rest::
+A test module names the backend, and pytest runs the suite::
 
     from unicoll.testing import Conformance
 
     class TestMine(Conformance):
         backend = "mine"
 
-So does ``python -m unicoll.testing mine``, with pytest's options behind the name. What differs from backend to backend
-is said by attributes and methods of the class: see :class:`~unicoll.testing.conformance.Conformance`. A run does a
-sample of the suite; ``UNICOLL_TEST_FULL=1`` does all of it, and ``UNICOLL_TEST_SEED`` repeats a sample.
+``python -m unicoll.testing mine`` does the same; pytest's options follow the name. Attributes and methods of the class
+describe the backend: see :class:`~unicoll.testing.conformance.Conformance`. A run executes a sample of the suite;
+``UNICOLL_TEST_FULL=1`` runs all of it, and ``UNICOLL_TEST_SEED`` repeats a sample.
 
-The extra ``testing`` brings pytest, and ml_dtypes for the element types that NumPy lacks.
+The extra ``testing`` installs pytest, and ml_dtypes for the element types that NumPy lacks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .conformance import Conformance
+    from unicoll.testing.conformance import Conformance
 
 __all__ = ["Conformance"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Conformance":  # not before it is asked for: ranks need no pytest
-        from .conformance import Conformance
+    if name == "Conformance":  # imported on demand: ranks do not need pytest
+        from unicoll.testing.conformance import Conformance
 
         return Conformance
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

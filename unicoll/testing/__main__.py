@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from .. import registry
-from ..errors import BackendUnavailableError
+from unicoll.errors import BackendUnavailableError
+from unicoll.group import registry
 
 _USAGE = """usage: python -m unicoll.testing BACKEND [pytest's options]
 
 Runs the conformance suite for an installed backend: one of unicoll's, or one with an entry point in the group
-unicoll.backends. A run does a sample of the suite, drawn by a seed that it prints: UNICOLL_TEST_SEED=N draws the same
-sample again, UNICOLL_TEST_FULL=1 does everything."""
+unicoll.backends. A run executes a random sample of the suite and prints its seed: UNICOLL_TEST_SEED=N repeats a
+sample, UNICOLL_TEST_FULL=1 runs everything."""
 
 
 def main(arguments: list[str]) -> int | str:
-    """Run the suite; pytest's exit code, or what is wrong with the arguments."""
+    """Run the suite; returns pytest's exit code, or an error message about the arguments."""
     if arguments[:1] in (["-h"], ["--help"]):
         print(_USAGE)
         return 0
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int | str:
         registry.load(arguments[0])
     except BackendUnavailableError as error:
         return f"{error} (a backend that is not installed needs a test file: help(unicoll.testing))"
-    os.environ["UNICOLL_TEST_BACKEND"] = arguments[0]  # before the module is imported
+    os.environ["UNICOLL_TEST_BACKEND"] = arguments[0]  # read when the module is imported
     return int(pytest.main([str(Path(__file__).with_name("test_backend.py")), *arguments[1:]]))
 
 

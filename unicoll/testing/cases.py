@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.ops import OPS, Arity
-
-from . import reference
-from .families import Held, family
+from unicoll.backend.ops import OPS, Arity, Sizes
+from unicoll.testing import reference
+from unicoll.testing.families import GuardedArray, family
 
 Array = Any
 _PENDING = 4
@@ -102,8 +101,8 @@ class Trial:
         self.family = family(case.family)
         self.rows: Any = None  # all_to_all_single: rows from rank i to rank j
         self.given = [self._inputs_of(r) for r in range(self.size)]
-        self.inputs: list[Held] = []
-        self.outputs: list[Held] = []
+        self.inputs: list[GuardedArray] = []
+        self.outputs: list[GuardedArray] = []
         self.work: Any = None
         self._lay_out()
 
@@ -126,25 +125,20 @@ class Trial:
 
     def _inputs_of(self, rank: int) -> list[Any]:
         rng = np.random.default_rng([self.case.seed, rank])
-        op = self.case.op
-        if self.row.inputs is Arity.NONE:
+        row = self.row
+        if row.inputs is Arity.NONE:
             return []
-        if op in ("reduce_scatter", "all_to_all"):
-            ends = (
-                [(i,) for i in range(self.size)]
-                if op == "reduce_scatter"
-                else [(rank, i) for i in range(self.size)]
-            )
-            return [self._values(self._share(*e), rng) for e in ends]
-        if op == "scatter":
-            return [self._values(self._share(i), rng) for i in range(self.size)]
-        if op == "reduce_scatter_tensor":
-            return [self._values(self._times(self._shape(self.case.count)), rng)]
-        if op == "all_to_all_single":
+        if row.sizes is Sizes.EXCHANGED and row.joined:
             if self.rows is None:
                 self.rows = self._exchange_table()
             tail = self._shape(1)[1:]
             return [self._values((int(self.rows[rank].sum()), *tail), rng)]
+        if row.sizes is Sizes.EXCHANGED:
+            return [self._values(self._share(rank, i), rng) for i in range(self.size)]
+        if row.sizes is Sizes.SCATTERED:
+            return [self._values(self._share(i), rng) for i in range(self.size)]
+        if row.sizes is Sizes.SCATTERED_FLAT:
+            return [self._values(self._times(self._shape(self.case.count)), rng)]
         return [self._values(self._share(rank), rng)]
 
     def _times(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -160,15 +154,16 @@ class Trial:
     def _lay_out(self) -> None:
         case, mine = self.case, self.given[self.rank]
         hold, layout = self.family.hold, case.layout
-        written = case.in_place or case.op == "all_reduce"
-        if case.op in ("broadcast", "reduce"):  # only read on the source, and on all but the destination
-            written = (self.rank == self.root) == (case.op == "reduce")
+        row, at_root = self.row, self.rank == self.root
+        written = case.in_place or row.in_place
+        if row.in_place and row.rooted:  # only read on the source, and on all but the destination
+            written = at_root == (row.outputs is Arity.ONE_AT_ROOT)
         read_only = not written and case.family == "numpy" and case.seed % 2 == 0
-        giving = self.rank == self.root or case.op != "scatter"
+        giving = at_root or row.inputs is not Arity.PER_RANK_AT_ROOT
         self.inputs = [hold(x, layout, read_only) for x in mine] if giving else []
         self.expected = self._expected()
         blanks = [np.full(self._output_shape(i), 1).astype(_dtype(case)) for i in range(len(self.expected))]
-        if case.op in ("broadcast", "all_reduce", "reduce"):
+        if row.in_place:
             self.outputs = self.inputs
             return
         self.outputs = [hold(b, layout) for b in blanks]
@@ -176,34 +171,34 @@ class Trial:
             self._overlay(mine)
 
     def _overlay(self, mine: list[Any]) -> None:
-        op, rank, row = self.case.op, self.rank, self._shape(self.case.count)
-        if op in ("all_gather", "gather") and self.outputs:
+        sizes, rank, shape = self.row.sizes, self.rank, self._shape(self.case.count)
+        if sizes is Sizes.GATHERED and self.outputs:
             self.outputs[rank] = self.inputs[0]
-        elif op in ("scatter", "reduce_scatter") and self.inputs:
+        elif sizes is Sizes.SCATTERED and self.inputs:
             self.outputs = [self.inputs[rank]]
-        elif op == "all_gather_into_tensor" and row:
+        elif sizes is Sizes.GATHERED_FLAT and shape:
             whole = self.outputs[0]
-            part = self.family.part(whole, rank * row[0], (rank + 1) * row[0])
+            part = self.family.part(whole, rank * shape[0], (rank + 1) * shape[0])
             part.array[...] = self.inputs[0].array
             self.inputs = [part]
-        elif op == "reduce_scatter_tensor" and row:
-            self.outputs = [self.family.part(self.inputs[0], rank * row[0], (rank + 1) * row[0])]
+        elif sizes is Sizes.SCATTERED_FLAT and shape:
+            self.outputs = [self.family.part(self.inputs[0], rank * shape[0], (rank + 1) * shape[0])]
 
     def _expected(self) -> list[list[Any]]:
         counts = None if self.rows is None else self.rows * int(np.prod(self._shape(1)[1:]))
         return reference.contributions(self.case.op, self.given, self.rank, self.root, counts)
 
     def _output_shape(self, i: int) -> tuple[int, ...]:
-        op, count = self.case.op, self.case.count
-        if op in ("all_gather", "gather"):
+        row, count = self.row, self.case.count
+        if row.sizes is Sizes.GATHERED:
             return self._share(i)
-        if op == "all_gather_into_tensor":
+        if row.sizes is Sizes.GATHERED_FLAT:
             return self._times(self._shape(count))
-        if op in ("reduce_scatter", "scatter"):
+        if row.sizes is Sizes.SCATTERED:
             return self._share(self.rank)
-        if op == "all_to_all":
+        if row.sizes is Sizes.EXCHANGED and not row.joined:
             return self._share(i, self.rank)
-        if op == "all_to_all_single":
+        if row.sizes is Sizes.EXCHANGED:
             return (int(self.rows[:, self.rank].sum()), *self._shape(1)[1:])
         return self._shape(count)
 
@@ -213,35 +208,33 @@ class Trial:
         """Make the call."""
         case = self.case
         arrays_in, arrays_out = [h.array for h in self.inputs], [h.array for h in self.outputs]
-        arity_in, arity_out = self.row.inputs, self.row.outputs
+        row = self.row
+        arrays = {"input": arrays_in, "output": arrays_out, "both": arrays_in}
         args: list[Any] = []
-        if case.op in ("broadcast", "all_reduce", "reduce"):
-            args = arrays_in
-        elif case.op == "gather":
-            args = [arrays_in[0], arrays_out if self.rank == self.root else None]
-        elif case.op == "scatter":
-            args = [arrays_out[0], arrays_in if self.rank == self.root else None]
-        elif case.op != "barrier":
-            args = [
-                arrays_out if arity_out is Arity.PER_RANK else arrays_out[0],
-                arrays_in if arity_in is Arity.PER_RANK else arrays_in[0],
-            ]
-        options: dict[str, Any] = {"group": self.group, "async_op": case.async_op}
-        if self.row.rooted:
-            side = "src" if case.op in ("broadcast", "scatter") else "dst"
-            if case.seed % 3:
-                options[side] = self.ranks[self.root]
+        for parameter in row.parameters:
+            if parameter.side == "splits":
+                continue
+            arity = row.outputs if parameter.side == "output" else row.inputs
+            given = arrays[parameter.side]
+            if arity is Arity.PER_RANK_AT_ROOT:
+                args.append(given if self.rank == self.root else None)
             else:
-                options["group_" + side] = self.root
+                args.append(given if arity is Arity.PER_RANK else given[0])
+        options: dict[str, Any] = {"group": self.group, "async_op": case.async_op}
+        if row.rooted:
+            if case.seed % 3:
+                options[row.root_name] = self.ranks[self.root]
+            else:
+                options["group_" + row.root_name] = self.root
         if case.reduce is not None:
             options["op"] = reduce_op(case)
-        if case.op == "all_to_all_single" and case.uneven:
+        if self.rows is not None and case.uneven:
             options["output_split_sizes"] = self.rows[:, self.rank].tolist()
             options["input_split_sizes"] = self.rows[self.rank].tolist()
         self.work = getattr(dist, case.op)(*args, **options)
 
     def finish(self) -> tuple[str | None, str]:
-        """Wait, and judge: what is wrong (or None), and a digest of the outputs."""
+        """Wait, and compare: what is wrong (or None), and a digest of the outputs."""
         if self.case.async_op:
             assert self.work.wait() is True
             if not self.family.on_device:  # there it has only been put in order
@@ -271,7 +264,9 @@ class Trial:
         assert self.work.is_success()
 
     def _reduced_here(self) -> bool:
-        return self.case.op != "reduce" or self.rank == self.root
+        if self.row.exclusive and self.rank == 0:
+            return False
+        return self.row.outputs is not Arity.ONE_AT_ROOT or self.rank == self.root
 
     def _inputs_changed(self) -> str | None:
         shared = [h.array for h in self.outputs]

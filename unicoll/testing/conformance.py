@@ -28,34 +28,30 @@ from typing import Any
 
 import pytest
 
-from .. import registry
-from ..backend import Caps
-from ..ops import OPS, Arity, supported_reductions
-from ..types import BY_NAME, DTYPES, ReduceOp, Reduction
-from . import conformance_jobs as jobs
-from . import reference, sampling, worker
-from .cases import Case, run_cases
-from .families import NumpyFamily, TorchFamily, layouts
-from .ranks import SEED_VARIABLE, Job, Pool, drawn_seed, pools
-from .sampling import sampled
+from unicoll.arrays.types import BY_NAME, DTYPES, ReduceOp, Reduction
+from unicoll.backend.contract import Caps
+from unicoll.backend.fallbacks import available
+from unicoll.backend.ops import OPS, Arity, Sizes
+from unicoll.backend.reduce_ops import supported_reductions
+from unicoll.group import registry
+from unicoll.testing import conformance_jobs as jobs
+from unicoll.testing import reference, sampling, worker
+from unicoll.testing.cases import Case, run_cases
+from unicoll.testing.families import NumpyFamily, TorchFamily, layouts
+from unicoll.testing.ranks import SEED_VARIABLE, Pool, ProcessJob, pools, sample_seed
+from unicoll.testing.sampling import sampled
 
 __all__ = ["COLLECTIVES", "DATA", "REDUCING", "SIZES", "Conformance", "as_reduction", "has"]
 
-COLLECTIVES = [name for name in OPS if name not in ("send", "recv")]
-DATA = [name for name in COLLECTIVES if name != "barrier"]
+COLLECTIVES = [name for name, row in OPS.items() if not row.message]
+DATA = [name for name in COLLECTIVES if OPS[name].moves_data]
 REDUCING = [name for name in DATA if OPS[name].reduces]
 SIZES = (1, 2, 3, 4, 7)
 
-_SCALARS = ("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather", "scatter",
-            "reduce_scatter", "reduce_scatter_tensor", "all_to_all")  # fmt: skip
-_IN_PLACE = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-)
+_SCALARS = [name for name in DATA if not (OPS[name].sizes is Sizes.EXCHANGED and OPS[name].joined)]
+"""Operations on arrays without dimensions, which cannot be cut into parts for the ranks."""
+_IN_PLACE = [name for name in DATA if not OPS[name].in_place and OPS[name].sizes is not Sizes.EXCHANGED]
+"""Operations whose output may be a part of the input, or the other way round."""
 
 
 def has(dtype: str) -> bool:
@@ -118,25 +114,25 @@ class Conformance:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         test, axes = metafunc.function, self.axes(metafunc.function.__name__)
-        all_of_it = test.__name__ in self.whole or sampling.wants_all(metafunc.config.args)
-        if all_of_it or not hasattr(test, "table"):
+        whole_table = test.__name__ in self.whole or sampling.wants_all(metafunc.config.args)
+        if whole_table or not hasattr(test, "table"):
             for name, values in axes.items():
                 metafunc.parametrize(name, values)
         else:
-            metafunc.parametrize(list(axes), [*sampling.cells(test, axes, self.turn, drawn_seed())])
+            metafunc.parametrize(list(axes), [*sampling.cells(test, axes, self.turn, sample_seed())])
 
     @pytest.fixture(scope="class")
     @classmethod
     def pool(cls) -> Iterator[Callable[[int], Pool]]:
         """``pool(n)`` is n ranks that have joined, for all tests of the class."""
-        with pools(partial(Job, prepare=(worker.use, cls.backend, cls.imports))) as made:
+        with pools(partial(ProcessJob, prepare=(worker.use, cls.backend, cls.imports))) as made:
             yield made
 
     @pytest.fixture(scope="class")
     @classmethod
     def seed(cls) -> int:
         """The seed of this run's samples."""
-        return drawn_seed()
+        return sample_seed()
 
     @classmethod
     def caps(cls) -> Caps:
@@ -147,9 +143,9 @@ class Conformance:
 
     @classmethod
     def among(cls, operations: Sequence[str]) -> list[str]:
-        """Those of some operations that the backend has."""
-        native = cls.caps().native if cls.backend else OPS
-        return [op for op in operations if op in native]
+        """Those of some operations that the backend has, by itself or by fallbacks."""
+        found = available(cls.caps()) if cls.backend else OPS
+        return [op for op in operations if op in found]
 
     def needs(self, *operations: str) -> None:
         """Skip a test that needs operations which the backend lacks."""
@@ -173,13 +169,13 @@ class Conformance:
 
     def pairs(self, op: str) -> list[tuple[str, str | None]]:
         """All element types with all their reductions."""
-        if op == "barrier":
+        if not OPS[op].moves_data:
             return [("float32", None)]
         dtypes = [d.name for d in DTYPES if has(d.name)]
         if not OPS[op].reduces:
             return [(d, None) for d in dtypes]
         table = supported_reductions()
-        return [(d, r) for d in dtypes for r in table[d] if self.reduces(d, r)]
+        return [(d, r) for d in dtypes for r in table[d] if self.reduces(d, r) and r not in OPS[op].refuses]
 
     def draw(self, op: str, size: int, rng: random.Random) -> Case:
         """A random case."""
@@ -207,7 +203,7 @@ class Conformance:
             seed=rng.randrange(1 << 30),
         )
 
-    def judge(self, pool: Pool, cases: Sequence[Case], timeout: float = 120.0) -> None:
+    def check_cases(self, pool: Pool, cases: Sequence[Case], timeout: float = 120.0) -> None:
         """Run cases; every rank must be content, and all ranks' results of an all_reduce the same bits."""
         cases = [
             replace(
@@ -225,7 +221,7 @@ class Conformance:
             wrong += [f"rank {r}: {case}: {v[i][0]}" for r, v in enumerate(verdicts) if v[i] and v[i][0]]
             if case.op == "all_reduce" and len({digest for _, digest in mine}) != 1:
                 wrong.append(f"{case}: ranks have different bits")
-        drawn = f" ({SEED_VARIABLE}={drawn_seed()} draws them again)"
+        drawn = f" ({SEED_VARIABLE}={sample_seed()} draws them again)"
         assert not wrong, f"{len(wrong)} of {len(cases)} cases wrong{drawn}:\n" + "\n".join(wrong[:20])
 
     # --- the tests ------------------------------------------------------------------------------------------
@@ -241,14 +237,14 @@ class Conformance:
             for a in (False, True)
             for d, r in self.pairs(op)
         ]
-        self.judge(pool(size), cases)
+        self.check_cases(pool(size), cases)
 
     @sampled("op", "size", 1)
     def test_layouts_groups_and_sizes(
         self, op: str, size: int, pool: Callable[[int], Pool], seed: int
     ) -> None:
         rng = random.Random(zlib.crc32(f"{seed} {op} {size}".encode()))
-        self.judge(pool(size), [self.draw(op, size, rng) for _ in range(self.sample)])
+        self.check_cases(pool(size), [self.draw(op, size, rng) for _ in range(self.sample)])
 
     @sampled("layout", "async_op", 1)
     def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
@@ -259,10 +255,12 @@ class Conformance:
             if not OPS[op].reduces or self.reduces(dtype, "SUM")
             for count in ((1,) if layout == "scalar" else (0, 1, 6, 9000))
             for group in ("world", "reversed")
-            for in_place in ((False, True) if op in _IN_PLACE and layout not in ("backwards", "scalar") else (False,))
+            for in_place in (
+                (False, True) if op in _IN_PLACE and layout not in ("backwards", "scalar") else (False,)
+            )
             if op in _SCALARS or layout != "scalar"
-        ]  # fmt: skip
-        self.judge(pool(3), cases)
+        ]
+        self.check_cases(pool(3), cases)
 
     @sampled("op", "size", 1)
     def test_sizes_around_the_switches(self, op: str, size: int, pool: Callable[[int], Pool]) -> None:
@@ -275,7 +273,7 @@ class Conformance:
             for uneven in ((False, True) if OPS[op].uneven else (False,))
             for root in ((0, size - 1) if OPS[op].rooted else (0,))
         ]
-        self.judge(pool(size), cases)
+        self.check_cases(pool(size), cases)
 
     @sampled("op", "size", 1)
     def test_large_arrays(self, op: str, size: int, pool: Callable[[int], Pool], seed: int) -> None:
@@ -283,16 +281,23 @@ class Conformance:
         cases = []
         for dtype in rng.sample([d for d in ("float32", "bfloat16", "complex128", "int8") if has(d)], 2):
             count = self.large(BY_NAME[dtype].itemsize)
-            reduce = rng.choice(["SUM", "AVG"]) if OPS[op].reduces else None
+            reduce = rng.choice(["SUM", "MAX" if OPS[op].refuses else "AVG"]) if OPS[op].reduces else None
+            if reduce == "MAX" and dtype == "complex128":
+                reduce = "PRODUCT"
             several = Arity.PER_RANK in (OPS[op].inputs, OPS[op].outputs)
             cases.append(
                 Case(
-                    op, dtype, reduce, count // size if several else count,
-                    async_op=rng.random() < 0.5, in_place=op in _IN_PLACE and rng.random() < 0.5,
-                    uneven=OPS[op].uneven, seed=rng.randrange(1 << 30),
+                    op,
+                    dtype,
+                    reduce,
+                    count // size if several else count,
+                    async_op=rng.random() < 0.5,
+                    in_place=op in _IN_PLACE and rng.random() < 0.5,
+                    uneven=OPS[op].uneven,
+                    seed=rng.randrange(1 << 30),
                 )
-            )  # fmt: skip
-        self.judge(pool(size), cases)
+            )
+        self.check_cases(pool(size), cases)
 
     @sampled("", "size", 1)
     def test_torch_tensors(self, size: int, pool: Callable[[int], Pool], seed: int) -> None:
@@ -306,16 +311,22 @@ class Conformance:
         ]
         cases += [
             Case(
-                op, dtype, "SUM" if OPS[op].reduces else None,
-                rng.choice([0, 1, 5, 20000]), layout, rng.random() < 0.5, family="torch",
-                in_place=op in _IN_PLACE and rng.random() < 0.5, seed=rng.randrange(1 << 30),
+                op,
+                dtype,
+                "SUM" if OPS[op].reduces else None,
+                rng.choice([0, 1, 5, 20000]),
+                layout,
+                rng.random() < 0.5,
+                family="torch",
+                in_place=op in _IN_PLACE and rng.random() < 0.5,
+                seed=rng.randrange(1 << 30),
             )
             for op in self.among(DATA)
             for layout in TorchFamily.layouts
             for dtype in ("float32", "bfloat16", "complex64", "bool")
             if has(dtype)
-        ]  # fmt: skip
-        self.judge(pool(size), cases)
+        ]
+        self.check_cases(pool(size), cases)
 
     def test_every_type_can_be_tested_here(self) -> None:
         missing = [d.name for d in DTYPES if not has(d.name)]
@@ -327,6 +338,19 @@ class Conformance:
         self.needs("send", "recv")
         wrong = [w for each in pool(size).run(jobs.messages, self.families[0]) for w in each]
         assert not wrong, wrong
+
+    def test_bad_arguments_of_messages_are_refused(self, pool: Callable[[int], Pool]) -> None:
+        self.needs("send", "recv")
+        wrong = [w for each in pool(2).run(jobs.bad_arguments, self.families[0]) for w in each]
+        assert not wrong, wrong
+        assert pool(2).run(jobs.messages, self.families[0]) == [[], []]
+
+    def test_integers_of_other_types(self, pool: Callable[[int], Pool]) -> None:
+        self.needs("send", "recv", "broadcast", "all_to_all_single")
+        assert pool(2).run(jobs.other_integers, self.families[0]) == [
+            [[2.0], [2.0], [0.0, 1.0, 10.0, 11.0]],
+            [[1.0], [2.0], [2.0, 12.0]],
+        ]
 
     def test_coalesced_calls(self, size: int, pool: Callable[[int], Pool]) -> None:
         self.needs("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -344,7 +368,11 @@ class Conformance:
     def test_refuses_what_it_does_not_reduce(self, op: str, pool: Callable[[int], Pool]) -> None:
         table = supported_reductions()
         pairs = [
-            (d.name, r) for d in DTYPES if has(d.name) for r in table[d.name] if not self.reduces(d.name, r)
+            (d.name, r)
+            for d in DTYPES
+            if has(d.name)
+            for r in table[d.name]
+            if r in OPS[op].refuses or not self.reduces(d.name, r)
         ]
         pairs += [
             (d.name, r) for d in DTYPES if has(d.name) for r in table["uint8"] if r not in table[d.name]

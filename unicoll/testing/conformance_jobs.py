@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-
-from . import reference
-from .families import Held, family
+from unicoll.backend.ops import OPS, Arity
+from unicoll.testing import reference
+from unicoll.testing.families import GuardedArray, family
 
 
 def messages(kind: str) -> list[str]:
@@ -49,19 +49,81 @@ def _exchange(how: str, mine: Any, got: Any, before: int, after: int) -> None:
             work.wait()
 
 
+def bad_arguments(kind: str) -> list[str]:
+    """Messages with tags and ranks that are none: those that were not refused as they should be."""
+    x = family(kind).hold(np.zeros(3, np.float32), "contiguous").array
+    other = 1 - dist.get_rank()
+    wrong = []
+    bad: list[tuple[str, Any, type[Exception]]] = [
+        *(("tag", tag, dist.DistArgumentError) for tag in (2**63, -(2**63) - 1, 1 << 100)),
+        *((name, value, dist.DistTypeError) for name in ("tag", "peer") for value in (1.0, "1")),
+        ("tag", None, dist.DistTypeError),
+    ]
+    for name, value, error in bad:
+        peer, tag = (value, 0) if name == "peer" else (other, value)
+        calls: dict[str, Any] = {
+            "send": partial(dist.send, x, peer, tag=tag),
+            "recv": partial(dist.recv, x, peer, tag=tag),
+            "isend": partial(dist.isend, x, peer, tag=tag),
+            "irecv": partial(dist.irecv, x, peer, tag=tag),
+            "batch": partial(_batch_of_one, x, peer, tag),
+        }
+        for call in calls:
+            try:
+                calls[call]()
+                wrong.append(f"{call}: {name}={value!r} was accepted")
+            except error as e:
+                expected = ("src", "dst", "peer") if name == "peer" else ("tag",)
+                if not any(word in str(e) for word in expected):
+                    wrong.append(f"{call}: {name}={value!r}: {e}")
+    return wrong
+
+
+def _batch_of_one(x: Any, peer: Any, tag: Any) -> None:
+    dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer, tag=tag)])
+
+
+def other_integers(kind: str) -> list[Any]:
+    """Ranks, tags and sizes that are integers of NumPy's: what came of a message, a broadcast and an exchange."""
+    me, n = dist.get_rank(), dist.get_world_size()
+
+    def hold(values: Any) -> GuardedArray:
+        held: GuardedArray = family(kind).hold(np.asarray(values, np.float32), "contiguous")
+        return held
+
+    zero: Any = np.int64(0)
+    one: Any = np.int32(1)
+    other: Any = np.uint8(1 - me)
+    pair = dist.new_group([zero, one])
+    mine, got = hold([me + 1.0]), hold([0.0])
+    ops = [
+        dist.P2POp(dist.isend, mine.array, other, pair, zero),
+        dist.P2POp(dist.irecv, got.array, other, pair, zero),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    dist.broadcast(mine.array, one, pair)
+    given, taken = hold([10.0 * me, 10.0 * me + 1, 10.0 * me + 2]), hold([0.0] * (4 - 2 * me))
+    sizes: Any = np.array([2, 1])
+    out_splits: Any = np.full(n, sizes[me])
+    dist.all_to_all_single(taken.array, given.array, out_splits, sizes)
+    dist.destroy_process_group(pair)
+    return [got.read().tolist(), mine.read().tolist(), taken.read().tolist()]
+
+
 def coalesced(async_op: bool, kind: str) -> None:
     """Every ``*_coalesced`` call on arrays of a family against its single counterpart's result."""
     n, me = dist.get_world_size(), dist.get_rank()
     sizes = (3, 0, 17, 30000)
 
-    def hold(values: Any, layout: str = "contiguous") -> Held:
-        held: Held = family(kind).hold(values, layout)
+    def hold(values: Any, layout: str = "contiguous") -> GuardedArray:
+        held: GuardedArray = family(kind).hold(values, layout)
         return held
 
-    def full(first: int, step: int = 1) -> list[Held]:
+    def full(first: int, step: int = 1) -> list[GuardedArray]:
         return [hold(np.full(s, first + step * k, dtype)) for k, s in enumerate(sizes)]
 
-    def arrays(held: Sequence[Held]) -> list[Any]:
+    def arrays(held: Sequence[GuardedArray]) -> list[Any]:
         return [h.array for h in held]
 
     def finish(work: Any) -> None:
@@ -69,7 +131,7 @@ def coalesced(async_op: bool, kind: str) -> None:
         if async_op:
             work.wait()
 
-    x: list[Held]
+    x: list[GuardedArray]
     for dtype in ("float32", "int64", "float16"):
         x = full(me)
         x[2] = hold(np.full(17, me + 2, dtype), "step")
@@ -124,12 +186,15 @@ def refusals(op: str, pairs: Sequence[tuple[str, str]], kind: str) -> list[tuple
         by: Any = getattr(dist.ReduceOp, reduce)
         if reduce == "PREMUL_SUM":
             by = dist.ReduceOp.PREMUL_SUM(reference.factor_of(dtype))
-        args: dict[str, tuple[Any, ...]] = {
-            "all_reduce": (x, by), "reduce": (x, 0, by), "reduce_scatter": (x, parts, by),
-            "reduce_scatter_tensor": (x, whole, by),
-        }  # fmt: skip
+        row = OPS[op]
+        args = [
+            parts if row.inputs is Arity.PER_RANK else whole if row.scattered else x
+            for parameter in row.parameters
+            if parameter.side == "input"
+        ]
+        args = [x, *args, *([0] if row.rooted else []), by]
         try:
-            getattr(dist, op)(*args[op])
+            getattr(dist, op)(*args)
             errors.append(("nothing", f"{dtype} {reduce} was accepted"))
         except Exception as e:
             errors.append((type(e).__name__, str(e)))
@@ -177,13 +242,13 @@ def huge(count: int) -> list[int]:
     """A broadcast of ``count`` bytes, more than 2^31: the bytes that did not arrive as sent, at some offsets."""
     me = dist.get_rank()
     data = np.zeros(count, np.uint8)
-    spots = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, count - 1]
+    positions = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, count - 1]
     if me == 0:
-        data[spots] = np.arange(1, len(spots) + 1)
+        data[positions] = np.arange(1, len(positions) + 1)
         data[::4097] |= 0x40
     dist.broadcast(data, src=0, timeout=120)
-    wrong = [s for i, s in enumerate(spots) if data[s] & 0x3F != i + 1]
-    if not (data[::4097] & 0x40).all() or np.count_nonzero(data) > (count + 4096) // 4097 + len(spots):
+    wrong = [s for i, s in enumerate(positions) if data[s] & 0x3F != i + 1]
+    if not (data[::4097] & 0x40).all() or np.count_nonzero(data) > (count + 4096) // 4097 + len(positions):
         wrong.append(-1)
     return wrong
 

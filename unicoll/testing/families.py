@@ -1,4 +1,4 @@
-"""Arrays of each family in each layout, in the midst of memory that nobody may touch."""
+"""Arrays of each family in each layout, with guard bytes around their elements."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from unicoll.types import BY_NAME
-
-from . import reference
+from unicoll.arrays.types import BY_NAME
+from unicoll.testing import reference
 
 Array = Any
 CANARY = 0xA5
 
 
-class Held:
-    """An array in some layout, in the midst of memory that nobody may touch."""
+class GuardedArray:
+    """An array in some layout, with guard bytes around its elements.
+
+    Attributes:
+        array: the array.
+        read: returns its elements as a contiguous NumPy array.
+        intact: returns True if the guard bytes are unchanged.
+    """
 
     def __init__(self, array: Array, read: Callable[[], Any], intact: Callable[[], bool]):
         self.array = array
@@ -50,11 +55,11 @@ class NumpyFamily:
 
     layouts = ("contiguous", "step", "rows", "transposed", "backwards", "fortran", "unaligned")
 
-    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
+    def hold(self, values: Any, layout: str, read_only: bool = False) -> GuardedArray:
         if values.ndim == 0 or layout not in VIEWS:
             array = self._special(values, layout)
             array.flags.writeable = not read_only
-            return Held(array, lambda: np.ascontiguousarray(array), lambda: True)
+            return GuardedArray(array, lambda: np.ascontiguousarray(array), lambda: True)
         view = VIEWS[layout]
         base = np.frombuffer(
             bytearray([CANARY]) * (int(np.prod(base_shape(layout, values.shape))) * values.itemsize),
@@ -70,7 +75,7 @@ class NumpyFamily:
             view(raw)[...] = np.frombuffer(bytes([CANARY]) * copy.itemsize, raw.dtype)[0]
             return bool(copy.tobytes() == bytes([CANARY]) * copy.nbytes)
 
-        return Held(array, lambda: np.ascontiguousarray(array), intact)
+        return GuardedArray(array, lambda: np.ascontiguousarray(array), intact)
 
     def _special(self, values: Any, layout: str) -> Any:
         if layout == "fortran":
@@ -82,10 +87,10 @@ class NumpyFamily:
             return array
         return values.copy()
 
-    def part(self, held: Held, start: int, stop: int) -> Held:
-        """Rows of an array, as an array of the same memory."""
+    def part(self, held: GuardedArray, start: int, stop: int) -> GuardedArray:
+        """Rows of an array, as a view of the same memory."""
         array = held.array[start:stop]
-        return Held(array, lambda: np.ascontiguousarray(array), lambda: True)
+        return GuardedArray(array, lambda: np.ascontiguousarray(array), lambda: True)
 
 
 class TorchFamily:
@@ -121,7 +126,7 @@ class TorchFamily:
             tensor.view(-1).view(self._torch.uint8).fill_(CANARY if dtype != np.bool_ else True)
         return tensor
 
-    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
+    def hold(self, values: Any, layout: str, read_only: bool = False) -> GuardedArray:
         if values.ndim == 0 or layout not in self.layouts:
             layout = "contiguous"
         shape = base_shape(layout, values.shape)
@@ -132,24 +137,24 @@ class TorchFamily:
         def intact() -> bool:
             copy = base.clone()
             VIEWS[layout](copy).copy_(array.new_zeros(array.shape))
-            mine = self._guarded(shape, values.dtype)
-            VIEWS[layout](mine).copy_(array.new_zeros(array.shape))
-            same: bool = self._numpy(copy).tobytes() == self._numpy(mine).tobytes()
+            reference_array = self._guarded(shape, values.dtype)
+            VIEWS[layout](reference_array).copy_(array.new_zeros(array.shape))
+            same: bool = self._numpy(copy).tobytes() == self._numpy(reference_array).tobytes()
             return same
 
-        return Held(array, lambda: self._numpy(array), intact)
+        return GuardedArray(array, lambda: self._numpy(array), intact)
 
-    def part(self, held: Held, start: int, stop: int) -> Held:
-        """Rows of a tensor, as a tensor of the same memory."""
+    def part(self, held: GuardedArray, start: int, stop: int) -> GuardedArray:
+        """Rows of a tensor, as a view of the same memory."""
         array = held.array[start:stop]
-        return Held(array, lambda: self._numpy(array), lambda: True)
+        return GuardedArray(array, lambda: self._numpy(array), lambda: True)
 
 
 class CupyFamily:
     """Arrays of CuPy, on the current device; no types that NumPy lacks.
 
     Args:
-        module: CuPy, or what stands in for it in a test.
+        module: CuPy, or a substitute in a test.
     """
 
     on_device = True
@@ -158,7 +163,7 @@ class CupyFamily:
     def __init__(self, module: Any = None) -> None:
         self._cupy = importlib.import_module("cupy") if module is None else module
 
-    def hold(self, values: Any, layout: str, read_only: bool = False) -> Held:
+    def hold(self, values: Any, layout: str, read_only: bool = False) -> GuardedArray:
         if values.ndim == 0 or layout not in self.layouts:
             layout = "contiguous"
         if layout == "fortran":
@@ -177,11 +182,11 @@ class CupyFamily:
 
         return self._held(array, intact)
 
-    def _held(self, array: Any, intact: Callable[[], bool]) -> Held:
-        return Held(array, lambda: np.ascontiguousarray(array.get()), intact)
+    def _held(self, array: Any, intact: Callable[[], bool]) -> GuardedArray:
+        return GuardedArray(array, lambda: np.ascontiguousarray(array.get()), intact)
 
-    def part(self, held: Held, start: int, stop: int) -> Held:
-        """Rows of an array, as an array of the same memory."""
+    def part(self, held: GuardedArray, start: int, stop: int) -> GuardedArray:
+        """Rows of an array, as a view of the same memory."""
         return self._held(held.array[start:stop], lambda: True)
 
 
@@ -191,15 +196,17 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "cupy": CupyFamily,
     "torch_cuda": partial(TorchFamily, "cuda"),
 }
-"""How to make arrays; the ranks of a backend's own tests may add to it."""
+"""Constructors of array families; the ranks of a backend's tests may add to it."""
 _families: dict[str, Any] = {}
 
 
 def layouts(name: str) -> tuple[str, ...]:
-    """The layouts to draw from for a family; the library that makes its arrays need not be here."""
+    """The layouts of a family; its library need not be installed."""
     if name.startswith("torch"):
         return TorchFamily.layouts
-    return CupyFamily.layouts if name == "cupy" else NumpyFamily.layouts  # others take what they lack as contiguous
+    return (
+        CupyFamily.layouts if name == "cupy" else NumpyFamily.layouts
+    )  # other families use contiguous arrays for layouts that they lack
 
 
 def family(name: str) -> Any:

@@ -1,22 +1,23 @@
-"""Functions as the ranks of a job, each in a fresh interpreter: results, exceptions, signals, and nothing left behind.
+"""Runs functions in the ranks of a job, each in its own process, and collects results, exceptions and leaks.
 
 In the test process::
 
-    results = run_ranks(3, fn, 1, 2)            # joined, called, left; raises if any rank failed
-    with Job(3) as job:                         # step by step, for faults
+    results = run_ranks(3, fn, 1, 2)            # join, call, leave; raises if any rank failed
+    with ProcessJob(3) as job:                  # step by step, for fault tests
         job.call(fn, 1, 2)
         job.await_note(0)
         job.signal(2, signal.SIGKILL)
         outcomes = job.collect()
 
-In a rank, functions of :mod:`worker` join (``enter``), send a note to the test (``tell``) and leave (``leave``).
-Functions travel by module and name, and the ranks search modules where this process does; a module without pytest in
-it starts faster. Warnings are errors in the ranks too, and whatever a rank writes to its standard error fails the test
-unless the test expects it.
+In a rank, functions of :mod:`worker` join (``enter``), send a note to the test (``send_note``) and leave (``leave``).
+Functions are sent by module and name, and the ranks have this process's module search path; modules that do not import
+pytest start faster. Warnings are errors in the ranks too, and output on a rank's standard error fails the test unless
+the test expects it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,23 +34,39 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from .worker import Failure, end, enter, leave
+from unicoll.testing import forkserver, sampling
+from unicoll.testing.worker import Failure, end, enter, leave
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The folder that the packages are in."""
+"""The directory that contains the packages."""
 
 _SCRUBBED = (
-    "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "UNICOLL_", "GLOO_", "GROUP_RANK", "ROLE_", "TORCHELASTIC_",
-    "OMPI_", "PMI", "MPI_", "MV2_", "SLURM_", "PALS_", "HYDRA_", "NCCL_",
-)  # fmt: skip
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "UNICOLL_",
+    "GLOO_",
+    "GROUP_RANK",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "OMPI_",
+    "PMI",
+    "MPI_",
+    "MV2_",
+    "SLURM_",
+    "PALS_",
+    "HYDRA_",
+    "NCCL_",
+)
 _TEST_OPTIONS = ("UNICOLL_TEST_", "UNICOLL_TRANSPORT", "UNICOLL_CHANNEL")
 _GRACE_S = 8.0
-"""How long the other ranks may go on after one has failed, and how long things may take to be given back."""
+"""Time limit for the other ranks after a failure, and for the release of resources."""
 
 
 @dataclass
 class Outcome:
-    """How a call ended on one rank; ``at`` is on the clock of time.monotonic, which all processes share."""
+    """The result of a call on one rank; ``at`` is a time of time.monotonic, which all processes share."""
 
     rank: int
     value: Any = None
@@ -59,19 +77,29 @@ class Outcome:
 
 
 class RanksFailed(AssertionError):
-    """At least one rank failed, hung or died; the message has every rank's story."""
+    """At least one rank failed, hung or died; the message has the outcome report of every rank."""
 
 
 SEED_VARIABLE = "UNICOLL_TEST_SEED"
 
 
-def drawn_seed() -> int:
-    """The seed of this run's random samples: from the environment, or drawn, and put there."""
+def sample_seed() -> int:
+    """The seed of this run's random samples: from the environment, else random and stored there."""
     return int(os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(1 << 24))))
 
 
+_jobs = itertools.count()
+_SHARE_FRESH = 8
+_MODULES = ("numpy", "unicoll", "unicoll.bootstrap.join", "gloo_fallback")
+
+
+def _selects_fresh() -> bool:
+    """True if the next job uses new interpreters."""
+    return sampling.wants_full() or (next(_jobs) + sample_seed()) % _SHARE_FRESH == 0
+
+
 def free_port() -> int:
-    """A port that nothing listens on, outside the range from which outgoing connections take theirs."""
+    """A free TCP port outside the range of ephemeral ports."""
     for _ in range(100):
         port = random.SystemRandom().randrange(20000, 32000)
         with socket.socket() as sock:
@@ -85,27 +113,33 @@ def free_port() -> int:
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without what a launcher may have put there."""
+    """This process's environment without variables of launchers."""
     kept = {k: v for k, v in os.environ.items() if k.startswith(_TEST_OPTIONS) or not k.startswith(_SCRUBBED)}
     kept |= {"UNICOLL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return kept | {"PYTHONFAULTHANDLER": "1"} | (extra or {})
 
 
-class Job:
-    """``size`` fresh interpreters that do what they are called to.
+class ProcessJob:
+    """``size`` processes that execute calls sent by the test.
+
+    The ranks of most jobs are forks of an interpreter that has imported the library (:mod:`forkserver`), which is
+    faster. One job in eight, selected by the seed, uses new interpreters, and so do all jobs with
+    ``UNICOLL_TEST_FULL=1`` and jobs with variables that are read when an interpreter starts.
 
     Args:
         size: number of ranks.
-        join: how :func:`enter` meets the others: "file", "tcp" or "env".
-        env: more environment variables, for all ranks.
-        quiet: whether output on a rank's standard error is a failure.
-        prepare: a function, and its arguments, that every rank calls before anything else.
+        join: rendezvous of :func:`enter`: "file", "tcp" or "env".
+        env: additional environment variables of all ranks.
+        quiet: True if output on a rank's standard error is a failure.
+        prepare: a function and its arguments, which every rank calls first.
+        modules: modules that the ranks use and that are slow to import, for example torch.
+        fresh: True for new interpreters, False for forks, None to select by the seed.
     """
 
     warnings = "error"
-    """What the ranks' interpreters do with warnings, as ``-W`` has it."""
-    patience = 60.0
-    """Seconds that ``prepare`` may take."""
+    """Value of ``-W`` for the ranks' interpreters."""
+    prepare_timeout = 60.0
+    """Timeout of ``prepare`` in seconds."""
 
     def __init__(
         self,
@@ -115,25 +149,29 @@ class Job:
         env: dict[str, str] | None = None,
         quiet: bool = True,
         prepare: tuple[Any, ...] | None = None,
+        modules: Sequence[str] = (),
+        fresh: bool | None = None,
     ):
         self.size = size
+        self._modules = (*_MODULES, *modules)
+        self._fresh = _selects_fresh() if fresh is None else fresh
         self.quiet = quiet
         self.outcomes = [Outcome(rank) for rank in range(size)]
         self._notes: list[list[Any]] = [[] for _ in range(size)]
         self._folder = tempfile.TemporaryDirectory(prefix="unicoll-ranks-")
         self._pipes: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | forkserver.Forked] = []
         try:
             self._start_all(join, environment(env))
             if prepare is not None:
                 self.call(*prepare)
-                self.results(self.patience)
+                self.results(self.prepare_timeout)
         except BaseException:
             self.close()
             raise
 
     def _start_all(self, join: str, variables: dict[str, str]) -> None:
-        """Start the ranks, each with a pipe to it."""
+        """Start the ranks, each with a pipe."""
         port = free_port()
         init = {
             "file": f"file://{self._folder.name}/store",
@@ -149,18 +187,33 @@ class Job:
     def _start(self, rank: int, init: str, variables: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
         self._pipes.append(Connection(ours.detach()))
-        program = (
-            f"import sys; sys.path[:] = {sys.path!r}; from unicoll.testing import worker;"
-            f" worker.work({theirs.fileno()}, {rank}, {self.size}, {init!r})"
-        )
         with theirs, open(self._stderr(rank), "wb") as stderr:
+            if self._is_forked(variables):
+                server = forkserver.server(self._modules, self.warnings, environment())
+                arguments = (rank, self.size, init)
+                self._processes.append(server.fork(theirs.fileno(), stderr.fileno(), variables, arguments))
+                return
+            program = (
+                f"import sys; sys.path[:] = {sys.path!r}; from unicoll.testing import worker;"
+                f" worker.work({theirs.fileno()}, {rank}, {self.size}, {init!r})"
+            )
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-W", self.warnings, "-c", program],
-                    env=variables, stdin=subprocess.DEVNULL, stderr=stderr, pass_fds=[theirs.fileno()],
+                    env=variables,
+                    stdin=subprocess.DEVNULL,
+                    stderr=stderr,
+                    pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
-            )  # fmt: skip
+            )
+
+    def _is_forked(self, variables: dict[str, str]) -> bool:
+        """True if a rank with this environment can be a fork: it may differ only in variables read after the start."""
+        if self._fresh or not forkserver.is_supported():
+            return False
+        differing = {name for name, _ in variables.items() ^ environment().items()}
+        return all(name.startswith(_SCRUBBED) for name in differing - {"TMPDIR"})
 
     def _stderr(self, rank: int) -> Path:
         return Path(self._folder.name, f"stderr-{rank}")
@@ -172,15 +225,20 @@ class Job:
 
     @property
     def children(self) -> list[int]:
-        """Processes that this one has started for the job."""
+        """Processes that this process has started for the job."""
         return [p.pid for p in self._processes]
 
+    @property
+    def forks(self) -> int:
+        """Number of its processes that are forks; each has a pipe for its exit code."""
+        return sum(isinstance(p, forkserver.Forked) for p in self._processes)
+
     def shared_memory(self) -> set[str]:
-        """Files of /dev/shm that the ranks' libraries use for as long as the job lasts."""
+        """Files of /dev/shm that the ranks' libraries keep for the lifetime of the job."""
         return set()
 
     def call(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> None:
-        """Start a function on all ranks, or some."""
+        """Start a function on the given ranks (all)."""
         for rank in range(self.size) if ranks is None else ranks:
             self.outcomes[rank] = Outcome(rank)
             self._pipes[rank].send((function.__module__, function.__qualname__, args))
@@ -196,8 +254,8 @@ class Job:
         deadline = time.monotonic() + timeout
         while not self._notes[rank]:
             if self.outcomes[rank].finished:
-                raise RanksFailed(f"rank {rank} ended in place of sending a note\n{self.report()}")
-            if not self._hear(deadline):
+                raise RanksFailed(f"rank {rank} ended without sending a note\n{self.report()}")
+            if not self._receive(deadline):
                 raise RanksFailed(f"no note from rank {rank} in {timeout:g} s\n{self._dump()}")
         return self._notes[rank].pop(0)
 
@@ -206,33 +264,33 @@ class Job:
         return [self.await_note(rank, timeout) for rank in range(self.size)]
 
     def collect(
-        self, timeout: float = 60.0, ranks: Sequence[int] | None = None, hurry: bool = False
+        self, timeout: float = 60.0, ranks: Sequence[int] | None = None, fail_fast: bool = False
     ) -> list[Outcome]:
-        """Wait until the call has ended on the given ranks (all), with a result, an exception or the rank's end.
+        """Wait until the call has ended on the given ranks (all): with a result, an exception or the rank's exit.
 
-        With ``hurry`` the others get only a few seconds once one has failed.
+        With ``fail_fast`` the timeout is reduced to a few seconds after a rank has failed.
         """
         deadline = time.monotonic() + timeout
         wanted = range(self.size) if ranks is None else ranks
         while not all(self.outcomes[r].finished for r in wanted):
             failed = any(o.failure or o.returncode for o in self.outcomes)
-            if hurry and failed:
+            if fail_fast and failed:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
-                hurry = False
-            if not self._hear(deadline):
+                fail_fast = False
+            if not self._receive(deadline):
                 late = [r for r in wanted if not self.outcomes[r].finished]
                 raise RanksFailed(f"ranks {late} did not end in {timeout:g} s\n{self._dump()}")
         return [self.outcomes[r] for r in wanted]
 
     def results(self, timeout: float = 60.0) -> list[Any]:
-        """As :meth:`collect`, but every rank must have ended well; their values."""
-        outcomes = self.collect(timeout, hurry=True)
+        """As :meth:`collect`, but raises RanksFailed if a rank failed; returns the values."""
+        outcomes = self.collect(timeout, fail_fast=True)
         if any(o.failure or o.returncode is not None for o in outcomes):
             raise RanksFailed(self.report())
         return [o.value for o in outcomes]
 
-    def _hear(self, deadline: float) -> bool:
-        """Take in what comes next; False when nothing has come by the deadline."""
+    def _receive(self, deadline: float) -> bool:
+        """Receive the next messages of the ranks; False if none arrives by the deadline."""
         open_pipes = {
             p: r for r, p in enumerate(self._pipes) if not p.closed and self.outcomes[r].returncode is None
         }
@@ -259,10 +317,10 @@ class Job:
         try:
             return self._processes[rank].wait(_GRACE_S)
         except subprocess.TimeoutExpired:
-            return -1000  # closed its pipe, and lives on
+            return -1000  # it closed its pipe but is still running
 
     def wait_for_exit(self, timeout: float = 30.0, ranks: Sequence[int] | None = None) -> list[int]:
-        """Exit codes of the given ranks (all), which end by themselves."""
+        """Wait for the given ranks (all) to exit; returns their exit codes."""
         deadline = time.monotonic() + timeout
         processes = self._processes if ranks is None else [self._processes[r] for r in ranks]
         try:
@@ -271,11 +329,11 @@ class Job:
             raise RanksFailed(f"ranks did not exit in {timeout:g} s\n{self._dump()}") from None
 
     def stderr(self, rank: int) -> str:
-        """What a rank has written to its standard error."""
+        """The output of a rank on its standard error."""
         return self._stderr(rank).read_text(errors="replace")
 
     def report(self) -> str:
-        """Every rank's story."""
+        """The outcome report: state, traceback and standard error of every rank."""
         lines = []
         for outcome in self.outcomes:
             state = "still in the call"
@@ -298,7 +356,7 @@ class Job:
         return self.report()
 
     def close(self) -> None:
-        """End whatever runs on, ranks and what they have started; idempotent."""
+        """Kill the ranks and their children that are still running; idempotent."""
         for process in self._processes:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -310,12 +368,12 @@ class Job:
         self._folder.cleanup()
 
     def check_quiet(self) -> None:
-        """Fails if a rank has written to its standard error."""
-        loud = [r for r in range(self.size) if self.stderr(r)]
-        if self.quiet and loud:
-            raise RanksFailed(f"ranks {loud} wrote to their standard error\n{self.report()}")
+        """Raise RanksFailed if a rank has written to its standard error."""
+        noisy = [r for r in range(self.size) if self.stderr(r)]
+        if self.quiet and noisy:
+            raise RanksFailed(f"ranks {noisy} wrote to their standard error\n{self.report()}")
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> ProcessJob:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -326,19 +384,19 @@ class Job:
             self.close()
 
 
-def end_well(job: Job) -> None:
-    """Leave the job on all ranks, see that everything was given back, and end the interpreters."""
+def end_cleanly(job: ProcessJob) -> None:
+    """Leave the job on all ranks, check for leaks, and end the interpreters; raises RanksFailed."""
     job.call(leave)
     leaks = job.results()
     if any(leaks):
-        raise RanksFailed(f"left over after destroy_process_group, by rank: {leaks}")
+        raise RanksFailed(f"leaks after destroy_process_group, by rank: {leaks}")
     job.call(end)
     codes = job.wait_for_exit()
     if any(codes):
         raise RanksFailed(f"exit codes {codes}\n{job.report()}")
 
 
-def joined(size: int, start: Callable[..., Job] = Job, **options: Any) -> Job:
+def joined(size: int, start: Callable[..., ProcessJob] = ProcessJob, **options: Any) -> ProcessJob:
     """A job whose ranks have joined; ``options`` are those of ``start``."""
     job = start(size, **options)
     try:
@@ -358,37 +416,43 @@ def run_ranks(
     env: dict[str, str] | None = None,
     join: str = "file",
 ) -> list[Any]:
-    """Join, call, leave: each rank's value; RanksFailed where any failed, hung, left something behind or was loud."""
+    """Join, call, leave; returns each value. Raises RanksFailed on failures, hangs, leaks and output on stderr."""
     with joined(size, join=join, env=env) as job:
         job.call(function, *args)
         values = job.results(timeout)
-        end_well(job)
+        end_cleanly(job)
     return values
 
 
-_pooled: set[Job] = set()
+_pooled: set[ProcessJob] = set()
 
 
-def pooled() -> tuple[set[int], int]:
-    """Processes and sockets of the pools that are open, which outlive the tests that use them."""
-    return {pid for job in _pooled for pid in job.children}, sum(job.size for job in _pooled)
+def pooled() -> tuple[set[int], Counter[str]]:
+    """Processes and descriptors of the open pools and fork servers, which outlive the tests that use them.
+
+    Descriptors are counted by their descriptions, as in :func:`worker.snapshot`.
+    """
+    servers = forkserver.running()
+    processes = servers | {pid for job in _pooled for pid in job.children}
+    ranks = sum(job.size for job in _pooled)
+    return processes, Counter({"fd socket": len(servers) + ranks, "fd pipe": sum(j.forks for j in _pooled)})
 
 
 def pooled_memory() -> set[str]:
-    """Files of /dev/shm of the pools that are open."""
+    """Files of /dev/shm of the open pools."""
     return {name for job in _pooled for name in job.shared_memory()}
 
 
 class Pool:
-    """A job that does many calls, started at the first, and anew after a failure."""
+    """A job for many calls; it starts at the first call, and again after a failure."""
 
-    def __init__(self, size: int, start: Callable[[int], Job] = Job):
+    def __init__(self, size: int, start: Callable[[int], ProcessJob] = ProcessJob):
         self.size = size
         self._begin = start
-        self._job: Job | None = None
+        self._job: ProcessJob | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
-        """Each rank's value; RanksFailed where any failed or hung."""
+        """Call a function on all ranks; returns their values. Raises RanksFailed on a failure or a hang."""
         try:
             if self._job is None:
                 self._job = joined(self.size, self._begin)
@@ -403,27 +467,27 @@ class Pool:
             raise
 
     def close(self) -> None:
-        """Leave the job, in order."""
+        """Leave the job and check for leaks."""
         job, self._job = self._job, None
         if job is not None:
             _pooled.discard(job)
             with job:
-                end_well(job)
+                end_cleanly(job)
 
 
 @contextmanager
-def pools(start: Callable[[int], Job] = Job) -> Iterator[Callable[[int], Pool]]:
-    """A pool for every world size that is asked for."""
-    made: dict[int, Pool] = {}
+def pools(start: Callable[[int], ProcessJob] = ProcessJob) -> Iterator[Callable[[int], Pool]]:
+    """Creates pools on demand, one per world size, and closes them at the end."""
+    open_pools: dict[int, Pool] = {}
 
     def pool(size: int) -> Pool:
-        return made.setdefault(size, Pool(size, start))
+        return open_pools.setdefault(size, Pool(size, start))
 
     try:
         yield pool
     finally:
         errors = []
-        for each in made.values():
+        for each in open_pools.values():
             try:
                 each.close()
             except AssertionError as error:

@@ -11,26 +11,41 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.types import BY_NAME
+from unicoll.arrays.types import BY_NAME
 
 Array = npt.NDArray[Any]
 Inputs = Sequence[Sequence[Array]]
 """For each rank of the group the arrays that it gives."""
 
 _MANTISSA = {
-    "float16": 10, "bfloat16": 7, "float32": 23, "float64": 52, "complex64": 23, "complex128": 52,
-    "float8_e4m3fn": 3, "float8_e5m2": 2,
-}  # fmt: skip
+    "float16": 10,
+    "bfloat16": 7,
+    "float32": 23,
+    "float64": 52,
+    "complex64": 23,
+    "complex128": 52,
+    "float8_e4m3fn": 3,
+    "float8_e5m2": 2,
+}
 _SMALLEST = {"float16": -24, "bfloat16": -133, "float8_e4m3fn": -9, "float8_e5m2": -16}
 """Exponent of the smallest subnormal."""
-_LARGEST = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+_LARGEST = {
+    "float16": 65504.0,
+    "bfloat16": 3.3895313892515355e38,
+    "float8_e4m3fn": 448.0,
+    "float8_e5m2": 57344.0,
+}
 _WITHOUT_INFINITY = ("float8_e4m3fn",)
 _FLOAT16_STEPS = 7
 """float8 is computed in float16, whose own rounding is at most 2 ** -7 of float8's."""
 _UFUNC: dict[str, Any] = {
-    "PRODUCT": np.multiply, "MIN": np.minimum, "MAX": np.maximum,
-    "BAND": np.bitwise_and, "BOR": np.bitwise_or, "BXOR": np.bitwise_xor,
-}  # fmt: skip
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
 
 
 @dataclass(frozen=True)
@@ -125,13 +140,17 @@ def contributions(
         counts: for all_to_all_single, ``counts[i, j]`` elements go from rank i to rank j.
     """
     size = len(inputs)
-    first = [arrays[0].reshape(-1) for arrays in inputs if arrays]
+    first: list[Array] = [arrays[0].reshape(-1) for arrays in inputs if arrays]
     if op == "barrier":
         return []
     if op == "broadcast":
         return [[first[root]]]
     if op == "all_reduce":
         return [first]
+    if op == "scan":
+        return [first[: rank + 1]]
+    if op == "exscan":
+        return [first[:rank] or [first[0]]]  # rank 0 keeps its array
     if op == "reduce":
         return [first if rank == root else [first[rank]]]
     if op in ("all_gather", "gather"):
@@ -199,13 +218,13 @@ def _exact(reduce: str, given: Sequence[Array]) -> Array:
     dtype = given[0].dtype
     with np.errstate(all="ignore"):
         if reduce in _UFUNC:
-            result = given[0].copy()
+            result: Array = given[0].copy()
             for other in given[1:]:
                 result = _UFUNC[reduce](result, other)
             return result
         if reduce == "PREMUL_SUM":
             given = [x * dtype.type(3) for x in given]
-        total = given[0].copy()
+        total: Array = given[0].copy()
         for other in given[1:]:
             total = total + other
         if reduce != "AVG":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .conformance import Conformance
+from unicoll.testing.conformance import Conformance
 
 
 class TestBackend(Conformance):

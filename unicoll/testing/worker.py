@@ -1,4 +1,4 @@
-"""The life of a rank: it is started by :class:`ranks.Job`, does the calls that come through a pipe, and ends."""
+"""Main loop of a rank: started by :class:`ranks.ProcessJob`, it executes calls from a pipe until it is ended."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 8.0
-"""How long things may take to be given back."""
+"""Time limit for the release of resources."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a rank: its type's name and those of its bases, message, fields of a DistError, traceback."""
+    """An exception of a rank: names of its type and base types, message, attributes of a DistError, traceback."""
 
     type: str
     bases: tuple[str, ...]
@@ -41,13 +41,13 @@ class Failure:
 
 
 BACKEND: str | None = "gloo"
-"""The backend with which this rank joins; None leaves the choice to the library."""
+"""The backend with which this rank joins; None for the library's choice."""
 DEVICE: int | None = None
-"""The device that this rank binds itself to."""
+"""The ``device_id`` with which this rank joins."""
 
 
 def use(backend: str, imports: Sequence[str] = ()) -> None:
-    """Join with a backend, which one of ``imports`` may register, when the time comes."""
+    """Set the backend of :func:`enter`; modules in ``imports``, which may register it, are imported now."""
     global BACKEND
     BACKEND = backend
     for name in imports:
@@ -55,25 +55,25 @@ def use(backend: str, imports: Sequence[str] = ()) -> None:
 
 
 class Uncaught(Exception):
-    """Raised by a function, it ends the rank as an exception that nobody catches ends a program."""
+    """If a function raises it, the rank ends like a program with an uncaught exception."""
 
 
 _pipe: Connection
 _rank, _size, _init = -1, -1, ""
-_at_start: list[str] = []
+_baseline: list[str] = []
 _complaints: list[Callable[[], list[str]]] = []
-_telling = threading.Lock()
+_pipe_lock = threading.Lock()
 
 
 def work(descriptor: int, rank: int, size: int, init: str) -> None:
-    """The life of a rank: do the calls that come through the pipe, until told to end."""
-    global _pipe, _rank, _size, _init, _at_start
+    """Main loop of a rank: execute the calls from the pipe until a call returns the end marker."""
+    global _pipe, _rank, _size, _init, _baseline
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     die_with_parent()
     _pipe, _rank, _size, _init = Connection(descriptor), rank, size, init
-    import unicoll  # noqa: F401 - what it opens at import, if anything, is there before and after
+    import unicoll  # noqa: F401 - descriptors that it opens at import belong to the baseline
 
-    _at_start = snapshot()
+    _baseline = snapshot()
     while True:
         try:
             module, name, args = _pipe.recv()
@@ -89,7 +89,7 @@ def work(descriptor: int, rank: int, size: int, init: str) -> None:
             raise
         except BaseException as error:
             failure = Failure.of(error)
-        with _telling:
+        with _pipe_lock:
             _pipe.send(("done", value, failure, time.monotonic()))
         if value == _END:
             return
@@ -99,32 +99,32 @@ _END = "this rank ends now"
 
 
 def end() -> str:
-    """End this rank's interpreter without leaving the job."""
+    """End this rank's interpreter; does not leave the job."""
     return _END
 
 
 def die_with_parent() -> None:
-    """The kernel ends this process with the one that started it."""
+    """Make the kernel kill this process when its parent ends."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 
 
-def place() -> tuple[int, int]:
-    """This rank, and the number of ranks."""
+def rank_and_size() -> tuple[int, int]:
+    """This rank and the number of ranks."""
     return _rank, _size
 
 
-def start_here(complaints: Callable[[], list[str]]) -> None:
-    """What is there now is there to stay; and once the rank has left the job, ask ``complaints`` what is wrong."""
-    global _at_start
-    _at_start = snapshot()
+def set_baseline(complaints: Callable[[], list[str]]) -> None:
+    """Take the snapshot for leak detection again, and add a function that reports further leaks after :func:`leave`."""
+    global _baseline
+    _baseline = snapshot()
     _complaints.append(complaints)
 
 
-def tell(note: Any) -> None:
-    """A note for the test (see :meth:`Job.await_note`)."""
-    with _telling:
+def send_note(note: Any) -> None:
+    """Send a note to the test (see :meth:`ranks.ProcessJob.await_note`)."""
+    with _pipe_lock:
         _pipe.send(("note", note))
 
 
@@ -141,17 +141,17 @@ def enter(timeout: float = 60.0) -> None:
 
 
 def leave() -> list[str]:
-    """Leave the job; returns what was not given back (threads, descriptors), and other complaints."""
+    """Leave the job; returns leaked threads and descriptors, and other complaints."""
     import unicoll as dist
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    left = leftovers(_at_start)
+    left = leftovers(_baseline)
     return left + [text for complaints in _complaints for text in complaints()]
 
 
 def snapshot() -> list[str]:
-    """Threads and descriptors of this process, one word each; descriptors by what they are."""
+    """One text per thread and descriptor of this process; descriptors by their kind."""
     threads = [f"thread {t.name}" for t in threading.enumerate()]
     return sorted(threads + list(_descriptors()))
 
@@ -160,23 +160,24 @@ def _descriptors() -> Iterator[str]:
     for fd in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the one that listed the directory
+        except OSError:  # the descriptor that listed the directory
             continue
         if not target.startswith("/proc/"):
             yield f"fd {target.partition(':[')[0]}"
 
 
-def leftovers(before: Sequence[str], patience: float = PATIENCE_S) -> list[str]:
-    """What is there now and was not before, once things have had time to go."""
-    deadline = time.monotonic() + patience
+def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = None) -> list[str]:
+    """Entries of :func:`snapshot` that stay although they are not in ``before``; filtered by ``matters``."""
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         left = list(snapshot())
-        for word in before:
-            if word in left:
-                left.remove(word)
+        for entry in before:
+            if entry in left:
+                left.remove(entry)
+        left = list(filter(matters, left)) if matters else left
         if not left or time.monotonic() > deadline:
             return left
-        if not gc.collect():  # what only a cycle of garbage holds goes at once, the rest in time
+        if not gc.collect():  # objects in reference cycles are released by the collector, others with time
             time.sleep(0.02)
 
 
@@ -186,12 +187,12 @@ def listening_ports(pid: int | str = "self") -> list[tuple[str, int]]:
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
             sockets.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-        except OSError:  # closed meanwhile, as the one that listed the directory
+        except OSError:  # closed in the meantime, like the descriptor that listed the directory
             continue
     found = []
     for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
-        words = line.split()
-        if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
-            address, _, port = words[1].partition(":")
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+            address, _, port = fields[1].partition(":")
             found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
     return sorted(found)

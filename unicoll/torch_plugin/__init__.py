@@ -1,4 +1,4 @@
-"""unicoll's backends inside stock torch.distributed, in pure Python.
+"""unicoll's backends as torch.distributed backends, in pure Python.
 
 Importing this package registers them::
 
@@ -8,18 +8,18 @@ Importing this package registers them::
     dist.init_process_group("unicoll")          # by device: mpi or gloo for CPU tensors, nccl for CUDA tensors
     dist.init_process_group("unicoll-gloo")     # one of unicoll's backends by name; also -mpi and -nccl
 
-and lets ``init_process_group`` find rank, size and address under every launcher that unicoll knows. It needs torch 2.6
-or newer, and logs a warning at a version newer than the tested ones. :func:`enable_mpi` makes
-``init_process_group("mpi")`` work where torch was built without MPI; :func:`explain` says what was chosen.
+``init_process_group`` then takes rank, world size and address from every launcher that unicoll supports. The package
+needs torch 2.6 or newer, and logs a warning for a version newer than the tested ones. :func:`enable_mpi` makes
+``init_process_group("mpi")`` work if torch was built without MPI; :func:`explain` reports the chosen backends.
 """
 
 from __future__ import annotations
 
 import torch
 
-from .compat import warn_of_untested
-from .group import Group as ProcessGroupUnicoll
-from .register import enable_mpi, explain, register
+from unicoll.torch_plugin.compat import warn_of_untested
+from unicoll.torch_plugin.group import TorchProcessGroup as ProcessGroupUnicoll
+from unicoll.torch_plugin.register import enable_mpi, explain, register
 
 __all__ = ["ProcessGroupUnicoll", "enable_mpi", "explain", "register"]
 

@@ -1,13 +1,12 @@
-"""What differs between versions of torch, and what stands in the way of a process group in Python, in one place.
+"""Differences between torch versions, and workarounds for process groups written in Python.
 
-Everything here says what it works around. :data:`TESTED` has the versions that the tests are run with.
+Each docstring names the limitation of torch that it works around. :data:`TESTED` has the tested versions.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -19,27 +18,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from unicoll.net import logs
+
 __all__ = [
     "OLD_NAMES",
     "TESTED",
-    "Asked",
-    "asked",
+    "RequestedGroup",
     "backend_of_init",
-    "dispatch_batches",
-    "dispatch_ends",
+    "dispatch_batch_isend_irecv",
+    "dispatch_shutdown",
     "dispatch_monitored_barrier",
     "dispatch_splits",
     "is_awaited",
     "is_profiling",
-    "leave_out_of_flight_recorder",
-    "limit",
+    "skip_flight_recorder",
+    "requested_group",
+    "timeout_or_none",
     "warn_of_untested",
 ]
 
 TESTED = ("2.6.0", "2.13.0", "2.15.0")
-"""Versions of torch that the tests are run with: the oldest supported, the one of most tests, and the newest."""
+"""Tested versions of torch: the oldest supported one, that of most tests, and the newest."""
 
-_log = logging.getLogger("unicoll")
+_log = logs.logger("torch")
 
 OLD_NAMES: dict[str, tuple[str, ...]] = {
     "all_gather_single": ("_allgather_base",),
@@ -48,7 +49,7 @@ OLD_NAMES: dict[str, tuple[str, ...]] = {
     "all_gather_single_coalesced": ("allgather_into_tensor_coalesced",),
     "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced",),
 }
-"""Methods of torch's process group that older versions call by another name."""
+"""Methods of torch's process group that have other names in older versions."""
 
 _ZERO = timedelta(0)
 
@@ -58,7 +59,10 @@ def warn_of_untested(version: str) -> None:
     oldest, newest = TESTED[0], TESTED[-1]
     if not _minor(oldest) <= _minor(version) <= _minor(newest):
         _log.warning(
-            "unicoll.torch_plugin is tested with torch %s to %s, and not with this one, %s", oldest, newest, version
+            "unicoll.torch_plugin is tested with torch %s to %s; this is torch %s",
+            oldest,
+            newest,
+            version,
         )
 
 
@@ -67,17 +71,18 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-class Asked(NamedTuple):
-    """What a group was asked to be, as far as torch tells a backend.
+class RequestedGroup(NamedTuple):
+    """The arguments of the group that torch is creating.
 
     Attributes:
-        backend: the whole backend string, ``"cpu:unicoll-gloo,cuda:nccl"``; None where it cannot be seen.
+        backend: the full backend string, ``"cpu:unicoll-gloo,cuda:nccl"``; None if it is not accessible.
         timeout: default timeout of its operations.
-        name, desc: of the group.
+        name: torch's name of the group.
+        desc: its description.
         device: the device that it is bound to, or None.
-        store: torch's store, or None where it has none.
-        ranks: of its members, in the default group; empty for the default group itself.
-        together: whether all processes make it together, those that are not in it as well.
+        store: torch's store, or None if it has none.
+        ranks: ranks of its members in the default group; empty for the default group itself.
+        collective: True if all processes take part in its creation, not only its members.
     """
 
     backend: str | None = None
@@ -87,40 +92,40 @@ class Asked(NamedTuple):
     device: Any = None
     store: Any = None
     ranks: Sequence[int] = ()
-    together: bool = False
+    collective: bool = False
 
 
-def asked() -> Asked:
-    """What the group that is being made was asked to be.
+def requested_group() -> RequestedGroup:
+    """The arguments of the group that torch is creating, read from the local variables of torch's function.
 
-    torch tells the maker of a backend neither the other devices' backends, which the group of a Python backend
-    replaces, nor the device; and the maker of "mpi" nothing but the ranks. So the caller's own variables are looked at.
+    torch passes to the factory of a backend neither the backends of the other devices, which the group of a Python
+    backend replaces, nor the device; and to the factory of "mpi" only the ranks.
     """
     frame = _caller("_new_process_group_helper")
     if frame is None:
-        return Asked()
-    there = frame.f_locals
-    backend, store = there.get("backend"), there.get("store")
-    return Asked(
+        return RequestedGroup()
+    variables = frame.f_locals
+    backend, store = variables.get("backend"), variables.get("store")
+    return RequestedGroup(
         None if backend is None else str(backend),
-        there.get("timeout"),
-        there.get("group_name"),
-        there.get("group_desc"),
-        there.get("device_id"),
-        None if type(store) is dist.Store else store,  # what torch passes for "mpi" alone
-        tuple(there.get("global_ranks_in_group", ())),
-        not there.get("pg_tag") and not _is_local(),
+        variables.get("timeout"),
+        variables.get("group_name"),
+        variables.get("group_desc"),
+        variables.get("device_id"),
+        None if type(store) is dist.Store else store,  # an empty base object, for "mpi" only
+        tuple(variables.get("global_ranks_in_group", ())),
+        not variables.get("pg_tag") and not _is_local(),
     )
 
 
 def _is_local() -> bool:
-    """Whether only the members call the ``new_group`` that is being called."""
+    """True if only the members call the current ``new_group``."""
     frame = _caller("_new_group_with_tag")
     return frame is not None and bool(frame.f_locals.get("use_local_synchronization"))
 
 
 def backend_of_init() -> str | None:
-    """The backend string of the ``init_process_group`` that is being called; its rendezvous is not told."""
+    """The backend string of the current ``init_process_group`` call, which torch does not pass to the rendezvous."""
     frame = _caller("init_process_group")
     backend = frame.f_locals.get("backend") if frame is not None else None
     return None if backend is None else str(backend)
@@ -135,22 +140,22 @@ def _caller(function: str) -> FrameType | None:
     return None
 
 
-def limit(timeout: timedelta) -> timedelta | None:
-    """A call's timeout; torch says -1 ms where none was given."""
+def timeout_or_none(timeout: timedelta) -> timedelta | None:
+    """A call's timeout; None for torch's default of -1 ms."""
     return timeout if timeout > _ZERO else None
 
 
-_WAIT_AT_ONCE = frozenset(inspect.unwrap(function).__code__ for function in (c10d.send, c10d.recv))
+_BLOCKING_P2P = frozenset(inspect.unwrap(function).__code__ for function in (c10d.send, c10d.recv))
 
 
 def is_awaited() -> bool:
-    """Whether the message that is being started is that of ``dist.send`` or ``dist.recv``, which wait for it at once.
+    """True if the caller is ``dist.send`` or ``dist.recv``, which wait for the message immediately.
 
-    A process group is not told: both call what ``isend`` and ``irecv`` call, from 2.13 on those themselves.
+    They call the same methods of the group as ``isend`` and ``irecv``; from 2.13 on, they call these functions.
     """
     frame: FrameType | None = sys._getframe(2)
-    for _ in range(3):  # isend, what logs its exceptions, send
-        if frame is None or frame.f_code in _WAIT_AT_ONCE:
+    for _ in range(3):  # isend, its exception logger, send
+        if frame is None or frame.f_code in _BLOCKING_P2P:
             break
         frame = frame.f_back
     else:
@@ -159,104 +164,104 @@ def is_awaited() -> bool:
 
 
 def is_profiling() -> bool:
-    """Whether a profiler is on, so that operations are to be marked."""
+    """True if a profiler is on, so that operations are recorded."""
     return torch.autograd._profiler_enabled()  # type: ignore[no-any-return]
 
 
-def dispatch_monitored_barrier(ours: type[Any]) -> None:
-    """Let ``dist.monitored_barrier`` take groups of ours: it refuses any backend that is not called gloo."""
-    theirs = c10d.monitored_barrier
-    if getattr(theirs, "knows_unicoll", False):
+def dispatch_monitored_barrier(cls: type[Any]) -> None:
+    """Make ``dist.monitored_barrier`` accept unicoll groups: torch's accepts the backend named gloo only."""
+    torchs = c10d.monitored_barrier
+    if getattr(torchs, "dispatches_unicoll", False):
         return
 
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         pg = c10d.GroupMember.WORLD if group is None else group
-        if not isinstance(pg, ours):
-            theirs(group, timeout, wait_all_ranks)
+        if not isinstance(pg, cls):
+            torchs(group, timeout, wait_all_ranks)
             return
         pg.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
-    monitored_barrier.__doc__ = theirs.__doc__
-    monitored_barrier.knows_unicoll = True  # type: ignore[attr-defined]
+    monitored_barrier.__doc__ = torchs.__doc__
+    monitored_barrier.dispatches_unicoll = True  # type: ignore[attr-defined]
     c10d.monitored_barrier = monitored_barrier
     dist.monitored_barrier = monitored_barrier
 
 
-def dispatch_batches(ours: type[Any]) -> None:
-    """Let a group of ours have all messages of a ``dist.batch_isend_irecv`` at once.
+def dispatch_batch_isend_irecv(cls: type[Any]) -> None:
+    """Pass all messages of a ``dist.batch_isend_irecv`` to a unicoll group in one call.
 
-    torch starts them one after another where the group is not of its own class (2.7 to 2.14) or its backend is one for
-    the CPU. Each would then be an operation of NCCL of its own, and wait for the one before.
+    torch starts them one by one if the group is not of its own class (2.7 to 2.14) or has a CPU backend. Each would
+    then be a separate NCCL operation that waits for the previous one.
     """
-    theirs = c10d.batch_isend_irecv
-    if getattr(theirs, "knows_unicoll", False):
+    torchs = c10d.batch_isend_irecv
+    if getattr(torchs, "dispatches_unicoll", False):
         return
 
-    @functools.wraps(theirs)
+    @functools.wraps(torchs)
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         c10d._check_p2p_op_list(p2p_op_list)
         group = p2p_op_list[0].group or c10d.GroupMember.WORLD
         start: Callable[[list[Any]], list[Any]] = (
-            group.batch_isend_irecv if isinstance(group, ours) else theirs
+            group.batch_isend_irecv if isinstance(group, cls) else torchs
         )
         return start(p2p_op_list)
 
-    batch_isend_irecv.knows_unicoll = True  # type: ignore[attr-defined]
+    batch_isend_irecv.dispatches_unicoll = True  # type: ignore[attr-defined]
     c10d.batch_isend_irecv = batch_isend_irecv
     dist.batch_isend_irecv = batch_isend_irecv
 
 
-def dispatch_splits(ours: type[Any]) -> None:
-    """Split groups of ours for ``new_group`` without torch's help, which is for backends in C++.
+def dispatch_splits(cls: type[Any]) -> None:
+    """Make ``new_group`` skip torch's own group splitting, which requires a C++ backend, for unicoll groups.
 
-    All processes ask for the group to split from, those that are not to be members, too; these do their part then.
+    torch calls the patched function on all processes; those outside the new group take part in the split there.
     """
-    theirs = c10d._get_split_source
-    if getattr(theirs, "knows_unicoll", False):
+    torchs = c10d._get_split_source
+    if getattr(torchs, "dispatches_unicoll", False):
         return
 
     def split_source(pg: Any, *arguments: Any) -> Any:
-        if not isinstance(pg, ours):
-            return theirs(pg, *arguments)
-        pg.stay_out()
+        if not isinstance(pg, cls):
+            return torchs(pg, *arguments)
+        pg.skip_split()
         return None
 
-    split_source.knows_unicoll = True  # type: ignore[attr-defined]
+    split_source.dispatches_unicoll = True  # type: ignore[attr-defined]
     c10d._get_split_source = split_source
 
 
-def dispatch_ends(ours: type[Any]) -> None:
-    """Have groups of ours shut down and aborted by torch versions that do so with some backends of their own only."""
+def dispatch_shutdown(cls: type[Any]) -> None:
+    """Shut down and abort unicoll groups in torch versions that do so for some of torch's own backends only."""
     for name, method in (("_shutdown_backend", "shutdown"), ("_abort_backend", "abort")):
-        theirs = getattr(c10d, name, None)
-        if theirs is not None and not getattr(theirs, "knows_unicoll", False):
-            setattr(c10d, name, _ending(theirs, ours, method))
+        torchs = getattr(c10d, name, None)
+        if torchs is not None and not getattr(torchs, "dispatches_unicoll", False):
+            setattr(c10d, name, _dispatching(torchs, cls, method))
 
 
-def leave_out_of_flight_recorder(ours: type[Any]) -> None:
-    """Keep torch (2.15 and newer) from attaching its flight recorder to groups of ours: that raises.
+def skip_flight_recorder(cls: type[Any]) -> None:
+    """Do not attach torch's flight recorder (2.15 and newer) to unicoll groups, since that raises.
 
-    Its hooks are called where C++ dispatches an operation to a C++ backend, and a process group in Python has neither.
-    torch leaves such groups out itself, but takes for one only a group that serves no device.
+    Its hooks run in the C++ dispatch to a C++ backend, and a process group in Python has neither. torch skips such
+    groups itself, but recognises only those without devices.
     """
-    theirs = getattr(c10d, "_maybe_attach_flight_recorder", None)
-    if theirs is None or getattr(theirs, "knows_unicoll", False):
+    torchs = getattr(c10d, "_maybe_attach_flight_recorder", None)
+    if torchs is None or getattr(torchs, "dispatches_unicoll", False):
         return
 
-    def attach(pg: Any, *arguments: Any, **more: Any) -> None:
-        if not isinstance(pg, ours):
-            theirs(pg, *arguments, **more)
+    def attach(pg: Any, *arguments: Any, **options: Any) -> None:
+        if not isinstance(pg, cls):
+            torchs(pg, *arguments, **options)
 
-    attach.knows_unicoll = True  # type: ignore[attr-defined]
+    attach.dispatches_unicoll = True  # type: ignore[attr-defined]
     c10d._maybe_attach_flight_recorder = attach
 
 
-def _ending(theirs: Callable[[Any], None], ours: type[Any], method: str) -> Callable[[Any], None]:
+def _dispatching(torchs: Callable[[Any], None], cls: type[Any], method: str) -> Callable[[Any], None]:
     def end(pg: Any) -> None:
-        if isinstance(pg, ours):
+        if isinstance(pg, cls):
             getattr(pg, method)()
         else:
-            theirs(pg)
+            torchs(pg)
 
-    end.knows_unicoll = True  # type: ignore[attr-defined]
+    end.dispatches_unicoll = True  # type: ignore[attr-defined]
     return end

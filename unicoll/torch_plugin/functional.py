@@ -1,4 +1,4 @@
-"""A functional collective that torch's C++ does not hand to a process group in Python."""
+"""A functional collective whose C++ implementation does not support process groups in Python."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _library: Any = None
 
 
 def register() -> None:
-    """Have ``all_gather_into_tensor_out`` call the group's method, as its fellows do; again, it does nothing.
+    """Make ``all_gather_into_tensor_out`` call the group's method; repeated calls do nothing.
 
-    Its C++ asks the group for a C++ backend, which a group in Python has none of. This does the same in Python, for all
-    groups: the operation's name is in a table that knows no groups.
+    torch's C++ implementation takes the group's C++ backend, which a group in Python does not have. This Python
+    implementation is registered for all groups, since operations are registered by name only.
     """
     global _library
     if _library is None:

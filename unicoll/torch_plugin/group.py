@@ -1,4 +1,4 @@
-"""torch's process group over one of ours."""
+"""torch's process group over a unicoll group."""
 
 from __future__ import annotations
 
@@ -11,78 +11,85 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 
+from unicoll.backend.work import Work as Handle
+from unicoll.bootstrap.join import choose
 from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
-from unicoll.group import ProcessGroup
-from unicoll.joining import choose
-from unicoll.registry import Choice
-from unicoll.types import to_seconds
-from unicoll.work import Work as Handle
+from unicoll.group.process_group import ProcessGroup
+from unicoll.group.registry import BackendChoice
+from unicoll.net.timeouts import to_seconds
+from unicoll.torch_plugin.calls import ROWS, TorchCollective, one, reduction
+from unicoll.torch_plugin.compat import OLD_NAMES, is_awaited, is_profiling, requested_group, timeout_or_none
+from unicoll.torch_plugin.error_messages import as_torch_error, raise_monitored
+from unicoll.torch_plugin.names import names_unicoll, spec_of
+from unicoll.torch_plugin.sparse import sparse_all_reduce
+from unicoll.torch_plugin.symmetric import TensorPool
+from unicoll.torch_plugin.torch_job import TorchJob
+from unicoll.torch_plugin.work import DONE, CompletedWork, TorchWork, WorkRegistry
 
-from .calls import ROWS, Row, one, reduction
-from .compat import OLD_NAMES, asked, is_awaited, is_profiling, limit
-from .members import Members
-from .names import asks_for_us, spec_of
-from .sparse import sparse_all_reduce
-from .words import in_torchs_words, raise_monitored
-from .work import DONE, Done, Keeper, Work
-
-__all__ = ["Group"]
+__all__ = ["TorchProcessGroup"]
 
 _set_grad_enabled: Callable[[bool], Any] = torch._C._set_grad_enabled
 _LABEL = "unicoll:"
-"""How operations are called in profiles: ``unicoll:all_reduce``."""
+"""Prefix of operation names in profiles: ``unicoll:all_reduce``."""
 Message = tuple[bool, Any, int | None, int]
-"""Whether it is sent, its tensor, the other rank in the group, and its tag."""
+"""(True for a send, tensor, peer's rank in the group or None for any, tag)."""
 
 
 class Coalescing(NamedTuple):
-    """What has come since ``_start_coalescing``.
+    """Operations since ``_start_coalescing``.
 
     Attributes:
-        works: of collectives, which have been started.
-        messages: to be started together.
+        works: works of collectives, which are already started.
+        messages: messages, to be started together.
     """
 
-    works: list[Work]
+    works: list[TorchWork]
     messages: list[Message]
 
 
-class Group(dist.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch.distributed whose operations are a unicoll group's; made by torch, never directly.
+class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
+    """A process group of torch.distributed that runs its operations on a unicoll group. torch creates it.
 
-    All of torch.distributed's operations work on it, on tensors of the devices that its backends serve. Their errors
-    are :mod:`unicoll.errors`' (RuntimeErrors, all of them).
+    All operations of torch.distributed are supported, on tensors of the devices that the group's backends serve. They
+    raise the errors of :mod:`unicoll.errors`, which are all RuntimeErrors.
 
     Args:
-        members: the job that the group belongs to.
-        ours: the unicoll group.
-        backend: what the user called it.
-        name, desc: torch's name and description of it.
-        store: what torch calls the group's store.
+        job: the job that the group belongs to.
+        group: the unicoll group.
+        backend: the user's backend string.
+        name: torch's name of the group.
+        desc: torch's description of the group.
+        store: torch's store of the group.
+
+    Attributes:
+        unicoll: the unicoll group.
+        job: the job.
+        backend_spec: unicoll's specification of the requested backends; None for the default.
     """
 
     def __init__(
-        self, members: Members, ours: ProcessGroup, backend: str, name: str, desc: str, store: Any
+        self, job: TorchJob, group: ProcessGroup, backend: str, name: str, desc: str, store: Any
     ) -> None:
-        super().__init__(ours.rank(), ours.size())
+        super().__init__(group.rank(), group.size())
         self._backend = backend
-        self.unicoll = ours
-        self.members = members
+        self.unicoll = group
+        self.job = job
         self._names = [name, desc]
         self._store = store
-        self._keeper = Keeper()
+        self._works = WorkRegistry()
         self._coalescing: Coalescing | None = None
-        self._over = False
-        self._limit: timedelta | None = None  # a default timeout that was set later
+        self._pool = TensorPool(group)
+        self._closed = False
+        self._timeout: timedelta | None = None  # the default timeout, if set_timeout was called
         self.options = None
-        self.asked_for: str | None = None  # backends, as the user named them
-        if ours.bound_device_id is not None:
-            self.bound_device_id = ours.bound_device_id
+        self.backend_spec: str | None = None
+        if isinstance(group.bound_device_id, torch.device):  # unicoll also accepts other types
+            self.bound_device_id = group.bound_device_id
 
-    # --- who it is -----------------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        """The backend as the user named it."""
+        """The user's backend string."""
         return self._backend
 
     def getGroupName(self) -> str:
@@ -90,7 +97,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._names[0]
 
     def setGroupName(self, name: str) -> None:
-        """Called by torch."""
+        """Set torch's name of the group."""
         self._names[0] = name
 
     def getGroupDesc(self) -> str:
@@ -98,17 +105,17 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._names[1]
 
     def setGroupDesc(self, desc: str) -> None:
-        """Called by torch."""
+        """Set the description."""
         self._names[1] = desc
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [torch.device(choice.device) for choice in self.unicoll.choices]
 
-    def _get_backend(self, device: torch.device) -> Group:
+    def _get_backend(self, device: torch.device) -> TorchProcessGroup:
         return self
 
-    # torch's own answers to these ask a C++ backend, which is not there
+    # torch's implementations query a C++ backend, which this group does not have
     supports_splitting = supports_coalescing = True
     supports_time_estimate = _supports_time_estimate = False
     supports_reconfigure = supports_window = supports_abort_hooks = False
@@ -118,7 +125,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
-        return self.unicoll._host.sequence
+        return self.unicoll.sequence
 
     def _set_sequence_number_for_group(self) -> None:
         pass  # operations are numbered from 1 on all ranks
@@ -130,15 +137,30 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         pass
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Default timeout of the operations from now on."""
-        self._limit = timeout
+        """Set the default timeout of later operations."""
+        self._timeout = timeout
 
     _set_default_timeout = set_timeout
 
+    # --- memory --------------------------------------------------------------------------------------------------
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """True for a CPU: :meth:`allocate_tensor` gives tensors in symmetric memory."""
+        kind: str = torch.device(device).type
+        return kind == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialized tensor of ``size`` elements in symmetric memory of the CPU; all members call this."""
+        if not self.supports_tensor_alloc(device):
+            raise DistArgumentError(
+                f"allocate_tensor: there is no symmetric memory on {device}, only on a CPU"
+            )
+        return self._pool.allocate(size, dtype)
+
     # --- operations ----------------------------------------------------------------------------------------------
 
-    def _started(self, handle: Handle, outputs: Sequence[Any]) -> Work:
-        work = self._keeper.keep(handle, outputs)
+    def _register(self, handle: Handle, outputs: Sequence[Any]) -> TorchWork:
+        work = self._works.add(handle, outputs)
         if self._coalescing is not None:
             self._coalescing.works.append(work)
         return work
@@ -146,8 +168,8 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier whose timeout names every rank that has not come; afterwards the group is of no further use."""
-        seconds = to_seconds(self._limit if timeout is None else timeout)
+        """A barrier whose timeout error names the missing ranks; the group is unusable after it."""
+        seconds = to_seconds(self._timeout if timeout is None else timeout)
         if seconds is None:
             seconds = self.unicoll.timeout
         if seconds <= 0:
@@ -157,76 +179,77 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         except DistError as error:
             raise_monitored(self.unicoll, error, seconds, wait_all_ranks)
 
-    def send(self, tensors: Sequence[Any], peer: int, tag: int) -> Work | Done | None:
+    def send(self, tensors: Sequence[Any], peer: int, tag: int) -> TorchWork | CompletedWork | None:
         """Send one tensor."""
         if self._coalescing is None and is_awaited() and not is_profiling():
-            return self._message_at_once(self.unicoll.send, tensors, peer, tag)
+            return self._blocking_message(self.unicoll.send, tensors, peer, tag)
         return self._message("send", (True, one(tensors), peer, tag))
 
-    def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> Work | Done | None:
+    def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> TorchWork | CompletedWork | None:
         """Receive one tensor."""
         if self._coalescing is None and is_awaited() and not is_profiling():
-            return self._message_at_once(self.unicoll.recv, tensors, peer, tag)
+            return self._blocking_message(self.unicoll.recv, tensors, peer, tag)
         return self._message("recv", (False, one(tensors), peer, tag))
 
-    def recv_anysource(self, tensors: Sequence[Any], tag: int) -> Work | None:
-        """Receive one tensor from anyone."""
+    def recv_anysource(self, tensors: Sequence[Any], tag: int) -> TorchWork | None:
+        """Receive one tensor from any rank."""
         return self._message("recv", (False, one(tensors), None, tag))
 
-    def batch_isend_irecv(self, ops: Sequence[Any]) -> list[Work]:
-        """Start torch's ``P2POp`` records together, so that none waits for another; a work for each."""
+    def batch_isend_irecv(self, ops: Sequence[Any]) -> list[TorchWork]:
+        """Start torch's ``P2POp`` operations together, so that none waits for another; returns one work each."""
         messages = []
         for op in ops:
             tensor = torch.view_as_real(op.tensor) if op.tensor.is_complex() else op.tensor
             messages.append((op.op is c10d.isend, tensor, op.group_peer, op.tag))
-        return self._together("batch_isend_irecv", messages)
+        return self._start_messages("batch_isend_irecv", messages)
 
-    def _message_at_once(
+    def _blocking_message(
         self, method: Callable[..., Any], tensors: Sequence[Any], peer: int, tag: int
-    ) -> Done:
-        """On the caller's thread: a message that is waited for at once need not go through another."""
+    ) -> CompletedWork:
+        """Send or receive on the calling thread, which avoids the switch to the group's thread."""
         try:
-            method(one(tensors), peer, tag, timeout=self._limit)
+            method(one(tensors), peer, tag, timeout=self._timeout)
         except OperationTimeoutError as error:
-            raise in_torchs_words(error) from None
+            raise as_torch_error(error) from None
         return DONE
 
-    def _message(self, name: str, message: Message) -> Work | None:
-        """Start a message; None between the start and the end of coalescing, as with torch's own NCCL backend."""
+    def _message(self, name: str, message: Message) -> TorchWork | None:
+        """Start a message. While coalescing, it is deferred and the result is None, as with torch's NCCL backend."""
         if self._coalescing is None:
-            return self._together(name, [message])[0]
+            return self._start_messages(name, [message])[0]
         self._coalescing.messages.append(message)
         return None
 
-    def _together(self, name: str, messages: Sequence[Message]) -> list[Work]:
+    def _start_messages(self, name: str, messages: Sequence[Message]) -> list[TorchWork]:
         if is_profiling():
             with record_function(f"{_LABEL}{name}"):
-                handles = self.unicoll.batch_isend_irecv(messages, timeout=self._limit)
+                handles = self.unicoll.batch_isend_irecv(messages, timeout=self._timeout)
         else:
-            handles = self.unicoll.batch_isend_irecv(messages, timeout=self._limit)
-        return [self._keeper.keep(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)]
+            handles = self.unicoll.batch_isend_irecv(messages, timeout=self._timeout)
+        return [self._works.add(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)]
 
     def _start_coalescing(self, device: torch.device) -> None:
         if self._coalescing is not None:
-            raise DistArgumentError("operations of this group are being coalesced already")
+            raise DistArgumentError("this group is already coalescing operations")
         self._coalescing = Coalescing([], [])
 
     def _end_coalescing(self, device: torch.device) -> Any:
         if self._coalescing is None:
             return DONE
         (works, messages), self._coalescing = self._coalescing, None
-        works += self._together("batch_isend_irecv", messages)
-        return Several(works) if works else DONE
+        works += self._start_messages("batch_isend_irecv", messages)
+        return CoalescedWork(works) if works else DONE
 
     def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        """Gather every member's ``input`` into one tensor on the root; ``output`` is not used elsewhere.
+        """Gather every rank's ``input`` into one tensor on the root; ``output`` is ignored on other ranks.
 
         Args:
-            output: contiguous, with as many elements as all inputs together.
-            input: of the same shape on all members.
+            output: contiguous tensor with ``size * input.numel()`` elements.
+            input: tensor, with the same shape on all ranks.
+            opts: torch's ``GatherOptions``; root is rank 0 if omitted.
 
         Raises:
-            DistArgumentError: the sizes do not fit.
+            DistArgumentError: ``output`` has the wrong number of elements.
         """
         opts = opts or c10d.GatherOptions()
         parts = []
@@ -240,7 +263,7 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
 
     gather_into_tensor = gather_single
 
-    # --- more groups, and none any more ----------------------------------------------------------------------------
+    # --- split and shutdown ----------------------------------------------------------------------------
 
     def split_group(
         self,
@@ -250,20 +273,30 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         group_name: str | None = None,
         group_desc: str | None = None,
         device_types: Any = None,
-    ) -> Group | None:
-        """A group of some members, by their ranks in this one; all members call it at once, each for its own part.
+    ) -> TorchProcessGroup | None:
+        """Split off a new group. All ranks of this group call it; different new groups may be made at once.
 
-        None where this process is not among them.
+        Args:
+            ranks: ranks in this group of the new group that this process belongs to.
+            timeout: default timeout of the new group.
+            opts: backend options.
+            group_name: torch's name of the new group.
+            group_desc: its description.
+            device_types: ignored; the new group serves the devices of this group.
+
+        Returns:
+            The new group; None if this process is not in ``ranks``.
         """
         parent = self.unicoll
-        parent.splits += 1
+        number = parent.next_child()
         if self.rank() not in ranks:
             parent.leave_out(parent.choices)
             return None
         name = group_name or f"{self._names[0]}:split:{list(ranks)}"
         desc = group_desc or f"{self._names[1]}:split"
-        ours = self.members.make(
-            f"{parent.name}/{parent.splits}.{min(ranks)}",  # torch's own differs between ranks of unequally many groups
+        group = self.job.make(
+            # torch's name would differ between ranks that are in different numbers of groups
+            f"{parent.name}/{number}.{min(ranks)}",
             [parent.global_rank(r) for r in ranks],
             parent.choices,
             timeout,
@@ -272,38 +305,38 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
             parent.bound_device_id,
             parent,
         )
-        return Group(self.members, ours, self._backend, name, desc, self._store)
+        return TorchProcessGroup(self.job, group, self._backend, name, desc, self._store)
 
-    def choices_for(self, spec: str | None) -> Sequence[Choice]:
-        """The backends of another group of this job: this one's, unless others are asked for."""
-        if (self.asked_for or "") == (spec or ""):
+    def choices_for(self, spec: str | None) -> Sequence[BackendChoice]:
+        """The backends of a new group of this job: those of this group if ``spec`` is the same, else chosen anew."""
+        if (self.backend_spec or "") == (spec or ""):
             return self.unicoll.choices
-        return choose(self.members.membership.meeting, spec)
+        return choose(self.job.membership.rendezvous, spec)
 
     def eager_connect_single_device(self, device: Any = None) -> None:
-        """Nothing: connections are made when they are needed."""
+        """Does nothing: connections are made on first use."""
 
     def perform_nocolor_split(self, device: Any = None) -> None:
-        """Nothing: :meth:`stay_out` and :meth:`split_group` do it."""
+        """Does nothing: see :meth:`skip_split` and :meth:`split_group`."""
 
-    def stay_out(self) -> None:
-        """Take part in splitting this group for the one that ``new_group`` makes, if this process is not in that."""
-        group = asked()
-        outside = group.together and bool(group.ranks) and self.rank() not in group.ranks
-        if outside and asks_for_us(group.backend, mpi_is_ours=False):
+    def skip_split(self) -> None:
+        """Take part in the split for the current ``new_group`` call if this process is not in the new group."""
+        group = requested_group()
+        outside = group.collective and bool(group.ranks) and self.rank() not in group.ranks
+        if outside and names_unicoll(group.backend, include_mpi=False):
             self.unicoll.leave_out(self.choices_for(spec_of(group.backend or "")))
 
     def shutdown(self) -> None:
-        """Finish what was posted, within bounds, and give everything back; the last group leaves the job."""
-        if not self._over:
-            self._over = True
-            self.members.end(self.unicoll)
-            self._keeper.clear()
+        """Complete started operations, up to a time limit, and release all resources; the last group leaves the job."""
+        if not self._closed:
+            self._closed = True
+            self.job.remove(self.unicoll)
+            self._works.clear()
             self._store = None
 
     def abort(self) -> None:
-        """Make every pending operation raise, on all members, and give everything back."""
-        if not self._over:
+        """Make all pending operations raise, on all ranks, and release all resources."""
+        if not self._closed:
             self.unicoll.abort()
             self.shutdown()
 
@@ -311,78 +344,84 @@ class Group(dist.ProcessGroup):  # type: ignore[misc]
         return f"<{type(self).__name__} {self._names[0]!r} over {self.unicoll!r}>"
 
 
-class Several(dist.Work):  # type: ignore[misc]
-    """Operations that were coalesced."""
+class CoalescedWork(dist.Work):  # type: ignore[misc]
+    """The work of coalesced operations.
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    Args:
+        works: the works of the operations.
+    """
+
+    def __init__(self, works: Sequence[TorchWork]) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all of them."""
+        """Wait for all operations."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
+        """True if all operations have ended."""
         return all(work.is_completed() for work in self._works)
 
 
-def _method(name: str, row: Row) -> Callable[..., Any]:
+def _method(name: str, row: TorchCollective) -> Callable[..., Any]:
     """The method of torch's process group for a row of the table."""
-    ours, arity, default, take, outputs = row
-    label = _LABEL + ours
+    unicoll_method, arity, default, convert, outputs = row
+    label = _LABEL + unicoll_method
 
-    def run(self: Group, *given: Any, opts: Any = None) -> Any:
-        if len(given) > arity:
-            opts = given[arity]
-            given = given[:arity]
+    def run(self: TorchProcessGroup, *arguments: Any, opts: Any = None) -> Any:
+        if len(arguments) > arity:
+            opts = arguments[arity]
+            arguments = arguments[:arity]
         elif opts is None:
             opts = default()
-        recording = torch.is_grad_enabled()
-        if recording:  # as with torch's backends, results may be written to what autograd knows
+        grad_enabled = torch.is_grad_enabled()
+        if grad_enabled:  # as with torch's backends, outputs may be tensors that require grad
             _set_grad_enabled(False)
         try:
             if is_profiling():
                 with record_function(label):
-                    return start(self, given, opts)
-            return start(self, given, opts)
+                    return start(self, arguments, opts)
+            return start(self, arguments, opts)
         finally:
-            if recording:
+            if grad_enabled:
                 _set_grad_enabled(True)
 
-    def start(self: Group, given: tuple[Any, ...], opts: Any) -> Any:
-        method = getattr(self.unicoll, ours)
-        timeout = limit(opts.timeout) or self._limit
+    def start(self: TorchProcessGroup, arguments: tuple[Any, ...], opts: Any) -> Any:
+        method = getattr(self.unicoll, unicoll_method)
+        timeout = timeout_or_none(opts.timeout) or self._timeout
         if getattr(opts, "asyncOp", True) or self._coalescing is not None:
-            handle = method(*take(opts, *given), async_op=True, timeout=timeout)
-            return self._started(handle, outputs(*given))
+            handle = method(*convert(opts, *arguments), async_op=True, timeout=timeout)
+            return self._register(handle, outputs(*arguments))
         try:
-            method(*take(opts, *given), timeout=timeout)
+            method(*convert(opts, *arguments), timeout=timeout)
         except OperationTimeoutError as error:
-            raise in_torchs_words(error) from None
+            raise as_torch_error(error) from None
         return DONE
 
     run.__name__ = name
-    run.__doc__ = f"unicoll's {ours} with torch's arguments."
+    run.__doc__ = f"unicoll's {unicoll_method} with torch's arguments."
     return run
 
 
 _dense_allreduce = _method("allreduce", ROWS["allreduce"])
 
 
-def _allreduce(self: Group, tensors: Any, opts: Any = None) -> Any:
-    """unicoll's all_reduce with torch's arguments; a sparse tensor's is over when this returns."""
+def _allreduce(self: TorchProcessGroup, tensors: Any, opts: Any = None) -> Any:
+    """unicoll's all_reduce with torch's arguments; that of a sparse tensor is complete on return."""
     tensor = one(tensors)
     if tensor.layout is torch.strided:
         return _dense_allreduce(self, tensors, opts or c10d.AllreduceOptions())
     opts = opts or c10d.AllreduceOptions()
-    sparse_all_reduce(self.unicoll, tensor, reduction(opts.reduceOp), limit(opts.timeout) or self._limit)
-    return self._keeper.keep_done([tensor])
+    sparse_all_reduce(
+        self.unicoll, tensor, reduction(opts.reduceOp), timeout_or_none(opts.timeout) or self._timeout
+    )
+    return self._works.add_completed([tensor])
 
 
 for _name, _row in ROWS.items():
     for _each in (_name, *OLD_NAMES.get(_name, ())):
-        setattr(Group, _each, _method(_each, _row))
-Group.allreduce = _allreduce
+        setattr(TorchProcessGroup, _each, _method(_each, _row))
+TorchProcessGroup.allreduce = _allreduce

@@ -1,10 +1,10 @@
-"""Names: our backends as torch.distributed knows them, and what a backend string asks of unicoll."""
+"""Names of unicoll's backends in torch.distributed, and conversion of torch's backend strings."""
 
 from __future__ import annotations
 
-from unicoll import registry
+from unicoll.group import registry
 
-__all__ = ["BACKENDS", "MPI", "asks_for_us", "spec_of"]
+__all__ = ["BACKENDS", "MPI", "names_unicoll", "spec_of"]
 
 _PREFIX = "unicoll"
 BACKENDS: dict[str, tuple[str, ...]] = {
@@ -13,34 +13,40 @@ BACKENDS: dict[str, tuple[str, ...]] = {
     "unicoll-mpi": ("cpu", "cuda"),
     "unicoll-nccl": ("cuda",),
 }
-"""Our names, and the devices that torch is told they serve."""
+"""Backend names and the device types that they are registered for."""
 
 MPI = "mpi"
-"""torch's own name for MPI, ours after ``enable_mpi()``."""
+"""torch's name of its MPI backend; unicoll's after ``enable_mpi()``."""
 
 
-def asks_for_us(backend: str | None, mpi_is_ours: bool) -> bool:
-    """Whether a backend string of torch names one of our backends, for any device."""
+def names_unicoll(backend: str | None, include_mpi: bool) -> bool:
+    """True if a backend string of torch names a unicoll backend, for any device.
+
+    Args:
+        backend: ``"unicoll"`` or ``"cpu:unicoll-gloo,cuda:nccl"``, for example.
+        include_mpi: True if ``"mpi"`` is a unicoll backend.
+    """
     parts = [part.rpartition(":")[2].strip() for part in (backend or "").lower().split(",")]
-    return any(part in BACKENDS or (mpi_is_ours and part == MPI) for part in parts)
+    return any(part in BACKENDS or (include_mpi and part == MPI) for part in parts)
 
 
 def spec_of(backend: str) -> str | None:
-    """unicoll's backend specification for a string that one of our names is in.
+    """unicoll's backend specification for a backend string with at least one unicoll name.
 
     ``"unicoll"`` is None (chosen by device), ``"unicoll-gloo"`` is ``"gloo"``, ``"cpu:unicoll-gloo,cuda:nccl"`` is
-    ``"cpu:gloo,cuda:nccl"``: a group of ours serves all its devices itself, so torch's names mean our backends too.
+    ``"cpu:gloo,cuda:nccl"``: a unicoll group serves all its devices itself, so torch's names denote unicoll's backends
+    too.
     """
     backend = backend.lower()
     if ":" not in backend:
-        return _own(backend) or None
+        return _backend_name(backend) or None
     parts = []
     for part in backend.split(","):
         device, _, name = part.strip().partition(":")
-        parts.append(f"{device}:{_own(name.strip()) or registry.default_backend_for_device(device)}")
+        parts.append(f"{device}:{_backend_name(name.strip()) or registry.default_backend_for_device(device)}")
     return ",".join(parts)
 
 
-def _own(name: str) -> str:
-    """``"unicoll-gloo"`` is ``"gloo"``; "" where the device decides."""
+def _backend_name(name: str) -> str:
+    """``"gloo"`` for ``"unicoll-gloo"``; "" for ``"unicoll"``, which is chosen by device."""
     return name[len(_PREFIX) :].lstrip("-") if name.startswith(_PREFIX) else name

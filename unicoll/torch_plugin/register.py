@@ -1,4 +1,4 @@
-"""Registering with torch.distributed, and making groups when it asks for one."""
+"""Registration with torch.distributed, and creation of its groups."""
 
 from __future__ import annotations
 
@@ -8,39 +8,40 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from unicoll import registry
 from unicoll.errors import DistArgumentError, NotInitializedError
-
-from . import compat, functional, starting
-from .group import Group
-from .members import members_of
-from .names import BACKENDS, MPI, spec_of
+from unicoll.group import registry
+from unicoll.group.process_group import ProcessGroup
+from unicoll.torch_plugin import compat, functional, rendezvous
+from unicoll.torch_plugin.group import TorchProcessGroup
+from unicoll.torch_plugin.names import BACKENDS, MPI, spec_of
+from unicoll.torch_plugin.torch_job import join_torch_job
+from unicoll.torch_plugin.wrapped import WrappedProcessGroup
 
 __all__ = ["enable_mpi", "explain", "register"]
 
 
 def register() -> None:
-    """Register the backends with torch.distributed; called when the package is imported. Again, it does nothing."""
+    """Register the backends with torch.distributed. Importing the package calls it; repeated calls do nothing."""
     for name, devices in BACKENDS.items():
         if name.upper() not in c10d.Backend._plugins:
-            dist.Backend.register_backend(name, _maker(name), extended_api=True, devices=list(devices))
-    compat.dispatch_monitored_barrier(Group)
-    compat.dispatch_batches(Group)
-    compat.dispatch_splits(Group)
-    compat.dispatch_ends(Group)
-    compat.leave_out_of_flight_recorder(Group)
+            dist.Backend.register_backend(name, _factory(name), extended_api=True, devices=list(devices))
+    compat.dispatch_monitored_barrier(TorchProcessGroup)
+    compat.dispatch_batch_isend_irecv(TorchProcessGroup)
+    compat.dispatch_splits(TorchProcessGroup)
+    compat.dispatch_shutdown(TorchProcessGroup)
+    compat.skip_flight_recorder(TorchProcessGroup)
     functional.register()
-    starting.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
+    rendezvous.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
 
 
 def enable_mpi() -> None:
     """Make ``init_process_group("mpi")`` and ``"cpu:mpi"`` work where torch was built without MPI.
 
-    torch looks at that name before it looks at registered backends, so it is told that it has MPI, and its class for it
-    is ours. Where torch was built with MPI nothing is changed.
+    torch checks that name before the registered backends, so this replaces torch's availability flag and its class for
+    MPI. If torch was built with MPI, nothing is changed.
 
     Raises:
-        BackendUnavailableError: there is no MPI that can be used; says why.
+        BackendUnavailableError: MPI cannot be used; the message has the reason.
     """
     if c10d.is_mpi_available() and getattr(c10d, "ProcessGroupMPI", _MPI) is not _MPI:
         return
@@ -51,61 +52,78 @@ def enable_mpi() -> None:
 
 
 class _MPI:
-    """Stands where torch's own process group over MPI would."""
+    """Replaces torch's own process group over MPI."""
 
     @staticmethod
-    def create(ranks: list[int]) -> Group:
-        """The group of these ranks, all of them if the list is empty."""
+    def create(ranks: list[int]) -> TorchProcessGroup:
+        """A group of these ranks; of all ranks if the list is empty."""
         return _make(MPI, None, -1, -1, list(ranks), None, None)
 
 
-def _maker(name: str) -> Callable[[Any, Any], Group]:
-    def make(opts: Any, pg_options: Any) -> Group:
+def _factory(name: str) -> Callable[[Any, Any], TorchProcessGroup]:
+    def make(opts: Any, pg_options: Any) -> TorchProcessGroup:
         ranks = list(opts.global_ranks_in_group)
         return _make(name, opts.store, opts.group_rank, opts.group_size, ranks, opts, pg_options)
 
     return make
 
 
-def _make(name: str, store: Any, rank: int, size: int, ranks: list[int], opts: Any, pg_options: Any) -> Group:
-    asked = compat.asked()
-    timeout = opts.timeout if opts is not None else asked.timeout
-    group_name = opts.group_id if opts is not None else asked.name or f"mpi:{ranks}"
-    spec = spec_of(asked.backend or name)
+def _make(
+    name: str, store: Any, rank: int, size: int, ranks: list[int], opts: Any, pg_options: Any
+) -> TorchProcessGroup:
+    requested = compat.requested_group()
+    if isinstance(pg_options, ProcessGroup):
+        return WrappedProcessGroup(pg_options, requested)
+    timeout = opts.timeout if opts is not None else requested.timeout
+    group_name = opts.group_id if opts is not None else requested.name or f"mpi:{ranks}"
+    spec = spec_of(requested.backend or name)
     world = c10d.GroupMember.WORLD
-    if ranks and isinstance(world, Group):
-        members, members_ranks = world.members, ranks
+    if ranks and isinstance(world, TorchProcessGroup):
+        job, job_ranks = world.job, ranks
         choices = world.choices_for(spec)
         for cls in {c.cls for c in choices if c not in world.unicoll.choices}:
-            cls.prepare(members.membership.job)
+            cls.prepare(job.membership.job)
     else:
         if ranks and opts is None:
-            raise DistArgumentError("new_group: a group over MPI in a job of another backend cannot be made")
-        store = asked.store if store is None else store
-        members = members_of(spec, store, rank, size, timeout)
-        members_ranks, choices = list(members.everybody), members.membership.choices
-    desc = asked.desc or "undefined"
-    splits = asked.together and ranks and isinstance(world, Group) and world.bound_device_id is not None
+            raise DistArgumentError("new_group: backend 'mpi' needs a default process group of unicoll")
+        store = requested.store if store is None else store
+        job = join_torch_job(spec, store, rank, size, timeout)
+        job_ranks, choices = list(job.ranks), job.membership.choices
+    desc = requested.desc or "undefined"
+    splits = (
+        requested.collective
+        and ranks
+        and isinstance(world, TorchProcessGroup)
+        and world.bound_device_id is not None
+    )
     parent = world.unicoll if splits else None
-    ours = members.make(group_name, members_ranks, choices, timeout, desc, pg_options, asked.device, parent)
-    group = Group(members, ours, asked.backend or name, group_name, desc, store)
-    group.asked_for = spec
+    unicoll_group = job.make(
+        group_name, job_ranks, choices, timeout, desc, pg_options, requested.device, parent
+    )
+    group = TorchProcessGroup(job, unicoll_group, requested.backend or name, group_name, desc, store)
+    group.backend_spec = spec
     return group
 
 
 def explain(group: Any = None) -> str:
-    """What was chosen for a group of ours (the default one), and why: rank, store, secret, backends; one line each.
+    """A report of a group's rank, store, secret and backends and how they were chosen; one line each.
+
+    Args:
+        group: a unicoll group of torch.distributed; None is the default group.
 
     Raises:
         NotInitializedError: there is no default group.
-        DistArgumentError: the group is not one of unicoll's.
+        DistArgumentError: the group is not a unicoll group.
     """
     pg = c10d.GroupMember.WORLD if group is None else group
     if pg is None:
         raise NotInitializedError("explain: there is no default process group: call init_process_group first")
-    if not isinstance(pg, Group):
-        raise DistArgumentError(f"explain: {pg!r} is not a group of unicoll's")
-    ours = pg.unicoll
+    if not isinstance(pg, TorchProcessGroup):
+        raise DistArgumentError(f"explain: {pg!r} is not a unicoll group")
+    unicoll_group = pg.unicoll
     return "\n".join(
-        [*pg.members.membership.notes, f"group {ours.name!r} of {ours.size()}: {ours.describe()}"]
+        [
+            *pg.job.membership.notes,
+            f"group {unicoll_group.name!r} of {unicoll_group.size()}: {unicoll_group.describe()}",
+        ]
     )

@@ -1,4 +1,4 @@
-"""all_reduce of sparse COO tensors, as torch's Gloo does it: gathered, and added up where indices are the same."""
+"""all_reduce of sparse COO tensors, as in torch's Gloo: gather all elements and add those with equal indices."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from typing import Any
 
 import torch
 
+from unicoll.arrays.types import ReduceOp, Reduction
 from unicoll.errors import DistTypeError
-from unicoll.group import ProcessGroup
-from unicoll.types import ReduceOp, Reduction
+from unicoll.group.process_group import ProcessGroup
 
 __all__ = ["sparse_all_reduce"]
 
 
 def sparse_all_reduce(group: ProcessGroup, tensor: Any, op: Reduction, timeout: Any) -> None:
-    """The sum over all members, in place; each may have another number of elements.
+    """Sum a tensor over all ranks, in place; the number of elements may differ between ranks.
 
     Args:
-        tensor: sparse COO, the same shape and dtype on all members.
+        group: the unicoll group.
+        tensor: sparse COO, with the same shape and dtype on all ranks.
+        op: must be SUM.
+        timeout: of each collective; None is the group's.
 
     Raises:
         DistTypeError: the reduction is not SUM, or the layout is not COO.
@@ -25,20 +28,20 @@ def sparse_all_reduce(group: ProcessGroup, tensor: Any, op: Reduction, timeout: 
     if tensor.layout is not torch.sparse_coo:
         raise DistTypeError(f"all_reduce: tensors of layout {tensor.layout} cannot be reduced")
     if op.code != ReduceOp.SUM.code:
-        raise DistTypeError(f"all_reduce: sparse tensors can be added (ReduceOp.SUM) only, not {op}")
-    mine = tensor.detach().coalesce()
+        raise DistTypeError(f"all_reduce: sparse tensors support ReduceOp.SUM only, not {op}")
+    own = tensor.detach().coalesce()
     counts = torch.zeros(group.size(), dtype=torch.int64, device=tensor.device)
-    counts[group.rank()] = mine._nnz()
+    counts[group.rank()] = own._nnz()
     group.all_reduce(counts, timeout=timeout)
-    indices = _gather(group, mine.indices().T.contiguous(), counts, timeout)
-    summands = _gather(group, mine.values().contiguous(), counts, timeout)
+    indices = _gather(group, own.indices().T.contiguous(), counts, timeout)
+    summands = _gather(group, own.values().contiguous(), counts, timeout)
     total = torch.sparse_coo_tensor(indices.T, summands, tensor.shape, check_invariants=False)
-    with torch.no_grad():  # a detached sparse tensor would take the result for itself alone
+    with torch.no_grad():  # copy_ to a detached sparse tensor would not change the original
         tensor.copy_(total.coalesce())
 
 
 def _gather(group: ProcessGroup, rows: Any, counts: Any, timeout: Any) -> Any:
-    """The rows of all members, one after another; they may have different numbers of them."""
-    pieces = [rows.new_empty((int(n), *rows.shape[1:])) for n in counts]
-    group.all_gather(pieces, rows, timeout=timeout)
-    return torch.cat(pieces)
+    """The rows of all ranks, concatenated; ``counts`` has the number per rank."""
+    parts = [rows.new_empty((int(n), *rows.shape[1:])) for n in counts]
+    group.all_gather(parts, rows, timeout=timeout)
+    return torch.cat(parts)

@@ -1,4 +1,4 @@
-"""What torch holds of an operation in flight."""
+"""torch's ``Work`` objects for unicoll's operations."""
 
 from __future__ import annotations
 
@@ -12,67 +12,70 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unicoll.backend.work import Completion
+from unicoll.backend.work import Work as Handle
 from unicoll.errors import OperationTimeoutError
-from unicoll.types import to_seconds
-from unicoll.work import Completion
-from unicoll.work import Work as Handle
+from unicoll.net.timeouts import to_seconds
+from unicoll.torch_plugin.error_messages import as_torch_error
 
-from .words import in_torchs_words
+__all__ = ["DONE", "CompletedWork", "WorkRegistry", "TorchWork"]
 
-__all__ = ["DONE", "Done", "Keeper", "Work"]
-
-_NOW = timedelta(0)
+_NO_TIMEOUT = timedelta(0)
 
 
-class Work(dist.Work):  # type: ignore[misc]
-    """A unicoll operation as torch.distributed's ``Work``.
+class TorchWork(dist.Work):  # type: ignore[misc]
+    """torch.distributed's ``Work`` for a unicoll operation.
 
     Args:
-        handle: the operation.
-        outputs: the tensors that it writes.
-        keeper: keeps this object while C++ may hold it, under ``key``.
+        handle: unicoll's work of the operation.
+        outputs: the output tensors.
+        registry: keeps this object alive while C++ may hold it.
+        key: key in the registry.
+
+    Attributes:
+        released: True if the references to the tensors have been dropped.
     """
 
-    def __init__(self, handle: Handle, outputs: Sequence[Any], keeper: Keeper, key: int) -> None:
+    def __init__(self, handle: Handle, outputs: Sequence[Any], registry: WorkRegistry, key: int) -> None:
         super().__init__()
-        self._handle: Handle | Over = handle
+        self._handle: Handle | ReleasedHandle = handle
         self._outputs = list(outputs)
-        self._keeper = keeper
+        self._registry = registry
         self._key = key
         self._future: Any = None
-        self.is_short = False  # whether the tensors have been given up
+        self.released = False
 
-    def wait(self, timeout: timedelta = _NOW) -> bool:
-        """Order the caller after the operation; raises what went wrong with it."""
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait for the operation (on CUDA the current stream does); raises its error."""
         try:
             self._handle.wait(timeout)
         except OperationTimeoutError as error:
-            raise in_torchs_words(error) from None
-        self._keeper.waited(self._key)
+            raise as_torch_error(error) from None
+        self._registry.waited(self._key)
         return True
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """Same as :meth:`wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """As :meth:`wait`."""
+        """Same as :meth:`wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the operation has ended, well or badly."""
+        """True if the operation has ended, with or without an error."""
         return self._handle.is_completed()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """True if the operation has ended without an error."""
         return self._handle.is_success()
 
     def exception(self) -> BaseException | None:
-        """Its error, if it has ended badly."""
+        """The operation's error, or None."""
         return self._handle.exception()
 
     def result(self) -> list[Any]:
-        """The tensors that it writes."""
+        """The output tensors."""
         return self._outputs
 
     def _source_rank(self) -> int:
@@ -80,56 +83,59 @@ class Work(dist.Work):  # type: ignore[misc]
 
     source_rank = _source_rank
 
-    def give_up_tensors(self) -> None:
-        """Keep only how the operation has ended, or that it has not."""
-        self._handle = Over(self._handle)
+    def release_tensors(self) -> None:
+        """Drop the references to the tensors; keep the operation's state."""
+        self._handle = ReleasedHandle(self._handle)
         self._outputs = []
-        self.is_short = True
+        self.released = True
 
     def get_future(self) -> Any:
-        """A ``torch.futures.Future`` of the output tensors, the same at every call; fails as the operation does."""
+        """A ``torch.futures.Future`` of the output tensors or the operation's error; the same one for every call."""
         if self._future is None:
             cuda = [t.device for t in self._outputs if t.device.type == "cuda"]
-            self._future = self._on_a_stream(cuda[0]) if cuda else self._when_done()
+            self._future = self._cuda_future(cuda[0]) if cuda else self._cpu_future()
         return self._future
 
-    def _when_done(self) -> Any:
-        begun: Any = torch.futures.Future()
-        # torch has no way to fail a future but an error in the function of then()
-        future = begun.then(lambda _: self._verdict())
-        self._handle.add_done_callback(lambda: begun.set_result(None))
+    def _cpu_future(self) -> Any:
+        start: Any = torch.futures.Future()
+        # a torch future fails only by an exception in a then() callback
+        future = start.then(lambda _: self._outputs_or_error())
+        self._handle.add_done_callback(lambda: start.set_result(None))
         return future
 
-    def _verdict(self) -> list[Any]:
+    def _outputs_or_error(self) -> list[Any]:
         error = self._handle.exception()
         if error is not None:
             raise error
         return self._outputs
 
-    def _on_a_stream(self, device: Any) -> Any:
-        """For CUDA tensors a future is done at once; who waits for it waits on its stream."""
-        with torch.cuda.stream(self._keeper.stream(device)):
+    def _cuda_future(self, device: Any) -> Any:
+        """A future of CUDA tensors: it is complete at once, and its ``wait`` makes the current stream wait."""
+        with torch.cuda.stream(self._registry.stream(device)):
             future: Any = torch.futures.Future(devices=[device])
             self._handle.wait()
             future.set_result(self._outputs)
         return future
 
 
-class Over:
-    """What is left of a handle whose tensors nobody asks for any more.
+class ReleasedHandle:
+    """The state of an operation whose tensors have been released.
 
-    The operation need not have ended on the device: what it uses there the backend keeps.
+    The operation may still run on the device: the backend keeps its memory.
+
+    Args:
+        handle: the work that this object replaces.
     """
 
     __slots__ = ("_error", "_source", "completion")
 
-    def __init__(self, handle: Handle | Over) -> None:
+    def __init__(self, handle: Handle | ReleasedHandle) -> None:
         self.completion: Completion | None = None if handle.is_completed() else handle.completion
         self._error = handle.exception()
         self._source = handle.source_rank()
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Order the caller after the operation; raises what went wrong."""
+        """Wait for the operation; raises its error."""
         if self.completion is not None:
             self.completion.wait(to_seconds(timeout) or None)
         elif self._error is not None:
@@ -137,43 +143,46 @@ class Over:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """True if the operation has ended."""
         return self.completion is None or self.completion.done()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """True if the operation has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong."""
+        """The operation's error, or None."""
         return self._error if self.completion is None else self.completion.exception()
 
     def source_rank(self) -> int:
-        """Rank in the group that a message came from."""
+        """Rank in the group of a message's sender."""
         return self._source
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
-        """Call ``fn`` at the end of the operation."""
+        """Call ``fn`` when the operation ends."""
         if self.completion is None:
             fn()
         else:
             self.completion.add_done_callback(fn)
 
 
-class Done(dist.Work):  # type: ignore[misc]
-    """The work of a blocking call, which is over when the call returns.
+class CompletedWork(dist.Work):  # type: ignore[misc]
+    """The work of a completed blocking call.
 
     Args:
-        outputs: the tensors that it wrote, for its future.
+        outputs: the output tensors, for its future.
+
+    Attributes:
+        released: True if the references to the tensors have been dropped.
     """
 
     def __init__(self, outputs: Sequence[Any] = ()) -> None:
         super().__init__()
         self._outputs = list(outputs)
-        self.is_short = False
+        self.released = False
 
-    def wait(self, timeout: timedelta = _NOW) -> bool:
-        """True."""
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True at once."""
         return True
 
     def is_completed(self) -> bool:
@@ -184,117 +193,122 @@ class Done(dist.Work):  # type: ignore[misc]
         """True."""
         return True
 
-    def give_up_tensors(self) -> None:
-        """Nobody asks for them."""
+    def release_tensors(self) -> None:
+        """Drop the references to the tensors."""
         self._outputs = []
-        self.is_short = True
+        self.released = True
 
     def get_future(self) -> Any:
-        """A future that is done."""
+        """A completed future of the output tensors."""
         future: Any = torch.futures.Future()
         future.set_result(self._outputs)
         return future
 
     def result(self) -> list[Any]:
-        """The tensors that it wrote."""
+        """The output tensors."""
         return self._outputs
 
 
-DONE = Done()
-"""One for all."""
+DONE = CompletedWork()
+"""The shared work of all completed calls without outputs."""
 
 
-class Keeper:
-    """Keeps works alive that C++ may hold: it does not keep the Python part of an object that it was given.
+class WorkRegistry:
+    """Keeps works alive that C++ may hold, since C++ does not keep the Python part of an object alive.
 
-    Whether C++ holds one, or will wait for it again, cannot be seen. So works whose operation has ended stay, the
-    newest thousands of them. But they give up their tensors, unless somebody in Python holds them: those that were
-    waited for at once, since the backend keeps what the device still uses; the others once their operation has ended
-    and they are not among the newest few.
+    References of C++ cannot be detected. So the newest :attr:`MAX_RELEASED` works of ended operations stay. They
+    release their tensors unless Python code references the work: works that have been waited for at once (the backend
+    keeps memory that the device still uses), other works once the operation has ended and :attr:`MIN_COMPLETE` newer
+    works exist.
+
+    Attributes:
+        MIN_COMPLETE: number of newest works that keep their tensors.
+        MAX_RELEASED: number of works that are kept without tensors.
+        BATCH: works that are checked per new operation.
     """
 
-    _WHOLE, _MOST, _AT_ONCE = 16, 4096, 4
+    MIN_COMPLETE, MAX_RELEASED, BATCH = 16, 4096, 4
 
     def __init__(self) -> None:
         self._keys = count()
-        self._held: dict[int, Work | Done] = {}
+        self._held: dict[int, TorchWork | CompletedWork] = {}
         self._waited: deque[int] = deque()
         self._posted: deque[int] = deque()
-        self._slim: deque[int] = deque()
+        self._released: deque[int] = deque()
         self._streams: dict[Any, Any] = {}
 
-    def keep(self, handle: Handle, outputs: Sequence[Any]) -> Work:
-        """The work of an operation."""
+    def add(self, handle: Handle, outputs: Sequence[Any]) -> TorchWork:
+        """A new work for an operation."""
         key = next(self._keys)
-        work = Work(handle, outputs, self, key)
+        work = TorchWork(handle, outputs, self, key)
         self._held[key] = work
         self._posted.append(key)
-        self._tidy()
+        self._prune()
         return work
 
-    def keep_done(self, outputs: Sequence[Any]) -> Done:
-        """The work of an operation that is over."""
+    def add_completed(self, outputs: Sequence[Any]) -> CompletedWork:
+        """A new work for a completed operation."""
         key = next(self._keys)
-        self._held[key] = work = Done(outputs)
+        self._held[key] = work = CompletedWork(outputs)
         self._posted.append(key)
         return work
 
     def waited(self, key: int) -> None:
-        """C++ or Python has waited for a work."""
+        """Called when a work has been waited for."""
         self._waited.append(key)
 
-    def _tidy(self) -> None:
-        """Look at a few works: to ask all of them, or to be told of each end, costs more than the operations."""
+    def _prune(self) -> None:
+        """Check a few works: checking all, or a callback for each, would cost more than the operations."""
         if _is_capturing():
-            return  # the device may not be asked anything, and a graph's tensors are used until it is recorded
-        for _ in range(min(self._AT_ONCE, len(self._waited))):
-            self._shorten(self._waited, True)
-        for _ in range(min(self._AT_ONCE, len(self._posted) - self._WHOLE)):
-            if not self._shorten(self._posted, False):
+            return  # queries are not allowed, and a graph's tensors are in use until the capture ends
+        for _ in range(min(self.BATCH, len(self._waited))):
+            self._release_next(self._waited, True)
+        for _ in range(min(self.BATCH, len(self._posted) - self.MIN_COMPLETE)):
+            if not self._release_next(self._posted, False):
                 break
-        while len(self._slim) > self._MOST:
-            self._held.pop(self._slim.popleft(), None)
+        while len(self._released) > self.MAX_RELEASED:
+            self._held.pop(self._released.popleft(), None)
 
-    def _shorten(self, queue: deque[int], waited: bool) -> bool:
-        """Take the tensors of the first work in the queue, or its turn; whether the next one may have ended, too."""
+    def _release_next(self, queue: deque[int], waited: bool) -> bool:
+        """Release the tensors of the first work in the queue, or requeue it; False to stop at this work."""
         try:
             key = queue.popleft()
         except IndexError:  # another thread took it
             return False
         work = self._held.get(key)
-        if work is None or (waited and work.is_short):
+        if work is None or (waited and work.released):
             return True
-        if sys.getrefcount(work) > _OURS:
+        if sys.getrefcount(work) > _OWN_REFERENCES:
             queue.append(key)
         elif waited:
-            work.give_up_tensors()
+            work.release_tensors()
         elif work.is_completed():
-            work.give_up_tensors()
-            self._slim.append(key)
+            work.release_tensors()
+            self._released.append(key)
         else:
             queue.append(key)
             return False
         return True
 
     def stream(self, device: Any) -> Any:
-        """A stream of our own on a CUDA device, for futures."""
+        """The registry's stream on a CUDA device, for futures."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
     def clear(self) -> None:
-        """The group is over."""
+        """Drop all works; called when the group is closed."""
         self._held.clear()
         self._waited.clear()
         self._posted.clear()
-        self._slim.clear()
+        self._released.clear()
         self._streams.clear()
 
 
-_OURS = 3
-"""References to a work that nobody else in Python holds: the table's, the local variable's, getrefcount's."""
+_OWN_REFERENCES = 3
+"""Reference count of a work that no other Python code references: dictionary, local variable, getrefcount argument."""
 
 
 def _is_capturing() -> bool:
-    """Whether the current CUDA stream records a graph."""
+    """True if the current CUDA stream is capturing a graph."""
     return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,1 @@
+"""The collective algorithms: over sockets, in shared memory, and hierarchical (both)."""

@@ -1,0 +1,483 @@
+"""The collectives of ranks on several hosts: shared memory within a host, sockets between hosts.
+
+Each host is a *node* with slots in shared memory; one rank of it, the *leader*, communicates with the other nodes.
+The root is the leader of its node, which saves a step for its data. Arrays are split into chunks that fit the slots.
+While leaders exchange one chunk, the other ranks (*followers*) prepare the next and read the previous one: in the
+reductions three chunks are in flight at a time.
+
+No rank returns before all ranks agree on the call: the ranks of a node compare signatures in the first step, the
+leaders in an exchange, and the step after it signals the result to the followers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+
+from gloo_fallback.algorithms import compressed, direct, over_sockets
+from gloo_fallback.algorithms.hierarchy_context import (
+    ChunkedArray,
+    HierarchyContext,
+    NodeSums,
+    PackedBlocks,
+    reduce_node,
+)
+from gloo_fallback.algorithms.over_sockets import (
+    SEGMENT,
+    SMALL,
+    blocks_of,
+    bounds_of,
+    codec_of,
+    flat_of,
+    kernel_of,
+    split_blocks,
+)
+from gloo_fallback.algorithms.shared_exchange import exchange_blocks
+from gloo_fallback.shm.slots import SLOT, Slots
+from gloo_fallback.transport.connections import SubsetConnections
+from gloo_fallback.transport.exchange import bytes_of
+from unicoll.arrays.compression import BLOCK
+from unicoll.arrays.kernels import Flat, Kernel
+from unicoll.backend import Call
+from unicoll.backend.size_agreement import shape_hash
+
+
+def barrier(hierarchy: HierarchyContext, call: Call) -> None:
+    """Return once all ranks have entered the barrier."""
+    hierarchy.agree(call)
+    hierarchy.slots.sync_step()
+
+
+# --- broadcast ----------------------------------------------------------------------------------------------
+
+
+def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
+    """The root's data to all: a chain of leaders, then the slots."""
+    flat, slots, root = flat_of(call.inputs[0]), hierarchy.slots, call.root
+    leader, internode = hierarchy.leader(root), hierarchy.internode(root)
+    if flat.nbytes <= SMALL:
+        slots.sync_step(call)
+        if internode is not None:
+            _small_broadcast(internode, flat, hierarchy.node_of(root))
+            slots.slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
+        slots.sync_step()
+        if internode is None:
+            flat[:] = slots.slot(leader, 0, flat.size, flat.dtype, 0)
+        return
+    arrays = _symmetric_arrays(hierarchy, call, flat)
+    hierarchy.agree(call, root)
+    step = SEGMENT // flat.itemsize
+    for start in range(0, flat.size, step):
+        chunk = flat[start : start + step]
+        if internode is not None:
+            node = hierarchy.node_of(root)
+            over_sockets.chain_broadcast(
+                internode, bytes_of(chunk), (internode.rank - node) % internode.size, node
+            )
+            if arrays is None:
+                slots.slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
+        slots.sync_step()
+        if internode is None and arrays is not None:
+            chunk[:] = arrays[leader][start : start + step]
+        elif internode is None:
+            chunk[:] = slots.slot(leader, 0, chunk.size, chunk.dtype, 0)
+    if arrays is not None:
+        slots.sync_step()  # until then the followers read the leader's array
+
+
+def _symmetric_arrays(hierarchy: HierarchyContext, call: Call, flat: Flat) -> list[Flat] | None:
+    """The arrays of all ranks of the node in place; None if they are not all in symmetric memory."""
+    slots = hierarchy.slots
+    if slots.symmetric is None:
+        return None
+    return direct.arrays_of_all(slots, call, [flat], [flat.size] * slots.size, flat.dtype)
+
+
+def _small_broadcast(internode: SubsetConnections, flat: Flat, root: int) -> None:
+    plan = internode.plan(tuple(flat.nbytes if r == root else 0 for r in range(internode.size)), flat.dtype)
+    if internode.rank == root:
+        plan.mine[:] = flat
+        internode.exchange(plan)
+    else:
+        flat[:] = internode.exchange(plan)[root]
+
+
+# --- reductions ---------------------------------------------------------------------------------------------
+
+
+def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
+    """The reduction of all ranks' data to all."""
+    source, out, kernel = flat_of(call.inputs[0]), flat_of(call.outputs[0]), kernel_of(call)
+    slots, internode = hierarchy.slots, hierarchy.internode()
+    if _is_small(hierarchy, kernel, source):
+        sums = _exchange_sums(hierarchy, call, kernel, source, internode)
+        if sums is not None:
+            NodeSums(kernel, hierarchy.size).combine(sums, slots.slot(slots.rank, 0, out.size, out.dtype))
+        slots.sync_step()
+        out[:] = slots.slot(hierarchy.leader(), 0, out.size, out.dtype, 0)
+        return
+
+    def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
+        bounds = bounds_of(sums.size, internode.size)
+        blocks = [sums[a:b] for a, b in pairwise(bounds)]
+        results = [result[a:b] for a, b in pairwise(bounds)]
+        over_sockets.reduce_scatter_blocks(
+            internode, NodeSums(kernel, hierarchy.size), blocks, results[internode.rank]
+        )
+        over_sockets.all_gather_blocks(internode, results)
+
+    def collect(start: int, result: Flat) -> None:
+        out[start : start + result.size] = result
+
+    codec = codec_of(call, source)
+    step = _chunk_elements(kernel)
+    arrays = _symmetric_arrays(hierarchy, call, source)
+    if codec is None:
+        _pipeline(hierarchy, call, kernel, ChunkedArray(source, step), reduce_across, collect, arrays)
+        return
+    chunks = ChunkedArray(source, step - step % BLOCK)  # they begin where the codec's blocks do
+    if internode is not None:
+        sizes = [chunks.size(start) for start in chunks.starts]
+        stream = compressed.Stream(internode, NodeSums(kernel, hierarchy.size), codec, sizes, kernel.acc)
+
+    def stream_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
+        stream.step(sums, result)
+
+    _pipeline(hierarchy, call, kernel, chunks, stream_across, collect, arrays, compressed.LAG)
+
+
+def reduce(hierarchy: HierarchyContext, call: Call) -> None:
+    """The reduction of all ranks' data to the root."""
+    source, kernel, root = flat_of(call.inputs[0]), kernel_of(call), call.root
+    out = flat_of(call.outputs[0]) if call.outputs else None
+    node = hierarchy.node_of(root)
+    if _is_small(hierarchy, kernel, source):
+        sums = _exchange_sums(hierarchy, call, kernel, source, hierarchy.internode(root))
+        if sums is not None and out is not None:
+            NodeSums(kernel, hierarchy.size).combine(sums, out)
+        hierarchy.slots.sync_step()
+        return
+
+    def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
+        target = None if out is None else out[start : start + sums.size]
+        over_sockets.chain_reduce(internode, NodeSums(kernel, hierarchy.size), sums, target, node)
+
+    chunks = ChunkedArray(source, _chunk_elements(kernel))
+    arrays = _symmetric_arrays(hierarchy, call, source)
+    _pipeline(hierarchy, call, kernel, chunks, reduce_across, None, arrays)
+
+
+def scan(hierarchy: HierarchyContext, call: Call) -> None:
+    """Inclusive or exclusive scan: a chain of all ranks over sockets, also within hosts."""
+    hierarchy.agree(call)
+    hierarchy.slots.sync_step()
+    over_sockets.chain_scan(
+        hierarchy.connections, kernel_of(call), flat_of(call.inputs[0]), call.op.exclusive
+    )
+
+
+def reduce_scatter(hierarchy: HierarchyContext, call: Call) -> None:
+    """Rank i gets block i of the reduction."""
+    out, kernel = flat_of(call.outputs[0]), kernel_of(call)
+    blocks = blocks_of(call.inputs, call.op.joined, hierarchy.size)
+    packed = PackedBlocks(blocks, hierarchy, max(1, _chunk_elements(kernel) // hierarchy.size))
+
+    def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
+        bounds = packed.node_bounds(start)
+        node_blocks = [sums[a:b] for a, b in pairwise(bounds)]
+        mine = result[: node_blocks[hierarchy.mine].size]
+        over_sockets.reduce_scatter_blocks(internode, NodeSums(kernel, hierarchy.size), node_blocks, mine)
+
+    def collect(start: int, result: Flat) -> None:
+        low, high = packed.mine(start)
+        out[start : start + high - low] = result[low:high]
+
+    _pipeline(hierarchy, call, kernel, packed, reduce_across, collect)
+
+
+def _is_small(hierarchy: HierarchyContext, kernel: Kernel, source: Flat) -> bool:
+    return source.size * kernel.acc.itemsize * len(hierarchy.nodes) <= SMALL
+
+
+def _exchange_sums(
+    hierarchy: HierarchyContext, call: Call, kernel: Kernel, source: Flat, internode: SubsetConnections | None
+) -> list[Flat] | None:
+    """Every node's sum to all leaders; None on followers."""
+    mine, contributions = hierarchy.slots.rows(source.size, source.dtype)
+    mine[:] = source
+    hierarchy.slots.sync_step(call)
+    if internode is None:
+        return None
+    plan = internode.plan((source.size * kernel.acc.itemsize,) * internode.size, kernel.acc)
+    reduce_node(kernel, contributions, plan.mine)
+    return internode.exchange(plan)
+
+
+def _chunk_elements(kernel: Kernel) -> int:
+    """Elements of a chunk: its contribution and its sum (or result) fit a slot."""
+    return (SLOT - 64) // (kernel.acc.itemsize + kernel.dtype.itemsize)
+
+
+ReduceAcross = Callable[[SubsetConnections, int, Flat, Flat], None]
+Collect = Callable[[int, Flat], None]
+
+
+def _pipeline(
+    hierarchy: HierarchyContext,
+    call: Call,
+    kernel: Kernel,
+    source_chunks: ChunkedArray | PackedBlocks,
+    reduce_across: ReduceAcross,
+    collect: Collect | None,
+    arrays: Sequence[Flat] | None = None,
+    lag: int = 0,
+) -> None:
+    """Pipelined reduction: all ranks contribute, followers sum, leaders reduce across nodes, all ranks collect.
+
+    In step s all ranks contribute chunk s, then the followers sum it while the leader reduces chunk s-1 across nodes,
+    and all ranks collect chunk s-2. A slot holds a contribution, and at ``result_offset`` a follower's part of the
+    sum or the leader's result.
+
+    ``reduce_across(internode, start, sums, result)`` reduces a node's sums with those of the other nodes into
+    ``result``; ``collect(start, result)`` copies from it. ``arrays`` are those of the node's ranks in symmetric memory,
+    which need not be copied to the slots. With a ``lag``, the result is that of so many chunks before; where there is
+    none, and after the last chunk, the arrays are empty.
+    """
+    slots, root = hierarchy.slots, call.root
+    leader, internode = hierarchy.leader(root), hierarchy.internode(root)
+    followers = [r for r in range(slots.size) if r != leader]
+    dtype, starts = kernel.storage, source_chunks.starts
+    sizes = [source_chunks.size(start) for start in starts]
+    result_offset = -(-max(sizes, default=0) * dtype.itemsize // 64) * 64
+    sums = np.empty(max(sizes, default=0) if internode is not None else 0, kernel.acc)
+
+    def contributions(start: int, size: int, steps: int) -> list[Flat]:
+        """The node's contributions to a chunk; without symmetric memory from the slots of the last or next step."""
+        if arrays is not None:
+            return [array[start : start + size] for array in arrays]
+        return [slots.slot(r, 0, size, dtype, steps) for r in range(slots.size)]
+
+    for s in range(len(sizes) + 2 + lag):
+        if s < len(sizes) and arrays is None:
+            source_chunks.pack(starts[s], slots.slot(slots.rank, 0, sizes[s], dtype))
+        slots.sync_step(None if s else call)
+        if s == 0 and internode is not None:
+            internode.agree()
+        if internode is None and s < len(sizes):
+            _sum_own_part(slots, kernel, followers, contributions(starts[s], sizes[s], 0), result_offset)
+        if internode is not None and 1 <= s <= len(sizes) + lag:
+            at = s - 1 - lag
+            size, length = sizes[s - 1] if s <= len(sizes) else 0, sizes[at] if at >= 0 else 0
+            if not size:
+                pass
+            elif followers:
+                _gather_sums(slots, followers, sums[:size], result_offset)
+            else:  # the contribution of the previous step
+                reduce_node(kernel, contributions(starts[s - 1], size, 1), sums[:size])
+            result = slots.slot(slots.rank, result_offset, length, dtype)
+            reduce_across(internode, starts[at] if at >= 0 else 0, sums[:size], result)
+        if collect is not None and s >= 2 + lag:
+            at = s - 2 - lag
+            collect(starts[at], slots.slot(leader, result_offset, sizes[at], dtype, 0))
+
+
+def _sum_own_part(
+    slots: Slots, kernel: Kernel, followers: Sequence[int], parts: Sequence[Flat], result_offset: int
+) -> None:
+    bounds = bounds_of(parts[0].size, len(followers))
+    i = followers.index(slots.rank)
+    low, high = bounds[i], bounds[i + 1]
+    parts = [part[low:high] for part in parts]
+    reduce_node(kernel, parts, slots.slot(slots.rank, result_offset, high - low, kernel.acc))
+
+
+def _gather_sums(slots: Slots, followers: Sequence[int], sums: Flat, result_offset: int) -> None:
+    bounds = bounds_of(sums.size, len(followers))
+    for i, r in enumerate(followers):
+        low, high = bounds[i], bounds[i + 1]
+        sums[low:high] = slots.slot(r, result_offset, high - low, sums.dtype, 0)
+
+
+# --- data movement ------------------------------------------------------------------------------------------
+
+
+def all_gather(hierarchy: HierarchyContext, call: Call) -> None:
+    """Every rank's data to all; sizes may differ. Leaders exchange their nodes' chunks in a ring."""
+    source, slots, internode = flat_of(call.inputs[0]), hierarchy.slots, hierarchy.internode()
+    targets = blocks_of(call.outputs, call.op.joined, hierarchy.size)
+    dtype = source.dtype
+    step = max(1, (SLOT - 64) // dtype.itemsize // (hierarchy.size + 1))
+    packed = PackedBlocks(targets, hierarchy, step)
+    result_offset = -(-step * dtype.itemsize // 64) * 64
+    starts = packed.starts or range(1)
+    arrays = None
+    if call.op.joined and source.nbytes * hierarchy.size > SMALL:  # sizes in a list may differ
+        arrays = _symmetric_arrays(hierarchy, call, source)
+    for s in range(len(starts) + 1):
+        if s < len(starts) and arrays is None:
+            chunk = source[starts[s] : starts[s] + step]
+            slots.slot(slots.rank, 0, chunk.size, dtype)[:] = chunk
+        slots.sync_step(None if s else call)
+        if internode is not None and s < len(starts):
+            if s == 0:
+                internode.agree()
+            _all_gather_across(hierarchy, internode, packed, starts[s], result_offset, dtype, arrays)
+        if s > 0:
+            start = starts[s - 1]
+            whole = slots.slot(hierarchy.leader(), result_offset, packed.size(start), dtype, 0)
+            packed.unpack(start, whole)
+
+
+def _all_gather_across(
+    hierarchy: HierarchyContext,
+    internode: SubsetConnections,
+    packed: PackedBlocks,
+    start: int,
+    result_offset: int,
+    dtype: np.dtype[Any],
+    arrays: Sequence[Flat] | None,
+) -> None:
+    slots = hierarchy.slots
+    whole = slots.slot(slots.rank, result_offset, packed.size(start), dtype)
+    blocks = [whole[a:b] for a, b in pairwise(packed.node_bounds(start))]
+    mine, low = blocks[hierarchy.mine], 0
+    for r, size in enumerate(packed.local_sizes(start)):
+        if arrays is None:
+            mine[low : low + size] = slots.slot(r, 0, size, dtype, 0)
+        else:
+            mine[low : low + size] = arrays[r][start : start + size]
+        low += size
+    over_sockets.all_gather_blocks(internode, blocks)
+
+
+def gather(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """Every rank's data to the root: each leader sends the slots of its node.
+
+    Returns False, without effect, if sizes differ and ``counts`` is None.
+    """
+    source, slots, root = flat_of(call.inputs[0]), hierarchy.slots, call.root
+    targets = [flat_of(b) for b in call.outputs]
+    internode, root_node = hierarchy.internode(root), hierarchy.node_of(root)
+    step = SLOT // source.itemsize
+    sizes = counts or (source.size,) * hierarchy.size
+    same = True
+    for i, start in enumerate(chain(range(0, max(1, *sizes), step), (None,))):
+        if start is not None:
+            chunk = source[start : start + step]
+            slots.slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
+        if counts is None and i == 0:
+            same = hierarchy.sync_step_checked(call, shape_hash(call), root)
+        else:
+            slots.sync_step()
+        if counts is None and i == 1 and not hierarchy.sizes_agree(root):
+            return False
+        if start is not None and internode is not None and same:
+            parts = [min(max(n - start, 0), step) for n in sizes]
+            local = [
+                slots.slot(r, 0, parts[rank], source.dtype, 0) for r, rank in enumerate(hierarchy.members)
+            ]
+            _gather_chunk(hierarchy, internode, targets, start, parts, local, root_node)
+    return True
+
+
+def _gather_chunk(
+    hierarchy: HierarchyContext,
+    internode: SubsetConnections,
+    targets: Sequence[Flat],
+    start: int,
+    parts: Sequence[int],
+    local: Sequence[Flat],
+    root_node: int,
+) -> None:
+    """Gather a chunk of ``parts[rank]`` elements from every rank into the ``targets`` of the root."""
+    if not targets:
+        for part in local:
+            internode.send(root_node, bytes_of(part))
+        return
+    for node, members in enumerate(hierarchy.nodes):
+        for r, rank in enumerate(members):
+            target = targets[rank][start : start + parts[rank]]
+            if node == root_node:
+                target[:] = local[r]
+            else:
+                internode.receive(node, bytes_of(target), target.nbytes)
+
+
+def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """The root's i-th array to rank i: each leader receives into its slot, which the followers read.
+
+    Returns False, without effect, if sizes differ and ``counts`` is None.
+    """
+    out, slots, root = flat_of(call.outputs[0]), hierarchy.slots, call.root
+    sources = [flat_of(b) for b in call.inputs]
+    internode, root_node, leader = hierarchy.internode(root), hierarchy.node_of(root), hierarchy.leader(root)
+    stride = SLOT // max(len(members) for members in hierarchy.nodes) // out.itemsize * out.itemsize
+    step = stride // out.itemsize
+    sizes = counts or (out.size,) * hierarchy.size
+    same = counts is not None or hierarchy.sync_step_checked(call, shape_hash(call), root)
+    for start in range(0, max(1, *sizes), step):
+        if internode is not None and same:
+            parts = [min(max(n - start, 0), step) for n in sizes]
+            local = [
+                slots.slot(slots.rank, r * stride, parts[rank], out.dtype)
+                for r, rank in enumerate(hierarchy.members)
+            ]
+            _scatter_chunk(hierarchy, internode, sources, start, parts, local, root_node)
+        slots.sync_step()
+        if counts is None and start == 0 and not hierarchy.sizes_agree(root):
+            return False
+        mine = out[start : start + step]
+        mine[:] = slots.slot(leader, slots.rank * stride, mine.size, out.dtype, 0)
+    return True
+
+
+def _scatter_chunk(
+    hierarchy: HierarchyContext,
+    internode: SubsetConnections,
+    sources: Sequence[Flat],
+    start: int,
+    parts: Sequence[int],
+    local: Sequence[Flat],
+    root_node: int,
+) -> None:
+    """The reverse of :func:`_gather_chunk`: fill ``local`` from the root's ``sources``."""
+    if not sources:
+        for part in local:
+            internode.receive(root_node, bytes_of(part), part.nbytes)
+        return
+    for node, members in enumerate(hierarchy.nodes):
+        for r, rank in enumerate(members):
+            part = sources[rank][start : start + parts[rank]]
+            if node == root_node:
+                local[r][:] = part
+            else:
+                internode.send(node, bytes_of(part))
+
+
+def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
+    """Block j of rank i becomes block i of rank j: through the slots within a node, otherwise by messages."""
+    assert call.in_counts is not None
+    assert call.out_counts is not None
+    connections, size, rank = hierarchy.connections, hierarchy.size, hierarchy.connections.rank
+    single = call.op.joined
+    sources = split_blocks(call.inputs, call.in_counts, single)
+    targets = split_blocks(call.outputs, call.out_counts, single)
+    table = over_sockets.agree_on_counts(connections, call.in_counts, call.out_counts)
+    local = hierarchy.members
+    targets[rank][:] = sources[rank]
+    longest = int(table[np.ix_(local, local)].max())
+    exchange_blocks(hierarchy.slots, [sources[r] for r in local], [targets[r] for r in local], longest)
+    for distance in range(1, size):
+        to, frm = (rank + distance) % size, (rank - distance) % size
+        outgoing, incoming = bytes_of(sources[to]), bytes_of(targets[frm])
+        if to in local and frm in local:
+            continue
+        if to in local:
+            connections.receive(frm, incoming, len(incoming))
+        elif frm in local:
+            connections.send(to, outgoing)
+        else:
+            connections.duplex(to, outgoing, frm, incoming)

@@ -1,0 +1,193 @@
+"""State of the hierarchical algorithms: nodes, sums of their ranks' contributions, and arrays split into chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from gloo_fallback.shm.slots import Slots
+from gloo_fallback.transport.connections import GroupConnections, SubsetConnections
+from unicoll.arrays.kernels import Flat, Kernel
+from unicoll.backend import Call
+
+__all__ = ["HierarchyContext", "PackedBlocks", "NodeSums", "ChunkedArray", "reduce_node"]
+
+
+class HierarchyContext:
+    """The nodes of a group and this rank's place in them.
+
+    Attributes:
+        connections, slots: this rank's connections and its node's shared memory.
+        nodes: the group's ranks by node.
+        mine: index of this rank's node.
+    """
+
+    def __init__(self, connections: GroupConnections, slots: Slots, nodes: Sequence[tuple[int, ...]]) -> None:
+        self.connections = connections
+        self.slots = slots
+        self.nodes = tuple(nodes)
+        self.size = connections.size
+        self.mine = next(i for i, members in enumerate(self.nodes) if connections.rank in members)
+        self._internode: dict[int, SubsetConnections | None] = {}
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Ranks (in the group) of this node."""
+        return self.nodes[self.mine]
+
+    def node_of(self, rank: int) -> int:
+        """Index of a rank's node."""
+        return next(i for i, members in enumerate(self.nodes) if rank in members)
+
+    def leader(self, root: int = -1) -> int:
+        """This node's leader, as a rank in the slots; ``root`` is the leader of its node."""
+        return self.members.index(root) if root in self.members else 0
+
+    def internode(self, root: int = -1) -> SubsetConnections | None:
+        """The connections between the leaders, in the order of the nodes; None on ranks that are not leaders."""
+        root = (
+            root if root >= 0 and root not in {m[0] for m in self.nodes} else -1
+        )  # the first rank is the leader anyway
+        if root not in self._internode:
+            leaders = tuple(root if root in members else members[0] for members in self.nodes)
+            rank = self.connections.rank
+            self._internode[root] = SubsetConnections(self.connections, leaders) if rank in leaders else None
+        return self._internode[root]
+
+    def agree(self, call: Call, root: int = -1) -> None:
+        """Check that all ranks are in this call; complete on all ranks after the next step of the slots."""
+        self.slots.sync_step(call)
+        if (internode := self.internode(root)) is not None:
+            internode.agree()
+
+    def sync_step_checked(self, call: Call, value: int, root: int) -> bool:
+        """One step of the slots that compares ``value``; after one more step :meth:`sizes_agree` has the result.
+
+        Returns the result at once on a leader, False on other ranks.
+        """
+        same = self.slots.sync_step_checked(call, value)
+        if (internode := self.internode(root)) is None:
+            return False
+        none = (0,) * internode.size
+        same = (
+            internode.exchange_checked(value if same else -1, 0, lambda _: none, np.dtype(np.uint8))
+            is not None
+        )
+        self.slots.publish_value(same)
+        return same
+
+    def sizes_agree(self, root: int) -> bool:
+        """The result of :meth:`sync_step_checked` that this node's leader has published."""
+        return bool(self.slots.published_value(self.leader(root)))
+
+
+class NodeSums:
+    """A reduction of node sums, which have the accumulator type and are scaled, but not yet divided."""
+
+    plain = True
+
+    def __init__(self, kernel: Kernel, ranks: int) -> None:
+        self.storage = self.acc = kernel.acc
+        self.ufunc = kernel.ufunc
+        self._kernel = kernel
+        self._ranks = ranks
+
+    def begin(self, acc: Flat, values: Flat) -> None:
+        acc[:] = values
+
+    def widen(self, values: Flat) -> Flat:
+        return values
+
+    def fold(self, acc: Flat, values: Flat) -> None:
+        self.ufunc(acc, values, out=acc)
+
+    def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
+        self._kernel.finish(acc, out, self._ranks)
+
+    def combine(self, blocks: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
+        acc = blocks[0].copy() if len(blocks) == 1 else self.ufunc(blocks[0], blocks[1])
+        for chunk in blocks[2:]:
+            self.fold(acc, chunk)
+        self.finish(acc, out, len(blocks))
+
+
+def reduce_node(kernel: Kernel, parts: Sequence[Flat], acc: Flat) -> None:
+    """Reduce a node's contributions in rank order into an accumulator."""
+    if kernel.storage == kernel.acc and kernel.plain and len(parts) > 1:
+        kernel.ufunc(parts[0], parts[1], out=acc)
+        parts = parts[2:]
+    else:
+        kernel.begin(acc, parts[0])
+        parts = parts[1:]
+    for part in parts:
+        kernel.fold(acc, part)
+
+
+class ChunkedArray:
+    """An array split into chunks of ``step`` elements."""
+
+    def __init__(self, source: Flat, step: int) -> None:
+        self.source = source
+        self.starts = range(0, source.size, step)
+        self.step = step
+
+    def size(self, start: int) -> int:
+        return min(self.step, self.source.size - start)
+
+    def pack(self, start: int, into: Flat) -> None:
+        into[:] = self.source[start : start + into.size]
+
+
+class PackedBlocks:
+    """One array per rank, split into chunks of ``step`` elements; a packed chunk has one block per rank, by node."""
+
+    def __init__(self, arrays: Sequence[Flat], hierarchy: HierarchyContext, step: int) -> None:
+        self.arrays = [arrays[r] for members in hierarchy.nodes for r in members]
+        self._sizes = np.array([array.size for array in self.arrays])
+        self._shortest = int(self._sizes.min())
+        self.starts = range(0, int(self._sizes.max()), step)
+        self._step = step
+        self._firsts = [0, *accumulate(map(len, hierarchy.nodes))]  # index of each node's first block
+        first, last = self._firsts[hierarchy.mine : hierarchy.mine + 2]
+        self._local = slice(first, last + 1)
+        self._local_rank = hierarchy.slots.rank
+        self._cached_bounds: dict[int, list[int]] = {}
+
+    def _bounds(self, start: int) -> list[int]:
+        """The bounds of the blocks in a packed chunk; computed once for all full chunks."""
+        key = -1 if start + self._step <= self._shortest else start
+        bounds = self._cached_bounds.get(key)
+        if bounds is None:
+            if len(self._cached_bounds) >= 8:  # few chunks are not full at a time
+                self._cached_bounds.clear()
+            lengths = np.clip(self._sizes - start, 0, self._step)
+            bounds = self._cached_bounds[key] = [0, *np.cumsum(lengths).tolist()]
+        return bounds
+
+    def size(self, start: int) -> int:
+        return self._bounds(start)[-1]
+
+    def pack(self, start: int, into: Flat) -> None:
+        for array, (low, high) in zip(self.arrays, pairwise(self._bounds(start)), strict=True):
+            into[low:high] = array[start : start + high - low]
+
+    def node_bounds(self, start: int) -> list[int]:
+        """The bounds of the nodes' blocks in a packed chunk."""
+        bounds = self._bounds(start)
+        return [bounds[i] for i in self._firsts]
+
+    def unpack(self, start: int, chunk: Flat) -> None:
+        """The reverse of :meth:`pack`."""
+        for array, (low, high) in zip(self.arrays, pairwise(self._bounds(start)), strict=True):
+            array[start : start + high - low] = chunk[low:high]
+
+    def local_sizes(self, start: int) -> list[int]:
+        """Lengths of the blocks of this node's ranks."""
+        return [high - low for low, high in pairwise(self._bounds(start)[self._local])]
+
+    def mine(self, start: int) -> tuple[int, int]:
+        """The bounds of this rank's block within those of its node."""
+        bounds = self._bounds(start)[self._local]
+        return bounds[self._local_rank] - bounds[0], bounds[self._local_rank + 1] - bounds[0]

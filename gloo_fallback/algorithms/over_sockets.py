@@ -1,0 +1,507 @@
+"""The collectives over :class:`~gloo_fallback.transport.exchange.Connections`: one small function per algorithm.
+
+Small operations are one :meth:`Connections.exchange` (latency: ceil(log2 n) messages). Larger ones compare
+signatures in an empty exchange and then move bulk data: operations whose result goes to all ranks use rings for large
+blocks (bandwidth-optimal: Patarasuk and Yuan, 2009) and :mod:`~gloo_fallback.algorithms.circulant` for small ones,
+rooted operations a binomial tree or a pipelined chain, and personalised exchanges direct messages. The choice depends
+only on sizes that the signature covers, so it is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gloo_fallback.algorithms import circulant, compressed
+from gloo_fallback.transport.exchange import Connections, ReductionKernel, bytes_of
+from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.compression import Codec, codec_for
+from unicoll.arrays.kernels import Flat, Kernel, kernel_for
+from unicoll.arrays.types import DType
+from unicoll.backend import Call
+from unicoll.backend.size_agreement import shape_hash
+from unicoll.errors import CollectiveMismatchError
+
+SMALL = 1 << 16
+"""Maximum bytes at each rank after one exchange; larger operations use the bulk algorithms."""
+SEGMENT = 1 << 18
+"""Bytes per message of the pipelined algorithms."""
+_CHAIN = 1 << 16
+_DETERMINISTIC_BYTES = 1 << 20
+"""Bytes of all ranks' contributions that a deterministic reduction holds at a time."""
+
+
+def flat_of(buffer: Buffer) -> Flat:
+    """The memory of a buffer as a 1-D array."""
+    assert buffer.flat is not None
+    return buffer.flat
+
+
+def kernel_of(call: Call) -> Kernel:
+    """The reduction kernel of a call."""
+    dtype: DType | None = call.dtype
+    assert dtype is not None
+    assert call.reduce is not None
+    return kernel_for(dtype, call.reduce)
+
+
+def codec_of(call: Call, source: Flat) -> Codec | None:
+    """The codec of a call's compression; None if it has none, or is too small."""
+    return codec_for(call.compression, source.dtype) if call.compression and source.nbytes > SMALL else None
+
+
+def bounds_of(count: int, parts: int) -> list[int]:
+    """The bounds of ``parts`` nearly equal blocks of ``count`` elements: ``parts + 1`` offsets."""
+    return [count * i // parts for i in range(parts + 1)]
+
+
+# --- barrier, broadcast -------------------------------------------------------------------------------------
+
+
+def barrier(connections: Connections, call: Call) -> None:
+    """Return once all ranks have entered the barrier."""
+    connections.agree()
+
+
+def broadcast(connections: Connections, call: Call) -> None:
+    """The root's data to all."""
+    flat = flat_of(call.inputs[0])
+    root, rank, size = call.root, connections.rank, connections.size
+    if flat.nbytes <= SMALL:
+        plan = connections.plan(tuple(flat.nbytes if r == root else 0 for r in range(size)), flat.dtype)
+        if rank == root:
+            plan.mine[:] = flat
+            connections.exchange(plan)
+        else:
+            flat[:] = connections.exchange(plan)[root]
+        return
+    connections.agree()
+    position = (rank - root) % size
+    if size == 2 or flat.nbytes >= _CHAIN * (size - 1):
+        chain_broadcast(connections, bytes_of(flat), position, root)
+    else:
+        _tree_broadcast(connections, bytes_of(flat), position, root)
+
+
+def chain_broadcast(connections: Connections, data: memoryview, position: int, root: int) -> None:
+    """Pipelined chain: each rank forwards the segments to the next."""
+    before, after = (root + position - 1) % connections.size, (root + position + 1) % connections.size
+    for start in range(0, len(data), SEGMENT):
+        segment = data[start : start + SEGMENT]
+        if position:
+            connections.receive(before, segment, len(segment))
+        if position < connections.size - 1:
+            connections.send(after, segment)
+
+
+def _tree_broadcast(connections: Connections, data: memoryview, position: int, root: int) -> None:
+    """Binomial tree: each rank that has the data sends it to the rank half the remaining range away."""
+    step = 1
+    while step < connections.size:
+        step *= 2
+    have = position == 0
+    while step > 1:
+        step //= 2
+        if have and position % (2 * step) == 0 and position + step < connections.size:
+            connections.send((root + position + step) % connections.size, data)
+        elif not have and position % (2 * step) == step:
+            connections.receive((root + position - step) % connections.size, data, len(data))
+            have = True
+
+
+# --- reductions ---------------------------------------------------------------------------------------------
+
+
+def _small_contributions(connections: Connections, flat: Flat) -> list[Flat]:
+    plan = connections.plan((flat.nbytes,) * connections.size, flat.dtype)
+    plan.mine[:] = flat
+    return connections.exchange(plan)
+
+
+def all_reduce(connections: Connections, call: Call) -> None:
+    """The reduction of all ranks' data to all."""
+    source, out = flat_of(call.inputs[0]), flat_of(call.outputs[0])
+    kernel = kernel_of(call)
+    if source.nbytes * (connections.size - 1) <= SMALL:
+        kernel.combine(_small_contributions(connections, source), out, disjoint=True)
+        return
+    connections.agree()
+    codec = codec_of(call, source)
+    if codec is not None:
+        compressed.all_reduce(connections, kernel, codec, source, out)
+        return
+    bounds = bounds_of(source.size, connections.size)
+    blocks = [source[bounds[i] : bounds[i + 1]] for i in range(connections.size)]
+    results = [out[bounds[i] : bounds[i + 1]] for i in range(connections.size)]
+    reduce_scatter_blocks(connections, kernel, blocks, results[connections.rank])
+    all_gather_blocks(connections, results)
+
+
+def reduce(connections: Connections, call: Call) -> None:
+    """The reduction of all ranks' data to the root."""
+    source = flat_of(call.inputs[0])
+    kernel = kernel_of(call)
+    if source.nbytes * (connections.size - 1) <= SMALL:
+        blocks = _small_contributions(connections, source)
+        if connections.rank == call.root:
+            kernel.combine(blocks, flat_of(call.outputs[0]), disjoint=True)
+        return
+    connections.agree()
+    reduce_to_root = _deterministic_reduce if connections.deterministic else chain_reduce
+    reduce_to_root(connections, kernel, source, flat_of(call.outputs[0]) if call.outputs else None, call.root)
+
+
+def chain_reduce(
+    connections: Connections, kernel: ReductionKernel, source: Flat, out: Flat | None, root: int
+) -> None:
+    """Partial results travel in a ring from the rank after the root to the root, segment by segment."""
+    position = (connections.rank - root - 1) % connections.size
+    before, after = (connections.rank - 1) % connections.size, (connections.rank + 1) % connections.size
+    step = max(1, SEGMENT // kernel.acc.itemsize)
+    scratch = np.empty(min(step, source.size), kernel.acc)
+    for start in range(0, source.size, step):
+        own = source[start : start + step]
+        if position == 0:
+            connections.send(after, bytes_of(np.ascontiguousarray(kernel.widen(own), kernel.acc)))
+            continue
+        partial = scratch[: own.size]
+        connections.receive(before, bytes_of(partial), partial.nbytes)
+        kernel.fold(partial, own)
+        if out is None:
+            connections.send(after, bytes_of(partial))
+        else:
+            kernel.finish(partial, out[start : start + step], connections.size)
+
+
+def scan(connections: Connections, call: Call) -> None:
+    """Inclusive scan: the reduction of the data of ranks 0 to this one; an exscan excludes this rank."""
+    flat, kernel = flat_of(call.inputs[0]), kernel_of(call)
+    if flat.nbytes * (connections.size - 1) <= SMALL:
+        stop = connections.rank + (not call.op.exclusive)
+        contributions = _small_contributions(connections, flat)[:stop]
+        if contributions:
+            kernel.combine(contributions, flat, disjoint=True)
+        return
+    connections.agree()
+    chain_scan(connections, kernel, flat, call.op.exclusive)
+
+
+def chain_scan(connections: Connections, kernel: ReductionKernel, flat: Flat, exclusive: bool) -> None:
+    """Each rank reduces its data into the previous rank's partial result and forwards it, segment by segment.
+
+    Contributions are reduced in rank order.
+    """
+    rank, last = connections.rank, connections.rank == connections.size - 1
+    step = max(1, SEGMENT // kernel.acc.itemsize)
+    scratch = np.empty(min(step, flat.size), kernel.acc)
+    for start in range(0, flat.size, step):
+        own = flat[start : start + step]
+        partial = scratch[: own.size]
+        total = partial
+        if not rank:
+            total[...] = kernel.widen(own)
+        else:
+            connections.receive(rank - 1, bytes_of(partial), partial.nbytes)
+            total = partial.copy() if exclusive else partial
+            if not (exclusive and last):
+                kernel.fold(total, own)
+            kernel.finish(partial, own, connections.size)
+        if not last:
+            connections.send(rank + 1, bytes_of(total))
+
+
+def reduce_scatter(connections: Connections, call: Call) -> None:
+    """Rank i gets block i of the reduction."""
+    out = flat_of(call.outputs[0])
+    kernel = kernel_of(call)
+    blocks = blocks_of(call.inputs, call.op.joined, connections.size)
+    total = sum(p.nbytes for p in blocks)
+    if total * (connections.size - 1) > SMALL:
+        connections.agree()
+        reduce_scatter_blocks(connections, kernel, blocks, out)
+        return
+    plan = connections.plan((total,) * connections.size, out.dtype)
+    np.concatenate(blocks, out=plan.mine)
+    start = sum(p.size for p in blocks[: connections.rank])
+    kernel.combine([v[start : start + out.size] for v in connections.exchange(plan)], out, disjoint=True)
+
+
+def reduce_scatter_blocks(
+    connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
+) -> None:
+    """Block i, reduced over all ranks, to rank i. ``blocks`` are not modified, except one that ``out`` overlaps."""
+    if connections.deterministic:
+        _direct_reduce_scatter(connections, kernel, blocks, out)
+    elif circulant.is_efficient(connections, sum(p.size for p in blocks) * kernel.acc.itemsize):
+        circulant.reduce_blocks(connections, kernel, blocks, out)
+    elif connections.size == 2:
+        _pair_reduce_scatter(connections, kernel, blocks, out)
+    else:
+        _ring_reduce_scatter(connections, kernel, blocks, out)
+
+
+def _direct_reduce_scatter(
+    connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
+) -> None:
+    """Each rank receives all contributions to its block and reduces them in rank order, as in small reductions.
+
+    Sends as many bytes as a ring, in n-1 messages to different ranks.
+    """
+    size, rank = connections.size, connections.rank
+    longest = max(p.size for p in blocks)
+    step = max(1, min(longest, _DETERMINISTIC_BYTES // size // out.itemsize))
+    received = np.empty((size, step), out.dtype)
+    for start in range(0, longest, step):
+        mine = blocks[rank][start : start + step]
+        for distance in range(1, size):
+            to, frm = (rank + distance) % size, (rank - distance) % size
+            outgoing = blocks[to][start : start + step]
+            connections.duplex(to, bytes_of(outgoing), frm, bytes_of(received[frm, : mine.size]))
+        parts = [mine if r == rank else received[r, : mine.size] for r in range(size)]
+        kernel.combine(parts, out[start : start + step])
+
+
+def _deterministic_reduce(
+    connections: Connections, kernel: ReductionKernel, source: Flat, out: Flat | None, root: int
+) -> None:
+    """As :func:`_direct_reduce_scatter`; the root then collects the blocks."""
+    size, rank = connections.size, connections.rank
+    step = size * max(
+        1, _DETERMINISTIC_BYTES // size // source.itemsize
+    )  # each block fits the working memory of _direct_reduce_scatter
+    for start in range(0, source.size, step):
+        segment = source[start : start + step]
+        bounds = bounds_of(segment.size, size)
+        result = np.empty(bounds[rank + 1] - bounds[rank], source.dtype)
+        _direct_reduce_scatter(
+            connections, kernel, [segment[bounds[r] : bounds[r + 1]] for r in range(size)], result
+        )
+        if out is None:
+            connections.send(root, bytes_of(result))
+            continue
+        for r in range(size):
+            target = out[start + bounds[r] : start + bounds[r + 1]]
+            if r == rank:
+                target[:] = result
+            else:
+                connections.receive(r, bytes_of(target), target.nbytes)
+
+
+def _pair_reduce_scatter(
+    connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
+) -> None:
+    """Two ranks: each sends the other rank's block and reduces the received one with its own."""
+    rank = connections.rank
+    longest = max(p.size for p in blocks)
+    step = max(1, SEGMENT // kernel.storage.itemsize)
+    staging = np.empty(min(step, longest), kernel.storage)
+    for start in range(0, longest, step):
+        outgoing, own = blocks[1 - rank][start : start + step], blocks[rank][start : start + step]
+        received = staging[: own.size]
+        connections.duplex(1 - rank, bytes_of(outgoing), 1 - rank, bytes_of(received))
+        kernel.combine((own, received) if rank == 0 else (received, own), out[start : start + step])
+
+
+def _ring_reduce_scatter(
+    connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
+) -> None:
+    """The partial result of block i starts at rank i+1 and travels round the ring to rank i.
+
+    The first hop carries a rank's own data in the element type, later hops carry sums in the accumulator type.
+    """
+    size, rank = connections.size, connections.rank
+    left, right = (rank - 1) % size, (rank + 1) % size
+    wide = kernel.acc.itemsize
+    step = max(1, SEGMENT // wide)
+    longest = max(p.size for p in blocks)
+    width = min(step, longest)
+    carry, spare = np.empty(width, kernel.acc), np.empty(width, kernel.acc)
+    narrow = None if kernel.storage == kernel.acc else np.empty(width, kernel.storage)
+    for start in range(0, longest, step):
+        parts = [p[start : start + step] for p in blocks]
+        for hop in range(1, size):
+            outgoing, own = parts[(rank - hop) % size], parts[(rank - hop - 1) % size]
+            if hop == 1:
+                received = (spare if narrow is None else narrow)[: own.size]
+                connections.duplex(right, bytes_of(outgoing), left, bytes_of(received))
+                sums = _add_first(kernel, received, own, spare)
+            else:
+                sums = spare[: own.size]
+                connections.duplex(right, bytes_of(carry[: outgoing.size]), left, bytes_of(sums))
+                kernel.fold(sums, own)
+            carry, spare = spare, carry
+        mine = out[start : start + step]
+        kernel.finish(carry[: mine.size], mine, size)
+
+
+def _add_first(kernel: ReductionKernel, received: Flat, own: Flat, staging: Flat) -> Flat:
+    """The sum of two ranks' own data, in ``staging``."""
+    sums = staging[: own.size]
+    if kernel.storage == kernel.acc and kernel.plain:
+        kernel.ufunc(received, own, out=sums)
+        return sums
+    kernel.begin(sums, received)
+    kernel.fold(sums, own)
+    return sums
+
+
+# --- gathering ----------------------------------------------------------------------------------------------
+
+
+def all_gather_blocks(connections: Connections, blocks: Sequence[Flat]) -> None:
+    """Block i from rank i to all ranks."""
+    if circulant.is_efficient(connections, sum(p.nbytes for p in blocks)):
+        circulant.gather_blocks(connections, blocks)
+    else:
+        _ring_gather(connections, blocks)
+
+
+def _ring_gather(connections: Connections, blocks: Sequence[Flat]) -> None:
+    """Block i from rank i to all ranks."""
+    size, rank = connections.size, connections.rank
+    left, right = (rank - 1) % size, (rank + 1) % size
+    views = [bytes_of(p) for p in blocks]
+    for hop in range(size - 1):
+        connections.duplex(right, views[(rank - hop) % size], left, views[(rank - hop - 1) % size])
+
+
+def all_gather(connections: Connections, call: Call) -> None:
+    """Every rank's data to all; sizes may differ."""
+    source = flat_of(call.inputs[0])
+    blocks = blocks_of(call.outputs, call.op.joined, connections.size)
+    lengths = tuple(p.nbytes for p in blocks)
+    if sum(lengths) <= SMALL:
+        plan = connections.plan(lengths, source.dtype)
+        plan.mine[:] = source
+        for target, block in zip(blocks, connections.exchange(plan), strict=True):
+            target[:] = block
+        return
+    connections.agree()
+    blocks[connections.rank][:] = source
+    all_gather_blocks(connections, blocks)
+
+
+def gather(connections: Connections, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """Every rank's data to the root; False, without effect, if sizes differ and ``counts`` is None."""
+    source, size = flat_of(call.inputs[0]), connections.size
+    if counts is None:
+        small = source.nbytes * size <= SMALL
+        block = source.nbytes if small else 0
+        blocks = connections.exchange_checked(
+            shape_hash(call), block, lambda b: (b,) * size, source.dtype, (source,)
+        )
+        if blocks is None:
+            return False
+        if small:
+            for buffer, contribution in zip(call.outputs, blocks, strict=False):
+                flat_of(buffer)[:] = contribution
+            return True
+    if connections.rank != call.root:
+        connections.send(call.root, bytes_of(source))
+        return True
+    for i, buffer in enumerate(call.outputs):
+        if i == connections.rank:
+            flat_of(buffer)[:] = source
+        else:
+            connections.receive(i, bytes_of(flat_of(buffer)), buffer.nbytes)
+    return True
+
+
+def scatter(connections: Connections, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """The root's i-th array to rank i; False, without effect, if sizes differ and ``counts`` is None."""
+    out = flat_of(call.outputs[0])
+    size, rank, root = connections.size, connections.rank, call.root
+    if counts is None:
+        small = out.nbytes * size <= SMALL
+
+        def lengths(b: int) -> tuple[int, ...]:
+            return tuple(b * size if r == root else 0 for r in range(size))
+
+        arrays = [flat_of(b) for b in call.inputs]
+        blocks = connections.exchange_checked(
+            shape_hash(call), out.nbytes if small else 0, lengths, out.dtype, arrays
+        )
+        if blocks is None:
+            return False
+        if small:
+            out[:] = blocks[root][rank * out.size : (rank + 1) * out.size]
+            return True
+    if rank != root:
+        connections.receive(root, bytes_of(out), out.nbytes)
+        return True
+    for i, buffer in enumerate(call.inputs):
+        if i == rank:
+            out[:] = flat_of(buffer)
+        else:
+            connections.send(i, bytes_of(flat_of(buffer)))
+    return True
+
+
+# --- personalised exchange ----------------------------------------------------------------------------------
+
+
+def all_to_all(connections: Connections, call: Call) -> None:
+    """Block j of rank i becomes block i of rank j."""
+    size, rank = connections.size, connections.rank
+    assert call.in_counts is not None
+    assert call.out_counts is not None
+    single = call.op.joined
+    sources = split_blocks(call.inputs, call.in_counts, single)
+    targets = split_blocks(call.outputs, call.out_counts, single)
+    agree_on_counts(connections, call.in_counts, call.out_counts)
+    targets[rank][:] = sources[rank]
+    for distance in range(1, size):
+        to, frm = (rank + distance) % size, (rank - distance) % size
+        connections.duplex(to, bytes_of(sources[to]), frm, bytes_of(targets[frm]))
+
+
+def blocks_of(buffers: Sequence[Buffer], single: bool, ranks: int) -> list[Flat]:
+    """One block per rank: a list of arrays, or with ``single`` the equal parts of one array."""
+    if not single:
+        return [flat_of(b) for b in buffers]
+    flat = flat_of(buffers[0])
+    count = flat.size // ranks
+    return [flat[i * count : (i + 1) * count] for i in range(ranks)]
+
+
+def split_blocks(buffers: Sequence[Buffer], counts: Sequence[int], single: bool) -> list[Flat]:
+    """One block per rank: a list of arrays, or with ``single`` the parts of one array with ``counts`` elements."""
+    if not single:
+        return [flat_of(b) for b in buffers]
+    flat = flat_of(buffers[0])
+    blocks, start = [], 0
+    for count in counts:
+        blocks.append(flat[start : start + count])
+        start += count
+    return blocks
+
+
+def agree_on_counts(connections: Connections, in_counts: Sequence[int], out_counts: Sequence[int]) -> Flat:
+    """Exchange the sizes of all ranks, so that all ranks detect the same error; returns the table of both counts."""
+    size = connections.size
+    plan = connections.plan((16 * size,) * size, np.dtype(np.int64))
+    plan.mine[:size] = in_counts
+    plan.mine[size:] = out_counts
+    table: Flat = np.stack(connections.exchange(plan))
+    check_counts(connections, table)
+    return table
+
+
+def check_counts(connections: Connections, table: Flat) -> None:
+    """Raise if counts differ; row i of ``table``: what rank i sends to each rank, then what it expects from each."""
+    size = connections.size
+    sent, expected = table[:, :size], table[:, size:].T
+    if (sent != expected).any():
+        i, j = np.argwhere(sent != expected)[0]
+        ranks, call = connections.context.ranks, connections.call
+        assert call is not None
+        connections.fail(
+            CollectiveMismatchError(
+                f"{call.op.name} #{call.seq} on group {connections.context.name!r}: rank {ranks[i]} sends {sent[i, j]}"
+                f" elements to rank {ranks[j]}, which has room for {expected[i, j]}",
+                group=connections.context.name,
+                op=call.op.name,
+                seq=call.seq,
+            )
+        )

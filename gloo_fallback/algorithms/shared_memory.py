@@ -1,0 +1,387 @@
+"""The collectives in shared memory (:class:`~gloo_fallback.shm.slots.Slots`), for the ranks of one host.
+
+Arrays are processed in chunks that fit the slots, so the shared memory does not grow with the arrays. Reductions
+proceed in rank order, so the result does not depend on the rank that computes it.
+
+Small operations are one step. What they need besides the arrays, such as views of the slots, depends only on the kind
+of call and on which slot is next, so it is made once and kept (:mod:`~gloo_fallback.algorithms.shared_plans`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gloo_fallback.algorithms import direct
+from gloo_fallback.algorithms.over_sockets import blocks_of, bounds_of, flat_of, kernel_of
+from gloo_fallback.algorithms.shared_exchange import all_to_all
+from gloo_fallback.algorithms.shared_plans import CHUNKED, WHOLE, Plan, make_plan, slices_of
+from gloo_fallback.shm.slots import SLOT, Slots
+from unicoll.arrays.kernels import Flat, Kernel
+from unicoll.backend import Call
+from unicoll.backend.size_agreement import shape_hash
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scan",
+    "scatter",
+]
+
+
+def barrier(slots: Slots, call: Call) -> None:
+    """Return once all ranks have entered the barrier."""
+    slots.sync_step(call)
+
+
+def broadcast(slots: Slots, call: Call) -> None:
+    """The root's data to all, a slot at a time."""
+    flat = flat_of(call.inputs[0])
+    first_call: Call | None = call
+    if slots.symmetric is not None and flat.nbytes > WHOLE:
+        if direct.broadcast(slots, call, flat):
+            return
+        first_call = None
+    step = SLOT // flat.itemsize
+    for start in range(0, max(flat.size, 1), step):
+        chunk = flat[start : start + step]
+        shared = slots.slot(call.root, 0, chunk.size, flat.dtype)
+        if slots.rank == call.root:
+            shared[:] = chunk
+        slots.sync_step(first_call)
+        if slots.rank != call.root:
+            chunk[:] = shared
+        first_call = None
+
+
+# --- reductions ---------------------------------------------------------------------------------------------
+
+
+def all_reduce(slots: Slots, call: Call) -> None:
+    """The reduction of all ranks' data to all."""
+    plan = slots.plans.get((call.kind, slots.step & 1)) or make_plan(slots, call, _plan_all_reduce)
+    source, out = flat_of(call.inputs[0]), flat_of(call.outputs[0])
+    if plan.write is not None:
+        plan.write[...] = source
+        slots.sync_step(call)
+        plan.kernel.combine(plan.read, out, True)
+        return
+    kernel = kernel_of(call)
+    first_call: Call | None = call
+    if slots.symmetric is not None:
+        if direct.all_reduce(slots, call, kernel, source, out):
+            return
+        first_call = None
+    _reduce_in_chunks(slots, first_call, kernel, source, out)
+
+
+def _plan_all_reduce(slots: Slots, call: Call) -> Plan:
+    source = flat_of(call.inputs[0])
+    if source.nbytes * (slots.size - 1) > WHOLE:
+        return CHUNKED
+    return Plan(*slots.rows(source.size, source.dtype), kernel_of(call))
+
+
+def reduce(slots: Slots, call: Call) -> None:
+    """The reduction of all ranks' data to the root."""
+    source, kernel = flat_of(call.inputs[0]), kernel_of(call)
+    out = flat_of(call.outputs[0]) if call.outputs else None
+    if source.nbytes * (slots.size - 1) <= WHOLE:
+        mine, contributions = slots.rows(source.size, source.dtype)
+        mine[:] = source
+        slots.sync_step(call)
+        if out is not None:
+            kernel.combine(contributions, out, disjoint=True)
+        return
+    first_call: Call | None = call
+    if slots.symmetric is not None:
+        if direct.reduce(slots, call, kernel, source, out):
+            return
+        first_call = None
+    _reduce_in_chunks(slots, first_call, kernel, source, out)
+
+
+def _reduce_in_chunks(
+    slots: Slots, call: Call | None, kernel: Kernel, source: Flat, out: Flat | None
+) -> None:
+    """Each rank reduces its block of every chunk, directly from the slots of all ranks, and publishes the result.
+
+    The first half of a slot holds a rank's contribution to one chunk, the second half its result for the previous
+    chunk: one step publishes both.
+    """
+    half = SLOT // 2
+    step = half // source.itemsize
+    first_call = call
+    previous: tuple[int, list[int]] | None = None
+    rank, size, dtype = slots.rank, slots.size, source.dtype
+    for start in range(0, source.size + step, step):
+        chunk = source[start : start + step]
+        bounds = bounds_of(chunk.size, size)
+        low, high = bounds[rank], bounds[rank + 1]
+        if chunk.size:
+            contribution = slots.slot(rank, 0, chunk.size, dtype)
+            contribution[:low] = chunk[:low]
+            contribution[high:] = chunk[high:]
+        slots.sync_step(first_call)
+        first_call = None
+        if previous is not None and out is not None:
+            _copy_results(slots, out, *previous, half)
+        if not chunk.size:
+            return
+        parts = [slots.slot(r, 0, chunk.size, dtype, 0)[low:high] for r in range(size)]
+        parts[rank] = chunk[low:high]
+        result = slots.slot(rank, half, high - low, dtype)
+        if high > low:
+            kernel.combine(parts, result, disjoint=True)
+        previous = (start, bounds)
+
+
+def _copy_results(slots: Slots, out: Flat, start: int, bounds: list[int], half: int) -> None:
+    for r in range(slots.size):
+        low, high = bounds[r], bounds[r + 1]
+        out[start + low : start + high] = slots.slot(r, half, high - low, out.dtype, 0)
+
+
+def reduce_scatter(slots: Slots, call: Call) -> None:
+    """Rank i gets block i of the reduction."""
+    plan = slots.plans.get((call.kind, slots.step & 1)) or make_plan(slots, call, _plan_reduce_scatter)
+    if plan.write is None:
+        _reduce_scatter_in_chunks(slots, call)
+        return
+    inputs = call.inputs
+    for r, view in plan.write:
+        view[...] = inputs[r].flat
+    slots.sync_step(call)
+    plan.kernel.combine(plan.read, flat_of(call.outputs[0]), True)
+
+
+def _plan_reduce_scatter(slots: Slots, call: Call) -> Plan:
+    """The blocks follow one another in a slot; an array that holds all of them is written as one."""
+    blocks = blocks_of(call.inputs, call.op.joined, slots.size)
+    if sum(b.nbytes for b in blocks) > WHOLE:
+        return CHUNKED
+    dtype, start, write = blocks[0].dtype, 0, []
+    for r, block in enumerate(blocks):
+        if r == slots.rank:
+            read = [slots.slot(other, start, block.size, dtype) for other in range(slots.size)]
+        write.append((r, slots.slot(slots.rank, start, block.size, dtype)))
+        start += block.nbytes
+    if call.op.joined:
+        write = [(0, slots.slot(slots.rank, 0, start // dtype.itemsize, dtype))]
+    return Plan(write, read, kernel_of(call))
+
+
+def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
+    out, kernel = flat_of(call.outputs[0]), kernel_of(call)
+    blocks = blocks_of(call.inputs, call.op.joined, slots.size)
+    size, rank, dtype = slots.size, slots.rank, out.dtype
+    first_call: Call | None = call
+    if slots.symmetric is not None:
+        inputs = [flat_of(b) for b in call.inputs]
+        if direct.reduce_scatter(slots, call, kernel, inputs, blocks, out):
+            return
+        first_call = None
+    stride = _stride(slots, dtype)
+    step = stride // dtype.itemsize
+    for start in range(0, max(1, *(p.size for p in blocks)), step):
+        for r in range(size):
+            if r != rank:
+                part = blocks[r][start : start + step]
+                slots.slot(rank, r * stride, part.size, dtype)[:] = part
+        slots.sync_step(first_call)
+        first_call = None
+        mine = blocks[rank][start : start + step]
+        if mine.size:
+            parts = [slots.slot(r, rank * stride, mine.size, dtype, 0) for r in range(size)]
+            parts[rank] = mine
+            kernel.combine(parts, out[start : start + mine.size])
+
+
+def scan(slots: Slots, call: Call) -> None:
+    """Inclusive scan: the reduction of the data of ranks 0 to this one; an exscan excludes this rank.
+
+    Each rank reduces the slots of the ranks before it, a slot at a time.
+    """
+    flat, kernel = flat_of(call.inputs[0]), kernel_of(call)
+    first_call: Call | None = call
+    if slots.symmetric is not None and flat.nbytes > WHOLE:
+        if direct.scan(slots, call, kernel, flat):
+            return
+        first_call = None
+    step = SLOT // flat.itemsize
+    for start in range(0, max(flat.size, 1), step):
+        chunk = flat[start : start + step]
+        slots.slot(slots.rank, 0, chunk.size, flat.dtype)[:] = chunk
+        slots.sync_step(first_call)
+        first_call = None
+        contributions = [slots.slot(r, 0, chunk.size, flat.dtype, 0) for r in range(slots.rank)]
+        if not call.op.exclusive:
+            contributions.append(chunk)
+        if contributions and chunk.size:
+            kernel.combine(contributions, chunk)
+
+
+def _stride(slots: Slots, dtype: np.dtype[Any]) -> int:
+    """Bytes of a slot for each rank, if the slot holds one block per rank."""
+    return SLOT // slots.size // dtype.itemsize * dtype.itemsize
+
+
+# --- data movement ------------------------------------------------------------------------------------------
+
+
+def all_gather(slots: Slots, call: Call) -> None:
+    """Every rank's data to all; sizes may differ."""
+    plan = slots.plans.get((call.kind, slots.step & 1)) or make_plan(slots, call, _plan_all_gather)
+    source = flat_of(call.inputs[0])
+    if plan.write is None:
+        targets = blocks_of(call.outputs, call.op.joined, slots.size)
+        first_call: Call | None = call
+        if slots.symmetric is not None:
+            if direct.all_gather(slots, call, source, targets):
+                return
+            first_call = None
+        _all_gather_chunks(slots, first_call, source, targets, max(t.size for t in targets))
+        return
+    plan.write[...] = source
+    slots.sync_step(call)
+    if call.op.joined:
+        out = flat_of(call.outputs[0])
+        for where, view in plan.read:
+            out[where] = view
+    else:
+        _set_flats(call.outputs, plan.read)
+
+
+def _plan_all_gather(slots: Slots, call: Call) -> Plan:
+    source, targets = flat_of(call.inputs[0]), blocks_of(call.outputs, call.op.joined, slots.size)
+    if sum(t.nbytes for t in targets) > WHOLE:
+        return CHUNKED
+    views = [slots.slot(r, 0, target.size, source.dtype) for r, target in enumerate(targets)]
+    where = slices_of([t.size for t in targets]) if call.op.joined else range(slots.size)
+    return Plan(views[slots.rank], [*zip(where, views, strict=True)])
+
+
+def _set_flats(outputs: Sequence[Any], views: Sequence[tuple[int, Flat]]) -> None:
+    """Set outputs, given by number, to the contents of views."""
+    for r, view in views:
+        outputs[r].flat[...] = view
+
+
+def gather(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """Every rank's data to the root; False, without effect, if sizes differ and ``counts`` is None."""
+    source = flat_of(call.inputs[0])
+    if counts is not None:
+        targets = [flat_of(b) for b in call.outputs]
+        return _all_gather_chunks(slots, None, source, targets, max(counts))
+    plan = slots.plans.get((call.kind, slots.step & 1)) or make_plan(slots, call, _plan_gather)
+    if plan.write is None:
+        targets = [flat_of(b) for b in call.outputs]
+        return _all_gather_chunks(slots, call, source, targets, source.size, plan.value)
+    plan.write[...] = source
+    if not slots.sync_step_checked(call, plan.value):
+        return False
+    _set_flats(call.outputs, plan.read)
+    return True
+
+
+def _plan_gather(slots: Slots, call: Call) -> Plan:
+    source, value = flat_of(call.inputs[0]), shape_hash(call)
+    if source.nbytes * slots.size > WHOLE:
+        return Plan(None, None, None, value)
+    views = [slots.slot(r, 0, source.size, source.dtype) for r in range(slots.size)]
+    read = [*enumerate(views)] if call.outputs else []  # only the root has outputs
+    return Plan(views[slots.rank], read, None, value)
+
+
+def _all_gather_chunks(
+    slots: Slots,
+    call: Call | None,
+    source: Flat,
+    targets: Sequence[Flat],
+    largest: int,
+    value: int | None = None,
+) -> bool:
+    """Publish ``source`` a slot at a time; fill ``targets`` (if any) with the data of all ranks.
+
+    Returns False, without effect, if ``value`` is not None and not equal on all ranks.
+    """
+    dtype, rank = source.dtype, slots.rank
+    step = SLOT // dtype.itemsize
+    first_call = call
+    for start in range(0, max(largest, 1), step):
+        chunk = source[start : start + step]
+        slots.slot(rank, 0, chunk.size, dtype)[:] = chunk
+        if value is None or first_call is None:
+            slots.sync_step(first_call)
+        elif not slots.sync_step_checked(first_call, value):
+            return False
+        first_call = None
+        for r, target in enumerate(targets):
+            part = target[start : start + step]
+            part[:] = chunk if r == rank else slots.slot(r, 0, part.size, dtype, 0)
+        if (
+            (value is not None and start == 0 and largest > step)
+            and slots.symmetric is not None
+            and direct.all_gather(slots, None, source[step:], [target[step:] for target in targets])
+        ):
+            break
+    return True
+
+
+def scatter(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bool:
+    """The root's i-th array to rank i; False, without effect, if sizes differ and ``counts`` is None."""
+    out = flat_of(call.outputs[0])
+    value = 0
+    if counts is None:
+        plan = slots.plans.get((call.kind, slots.step & 1)) or make_plan(slots, call, _plan_scatter)
+        value = plan.value
+        if plan.write is not None:
+            for r, view in plan.write:
+                view[...] = call.inputs[r].flat
+            if not slots.sync_step_checked(call, value):
+                return False
+            out[...] = plan.read
+            return True
+    dtype, rank, root = out.dtype, slots.rank, call.root
+    sources = [flat_of(b) for b in call.inputs]
+    stride = _stride(slots, dtype)
+    step = stride // dtype.itemsize
+    largest = out.size if counts is None else max(counts)
+    for start in range(0, max(largest, 1), step):
+        for r, source in enumerate(sources):
+            part = source[start : start + step]
+            slots.slot(rank, r * stride, part.size, dtype)[:] = part
+        if start or counts is not None:
+            slots.sync_step()
+        elif not slots.sync_step_checked(call, value):
+            return False
+        mine = out[start : start + step]
+        mine[:] = slots.slot(root, rank * stride, mine.size, dtype, 0)
+        if (
+            (counts is None and start == 0 and largest > step)
+            and slots.symmetric is not None
+            and direct.scatter(slots, sources, out, root, step)
+        ):
+            break
+    return True
+
+
+def _plan_scatter(slots: Slots, call: Call) -> Plan:
+    """If the root's arrays differ in size, it writes none: no rank completes the step."""
+    out, value = flat_of(call.outputs[0]), shape_hash(call)
+    if out.nbytes * slots.size > WHOLE:
+        return Plan(None, None, None, value)
+    write = []
+    if value >= 0:
+        write = [
+            (r, slots.slot(slots.rank, r * out.nbytes, out.size, out.dtype)) for r in range(len(call.inputs))
+        ]
+    return Plan(write, slots.slot(call.root, slots.rank * out.nbytes, out.size, out.dtype), None, value)

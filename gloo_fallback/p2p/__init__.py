@@ -1,0 +1,1 @@
+"""Point-to-point messages: connections, frames, matching by source and tag, progress."""

@@ -1,0 +1,186 @@
+"""Frames, operations and messages of point-to-point communication, and the waker of its polling thread."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from unicoll.arrays.kernels import Flat
+from unicoll.backend import Call
+from unicoll.backend.work import HostCompletion
+
+__all__ = [
+    "ANSWER",
+    "CREDIT",
+    "HEADER",
+    "INLINE_LIMIT",
+    "MAGIC",
+    "MESSAGE",
+    "OFFER",
+    "CHUNK",
+    "SHARED",
+    "Waker",
+    "PendingMessage",
+    "IncomingMessage",
+    "frame",
+]
+
+HEADER = struct.Struct("<IBBHqQQ")
+"""Magic, kind, dtype code, padding, tag, bytes of the message, bytes of this chunk of it."""
+MAGIC = 0x736D6375
+INLINE_LIMIT = 1 << 16
+"""Messages up to this size are copied behind their header and sent by one system call."""
+
+
+MESSAGE, SHARED, CHUNK, CREDIT, OFFER, ANSWER = range(6)
+"""Frame kinds.
+
+MESSAGE: a message, followed by its bytes.
+SHARED: a message in the ring; its first chunk is there.
+CHUNK: the next chunk of that message is in the ring.
+CREDIT: so many bytes have been read from the ring.
+OFFER: the address of a ring follows.
+ANSWER: whether the ring could be mapped; the size is 0 or an error number.
+"""
+
+
+def frame(kind: int, size: int = 0, length: int = 0) -> bytes:
+    """A frame other than a message."""
+    return HEADER.pack(MAGIC, kind, 0, 0, 0, size, length)
+
+
+class Waker:
+    """Wakes the polling thread through an eventfd. After closing it does nothing: the descriptor may be reused."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+
+    def wake(self) -> None:
+        """Wake the thread, now or when it polls next; callable from any thread."""
+        with self._lock:
+            if self.descriptor >= 0:
+                os.eventfd_write(self.descriptor, 1)
+
+    def clear(self) -> None:
+        """Reset the eventfd."""
+        try:
+            os.eventfd_read(self.descriptor)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent."""
+        with self._lock:
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+                self.descriptor = -1
+
+
+class PendingMessage:
+    """A send or receive in flight.
+
+    Args:
+        call: the operation.
+        progress: runs progress until a background operation is done; None if the caller waits.
+
+    Attributes:
+        view: the array's bytes.
+        background: True if callbacks may be attached to the completion.
+        begun: True once part of a send has left.
+        shared: True if a send that has begun uses the ring.
+        offset: bytes of a send that have left.
+    """
+
+    __slots__ = ("background", "begun", "call", "completion", "deadline", "offset", "shared", "view")
+
+    def __init__(self, call: Call, progress: Callable[[PendingMessage], None] | None) -> None:
+        self.call = call
+        self.background = progress is not None
+        self.completion = HostCompletion((call,)) if progress is None else PostedCompletion(self, progress)
+        self.deadline = time.monotonic() + call.timeout
+        flat: Flat = (call.inputs or call.outputs)[0].flat  # type: ignore[assignment]
+        self.view = flat.view(np.uint8).data
+        self.begun = False
+        self.shared = False
+        self.offset = 0
+
+    def header(self, kind: int, length: int = 0) -> bytes:
+        """The header of a send."""
+        call = self.call
+        return HEADER.pack(MAGIC, kind, call.inputs[0].dtype.code, 0, call.tag, len(self.view), length)
+
+
+class PostedCompletion(HostCompletion):
+    """The completion of a background operation: a thread that waits for it runs progress."""
+
+    __slots__ = ("_pending", "_progress")
+
+    def __init__(self, pending: PendingMessage, progress: Callable[[PendingMessage], None]) -> None:
+        super().__init__((pending.call,))
+        self._pending: PendingMessage | None = pending
+        self._progress = progress
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._pending = (
+            None  # breaks a reference cycle that would keep the array until the next garbage collection
+        )
+        super().finish(error)
+
+    def wait(self, timeout: float | None) -> None:
+        pending = self._pending
+        if pending is not None and timeout is None:
+            self._progress(pending)
+        super().wait(timeout)
+
+
+class IncomingMessage:
+    """A message that is being received: the destination of its bytes and the number received.
+
+    Attributes:
+        receive: the receive whose array it is written to.
+        mismatched: the receive that it matches, but whose array has another size or type.
+        shared: True if it uses the ring.
+        got: bytes received.
+    """
+
+    __slots__ = ("code", "got", "mismatched", "receive", "serial", "shared", "size", "tag", "view")
+
+    def __init__(self, tag: int, code: int, size: int) -> None:
+        self.tag = tag
+        self.code = code
+        self.size = size
+        self.got = 0
+        self.serial = 0
+        self.shared = False
+        self.receive: PendingMessage | None = None
+        self.mismatched: PendingMessage | None = None
+        self.view = memoryview(b"")
+
+    def fits(self, pending: PendingMessage) -> bool:
+        """True if the receive's array has the message's type and size."""
+        return pending.call.outputs[0].dtype.code == self.code and len(pending.view) == self.size
+
+    def allocate(self) -> None:
+        """Allocate memory for a message without a matching array.
+
+        Raises:
+            OSError: the memory is not available.
+        """
+        try:
+            storage: Flat = np.empty(self.size, np.uint8)
+        except (MemoryError, ValueError, OverflowError) as error:
+            raise OSError(errno.ENOMEM, f"no memory for a message of {self.size} bytes") from error
+        self.view = storage.data
+
+    def redirect_to(self, pending: PendingMessage) -> None:
+        """Copy the bytes received so far to a receive's array, and receive the rest into it."""
+        pending.view[: self.got] = self.view[: self.got]
+        self.view = pending.view
+        self.receive = pending

@@ -1,0 +1,197 @@
+"""Progress of a group's messages: run by a waiting thread, otherwise by a thread that sleeps in ``epoll``."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from queue import SimpleQueue
+from typing import Protocol
+
+from gloo_fallback.p2p.frames import PendingMessage, Waker
+from unicoll.errors import OperationTimeoutError
+from unicoll.net import logs
+
+__all__ = ["ProgressEngine", "ProgressTarget"]
+
+log = logs.logger("gloo")
+
+_TICK_S = 0.1
+_EVENTS = 64
+_FAIR_INTERVAL = 64
+"""A thread that waits for one connection polls all of them every so many rounds."""
+
+
+class ProgressTarget(Protocol):
+    """The object whose messages are moved."""
+
+    def pending(self) -> bool:
+        """True if any operation is pending."""
+
+    def connect_pending(self) -> None:
+        """Make the connections that sends wait for; on the progress thread, because it may take long."""
+
+    def spin(self, pending: PendingMessage) -> bool:
+        """Poll the connection of an operation a few times; True if data arrived."""
+
+    def serve(self, descriptor: int, event: int) -> None:
+        """Handle an epoll event of a connection."""
+
+    def check_deadlines(self, now: float) -> None:
+        """Check deadlines and lost ranks; called every 0.1 s."""
+
+    def report_completed(self) -> None:
+        """Finish the completions of ended operations."""
+
+    def died(self, cause: BaseException) -> None:
+        """Fail the group after the progress thread ended with an exception."""
+
+
+class ProgressEngine:
+    """Lets exactly one thread run progress while anything is pending.
+
+    Args:
+        target: the object whose messages are moved.
+        spins: polls of the connections before sleeping on them; 0 if ranks outnumber cores.
+
+    Attributes:
+        poll: the epoll object at which connections are registered.
+    """
+
+    def __init__(self, target: ProgressTarget, spins: int) -> None:
+        self.poll = select.epoll()
+        self._spins = spins
+        self._target = target
+        self._waker = Waker()
+        self.poll.register(self._waker.descriptor, select.EPOLLIN)
+        self._progress_lock = threading.Lock()
+        self._progress_owner = 0  # identifier of the thread that holds the lock, or 0
+        self._lock = threading.Lock()
+        self._wakeups: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._thread_active = False  # True if the progress thread will check for pending work
+        self._waiters = 0  # callers that wait to take over from the progress thread
+        self._closed = False
+        self._checked_at = 0.0
+        self._rounds = 0
+
+    def until_done(self, pending: PendingMessage) -> None:
+        """Run progress until ``pending`` is done, or wait for it while another thread runs progress."""
+        completion = pending.completion
+        me = threading.get_ident()
+        try:
+            while not completion.done():
+                if self._progress_owner == me:  # in a callback of an operation that this thread has ended
+                    self._progress_once(pending)
+                elif self._acquire_progress():
+                    self._progress_until_done(pending, me)
+                else:
+                    try:
+                        completion.wait(_TICK_S)
+                    except OperationTimeoutError:
+                        continue  # not done in this tick; a timeout of the operation itself is raised by its caller
+        finally:
+            if self._target.pending():
+                self.wake_thread()
+
+    def _progress_until_done(self, pending: PendingMessage, me: int) -> None:
+        self._progress_owner = me
+        try:
+            while not pending.completion.done():
+                self._progress_once(pending)
+        finally:
+            self._progress_owner = 0
+            self._progress_lock.release()
+
+    def _acquire_progress(self) -> bool:
+        """Acquire the progress lock, unless another caller holds it; the progress thread gives it up."""
+        if self._progress_lock.acquire(blocking=False):
+            return True
+        thread = self._thread
+        if thread is None or self._progress_owner != thread.ident:
+            return False
+        self._waiters += 1
+        try:
+            self._waker.wake()
+            return self._progress_lock.acquire(timeout=_TICK_S)
+        finally:
+            self._waiters -= 1
+
+    def wake_thread(self) -> None:
+        """Let the progress thread run while anything is pending."""
+        with self._lock:
+            if self._thread_active or self._closed:
+                return
+            self._thread_active = True
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="unicoll-messages", daemon=True)
+                self._thread.start()
+        self._wakeups.put(True)
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+        except BaseException as e:
+            log.exception("the thread %r died", threading.current_thread().name)
+            self._target.died(e)
+
+    def _serve(self) -> None:
+        while self._wakeups.get():
+            while True:
+                self._target.connect_pending()
+                with self._lock:
+                    if self._closed or self._waiters or not self._target.pending():
+                        self._thread_active = False
+                        break
+                if not self._progress_lock.acquire(timeout=_TICK_S):
+                    continue
+                self._progress_owner = threading.get_ident()
+                try:
+                    if self._target.pending():  # another thread may have completed everything meanwhile
+                        self._progress_once()
+                finally:
+                    self._progress_owner = 0
+                    self._progress_lock.release()
+
+    def _progress_once(self, pending: PendingMessage | None = None) -> None:
+        """Run one round of progress, waiting a tick at most; ``pending`` is the operation that the caller waits for."""
+        self._rounds += 1
+        fair = self._rounds % _FAIR_INTERVAL == 0  # one busy connection must not block the others
+        if pending is None or fair or not self._target.spin(pending):
+            for descriptor, event in self._events(pending):
+                if descriptor == self._waker.descriptor:
+                    self._waker.clear()
+                else:
+                    self._target.serve(descriptor, event)
+        now = time.monotonic()
+        if now - self._checked_at >= _TICK_S:
+            self._checked_at = now
+            self._target.check_deadlines(now)
+        self._target.report_completed()
+
+    def _events(self, pending: PendingMessage | None) -> list[tuple[int, int]]:
+        """Wait for events; for a receive from any source after polling all connections a few times."""
+        if pending is not None and pending.call.peer < 0:
+            for _ in range(self._spins):
+                if events := self.poll.poll(0, _EVENTS):
+                    return events
+        return self.poll.poll(_TICK_S, _EVENTS)
+
+    def wake(self) -> None:
+        """Wake the thread that runs progress."""
+        self._waker.wake()
+
+    def close(self) -> None:
+        """End the thread and release all resources, once nothing is pending; idempotent."""
+        self._closed = True
+        self._waker.wake()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._wakeups.put(False)
+            thread.join(2.0)
+        held_here = self._progress_owner == threading.get_ident()  # closed in a callback
+        if held_here or self._progress_lock.acquire(timeout=2.0):
+            self._waker.close()
+            self.poll.close()
+            if not held_here:
+                self._progress_lock.release()

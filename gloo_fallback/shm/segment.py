@@ -1,0 +1,217 @@
+"""Shared memory between the ranks of one host: a memfd, which the kernel frees with its last user.
+
+One rank creates the memfd and publishes its address; the others open it through ``/proc``, which the kernel allows
+only to processes of the same user. The memfd has no name in a file system, so nothing remains however the processes
+end, and the size of /dev/shm is irrelevant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import platform
+import secrets
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from gloo_fallback.shm import futex
+from unicoll.backend import Context
+from unicoll.net import settings
+from unicoll.net.timeouts import backoff
+
+__all__ = [
+    "SharedSegment",
+    "boot_id",
+    "can_share",
+    "create_published",
+    "has_strong_ordering",
+    "create_offer",
+    "open_published",
+    "create_private",
+    "open_offer",
+]
+
+_NAME = "unicoll"
+_TOKEN = 32
+"""Bytes of the random token at the start, which identifies the segment behind a descriptor number."""
+
+
+class SharedSegment:
+    """A mapped segment of shared memory.
+
+    The mapping lives as long as any view of ``memory``. It needs no descriptor: :meth:`close_descriptor` is called
+    once all ranks have mapped the segment.
+
+    Attributes:
+        memory: the whole mapping; user data starts at ``SharedSegment.START``.
+        address: start address of the mapping in this process.
+    """
+
+    START = 4096
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor = descriptor
+        address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if address == ctypes.c_void_p(-1).value:
+            error = ctypes.get_errno()
+            os.close(descriptor)
+            raise OSError(error, os.strerror(error))
+        block = (ctypes.c_ubyte * size).from_address(address)
+        # mmap.mmap keeps a descriptor, and does not close while the traceback of an error holds a view
+        weakref.finalize(block, _munmap, address, size).atexit = False
+        self.address: int = address
+        self.memory = memoryview(block).cast("B")
+
+    def close_descriptor(self) -> None:
+        """Close the descriptor: no other process can map the segment any more. Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def close(self) -> None:
+        """Release the memory: it is unmapped with the last view."""
+        self.close_descriptor()
+        self.memory = memoryview(b"")
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_munmap = _libc.munmap
+_munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+def can_share() -> str | None:
+    """The reason why this process cannot share memory with others of its host, or None if it can."""
+    if not hasattr(os, "memfd_create"):
+        return "this kernel has no memfd"
+    if not futex.has_futex():
+        return f"{platform.machine()} is not supported by this version"
+    return None
+
+
+def has_strong_ordering() -> bool:
+    """True if this processor makes stores visible in program order, so that plain flags suffice.
+
+    ``UNICOLL_MEMORY_ORDER=weak`` makes it False, to test the code for other processors.
+    """
+    if settings.choice("UNICOLL_MEMORY_ORDER") == "weak":
+        return False
+    return platform.machine() in ("x86_64", "AMD64")
+
+
+def boot_id() -> str:
+    """The identifier of this boot of this machine."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def create_published(
+    context: Context, name: str, size: int, prepare: Callable[[SharedSegment], None]
+) -> SharedSegment | None:
+    """Create a segment and publish it under ``name``; None (published too) if no memory is available.
+
+    ``prepare`` initializes the contents before the segment is published.
+    """
+    key = f"shm/{context.name}/{name}"
+    try:
+        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        segment = _resize_and_map(descriptor, size)
+        prepare(segment)
+    except OSError:
+        context.job.store.set(key, json.dumps(None))
+        return None
+    token = secrets.token_hex(_TOKEN // 2)
+    segment.memory[:_TOKEN] = token.encode()
+    location = {"boot": boot_id(), "pid": os.getpid(), "fd": descriptor, "size": size, "token": token}
+    context.job.store.set(key, json.dumps(location))
+    return segment
+
+
+def create_private(size: int) -> SharedSegment:
+    """A segment that no other process maps."""
+    segment = _resize_and_map(os.memfd_create(_NAME, os.MFD_CLOEXEC), size)
+    segment.close_descriptor()
+    return segment
+
+
+def _resize_and_map(descriptor: int, size: int) -> SharedSegment:
+    try:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, size)
+    except BaseException:  # OverflowError for a size that no file can have
+        os.close(descriptor)
+        raise
+    return SharedSegment(descriptor, size)
+
+
+def open_published(context: Context, name: str, check: Callable[[], None]) -> SharedSegment | None:
+    """Map the segment that another rank has published; None if it cannot be mapped.
+
+    ``check`` is called while waiting for that rank; it raises to stop the wait.
+    """
+    pauses = backoff(0.0005, 0.05)
+    while (published := context.job.store.try_get(f"shm/{context.name}/{name}")) is None:
+        check()
+        time.sleep(next(pauses))
+    location = json.loads(published)
+    if location is None:
+        return None
+    try:
+        return open_offer(location)
+    except OSError:
+        return None  # another host, container or user, or no memory
+
+
+def create_offer(size: int) -> tuple[SharedSegment, dict[str, Any]]:
+    """Create a segment for one other process; returns it and its address for :func:`open_offer`.
+
+    Raises:
+        OSError: no descriptor or no memory is available.
+    """
+    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    segment = _resize_and_map(descriptor, size)
+    token = secrets.token_hex(_TOKEN // 2)
+    segment.memory[:_TOKEN] = token.encode()
+    return segment, {"boot": boot_id(), "pid": os.getpid(), "fd": descriptor, "size": size, "token": token}
+
+
+def open_offer(location: dict[str, Any]) -> SharedSegment:
+    """Map the segment of another process, which must keep its descriptor open until then.
+
+    The address may come from a store that other users can write to: only a memfd of this library is mapped.
+
+    Raises:
+        OSError: it cannot be opened by this process, or it is another file.
+    """
+    try:
+        pid, fd, size = (int(location[name]) for name in ("pid", "fd", "size"))
+        token = str(location["token"]).encode()
+        same_boot = location["boot"] == boot_id()
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise FileNotFoundError(
+            errno.ENOENT, f"{location!r} is not a valid address of shared memory"
+        ) from error
+    if not same_boot:
+        raise FileNotFoundError(errno.ENOENT, "the segment is on another machine")
+    descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    is_own_memfd = (
+        status.st_nlink == 0 and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
+    )
+    # Touching a mapping beyond the end of the file raises SIGBUS.
+    if not is_own_memfd or status.st_size != size or size < _TOKEN or len(token) != _TOKEN:
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "not a shared segment of this library")
+    segment = SharedSegment(descriptor, size)
+    if segment.memory[:_TOKEN] != token:
+        segment.close()
+        raise FileNotFoundError(errno.ENOENT, "not a shared segment of this library")
+    segment.close_descriptor()
+    return segment

@@ -1,0 +1,283 @@
+"""Flags and slots in shared memory: each rank writes to its own slot, signals, and reads the slots of the others.
+
+A *step* is: write to the own slot, signal, wait for the signals of all ranks, read the slots of the others. Each rank
+has two slots, used alternately. A rank that writes for step s+2 has received all signals of step s+1, and a rank
+signals s+1 only after it has read everything of step s. So no slot is overwritten while it is read, and one wait per
+step suffices.
+
+Memory order. A rank signals after it has written its slot and read the slots of the others, and accesses slots after
+it has received the signals. :class:`Slots` signals by a flag, a plain word: x86 makes stores visible in order and
+moves neither a load nor a store before an older load. Each of these accesses is a machine instruction of its own
+behind several calls of the interpreter, so the compiler cannot reorder them either. :class:`SemaphoreSlots` is for
+processors with a weaker memory order (Arm, POWER): one POSIX semaphore for each ordered pair of ranks, posted and
+waited for once per step. What a rank does before a post happens before what another does after the matching wait;
+POSIX and the release and acquire of the C library guarantee this on every processor.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from gloo_fallback.shm import futex
+from gloo_fallback.shm.segment import SharedSegment
+from gloo_fallback.shm.symmetric import SymmetricMemory
+from gloo_fallback.transport.connections import GroupConnections
+from unicoll.arrays.kernels import Flat
+from unicoll.backend import Call
+
+__all__ = ["SLOT", "Slots", "SemaphoreSlots", "size_of"]
+
+SLOT = 1 << 20
+"""Bytes of one slot; a rank has two, whatever the size of the arrays."""
+_WORDS = 16
+"""64-bit words for each rank's flags: two cache lines, because processors fetch lines in pairs."""
+_SLEEPING = 1
+"""The word that other ranks set before they sleep on this rank's flag; words 2 to 5 are signatures."""
+_VALUE = 6
+"""The first of two words, used alternately, that :meth:`Slots.publish_value` writes."""
+_YIELDS = 2000
+_OVERSUBSCRIBED_YIELDS = 100
+_BACKGROUND_YIELDS = 20
+_MASK = (1 << 64) - 1
+_TICK_S = 0.1
+_LOST = -1.0
+
+
+def size_of(ranks: int) -> int:
+    """Bytes of the segment for a number of ranks: a page, flags, semaphores, slots."""
+    return _slots_start(ranks) + 2 * ranks * SLOT
+
+
+def _slots_start(ranks: int) -> int:
+    bytes_before = SharedSegment.START + ranks * _WORDS * 8 + ranks * ranks * futex.SEMAPHORE_BYTES
+    return -(-bytes_before // 4096) * 4096
+
+
+class Slots:
+    """The flags and slots of the ranks of one host, used by one of them.
+
+    Args:
+        connections: of the group; checks liveness and the deadline, and fails the group.
+        members: the ranks (in the group) that share the segment, including this one.
+        segment: mapped by all members.
+        spins: polls of a flag before the processor is yielded; 0 if ranks outnumber cores.
+
+    Attributes:
+        step: number of the last step.
+        background: True while a background thread runs the operation: it sleeps sooner, which frees the interpreter.
+        plans: the algorithms' cache for small operations.
+        symmetric: the group's symmetric memory; None until the group has some.
+    """
+
+    def __init__(
+        self, connections: GroupConnections, members: tuple[int, ...], segment: SharedSegment, spins: int
+    ) -> None:
+        self.connections = connections
+        self.members = members
+        self.rank = members.index(connections.rank)
+        self.size = size = len(members)
+        self.background = False
+        self._segment = segment
+        self._spins = 4 * spins
+        self._yields = _YIELDS if spins else _OVERSUBSCRIBED_YIELDS
+        start = SharedSegment.START
+        words = size * _WORDS
+        self._flags = segment.memory[start : start + words * 8].cast("Q")
+        self._address = segment.address + start
+        self._mine = self.rank * _WORDS
+        self._others = [r * _WORDS for r in range(size) if r != self.rank]
+        self._slots: Flat = np.frombuffer(
+            segment.memory, np.uint8, 2 * size * SLOT, _slots_start(size)
+        ).reshape(2, size, SLOT)
+        self._views: dict[tuple[int, int, int, Any], Flat] = {}
+        self._rows: dict[tuple[int, int, Any], tuple[Flat, list[Flat]]] = {}
+        self.step = 0
+        self.plans: dict[Any, Any] = {}
+        self.symmetric: SymmetricMemory | None = None
+        lock = threading.Lock()
+        lock.acquire()
+        self._release, self._acquire = lock.release, lock.acquire
+        connections.wake = self._wake_sleepers
+
+    def close(self) -> None:
+        """Release the memory."""
+        self.connections.wake = lambda: None
+        self._views.clear()
+        self._rows.clear()
+        self.plans.clear()
+        self._slots = np.zeros((2, self.size, 0), np.uint8)
+        self._flags = memoryview(b"")
+        self._segment.close()
+
+    def slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any], steps: int = 1) -> Flat:
+        """``count`` elements at byte ``start`` of a rank's slot for the next step (``steps`` 1) or the last one (0)."""
+        key = (((self.step + steps) & 1) * self.size + rank, start, count, dtype)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) > 4096:
+                self._views.clear()
+            turn, owner = divmod(key[0], self.size)
+            raw: Flat = self._slots[turn, owner, start : start + count * dtype.itemsize]
+            view = self._views[key] = raw.view(dtype)
+        return view
+
+    def rows(self, count: int, dtype: np.dtype[Any]) -> tuple[Flat, list[Flat]]:
+        """This rank's slot for the next step, and the slots of all ranks in rank order, to be read after it."""
+        key = ((self.step + 1) & 1, count, dtype)
+        found = self._rows.get(key)
+        if found is None:
+            if len(self._rows) > 512:
+                self._rows.clear()
+            rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
+            found = self._rows[key] = (rows[self.rank], rows)
+        return found
+
+    def begun(self, call: Call) -> bool:
+        """True if the first step of a call has begun: other ranks may have received its signal."""
+        return call.seq in (self._flags[self._mine + 3], self._flags[self._mine + 5])
+
+    def sync_step(self, call: Call | None = None) -> None:
+        """Signal the next step and wait for the signals of all ranks; with ``call``, also compare signatures."""
+        step = self.step + 1
+        flags, mine = self._flags, self._mine
+        if call is not None:
+            signature, seq = call.signature & _MASK, call.seq
+            place = 2 + 2 * (step & 1)
+            flags[mine + place] = signature
+            flags[mine + place + 1] = seq
+        flags[mine] = self.step = step
+        # the flag must be visible before the sleepers are read: acquiring a lock is a full barrier on x86
+        self._release()
+        self._acquire()
+        if flags[mine + _SLEEPING]:
+            flags[mine + _SLEEPING] = 0
+            futex.wake(self._address + 8 * mine)
+        for other in self._others:
+            if flags[other] < step:
+                self._wait(other, step)
+            if call is not None and (flags[other + place] != signature or flags[other + place + 1] != seq):
+                self._mismatch(other // _WORDS, flags[other + place + 1])
+
+    def publish_value(self, value: int) -> None:
+        """Store a number that the other ranks can read after the next step."""
+        self._flags[self._mine + _VALUE + (self.step + 1 & 1)] = value & _MASK
+
+    def published_value(self, rank: int) -> int:
+        """The number that a rank has published for the last step, modulo 2^64."""
+        return self._flags[rank * _WORDS + _VALUE + (self.step & 1)]
+
+    def sync_step_checked(self, call: Call | None, value: int) -> bool:
+        """:meth:`sync_step`; True if ``value`` is equal on all ranks and not negative."""
+        flags, place = self._flags, _VALUE + (self.step + 1 & 1)
+        flags[self._mine + place] = value & _MASK
+        self.sync_step(call)
+        for other in self._others:
+            if flags[other + place] != value:
+                return False
+        return value >= 0
+
+    def _wait(self, other: int, step: int) -> None:
+        """Wait until a flag reaches ``step``: poll, then yield, then sleep, checking deadline and liveness."""
+        flags = self._flags
+        if not self.background:
+            for _ in range(self._spins):
+                if flags[other] >= step:
+                    return
+        yield_processor = os.sched_yield
+        for _ in range(_BACKGROUND_YIELDS if self.background else self._yields):
+            if flags[other] >= step:
+                return
+            yield_processor()
+        address = self._address + 8 * other
+        checked = time.monotonic()
+        while (seen := flags[other]) < step:
+            flags[other + _SLEEPING] = 1
+            futex.sleep(address, seen & 0xFFFFFFFF, _TICK_S)
+            checked = self._check_liveness(other // _WORDS, checked)
+            if checked == _LOST and flags[other] < step:  # its signals from before it ended are valid
+                self.connections.fail_lost(self.members[other // _WORDS])
+
+    def _check_liveness(self, other: int, checked: float) -> float:
+        """Every 0.1 s, or once the group has failed: check the awaited rank and the deadline; ``_LOST`` if it ended."""
+        now = time.monotonic()
+        if now - checked < _TICK_S and self.connections.error is None:
+            return checked
+        return _LOST if self.connections.check_peer(self.members[other]) else now
+
+    def _mismatch(self, other: int, seq: int) -> None:
+        self.connections.mismatch(self.members[other], seq)
+
+    def _wake_sleepers(self) -> None:
+        """Wake the thread that sleeps on a flag after the group has failed; sleepers of other processes sleep again."""
+        for other in self._others:
+            futex.wake(self._address + 8 * other)
+
+
+class SemaphoreSlots(Slots):
+    """Slots with semaphores as signals; correct on every processor."""
+
+    def __init__(
+        self, connections: GroupConnections, members: tuple[int, ...], segment: SharedSegment, spins: int
+    ) -> None:
+        super().__init__(connections, members, segment, spins)
+        first = segment.address + SharedSegment.START + self.size * _WORDS * 8
+        others = [r for r in range(self.size) if r != self.rank]
+        self._to = [_semaphore(first, self.size, self.rank, r) for r in others]
+        self._from = [(r, _semaphore(first, self.size, r, self.rank)) for r in others]
+
+    @staticmethod
+    def prepare(segment: SharedSegment, ranks: int) -> None:
+        """Initialize the semaphores; once, before the other ranks map the segment."""
+        first = segment.address + SharedSegment.START + ranks * _WORDS * 8
+        for poster in range(ranks):
+            for waiter in range(ranks):
+                futex.init_semaphore(_semaphore(first, ranks, poster, waiter))
+
+    def sync_step(self, call: Call | None = None) -> None:
+        step = self.step + 1
+        flags, mine = self._flags, self._mine
+        if call is not None:
+            signature, seq = call.signature & _MASK, call.seq
+            place = 2 + 2 * (step & 1)
+            flags[mine + place] = signature
+            flags[mine + place + 1] = seq
+        self.step = step
+        for semaphore in self._to:
+            futex.post(semaphore)
+        for rank, semaphore in self._from:
+            if futex.try_wait(semaphore) != 0:
+                self._wait_for_post(rank, semaphore)
+            if call is not None:
+                offset = rank * _WORDS + place
+                if flags[offset] != signature or flags[offset + 1] != seq:
+                    self._mismatch(rank, flags[offset + 1])
+
+    def _wait_for_post(self, rank: int, semaphore: int) -> None:
+        """Wait for a semaphore that is not posted yet: poll, then yield, then sleep."""
+        for _ in range(0 if self.background else self._spins):
+            if futex.try_wait(semaphore) == 0:
+                return
+        for _ in range(_BACKGROUND_YIELDS if self.background else self._yields):
+            if futex.try_wait(semaphore) == 0:
+                return
+            os.sched_yield()
+        checked = time.monotonic()
+        while not futex.timed_wait(semaphore, _TICK_S):
+            checked = self._check_liveness(rank, checked)
+            if checked == _LOST:  # its signals from before it ended are valid
+                if futex.try_wait(semaphore) == 0:
+                    return
+                self.connections.fail_lost(self.members[rank])
+
+    def _wake_sleepers(self) -> None:
+        """Do nothing: a sleep ends after a tick, and an extra post would count as a signal."""
+
+
+def _semaphore(first: int, ranks: int, poster: int, waiter: int) -> int:
+    """Address of the semaphore that one rank posts and another waits for."""
+    return first + (poster * ranks + waiter) * futex.SEMAPHORE_BYTES

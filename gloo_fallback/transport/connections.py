@@ -1,0 +1,412 @@
+"""A group's connections for collectives: send and receive with a deadline, and fail on all ranks."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from gloo_fallback.p2p.errors import tampered
+from gloo_fallback.transport.endpoint import COLLECTIVE, Endpoint
+from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
+from gloo_fallback.transport.striping import STRIPED, Stripe, stripes, transfer
+from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.errors import DistError, DistNetworkError, RankLostError
+from unicoll.net.channel import Connection
+from unicoll.net.records import TamperedError
+
+__all__ = ["SubsetConnections", "GroupConnections"]
+
+_TICK_S = 0.1
+_TICK_TIMEVAL = struct.pack("@ll", 0, int(_TICK_S * 1e6))
+_SYSCALL_BYTES = 1 << 18
+"""Maximum bytes per system call; small enough that sends and receives alternate."""
+
+_DONTWAIT = socket.MSG_DONTWAIT
+_NOTHING = memoryview(b"")
+
+Progress = Callable[[int], None]
+
+
+class GroupConnections(Connections):
+    """The connections of one rank of a group to the other ranks.
+
+    Args:
+        context: the group.
+        endpoint: this process's listener.
+        spins: polls of a socket before sleeping on it; 0 if ranks outnumber cores.
+
+    Attributes:
+        error: the error that ended the group, or None.
+        call, last: the operation in progress, and the previous one.
+        deadline: of the operation, on the clock of time.monotonic; 0 until the operation first waits.
+        wake: wakes the thread that sleeps in shared memory.
+    """
+
+    def __init__(self, context: Context, endpoint: Endpoint, spins: int) -> None:
+        super().__init__()
+        self.context = context
+        self.rank = context.rank
+        self.size = context.size
+        self.error: DistError | None = None
+        self.call: Call | None = None
+        self.last: Call | None = None
+        self._endpoint = endpoint
+        self._spins = spins
+        self._sockets: list[Connection | None] = [None] * self.size
+        self._more_sockets: list[Connection] = []
+        self._lanes: dict[int, list[Connection]] = {}
+        self.deadline = 0.0
+        self._pollers: dict[tuple[int, int], select.poll] = {}
+        self._aborting = threading.Lock()
+        self.wake: Callable[[], None] = lambda: None
+
+    # --- bytes ----------------------------------------------------------------------------------------------
+
+    def send(self, peer: int, view: memoryview) -> None:
+        if len(view) >= STRIPED and len(self._lanes_to(peer)) > 1:
+            self._transfer(peer, view, peer, _NOTHING)
+        else:
+            self._send(peer, view)
+
+    def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+        if length >= STRIPED and header is None and len(self._lanes_to(peer)) > 1:
+            self._transfer(peer, _NOTHING, peer, view[:length])
+        else:
+            self._receive(peer, view, length, header)
+
+    def duplex(
+        self,
+        to: int,
+        outgoing: memoryview,
+        frm: int,
+        incoming: memoryview,
+        header: bytes | None = None,
+        *,
+        whole: bool = True,
+    ) -> None:
+        if (
+            header is None
+            and whole
+            and max(len(outgoing), len(incoming)) >= STRIPED
+            and max(len(self._lanes_to(to)), len(self._lanes_to(frm))) > 1
+        ):
+            self._transfer(to, outgoing, frm, incoming)
+        else:
+            self._duplex(to, outgoing, frm, incoming, header)
+
+    def _transfer(self, to: int, outgoing: memoryview, frm: int, incoming: memoryview) -> None:
+        """Send and receive messages of which at least one is cut into stripes."""
+        transfer(self._cut(to, outgoing), self._cut(frm, incoming), self.tick, self._connection_broken)
+
+    def _cut(self, peer: int, view: memoryview) -> list[Stripe]:
+        if not view:
+            return []
+        lanes = self._lanes_to(peer)
+        return stripes(lanes if len(view) >= STRIPED else lanes[:1], peer, view)
+
+    def _lanes_to(self, peer: int) -> list[Connection]:
+        """The connections that large messages to and from a peer use; they are made on first use."""
+        lanes = self._lanes.get(peer)
+        if lanes is None:
+            lanes = [self._sockets[peer] or self._connect(peer)]
+            try:
+                count = self._endpoint.connections_to(self.context.ranks[peer], self.tick)
+            except DistError as e:
+                self.fail(e)
+            lanes += [self._connect(peer, lane) for lane in range(1, count)]
+            self._lanes[peer] = lanes
+        return lanes
+
+    def _send(self, peer: int, view: memoryview) -> None:
+        sock = self._sockets[peer] or self._connect(peer)
+        try:
+            sent = sock.send(view, _DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError as e:
+            self._connection_broken(peer, e)
+        total = len(view)
+        while sent < total:
+            try:
+                sent += sock.send(view[sent : sent + _SYSCALL_BYTES])
+            except BlockingIOError:
+                self.tick(peer)
+            except OSError as e:
+                self._connection_broken(peer, e)
+
+    def send_some(self, peer: int, view: memoryview) -> int:
+        sock = self._sockets[peer] or self._connect(peer)
+        sent, total = 0, len(view)
+        try:
+            while sent < total:
+                sent += sock.send(view[sent:], _DONTWAIT)
+        except BlockingIOError:
+            pass
+        except OSError as e:
+            self._connection_broken(peer, e)
+        return sent
+
+    def _receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+        sock = self._sockets[peer] or self._connect(peer)
+        got = 0
+        spins = self._spins
+        while True:
+            try:
+                if spins:
+                    spins -= 1
+                    count = sock.recv_into(view[got:] if got else view, length - got, _DONTWAIT)
+                else:
+                    count = sock.recv_into(view[got:] if got else view, length - got)
+            except BlockingIOError:
+                if not spins:
+                    self.tick(peer)
+                continue
+            except OSError as e:
+                self._connection_broken(peer, e)
+            got += count
+            if got == length:
+                return
+            if not count:
+                self._connection_broken(peer, None)
+            if header is not None and got >= HEADER_SIZE:
+                self._compare(peer, view, header)
+            spins = 0
+
+    def _duplex(
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, header: bytes | None
+    ) -> None:
+        out_sock = self._sockets[to] or self._connect(to)
+        in_sock = self._sockets[frm] or self._connect(frm)
+        sent = got = idle = 0
+        to_send, to_get = len(outgoing), len(incoming)
+        while sent < to_send and got < to_get:
+            moved = False
+            try:
+                sent += out_sock.send(outgoing[sent : sent + _SYSCALL_BYTES], _DONTWAIT)
+                moved = True
+            except BlockingIOError:
+                pass
+            except OSError as e:
+                self._connection_broken(to, e)
+            try:
+                count = in_sock.recv_into(incoming[got : got + _SYSCALL_BYTES], 0, _DONTWAIT)
+                if not count:
+                    self._connection_broken(frm, None)
+                got += count
+                moved = True
+                if header is not None and got >= HEADER_SIZE:
+                    self._compare(frm, incoming, header)
+                    header = None
+            except BlockingIOError:
+                pass
+            except OSError as e:
+                self._connection_broken(frm, e)
+            if moved:
+                idle = 0
+            else:
+                idle += 1
+                if idle > self._spins and not self._poller(to, frm).poll(_TICK_S * 1000):
+                    self.tick(frm)
+        if header is not None and got < HEADER_SIZE:
+            self._receive(frm, incoming[got:HEADER_SIZE], HEADER_SIZE - got)
+            self._compare(frm, incoming, header)
+            got = HEADER_SIZE
+        if sent < to_send:
+            self._send(to, outgoing[sent:])
+        elif got < to_get:
+            self._receive(frm, incoming[got:], to_get - got)
+
+    def _poller(self, to: int, frm: int) -> select.poll:
+        found = self._pollers.get((to, frm))
+        if found is None:
+            found = self._pollers[(to, frm)] = select.poll()
+            sender, receiver = self._sockets[to], self._sockets[frm]
+            assert sender is not None
+            assert receiver is not None
+            found.register(receiver, select.POLLIN)
+            found.register(sender, select.POLLOUT | (select.POLLIN if to == frm else 0))
+        return found
+
+    # --- connections ----------------------------------------------------------------------------------------
+
+    def _connect(self, peer: int, lane: int = 0) -> Connection:
+        """Make the connection to a member, or with ``lane`` one of the others that large messages use."""
+        kind = f"{COLLECTIVE}{lane}" if lane else COLLECTIVE
+        try:
+            sock = self._endpoint.connect((self.context.name, kind, self.context.ranks[peer]), self.tick)
+        except RankLostError as e:
+            self.fail(self._lost(peer, str(e)))
+        except DistError as e:
+            self.fail(e)
+        # a send or receive that makes no progress for a tick returns, so that deadline and failures are checked
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK_TIMEVAL)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK_TIMEVAL)
+        with self._aborting:
+            if lane:
+                self._more_sockets.append(sock)
+            else:
+                self._sockets[peer] = sock
+        if self.error is not None:
+            raise self.error
+        return sock
+
+    def tick(self, peer: int = -1) -> None:
+        """Check for failure and deadline of the group; called while a wait makes no progress."""
+        if self.error is not None:
+            raise self.error.with_traceback(None) from None
+        call = self.call
+        assert call is not None
+        now = time.monotonic()
+        if not self.deadline:
+            self.deadline = now - _TICK_S + call.timeout
+        if now >= self.deadline:
+            self.fail(failure_diagnosis.timed_out(self.context, call))
+
+    # --- failing --------------------------------------------------------------------------------------------
+
+    def abort(self, error: DistError) -> None:
+        """Make the operation in progress and all later ones raise ``error``; callable from any thread."""
+        with self._aborting:
+            if self.error is None:
+                self.error = error
+            sockets = [s for s in (*self._sockets, *self._more_sockets) if s is not None]
+            wake = self.wake
+        wake()
+        for sock in sockets:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that sleeps in send or recv
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        """Close the group's connections."""
+        self._endpoint.close_group(self.context.name)
+
+    def fail(self, error: DistError) -> NoReturn:
+        failure_diagnosis.fail_group(self, error)
+
+    def _connection_broken(self, peer: int, cause: Exception | None) -> NoReturn:
+        """Raise the error for a connection that ended: a rank died, left the group, or failed and closed it."""
+        context, control = self.context, self.context.job.control
+        if isinstance(cause, TamperedError):
+            assert self.call is not None
+            self.fail(tampered(context, self.call, context.ranks[peer], cause))
+        if self.error is None and control is not None:
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline and self.error is None:
+                if (verdict := control.group_failure(context.name)) is not None:
+                    self.abort(verdict)
+                elif (rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)) is not None:
+                    self.fail(self._lost(context.ranks.index(rank), control.departed[rank]))
+        if self.error is not None:
+            raise self.error.with_traceback(None) from None
+        reason = f"{self.context.who(peer)} closed its connection" + (f": {cause}" if cause else "")
+        self.fail(self._lost(peer, reason))
+
+    def _lost(self, peer: int, reason: str) -> RankLostError:
+        assert self.call is not None
+        return failure_diagnosis.lost(self.context, self.call, peer, reason)
+
+    def _bad_header(self, peer: int, header: bytes) -> NoReturn:
+        context = self.context
+        magic, seq = read_header(header)
+        if magic != MAGIC:
+            self.fail(DistNetworkError(f"{context.who(peer)} sent an invalid header", group=context.name))
+        self.mismatch(peer, seq)
+
+    def mismatch(self, peer: int, seq: int) -> NoReturn:
+        """Raise the error for a member that is in another call, with sequence number ``seq``."""
+        assert self.call is not None
+        self.fail(failure_diagnosis.mismatch(self.context, self.call, peer, seq))
+
+    def check_peer(self, peer: int) -> bool:
+        """True if a member has ended; for waits in shared memory. Raises after the deadline."""
+        self.tick()
+        control, rank = self.context.job.control, self.context.ranks[peer]
+        return control is not None and (rank in control.departed or not _is_running(control.peers[rank].pid))
+
+    def fail_lost(self, peer: int) -> NoReturn:
+        """Raise the error for a member that ended before it signalled."""
+        context, control = self.context, self.context.job.control
+        reason = control.await_departure(context.ranks[peer]) if control is not None else None
+        self.fail(self._lost(peer, reason or f"{context.who(peer)} died"))
+
+    def report(self) -> dict[str, Any]:
+        """The operations of this rank in the group, for the errors of other ranks; called on the control thread."""
+        return failure_diagnosis.report(self.call, self.last)
+
+
+def _is_running(pid: int) -> bool:
+    """True if a process of this host exists (a zombie counts)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+class SubsetConnections(Connections):
+    """Connections between some members of a group, renumbered from 0.
+
+    Args:
+        parent: the group's connections; they wait, fail and keep the deadline.
+        members: the members' ranks in the group, including this one.
+    """
+
+    def __init__(self, parent: GroupConnections, members: tuple[int, ...]) -> None:
+        super().__init__()
+        self._parent = parent
+        self.members = members
+        self.context = parent.context
+        self.rank = members.index(parent.rank)
+        self.size = len(members)
+
+    @property
+    def call(self) -> Call | None:  # type: ignore[override]
+        return self._parent.call
+
+    def send(self, peer: int, view: memoryview) -> None:
+        self._parent.send(self.members[peer], view)
+
+    def send_some(self, peer: int, view: memoryview) -> int:
+        return self._parent.send_some(self.members[peer], view)
+
+    def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+        self._parent.receive(self.members[peer], view, length, header)
+
+    def duplex(
+        self,
+        to: int,
+        outgoing: memoryview,
+        frm: int,
+        incoming: memoryview,
+        header: bytes | None = None,
+        *,
+        whole: bool = True,
+    ) -> None:
+        self._parent.duplex(self.members[to], outgoing, self.members[frm], incoming, header, whole=whole)
+
+    def swap(
+        self,
+        to: int,
+        outgoing: memoryview,
+        frm: int,
+        incoming: memoryview,
+        header: bytes,
+        discard: Callable[[bytes], memoryview],
+    ) -> bool:
+        return self._parent.swap(self.members[to], outgoing, self.members[frm], incoming, header, discard)
+
+    def fail(self, error: DistError) -> NoReturn:
+        self._parent.fail(error)
+
+    def _bad_header(self, peer: int, header: bytes) -> NoReturn:
+        self._parent._bad_header(self.members[peer], header)

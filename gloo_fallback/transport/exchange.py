@@ -1,0 +1,299 @@
+"""Connections between the members of a group or subset, and the exchange that begins each collective.
+
+Every collective over sockets begins with :meth:`Connections.exchange`: in ceil(log2 n) rounds the ranks send each
+other a header with sequence number and signature, and for small operations the data. After it a rank has received
+the blocks of all members, directly or through others, and each hop has compared headers. So a call that differs on
+any rank is detected before bulk data moves, without an extra round for small operations.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from unicoll.arrays.kernels import Flat
+from unicoll.backend import Call, Context
+from unicoll.errors import DistError
+
+__all__ = [
+    "HEADER_SIZE",
+    "MAGIC",
+    "ReductionKernel",
+    "Connections",
+    "ExchangePlan",
+    "bytes_of",
+    "read_header",
+]
+
+_HEADER = struct.Struct("<QQqQ")
+HEADER_SIZE = _HEADER.size
+MAGIC = 0x316C6C6F63696E75  # "unicoll1" in memory
+_EAGER_LIMIT = 1 << 14
+"""Messages up to this size are sent whole before the next receive: they fit the kernel's buffers."""
+_BLOCK_BITS = 17
+_BLOCK = (1 << _BLOCK_BITS) - 1
+_MASK = (1 << 64) - 1
+_DIFFERENT = _MASK ^ _BLOCK
+"""The last word of :meth:`Connections.exchange_checked`'s header: a value and the bytes of a block, or this."""
+
+
+def read_header(header: bytes) -> tuple[int, int]:
+    """Magic and sequence number of a header."""
+    magic, seq, _, _ = _HEADER.unpack(header)
+    return magic, seq
+
+
+class ReductionKernel(Protocol):
+    """The reduction interface of the algorithms; :class:`~unicoll.arrays.kernels.Kernel` implements it."""
+
+    acc: np.dtype[Any]
+    storage: np.dtype[Any]
+    plain: bool
+    ufunc: Any
+
+    def begin(self, acc: Flat, values: Flat) -> None: ...
+    def widen(self, values: Flat) -> Flat: ...
+    def fold(self, acc: Flat, values: Flat) -> None: ...
+    def finish(self, acc: Flat, out: Flat, ranks: int) -> None: ...
+    def combine(self, pieces: Sequence[Flat], out: Flat, disjoint: bool = False) -> None: ...
+
+
+def bytes_of(flat: Flat) -> memoryview:
+    """The memory of an array."""
+    return flat.view(np.uint8).data
+
+
+class ExchangePlan:
+    """The rounds of an exchange in which rank i contributes ``lengths[i]`` bytes.
+
+    Blocks are stored in the scratch memory in the order rank, rank+1, ...: round k sends the first 2^k of them to
+    rank - 2^k and appends those of rank + 2^k (Bruck et al., "Efficient Algorithms for All-to-All Communications in
+    Multiport Message-Passing Systems", 1997).
+    """
+
+    __slots__ = ("head", "mine", "rounds", "views")
+
+    def __init__(self, scratch: Flat, lengths: tuple[int, ...], rank: int, storage: np.dtype[Any]) -> None:
+        size = len(lengths)
+        order = [(rank + i) % size for i in range(size)]
+        offsets = [0]
+        for r in order:
+            offsets.append(offsets[-1] + lengths[r])
+        data = scratch.data
+        self.head = data[:HEADER_SIZE]
+        self.rounds: list[tuple[int, int, memoryview, memoryview, int, memoryview]] = []
+        distance = 1
+        while distance < size:
+            count = min(distance, size - distance)
+            start, stop = offsets[distance], offsets[distance + count]
+            # the incoming header overwrites the 32 bytes before the incoming blocks; they are restored afterwards
+            self.rounds.append(
+                (
+                    (rank - distance) % size,
+                    (rank + distance) % size,
+                    data[: HEADER_SIZE + offsets[count]],
+                    data[start : HEADER_SIZE + stop],
+                    HEADER_SIZE + stop - start,
+                    data[start : start + HEADER_SIZE],
+                )
+            )
+            distance *= 2
+        blocks: list[Flat] = [scratch[:0].view(storage)] * size
+        for i, r in enumerate(order):
+            block = scratch[HEADER_SIZE + offsets[i] : HEADER_SIZE + offsets[i + 1]]
+            blocks[r] = block.view(storage)
+        self.views = blocks
+        self.mine = blocks[rank]
+
+
+class Connections(ABC):
+    """The connections of one member of a group, or of a subset of it, to the other members.
+
+    Attributes:
+        rank, size: this process's rank among the members, and their number.
+        context: the group.
+        call: the operation in progress.
+        deterministic: True if reductions must give the same bits over every transport.
+    """
+
+    rank: int
+    size: int
+    context: Context
+    call: Call | None
+    deterministic: bool = False
+
+    def __init__(self) -> None:
+        self._scratch = np.zeros(HEADER_SIZE, np.uint8)
+        self._theirs = memoryview(bytearray(HEADER_SIZE))
+        self._plans: dict[Any, ExchangePlan] = {}
+
+    @abstractmethod
+    def send(self, peer: int, view: memoryview) -> None:
+        """Send all of ``view`` (bytes) to a member."""
+
+    def send_some(self, peer: int, view: memoryview) -> int:
+        """Begin to send ``view`` without waiting; returns the bytes sent. The caller sends the rest next."""
+        return 0
+
+    @abstractmethod
+    def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
+        """Fill ``view`` (``length`` bytes) from a member.
+
+        ``header`` is the expected beginning. It is compared once enough bytes have arrived, because a member in
+        another call may send less than ``length``; if all bytes arrive at once, the caller compares.
+        """
+
+    @abstractmethod
+    def duplex(
+        self,
+        to: int,
+        outgoing: memoryview,
+        frm: int,
+        incoming: memoryview,
+        header: bytes | None = None,
+        *,
+        whole: bool = True,
+    ) -> None:
+        """Send ``outgoing`` to one member while ``incoming`` is filled from another (or the same).
+
+        ``header`` is as for :meth:`receive`. ``whole`` is False if the other members send and receive the messages in
+        other parts than these.
+        """
+
+    @abstractmethod
+    def fail(self, error: DistError) -> NoReturn:
+        """Fail the operation: agree on the error with the other members and raise it."""
+
+    @abstractmethod
+    def _bad_header(self, peer: int, header: bytes) -> NoReturn:
+        """Raise the error for a member that sent another header than that of this call."""
+
+    def begun(self, call: Call) -> bool:
+        """True if an exchange of a call has begun: other members may have received its header."""
+        return read_header(self._scratch[:HEADER_SIZE].tobytes()) == (MAGIC, call.seq)
+
+    def agree(self) -> None:
+        """Return once all members are in this call with equal signatures."""
+        self.exchange(self.plan((0,) * self.size, np.dtype(np.uint8)))
+
+    def plan(self, lengths: tuple[int, ...], storage: np.dtype[Any]) -> ExchangePlan:
+        """The plan of an exchange, cached by lengths and dtype."""
+        key = (lengths, storage)
+        found = self._plans.get(key)
+        if found is None:
+            need = HEADER_SIZE + sum(lengths)
+            if need > self._scratch.size or len(self._plans) >= 256:
+                self._plans.clear()
+                if need > self._scratch.size:
+                    last = self._scratch[:HEADER_SIZE]
+                    self._scratch = np.zeros(max(need, 2 * self._scratch.size), np.uint8)
+                    self._scratch[:HEADER_SIZE] = last
+            found = self._plans[key] = ExchangePlan(self._scratch, lengths, self.rank, storage)
+        return found
+
+    def exchange(self, plan: ExchangePlan) -> list[Flat]:
+        """Send ``plan.mine`` to all members; returns every rank's block.
+
+        Raises:
+            CollectiveMismatchError: another rank is in another call.
+        """
+        call = self.call
+        assert call is not None
+        header = _HEADER.pack(MAGIC, call.seq, call.signature, 0)
+        plan.head[:] = header
+        for to, frm, outgoing, incoming, length, overlap in plan.rounds:
+            if length > _EAGER_LIMIT:
+                self._exchange_long(to, frm, outgoing, incoming, header)
+                continue
+            self.send(to, outgoing)
+            saved = bytes(overlap)
+            self.receive(frm, incoming, length, header)
+            if overlap != header:
+                self._bad_header(frm, bytes(overlap))
+            overlap[:] = saved
+        return plan.views
+
+    def exchange_checked(
+        self,
+        value: int,
+        block: int,
+        lengths: Callable[[int], tuple[int, ...]],
+        storage: np.dtype[Any],
+        mine: Sequence[Flat] = (),
+    ) -> list[Flat] | None:
+        """:meth:`exchange` of a call whose sizes may differ; None on all ranks unless ``value`` is equal on all.
+
+        A rank that receives another value marks the headers that it sends from then on, so, as in :meth:`exchange`,
+        a difference on any rank reaches all ranks.
+
+        Args:
+            value: the number to compare; negative on a rank that knows that sizes differ.
+            block: block size in bytes according to this rank, up to 128 KiB.
+            lengths: maps a block size to the bytes of every rank's contribution.
+            storage: dtype of the data.
+            mine: this rank's contribution.
+        """
+        call = self.call
+        assert call is not None
+        mark = value << _BLOCK_BITS & _MASK | block if value >= 0 else _DIFFERENT
+        plan = self.plan(lengths(mark & _BLOCK), storage)
+        if plan.mine.size:
+            plan.mine[:] = mine[0] if len(mine) == 1 else np.concatenate(mine)
+        plan.head[:] = header = _HEADER.pack(MAGIC, call.seq, call.signature, mark)
+        for k in range(len(plan.rounds)):
+            to, frm, outgoing, incoming, _, _ = plan.rounds[k]
+
+            def discard(theirs: bytes, k: int = k) -> memoryview:
+                other = self.plan(lengths(_HEADER.unpack(theirs)[3] & _BLOCK), np.dtype(np.uint8))
+                return memoryview(bytearray(other.rounds[k][4] - HEADER_SIZE))
+
+            if not self.swap(to, outgoing, frm, incoming[HEADER_SIZE:], header, discard):
+                mark = _DIFFERENT
+                plan = self.plan(lengths(0), storage)
+                plan.head[:] = header = _HEADER.pack(MAGIC, call.seq, call.signature, mark)
+        return plan.views if mark != _DIFFERENT else None
+
+    def swap(
+        self,
+        to: int,
+        outgoing: memoryview,
+        frm: int,
+        incoming: memoryview,
+        header: bytes,
+        discard: Callable[[bytes], memoryview],
+    ) -> bool:
+        """Send a message and receive one into ``incoming``; True if the received header equals ``header``.
+
+        If the headers differ only in their last word, the data is received into ``discard(theirs)`` and dropped.
+        """
+        theirs = self._theirs
+        long = len(outgoing) > _EAGER_LIMIT
+        self.send(to, outgoing[:_EAGER_LIMIT] if long else outgoing)
+        self.receive(frm, theirs, HEADER_SIZE)
+        same = theirs == header
+        if not same:
+            if theirs[:-8] != header[:-8]:
+                self._bad_header(frm, bytes(theirs))
+            incoming = discard(bytes(theirs))
+        if long:
+            self.duplex(to, outgoing[_EAGER_LIMIT:], frm, incoming, whole=False)
+        elif len(incoming):
+            self.receive(frm, incoming, len(incoming))
+        return same
+
+    def _exchange_long(
+        self, to: int, frm: int, outgoing: memoryview, incoming: memoryview, header: bytes
+    ) -> None:
+        """A round whose bytes might fill both sockets' buffers: send and receive concurrently."""
+        staging = memoryview(bytearray(len(incoming)))
+        self.duplex(to, outgoing, frm, staging, header)
+        self._compare(frm, staging, header)
+        incoming[HEADER_SIZE:] = staging[HEADER_SIZE:]
+
+    def _compare(self, peer: int, view: memoryview, header: bytes) -> None:
+        if view[:HEADER_SIZE] != header:
+            self._bad_header(peer, bytes(view[:HEADER_SIZE]))

@@ -1,0 +1,143 @@
+"""Selection of a group's transport: sockets, shared memory, or shared memory within hosts and sockets between them.
+
+:mod:`gloo_fallback.transport.topology` decides which ranks share memory, by setting, host and ability.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from gloo_fallback.algorithms import circulant, compressed, hierarchical, shared_memory
+from gloo_fallback.algorithms import over_sockets as algorithms
+from gloo_fallback.algorithms.hierarchy_context import HierarchyContext
+from gloo_fallback.shm import symmetric
+from gloo_fallback.shm.slots import SLOT, Slots, size_of
+from gloo_fallback.transport.connections import GroupConnections
+from gloo_fallback.transport.exchange import HEADER_SIZE
+from gloo_fallback.transport.topology import Topology, build_topology
+from unicoll.net import logs
+
+__all__ = ["OPERATIONS", "Transport", "between_hosts", "over_sockets", "select_transport"]
+
+OPERATIONS = {
+    "barrier": "barrier",
+    "broadcast": "broadcast",
+    "all_reduce": "all_reduce",
+    "reduce": "reduce",
+    "all_gather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "gather": "gather",
+    "scatter": "scatter",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "scan": "scan",
+    "exscan": "scan",
+}
+"""Operation name to function name, in each module of algorithms."""
+
+
+def _table(module: ModuleType) -> dict[str, Callable[..., bool | None]]:
+    found = {operation: getattr(module, name) for operation, name in OPERATIONS.items()}
+    found[symmetric.ROW.name] = found["all_gather"]
+    return found
+
+
+class Transport:
+    """The algorithms of a group: ``table[operation](target, call)`` executes a collective.
+
+    A gather or scatter whose sizes differ is not executed and returns False on all ranks, unless ``counts`` is passed.
+
+    Args:
+        module: the module of algorithms.
+        target: their first argument: connections, slots, or a hierarchy.
+        description: the transport and the reason for it, for :func:`unicoll.explain`.
+        staging: maximum bytes that this rank allocates besides the arrays, independent of their size. Not included:
+            the size tables of an all_to_all (two of 16 n^2 bytes for n ranks, over sockets or by host), Python
+            objects such as the plans of exchanges, and a thread's buffers for the conversion of half types.
+        slots: the shared memory, or None.
+    """
+
+    def __init__(
+        self, module: ModuleType, target: Any, description: str, staging: int, slots: Slots | None = None
+    ) -> None:
+        self.description = description
+        self.staging = staging
+        self.slots = slots
+        self.target = target
+        self.table = _table(module)
+
+    def close(self) -> None:
+        """Release the shared memory; idempotent."""
+        if self.slots is not None:
+            self.slots.close()
+
+
+def select_transport(connections: GroupConnections, spins: int) -> Transport:
+    """Select the transport together with the other ranks; called in the group's first collective."""
+    topology, slots = build_topology(connections, spins)
+    if slots is not None and len(topology.members) == 1:
+        staging = -(-size_of(slots.size) // slots.size)
+        return Transport(shared_memory, slots, f"over shared memory: {topology.reason}", staging, slots)
+    if slots is not None and not connections.deterministic:
+        description = (
+            f"over shared memory within {_host_counts(topology)}, sockets between them: {topology.reason}"
+        )
+        target = HierarchyContext(connections, slots, topology.members)
+        staging = -(-size_of(slots.size) // slots.size) + between_hosts(len(topology.members))
+        return Transport(hierarchical, target, description, staging, slots)
+    reason = topology.reason
+    if slots is not None:
+        slots.close()
+        reason = "deterministic between hosts"
+    transport = Transport(
+        algorithms,
+        connections,
+        f"over sockets: {reason}",
+        over_sockets(connections.size, connections.deterministic),
+    )
+    logs.logger("gloo").info("group %r %s", connections.context.name, transport.description)
+    return transport
+
+
+def over_sockets(size: int, deterministic: bool) -> int:
+    """Maximum bytes that one of ``size`` ranks allocates for a collective over sockets.
+
+    The sum of the scratch memory of the exchanges and of the working memory of one algorithm. A ring needs two
+    segments of sums, and with half types the first segment received. The circulant algorithm needs the working array
+    and a receive buffer, which is half as large for equal blocks and at most as large for unequal ones. A
+    deterministic reduction needs all ranks' contributions to a chunk, and the chunk. A compressed one needs messages to
+    and from all ranks.
+    """
+    ring = algorithms.SEGMENT * 5 // 2
+    direct = algorithms._DETERMINISTIC_BYTES + algorithms._DETERMINISTIC_BYTES // size
+    rounds = min(circulant.LIMIT, size * circulant.BLOCK) if size > 2 else 0
+    work = max(direct, rounds) if deterministic else max(ring, 2 * rounds, compressed.working_memory(size))
+    return _scratch(algorithms.SMALL * size // (size - 1)) + work
+
+
+def between_hosts(nodes: int) -> int:
+    """Maximum bytes that a leader allocates for the traffic between hosts, besides its slots.
+
+    The sums of its node take up to two thirds of a slot (half types: a chunk and its sums fill one), and the working
+    memory twice as much, which exceeds two segments of a ring, or that of a compressed reduction of such a chunk;
+    scratch memory of the exchanges. Every rank can be a leader. A small reduce to a root that is not the first rank of
+    its host has separate scratch memory for each root.
+    """
+    sums = SLOT * 2 // 3
+    work = max(2 * sums, compressed.streaming_memory(nodes, SLOT // 2))
+    return sums + work + _scratch(algorithms.SMALL)
+
+
+def _scratch(contributions: int) -> int:
+    """Scratch memory of exchanges, which grows by doubling."""
+    return 2 * (HEADER_SIZE + contributions)
+
+
+def _host_counts(topology: Topology) -> str:
+    ranks = [len(members) for members in topology.members]
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"{len(ranks)} hosts (ranks: {shown})"

@@ -1,0 +1,99 @@
+"""Large messages over several connections to a peer at the same time: of several interfaces, or of one.
+
+The connections of a pair of ranks are as many as the interfaces that both listen on (``UNICOLL_SOCKET_IFNAME``), or as
+``UNICOLL_SOCKET_CONNECTIONS`` if that is more on both. A message of :data:`STRIPED` bytes and more is cut into equal
+parts, one for each connection. Both sides know its size, so they need no headers. Compressed data is not cut.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable
+from typing import NamedTuple
+
+from unicoll.net.channel import Connection
+
+__all__ = ["STRIPED", "Stripe", "stripes", "transfer"]
+
+STRIPED = 1 << 17
+"""Bytes from which a message is cut: more than the exchange at the beginning of a collective sends."""
+_SYSCALL_BYTES = 1 << 18
+_TICK_MS = 100
+_DONTWAIT = socket.MSG_DONTWAIT
+
+
+class Stripe(NamedTuple):
+    """A part of a message, and the connection that it takes to or from a peer."""
+
+    sock: Connection
+    peer: int
+    view: memoryview
+
+
+def stripes(sockets: list[Connection], peer: int, view: memoryview) -> list[Stripe]:
+    """The equal parts of a message, one for each connection."""
+    bounds = [len(view) * i // len(sockets) for i in range(len(sockets) + 1)]
+    return [Stripe(sock, peer, view[bounds[i] : bounds[i + 1]]) for i, sock in enumerate(sockets)]
+
+
+def transfer(
+    outgoing: list[Stripe],
+    incoming: list[Stripe],
+    tick: Callable[[int], None],
+    broken: Callable[[int, Exception | None], None],
+) -> None:
+    """Send and receive the parts of messages concurrently.
+
+    Args:
+        outgoing, incoming: to and from any peers.
+        tick: called with a peer every 0.1 s without progress; raises to stop.
+        broken: called with a peer and the error of its connection, None at its end; raises.
+    """
+    sending, receiving = list(outgoing), list(incoming)
+    while sending or receiving:
+        moved = False
+        for i in range(len(sending) - 1, -1, -1):
+            sock, peer, view = sending[i]
+            try:
+                count = sock.send(view[:_SYSCALL_BYTES], _DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError as e:
+                broken(peer, e)
+            moved = True
+            if count == len(view):
+                del sending[i]
+            else:
+                sending[i] = Stripe(sock, peer, view[count:])
+        for i in range(len(receiving) - 1, -1, -1):
+            sock, peer, view = receiving[i]
+            try:
+                count = sock.recv_into(view, min(len(view), _SYSCALL_BYTES), _DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError as e:
+                broken(peer, e)
+            if not count:
+                broken(peer, None)
+            moved = True
+            if count == len(view):
+                del receiving[i]
+            else:
+                receiving[i] = Stripe(sock, peer, view[count:])
+        if not moved:
+            _wait(sending, receiving, tick)
+
+
+def _wait(sending: list[Stripe], receiving: list[Stripe], tick: Callable[[int], None]) -> None:
+    """Wait until one of the connections is ready."""
+    events: dict[Connection, int] = {}
+    for part in receiving:
+        events[part.sock] = select.POLLIN
+    for part in sending:
+        events[part.sock] = events.get(part.sock, 0) | select.POLLOUT
+    poller = select.poll()
+    for sock, mask in events.items():
+        poller.register(sock, mask)
+    if not poller.poll(_TICK_MS):
+        tick((receiving or sending)[0].peer)

@@ -1,0 +1,223 @@
+"""The nodes of a group: sets of ranks that share memory, equal on all ranks, determined in the first collective.
+
+The ranks exchange their hosts and settings over sockets and compute the same topology from them. The first rank of
+each node creates the node's segment, the others map it, and a second exchange collects the results. If a rank could
+not map its segment, the ranks of its node use sockets.
+"""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from gloo_fallback.shm.segment import (
+    SharedSegment,
+    boot_id,
+    can_share,
+    create_private,
+    create_published,
+    has_strong_ordering,
+    open_published,
+)
+from gloo_fallback.shm.slots import SemaphoreSlots, Slots, size_of
+from gloo_fallback.transport.connections import GroupConnections
+from unicoll.backend import Context
+from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistNetworkError
+from unicoll.net import settings
+
+__all__ = [
+    "HostInfo",
+    "Topology",
+    "TransportPreference",
+    "plan_topology",
+    "build_topology",
+    "transport_preference",
+]
+
+_SIMULATED_HOST_SIZE = 2
+"""Ranks of each simulated host under UNICOLL_TRANSPORT=hierarchical."""
+
+
+class TransportPreference(IntEnum):
+    """The value of ``UNICOLL_TRANSPORT``; empty is AUTO."""
+
+    AUTO = 0
+    TCP = 1
+    SHM = 2
+    HIERARCHICAL = 3
+
+
+def transport_preference() -> TransportPreference:
+    """The transport preference of this process.
+
+    Raises:
+        DistArgumentError: the value of ``UNICOLL_TRANSPORT`` is invalid.
+    """
+    return TransportPreference[settings.choice("UNICOLL_TRANSPORT").upper()]
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """What a rank contributes to the first exchange.
+
+    Attributes:
+        host: a hash of its host name and boot.
+        preference: the user's setting.
+        can_share: True if its system supports shared memory.
+        strong_ordering: True if its processor keeps stores in order.
+        deterministic: an option that must be equal on all ranks.
+    """
+
+    host: int
+    preference: TransportPreference = TransportPreference.AUTO
+    can_share: bool = True
+    strong_ordering: bool = True
+    deterministic: bool = False
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks of the group by node, in the order of the nodes' first ranks, and the reason for this topology."""
+
+    members: tuple[tuple[int, ...], ...]
+    reason: str
+
+    @property
+    def all_separate(self) -> bool:
+        """True if no two ranks share memory."""
+        return all(len(m) == 1 for m in self.members)
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        """The node of a rank."""
+        return next(m for m in self.members if rank in m)
+
+
+def plan_topology(infos: Sequence[HostInfo], names: Sequence[str]) -> Topology:
+    """The topology that follows from all ranks' infos; ``names`` describe the ranks."""
+    apart = tuple((r,) for r in range(len(infos)))
+    for info, name in zip(infos, names, strict=True):
+        if info.preference is TransportPreference.TCP:
+            return Topology(apart, f"UNICOLL_TRANSPORT=tcp on {name}")
+        if not info.can_share:
+            return Topology(apart, f"{name} cannot share memory")
+    simulated = any(b.preference is TransportPreference.HIERARCHICAL for b in infos)
+    found: dict[tuple[int, int], list[int]] = {}
+    for rank, info in enumerate(infos):
+        found.setdefault((info.host, rank // _SIMULATED_HOST_SIZE if simulated else 0), []).append(rank)
+    members = tuple(tuple(m) for m in found.values())
+    if simulated:
+        return Topology(members, "UNICOLL_TRANSPORT=hierarchical: every two ranks count as a host")
+    hosts = len(members)
+    return Topology(members, "all ranks are on one host" if hosts == 1 else f"the ranks are on {hosts} hosts")
+
+
+def without_ranks(topology: Topology, unable: Sequence[int], name: str) -> Topology:
+    """The topology after some ranks could not map their node's memory; ``name`` describes the first of them."""
+    members: list[tuple[int, ...]] = []
+    for m in topology.members:
+        members += [(r,) for r in m] if set(m) & set(unable) else [m]
+    return Topology(tuple(sorted(members)), f"{name} could not map the shared memory of its host")
+
+
+def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology, Slots | None]:
+    """Determine the nodes of a group; returns the topology, and this rank's slots if any ranks share memory.
+
+    Raises:
+        BackendUnavailableError: ``UNICOLL_TRANSPORT=shm``, but not all ranks share memory.
+        CollectiveMismatchError: the options of the group differ between ranks.
+    """
+    context = connections.context
+    names = [context.who(r) for r in range(connections.size)]
+    infos = _exchange_host_info(connections)
+    if len({b.deterministic for b in infos}) > 1:
+        connections.fail(_options_differ(context, infos))
+    topology = plan_topology(infos, names)
+    segment = None
+    try:
+        if not topology.all_separate:
+            mine = topology.of(connections.rank)
+            segment = _segment(connections, mine)
+            unable = _ranks_without_segment(connections, segment is not None or len(mine) == 1)
+            if unable:
+                topology = without_ranks(topology, unable, names[unable[0]])
+        if len(topology.members) > 1 and any(b.preference is TransportPreference.SHM for b in infos):
+            reason = f"group {context.name!r}: UNICOLL_TRANSPORT=shm, but {topology.reason}"
+            connections.fail(BackendUnavailableError(reason, group=context.name))
+        if topology.all_separate:
+            return topology, None
+        kind = Slots if all(b.strong_ordering for b in infos) else SemaphoreSlots
+        return topology, _make_slots(connections, topology.of(connections.rank), kind, segment, spins)
+    finally:
+        if segment is not None:
+            segment.close_descriptor()
+
+
+def _exchange_host_info(connections: GroupConnections) -> list[HostInfo]:
+    """Exchange the infos of all ranks over sockets."""
+    try:
+        wanted = transport_preference()
+    except BackendUnavailableError as e:
+        connections.fail(e)
+    host = zlib.crc32(socket.gethostname().encode()) << 32 | zlib.crc32(boot_id().encode())
+    plan = connections.plan((5 * 8,) * connections.size, np.dtype(np.uint64))
+    plan.mine[:] = (host, wanted, can_share() is None, has_strong_ordering(), connections.deterministic)
+    found = [tuple(map(int, vote)) for vote in connections.exchange(plan)]
+    try:
+        return [
+            HostInfo(h, TransportPreference(w), bool(can_share), bool(strong_ordering), bool(fixed))
+            for h, w, can_share, strong_ordering, fixed in found
+        ]
+    except ValueError:
+        name = connections.context.name
+        connections.fail(
+            DistNetworkError(f"a member of group {name!r} sent invalid host information", group=name)
+        )
+
+
+def _segment(connections: GroupConnections, members: tuple[int, ...]) -> SharedSegment | None:
+    """The segment of this rank's node; None for a node of one rank, or if it cannot be created or mapped."""
+    if len(members) == 1:
+        return None
+    ranks = len(members)
+    if connections.rank == members[0]:
+        return create_published(
+            connections.context,
+            str(members[0]),
+            size_of(ranks),
+            lambda segment: SemaphoreSlots.prepare(segment, ranks),
+        )
+    return open_published(connections.context, str(members[0]), connections.tick)
+
+
+def _make_slots(
+    connections: GroupConnections,
+    members: tuple[int, ...],
+    kind: type[Slots],
+    segment: SharedSegment | None,
+    spins: int,
+) -> Slots:
+    """This rank's slots; they are private in a node of one rank."""
+    if len(members) == 1:
+        return Slots(connections, members, create_private(size_of(1)), spins)
+    assert segment is not None
+    return kind(connections, members, segment, spins)
+
+
+def _ranks_without_segment(connections: GroupConnections, could: bool) -> list[int]:
+    plan = connections.plan((1,) * connections.size, np.dtype(np.uint8))
+    plan.mine[0] = could
+    return [r for r, vote in enumerate(connections.exchange(plan)) if not vote[0]]
+
+
+def _options_differ(context: Context, infos: Sequence[HostInfo]) -> CollectiveMismatchError:
+    yes = [context.ranks[r] for r, b in enumerate(infos) if b.deterministic]
+    return CollectiveMismatchError(
+        f"the ranks of group {context.name!r} were given different options: deterministic on ranks"
+        f" {', '.join(map(str, yes))} only",
+        group=context.name,
+    )

@@ -1,0 +1,465 @@
+"""A group's communicator: the agreement before every collective, waits with deadlines, and failure of the group.
+
+Every collective begins with :meth:`GroupCommunicator.agree`: an MPI_Allgather of a few bytes, a persistent request, in
+which the ranks compare sequence number, signature and (for some operations) a value of their calls. It completes when
+all ranks have entered it. So a call that differs between ranks raises on all ranks before data moves, and the wait for
+a missing rank is in the agreement, where it can time out. MPI's own collective, which cannot be cancelled, comes after.
+
+Behind the header each rank's contribution has room for a small array, with which the agreement is the whole collective
+(:mod:`mpi_comm.small_arrays`).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from mpi_comm.runtime.communicators import WorldRanks
+from unicoll.arrays.kernels import Flat, quiet_runner
+from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend.options import as_options
+from unicoll.errors import DistError, OperationTimeoutError, RankLostError
+from unicoll.net.timeouts import backoff
+
+__all__ = ["COLLECTIVE_TAG", "HEADER_TAG", "PAYLOAD_TAGS", "GroupCommunicator"]
+
+HEADER_TAG, COLLECTIVE_TAG, PAYLOAD_TAGS = 0, 1, 2
+"""Tags in a group's communicator: headers of messages, chunks of collectives, and the first tag of payloads."""
+
+_HEADER = struct.Struct("<qqq")
+_PACK = _HEADER.pack_into
+_COMPARE_ALL_LIMIT = 64
+"""Ranks up to which each rank gathers all headers; larger groups compare maxima."""
+_LARGEST_CONTRIBUTION, _MOST_GATHERED = 24 + 256, 2304
+"""Bytes of a rank's contribution to an agreement, and of all of them together; a larger one would slow every call."""
+_TICK_S = 0.1
+_GRACE_S = 0.5
+"""How long messages that a departed rank has sent may take to arrive."""
+_NOTICE_S = 0.5
+"""How long the notice of a rank's death may take to arrive, once MPI has reported an error."""
+_SPINS, _YIELD_SPINS = 400, 16
+_SPIN_S = 0.005
+"""How long a rank polls without a pause; it yields its core between polls if cores are oversubscribed."""
+_SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
+
+_FASTER_BLOCKING = frozenset(("Reduce_scatter", "Reduce_scatter_block"))
+"""Collectives whose nonblocking versions are ten times slower in MPICH. (The choice must be equal on all ranks.)"""
+_FUNCTIONS = (
+    "Bcast",
+    "Allreduce",
+    "Reduce",
+    "Allgather",
+    "Allgatherv",
+    "Gather",
+    "Gatherv",
+    "Scatter",
+    "Scatterv",
+    "Reduce_scatter",
+    "Reduce_scatter_block",
+    "Scan",
+    "Exscan",
+    "Alltoall",
+    "Alltoallv",
+    "Send",
+    "Recv",
+)
+
+
+class GroupCommunicator:
+    """The MPI communicator of a group, with the state of the collective in progress.
+
+    Args:
+        context: the group, of more than one rank.
+        members: the job's ranks as processes of MPI_COMM_WORLD.
+
+    Attributes:
+        error: the error that the group has failed with, or None.
+        call: the collective in progress, or None.
+        last: the last collective that was in progress.
+        oversubscribed: True if a host has more ranks of the group than cores.
+        requires_blocking: True if the collective in progress needs MPI's blocking collectives, on all ranks.
+        in_order: True if reductions are in rank order (``deterministic``).
+        room: bytes of an array that the agreement carries; equal on all ranks.
+        reduction_methods: cache of :mod:`mpi_comm.reductions`.
+        small_calls: cache of :mod:`mpi_comm.small_arrays`, by signature.
+        ignoring_fp_errors: calls a function without NumPy's floating-point warnings; not nested.
+        in_mpi_since: when MPI was entered, where a call cannot be cancelled (``time.monotonic()``); 0.0 if it was not.
+        in_background: True if the collective in progress is asynchronous.
+        abandoned_seq: sequence number of a collective that is stuck inside MPI, or 0.
+    """
+
+    def __init__(self, context: Context, members: WorldRanks) -> None:
+        self.context = context
+        self.rank = context.rank
+        self.size = context.size
+        self.mpi = members.mpi
+        self.error: DistError | None = None
+        self.call: Call | None = None
+        self.last: Call | None = None
+        self.oversubscribed = members.oversubscribed(context)
+        self._use_blocking = members.uses_blocking(context)
+        self.requires_blocking = False
+        self._may_block = not (self.oversubscribed or members.single_threaded)
+        self.in_order = as_options(context.options).in_order
+        self.reduction_methods: dict[Any, Any] = {}
+        self.small_calls: dict[int, Any] = {}
+        self.ignoring_fp_errors = quiet_runner()
+        self.in_mpi_since = 0.0
+        self.in_background = False
+        self.abandoned_seq = 0
+        self._yields = self._blocks_in_mpi = False
+        self._spins = range(0)
+        self._pending = False
+        self._deadline = 0.0
+        self._last_tick = 0.0
+        self._departure_seen = 0.0
+        self._closed = False
+        control = context.job.control
+        if control is not None:
+            control.watch(context.name, context.backend, self.abort, self.report)
+        self._set_wait_mode(False)
+        self._activity = f"creating group {context.name!r}"
+        self._creation_timeout = context.timeout
+        self._start_clock()
+        try:
+            self.comm = members.communicator(context, self.wait)
+        except BaseException:
+            if control is not None:
+                control.unwatch(context.name, context.backend)
+            raise
+        self._blocking = {name: getattr(self.comm, name) for name in _FUNCTIONS}
+        self._nonblocking = {name: getattr(self.comm, f"I{name.lower()}") for name in _FUNCTIONS}
+        self._prepare_agreement()
+
+    # --- one operation ------------------------------------------------------------------------------------------
+
+    def begin(self, call: Call, in_background: bool) -> None:
+        """Start an operation. Its deadline is computed at its first wait."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        self.call = call
+        if self._deadline:
+            self._deadline = 0.0
+        if in_background is not self.in_background:
+            self._set_wait_mode(in_background)
+
+    def _set_wait_mode(self, in_background: bool) -> None:
+        """Set how to wait: asynchronous operations block in MPI, without the GIL, unless cores are oversubscribed."""
+        self.in_background = in_background
+        self._blocks_in_mpi = in_background and not self.oversubscribed and self.mpi.mpi_thread is None
+        self._yields = self.oversubscribed or in_background
+        self._spins = range(_SPINS if not self._yields else _YIELD_SPINS)
+
+    def _prepare_agreement(self) -> None:
+        mpi, comm = self.mpi.MPI, self.comm
+        self._compares_all = self.size <= _COMPARE_ALL_LIMIT
+        self._stride = stride = min(_LARGEST_CONTRIBUTION, _MOST_GATHERED // self.size & ~7)
+        self.room = stride - _HEADER.size if self._compares_all else 0
+        if self._compares_all:
+            self._header = bytearray(stride)
+            self._received = bytearray(stride * self.size)
+            self._headers = struct.Struct("<" + f"qqq{self.room}x" * self.size).unpack
+            arguments: tuple[Any, ...] = ([self._header, mpi.BYTE], [self._received, mpi.BYTE])
+            ready, start = getattr(comm, "Allgather_init", None), comm.Iallgather
+        else:
+            self._header = bytearray(2 * _HEADER.size)
+            self._received = bytearray(2 * _HEADER.size)
+            arguments = ([self._header, mpi.INT64_T], [self._received, mpi.INT64_T], mpi.MAX)
+            ready, start = getattr(comm, "Allreduce_init", None), comm.Iallreduce
+        self._persistent: Any = None
+        try:
+            if ready is not None:
+                self._persistent = self.mpi.call(ready, *arguments)
+        except NotImplementedError:  # MPI libraries before MPI 4
+            pass
+        self._start = self._start_persistent if self._persistent is not None else lambda: start(*arguments)
+        self._fast_agreement = (
+            self._compares_all and self._persistent is not None and self.mpi.mpi_thread is None
+        )
+        if self._fast_agreement:
+            self._persistent_start, self._persistent_test = self._persistent.Start, self._persistent.Test
+
+    def _start_persistent(self) -> Any:
+        self._persistent.Start()
+        return self._persistent
+
+    def agreement_started(self, call: Call) -> bool:
+        """True if the agreement on a call has started: other ranks may have received its header."""
+        seq: int = _HEADER.unpack_from(self._header)[0]
+        return seq == call.seq
+
+    def agree(self, call: Call, value: int = 0) -> bool:
+        """Wait until all ranks are in this call; returns True if ``value`` is equal on all of them and not negative.
+
+        The arrays of :meth:`contributions` are exchanged, too.
+
+        Raises:
+            CollectiveMismatchError: the ranks are in different calls.
+        """
+        seq, signature = call.seq, call.signature
+        _PACK(self._header, 0, seq, signature, value)
+        self._pending = True
+        if self._fast_agreement:
+            self._persistent_start()
+            test = self._persistent_test
+            for _ in self._spins:
+                if test():
+                    break
+            else:
+                self.wait(self._persistent)
+        else:
+            if not self._compares_all:
+                _PACK(self._header, _HEADER.size, ~seq, ~signature, ~value)
+            self._complete(self._start, ())
+        self._pending = False
+        if self._compares_all:
+            equal = self._headers(self._received) == (seq, signature, value) * self.size
+        else:
+            equal = self._received == self._header
+        return value >= 0 if equal else self._compare(call)
+
+    def _compare(self, call: Call) -> bool:
+        """The headers differ: return False if only their values do, else raise."""
+        if not self._compares_all:
+            highest, lowest = (_HEADER.unpack_from(self._received, at) for at in (0, _HEADER.size))
+            if (highest[0], highest[1]) == (~lowest[0], ~lowest[1]):
+                return False
+            self.mismatch(call, -1, 0)
+        for peer in range(self.size):
+            seq, signature, _ = _HEADER.unpack_from(self._received, peer * self._stride)
+            if (seq, signature) != (call.seq, call.signature):
+                self.mismatch(call, peer, seq)
+        return False
+
+    def contributions(self, dtype: np.dtype[Any], count: int) -> tuple[Flat, list[Flat]]:
+        """Memory of the agreement as arrays of at most :attr:`room` bytes.
+
+        Returns:
+            This rank's array, which the next agreement sends; and all ranks' arrays, which an agreement receives.
+        """
+        starts = range(_HEADER.size, len(self._received), self._stride)
+        received = [np.frombuffer(self._received, dtype, count, start) for start in starts]
+        return np.frombuffer(self._header, dtype, count, _HEADER.size), received
+
+    def mismatch(self, call: Call, peer: int, seq: int, reason: str = "") -> NoReturn:
+        """Raise the error of calls that differ: rank 0 writes it, the other ranks wait for it."""
+        if self.error is None:
+            self.await_agreed_error(self.rank == 0)
+        self.fail(self.error or failure_diagnosis.mismatch(self.context, call, peer, seq, reason))
+
+    def await_agreed_error(self, writes: bool) -> None:
+        """Unless this rank ``writes`` the error, wait up to 3 s for the rank that does, and raise its error."""
+        control = self.context.job.control
+        if not writes and control is not None:
+            verdict = control.group_failure(self.context.name, 3.0)
+            if verdict is not None:
+                self.fail(verdict)
+
+    # --- MPI's collectives ----------------------------------------------------------------------------------------
+
+    def execute(self, name: str, *args: Any) -> None:
+        """Call one of the communicator's methods, and return when it is complete.
+
+        It may block inside MPI, where it cannot be cancelled; so all ranks must have agreed before.
+        """
+        if self._use_blocking or self.requires_blocking or (self._may_block and name in _FASTER_BLOCKING):
+            self.in_mpi_since = time.monotonic()
+            try:
+                self._blocking[name](*args)
+            finally:
+                self.in_mpi_since = 0.0
+        elif self._blocks_in_mpi:
+            request = self._nonblocking[name](*args)
+            self.in_mpi_since = time.monotonic()
+            try:
+                request.Wait()
+            finally:
+                self.in_mpi_since = 0.0
+        else:
+            self._complete(self._nonblocking[name], args)
+
+    def _complete(self, start: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Start a request, on a thread that may call MPI, and return when it is complete."""
+        mpi_thread = self.mpi.mpi_thread
+        if mpi_thread is None:
+            self.wait(start(*args))
+        else:
+            self._start_clock()
+            mpi_thread.complete(start, args, self.tick)
+
+    def chunks(self, flat: Flat) -> list[Flat]:
+        """Chunks of an array, each small enough for MPI's counts: usually the array itself."""
+        limit = self.mpi.largest_count
+        return [flat] if flat.size <= limit else [flat[i : i + limit] for i in range(0, flat.size, limit)]
+
+    def exchange(self, dest: int, outgoing: Flat, source: int, incoming: Flat, mpi_type: Any) -> None:
+        """Send to one rank while receiving from another (or the same)."""
+        call, comm = self.mpi.call, self.comm
+        requests = [
+            call(comm.Irecv, [chunk, mpi_type], source, COLLECTIVE_TAG) for chunk in self.chunks(incoming)
+        ]
+        requests += [
+            call(comm.Isend, [chunk, mpi_type], dest, COLLECTIVE_TAG) for chunk in self.chunks(outgoing)
+        ]
+        try:
+            for request in requests:
+                self.wait(request)
+        except BaseException:
+            self.mpi.abandoned.append(requests)
+            raise
+
+    # --- waiting --------------------------------------------------------------------------------------------------
+
+    def wait(self, request: Any) -> None:
+        """Return when a request is complete.
+
+        Raises:
+            DistError: the wait was given up; the request and its arrays are kept alive for MPI.
+        """
+        test = request.Test
+        mpi_thread = self.mpi.mpi_thread
+        if mpi_thread is not None:
+            test = lambda: mpi_thread.call(request.Test)  # noqa: E731
+        try:
+            for _ in self._spins if mpi_thread is None else ():
+                if test():
+                    return
+            self._poll_until(test)
+        except BaseException:
+            self.mpi.abandoned.append(request)
+            raise
+
+    def _poll_until(self, test: Callable[[], bool]) -> None:
+        if not self._deadline:
+            self._start_clock()
+        spin_until = time.monotonic() + (_SPIN_S if not self.in_background else _SPIN_S / 10)
+        while not test():
+            if self._yields:
+                os.sched_yield()
+            if self.error is not None:
+                raise self.error.with_traceback(None)
+            if time.monotonic() > spin_until:
+                break
+        else:
+            return
+        pauses = backoff(_SHORTEST_S, _LONGEST_S, 1.2)
+        while not test():
+            time.sleep(next(pauses))
+            self.tick()
+
+    def _start_clock(self) -> None:
+        self._last_tick = time.monotonic()
+        self._deadline = self._last_tick + (
+            self.call.timeout if self.call is not None else self._creation_timeout
+        )
+        self._departure_seen = 0.0
+
+    def tick(self) -> None:
+        """While waiting: raise if the group has failed, a rank has departed or the deadline has passed."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        now = time.monotonic()
+        if now - self._last_tick < _TICK_S:
+            return
+        self._last_tick = now
+        self._check_departures(now)
+        if now >= self._deadline:
+            self.fail(self._timed_out())
+
+    def departed_member(self) -> int | None:
+        """Group rank of a rank that has departed, or None."""
+        control = self.context.job.control
+        if control is None or not control.departed:
+            return None
+        return next((i for i, r in enumerate(self.context.ranks) if r in control.departed), None)
+
+    def _check_departures(self, now: float) -> None:
+        peer = self.departed_member()
+        if peer is None:
+            return
+        if not self._departure_seen:
+            self._departure_seen = now
+        elif now - self._departure_seen > _GRACE_S:
+            self.fail(self.lost_error(peer))
+
+    def await_departure_notice(self) -> int | None:
+        """After an MPI error: group rank of a rank whose departure explains it; None if there is none within 0.5 s."""
+        deadline = time.monotonic() + _NOTICE_S
+        while (peer := self.departed_member()) is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return peer
+
+    def lost_error(self, peer: int) -> DistError:
+        """The error of a rank that has departed."""
+        control = self.context.job.control
+        assert control is not None
+        reason = control.departed[self.context.ranks[peer]]
+        if self.call is not None:
+            return failure_diagnosis.lost(self.context, self.call, peer, reason)
+        rank = self.context.ranks[peer]
+        return RankLostError(f"{self._activity}: {reason}", group=self.context.name, rank=rank)
+
+    def _timed_out(self) -> DistError:
+        if self.call is not None:
+            return failure_diagnosis.timed_out(self.context, self.call)
+        return OperationTimeoutError(
+            f"{self._activity} of ranks {list(self.context.ranks)}: not all ranks have entered it after"
+            f" {self._creation_timeout:g} s",
+            group=self.context.name,
+        )
+
+    # --- failing --------------------------------------------------------------------------------------------------
+
+    def abort(self, error: DistError) -> None:
+        """Make the operation in progress, and all later ones, raise ``error``; called on any thread."""
+        if self.error is None:
+            self.error = error
+
+    def fail(self, error: DistError) -> NoReturn:
+        """Fail the group: agree with the other ranks on one error, and raise it."""
+        failure_diagnosis.fail_group(self, error)
+
+    def report(self) -> dict[str, Any]:
+        """The state of this rank in the group, for other ranks' errors (called on the control thread)."""
+        return failure_diagnosis.report(self.call, self.last)
+
+    def close(self, stuck_in_mpi: bool) -> None:
+        """Free the communicator, unless requests are pending in it.
+
+        Args:
+            stuck_in_mpi: an operation is stuck inside MPI on another thread.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if stuck_in_mpi or not self.mpi.callable or not self._complete_agreement():
+            self.mpi.abandoned.append((self.comm, self._persistent, self._header, self._received))
+            return
+        if self._persistent is not None:
+            self.mpi.call(self._persistent.Free)
+        self.mpi.call(self.comm.Free)
+
+    def _complete_agreement(self) -> bool:
+        """Complete the pending agreement after a failure, which some ranks have started and others have not.
+
+        Ranks differ by at most one agreement, because an agreement starts only after the last has completed. Returns
+        True if no agreement is pending.
+        """
+        if self.error is None:
+            return True
+        deadline = time.monotonic() + _GRACE_S
+        request = self._persistent if self._pending and self._persistent is not None else None
+        if self._pending and request is None:
+            return False
+        if request is None:
+            request = self.mpi.call(self._start)
+        while time.monotonic() < deadline:
+            if self.mpi.call(request.Test):
+                return True
+            time.sleep(_LONGEST_S)
+        return False

@@ -1,0 +1,276 @@
+"""Point-to-point operations of a group, over :mod:`mpi_comm.p2p.matcher`: progress, deadlines and failures.
+
+MPI moves messages only within its calls, so the thread that waits polls all of the group's requests. While no thread
+waits, a thread of the group polls, with pauses.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
+from mpi_comm.p2p.matcher import EAGER_LIMIT, PACK, RequestMatcher
+from mpi_comm.p2p.requests import PendingRequest
+from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend.work import HostCompletion
+from unicoll.errors import DistBackendError, DistError, GroupAbortedError, OperationTimeoutError
+from unicoll.net import logs
+from unicoll.net.timeouts import backoff
+
+__all__ = ["MPIP2PEngine"]
+
+log = logs.logger("mpi")
+
+_TICK_S = 0.1
+_GRACE_S = 0.5
+_SPINS = 2000
+_EAGER_S = 0.005
+_PAUSES_S = (2e-5, 5e-4, 1.2)
+"""Pauses between polls of pending messages: the first, the longest, the factor."""
+
+
+class MPIP2PEngine:
+    """One group's point-to-point traffic, over the group's communicator."""
+
+    def __init__(
+        self, context: Context, communicator: GroupCommunicator, died: Callable[[BaseException], object]
+    ) -> None:
+        self._context = context
+        self._died = died
+        self._communicator = communicator
+        self._mpi = communicator.mpi
+        self._byte = communicator.mpi.MPI.BYTE
+        self._matcher = RequestMatcher(context, communicator)
+        self._progress_lock = threading.Lock()
+        self._thread_lock = threading.Lock()
+        self._error: DistError | None = None
+        self._wakeups: SimpleQueue[bool] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._checked_at = 0.0
+        self._departed_at: dict[int, float] = {}
+
+    # --- the operations ------------------------------------------------------------------------------------------
+
+    def run(self, call: Call) -> None:
+        """Send or receive, and return when the array may be used again."""
+        if call.inputs and self._mpi.mpi_thread is None and self._error is None:
+            buffer = call.inputs[0]
+            if buffer.nbytes <= EAGER_LIMIT:
+                self._send_small(call, buffer.flat, buffer.dtype.code, buffer.nbytes)
+                return
+        request = self._accept(call)
+        if not request.completion.done():
+            self._wait_done(request)
+        request.completion.wait(None)
+
+    def post(self, call: Call) -> HostCompletion:
+        """Send or receive in the background."""
+        request = self._accept(call)
+        if not request.completion.done():
+            self._wake_thread()
+        return request.completion
+
+    def _accept(self, call: Call) -> PendingRequest:
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        request = PendingRequest(call)
+        if self._mpi.mpi_thread is None:
+            self._matcher.start(request)
+        else:
+            self._mpi.mpi_thread.call(self._matcher.start, request)
+        if self._error is not None:  # set since the first check
+            self._end(request, self._error)
+        return request
+
+    def _send_small(self, call: Call, flat: Any, code: int, size: int) -> None:
+        """Send a message together with its header; usually this is done at once."""
+        packed = PACK(call.tag, code, size, 0) + flat.tobytes()
+        mpi_request = self._communicator.comm.Isend([packed, self._byte], call.peer, HEADER_TAG)
+        if mpi_request.Test():
+            return
+        request = PendingRequest(call)
+        request.mpi_requests.append(mpi_request)
+        self._matcher.add_send(request)
+        self._wait_done(request)
+        request.completion.wait(None)
+
+    # --- progress ------------------------------------------------------------------------------------------------
+
+    def _wait_done(self, request: PendingRequest) -> None:
+        """Wait until ``request`` is done; run progress for all requests, unless another thread does."""
+        try:
+            self._wait_for(request.completion)
+        except BaseException as e:  # interrupted
+            if not request.completion.done():
+                self._end(request, e)
+            raise
+
+    def _wait_for(self, completion: HostCompletion) -> None:
+        while not completion.done():
+            if self._progress_lock.acquire(blocking=False):
+                try:
+                    self._progress_until_done(completion)
+                finally:
+                    self._progress_lock.release()
+                    self._wake_thread()
+            else:
+                try:
+                    completion.wait(_TICK_S)
+                except OperationTimeoutError:
+                    continue  # not done in this tick; if the operation itself timed out, its caller raises that
+
+    def _progress_until_done(self, completion: HostCompletion) -> None:
+        if not self._communicator.oversubscribed:
+            for _ in range(_SPINS):
+                self._progress_once()
+                if completion.done():
+                    return
+        self._progress_with_pauses(completion.done)
+
+    def _progress_with_pauses(self, done: Any) -> None:
+        pauses, eager = backoff(*_PAUSES_S), time.monotonic() + _EAGER_S
+        while not done():
+            if self._progress_once() or self._matcher.receiving():
+                pauses, eager = backoff(*_PAUSES_S), time.monotonic() + _EAGER_S
+            now = time.monotonic()
+            if now < eager:
+                if self._communicator.oversubscribed:
+                    os.sched_yield()
+            else:
+                time.sleep(next(pauses))
+            if now - self._checked_at >= _TICK_S:
+                self._checked_at = now
+                self._check_state(now)
+
+    def _wake_thread(self) -> None:
+        """Let the group's thread run progress while anything is pending."""
+        if self._matcher.pending() and not self._closed:
+            with self._thread_lock:
+                if self._thread is None:
+                    name = f"unicoll-{self._context.name}-messages"
+                    self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+                    self._thread.start()
+            self._wakeups.put(True)
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+        except BaseException as e:
+            log.exception("the thread %r died", threading.current_thread().name)
+            self._died(e)
+
+    def _serve(self) -> None:
+        while self._wakeups.get():
+            while self._matcher.pending() and not self._closed:
+                if self._progress_lock.acquire(timeout=_TICK_S):
+                    try:
+                        self._progress_with_pauses(lambda: self._closed or not self._matcher.pending())
+                    finally:
+                        self._progress_lock.release()
+
+    def _progress_once(self) -> bool:
+        """Poll all requests once; True if any has progressed."""
+        if self._mpi.mpi_thread is not None:
+            return bool(self._mpi.mpi_thread.call(self._poll))
+        return self._poll()
+
+    def _poll(self) -> bool:
+        if self._error is not None:
+            return False
+        try:
+            return self._matcher.poll()
+        except self._mpi.MPI.Exception as e:
+            self._failed(e)
+            return False
+
+    # --- failures ------------------------------------------------------------------------------------------------
+
+    def _failed(self, cause: BaseException) -> None:
+        """Fail all messages: MPI does not say which one failed."""
+        peer = self._communicator.await_departure_notice()
+        if peer is not None:
+            rank = self._context.ranks[peer]
+            for request in self._matcher.pending_requests():
+                request.completion.finish(self._lost(request.call, rank))
+        name = self._context.name
+        self.abort(DistBackendError(f"MPI failed in a message of group {name!r}: {cause}", group=name))
+
+    def _check_state(self, now: float) -> None:
+        """Check the group's error, deadlines and departed peers."""
+        error = self._communicator.error or self._error
+        if error is not None:
+            self.abort(error)
+            return
+        requests = self._matcher.pending_requests()
+        died = failure_diagnosis.died(self._context)
+        for request in requests:
+            if request.completion.done():
+                continue
+            peer = request.call.peer if request.call.peer >= 0 else request.call.source
+            if peer >= 0:
+                if self._departed_for_long(peer, now):
+                    self._end(request, self._lost(request.call, self._context.ranks[peer]))
+            elif died is not None:
+                self._end(request, self._lost(request.call, died))
+            if now >= request.deadline:
+                self._time_out(request)
+
+    def _departed_for_long(self, peer: int, now: float) -> bool:
+        """True if a peer has departed for so long that none of its messages is in flight."""
+        control, rank = self._context.job.control, self._context.ranks[peer]
+        if control is None or rank not in control.departed:
+            return False
+        return now - self._departed_at.setdefault(peer, now) > _GRACE_S
+
+    def _lost(self, call: Call, rank: int) -> DistError:
+        control = self._context.job.control
+        assert control is not None
+        return failure_diagnosis.lost(
+            self._context, call, self._context.ranks.index(rank), control.departed[rank]
+        )
+
+    def _time_out(self, request: PendingRequest) -> None:
+        state = "has not taken part"
+        if request.matched or request.mpi_requests:
+            state = "has not taken all of it; MPI keeps the array until it has, or until the job ends"
+        call = request.call
+        self._end(request, failure_diagnosis.message_timed_out(self._context, call, call.peer, state))
+
+    def _end(self, request: PendingRequest, error: BaseException) -> None:
+        self._matcher.withdraw(request)
+        request.completion.finish(error)
+
+    # --- ends ----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_callbacks(self) -> bool:
+        """True if callbacks are attached to messages in flight."""
+        return any(request.completion._callbacks for request in self._matcher.pending_requests())
+
+    def abort(self, error: DistError) -> None:
+        """Make all pending and all later operations raise ``error``."""
+        self._error = self._error or error
+        for request in self._matcher.abandon_all():
+            request.completion.finish(error)
+
+    def close(self, timeout: float) -> bool:
+        """Finish pending sends within ``timeout`` seconds; True if no message is left in the communicator."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and self._matcher.sending() and self._error is None:
+            time.sleep(0.001)
+        clean = not (self._matcher.sending() or self._matcher.receiving() or self._error is not None)
+        self.abort(GroupAbortedError(f"group {self._context.name!r} was closed", group=self._context.name))
+        self._closed = True
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._wakeups.put(False)
+            thread.join(2.0)
+        if self._mpi.callable:
+            self._mpi.call(self._matcher.close)
+        return clean

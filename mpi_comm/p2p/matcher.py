@@ -1,0 +1,317 @@
+"""Matching of messages and receives in a group's communicator.
+
+MPI's tags are short, and its receives check neither dtype nor size before data arrives. So a message begins with a
+header: the user's tag, dtype and size. A small (eager) message is sent together with its header. The header of a large
+message announces the MPI tag of the payload, which is received directly into the array of the matching receive. One
+receive from MPI_ANY_SOURCE is always posted for headers.
+
+:meth:`RequestMatcher.start`, :meth:`~RequestMatcher.poll` and :meth:`~RequestMatcher.close` call MPI, so they run on a
+thread that may call it; the other methods run on any thread.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from mpi_comm.flat_memory import deliver_bytes
+from mpi_comm.group_communicator import HEADER_TAG, PAYLOAD_TAGS, GroupCommunicator
+from mpi_comm.p2p.requests import ArrivedMessage, PendingRequest, all_done
+from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
+from unicoll.arrays.kernels import Flat
+from unicoll.arrays.types import DTYPES
+from unicoll.backend import Context
+from unicoll.errors import MessageMismatchError
+
+__all__ = ["EAGER_LIMIT", "PACK", "RequestMatcher"]
+
+_HEADER = struct.Struct("<qqqq")
+"""The user's tag, dtype code, bytes of payload, MPI's tag of the payload (0 if it is in the same message)."""
+PACK = _HEADER.pack
+EAGER_LIMIT = 4096
+"""Bytes of the longest message that is sent together with its header."""
+_CHUNK = 1 << 30
+"""Bytes of payload in one MPI message: counts stay far below 2^31."""
+_DTYPE_NAMES = {d.code: d.name for d in DTYPES}
+_MATCH_WAIT_S = 0.002
+"""How long an announced payload waits for a matching receive before it is received into temporary memory."""
+
+
+class RequestMatcher:
+    """Sends, posted receives and unexpected messages of one group."""
+
+    def __init__(self, context: Context, group: GroupCommunicator) -> None:
+        self._context = context
+        self._group = group
+        self._mpi = group.mpi
+        self._byte = group.mpi.MPI.BYTE
+        self._lock = threading.RLock()
+        self._posted: list[PendingRequest] = []  # receives without a matching message
+        self._sending: list[PendingRequest] = []
+        self._incoming: list[ArrivedMessage] = []  # messages whose payload is being received
+        self._announced: list[ArrivedMessage] = []  # messages whose payload has no receive yet
+        self._unexpected: list[deque[ArrivedMessage]] = [deque() for _ in range(context.size)]
+        self._serials = [0] * context.size
+        self._arrivals = 0
+        self._tag_span = group.mpi.largest_tag // 2 - PAYLOAD_TAGS
+        self._header_buffer = bytearray(_HEADER.size + EAGER_LIMIT)
+        self._header_receive: Any = None  # MPI's persistent receive of headers
+        self._status: Any = None
+        self._device: DeviceMemory | None = None  # of the last message in device memory
+
+    def start(self, request: PendingRequest) -> None:
+        """Start a send or receive; called on a thread that may call MPI."""
+        if isinstance(request.view, DeviceFlat):
+            self._device = request.view.memory
+        if self._device is None:
+            self._start(request)
+        else:  # MPI requires that the memory's device is the current device of the calling thread
+            with self._device.bound():
+                self._start(request)
+
+    def _start(self, request: PendingRequest) -> None:
+        with self._lock:
+            if request.call.op.name == "send":
+                self._send(request)
+                return
+            if self._header_receive is None:
+                self._start_header_receive()
+            if not self._match_unexpected(request):
+                self._posted.append(request)
+
+    def _send(self, request: PendingRequest) -> None:
+        comm, byte, call = self._group.comm, self._mpi.MPI.BYTE, request.call
+        size, peer = request.view.size, call.peer
+        code = call.inputs[0].dtype.code
+        if size <= EAGER_LIMIT:
+            packed = _HEADER.pack(call.tag, code, size, 0) + request.view.tobytes()
+            request.mpi_requests.append(comm.Isend([packed, byte], peer, HEADER_TAG))
+        else:
+            serial = self._serials[peer] = (self._serials[peer] + 1) % self._tag_span
+            tag = PAYLOAD_TAGS + serial
+            request.mpi_requests.append(
+                comm.Isend([_HEADER.pack(call.tag, code, size, tag), byte], peer, HEADER_TAG)
+            )
+            for start in range(0, size, _CHUNK):
+                request.mpi_requests.append(
+                    comm.Isend([request.view[start : start + _CHUNK], byte], peer, tag)
+                )
+        if all_done(request.mpi_requests):
+            request.completion.finish()
+        else:
+            self._sending.append(request)
+
+    def _match_unexpected(self, request: PendingRequest) -> bool:
+        """Match a new receive with the oldest unexpected message of its peer and tag; returns True if there is one."""
+        call = request.call
+        found: ArrivedMessage | None = None
+        for peer in range(self._context.size) if call.peer < 0 else (call.peer,):
+            for message in self._unexpected[peer]:
+                if message.tag == call.tag:
+                    if found is None or message.serial < found.serial:
+                        found = message
+                    break
+        if found is None:
+            return False
+        self._unexpected[found.peer].remove(found)
+        call.source = found.peer
+        self._assign(found, request)
+        return True
+
+    def _assign(self, message: ArrivedMessage, request: PendingRequest) -> None:
+        """Match a message with a receive."""
+        message.receiver = request
+        request.matched = True
+        if message.data is None:
+            self._receive_payload(message, request.view if message.fits(request) else None)
+        elif not message.mpi_requests:
+            self._deliver(message)
+
+    def _receive_payload(self, message: ArrivedMessage, target: Flat | None) -> None:
+        """Post the receives of a payload, into ``target`` or temporary memory."""
+        comm, byte = self._group.comm, self._byte
+        message.data = data = target if target is not None else np.empty(message.size, np.uint8)
+        for start in range(0, message.size, _CHUNK):
+            chunk = data[start : start + _CHUNK]
+            message.mpi_requests.append(comm.Irecv([chunk, byte], message.peer, message.payload_tag))
+        self._incoming.append(message)
+
+    # --- progress ------------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Test all requests once; returns True if any has progressed."""
+        if self._device is None:
+            return self._poll()
+        with self._device.bound():
+            return self._poll()
+
+    def _poll(self) -> bool:
+        with self._lock:
+            progressed = self._header_receive is not None and self._poll_headers()
+            if self._incoming or self._announced:
+                progressed |= self._poll_payloads()
+            if self._sending:
+                progressed |= self._poll_sends()
+            return progressed
+
+    def _poll_payloads(self) -> bool:
+        if self._announced:
+            self._receive_overdue()
+        complete = [m for m in self._incoming if all_done(m.mpi_requests)]
+        for message in complete:
+            self._incoming.remove(message)
+            if message.receiver is not None:
+                self._deliver(message)
+        return bool(complete)
+
+    def _receive_overdue(self) -> None:
+        """Receive payloads that have waited too long into temporary memory, so that their sends complete."""
+        now = time.monotonic()
+        for message in [
+            m for m in self._announced if m.data is not None or now - m.arrived_at > _MATCH_WAIT_S
+        ]:
+            self._announced.remove(message)
+            if message.data is None:
+                self._receive_payload(message, None)
+
+    def _poll_sends(self) -> bool:
+        sent = [r for r in self._sending if all_done(r.mpi_requests)]
+        for request in sent:
+            self._sending.remove(request)
+            request.completion.finish()
+        return bool(sent)
+
+    # --- headers -------------------------------------------------------------------------------------------------
+
+    def _start_header_receive(self) -> None:
+        """Post the persistent receive of headers."""
+        mpi, comm = self._mpi.MPI, self._group.comm
+        self._status = mpi.Status()
+        self._header_receive = comm.Recv_init([self._header_buffer, mpi.BYTE], mpi.ANY_SOURCE, HEADER_TAG)
+        self._header_receive.Start()
+
+    def _poll_headers(self) -> bool:
+        progressed = False
+        receive, status, buffer = self._header_receive, self._status, self._header_buffer
+        for _ in range(16):  # then payloads are polled
+            if not receive.Test(status):
+                break
+            peer = status.Get_source()
+            if peer < 0:  # it was not started: an interruption came before Start()
+                receive.Start()
+                continue
+            tag, code, size, payload = _HEADER.unpack_from(buffer)
+            data = None if payload else np.frombuffer(buffer, np.uint8, size, _HEADER.size).copy()
+            receive.Start()
+            self._arrivals += 1
+            message = ArrivedMessage(peer, tag, code, size, payload, self._arrivals)
+            message.data = data
+            self._match_posted(message)
+            progressed = True
+        return progressed
+
+    def _match_posted(self, message: ArrivedMessage) -> None:
+        """Match a message that has arrived with the first posted receive of its peer and tag, if there is one."""
+        request = self._pop_posted(message.peer, message.tag)
+        if request is not None:
+            self._assign(message, request)
+            return
+        self._unexpected[message.peer].append(message)
+        if message.data is None:
+            self._announced.append(message)
+
+    def _pop_posted(self, peer: int, tag: int) -> PendingRequest | None:
+        """Remove and return the first posted receive of this peer and tag."""
+        for request in self._posted:
+            if request.call.tag == tag and request.call.peer in (peer, -1):
+                self._posted.remove(request)
+                request.call.source = peer
+                return request
+        return None
+
+    def _deliver(self, message: ArrivedMessage) -> None:
+        """Complete the receive of a message that has arrived in full; with an error if sizes or dtypes differ."""
+        request = message.receiver
+        assert request is not None
+        call = request.call
+        buffer = call.outputs[0]
+        if message.fits(request):
+            if message.data is not None and message.data is not request.view:
+                deliver_bytes(request.view, message.data)
+            call.write_back()
+            request.completion.finish()
+            return
+        sent = f"{message.size} bytes of {_DTYPE_NAMES.get(message.dtype_code, '?')}"
+        request.completion.finish(
+            MessageMismatchError(
+                f"{call.describe()}: {self._context.who(message.peer)} sent {sent}, the array holds"
+                f" {buffer.nbytes} bytes of {buffer.dtype}",
+                group=self._context.name,
+                rank=self._context.ranks[message.peer],
+                op=call.op.name,
+            )
+        )
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def pending_requests(self) -> list[PendingRequest]:
+        """All sends and receives that are not complete."""
+        with self._lock:
+            incoming = [m.receiver for m in self._incoming if m.receiver is not None]
+            return [*self._posted, *self._sending, *incoming]
+
+    def pending(self) -> bool:
+        """True if any operation or payload is pending."""
+        return bool(self._posted or self._sending or self._incoming or self._announced)
+
+    def sending(self) -> bool:
+        """True if sends are pending."""
+        return bool(self._sending)
+
+    def receiving(self) -> bool:
+        """True if payloads are being received: MPI then needs frequent progress calls."""
+        return bool(self._incoming)
+
+    def add_send(self, request: PendingRequest) -> None:
+        """Add a send that has been started and is not complete."""
+        with self._lock:
+            self._sending.append(request)
+
+    def withdraw(self, request: PendingRequest) -> None:
+        """Abandon a request: a posted receive no longer matches; arrays of requests started in MPI are kept alive."""
+        with self._lock:
+            if request in self._posted:
+                self._posted.remove(request)
+            if request in self._sending:
+                self._sending.remove(request)
+                self._mpi.abandoned.append((request.mpi_requests, request.view))
+            for message in [m for m in self._incoming if m.receiver is request]:
+                message.receiver = None  # it is received in any case, and then dropped
+
+    def abandon_all(self) -> list[PendingRequest]:
+        """Abandon all requests and return them."""
+        with self._lock:
+            requests = self.pending_requests()
+            self._posted.clear()
+            for request in self._sending:
+                self._mpi.abandoned.append((request.mpi_requests, request.view))
+            for message in self._incoming:
+                self._mpi.abandoned.append((message.mpi_requests, message.data))
+            self._sending.clear()
+            self._incoming.clear()
+            self._announced.clear()
+            return requests
+
+    def close(self) -> None:
+        """Cancel the receive of headers."""
+        with self._lock:
+            receive, self._header_receive = self._header_receive, None
+            if receive is not None:
+                receive.Cancel()
+                receive.Wait()
+                receive.Free()

@@ -1,0 +1,1 @@
+"""NCCL communicators: creating, splitting, growing and destroying them."""

@@ -1,0 +1,317 @@
+"""One NCCL communicator: readiness, errors, deadlines, and teardown in bounded time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from nccl_comm.communicators.teardown import TeardownThreads
+from nccl_comm.library.api import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
+from nccl_comm.library.errors import error_for
+from nccl_comm.library.types import factor_bytes
+from unicoll.arrays.cuda import Cuda, backoff
+from unicoll.backend import Call, Context
+from unicoll.errors import DistError, OperationTimeoutError
+from unicoll.net import logs
+
+__all__ = ["Communicator"]
+
+_END_S = 10.0
+"""How long NCCL may take to end a communicator before the thread that waits for it is abandoned."""
+_CHECK_PERIOD_S = 0.05
+_DEATH_NOTICE_S = 1.0
+"""The longest time from NCCL's error to the control plane's notice of the death of a rank that caused it."""
+_PREMUL_OPS = 64
+"""Reduction operations with a factor that are kept."""
+
+
+class Communicator:
+    """A communicator among the members of a group.
+
+    The functions that make a communicator wait for the other ranks, so they run on a thread that can be abandoned.
+    While NCCL works on something that it has begun ("in progress", on non-blocking communicators), the methods wait for
+    it until a deadline, or until the group has failed.
+
+    Args:
+        context: the group.
+        nccl, cuda: the libraries.
+        device: ordinal of the device.
+        begin: the function that makes the communicator; returns NCCL's code and the slot of the handle.
+        what: name of NCCL's function, for errors.
+        deadline: on the clock of ``time.monotonic``.
+        check: called while waiting, with the call that waits or None; raises the error that has ended the group.
+
+    Attributes:
+        handle: ncclComm_t; 0 once the communicator has ended.
+        teardown_threads: threads for calls of NCCL that may never return.
+        scratch: address of device memory for barriers.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        nccl: Nccl,
+        cuda: Cuda,
+        device: int,
+        begin: Callable[[], tuple[int, HandleSlot]],
+        what: str,
+        deadline: float,
+        check: Callable[[Call | None], None],
+    ) -> None:
+        self.context = context
+        self.nccl = nccl
+        self.cuda = cuda
+        self.device = device
+        self.rank, self.size = context.rank, context.size
+        self.scratch = 0
+        self._check = check
+        self.teardown_threads: TeardownThreads = context.job.shared("nccl-teardown", TeardownThreads)
+        self.native_all_to_all = nccl.has("ncclAlltoAll")
+        self._premul_ops: dict[tuple[int, bytes], int] = {}
+        self._state_lock = threading.Lock()
+        code, self._slot = self._on_thread(begin, what, deadline)
+        self.handle = self._slot.value or 0
+        if code not in (SUCCESS, IN_PROGRESS):
+            self.await_death_notice(code, None)
+            raise self.error(code, what, None)
+        try:
+            self.await_ready(what, deadline, None)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _on_thread(
+        self, begin: Callable[[], tuple[int, HandleSlot]], what: str, deadline: float
+    ) -> tuple[int, HandleSlot]:
+        """Call ``begin`` on another thread, which is abandoned at the deadline or when the group fails."""
+        answers: list[tuple[int, HandleSlot]] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                self.cuda.set_device(self.device)
+                answers.append(begin())
+            except BaseException as e:  # raised on the waiting thread
+                errors.append(e)
+
+        thread = threading.Thread(target=run, name=f"unicoll-{self.context.name}-{what}", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_CHECK_PERIOD_S)
+            if thread.is_alive():
+                self._check(None)
+                self._check_deadline(what, deadline, None)
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    # --- codes -----------------------------------------------------------------------------------------------------
+
+    def error(self, code: int, what: str, call: Call | None) -> DistError:
+        """The exception for one of NCCL's codes."""
+        op, seq = (call.op.name, call.seq) if call is not None else (None, None)
+        return error_for(code, self.nccl, self.handle, what, self.context.name, op, seq)
+
+    def handle_code(self, code: int, call: Call, deadline: float) -> None:
+        """Handle a code other than success: wait while NCCL is in progress, else raise the error."""
+        what = f"{call.describe()} #{call.seq}"
+        if code != IN_PROGRESS:
+            self.await_death_notice(code, call)
+            raise self.error(code, what, call)
+        self.await_ready(what, deadline, call)
+
+    def await_death_notice(self, code: int, call: Call | None) -> None:
+        """Raise the group's error, or that of a member's death, if that caused NCCL's error; else return.
+
+        The control plane's notice may come a moment after NCCL's error.
+        """
+        until = time.monotonic() + (_DEATH_NOTICE_S if code in PEER_ERRORS else 0.0)
+        self._check(call)
+        while time.monotonic() < until:
+            time.sleep(_CHECK_PERIOD_S)
+            self._check(call)
+
+    def state(self) -> int:
+        """The communicator's state: one of NCCL's codes."""
+        with self._state_lock:
+            code, state = self.nccl.comm_state(self.handle) if self.handle else (IN_PROGRESS, 0)
+        return code or state
+
+    def _take_handle(self) -> int:
+        """Take the handle in order to end the communicator; its state is not queried from then on."""
+        with self._state_lock:
+            handle, self.handle = self.handle, 0
+        return handle
+
+    def await_ready(self, what: str, deadline: float, call: Call | None) -> None:
+        """Wait while NCCL is in progress; raise its error, or the group's."""
+        for _ in backoff():
+            state = self.state()
+            if state != IN_PROGRESS:
+                break
+            self._check(call)
+            self._check_deadline(what, deadline, call)
+        if state != SUCCESS:
+            self.await_death_notice(state, call)
+            raise self.error(state, what, call)
+
+    def _check_deadline(self, what: str, deadline: float, call: Call | None) -> None:
+        if time.monotonic() >= deadline:
+            raise OperationTimeoutError(
+                f"{what} on group {self.context.name!r}: NCCL was still connecting at its deadline",
+                group=self.context.name,
+                op=call.op.name if call is not None else None,
+            )
+
+    # --- operations ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def group(self) -> Iterator[list[int]]:
+        """A group call of NCCL: the caller appends its calls' codes to the list, and the group's code comes last."""
+        codes: list[int] = []
+        begun = self.nccl.group_start()
+        if begun:
+            codes.append(begun)
+            yield codes
+            return
+        try:
+            yield codes
+        finally:
+            codes.append(self.nccl.group_end())
+
+    def premul_op(self, call: Call, type_code: int) -> int:
+        """The reduction operation that multiplies by the call's factor and sums."""
+        assert call.reduce is not None
+        assert call.dtype is not None
+        factor = factor_bytes(call.dtype, call.reduce.factor)
+        found = self._premul_ops.get((type_code, factor))
+        if found is not None:
+            return found
+        if len(self._premul_ops) >= _PREMUL_OPS:
+            self._destroy_premul_ops()
+        code, op = self.nccl.premul_sum(factor, type_code, self.handle)
+        if code:
+            raise self.error(code, "ncclRedOpCreatePreMulSum", call)
+        self._premul_ops[(type_code, factor)] = op
+        return op
+
+    def _destroy_premul_ops(self) -> None:
+        ops, self._premul_ops = self._premul_ops, {}
+        for op in ops.values():
+            self.nccl.redop_destroy(op, self.handle)
+
+    # --- other communicators made from this one ---------------------------------------------------------------------
+
+    def split(self, context: Context | None, config: Config, deadline: float) -> Communicator | None:
+        """A communicator of some of the members; the others call this with ``context`` None."""
+        color = min(context.ranks) if context is not None else None
+        key = context.rank if context is not None else 0
+
+        def begin() -> tuple[int, HandleSlot]:
+            return self._await_handle(
+                "ncclCommSplit", deadline, self.nccl.comm_split(self.handle, color, key, config)
+            )
+
+        if context is None:
+            code, _ = self._on_thread(begin, "ncclCommSplit", deadline)
+            if code:
+                raise self.error(code, "ncclCommSplit", None)
+            return None
+        return Communicator(
+            context, self.nccl, self.cuda, self.device, begin, "ncclCommSplit", deadline, self._check
+        )
+
+    def shrink(
+        self,
+        context: Context,
+        excluded: list[int],
+        config: Config,
+        deadline: float,
+        check: Callable[[Call | None], None],
+    ) -> Communicator:
+        """A communicator of the remaining members; ``check`` is that of the new group."""
+
+        def begin() -> tuple[int, HandleSlot]:
+            self._check = check  # this group may have failed, which does not stop the new one
+            made = self.nccl.comm_shrink(self.handle, excluded, config, True)
+            return self._await_handle("ncclCommShrink", deadline, made)
+
+        return Communicator(
+            context, self.nccl, self.cuda, self.device, begin, "ncclCommShrink", deadline, check
+        )
+
+    def _await_handle(
+        self, what: str, deadline: float, made: tuple[int, HandleSlot]
+    ) -> tuple[int, HandleSlot]:
+        """Wait until this communicator has made another: the new handle may not be there before."""
+        code, slot = made
+        if code == IN_PROGRESS:
+            self.await_ready(what, deadline, None)
+            code = SUCCESS
+        return code, slot
+
+    # --- teardown -------------------------------------------------------------------------------------------------
+
+    def finish(self, timeout: float) -> bool:
+        """End the communicator after its operations; all members call this. False if NCCL did not return in time.
+
+        Operations that last longer than ``timeout`` seconds are aborted.
+        """
+
+        def finalize() -> None:
+            self._destroy_premul_ops()
+            deadline = time.monotonic() + timeout
+            code = self.nccl.comm_finalize(self.handle)
+            destroy = self.nccl.comm_destroy
+            for _ in backoff():
+                if code not in (SUCCESS, IN_PROGRESS) or self.state() != IN_PROGRESS:
+                    break
+                if time.monotonic() >= deadline:
+                    destroy = self.nccl.comm_abort
+                    break
+            destroy(self._take_handle())
+
+        return self._bounded(finalize, "ending", timeout + _END_S)
+
+    def abort(self) -> bool:
+        """End the communicator and its operations on the device; False if NCCL did not return in time."""
+        handle = self._take_handle()
+        return not handle or self._bounded(lambda: self.nccl.comm_abort(handle), "aborting", _END_S)
+
+    def revoke(self) -> bool:
+        """Stop all operations, threads in NCCL included, and keep the communicator for :meth:`shrink`.
+
+        False if this NCCL cannot (before 2.28.7), or did not return in time.
+        """
+        if not self.handle or not self.nccl.has("ncclCommRevoke"):
+            return False
+        codes: list[int] = []
+
+        def revoke() -> None:
+            code = self.nccl.comm_revoke(self.handle)
+            if code == IN_PROGRESS:
+                for _ in backoff():
+                    if (code := self.state()) != IN_PROGRESS or not self.handle:
+                        break
+            codes.append(code)
+
+        return self._bounded(revoke, "revoking", _END_S) and codes == [SUCCESS]
+
+    def _bounded(self, function: Callable[[], object], what: str, timeout: float) -> bool:
+        """Call a function on a thread that may be abandoned, since NCCL can hang; False if it has not returned."""
+
+        def run() -> None:
+            self.cuda.set_device(self.device)
+            function()
+
+        if not self.teardown_threads.start(run).wait(timeout):
+            logs.logger("nccl").error(
+                "%s NCCL's communicator of group %r did not return in %.0f s; its thread is abandoned",
+                what,
+                self.context.name,
+                timeout,
+            )
+            return False
+        return True

@@ -1,0 +1,85 @@
+"""Threads for calls of NCCL that may never return, started before they are needed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from unicoll.arrays import cuda
+
+__all__ = ["TeardownThreads"]
+
+_SPARE = 2
+"""Idle threads that are kept: one ends a group, and waits while another one calls NCCL."""
+_CLOSE_S = 1.0
+"""How long :meth:`TeardownThreads.close` waits for threads at work, of which one may never return from NCCL."""
+
+
+class TeardownThreads:
+    """The threads on which communicators are ended, of one process.
+
+    They start with the first communicator: from Python 3.12 on no thread can be started while the interpreter ends,
+    which is when groups end that were not destroyed.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closed = False
+        with self._lock:
+            self._fill(_SPARE)
+
+    def _fill(self, count: int) -> None:
+        while self._idle < count and not self._closed:
+            thread = threading.Thread(target=self._work, name="unicoll-nccl-end", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter is ending
+                return
+            self._threads.append(thread)
+            self._idle += 1
+
+    def start(self, task: Callable[[], None]) -> threading.Event:
+        """Run a task on a thread, or on the caller's if there is none; the event is set when it is done."""
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                task()
+            finally:
+                done.set()
+
+        with self._lock:
+            self._fill(_SPARE + 1)
+            idle = self._idle > 0
+            if idle:
+                self._idle -= 1
+                self._tasks.put(run)
+        if not idle:
+            run()
+        return done
+
+    def _work(self) -> None:
+        cuda.cuda().ignore_captures()
+        while (task := self._tasks.get()) is not None:
+            task()
+            with self._lock:
+                if self._closed:
+                    return
+                self._idle += 1
+
+    def close(self) -> None:
+        """End the threads, those at work when they are done; idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, 0
+            for _ in range(idle):
+                self._tasks.put(None)
+        deadline = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,304 @@
+"""Operations that the device has not finished: the events at their end, and the arrays that they keep alive."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from nccl_comm.state import GroupState
+from nccl_comm.stream_order import StreamOrder
+from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.cuda import LEGACY_STREAM, SPIN_S, Cuda, backoff
+from unicoll.backend import Call, flight_recorder
+from unicoll.backend.flight_recorder import PendingEntry
+
+__all__ = ["EventPool", "InFlight", "PendingWork"]
+
+
+_FINISH_LOCK = threading.RLock()
+"""Held for a moment while an operation ends or gets a callback. Reentrant: the garbage collector may run in between and
+end other operations."""
+
+
+# Not HostCopier's list: the pool of one device, with timing events, that also destroys the events in use.
+class EventPool:
+    """Events of one device for reuse: creating an event costs more than recording it."""
+
+    def __init__(self, cuda: Cuda, device: int) -> None:
+        self._cuda = cuda
+        self._device = device
+        self._free: list[int] = []
+        self._free_timing: list[int] = []
+        self._timing: set[int] = set()
+        self._all: list[int] = []
+
+    def take(self, timing: bool = False) -> int:
+        """An event that no operation uses; with ``timing`` one that records the device's time."""
+        try:
+            return (self._free_timing if timing else self._free).pop()
+        except IndexError:
+            event = self._cuda.create_event(self._device, timing)
+            self._all.append(event)
+            if timing:
+                self._timing.add(event)
+            return event
+
+    def release(self, event: int) -> None:
+        """Make an event available again."""
+        (self._free_timing if event in self._timing else self._free).append(event)
+
+    def close(self) -> None:
+        """Destroy all events."""
+        events, self._all, self._free, self._free_timing = self._all, [], [], []
+        self._timing.clear()
+        for event in events:
+            self._cuda.destroy_event(event)
+
+
+class PendingWork:
+    """A batch of calls that has been put on a stream.
+
+    Attributes:
+        calls: the calls, and with them the arrays; empty once the arrays are no longer needed.
+        event: event at the batch's end.
+        start: event at its beginning if its duration is measured, else 0.
+        seconds: time on the device from beginning to end, once that is measured.
+        stream: the arrays' current stream when the batch was posted, after which it is ordered.
+        timeout: seconds.
+        deadline: on the clock of ``time.monotonic``.
+        done: True once the batch has ended, with ``error`` if it failed.
+        captured: True if the batch was recorded into a graph, whose events cannot be queried.
+        callbacks: functions to call at the end.
+        entries: the calls in the flight recorder.
+    """
+
+    __slots__ = (
+        "_summary",
+        "callbacks",
+        "calls",
+        "captured",
+        "deadline",
+        "done",
+        "entries",
+        "error",
+        "event",
+        "seconds",
+        "seq",
+        "site",
+        "start",
+        "stream",
+        "timeout",
+    )
+
+    def __init__(
+        self, calls: tuple[Call, ...], event: int, stream: int, captured: bool, start: int = 0
+    ) -> None:
+        first = calls[0]
+        self.calls = calls
+        self.event = event
+        self.start = start
+        self.seconds: float | None = None
+        self.stream = stream
+        self.captured = captured
+        self.timeout = first.timeout
+        self.deadline = time.monotonic() + first.timeout
+        self.done = False
+        self.error: BaseException | None = None
+        self.callbacks: list[Callable[[], None]] = []
+        self.entries: Sequence[PendingEntry] = ()
+        self.seq = calls[-1].seq
+        self.site = first.site
+        buffers = first.inputs or first.outputs
+        array = (buffers[0].dtype, buffers[0].shape) if buffers else None
+        self._summary = (first.op, array, first.reduce, first.root, first.peer)
+
+    def release(self) -> None:
+        """Drop the references to the arrays."""
+        self.calls = ()
+
+    def describe_call(self) -> Call:
+        """The first call without its arrays, for error messages."""
+        op, array, reduce, root, peer = self._summary
+        buffers = (Buffer(None, *array, None, count=0),) if array is not None else ()
+        call = Call(op, buffers, buffers, self.timeout, reduce, root, peer)
+        call.seq, call.site = self.seq, self.site
+        return call
+
+    def track(self, entries: Sequence[PendingEntry]) -> None:
+        """Mark the entries as ended when the watchdog, or a thread that waits, has noticed the end."""
+        with _FINISH_LOCK:
+            self.entries = (*self.entries, *entries)
+            done = self.done or self.captured  # the watchdog does not see the runs of a graph
+        for entry in entries:
+            entry.release()
+        flight_recorder.start(entries, time.monotonic())
+        if done:
+            flight_recorder.end(entries, self.error)
+
+    def add_callback(self, fn: Callable[[], None]) -> bool:
+        """Have ``fn`` called at the end; False if the batch has ended, and ``fn`` is not called."""
+        with _FINISH_LOCK:
+            if not self.done:
+                self.callbacks.append(fn)
+            return not self.done
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End the batch: release the arrays and call the callbacks; only the first call has an effect."""
+        with _FINISH_LOCK:
+            if self.done:
+                return
+            self.error = self.error or error
+            self.done = True
+            callbacks, self.callbacks = self.callbacks, []
+        self.release()
+        flight_recorder.end(self.entries, self.error)
+        for callback in callbacks:
+            callback()
+
+
+class InFlight:
+    """The operations that a group has put on its device and that have not ended.
+
+    Args:
+        cuda: the CUDA driver.
+        device: ordinal of the group's device.
+        stream: the group's own stream.
+        state: of the group.
+        streams: order between streams.
+        sweep_often: makes the watchdog sweep more often, since a callback is pending.
+
+    Attributes:
+        operations: in the order of posting; the watchdog alone removes those that have ended.
+        issuing: the call with which a thread is in NCCL, or None.
+        last: the last operation posted, or None.
+    """
+
+    def __init__(
+        self,
+        cuda: Cuda,
+        device: int,
+        stream: int,
+        state: GroupState,
+        streams: StreamOrder,
+        sweep_often: Callable[[], None],
+    ) -> None:
+        self.operations: deque[PendingWork] = deque()
+        self.issuing: Call | None = None
+        self.last: PendingWork | None = None
+        self.streams = streams
+        self.sweep_often = sweep_often
+        self._cuda = cuda
+        self._stream = stream
+        self._state = state
+        self._events = EventPool(cuda, device)
+        self._retained: deque[tuple[int, tuple[Call, ...]]] = deque()
+        self._measure_lock = threading.Lock()
+
+    # --- posting ------------------------------------------------------------------------------------------------
+
+    def record_start(self, call: Call) -> int:
+        """An event before what is put on the group's stream next, if the call's duration is measured; else 0."""
+        if not call.timed:
+            return 0
+        start = self._events.take(timing=True)
+        self._cuda.record(start, self._stream)
+        return start
+
+    def add(
+        self, calls: tuple[Call, ...], stream: int, current: int, captured: bool, start: int = 0
+    ) -> PendingWork:
+        """Record an event behind what was just put on ``stream``, and keep the arrays until it is done."""
+        event = self._events.take(timing=start != 0)
+        self._cuda.record(event, stream)
+        self.last = work = PendingWork(calls, event, current, captured, start)
+        if not captured:  # the user keeps a graph's arrays, and its events cannot be queried
+            self.operations.append(work)
+        return work
+
+    def retain(self, calls: tuple[Call, ...], stream: int) -> None:
+        """Keep the arrays until all work now on ``stream`` is done; not under capture: the user keeps a graph's."""
+        with self.streams.device_context(stream):
+            if stream > LEGACY_STREAM and self._cuda.capturing(stream):
+                return
+            event = self._events.take()
+            self._cuda.record(event, stream)
+        self._retained.append((event, calls))
+
+    # --- ends ---------------------------------------------------------------------------------------------------
+
+    def is_done(self, work: PendingWork) -> bool:
+        """True if an operation has ended; one in a graph has ended once the graph is recorded. Any thread."""
+        if work.done:
+            return True
+        if work.captured:
+            ended = self._state.closed or not self._cuda.capturing(self._stream)
+        else:
+            ended = self._cuda.event_done(work.event)
+        if ended:
+            if work.start:
+                self._measure(work)
+            work.finish(self._state.error)  # an operation that ends after the group has failed is incomplete
+        return work.done
+
+    def _measure(self, work: PendingWork) -> None:
+        """Set the duration, once: the events are reused afterwards."""
+        with self._measure_lock:
+            if not work.done and work.seconds is None:
+                work.seconds = self._cuda.elapsed(work.start, work.event)
+
+    def reap(self) -> None:
+        """Remove the operations that have ended, and drop retained arrays; on the watchdog's thread."""
+        operations, retained = self.operations, self._retained
+        while operations and self.is_done(operations[0]):
+            work = operations.popleft()
+            self._events.release(work.event)
+            if work.start:
+                self._events.release(work.start)
+        while retained and self._cuda.event_done(retained[0][0]):
+            self._events.release(retained.popleft()[0])
+
+    @property
+    def has_callbacks(self) -> bool:
+        """True if callbacks are pending."""
+        return any(work.callbacks for work in list(self.operations))  # other threads post meanwhile
+
+    def overdue(self, now: float) -> PendingWork | None:
+        """An operation whose deadline has passed."""
+        return next((work for work in list(self.operations) if self._is_overdue(work, now)), None)
+
+    def _is_overdue(self, work: PendingWork, now: float) -> bool:
+        # an operation that has ended may be behind one that has not, on another stream
+        return now >= work.deadline and not self.is_done(work)
+
+    def first_pending(self) -> PendingWork | None:
+        """The first operation that has not been marked as ended."""
+        return next((work for work in list(self.operations) if not work.done), None)
+
+    def drain(self, deadline: float) -> bool:
+        """Block the host until all operations have ended, the group fails or the deadline passes; True if all have."""
+        for _ in backoff():
+            if self._state.error is not None or time.monotonic() >= deadline:
+                break
+            ended = all(self.is_done(work) for work in list(self.operations))
+            if ended and all(self._cuda.event_done(event) for event, _ in list(self._retained)):
+                return True
+        return self._state.error is None and not self.operations
+
+    def synchronize(self, stream: int) -> None:
+        """Block the host until all work on a stream is done, or raise the group's error."""
+        for _ in backoff(SPIN_S):
+            if self.streams.done(stream):
+                break
+            self._state.check()
+
+    def finish_all(self, error: BaseException | None) -> None:
+        """End all operations and forget them."""
+        for work in self.operations:
+            work.finish(error)
+        self.operations.clear()
+
+    def close(self) -> None:
+        """Destroy the events."""
+        self._events.close()

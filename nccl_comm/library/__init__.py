@@ -1,0 +1,1 @@
+"""libnccl: locating it, its functions by ctypes, its structures, types and error codes."""

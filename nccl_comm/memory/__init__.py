@@ -1,0 +1,1 @@
+"""Memory registered with NCCL: symmetric allocations, buffers and windows; one-sided operations."""

@@ -1,0 +1,97 @@
+"""One-sided operations as calls of NCCL, and the checks before them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nccl_comm.call_options import AnyCommunicator
+from nccl_comm.library.api import Nccl
+from nccl_comm.library.structs import version_text
+from nccl_comm.library.types import BYTES
+from nccl_comm.memory.registration import Region
+from unicoll.backend import Call, OneSidedCall
+from unicoll.errors import BackendUnavailableError, DistArgumentError
+
+__all__ = ["ONE_SIDED", "check_one_sided", "check_put"]
+
+_SIGNAL_INDEX = _CONTEXT = 0
+"""NCCL has one of each so far."""
+_NO_FLAGS = 0
+
+
+def check_one_sided(call: Call, nccl: Nccl) -> None:
+    """Raise BackendUnavailableError if NCCL is too old, DistArgumentError if the call's array is not on a GPU."""
+    if not nccl.has("ncclPutSignal"):
+        raise BackendUnavailableError(
+            f"{call.op.name}: NCCL {version_text(nccl.version)} has no one-sided operations, which came with 2.29",
+            op=call.op.name,
+        )
+    if call.inputs[0].device.type != "cuda":
+        raise DistArgumentError(f"{call.op.name}: {call.inputs[0]} is not on a GPU", op=call.op.name)
+
+
+def check_put(call: OneSidedCall, target: Region | None, windows: list[Region]) -> None:
+    """Raise DistArgumentError if a put does not fit its window, or its array is in no window.
+
+    Args:
+        call: the put.
+        target: this rank's memory in the put's window, as large as on the other ranks; None if the window is not one
+            of the group's.
+        windows: all windows of the group.
+    """
+    source = call.inputs[0]
+    if target is None:
+        raise DistArgumentError(
+            f"put: {call.window!r} is no symmetric window of this group: give what register(symmetric=True) or"
+            " symmetric_empty() of it has returned",
+            op="put",
+        )
+    start, end = source.ptr, source.ptr + source.nbytes
+    if not any(w.ptr <= start and end <= w.ptr + w.nbytes for w in windows):
+        raise DistArgumentError(f"put: {source} is in no symmetric window of this group", op="put")
+    if source.unpack is not None:
+        raise DistArgumentError(f"put: {source} is not contiguous", op="put")
+    item = source.dtype.itemsize
+    if call.offset * item + source.nbytes > target.nbytes:
+        raise DistArgumentError(
+            f"put: {source} at offset {call.offset} goes beyond the window of {target.nbytes} bytes", op="put"
+        )
+
+
+def _put(c: AnyCommunicator, call: Call, stream: int) -> int:
+    assert isinstance(call, OneSidedCall)
+    source, (peer,) = call.inputs[0], call.signals
+    if not source.count:
+        return _signal(c, call, stream)
+    offset = call.offset * source.dtype.itemsize
+    return c.nccl.put_signal(
+        source.ptr,
+        source.nbytes,
+        BYTES,
+        peer,
+        call.handle,
+        offset,
+        _SIGNAL_INDEX,
+        _CONTEXT,
+        _NO_FLAGS,
+        c.handle,
+        stream,
+    )
+
+
+def _signal(c: AnyCommunicator, call: Call, stream: int) -> int:
+    assert isinstance(call, OneSidedCall)
+    (peer,) = call.signals
+    return c.nccl.signal(peer, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, c.handle, stream)
+
+
+def _wait_signal(c: AnyCommunicator, call: Call, stream: int) -> int:
+    assert isinstance(call, OneSidedCall)
+    return c.nccl.wait_signal(tuple(call.signals.items()), c.handle, stream)
+
+
+ONE_SIDED: dict[str, Callable[[AnyCommunicator, Call, int], int]] = {
+    "put": _put,
+    "signal": _signal,
+    "wait_signal": _wait_signal,
+}

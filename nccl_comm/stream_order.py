@@ -1,0 +1,77 @@
+"""Order between the streams of a device: an event recorded on one stream, and a wait for it on another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+from unicoll.arrays.cuda import PER_THREAD_STREAM, Cuda, on_device
+from unicoll.backend import Call
+
+__all__ = ["StreamOrder"]
+
+_NO_CONTEXT = nullcontext()
+
+
+class StreamOrder:
+    """The streams of a group's device. The host never blocks here.
+
+    Args:
+        cuda: the CUDA driver.
+        device: ordinal of the group's device.
+    """
+
+    def __init__(self, cuda: Cuda, device: int) -> None:
+        self._cuda = cuda
+        self._device = device
+        self._event = cuda.create_event(device)
+
+    def device_context(self, stream: int) -> AbstractContextManager[None]:
+        """Make the group's device current if ``stream`` is a default stream, which belongs to the current device."""
+        if stream > PER_THREAD_STREAM or self._cuda.current_device() == self._device:
+            return _NO_CONTEXT
+        return on_device(self._cuda, self._device)
+
+    def wait_event(self, stream: int, event: int) -> None:
+        """Make a stream wait for an event."""
+        with self.device_context(stream):
+            self._cuda.wait_event(stream, event)
+
+    def done(self, stream: int) -> bool:
+        """True if the device has done all work on a stream."""
+        with self.device_context(stream):
+            return self._cuda.stream_done(stream)
+
+    def wait_for_producers(self, calls: Iterable[Call], stream: int) -> None:
+        """Make ``stream`` wait for the streams on which the arrays of the calls are written."""
+        for other in _streams(calls):
+            if other != stream:
+                with self.device_context(other):
+                    self._cuda.record(self._event, other)
+                self._cuda.wait_event(stream, self._event)
+
+    def release_consumers(self, calls: Iterable[Call], stream: int) -> None:
+        """Make the streams of the calls' arrays, other than ``stream``, wait for ``stream``."""
+        others = [other for other in _streams(calls) if other != stream]
+        if others:
+            self._cuda.record(self._event, stream)
+            for other in others:
+                self.wait_event(other, self._event)
+
+    def close(self) -> None:
+        """Destroy the event."""
+        self._cuda.destroy_event(self._event)
+
+
+def _streams(calls: Iterable[Call]) -> list[int]:
+    """The streams of the calls' arrays, without repetition."""
+    found: list[int] = []
+    for call in calls:
+        for buffer in call.inputs:
+            if buffer.stream not in found:
+                found.append(buffer.stream)
+        if call.outputs is not call.inputs:
+            for buffer in call.outputs:
+                if buffer.stream not in found:
+                    found.append(buffer.stream)
+    return found

@@ -1,0 +1,93 @@
+"""Arguments that the public functions share: roots, and the documentation common to all collectives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from unicoll.backend.ops import OPS
+from unicoll.errors import DistArgumentError, DistTypeError
+
+if TYPE_CHECKING:
+    from unicoll.group.process_group import ProcessGroup
+
+__all__ = ["Array", "Timeout", "documented", "rank_in_group", "refuse", "root_or_zero"]
+
+Array = Any
+Timeout = timedelta | float | None
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_COMMON = """
+    Common to all collectives:
+        group: the process group; None means the default one. A process outside the group gets a warning and
+            None, and no data moves.
+        async_op: return at once with a :class:`~unicoll.backend.work.Work`; its arrays must not be used until
+            ``work.wait()`` has returned.
+        timeout: how long the operation may take (timedelta, or seconds); None takes the group's.
+
+    Returns:
+        The Work if ``async_op``, else None.
+
+    Raises:
+        DistArgumentError, DistTypeError: a bad argument; no data has moved and the group stays usable. An error in the
+            list of a gather or scatter, which only the root passes, is raised on the other ranks, too.
+        CollectiveMismatchError: the ranks called different operations, or one with other shapes, element
+            types, reductions or roots; raised on all of them.
+        OperationTimeoutError: time is up; says which ranks arrived and which did not.
+        RankLostError: a member of the group died; names rank, host and pid.
+        NotInitializedError: there is no default group.
+
+    MPI's counterpart: {mpi}.
+"""
+
+
+def documented(row: str) -> Callable[[Function], Function]:
+    """Decorator: append what all collectives share, and MPI's counterpart of a row of the table, to the docstring."""
+
+    def complete(function: Function) -> Function:
+        if function.__doc__:
+            function.__doc__ = function.__doc__.rstrip() + "\n" + _COMMON.format(mpi=OPS[row].mpi)
+        return function
+
+    return complete
+
+
+def rank_in_group(pg: ProcessGroup, op: str, name: str, rank: int | None, group_rank: int | None) -> int:
+    """The rank in ``pg`` that a pair of arguments such as ``src`` and ``group_src`` means.
+
+    Raises:
+        DistArgumentError: both or neither are given, or the rank is not in the group.
+        DistTypeError: it is not an integer.
+    """
+    if rank is None and group_rank is None:
+        refuse(pg, op, f"give {name} (a global rank) or group_{name} (a rank in the group)")
+    if rank is not None and group_rank is not None:
+        refuse(pg, op, f"give {name} or group_{name}, not both ({rank} and {group_rank})")
+    label = name if group_rank is None else f"group_{name}"
+    argument: Any = rank if group_rank is None else group_rank
+    try:
+        given = operator.index(argument)
+    except TypeError:
+        refuse(pg, op, f"{label} must be an integer, got {argument!r}", DistTypeError)
+    ranks = pg.ranks
+    if group_rank is None and given in ranks:
+        return ranks.index(given)
+    if group_rank is not None and 0 <= given < len(ranks):
+        return given
+    few = len(ranks) <= 16
+    members = f"global ranks {', '.join(map(str, ranks))}" if few else f"{len(ranks)} ranks"
+    refuse(pg, op, f"{label}={given} is not in group {pg.group_name!r} ({members})")
+
+
+def refuse(
+    pg: ProcessGroup, op: str, why: str, kind: type[DistArgumentError] = DistArgumentError
+) -> NoReturn:
+    """Raise an error that names operation and group."""
+    raise kind(f"{op}: {why}", group=pg.group_name, op=op)
+
+
+def root_or_zero(rank: int | None, group_rank: int | None) -> tuple[int | None, int | None]:
+    """torch.distributed's default root: global rank 0."""
+    return (0, None) if rank is None and group_rank is None else (rank, group_rank)

@@ -1,0 +1,174 @@
+"""Hooks around the calls of groups, and ready-made ones: a check for NaN and infinity, and ranges in profilers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from unicoll.api import world
+from unicoll.arrays.buffers import as_buffer
+from unicoll.errors import BackendUnavailableError, DistArgumentError
+from unicoll.group.hooks import Hook, HookedCall, add_to_job
+
+__all__ = ["Hook", "HookedCall", "add_hook", "annotate", "check_finite"]
+
+
+def add_hook(
+    before: Callable[[HookedCall], None] | None = None,
+    after: Callable[[HookedCall], None] | None = None,
+    *,
+    returned: Callable[[HookedCall], None] | None = None,
+    waited: Callable[[HookedCall, float], None] | None = None,
+    group: Any = None,
+) -> Hook:
+    """Have functions called for each collective and message.
+
+    Without hooks calls are as fast as if there were none at all. Several hooks are called in the order in which they
+    were added. A hook must not make calls of the group itself.
+
+    Args:
+        before: called with a :class:`HookedCall`, which has the arrays, before the call starts. If it raises, nothing
+            is sent and the caller gets the exception; the other ranks wait for this one. The hooks that were called
+            before it see the call end with that error.
+        after: called when the call has ended, with or without an error. For an asynchronous call that is another
+            thread; for one that NCCL has enqueued it is the watchdog's, within about 0.1 s. Exceptions are logged.
+        returned: called on the caller's thread when the call returns, with or without an exception; an asynchronous
+            call, or one on a GPU, has then been enqueued.
+        waited: called with the seconds for which a thread of the program was blocked: in a blocking call, or each time
+            in ``Work.wait`` or ``Work.synchronize``.
+        group: whose calls; None means all groups of the job, also later ones.
+
+    Returns:
+        The hook; ``remove()``, or the end of ``with``, ends it.
+
+    Raises:
+        NotInitializedError: there is no default group.
+        DistArgumentError: no function is given, or this process is not in the group.
+    """
+    functions = (before, after, returned, waited)
+    if functions == (None,) * 4:
+        raise DistArgumentError("add_hook: give before, after, returned or waited")
+    job = world.current("add_hook").job
+    if group is not None:
+        dispatcher = world.member(group, "add_hook").whole._dispatcher
+        return dispatcher.add_hook(Hook(*functions))
+
+    return add_to_job(job, Hook(*functions))
+
+
+# --- NaN and infinity ---------------------------------------------------------------------------------------------
+
+
+def check_finite(group: Any = None) -> Hook:
+    """Refuse arrays with NaN or infinite elements before they are sent, with the rank and the line of the caller.
+
+    Arrays on a GPU are checked there, and the host waits for the result. Raises as :func:`add_hook` does; a call with
+    such an array raises DistArgumentError, and nothing of it is sent.
+    """
+    return add_hook(_refuse_nonfinite, group=group)
+
+
+def _refuse_nonfinite(call: HookedCall) -> None:
+    for number, array in enumerate(call.inputs):
+        counted = _count_nonfinite(array)
+        if counted is None:
+            continue
+        nans, infinite, size = counted
+        if nans or infinite:
+            which = f"input {number}" if len(call.inputs) > 1 else "the input"
+            raise DistArgumentError(
+                f"{call} on group {call.group!r}: {which} of rank {world.get_rank()} has {nans} NaN and {infinite}"
+                f" infinite of {size} elements, at {call.site}",
+                op=call.op,
+                group=call.group,
+            )
+
+
+def _count_nonfinite(array: Any) -> tuple[int, int, int] | None:
+    """Numbers of NaN, infinite and all elements; None for types that have neither."""
+    family = type(array).__module__.partition(".")[0]
+    library = sys.modules.get(family)
+    if family == "torch" and library is not None:
+        if not (array.is_floating_point() or array.is_complex()):
+            return None
+        values = array.detach()
+        if values.element_size() == 1:  # float8 has few functions
+            values = values.float()
+        return int(library.isnan(values).sum()), int(library.isinf(values).sum()), values.numel()
+    if family == "cupy" and library is not None:
+        if array.dtype.kind not in "fc":
+            return None
+        return int(library.isnan(array).sum()), int(library.isinf(array).sum()), array.size
+    buffer = as_buffer(array)
+    if buffer.flat is None or buffer.dtype.kind not in "fc" or not buffer.dtype.native:
+        return None
+    flat: Any = buffer.flat
+    return int(np.isnan(flat).sum()), int(np.isinf(flat).sum()), flat.size
+
+
+MakeRange = Callable[[str], Callable[[], None]]
+"""Begins a range and returns the function that ends it."""
+
+
+# --- profilers ----------------------------------------------------------------------------------------------------
+
+
+def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any = None) -> Hook:
+    """Show each call as a range in Nsight Systems (NVTX) and in ``torch.profiler``.
+
+    A range is ``unicoll::all_reduce`` with the group, the arrays and the line of the caller. It lasts as long as the
+    caller is in the call: for an asynchronous call, and for one on a GPU, that is the time to enqueue it.
+
+    Args:
+        nvtx: None: if the package ``nvtx`` is installed.
+        torch: None: if torch has been imported.
+        group: as for :func:`add_hook`.
+
+    Raises:
+        BackendUnavailableError: neither is there, or one that is asked for is not.
+    """
+    makers: list[MakeRange] = []
+    if nvtx or nvtx is None:
+        made = _nvtx_ranges(required=bool(nvtx))
+        makers += [made] if made is not None else []
+    if torch or (torch is None and "torch" in sys.modules):
+        makers.append(_torch_ranges)
+    if not makers:
+        raise BackendUnavailableError("annotate: neither the package nvtx nor torch is there to take ranges")
+    ranges = threading.local()
+
+    def before(call: HookedCall) -> None:
+        text = f"unicoll::{call.op} {call} on {call.group!r} at {call.site}"
+        ranges.ends = [*getattr(ranges, "ends", ()), *(make(text) for make in makers)]
+
+    def returned(call: HookedCall) -> None:
+        while ranges.ends:
+            ranges.ends.pop()()
+
+    return add_hook(before, returned=returned, group=group)
+
+
+def _nvtx_ranges(required: bool) -> MakeRange | None:
+    try:
+        nvtx: Any = import_module("nvtx")
+    except ImportError as e:
+        if required:
+            raise BackendUnavailableError(f"annotate: the package nvtx cannot be imported: {e}") from None
+        return None
+
+    def make(text: str) -> Callable[[], None]:
+        return partial(nvtx.end_range, nvtx.start_range(message=text, domain="unicoll"))
+
+    return make
+
+
+def _torch_ranges(text: str) -> Callable[[], None]:
+    record: Any = import_module("torch.autograd.profiler").record_function(text)
+    record.__enter__()
+    return partial(record.__exit__, None, None, None)

@@ -1,0 +1,358 @@
+"""Collectives of Python objects, with torch.distributed's names, argument names, order and defaults.
+
+Plain objects (numbers, str, bytes, containers, NumPy arrays) travel in the typed format of
+:mod:`unicoll.net.object_codec`; others are pickled, which is allowed where the group is trusted (only holders of the
+job's secret can have joined) and the environment does not say ``UNICOLL_ALLOW_PICKLE=0``.
+
+With the backend ``fake`` nothing arrives, so the receivers use what they hold as the sender's objects.
+
+Every exchange begins with a header of fixed size per sender: the size of its body, or why there is none. So an object
+that cannot be serialised on one rank raises on all of them, and no rank waits for it. Small bodies are in the headers;
+if one of them is not, all bodies follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableSequence, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from unicoll.api import world
+from unicoll.api.arguments import rank_in_group
+from unicoll.api.object_payload import (
+    HEADER,
+    Body,
+    ByteArray,
+    Deadline,
+    Payload,
+    Timeout,
+    fill,
+    fill_each,
+    load_one,
+    pickle_allowed,
+    read_headers,
+)
+from unicoll.errors import DistArgumentError, DistTypeError
+
+if TYPE_CHECKING:
+    from unicoll.group.process_group import ProcessGroup
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "pickle_allowed",
+    "scatter_object_list",
+]
+
+
+def broadcast_object_list(
+    object_list: MutableSequence[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: Any = None,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout = None,
+) -> None:
+    """Copy a list of objects from one rank to all others.
+
+    Args:
+        object_list: as long on all ranks; input on the source, elsewhere its entries are replaced.
+        src: the source's global rank; 0 when neither it nor ``group_src`` is given.
+        group: the process group; None means the default one. Outside it: a warning, and no data moves.
+        device: accepted because torch.distributed has it; objects travel from host memory.
+        group_src: the source's rank in the group.
+        timeout: how long it may take (timedelta, or seconds); None takes the group's for each of its steps.
+
+    Raises:
+        DistArgumentError, DistTypeError: a bad argument, or a list of another length than the source's.
+        PickleRefusedError, DistError: an object cannot be serialised (on all ranks, naming rank and type), or
+            not be loaded (where that happened).
+        CollectiveMismatchError, OperationTimeoutError, RankLostError, NotInitializedError: as elsewhere.
+    """
+    op = "broadcast_object_list"
+    pg = world.resolve(group)
+    if pg is None:
+        return
+    root = _root(pg, op, "src", src, group_src)
+    clock = Deadline(timeout)
+    mine = Payload.of(pg, object_list, op) if pg.rank() == root or pg.job.fake else None
+    header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
+    pg.broadcast(header, src=root, timeout=clock.left())
+    sizes, bodies = read_headers(pg, header, [root], mine, op)
+    if bodies is None:
+        body = mine.body if mine else np.empty(sizes[0], np.uint8)
+        pg.broadcast(body, src=root, timeout=clock.left())
+        bodies = [body]
+    if mine is None:
+        fill(pg, object_list, bodies[0], root, op)
+
+
+def all_gather_object(
+    object_list: MutableSequence[Any], obj: Any, group: ProcessGroup | None = None, *, timeout: Timeout = None
+) -> None:
+    """Collect one object of every rank on all ranks.
+
+    Args:
+        object_list: output list with at least as many entries as the group has ranks; entry i is replaced by
+            rank i's object (this rank's own comes back as a copy).
+        obj: this rank's object.
+        group, timeout: as in :func:`broadcast_object_list`.
+
+    Raises:
+        DistError: as :func:`broadcast_object_list`.
+    """
+    op = "all_gather_object"
+    pg = world.resolve(group)
+    if pg is None:
+        return
+    _check_length(pg, op, "object_list", object_list)
+    clock = Deadline(timeout)
+    mine = Payload.of(pg, [obj], op)
+    sizes, bodies = _exchange_headers(pg, mine, op, clock)
+    if bodies is None:
+        gathered = [np.empty(size, np.uint8) for size in sizes]
+        pg.all_gather(gathered, mine.body, timeout=clock.left())
+        bodies = list(gathered)
+    fill_each(pg, object_list, bodies, op)
+
+
+def gather_object(
+    obj: Any,
+    object_gather_list: MutableSequence[Any] | None = None,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    group_dst: int | None = None,
+    *,
+    timeout: Timeout = None,
+) -> None:
+    """Collect one object of every rank on one of them.
+
+    Args:
+        obj: this rank's object.
+        object_gather_list: on the destination, a list with at least as many entries as the group has ranks;
+            elsewhere None.
+        dst: the destination's global rank; 0 when neither it nor ``group_dst`` is given.
+        group_dst: the destination's rank in the group.
+        group, timeout: as in :func:`broadcast_object_list`.
+
+    Raises:
+        DistError: as :func:`broadcast_object_list`.
+    """
+    op = "gather_object"
+    pg = world.resolve(group)
+    if pg is None:
+        return
+    root = _root(pg, op, "dst", dst, group_dst)
+    receiving = pg.rank() == root
+    if receiving:
+        _check_length(pg, op, "object_gather_list", object_gather_list)
+    elif object_gather_list:
+        raise DistArgumentError(
+            f"{op}: object_gather_list is for the destination (rank {root} of the group) alone",
+            group=pg.group_name,
+            op=op,
+        )
+    clock = Deadline(timeout)
+    mine = Payload.of(pg, [obj], op)
+    sizes, bodies = _exchange_headers(pg, mine, op, clock)
+    if bodies is None:
+        bodies = [*_gather_bodies(pg, mine.body, sizes, root, clock)]
+    if receiving and object_gather_list is not None:
+        fill_each(pg, object_gather_list, bodies, op)
+
+
+def scatter_object_list(
+    scatter_object_output_list: MutableSequence[Any],
+    scatter_object_input_list: Sequence[Any] | None = None,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout = None,
+) -> None:
+    """Give each rank its entry of one rank's list.
+
+    Args:
+        scatter_object_output_list: non-empty list; its first entry is replaced by this rank's object.
+        scatter_object_input_list: on the source, one object per rank in group order; ignored elsewhere.
+        src: the source's global rank; 0 when neither it nor ``group_src`` is given.
+        group_src: the source's rank in the group.
+        group, timeout: as in :func:`broadcast_object_list`.
+
+    Raises:
+        DistError: as :func:`broadcast_object_list`.
+    """
+    op = "scatter_object_list"
+    pg = world.resolve(group)
+    if pg is None:
+        return
+    root = _root(pg, op, "src", src, group_src)
+    _check_list(pg, op, "scatter_object_output_list", scatter_object_output_list, 1)
+    clock = Deadline(timeout)
+    payloads = None
+    if pg.rank() == root:
+        payloads = _payload_for_each_rank(pg, scatter_object_input_list, op)
+    elif pg.job.fake:
+        payloads = [Payload.of(pg, scatter_object_output_list[:1], op)] * pg.size()
+    # the first that failed, else the largest: if that is not small, all bodies follow
+    largest = max(payloads, key=lambda p: (p.error is not None, p.size)) if payloads else None
+    header = np.empty(HEADER.size, np.uint8)
+    headers = None
+    if payloads and largest:
+        headers = [p.header() if largest.is_small else largest.header() for p in payloads]
+        if pg.rank() != root:  # with the backend fake
+            header, headers = headers[pg.rank()], None
+    pg.scatter(header, headers, src=root, timeout=clock.left())
+    carried = read_headers(pg, header, [root], largest, op)[1]
+    if carried is None:
+        sizes = np.array([p.size for p in payloads] if payloads else [0] * pg.size(), np.int64)
+        pg.broadcast(sizes, src=root, timeout=clock.left())
+        bodies = [p.body for p in payloads] if payloads else []
+        carried = [_scatter_bodies(pg, bodies, [int(size) for size in sizes], root, clock)]
+    scatter_object_output_list[0] = load_one(pg, carried[0], root, op, lambda: pickle_allowed(pg))
+
+
+def send_list(pg: ProcessGroup, objects: Sequence[Any], dst: int, batched: bool, timeout: Timeout) -> None:
+    """:func:`unicoll.send_object_list` to group rank ``dst``."""
+    clock = Deadline(timeout)
+    mine = Payload.of(pg, objects, "send_object_list")
+    header = mine.header()
+    _transfer(pg, True, header, dst, batched, clock)
+    if mine.error is not None:
+        raise mine.error
+    if not mine.is_small:
+        _transfer(pg, True, mine.body, dst, batched, clock)
+
+
+def recv_list(
+    pg: ProcessGroup, objects: MutableSequence[Any], src: int | None, batched: bool, timeout: Timeout
+) -> int:
+    """:func:`unicoll.recv_object_list` from group rank ``src`` or any; returns the sender's group rank."""
+    op = "recv_object_list"
+    clock = Deadline(timeout)
+    mine = Payload.of(pg, objects, op) if pg.job.fake else None
+    header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
+    src = _transfer(pg, False, header, src, batched, clock)
+    sizes, bodies = read_headers(pg, header, [src], mine, op)
+    if bodies is None:
+        body = mine.body if mine else np.empty(sizes[0], np.uint8)
+        _transfer(pg, False, body, src, batched, clock)
+        bodies = [body]
+    fill(pg, objects, bodies[0], src, op)
+    return src
+
+
+def _transfer(
+    pg: ProcessGroup, sending: bool, array: ByteArray, peer: int | None, batched: bool, clock: Deadline
+) -> int:
+    if batched and peer is not None:
+        for work in pg.batch_isend_irecv([(sending, array, peer, 0)], timeout=clock.left()):
+            work.wait()
+        return peer
+    if sending and peer is not None:
+        pg.send(array, dst=peer, tag=0, timeout=clock.left())
+        return peer
+    return pg.recv(array, src=peer, tag=0, timeout=clock.left())
+
+
+def _exchange_headers(
+    pg: ProcessGroup, mine: Payload, op: str, clock: Deadline
+) -> tuple[list[int], list[Body] | None]:
+    """The sizes of all ranks' bodies; and the bodies, if they are small."""
+    received = np.empty((pg.size(), HEADER.size), np.uint8)
+    pg.all_gather_into_tensor(received, mine.header(), timeout=clock.left())
+    return read_headers(pg, received, range(pg.size()), mine, op)
+
+
+def _payload_for_each_rank(pg: ProcessGroup, objects: Sequence[Any] | None, op: str) -> list[Payload]:
+    if objects is None or len(objects) != pg.size():
+        given = "None" if objects is None else str(len(objects))
+        raise DistArgumentError(
+            f"{op}: scatter_object_input_list must hold an object for each of {pg.size()} ranks, not {given}",
+            group=pg.group_name,
+            op=op,
+        )
+    return [Payload.of(pg, [obj], op) for obj in objects]
+
+
+# gather and scatter are fastest with equal parts. Objects of similar size are padded to the largest; where most of the
+# bytes would be padding, all_to_all with sizes moves the objects without padding. All ranks know all sizes, so they
+# make the same choice.
+
+
+def _even_enough(sizes: Sequence[int]) -> bool:
+    return max(sizes) * len(sizes) <= 2 * sum(sizes) + 65536
+
+
+def _padded(body: ByteArray, size: int) -> ByteArray:
+    padded = np.zeros(size, np.uint8)
+    padded[: body.size] = body
+    return padded
+
+
+def _gather_bodies(
+    pg: ProcessGroup, body: ByteArray, sizes: Sequence[int], dst: int, clock: Deadline
+) -> list[ByteArray]:
+    """Every rank's body on ``dst``, nothing elsewhere."""
+    receiving = pg.rank() == dst
+    if _even_enough(sizes):
+        widest = max(sizes)
+        parts = [np.empty(widest, np.uint8) for _ in sizes] if receiving else None
+        pg.gather(_padded(body, widest), parts, dst=dst, timeout=clock.left())
+        return [part[:size] for part, size in zip(parts or (), sizes, strict=False)]
+    incoming = list(sizes) if receiving else [0] * len(sizes)
+    outgoing = [body.size if rank == dst else 0 for rank in range(len(sizes))]
+    return np.split(_exchange(pg, body, outgoing, incoming, clock), np.cumsum(incoming)[:-1])
+
+
+def _scatter_bodies(
+    pg: ProcessGroup, bodies: Sequence[ByteArray], sizes: Sequence[int], src: int, clock: Deadline
+) -> ByteArray:
+    """This rank's body; ``bodies`` holds all of them on ``src`` and nothing elsewhere."""
+    mine = sizes[pg.rank()]
+    if _even_enough(sizes):
+        widest = max(sizes)
+        output = np.empty(widest, np.uint8)
+        parts: list[ByteArray] | None = [_padded(body, widest) for body in bodies] or None
+        if parts and pg.rank() != src:  # with the backend fake
+            output, parts = parts[pg.rank()], None
+        pg.scatter(output, parts, src=src, timeout=clock.left())
+        return output[:mine]
+    incoming = [mine if rank == src else 0 for rank in range(len(sizes))]
+    outgoing = list(sizes) if bodies else [0] * len(sizes)
+    joined = np.concatenate(bodies) if bodies else np.empty(0, np.uint8)
+    return _exchange(pg, joined, outgoing, incoming, clock)
+
+
+def _exchange(
+    pg: ProcessGroup, body: ByteArray, outgoing: list[int], incoming: list[int], clock: Deadline
+) -> ByteArray:
+    output = np.empty(sum(incoming), np.uint8)
+    pg.all_to_all_single(
+        output, body, output_split_sizes=incoming, input_split_sizes=outgoing, timeout=clock.left()
+    )
+    return output
+
+
+def _root(pg: ProcessGroup, op: str, name: str, rank: int | None, group_rank: int | None) -> int:
+    if rank is None and group_rank is None:
+        rank = 0
+    return rank_in_group(pg, op, name, rank, group_rank)
+
+
+def _check_length(pg: ProcessGroup, op: str, name: str, target: Any) -> None:
+    _check_list(pg, op, name, target, pg.size())
+
+
+def _check_list(pg: ProcessGroup, op: str, name: str, target: Any, length: int) -> None:
+    if not isinstance(target, MutableSequence):
+        raise DistTypeError(
+            f"{op}: {name} must be a list, got {type(target).__name__}", group=pg.group_name, op=op
+        )
+    if len(target) < length:
+        raise DistArgumentError(
+            f"{op}: {name} has {len(target)} entries, {length} are needed", group=pg.group_name, op=op
+        )

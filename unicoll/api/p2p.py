@@ -1,0 +1,318 @@
+"""Point-to-point functions, with torch.distributed's names, argument names, order and defaults.
+
+Messages between two ranks of a group match by tag, in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableSequence, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from unicoll.api import world
+from unicoll.api.arguments import rank_in_group
+from unicoll.errors import DistArgumentError, DistTypeError
+
+if TYPE_CHECKING:
+    from unicoll.backend.work import Work
+    from unicoll.group.process_group import ProcessGroup
+
+__all__ = [
+    "P2POp",
+    "batch_isend_irecv",
+    "irecv",
+    "isend",
+    "recv",
+    "recv_object_list",
+    "send",
+    "send_object_list",
+]
+
+world.set_message_functions(globals())
+
+Array = Any
+Timeout = timedelta | float | None
+
+
+def send(
+    tensor: Array,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    timeout: Timeout = None,
+) -> None:
+    """Send ``tensor`` to one rank; returns when the array may be written again.
+
+    Args:
+        tensor: array of any shape; the receiver's must have as many elements of the same type.
+        dst: global rank of the receiver, not this process.
+        group: the process group; None means the default one. Outside it: a warning, and no data moves.
+        tag: a number that the receiver's must equal.
+        group_dst: the receiver's rank in the group; give this or ``dst``.
+        timeout: how long it may take (timedelta, or seconds); None takes the group's.
+
+    Raises:
+        DistArgumentError, DistTypeError: a bad argument; nothing has moved and the group stays usable.
+        MessageMismatchError: the message does not fit the receiver's array (raised there).
+        OperationTimeoutError: time is up.
+        RankLostError: the receiver died; names rank, host and pid.
+        NotInitializedError: there is no default group.
+
+    MPI's counterpart: MPI_Send.
+    """
+    pg = world.resolve(group)
+    if pg is not None:
+        pg.send(tensor, dst=_other(pg, "send", "dst", dst, group_dst), tag=tag, timeout=timeout)
+
+
+def recv(
+    tensor: Array,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout = None,
+) -> int:
+    """Receive into ``tensor`` from one rank, or from the first rank that sends.
+
+    Args:
+        tensor: output of as many elements as the message, of the same type.
+        src: global rank of the sender, not this process; None (and no ``group_src``) takes any.
+        group: the process group; None means the default one.
+        tag: only a message with this tag is taken.
+        group_src: the sender's rank in the group; give this or ``src``.
+        timeout: how long it may take (timedelta, or seconds); None takes the group's.
+
+    Returns:
+        The sender's global rank; -1 on a process outside the group, after a warning.
+
+    Raises:
+        as :func:`send`, and MessageMismatchError: the message does not fit ``tensor``.
+
+    MPI's counterpart: MPI_Recv.
+    """
+    pg = world.resolve(group)
+    if pg is None:
+        return -1
+    sender = _sender(pg, "recv", src, group_src)
+    return pg.global_rank(pg.recv(tensor, src=sender, tag=tag, timeout=timeout))
+
+
+def isend(
+    tensor: Array,
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+    *,
+    timeout: Timeout = None,
+) -> Work | None:
+    """:func:`send` in the background: the array must not be written until ``work.wait()`` has returned.
+
+    Arguments and errors as :func:`send`; errors of the transfer come from the Work.
+
+    Returns:
+        The Work; None on a process outside the group.
+
+    MPI's counterpart: MPI_Isend.
+    """
+    pg = world.resolve(group)
+    if pg is None:
+        return None
+    receiver = rank_in_group(pg, "isend", "dst", dst, group_dst)
+    return pg.isend(tensor, dst=receiver, tag=tag, timeout=timeout)
+
+
+def irecv(
+    tensor: Array,
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int = 0,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout = None,
+) -> Work | None:
+    """:func:`recv` in the background: the array must not be touched until ``work.wait()`` has returned.
+
+    Arguments and errors as :func:`recv`; errors of the transfer come from the Work.
+
+    Returns:
+        The Work, whose ``source_rank()`` is the sender's rank in the group; None on a process outside it.
+
+    MPI's counterpart: MPI_Irecv.
+    """
+    pg = world.resolve(group)
+    if pg is None:
+        return None
+    sender = None
+    if src is not None or group_src is not None:
+        sender = rank_in_group(pg, "irecv", "src", src, group_src)
+    return pg.irecv(tensor, src=sender, tag=tag, timeout=timeout)
+
+
+class P2POp:
+    """One transfer for :func:`batch_isend_irecv`.
+
+    Args:
+        op: :func:`isend` or :func:`irecv` of this package.
+        tensor: array to send or to receive into.
+        peer: global rank of the other side.
+        group: the process group; None means the default one.
+        tag: as in :func:`send`.
+        group_peer: the other side's rank in the group; give this or ``peer``.
+
+    Attributes:
+        op, tensor, tag: as given.
+        group: the group itself; None on a process outside it.
+        peer, group_peer: the other side as global rank and as rank in the group.
+
+    Raises:
+        DistArgumentError: ``op`` is neither function, or ``peer`` is not a rank of the group.
+        NotInitializedError: there is no default group.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Any],
+        tensor: Array,
+        peer: int | None = None,
+        group: ProcessGroup | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op is not isend and op is not irecv:
+            raise DistArgumentError(f"P2POp: op must be unicoll.isend or unicoll.irecv, got {op!r}")
+        self.op = op
+        self.tensor = tensor
+        self.tag = tag
+        self.group = world.resolve(group)
+        self.peer = peer
+        self.group_peer = group_peer
+        if self.group is not None:
+            self.group_peer = rank_in_group(self.group, f"P2POp({op.__name__})", "peer", peer, group_peer)
+            self.peer = self.group.global_rank(self.group_peer)
+
+    def __repr__(self) -> str:
+        name = self.group.group_name if self.group is not None else None
+        shape, dtype = getattr(self.tensor, "shape", None), getattr(self.tensor, "dtype", None)
+        arrow = "to" if self.op is isend else "from"
+        return f"P2POp({self.op.__name__} {arrow} {self.group_peer} in {name!r}, {shape}, {dtype})"
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout: Timeout = None) -> list[Work]:
+    """Start several sends and receives together, so that they cannot wait for one another.
+
+    Args:
+        p2p_op_list: :class:`P2POp` records, all of one group; the order of those to one peer is kept.
+        timeout: how long each may take (timedelta, or seconds); None takes the group's.
+
+    Returns:
+        Works to wait for, in the order of the list; fewer than it is long where the backend does several as
+        one. None of them on a process outside the group.
+
+    Raises:
+        DistArgumentError, DistTypeError: an entry is not a P2POp, or they are of several groups.
+
+    NCCL's counterpart: sends and receives between ncclGroupStart and ncclGroupEnd.
+    """
+    for entry in p2p_op_list:
+        if not isinstance(entry, P2POp):
+            raise DistTypeError(f"batch_isend_irecv: p2p_op_list holds {entry!r}, which is not a P2POp")
+        if entry.group is not p2p_op_list[0].group:
+            raise DistArgumentError("batch_isend_irecv: all entries of p2p_op_list must be of one group")
+    pg = p2p_op_list[0].group if p2p_op_list else None
+    if pg is None:
+        return []
+    batch = [(entry.op is isend, entry.tensor, entry.group_peer, entry.tag) for entry in p2p_op_list]
+    return pg.batch_isend_irecv(batch, timeout=timeout)
+
+
+def send_object_list(
+    object_list: Sequence[Any],
+    dst: int | None = None,
+    group: ProcessGroup | None = None,
+    device: Any = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+    *,
+    timeout: Timeout = None,
+) -> None:
+    """Send Python objects to one rank, which must call :func:`recv_object_list` with as many.
+
+    Plain objects travel in a typed format, others by pickle where it is allowed (see :mod:`unicoll.api.objects`).
+
+    Args:
+        object_list: the objects.
+        dst: global rank of the receiver, not this process.
+        group: the process group; None means the default one.
+        device: accepted because torch.distributed has it; objects travel from host memory.
+        group_dst: the receiver's rank in the group; give this or ``dst``.
+        use_batch: send with :func:`batch_isend_irecv`; the receiver may do either.
+        timeout: how long it may take (timedelta, or seconds); None takes the group's.
+
+    Raises:
+        PickleRefusedError, DistError: an object cannot be serialised; the receiver raises too.
+        DistError: as :func:`send`.
+    """
+    from unicoll.api import objects
+
+    pg = world.resolve(group)
+    if pg is not None:
+        receiver = _other(pg, "send_object_list", "dst", dst, group_dst)
+        objects.send_list(pg, object_list, receiver, use_batch, timeout)
+
+
+def recv_object_list(
+    object_list: MutableSequence[Any],
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    device: Any = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+    *,
+    timeout: Timeout = None,
+) -> int:
+    """Receive what one rank sends with :func:`send_object_list`.
+
+    Args:
+        object_list: list as long as the sender's; its entries are replaced.
+        src: global rank of the sender, not this process; None (and no ``group_src``) takes any.
+        group, device, use_batch, timeout: as in :func:`send_object_list`; ``use_batch`` needs a sender.
+        group_src: the sender's rank in the group; give this or ``src``.
+
+    Returns:
+        The sender's global rank; -1 on a process outside the group, after a warning.
+
+    Raises:
+        DistArgumentError: the sender's list is of another length.
+        PickleRefusedError, DistError: an object could not be serialised there or loaded here.
+        DistError: as :func:`recv`.
+    """
+    from unicoll.api import objects
+
+    pg = world.resolve(group)
+    if pg is None:
+        return -1
+    sender = _sender(pg, "recv_object_list", src, group_src)
+    return pg.global_rank(objects.recv_list(pg, object_list, sender, use_batch, timeout))
+
+
+def _other(pg: ProcessGroup, op: str, name: str, rank: int | None, group_rank: int | None) -> int:
+    """As :func:`rank_in_group`; a blocking transfer to the caller itself is refused, because it would never end."""
+    other = rank_in_group(pg, op, name, rank, group_rank)
+    if other == pg.rank():
+        raise DistArgumentError(
+            f"{op}: {name} is this process itself (rank {other} of group {pg.group_name!r})",
+            group=pg.group_name,
+            op=op,
+        )
+    return other
+
+
+def _sender(pg: ProcessGroup, op: str, src: int | None, group_src: int | None) -> int | None:
+    if src is None and group_src is None:
+        return None
+    return _other(pg, op, "src", src, group_src)

@@ -1,0 +1,315 @@
+"""``spawn``: run a function in several processes of this host.
+
+The semantics are those of ``torch.multiprocessing.spawn`` (PyTorch's documentation). In addition, each child has its
+rank and the job's store and secret in its environment, as under the launcher, so that the function can call
+``init_process_group()`` without arguments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, NamedTuple
+
+from unicoll.bootstrap.join import set_exit_cause
+from unicoll.errors import DistArgumentError, DistError, DistTypeError
+from unicoll.group.arguments import as_integer
+from unicoll.run import bootstrap
+from unicoll.run.failure import DETECTION_DELAY, ExceptionRecord, describe_exit, read_record
+from unicoll.run.guard import JOB_VARIABLE, Guard, kill_members
+from unicoll.run.job import LocalJob, job_token, job_variable
+
+__all__ = ["ProcessContext", "SpawnError", "spawn"]
+
+_POLL_INTERVAL = 1.0  # seconds between checks for failed processes that do not end
+_CAUSE_SECONDS = 1.0  # to wait for the root cause if only its consequences have been detected
+_TERM_SECONDS = 30.0
+_KILL_SECONDS = 10.0
+
+_environment_lock = threading.Lock()
+
+
+class SpawnError(DistError):
+    """A spawned process failed; the message holds its traceback.
+
+    Attributes:
+        rank: the process that failed first.
+        pid: its process id.
+        exitcode: its exit code, ``-N`` if signal N killed it.
+        signal: the name of that signal, for example ``"SIGKILL"``; None without one.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, pid: int = 0, exitcode: int = 1) -> None:
+        super().__init__(message, rank=rank)
+        self.pid = pid
+        self.exitcode = exitcode
+        self.signal = _signal_name(-exitcode) if exitcode < 0 else None
+
+
+def spawn(
+    fn: Callable[..., object],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+) -> ProcessContext | None:
+    """Run ``fn(rank, *args)`` in ``nprocs`` fresh processes, ranks 0 to ``nprocs - 1``.
+
+    Each child has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, UNICOLL_STORE and
+    UNICOLL_SECRET in its environment from its start. If one fails the others are stopped. No child, and no process
+    that a child starts, outlives this process.
+
+    Args:
+        fn: a picklable function: defined at the top level of a module.
+        args: its further arguments, pickled too.
+        nprocs: number of processes.
+        join: wait for all of them; otherwise return immediately.
+        daemon: the processes' daemon flag (multiprocessing): such a process cannot have children.
+        start_method: only ``"spawn"``, as in torch; a forked copy of a threaded program is not reliable.
+
+    Returns:
+        None with ``join``, else a ProcessContext; call its ``join`` until it returns True or raises.
+
+    Raises:
+        SpawnError: (with ``join``) a process failed; for the first failure.
+        DistArgumentError: ``nprocs`` is below 1, or ``start_method`` is not ``"spawn"``.
+        DistTypeError: ``fn`` is not callable.
+    """
+    if not callable(fn):
+        raise DistTypeError(f"spawn: fn must be a function, not {type(fn).__name__}")
+    nprocs = as_integer("spawn: nprocs", nprocs)
+    if nprocs < 1:
+        raise DistArgumentError(f"spawn: nprocs must be at least 1, not {nprocs}")
+    if start_method != "spawn":
+        raise DistArgumentError(f"spawn: start_method must be 'spawn', not {start_method!r}")
+    context = ProcessContext(fn, tuple(args), nprocs, daemon)
+    if not join:
+        return context
+    context.join()
+    return None
+
+
+class ProcessContext:
+    """The processes of one ``spawn``.
+
+    Attributes:
+        processes: ``multiprocessing.Process`` objects, by rank.
+    """
+
+    def __init__(self, fn: Callable[..., object], args: tuple[Any, ...], nprocs: int, daemon: bool) -> None:
+        self.processes: list[SpawnProcess] = []
+        self._token = job_token()
+        self._scratch = tempfile.mkdtemp(prefix="unicoll_spawn_")
+        self._guard: Guard | None = None
+        self._job: LocalJob | None = None
+        self._open = True
+        self._detected: dict[int, float] = {}  # time at which the end of a failed process was detected
+        try:
+            self._job = LocalJob()
+            self._guard = Guard(self._token, self._scratch)
+            resource_tracker.ensure_running()  # now: later it would inherit the job's token and end with the job
+            for rank in range(nprocs):
+                self._start(rank, nprocs, fn, args, daemon)
+        except BaseException:
+            self._kill_all()
+            raise
+
+    def _start(
+        self, rank: int, nprocs: int, fn: Callable[..., object], args: tuple[Any, ...], daemon: bool
+    ) -> None:
+        # A child's death signal is sent when the thread that started it ends, so only the main thread can be used.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else None
+        process = multiprocessing.get_context("spawn").Process(
+            target=_run, args=(parent, fn, rank, args), daemon=daemon, name=f"unicoll-spawn-{rank}"
+        )
+        assert self._job is not None
+        environment = _environment(rank, nprocs, self._job)
+        environment[JOB_VARIABLE] = job_variable(self._token)
+        environment["TORCHELASTIC_ERROR_FILE"] = self._error_file(rank)
+        with _added_to_environment(environment):
+            process.start()
+        self.processes.append(process)
+
+    def pids(self) -> list[int]:
+        """The process ids, by rank."""
+        return [process.pid or 0 for process in self.processes]
+
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Wait until all processes have ended.
+
+        Args:
+            timeout: longest wait in seconds; None for no limit.
+            grace_period: after a failure, seconds for the others to end by themselves, and again between SIGTERM and
+                SIGKILL. None: SIGTERM immediately, SIGKILL after 30 s.
+
+        Returns:
+            True if all have ended without failure, False after ``timeout``.
+
+        Raises:
+            SpawnError: a process failed; the others have been stopped.
+        """
+        if not self._open:
+            return True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while running := [p.sentinel for p in self.processes if p.exitcode is None]:
+                left = (
+                    _POLL_INTERVAL
+                    if deadline is None
+                    else min(_POLL_INTERVAL, max(0.0, deadline - time.monotonic()))
+                )
+                ended = wait(running, left)
+                if self._failures():
+                    self._fail(grace_period)
+                if not ended and deadline is not None and time.monotonic() >= deadline:
+                    return False
+            if self._failures():
+                self._fail(grace_period)
+        except BaseException:
+            self._kill_all()
+            raise
+        self._close()
+        return True
+
+    def _fail(self, grace_period: float | None) -> None:
+        """Stop the other processes and raise the first failure."""
+        failures = self._failures()
+        if grace_period is not None:
+            self._wait_for_ends(grace_period)
+        elif all(failure.consequence for failure in failures):
+            self._wait_for_ends(_CAUSE_SECONDS)
+        # From now on a process may end because of the signal below.
+        failures = self._failures()
+        for process in self.processes:
+            if process.exitcode is None:
+                process.terminate()
+        self._wait_for_ends(_TERM_SECONDS if grace_period is None else grace_period)
+        raise min(failures).error()
+
+    def _failures(self) -> list[_Failure]:
+        failures = []
+        for rank, process in enumerate(self.processes):
+            record = read_record(self._error_file(rank))
+            if process.exitcode or (process.exitcode is None and record is not None and record.final):
+                detected = self._detected.setdefault(rank, time.time() - DETECTION_DELAY)
+                ended = record.time if record is not None else detected
+                consequence = record is not None and record.consequence
+                exitcode = process.exitcode or 1
+                failures.append(_Failure(consequence, ended, rank, process.pid or 0, exitcode, record))
+        return failures
+
+    def _wait_for_ends(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+
+    def _kill_all(self) -> None:
+        for process in self.processes:
+            if process.exitcode is None:
+                process.kill()
+        self._wait_for_ends(_KILL_SECONDS)
+        self._close()
+
+    def _close(self) -> None:
+        """Kill the processes that the ended ones have left, and release the resources of the job."""
+        self._open = False
+        for process in self.processes:
+            process.join(0)  # only this releases it in multiprocessing
+        kill_members(self._token, (), _KILL_SECONDS)
+        if self._guard is not None:
+            self._guard.stop()
+        if self._job is not None:
+            self._job.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _error_file(self, rank: int) -> str:
+        return os.path.join(self._scratch, f"{rank}.json")
+
+
+class _Failure(NamedTuple):
+    """A failed process; the smallest one is the root cause."""
+
+    consequence: bool
+    time: float
+    rank: int
+    pid: int
+    exitcode: int
+    record: ExceptionRecord | None
+
+    def error(self) -> SpawnError:
+        if self.record is not None:
+            text = f"process {self.rank} (pid {self.pid}) failed:\n\n{self.record.traceback}"
+        else:
+            text = f"process {self.rank} failed: {describe_exit(self.exitcode, self.pid)}"
+        return SpawnError(text, rank=self.rank, pid=self.pid, exitcode=self.exitcode)
+
+
+def _run(parent: int | None, fn: Callable[..., object], rank: int, args: tuple[Any, ...]) -> None:
+    """Run the function in the child process."""
+    if parent is not None:
+        bootstrap.die_with(parent)
+    try:
+        fn(rank, *args)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)  # Ctrl-C also interrupts the parent, which reports it
+    except SystemExit as error:
+        set_exit_cause(error)
+        raise
+    except Exception as error:
+        if error.__traceback__ is not None:
+            error.__traceback__ = error.__traceback__.tb_next
+        bootstrap.record(error)
+        set_exit_cause(error)
+        sys.exit(1)
+
+
+def _environment(rank: int, nprocs: int, job: LocalJob) -> dict[str, str]:
+    environment = {
+        **job.environment,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+    }
+    if nprocs > 1:
+        environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job.master_port))
+    return environment
+
+
+@contextlib.contextmanager
+def _added_to_environment(added: Mapping[str, str]) -> Iterator[None]:
+    """Children started in this context inherit ``added``; multiprocessing has no parameter for the environment."""
+    with _environment_lock:
+        previous = {name: os.environ.get(name) for name in added}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            for name, value in previous.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,295 @@
+"""More groups: any set of ranks, neighbours, and parts of a group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from unicoll.api import world
+from unicoll.api.world import World
+from unicoll.errors import DistArgumentError
+from unicoll.group import registry
+from unicoll.group.arguments import as_integer, check_ranks
+from unicoll.group.growth import GrowthRecord
+from unicoll.group.process_group import ProcessGroup
+from unicoll.group.registry import BackendChoice
+
+__all__ = [
+    "grow_group",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "shrink_group",
+    "split_group",
+]
+
+Timeout = timedelta | float | None
+
+
+def _make(
+    here: World,
+    name: str,
+    ranks: Sequence[int],
+    choices: Sequence[BackendChoice],
+    timeout: float,
+    desc: str | None,
+    options: Any,
+    device: Any,
+    parent: ProcessGroup | None,
+) -> Any:
+    if here.job.rank not in ranks:
+        if parent is not None:
+            parent.leave_out(choices)
+        return world.GroupMember.NON_GROUP_MEMBER
+    if device is None and parent is not None:
+        device = parent.bound_device_id
+    made = ProcessGroup.create(
+        here.job, name, tuple(ranks), choices, timeout, desc or "", options, device, parent
+    )
+    here.groups.append(made)
+    return made
+
+
+def _choices(here: World, backend: str | None, parent: ProcessGroup) -> Sequence[BackendChoice]:
+    if backend is None or here.job.fake:  # then all groups have the backend fake
+        return parent.choices
+    choices = registry.choose(backend)
+    if registry.fakes(choices):
+        raise DistArgumentError(
+            f"backend: {backend!r} is for jobs without other processes: init_process_group('fake', ...)"
+        )
+    for cls in {c.cls for c in choices}:
+        cls.prepare(here.job)
+    return choices
+
+
+def new_group(
+    ranks: Sequence[int] | None = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    use_local_synchronization: bool = False,
+    group_desc: str | None = None,
+    device_id: Any = None,
+    sort_ranks: bool = True,
+) -> Any:
+    """Make a group of some of the processes. All processes of the job call this, in the same order.
+
+    Args:
+        ranks: global ranks of the members; None is all.
+        timeout: default timeout of its operations; None takes the default group's.
+        backend: as for init_process_group; None takes the default group's. Not ``"fake"``; in a job of that backend
+            every group has it, and this argument is ignored.
+        pg_options: passed to the backend.
+        use_local_synchronization: only the members call.
+        group_desc: a description, for messages.
+        device_id: device that the group is bound to.
+        sort_ranks: number the members by global rank; False keeps the order given.
+
+    Returns:
+        The group on its members, ``GroupMember.NON_GROUP_MEMBER`` elsewhere.
+
+    Raises:
+        DistArgumentError: ranks are empty, repeated or not in the world, or with ``use_local_synchronization`` the
+            caller is not among them.
+        BackendUnavailableError: the backend cannot be used here.
+    """
+    here = world.current("new_group")
+    members = check_ranks("new_group", range(here.job.size) if ranks is None else ranks, here.job.size)
+    if sort_ranks:
+        members.sort()
+    if use_local_synchronization:
+        if here.job.rank not in members:
+            raise DistArgumentError("new_group: with use_local_synchronization only the members may call")
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
+        here.named[digest] = here.named.get(digest, 0) + 1
+        name = f"local-{digest}-{here.named[digest]}"
+    else:
+        here.made += 1
+        name = f"group-{here.made}"
+    seconds = world.seconds(timeout, here.default.timeout)
+    choices = _choices(here, backend, here.default)
+    parent = None if use_local_synchronization else here.default
+    return _make(here, name, members, choices, seconds, group_desc, pg_options, device_id, parent)
+
+
+def new_subgroups(
+    group_size: int | None = None,
+    group: Any = None,
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Cut a group into neighbouring subgroups of one size; all processes of the job call this.
+
+    Args:
+        group_size: members of each subgroup; None is the number of processes on a host.
+        group: what to cut; None is the default group.
+        timeout, backend, pg_options, group_desc: as for :func:`new_group`.
+
+    Returns:
+        This process's subgroup, and the list of all (NON_GROUP_MEMBER where it is not in it).
+
+    Raises:
+        DistArgumentError: the group cannot be cut evenly.
+    """
+    here = world.current("new_subgroups")
+    parent = world.member(group, "new_subgroups")
+    given = group_size if group_size is not None else here.job.local_size or parent.size()
+    size = as_integer("new_subgroups: group_size", given)
+    if not 0 < size <= parent.size() or parent.size() % size:
+        raise DistArgumentError(
+            f"new_subgroups: a group of {parent.size()} cannot be cut into groups of {size}"
+        )
+    ranks = parent.ranks
+    lists = [list(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+    return new_subgroups_by_enumeration(lists, timeout, backend, pg_options, group_desc)
+
+
+def new_subgroups_by_enumeration(
+    ranks_per_subgroup_list: Sequence[Sequence[int]],
+    timeout: Timeout = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+) -> tuple[Any, list[Any]]:
+    """Make disjoint subgroups from lists of global ranks; all processes of the job call this.
+
+    Returns:
+        This process's subgroup (None if it is in none), and the list of all.
+
+    Raises:
+        DistArgumentError: no lists, or a rank in two of them.
+    """
+    if not ranks_per_subgroup_list:
+        raise DistArgumentError("new_subgroups_by_enumeration: no subgroups given")
+    everyone = [r for ranks in ranks_per_subgroup_list for r in ranks]
+    if len(set(everyone)) != len(everyone):
+        raise DistArgumentError("new_subgroups_by_enumeration: a rank is in two subgroups")
+    mine, made = None, []
+    for ranks in ranks_per_subgroup_list:
+        made.append(new_group(ranks, timeout, backend, pg_options, group_desc=group_desc))
+        if isinstance(made[-1], ProcessGroup):
+            mine = made[-1]
+    return mine, made
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: Timeout = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Cut a group into disjoint parts; all members of the parent call this, and no other rank.
+
+    Args:
+        parent_pg: what to cut; None is the default group.
+        split_ranks: for each part the ranks *in the parent* of its members.
+        timeout: default timeout of the parts; None takes the parent's.
+        pg_options, group_desc: as for :func:`new_group`.
+        backend: None takes the parent's.
+
+    Returns:
+        This process's part, or None if it is in none.
+
+    Raises:
+        DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent.
+    """
+    here = world.current("split_group")
+    parent = world.member(parent_pg, "split_group").whole
+    if not split_ranks:
+        raise DistArgumentError("split_group: split_ranks is empty")
+    everyone = [r for part in split_ranks for r in part]
+    check_ranks("split_group", everyone, parent.size())
+    number = parent.next_child()
+    seconds = world.seconds(timeout, parent.timeout)
+    choices = _choices(here, backend, parent)
+    for i, part in enumerate(split_ranks):
+        if len(part) == 0:
+            raise DistArgumentError(f"split_group: part {i} of split_ranks is empty")
+        if parent.rank() in part:
+            name = f"{parent.name}/{number}.{i}"
+            members = [parent.ranks[r] for r in sorted(part)]
+            made: ProcessGroup = _make(
+                here, name, members, choices, seconds, group_desc, pg_options, None, parent
+            )
+            return made
+    parent.leave_out(choices)
+    return None
+
+
+def grow_group(
+    ranks_to_add: Sequence[int],
+    group: Any = None,
+    pg_options: Any = None,
+    device_id: Any = None,
+    timeout: Timeout = None,
+) -> ProcessGroup:
+    """A group of one group's members followed by more ranks of the job; all of them call it.
+
+    The members call it with their group, or :meth:`ProcessGroup.grow`; the added ranks with the result of
+    ``new_group``, ``GroupMember.NON_GROUP_MEMBER``. The smaller group is unchanged; destroy it after use.
+    NCCL grows the communicator where it can (2.29), else all connect anew; operations in flight end first.
+
+    Args:
+        ranks_to_add: global ranks to add, in the order of their ranks in the larger group.
+        group: None is the default group.
+        pg_options: as for :func:`new_group`.
+        device_id: on added ranks, the device that the group is bound to; None takes the current one.
+        timeout: how long added ranks wait for the members; None is the default group's timeout.
+
+    Raises:
+        DistArgumentError: no ranks, or one that is in the group already or not in the job; or the ranks differ.
+        OperationTimeoutError, RankLostError: not all ranks joined.
+        GroupAbortedError: the group has failed or was destroyed.
+    """
+    if not isinstance(group, type(world.GroupMember.NON_GROUP_MEMBER)):
+        return world.member(group, "grow_group").grow(ranks_to_add, pg_options)
+    here = world.current("grow_group")
+    job = here.job
+    added = check_ranks("grow_group", ranks_to_add, job.size)
+    if job.rank not in added:
+        raise DistArgumentError(
+            f"grow_group: this rank, {job.rank}, is not among the ranks {added} that are to come"
+        )
+    if job.fake:
+        raise DistArgumentError("grow_group: with the backend fake no group can invite this rank")
+    limit = world.seconds(timeout, here.default.timeout)
+    record = GrowthRecord.receive(job.store, job.rank, added, limit)
+    same = record.backends == here.default.backend_config
+    choices = here.default.choices if same else _choices(here, record.backends, here.default)
+    device = here.default.bound_device_id if device_id is None else device_id
+    made = ProcessGroup.create(
+        job, record.name, record.ranks, choices, record.timeout, record.desc, pg_options, device, grown=True
+    )
+    here.groups.append(made)
+    return made
+
+
+def shrink_group(
+    ranks_to_exclude: Sequence[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = 0,
+    pg_options: Any = None,
+) -> ProcessGroup:
+    """A group of the remaining members of one; they all call this, the excluded ranks do not.
+
+    The group may have failed, and should then be destroyed: its operations ended when it failed. NCCL shrinks the
+    communicator where it can (2.27), else the remaining members connect anew.
+
+    Args:
+        ranks_to_exclude: ranks *in the group*, at least one.
+        group: None is the default group, which is not replaced.
+        shrink_flags: accepted because torch has it; a failed group is detected without it.
+        pg_options: as for :func:`new_group`.
+
+    Raises:
+        DistArgumentError: no rank is excluded, or the caller, or a rank that is not in the group.
+        OperationTimeoutError, RankLostError: not all remaining members joined.
+    """
+    return world.member(group, "shrink_group").shrink(ranks_to_exclude, pg_options)

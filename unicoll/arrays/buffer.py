@@ -1,0 +1,111 @@
+"""The :class:`Buffer` of one array, and the current streams of the array libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from unicoll.arrays.types import CPU, Device, DType
+
+__all__ = ["Adapter", "Buffer", "FlatArray", "current_streams", "register_current_stream"]
+
+FlatArray = np.ndarray[Any, np.dtype[Any]]
+
+
+class Buffer:
+    """One array of an operation.
+
+    Attributes:
+        owner: the user's array; this reference keeps it alive.
+        dtype: element type.
+        count: number of elements.
+        shape: the array's shape.
+        device: the device of the array's memory.
+        flat: for CPU memory a contiguous 1-D NumPy view (or packed copy) in ``dtype.storage``; None on CUDA.
+        ptr: for CUDA memory the device address; 0 on the CPU.
+        stream: for CUDA memory the handle of the stream that orders the array: its library's current stream when the
+            buffer was made.
+        current_stream: for CUDA memory a function that returns the handle of the library's current stream on the
+            device at the time of the call; None on the CPU.
+        writable: True if results may be written to the array. False for read-only memory, and for a tensor whose
+            values autograd needs for the backward pass.
+        unpack: copies a packed copy back into ``owner``; None if ``flat`` or ``ptr`` is the owner's own memory.
+    """
+
+    __slots__ = (
+        "count",
+        "current_stream",
+        "device",
+        "dtype",
+        "flat",
+        "owner",
+        "ptr",
+        "shape",
+        "stream",
+        "unpack",
+        "writable",
+    )
+
+    def __init__(
+        self,
+        owner: Any,
+        dtype: DType,
+        shape: tuple[int, ...],
+        flat: FlatArray | None,
+        writable: bool = True,
+        unpack: Callable[[], None] | None = None,
+        device: Device = CPU,
+        ptr: int = 0,
+        count: int = -1,
+        stream: int = 0,
+        current_stream: Callable[[], int] | None = None,
+    ) -> None:
+        self.owner = owner
+        self.dtype = dtype
+        self.shape = shape
+        self.flat = flat
+        self.count = flat.size if flat is not None else count
+        self.writable = writable
+        self.unpack = unpack
+        self.device = device
+        self.ptr = ptr
+        self.stream = stream
+        self.current_stream = current_stream
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of payload."""
+        return self.count * self.dtype.itemsize
+
+    def write_back(self) -> None:
+        """Copy a packed result into the user's array; does nothing if the memory is shared."""
+        if self.unpack is not None:
+            self.unpack()
+
+    def __repr__(self) -> str:
+        return f"{self.dtype.name}{list(self.shape)}" + (
+            "" if self.device.type == "cpu" else f" on {self.device}"
+        )
+
+
+Adapter = Callable[[Any], Buffer]
+
+_CURRENT_STREAMS: dict[int, list[Callable[[], int]]] = {}
+"""By device ordinal: per array library, a function that returns its current stream on the device."""
+
+
+def register_current_stream(device: int, current_stream: Callable[[], int]) -> None:
+    """Register an array library on a device.
+
+    Args:
+        device: ordinal.
+        current_stream: returns the handle of the library's current stream there, for the calling thread.
+    """
+    _CURRENT_STREAMS.setdefault(device, []).append(current_stream)
+
+
+def current_streams(device: int) -> set[int]:
+    """Handles of the calling thread's current streams on a device, one per registered array library."""
+    return {current_stream() for current_stream in _CURRENT_STREAMS.get(device, ())}

@@ -1,0 +1,316 @@
+"""Conversion of arrays to buffers: ``as_buffer(array) -> Buffer``, with one adapter per array family.
+
+The family follows from the array's type: NumPy, torch, CuPy, then any type with ``__dlpack__``,
+``__cuda_array_interface__`` or the buffer protocol. The adapters for torch and CuPy take the module from
+``sys.modules`` and import nothing.
+
+Backends always get contiguous memory. An array that is not contiguous is packed into a copy, and a result is
+copied back with :meth:`Buffer.write_back`; the array keeps its strides.
+
+An array of a subclass is first viewed as a plain array with the methods of the family's base class, so no override of
+the subclass is called. A subclass whose memory does not hold its elements raises an error that names it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from unicoll.arrays import cuda, dlpack
+from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, register_current_stream
+from unicoll.arrays.torch_tensors import torch_family
+from unicoll.arrays.types import BY_NAME, DTYPES, Device, DType
+from unicoll.errors import DistArgumentError, DistTypeError
+
+__all__ = ["Buffer", "as_buffer", "as_buffers", "register_family"]
+
+# --- NumPy -----------------------------------------------------------------------------------------------------
+
+_BY_NUMPY: dict[np.dtype[Any], DType] = {d.storage: d for d in DTYPES if d.native}
+
+
+def _numpy_dtype(dtype: np.dtype[Any]) -> DType:
+    found = _BY_NUMPY.get(dtype)
+    if found is None:
+        found = BY_NAME.get(dtype.name)  # ml_dtypes' bfloat16 and float8 types
+        if found is None or found.native:
+            reason = (
+                ""
+                if dtype.isnative
+                else " (byte order is not this machine's; use .astype(dtype.newbyteorder('=')))"
+            )
+            raise DistTypeError(f"arrays of dtype {dtype.str} ({dtype.name}) cannot be communicated{reason}")
+        _BY_NUMPY[dtype] = found
+    return found
+
+
+def _from_numpy(array: FlatArray) -> Buffer:
+    dtype = _BY_NUMPY.get(array.dtype) or _numpy_dtype(array.dtype)
+    flags = array.flags
+    if flags.c_contiguous:
+        flat = array if array.ndim == 1 else array.reshape(-1)
+        if not dtype.native:
+            flat = flat.view(dtype.storage)
+        return Buffer(array, dtype, array.shape, flat, flags.writeable)
+    packed = np.ascontiguousarray(array)
+    flat = packed.reshape(-1).view(dtype.storage)
+
+    def unpack() -> None:
+        array[...] = packed
+
+    return Buffer(array, dtype, array.shape, flat, flags.writeable, unpack)
+
+
+def _numpy_family(kind: type) -> Adapter | None:
+    if np.ndarray not in kind.__mro__:
+        return None
+    if any(str(base.__module__).startswith("numpy.ma") for base in kind.__mro__):
+        raise DistTypeError("masked arrays cannot be communicated: fill them, or send data and mask")
+    return _from_numpy if kind is np.ndarray else _from_numpy_subclass
+
+
+def _from_numpy_subclass(array: Any) -> Buffer:
+    buffer = _from_numpy(np.ndarray.view(array, np.ndarray))
+    buffer.owner = array
+    return buffer
+
+
+# --- CUDA arrays -----------------------------------------------------------------------------------------------
+
+
+def _from_cuda_interface(array: Any) -> Buffer:
+    """An array with ``__cuda_array_interface__``, version 2 or 3 (defined in the documentation of Numba and CuPy)."""
+    cai = array.__cuda_array_interface__
+    dtype = _numpy_dtype(np.dtype(array.dtype if hasattr(array, "dtype") else cai["typestr"]))
+    shape = tuple(int(n) for n in cai["shape"])
+    count = int(np.prod(shape, dtype=np.int64))
+    strides = cai.get("strides")
+    if strides is not None and count:
+        expected = dtype.itemsize
+        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+            if size != 1 and stride != expected:
+                raise DistArgumentError(
+                    "a CUDA array that is not contiguous cannot be communicated; copy it first"
+                )
+            expected *= size
+    pointer, read_only = cai["data"]
+    device = getattr(array, "device", None)
+    index = getattr(device, "id", device if isinstance(device, int) else None)
+    if index is None:
+        index = max(0, cuda.cuda().device_of(int(pointer))) if pointer else 0
+    stream = cai.get("stream") or 0
+    if stream == cuda.LEGACY_STREAM:
+        stream = 0
+    return Buffer(
+        array,
+        dtype,
+        shape,
+        None,
+        not read_only,
+        None,
+        Device("cuda", int(index)),
+        int(pointer or 0),
+        count,
+        stream,
+        lambda: stream,
+    )
+
+
+def _from_dlpack(array: Any) -> Buffer:
+    """An array with ``__dlpack__`` on the CPU or a CUDA device; ordered by the legacy default stream."""
+    kind, index = dlpack.device_of(array)
+    immutable = type(array).__module__.partition(".")[0] in _IMMUTABLE
+    if kind == dlpack.CPU_DEVICE:
+        buffer = _from_numpy(dlpack.host_view(array))
+        buffer.owner = array
+        buffer.writable = buffer.writable and not immutable
+        return buffer
+    if kind not in dlpack.CUDA_DEVICES:
+        raise DistTypeError(f"arrays on a device of DLPack type {kind} cannot be communicated")
+    memory = dlpack.import_cuda(array, cuda.LEGACY_STREAM)
+    count = int(np.prod(memory.shape, dtype=np.int64))
+    writable = not (memory.read_only or immutable)
+    return Buffer(
+        array,
+        memory.dtype,
+        memory.shape,
+        None,
+        writable,
+        None,
+        Device("cuda", index),
+        memory.ptr,
+        count,
+        0,
+        memory.stream,
+    )
+
+
+_IMMUTABLE = frozenset(("jax", "jaxlib", "tensorflow"))
+"""Modules whose arrays are immutable even where DLPack reports them writable; they cannot be outputs."""
+
+
+def _cupy_family(kind: type) -> Adapter | None:
+    cupy = sys.modules["cupy"]
+    if cupy.ndarray not in kind.__mro__:
+        return None
+    adapt = _cupy_adapter(cupy)
+    view, plain = cupy.ndarray.view, cupy.ndarray
+
+    def adapt_subclass(array: Any) -> Buffer:
+        buffer = adapt(view(array, plain))
+        buffer.owner = array
+        return buffer
+
+    return adapt if kind is plain else adapt_subclass
+
+
+@cache
+def _cupy_adapter(cupy: Any) -> Adapter:
+    """A function that makes buffers of plain CuPy arrays."""
+    get_current_stream = cupy.cuda.get_current_stream
+    devices: dict[int, tuple[Device, Callable[[], int]]] = {}
+
+    def add_device(index: int) -> tuple[Device, Callable[[], int]]:
+        def current_stream() -> int:
+            return int(get_current_stream(index).ptr)
+
+        found = devices[index] = (Device("cuda", index), current_stream)
+        register_current_stream(index, current_stream)
+        return found
+
+    def adapt(array: Any) -> Buffer:
+        dtype = _BY_NUMPY.get(array.dtype) or _numpy_dtype(array.dtype)
+        index = array.device.id
+        device, current_stream = devices.get(index) or add_device(index)
+        unpack, packed = None, array
+        if not array.flags.c_contiguous:
+            with cupy.cuda.Device(index):  # CuPy allocates and copies on the current one
+                packed = cupy.ascontiguousarray(array)
+
+            def unpack() -> None:
+                with cupy.cuda.Device(index):
+                    array[...] = packed
+
+        return Buffer(
+            array,
+            dtype,
+            array.shape,
+            None,
+            True,
+            unpack,
+            device,
+            packed.data.ptr,
+            packed.size,
+            current_stream(),
+            current_stream,
+        )
+
+    return adapt
+
+
+# --- buffer protocol ----------------------------------------------------------------------------------------------
+
+
+def _from_memory(array: Any) -> Buffer:
+    view = memoryview(array)
+    flat = np.asarray(view)
+    buffer = _from_numpy(flat)
+    buffer.owner = array
+    buffer.writable = not view.readonly
+    return buffer
+
+
+# --- recognition -------------------------------------------------------------------------------------------------
+
+_FAMILIES: dict[str, Callable[[type], Adapter | None]] = {
+    "numpy": _numpy_family,
+    "torch": torch_family,
+    "cupy": _cupy_family,
+}
+"""By module or package of a base class: a function that returns the adapter for a type derived from that class, or None
+if the type is no array of the family."""
+_ADAPTERS: dict[type, Adapter] = {np.ndarray: _from_numpy}
+"""Adapters by exact type."""
+
+
+def _family_of(module: str) -> Callable[[type], Adapter | None] | None:
+    """The family registered for a module or for the closest package that contains it."""
+    while module and module not in _FAMILIES:
+        module = module.rpartition(".")[0]
+    return _FAMILIES.get(module)
+
+
+def register_family(module: str, factory: Callable[[], Adapter]) -> None:
+    """Register an array family.
+
+    Args:
+        module: module or package of the arrays' types, for example ``"jax"``.
+        factory: called once per array type, with its first array; returns a function from array to :class:`Buffer`.
+    """
+    _FAMILIES[module] = lambda kind: factory()
+
+
+def as_buffer(array: Any, what: str = "") -> Buffer:
+    """The buffer of an array of any supported family; a contiguous array is not copied.
+
+    Args:
+        array: NumPy, CuPy or torch array, or an object with DLPack, ``__cuda_array_interface__`` or the buffer
+            protocol.
+        what: operation and argument, for errors: ``"broadcast: tensor"``.
+
+    Raises:
+        DistTypeError: the object is no array, or its dtype or layout cannot be communicated.
+        DistArgumentError: the array's memory is not contiguous and cannot be packed.
+    """
+    try:
+        adapter = _ADAPTERS.get(type(array))
+        if adapter is None:
+            adapter = _find_adapter(type(array), array)
+        return adapter(array)
+    except DistArgumentError as e:
+        if not what:
+            raise
+        raise type(e)(f"{what}: {e}", op=what.partition(":")[0]) from None
+
+
+def as_buffers(arrays: Iterable[Any], what: str) -> tuple[Buffer, ...]:
+    """:func:`as_buffer` of each array of a list; short for arrays of NumPy with one dimension."""
+    made = []
+    for array in arrays:
+        if (
+            type(array) is np.ndarray
+            and array.ndim == 1
+            and (flags := array.flags).c_contiguous
+            and (dtype := _BY_NUMPY.get(array.dtype)) is not None
+            and dtype.native
+        ):
+            made.append(Buffer(array, dtype, array.shape, array, flags.writeable))
+        else:
+            made.append(as_buffer(array, what))
+    return tuple(made)
+
+
+def _find_adapter(kind: type, array: Any) -> Adapter:
+    if issubclass(kind, np.generic | list | tuple | int | float | complex | str | bytes) or array is None:
+        raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind.__name__}")
+    adapter: Adapter | None = None
+    for base in kind.__mro__:
+        family = _family_of(str(base.__module__))
+        if family is not None and (adapter := family(kind)) is not None:
+            break
+    if adapter is None and hasattr(array, "__dlpack_device__"):
+        adapter = _from_dlpack
+    if adapter is None and hasattr(array, "__cuda_array_interface__"):
+        adapter = _from_cuda_interface
+    if adapter is None:
+        try:
+            memoryview(array)
+        except TypeError:
+            raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind.__name__}") from None
+        adapter = _from_memory
+    _ADAPTERS[kind] = adapter
+    return adapter

@@ -1,0 +1,134 @@
+"""The interface of a CUDA implementation: devices, streams, events, copies and memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from unicoll.errors import DistBackendError
+
+__all__ = ["Cuda", "CudaError", "DeviceFacts"]
+
+
+class CudaError(DistBackendError):
+    """A CUDA call failed."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Properties of a device.
+
+    Attributes:
+        name: the model.
+        uuid: globally unique; a MIG instance has its own.
+        bus: PCI bus id, ``"0000:3b:00.0"``.
+        memory: total memory in bytes.
+        capability: major and minor compute capability.
+    """
+
+    name: str
+    uuid: str
+    bus: str
+    memory: int
+    capability: tuple[int, int]
+
+
+class Cuda(ABC):
+    """The CUDA devices of this process. All methods are thread-safe and raise :class:`CudaError`."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """Name and version, for reports."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Number of devices that the process may use."""
+
+    @abstractmethod
+    def facts(self, device: int) -> DeviceFacts:
+        """Properties of a device."""
+
+    @abstractmethod
+    def peer_access(self, device: int, other: int) -> tuple[bool, bool]:
+        """(True if ``device`` can access the memory of ``other``, True if also with native atomics, as over NVLink)."""
+
+    @abstractmethod
+    def current_device(self) -> int:
+        """The calling thread's device, or -1 if it has none."""
+
+    @abstractmethod
+    def set_device(self, device: int) -> None:
+        """Make a device the calling thread's current one; -1 unsets it. Cheap if it is current already."""
+
+    # --- streams and events ---
+
+    @abstractmethod
+    def create_stream(self, device: int, high_priority: bool = False) -> int:
+        """A stream that does not synchronize with the legacy default stream."""
+
+    @abstractmethod
+    def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream; work enqueued on it still completes."""
+
+    @abstractmethod
+    def stream_done(self, stream: int) -> bool:
+        """True if all work enqueued on a stream is complete; never blocks."""
+
+    @abstractmethod
+    def capturing(self, stream: int) -> bool:
+        """True if the stream is capturing a graph."""
+
+    @abstractmethod
+    def create_event(self, device: int, timing: bool = False) -> int:
+        """A new event; one without timing is cheaper."""
+
+    @abstractmethod
+    def destroy_event(self, event: int) -> None:
+        """Destroy an event."""
+
+    @abstractmethod
+    def record(self, event: int, stream: int) -> None:
+        """Record an event: it completes after all work that is on ``stream`` now."""
+
+    @abstractmethod
+    def wait_event(self, stream: int, event: int) -> None:
+        """Make later work on ``stream`` run after ``event``; does not block the host."""
+
+    @abstractmethod
+    def event_done(self, event: int) -> bool:
+        """True if the event is complete; never blocks."""
+
+    @abstractmethod
+    def elapsed(self, start: int, end: int) -> float:
+        """Device time in seconds between two completed events with timing."""
+
+    @abstractmethod
+    def ignore_captures(self) -> None:
+        """Allow the calling thread to query events while other threads capture graphs."""
+
+    # --- memory ---
+
+    @abstractmethod
+    def allocate(self, device: int, nbytes: int) -> int:
+        """Allocate device memory; returns its address. Not ordered with any stream."""
+
+    @abstractmethod
+    def free(self, ptr: int) -> None:
+        """Free device memory; may wait for the device."""
+
+    @abstractmethod
+    def pin(self, nbytes: int) -> int:
+        """Allocate page-locked host memory; returns its address."""
+
+    @abstractmethod
+    def unpin(self, ptr: int) -> None:
+        """Free page-locked host memory."""
+
+    @abstractmethod
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy on a stream, between device and pinned memory in any direction; returns at once."""
+
+    @abstractmethod
+    def device_of(self, ptr: int) -> int:
+        """The device that owns an address, or -1 for host memory."""

@@ -1,0 +1,192 @@
+"""Arrays that are accessible by DLPack only (https://dmlc.github.io/dlpack), for example JAX arrays.
+
+CPU arrays become NumPy views. NumPy has no CUDA arrays, so their capsules are read here: the producer gets the stream
+on which the memory is read, and makes that stream wait for pending writes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from unicoll.arrays.types import BY_NAME, DType
+from unicoll.errors import DistArgumentError, DistTypeError
+
+__all__ = ["CPU_DEVICE", "CUDA_DEVICES", "DLPackMemory", "device_of", "host_view", "import_cuda"]
+
+CPU_DEVICE = 1
+CUDA_DEVICES = (2, 13)
+"""kDLCUDA and kDLCUDAManaged."""
+_READ_ONLY = 1
+_VERSIONED = b"dltensor_versioned"
+
+_KINDS = {
+    (0, 8): "int8",
+    (0, 16): "int16",
+    (0, 32): "int32",
+    (0, 64): "int64",
+    (1, 8): "uint8",
+    (1, 16): "uint16",
+    (1, 32): "uint32",
+    (1, 64): "uint64",
+    (2, 16): "float16",
+    (2, 32): "float32",
+    (2, 64): "float64",
+    (4, 16): "bfloat16",
+    (5, 64): "complex64",
+    (5, 128): "complex128",
+    (6, 8): "bool",
+    (10, 8): "float8_e4m3fn",
+    (12, 8): "float8_e5m2",
+}
+"""DLDataTypeCode and bits of our element types."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Versioned(ctypes.Structure):
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+
+
+_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_get_pointer.restype = ctypes.c_void_p
+_get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_get_name = ctypes.pythonapi.PyCapsule_GetName
+_get_name.restype = ctypes.c_char_p
+_get_name.argtypes = [ctypes.py_object]
+
+
+class DLPackMemory:
+    """Device memory of an array, valid while this object exists.
+
+    Attributes:
+        ptr: address of the first element.
+        dtype: element type of the array.
+        shape: shape of the array.
+        read_only: True if the producer marked the memory read-only.
+    """
+
+    __slots__ = ("_capsule", "dtype", "ptr", "read_only", "shape")
+
+    def __init__(self, capsule: Any, ptr: int, dtype: DType, shape: tuple[int, ...], read_only: bool) -> None:
+        self._capsule = capsule  # not consumed: deleting the capsule releases the memory
+        self.ptr = ptr
+        self.dtype = dtype
+        self.shape = shape
+        self.read_only = read_only
+
+    def stream(self) -> int:
+        """Handle of the stream that orders the memory: the legacy default stream. The bound method keeps the memory."""
+        return 0
+
+
+def device_of(array: Any) -> tuple[int, int]:
+    """DLDeviceType and ordinal of an array's device."""
+    kind, index = array.__dlpack_device__()
+    return int(kind), int(index)
+
+
+class _CapsuleProbe:
+    """Passes NumPy's DLPack calls to an array and records the kind of its capsule.
+
+    Attributes:
+        versioned: True if the capsule is of DLPack 1.0 or later, which has a read-only flag.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.versioned = False
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        capsule = self._array.__dlpack__(**arguments)
+        self.versioned = _get_name(capsule) == _VERSIONED
+        return capsule
+
+
+class _WritableMemory:
+    """The array interface of a NumPy array without its read-only flag; keeps the array alive."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def host_view(array: Any) -> np.ndarray[Any, Any]:
+    """A NumPy array over the memory of a CPU array.
+
+    Capsules before DLPack 1.0 have no read-only flag. NumPy makes their arrays read-only; this function makes them
+    writable, as other consumers do.
+    """
+    probe = _CapsuleProbe(array)
+    view = np.from_dlpack(probe)
+    if probe.versioned or view.flags.writeable:
+        return view
+    return np.asarray(_WritableMemory(view))
+
+
+def import_cuda(array: Any, stream: int) -> DLPackMemory:
+    """The memory of an array on a CUDA device, ordered for ``stream`` (1 is the legacy default stream).
+
+    Raises:
+        DistTypeError: the element type cannot be communicated.
+        DistArgumentError: the array is not contiguous.
+    """
+    try:
+        capsule = array.__dlpack__(stream=stream, max_version=(1, 0))
+    except TypeError:  # a producer of a DLPack version before 1.0
+        capsule = array.__dlpack__(stream=stream)
+    name = _get_name(capsule)
+    address = _get_pointer(capsule, name)
+    read_only = False
+    if name == _VERSIONED:
+        managed = _Versioned.from_address(address)
+        tensor, read_only = managed.tensor, bool(managed.flags & _READ_ONLY)
+    else:
+        tensor = _Tensor.from_address(address)
+    found = _KINDS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if found is None:
+        raise DistTypeError(
+            f"DLPack arrays of type code {tensor.code} with {tensor.bits} bits and {tensor.lanes} lanes"
+            " cannot be communicated"
+        )
+    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
+    if tensor.strides and not _contiguous(shape, [tensor.strides[i] for i in range(tensor.ndim)]):
+        raise DistArgumentError("a DLPack array that is not contiguous cannot be communicated; copy it first")
+    return DLPackMemory(capsule, int(tensor.data or 0) + tensor.byte_offset, BY_NAME[found], shape, read_only)
+
+
+def _contiguous(shape: tuple[int, ...], strides: list[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 0:
+            return True
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

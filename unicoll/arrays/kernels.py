@@ -1,0 +1,324 @@
+"""Reductions in NumPy, for every element type and reduction.
+
+A kernel combines contributions in an *accumulator* type: the element type itself, or float32 for the half types, whose
+own sums would lose small terms (:mod:`unicoll.arrays.half_precision` converts). Reductions with more than one pass
+over the arrays run in blocks with per-thread scratch memory, so nothing is allocated and a block stays in the cache.
+
+Kernels expect NumPy's floating-point warnings to be off, since overflow and NaN are valid results.
+:class:`IgnoreFPErrors` switches them off for a whole operation.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from unicoll.arrays.half_precision import BLOCK, HALVES, scratch
+from unicoll.arrays.types import BY_NAME, DType, Reduction
+from unicoll.errors import DistTypeError
+
+__all__ = ["Kernel", "IgnoreFPErrors", "kernel_for", "quiet_runner"]
+
+Flat = npt.NDArray[Any]
+T = TypeVar("T")
+
+_UFUNCS: dict[str, Any] = {
+    "SUM": np.add,
+    "AVG": np.add,
+    "PREMUL_SUM": np.add,
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+
+
+class Kernel:
+    """One reduction of one element type.
+
+    Args:
+        dtype: element type.
+        op: the reduction.
+
+    Attributes:
+        ufunc: combines two accumulator arrays.
+        average: True for AVG.
+        plain: True if contributions are combined unchanged: no widening, factor or division.
+        acc: NumPy dtype of the accumulator.
+        storage: NumPy dtype that the elements are stored in.
+
+    Raises:
+        DistTypeError: the type is neither NumPy's nor float16 or bfloat16 (float8).
+    """
+
+    __slots__ = (
+        "_divide",
+        "_factor",
+        "_half",
+        "_step",
+        "acc",
+        "average",
+        "dtype",
+        "plain",
+        "storage",
+        "ufunc",
+    )
+
+    def __init__(self, dtype: DType, op: Reduction) -> None:
+        self.dtype = dtype
+        self.storage = dtype.storage
+        self.ufunc = _UFUNCS[op.name]
+        self.average = op.name == "AVG"
+        self._half = half = HALVES.get(dtype.name)
+        if half is None and not dtype.native:
+            raise DistTypeError(f"{op.name} of {dtype.name} is not computed on the CPU")
+        self.acc = np.dtype(np.float32) if half else dtype.storage
+        self._step = BLOCK * 4 // self.acc.itemsize
+        self._factor = None if op.factor is None else np.asarray(op.factor).astype(self.acc)
+        self._divide = _DIVIDE.get(self.acc.kind, _divide_floats)
+        self.plain = half is None and not self.average and self._factor is None
+
+    def _load(self, acc: Flat, values: Flat) -> None:
+        """Widen and scale a block of a contribution into ``acc``."""
+        if self._half is not None:
+            self._half.widen(values, acc)
+            if self._factor is not None:
+                np.multiply(acc, self._factor, out=acc)
+        elif self._factor is not None:
+            np.multiply(values, self._factor, out=acc)
+        else:
+            acc[...] = values
+
+    def begin(self, acc: Flat, values: Flat) -> None:
+        """Set ``acc`` to the contribution ``values``, widened and scaled."""
+        if self._half is None:
+            self._load(acc, values)
+            return
+        for start in range(0, acc.size, BLOCK):
+            self._load(acc[start : start + BLOCK], values[start : start + BLOCK])
+
+    def widen(self, values: Flat) -> Flat:
+        """A contribution as an accumulator: a new array, or ``values`` itself if no conversion is needed."""
+        if self._half is None and self._factor is None:
+            return values
+        acc = np.empty(values.size, self.acc)
+        self.begin(acc, values)
+        return acc
+
+    def fold(self, acc: Flat, values: Flat) -> None:
+        """Set ``acc`` to ``acc`` op ``values``, where ``values`` is an unwidened contribution."""
+        if self._half is None and self._factor is None:
+            self.ufunc(acc, values, out=acc)
+            return
+        buffer, step = scratch.pair(self.acc)[0], self._step
+        for start in range(0, acc.size, step):
+            block = acc[start : start + step]
+            loaded = buffer[: block.size]
+            self._load(loaded, values[start : start + step])
+            self.ufunc(block, loaded, out=block)
+
+    def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
+        """Convert an accumulator to the element type, into ``out``, which may be ``acc``; else ``acc`` is unchanged."""
+        if self._half is not None:
+            for start in range(0, acc.size, BLOCK):
+                self._finish_half(acc[start : start + BLOCK], out[start : start + BLOCK], ranks)
+        elif self.average:
+            self._divide(acc, out, ranks)
+        elif out is not acc:
+            out[...] = acc
+
+    def _finish_half(self, acc: Flat, out: Flat, ranks: int) -> None:
+        assert self._half is not None
+        if self.average:
+            quotient = scratch.pair(self.acc)[1][: acc.size]
+            self._divide(acc, quotient, ranks)
+            acc = quotient
+        self._half.narrow(acc, out)
+
+    def combine(self, contributions: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
+        """Reduce all ranks' contributions in rank order into ``out``.
+
+        Args:
+            contributions: equally long arrays of the element type, by rank.
+            out: array for the result; it may be one of the contributions.
+            disjoint: True if ``out`` is none of the contributions, which saves a copy.
+        """
+        if self.plain and len(contributions) == 2:
+            self.ufunc(contributions[0], contributions[1], out=out)
+            return
+        combine = (
+            self._combine_converted
+            if self._half is not None or self._factor is not None
+            else self._combine_unconverted
+        )
+        size, step = out.size, self._step
+        if size <= step or (self.plain and disjoint):  # blocks would have no advantage
+            if size:
+                combine(contributions, out, disjoint)
+            return
+        for start in range(0, size, step):
+            stop = start + step
+            combine([values[start:stop] for values in contributions], out[start:stop], disjoint)
+
+    def _combine_unconverted(self, contributions: Sequence[Flat], out: Flat, disjoint: bool) -> None:
+        ranks = len(contributions)
+        if ranks == 1:
+            out[...] = contributions[0]
+            return
+        acc, ufunc = contributions[0], self.ufunc
+        buffer = out if disjoint else scratch.pair(self.acc)[0][: out.size]
+        for values in contributions[1:-1]:
+            acc = ufunc(acc, values, out=buffer)
+        ufunc(acc, contributions[-1], out=out)
+        if self.average:
+            self._divide(out, out, ranks)
+
+    def _combine_converted(self, contributions: Sequence[Flat], out: Flat, disjoint: bool) -> None:
+        first, second = scratch.pair(self.acc)
+        acc, loaded = first[: out.size], second[: out.size]
+        self._load(acc, contributions[0])
+        for values in contributions[1:]:
+            self._load(loaded, values)
+            self.ufunc(acc, loaded, out=acc)
+        if self._half is not None:
+            self._finish_half(acc, out, len(contributions))
+        else:
+            out[...] = acc
+
+
+# --- averages -------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _divisor(dtype: np.dtype[Any], ranks: int) -> tuple[Any, Flat]:
+    """(ufunc, operand) that divide by ``ranks``: for a power of two multiplication, which is exact and faster."""
+    if ranks & (ranks - 1) == 0:
+        return np.multiply, np.array(1 / ranks, dtype)
+    return np.divide, np.array(ranks, dtype)
+
+
+def _divide_floats(acc: Flat, out: Flat, ranks: int) -> None:
+    ufunc, operand = _divisor(acc.dtype, ranks)
+    ufunc(acc, operand, out=out)
+
+
+def _divide_complex(acc: Flat, out: Flat, ranks: int) -> None:
+    part = np.float32 if acc.itemsize == 8 else np.float64
+    _divide_floats(acc.view(part), out.view(part), ranks)
+
+
+def _divide_unsigned(acc: Flat, out: Flat, ranks: int) -> None:
+    if ranks > np.iinfo(acc.dtype).max:
+        out[...] = 0
+    else:
+        np.floor_divide(acc, acc.dtype.type(ranks), out=out)
+
+
+def _divide_signed(acc: Flat, out: Flat, ranks: int) -> None:
+    """Division towards zero: floor division after adding ``ranks - 1`` to negative numbers."""
+    kind = acc.dtype.type
+    if ranks > np.iinfo(kind).max:
+        out[...] = -(acc == -ranks).astype(kind)
+        return
+    buffer, sign = scratch.pair(acc.dtype)[1], kind(acc.itemsize * 8 - 1)
+    for start in range(0, acc.size, buffer.size):
+        block, target = acc[start : start + buffer.size], out[start : start + buffer.size]
+        shifted = buffer[: block.size]
+        np.right_shift(block, sign, out=shifted)  # -1 for a negative number, otherwise 0
+        np.bitwise_and(shifted, kind(ranks - 1), out=shifted)
+        np.add(shifted, block, out=shifted)
+        np.floor_divide(shifted, kind(ranks), out=target)
+
+
+_DIVIDE: dict[str, Callable[[Flat, Flat, int], None]] = {
+    "c": _divide_complex,
+    "u": _divide_unsigned,
+    "i": _divide_signed,
+}
+
+
+# --- kernel cache --------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=512)
+def _kernel(dtype: str, op: Reduction) -> Kernel:
+    return Kernel(BY_NAME[dtype], op)
+
+
+_by_code: dict[int, Kernel] = {}
+
+
+def kernel_for(dtype: DType, op: Reduction) -> Kernel:
+    """The kernel of an element type and reduction, cached.
+
+    Raises:
+        DistTypeError: the reduction is not supported for the type on the CPU (float8).
+    """
+    if op.factor is not None:
+        return _kernel(dtype.name, op)
+    key = (dtype.code << 8) | op.code
+    found = _by_code.get(key)
+    if found is None:
+        found = _by_code[key] = Kernel(dtype, op)
+    return found
+
+
+# --- warnings -------------------------------------------------------------------------------------------------------
+
+
+def _settings_are_in_context() -> bool:
+    """True if NumPy keeps its error state in a context variable (NumPy 2), False if per thread."""
+    return int(np.__version__.partition(".")[0]) >= 2
+
+
+class IgnoreFPErrors:
+    """Calls functions with NumPy's floating-point warnings off, at a tenth of the cost of ``np.errstate``.
+
+    With NumPy 2 the function runs in its own context (:mod:`contextvars`), in which the warnings are permanently off.
+    So it does not see the caller's context variables, and the caller does not see those that it sets. Calls may be
+    concurrent or nested: each uses a free context.
+
+    With NumPy 1 the function runs within ``np.errstate(all="ignore")``.
+    """
+
+    __slots__ = ("_idle", "_in_context")
+
+    def __init__(self) -> None:
+        self._in_context = _settings_are_in_context()
+        self._idle: list[contextvars.Context] = []
+
+    def __call__(self, function: Callable[..., T], *args: Any) -> T:
+        """The result of ``function(*args)``."""
+        if not self._in_context:
+            with np.errstate(all="ignore"):
+                return function(*args)
+        idle = self._idle
+        try:
+            context = idle.pop()
+        except IndexError:
+            context = contextvars.Context()  # empty: it keeps no value of the caller alive
+            context.run(_ignore_errors)
+        try:
+            return context.run(function, *args)
+        finally:
+            idle.append(context)
+
+
+def quiet_runner() -> Callable[..., Any]:
+    """An :class:`IgnoreFPErrors` for one call at a time, not nested: with NumPy 2 without Python overhead."""
+    if not _settings_are_in_context():
+        return IgnoreFPErrors()
+    context = contextvars.Context()
+    context.run(_ignore_errors)
+    return context.run
+
+
+def _ignore_errors() -> None:
+    np.seterr(all="ignore")

@@ -1,0 +1,159 @@
+"""Buffers of torch tensors: plain tensors, parameters, and subclasses viewed as plain tensors.
+
+torch is taken from ``sys.modules``; this module does not import it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from ctypes import c_char
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, register_current_stream
+from unicoll.arrays.types import DTYPES, Device, DType
+from unicoll.errors import DistTypeError
+
+__all__ = ["torch_family"]
+
+
+def torch_family(kind: type) -> Adapter | None:
+    """The adapter for a tensor type; None if ``kind`` is not derived from ``torch.Tensor``.
+
+    Raises:
+        DistTypeError: the memory of such tensors need not hold their elements.
+    """
+    torch = sys.modules["torch"]
+    if torch.Tensor not in kind.__mro__:
+        return None
+    adapt = _torch_adapter(torch)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return adapt
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:  # type: ignore[attr-defined]
+        raise DistTypeError(
+            f"tensors of type {name} cannot be communicated: it defines __torch_dispatch__, so its own memory need not"
+            " hold its elements; pass the tensor that it wraps (for a DTensor: to_local())"
+        )
+    if torch.nn.parameter.UninitializedTensorMixin in kind.__mro__:
+        raise DistTypeError(f"tensors of type {name} cannot be communicated before they have a shape")
+    without_overrides = torch._C.DisableTorchFunctionSubclass
+    detach = torch.Tensor.detach
+    requires_grad, grad_fn = torch.Tensor.requires_grad.__get__, torch.Tensor.grad_fn.__get__
+
+    def adapt_subclass(tensor: Any) -> Buffer:
+        with without_overrides():
+            plain = detach(tensor)
+            in_a_graph = requires_grad(tensor) and grad_fn(tensor) is not None
+        buffer = adapt(plain)
+        buffer.owner = tensor
+        buffer.writable = not in_a_graph or not torch.is_grad_enabled()
+        return buffer
+
+    return adapt_subclass
+
+
+@cache
+def _torch_adapter(torch: Any) -> Adapter:
+    """A function that makes buffers of plain tensors and of parameters."""
+    by_torch = {getattr(torch, d.name): d for d in DTYPES if hasattr(torch, d.name)}
+    strided = torch.strided
+    on_cuda = _torch_on_cuda(torch)
+    grad_enabled = torch.is_grad_enabled
+
+    def adapt(tensor: Any) -> Buffer:
+        dtype = by_torch.get(tensor.dtype)
+        if dtype is None:
+            raise DistTypeError(f"tensors of dtype {tensor.dtype} cannot be communicated")
+        if tensor.layout is not strided:
+            raise DistTypeError(
+                f"tensors of layout {tensor.layout} cannot be communicated; make it dense first"
+            )
+        if not tensor.is_cpu:
+            device = tensor.device
+            if device.type != "cuda":
+                raise DistTypeError(f"tensors on device {device} cannot be communicated")
+            return on_cuda(tensor, dtype, device)
+        try:
+            shape = tuple(tensor.shape)
+        except RuntimeError as e:  # a nested tensor has none
+            raise DistTypeError(f"tensors without a shape cannot be communicated: {e}") from None
+        unpack, packed = None, tensor
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            packed, unpack = _packed_tensor(tensor.detach())
+        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
+        return Buffer(tensor, dtype, shape, _memory(packed, dtype), writable, unpack)
+
+    return adapt
+
+
+def _memory(tensor: Any, dtype: DType) -> FlatArray:
+    """The memory of a contiguous CPU tensor as a 1-D array, which keeps the tensor alive.
+
+    ``Tensor.numpy()`` would make the tensor's storage non-resizable, and FSDP resizes storages.
+    """
+    nbytes = tensor.numel() * dtype.itemsize
+    if not nbytes:
+        return np.empty(0, dtype.storage)
+    memory: Any = (c_char * nbytes).from_address(tensor.data_ptr() or _no_memory(tensor))
+    memory.tensor = tensor
+    return np.frombuffer(memory, dtype.storage)
+
+
+def _no_memory(tensor: Any) -> int:
+    raise DistTypeError(
+        f"a tensor of shape {list(tensor.shape)} without memory cannot be communicated: it is a functional tensor of"
+        " torch's tracing, or its storage was freed"
+    )
+
+
+def _packed_tensor(source: Any) -> tuple[Any, Callable[[], None]]:
+    """A contiguous copy of a tensor, and the function that copies it back."""
+    packed = source.resolve_conj().resolve_neg().contiguous()
+
+    def unpack() -> None:
+        source.copy_(packed)
+
+    return packed, unpack
+
+
+def _torch_on_cuda(torch: Any) -> Callable[[Any, DType, Any], Buffer]:
+    """A function that makes buffers of CUDA tensors."""
+    devices: dict[int, tuple[Device, Callable[[], int]]] = {}
+    raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    grad_enabled = torch.is_grad_enabled
+
+    def add_device(index: int) -> tuple[Device, Callable[[], int]]:
+        def public_api() -> int:  # slower than the private function
+            return int(torch.cuda.current_stream(index).cuda_stream)
+
+        current_stream: Callable[[], int] = public_api if raw_stream is None else partial(raw_stream, index)
+        found = devices[index] = (Device("cuda", index), current_stream)
+        register_current_stream(index, current_stream)
+        return found
+
+    def adapt(tensor: Any, dtype: DType, torch_device: Any) -> Buffer:
+        index = torch_device.index
+        device, current_stream = devices.get(index) or add_device(index)
+        unpack, packed = None, tensor
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            packed, unpack = _packed_tensor(tensor.detach())
+        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
+        return Buffer(
+            tensor,
+            dtype,
+            tuple(tensor.shape),
+            None,
+            writable,
+            unpack,
+            device,
+            packed.data_ptr() or (packed.numel() and _no_memory(packed)),
+            packed.numel(),
+            current_stream(),
+            current_stream,
+        )
+
+    return adapt

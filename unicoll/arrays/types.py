@@ -1,0 +1,182 @@
+"""Element types, devices and reductions.
+
+``DType`` and ``ReduceOp`` have stable one-byte codes. The codes are part of the signature that ranks compare before a
+collective moves data, so a code is never reused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "BY_NAME",
+    "COMPRESSED",
+    "COMPRESSIONS",
+    "DTYPES",
+    "DType",
+    "Device",
+    "ReduceOp",
+    "Reduction",
+    "default_pg_timeout",
+    "reduce_op",
+]
+
+
+default_pg_timeout = timedelta(minutes=30)
+"""Timeout of an operation if neither the call nor the group has one (torch.distributed's default)."""
+
+
+class DType:
+    """One element type.
+
+    Attributes:
+        name: torch's spelling, for example ``"float32"`` or ``"bfloat16"``.
+        code: its number in signatures.
+        itemsize: bytes per element.
+        storage: the NumPy dtype that its elements are stored in; for types that NumPy lacks, an unsigned integer of
+            the same width that holds the bits.
+        kind: ``"b"`` bool, ``"u"`` unsigned, ``"i"`` signed, ``"f"`` float, ``"c"`` complex.
+        native: True if NumPy has this type (``storage`` is then the type, not its bits).
+    """
+
+    __slots__ = ("code", "itemsize", "kind", "name", "native", "storage")
+
+    def __init__(self, code: int, name: str, kind: str, storage: str, native: bool = True) -> None:
+        self.code = code
+        self.name = name
+        self.kind = kind
+        self.storage = np.dtype(storage)
+        self.itemsize = self.storage.itemsize
+        self.native = native
+
+    @property
+    def half(self) -> bool:
+        """True if sums are accumulated in float32, because the type's precision is too low."""
+        return self.kind == "f" and self.itemsize <= 2
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+DTYPES: tuple[DType, ...] = (
+    DType(1, "bool", "b", "?"),
+    DType(2, "uint8", "u", "u1"),
+    DType(3, "int8", "i", "i1"),
+    DType(4, "uint16", "u", "u2"),
+    DType(5, "int16", "i", "i2"),
+    DType(6, "uint32", "u", "u4"),
+    DType(7, "int32", "i", "i4"),
+    DType(8, "uint64", "u", "u8"),
+    DType(9, "int64", "i", "i8"),
+    DType(10, "float16", "f", "f2"),
+    DType(11, "float32", "f", "f4"),
+    DType(12, "float64", "f", "f8"),
+    DType(13, "bfloat16", "f", "u2", native=False),
+    DType(14, "complex64", "c", "c8"),
+    DType(15, "complex128", "c", "c16"),
+    DType(16, "float8_e4m3fn", "f", "u1", native=False),
+    DType(17, "float8_e5m2", "f", "u1", native=False),
+)
+BY_NAME: dict[str, DType] = {d.name: d for d in DTYPES}
+
+COMPRESSIONS = {"bfloat16": 1, "int8": 2}
+"""The compressions (:mod:`unicoll.arrays.compression`), with their codes."""
+COMPRESSED = ("float32", "float64")
+"""Names of the element types that can be compressed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Device of an array.
+
+    Attributes:
+        type: ``"cpu"`` or ``"cuda"``.
+        index: the CUDA ordinal; -1 for the CPU.
+    """
+
+    type: str
+    index: int = -1
+
+    def __str__(self) -> str:
+        return self.type if self.index < 0 else f"{self.type}:{self.index}"
+
+
+CPU = Device("cpu")
+
+
+class Reduction:
+    """A reduction; PREMUL_SUM has a factor, the others are singletons.
+
+    Attributes:
+        name: torch.distributed's name.
+        code: its number in signatures.
+        factor: the factor of PREMUL_SUM; else None.
+        key: dictionary key, faster to hash than the object.
+    """
+
+    __slots__ = ("code", "factor", "key", "name")
+
+    def __init__(self, name: str, code: int, factor: Any = None) -> None:
+        self.name = name
+        self.code = code
+        self.factor = factor
+        self.key: Any = code if factor is None else (code, factor)
+
+    def __repr__(self) -> str:
+        if self.factor is not None:
+            return f"ReduceOp.{self.name}({self.factor!r})"
+        return f"ReduceOp.{self.name}"
+
+    def __str__(self) -> str:
+        return self.name if self.factor is None else f"{self.name}({self.factor})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Reduction) and (self.code, self.factor) == (other.code, other.factor)
+
+    def __hash__(self) -> int:
+        return self.code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Reduction, (self.name, self.code, self.factor))
+
+
+class ReduceOp:
+    """The reductions, with torch.distributed's names.
+
+    ``SUM``, ``PRODUCT``, ``MIN``, ``MAX`` (NaN wins over numbers), ``BAND``, ``BOR``, ``BXOR`` (integers and bool),
+    ``AVG`` (the sum divided by the number of ranks; integers are divided towards zero, as NCCL does), and
+    ``PREMUL_SUM``: call it with a factor, ``ReduceOp.PREMUL_SUM(0.5)``; each rank's input is multiplied before
+    the sum (NCCL's ``ncclRedOpCreatePreMulSum``). float16, bfloat16 and float8 accumulate in float32.
+    For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
+
+    NCCL has its own arithmetic (docs/gpu.md): a NaN is dropped by MIN and MAX, and the short types are rounded after
+    every addition.
+    """
+
+    Type = Reduction
+    SUM = Reduction("SUM", 1)
+    AVG = Reduction("AVG", 2)
+    PRODUCT = Reduction("PRODUCT", 3)
+    MIN = Reduction("MIN", 4)
+    MAX = Reduction("MAX", 5)
+    BAND = Reduction("BAND", 6)
+    BOR = Reduction("BOR", 7)
+    BXOR = Reduction("BXOR", 8)
+
+    @staticmethod
+    def PREMUL_SUM(factor: Any) -> Reduction:
+        """The sum of the inputs, each multiplied by ``factor`` (a number) first."""
+        return Reduction("PREMUL_SUM", 9, factor.item() if hasattr(factor, "item") else factor)
+
+
+class reduce_op:
+    """The old spelling of :class:`ReduceOp`, kept because torch.distributed keeps it."""
+
+    SUM = ReduceOp.SUM
+    PRODUCT = ReduceOp.PRODUCT
+    MIN = ReduceOp.MIN
+    MAX = ReduceOp.MAX

@@ -1,0 +1,253 @@
+"""The calls in which this process's threads are blocked, found from their stacks; calls themselves record nothing.
+
+A thread is blocked if the innermost frames of its stack are unicoll's and one of them is a call that waits. A thread
+that joins another one waits as long as that, and a thread that waits for a future as long as all threads that could
+complete it. Threads of unicoll count only while they run a callback of the user, but a call whose end runs callbacks
+counts as one that a thread waits for. Daemon threads whose frames belong to modules without unicoll do not count, and
+neither do idle threads of a pool.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from unicoll.backend.call import Call, ProxyCall
+from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES
+from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.op_queue import OpQueue
+from unicoll.backend.work import Completion, HostCompletion, Work
+
+__all__ = ["BlockedCall", "MessageQueues", "find_blocked_calls"]
+
+_OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
+_LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
+_RUN, _COMPLETION_WAIT = OpQueue.run.__code__, HostCompletion.wait.__code__
+_WORK_WAITS = (Work.wait.__code__, Work.synchronize.__code__)
+_IDLE = {("threading", "_shutdown"), ("concurrent.futures.thread", "_worker")}
+"""Innermost functions, with their modules, of threads that only another thread can wake."""
+_FINISH = HostCompletion.finish.__code__
+_MOST_SENDERS = 128
+"""Members of a group up to which a receive from any of them is examined: all their connections are."""
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+"""Timers that interrupt the main thread: the signal's handler may end its call."""
+_MAX_FRAMES = 60
+"""Frames of unicoll in one stack at most; deeper stacks count as not blocked."""
+
+
+@runtime_checkable
+class MessageQueues(Protocol):
+    """An engine of sends and receives that shows which messages are in flight."""
+
+    def is_unmatched(self, call: Call) -> bool:
+        """True for a receive whose message has not come, not even its header."""
+
+    def link(self, peer: int) -> tuple[bool, bool]:
+        """Whether there is a connection to a member, and whether nothing is on its way on it as far as is known here.
+
+        Nothing is on its way if what this rank has sent has reached the peer's host, and all that has come was read.
+        """
+
+
+class BlockedCall(NamedTuple):
+    """A call that a thread waits for, or that has to end before a callback runs.
+
+    Attributes:
+        backend: of its group.
+        call: the last one of the batch.
+        where: ``file:line`` of the user's code that waits; "" for a callback.
+        ends_alone: True if the call may end without a call of another rank: a send, a receive whose message has begun
+            to come or may come from very many ranks, messages of backends without :class:`MessageQueues`, and calls
+            with a shorter timeout than their group's, after which the program may go on.
+    """
+
+    backend: HostBackend
+    call: Call
+    where: str
+    ends_alone: bool
+
+
+def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCall], bool]:
+    """The calls in which threads are blocked, and True if no other thread of this process could call unicoll."""
+    queues = {id(backend.queue): backend for backend in backends}
+    engines = {id(backend._p2p): backend for backend in backends if backend._p2p is not None}
+    threads = {thread.ident: thread for thread in threading.enumerate()}
+    found: list[BlockedCall] = []
+    blocked: set[int | None] = set()
+    joining: list[threading.Thread] = []
+    of_future = ignored = False
+    all_blocked = not any(signal.getitimer(timer)[0] for timer in _TIMERS)
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # a reference to the own frame would keep everything here alive
+    for ident, frame in frames.items():
+        thread = threads.get(ident)
+        ours = thread is not None and thread.name.startswith("unicoll")
+        if ours and not _runs_callback(frame):
+            continue
+        call = _blocked_call(frame, queues, engines, backends)
+        if call is not None:
+            found.append(call)
+            blocked.add(ident)
+        elif (joined := _joins(frame)) is not None:
+            joining.append(joined)
+            blocked.add(ident)
+        elif _waits_for_future(frame):
+            of_future = True
+            blocked.add(ident)
+        elif _is_idle(frame):
+            continue
+        elif _cannot_call(thread, frame):
+            ignored = True
+        else:
+            all_blocked = False
+    if any(thread.ident not in blocked for thread in joining) or (of_future and ignored):
+        all_blocked = False
+    for backend in backends:
+        for completion, _ in _in_background(backend):
+            if completion._callbacks:
+                last = completion.calls[-1]
+                found.append(BlockedCall(backend, last, "", _ends_alone(backend, last)))
+        if backend._p2p is not None and backend._p2p.has_callbacks:
+            all_blocked = False
+    return found, all_blocked
+
+
+def _in_background(backend: HostBackend) -> list[tuple[HostCompletion, Any]]:
+    queue = backend.queue
+    running = queue._running
+    return [*([(running, None)] if running is not None else []), *queue._queue]
+
+
+def _blocked_call(
+    top: FrameType,
+    queues: dict[int, HostBackend],
+    engines: dict[int, HostBackend],
+    backends: Sequence[HostBackend],
+) -> BlockedCall | None:
+    """The innermost call of the user in which a thread is blocked; None if it runs or waits for a limited time."""
+    frame: FrameType | None = top
+    found: tuple[HostBackend, Call] | None = None
+    for _ in range(_MAX_FRAMES):
+        if frame is None or _package(frame) not in _OURS:
+            break
+        code = frame.f_code
+        if code in _WORK_WAITS and frame.f_locals.get("timeout") is not None:
+            return None
+        if found is None:
+            if code is _RUN:
+                backend = queues.get(id(frame.f_locals["self"]))
+                found = (backend, frame.f_locals["call"]) if backend is not None else None
+            elif code in _WORK_WAITS:
+                found = _owner(frame.f_locals["self"].completion, backends)
+            elif code is _COMPLETION_WAIT and frame.f_locals["timeout"] is None:
+                found = _owner(frame.f_locals["self"], backends)
+            elif code.co_name == "run" and (at := engines.get(id(frame.f_locals.get("self")))) is not None:
+                call = frame.f_locals.get("call")
+                found = (at, call) if isinstance(call, Call) and not isinstance(call, ProxyCall) else None
+        frame = frame.f_back
+    else:
+        return None
+    if found is None:
+        return None
+    backend, call = found
+    return BlockedCall(backend, call, _line(frame), _ends_alone(backend, call))
+
+
+def _owner(completion: Completion, backends: Sequence[HostBackend]) -> tuple[HostBackend, Call] | None:
+    """The backend that a completion belongs to, and the last call of its batch."""
+    inner = completion if isinstance(completion, HostCompletion) else getattr(completion, "_done", None)
+    if not isinstance(inner, HostCompletion) or inner.done():
+        return None
+    call = inner.calls[-1]
+    if isinstance(call, ProxyCall):
+        return None
+    for backend in backends:
+        if any(inner is waiting for waiting, _ in _in_background(backend)):
+            return backend, call
+        engine = backend._p2p
+        if len(inner.calls) == 1 and isinstance(engine, MessageQueues) and engine.is_unmatched(call):
+            return backend, call
+    return None
+
+
+def _ends_alone(backend: HostBackend, call: Call) -> bool:
+    engine = backend._p2p
+    if call.timeout < backend.context.timeout:
+        return True
+    if not call.op.message:
+        return False
+    if call.peer < 0 and backend.context.size > _MOST_SENDERS:
+        return True
+    return not isinstance(engine, MessageQueues) or not engine.is_unmatched(call)
+
+
+def _joins(top: FrameType) -> threading.Thread | None:
+    """The thread that a thread joins without a timeout."""
+    frame: FrameType | None = top
+    while frame is not None and _package(frame) == "threading":
+        if frame.f_code is threading.Thread.join.__code__:
+            thread = frame.f_locals["self"]
+            return thread if frame.f_locals["timeout"] is None else None
+        frame = frame.f_back
+    return None
+
+
+def _waits_for_future(top: FrameType) -> bool:
+    """True for a thread that waits without a timeout for a future, which another thread has to complete."""
+    frame: FrameType | None = top
+    while frame is not None and _package(frame) in ("threading", "concurrent"):
+        if frame.f_globals["__name__"] == "concurrent.futures._base" and frame.f_code.co_name == "result":
+            return frame.f_locals["timeout"] is None
+        frame = frame.f_back
+    return False
+
+
+def _is_idle(top: FrameType) -> bool:
+    return (top.f_globals.get("__name__"), top.f_code.co_name) in _IDLE
+
+
+def _cannot_call(thread: threading.Thread | None, top: FrameType) -> bool:
+    """True for a thread that does not call unicoll, as far as its stack shows."""
+    if thread is not None and not thread.daemon:
+        return False
+    frame: FrameType | None = top
+    while frame is not None:
+        names = frame.f_globals
+        if names.get("__name__") == "__main__" or any(_is_ours(value) for value in [*names.values()]):
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _is_ours(value: Any) -> bool:
+    """True for unicoll, its modules, and what is defined in them."""
+    name = getattr(value, "__name__", "") if type(value) is type(sys) else getattr(value, "__module__", "")
+    return isinstance(name, str) and name.partition(".")[0] in _OURS
+
+
+def _runs_callback(top: FrameType) -> bool:
+    """True for a thread of unicoll that runs a callback."""
+    frame: FrameType | None = top
+    while frame is not None:
+        if frame.f_code is _FINISH or _package(frame) not in _LIBRARIES:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.partition(".")[0]
+
+
+def _line(frame: FrameType | None) -> str:
+    """``file:line`` of the innermost frame of the user's code."""
+    while frame is not None:
+        if _package(frame) not in LIBRARY_PACKAGES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

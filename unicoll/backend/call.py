@@ -1,0 +1,180 @@
+"""One operation, as the group hands it to a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.types import DType, Reduction
+from unicoll.backend.ops import Op, Sizes
+from unicoll.backend.options import CallOptions
+
+__all__ = ["Call", "OneSidedCall", "ProxyCall"]
+
+
+class Call:
+    """One operation as a backend gets it.
+
+    Attributes:
+        op: its row in the table.
+        inputs, outputs: contiguous buffers; the same tuple for operations in place.
+        reduce: the reduction, or None.
+        root: rank in the group of the special rank, or -1.
+        peer: for send and recv the other rank in the group; -1 receives from anyone.
+        tag: for send and recv.
+        in_counts, out_counts: for all_to_all, elements per rank.
+        even: for all_to_all_single, True if no split sizes were given.
+        timeout: seconds the operation may take.
+        signature: see :func:`unicoll.backend.validation.sign`.
+        seq: position in the group's order (from 1), given by the backend when it accepts the call.
+        site: ``file:line`` of the caller where it was recorded, else "".
+        source: for a receive from anyone, the rank in the group that the message came from.
+        options: from :meth:`~unicoll.group.ProcessGroup.using`, or None.
+        compression: of what travels between hosts: a key of :data:`unicoll.arrays.types.COMPRESSIONS`, or "".
+        refused: on the root of a gather or scatter the reason why it refused its list, sent to the others; else "".
+        timed: True if its duration is recorded.
+        kind: the same object for all calls of the group that are alike but for the memory of their arrays, under which
+            backends keep what they need for such calls; None for a call that the library makes within another one.
+    """
+
+    __slots__ = (
+        "compression",
+        "even",
+        "in_counts",
+        "inputs",
+        "kind",
+        "op",
+        "options",
+        "out_counts",
+        "outputs",
+        "peer",
+        "reduce",
+        "refused",
+        "root",
+        "seq",
+        "signature",
+        "site",
+        "source",
+        "tag",
+        "timed",
+        "timeout",
+    )
+
+    def __init__(
+        self,
+        op: Op,
+        inputs: tuple[Buffer, ...],
+        outputs: tuple[Buffer, ...],
+        timeout: float,
+        reduce: Reduction | None = None,
+        root: int = -1,
+        peer: int = -1,
+        tag: int = 0,
+    ) -> None:
+        self.op = op
+        self.inputs = inputs
+        self.outputs = outputs
+        self.timeout = timeout
+        self.reduce = reduce
+        self.root = root
+        self.peer = peer
+        self.tag = tag
+        self.in_counts: tuple[int, ...] | None = None
+        self.out_counts: tuple[int, ...] | None = None
+        self.even = False
+        self.signature = 0
+        self.seq = 0
+        self.site = ""
+        self.source = -1
+        self.refused = ""
+        self.compression = ""
+        self.options: CallOptions | None = None
+        self.timed = False
+        self.kind: object = None
+
+    @property
+    def dtype(self) -> DType | None:
+        """Element type of the call's arrays; None where there are none."""
+        buffers = self.inputs or self.outputs
+        return buffers[0].dtype if buffers else None
+
+    def write_back(self) -> None:
+        """Copy packed results into the users' strided arrays."""
+        for buffer in self.outputs:
+            if buffer.unpack is not None:
+                buffer.unpack()
+
+    def describe(self) -> str:
+        """The call in words, for errors: ``all_reduce(float32[4], SUM)``."""
+        parts = []
+        op = self.op
+        if op.uneven and op.sizes is not Sizes.EXCHANGED:
+            own, listed = (
+                (self.inputs, self.outputs) if op.sizes is Sizes.GATHERED else (self.outputs, self.inputs)
+            )
+            parts.append(_describe_parts(listed or own))
+        elif op.scattered and self.outputs:
+            parts.append(str(self.outputs[0]))
+        elif self.inputs or self.outputs:
+            parts.append(str((self.inputs or self.outputs)[0]))
+        if self.reduce is not None:
+            parts.append(str(self.reduce))
+        if self.compression:
+            parts.append(f"compression={self.compression}")
+        if self.root >= 0:
+            parts.append(f"root={self.root}")
+        if op.message:
+            parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}, tag={self.tag}")
+        return f"{op.name}({', '.join(parts)})"
+
+
+class ProxyCall(Call):
+    """An internal call made for a user's call; it has the number, call site and description of that call.
+
+    Attributes:
+        of: the user's call.
+    """
+
+    __slots__ = ("of",)
+
+    def __init__(
+        self,
+        of: Call,
+        op: Op,
+        inputs: tuple[Buffer, ...],
+        outputs: tuple[Buffer, ...],
+        timeout: float,
+        reduce: Reduction | None = None,
+        root: int = -1,
+    ) -> None:
+        super().__init__(op, inputs, outputs, timeout, reduce, root, of.peer, of.tag)
+        self.of = of
+        self.seq, self.site, self.refused, self.timed = of.seq, of.site, of.refused, of.timed
+        self.compression = of.compression
+
+    def describe(self) -> str:
+        return self.of.describe()
+
+
+class OneSidedCall(Call):
+    """A put, a signal, or a wait for signals. Its one input gives the stream, and for a put the data.
+
+    Attributes:
+        signals: number of signals by the other rank in the group.
+        window, offset: target of a put: the user's window, and elements from its start.
+        handle: for a put, the backend's handle of the window.
+    """
+
+    __slots__ = ("handle", "offset", "signals", "window")
+
+    signals: dict[int, int]
+    window: Any
+    offset: int
+    handle: int
+
+
+def _describe_parts(parts: Sequence[Buffer]) -> str:
+    if len({b.shape for b in parts}) == 1:
+        return str(parts[0])
+    return f"{parts[0].dtype} of sizes {[b.count for b in parts]}"

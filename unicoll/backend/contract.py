@@ -1,0 +1,432 @@
+"""The contract of backends: what a backend is created from, what it gets, and what it must provide.
+
+A backend serves one process group. It is created from a :class:`Context` and gets :class:`Call` records, whose buffers
+are contiguous and whose arguments have been checked.
+
+**Required** are a class attribute ``name`` and three methods: ``post`` (starts calls and returns a
+:class:`~unicoll.backend.work.Completion`), ``abort`` and ``close``. Everything else has a default. A backend of arrays
+in host memory derives from :class:`~unicoll.backend.host_backend.HostBackend`, which gives it order, numbers,
+asynchronous calls and fallbacks; in the place of ``post`` it defines ``execute``, which does one call and blocks.
+
+**Operations.** ``caps.native`` names the operations that the backend has. At least ``send`` and ``recv``, or one
+collective that moves data (``broadcast``, ``all_gather`` or ``all_gather_into_tensor``) must be among them: a
+collective that is not native runs as a fallback (:mod:`unicoll.backend.fallbacks`) over those. Where that is not
+possible the call is refused with BackendUnavailableError. :class:`~unicoll.backend.ops.Op` describes the inputs and
+outputs of each operation.
+
+**A call.** A backend reads ``call.inputs`` and writes ``call.outputs`` through ``Buffer.flat`` (CPU) or
+``Buffer.ptr`` (CUDA), and nothing else: inputs may be read-only, and an operation in place has the same tuple for both.
+:mod:`unicoll.arrays.kernels` reduces arrays of every element type, also those that NumPy lacks. After it has written
+the outputs it calls :meth:`Call.write_back`. It must notice calls that differ between ranks (``call.signature`` is
+equal on all ranks if the calls agree; fallbacks compare it), a deadline (``call.timeout`` seconds) and ``abort``, and
+then raise the same error on all ranks as far as possible.
+
+**Messages.** ``send`` and ``recv`` match by (``call.peer``, ``call.tag``) in the order of the calls; a receive with
+``peer`` -1 takes a message from any member and sets ``call.source``. Tags are signed 64-bit integers; the lowest one is
+for fallbacks. A message that comes before its receive is kept.
+
+:class:`unicoll.testing.Conformance` tests the results of operations, their order and what is refused, but no failures.
+docs/writing-a-backend.md builds a backend and tests it.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from unicoll.arrays.buffer import Buffer
+from unicoll.arrays.types import DType, Reduction
+from unicoll.backend.call import Call, OneSidedCall
+from unicoll.backend.options import CallOptions
+from unicoll.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from unicoll.backend.flight_recorder import PendingEntry
+    from unicoll.backend.work import Completion
+    from unicoll.net.control.client import ControlClient
+    from unicoll.net.stores import Store
+
+__all__ = ["Backend", "Call", "Caps", "Context", "Job", "OneSidedCall", "Registration", "Tracker"]
+
+
+def host_reduces(dtype: DType, reduction: Reduction) -> bool:
+    """True if :mod:`unicoll.arrays.kernels` reduces elements of this type: all types but float8."""
+    return dtype.native or (dtype.half and dtype.itemsize == 2)
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The capabilities of a backend.
+
+    Attributes:
+        devices: device types whose arrays it takes.
+        native: names of the operations that it has itself.
+        reduces: ``reduces(dtype, reduction)`` is False for reductions that are refused with DistTypeError. Operations
+            that do not reduce take all types.
+        compresses: True if it takes calls with a :attr:`Call.compression`, and keeps the error bounds of
+            :mod:`unicoll.arrays.compression`; it need not compress.
+    """
+
+    devices: frozenset[str] = frozenset({"cpu"})
+    native: frozenset[str] = frozenset({"send", "recv"})
+    reduces: Callable[[DType, Reduction], bool] = host_reduces
+    compresses: bool = False
+
+
+class Job:
+    """State that all groups of one ``init_process_group`` share: ranks, store, secret key, control plane.
+
+    Attributes:
+        rank, size: of this process in the world.
+        key: secret key of the job's connections, never empty.
+        trusted: True if only holders of a secret can have joined, so that pickles may be loaded.
+        addresses: this host's addresses to listen on.
+        control: liveness and failure notices; None for a world of one, and if ``fake``.
+        timeout: default timeout of the world group, seconds.
+        local_rank, local_size: of the processes on this host; None if the launcher does not tell.
+        fake: True if there are no other processes: every group has the backend ``fake``.
+        post_mortem: asks the launcher how a rank ended; may take a fraction of a second.
+        groups: the open groups, in the order in which they were created.
+        hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.hooks`).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        key: bytes,
+        trusted: bool,
+        addresses: list[str],
+        timeout: float,
+        control: ControlClient | None = None,
+        local_size: int | None = None,
+        post_mortem: Callable[[int], str | None] | None = None,
+        local_rank: int | None = None,
+        fake: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self._store = store
+        self.key = key
+        self.trusted = trusted
+        self.addresses = addresses
+        self.timeout = timeout
+        self.control = control
+        self.local_size = local_size
+        self.local_rank = local_rank
+        self.fake = fake
+        self.groups: list[Any] = []
+        self.hooks: tuple[Any, ...] = ()
+        self._post_mortem = post_mortem
+        self._shared: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def store(self) -> Store:
+        """The job's store, prefixed, its values signed; another one once the process that hosted it has died."""
+        replacement = self.control.replacement_store() if self.control is not None else None
+        return self._store if replacement is None else replacement
+
+    def cause_of_death(self, rank: int) -> str:
+        """The launcher's report on a rank that died, as the end of a sentence; "" if no launcher tells."""
+        cause = self._post_mortem(rank) if self._post_mortem is not None else None
+        return f" ({cause})" if cause else ""
+
+    def shared(self, name: str, make: Callable[[], Any]) -> Any:
+        """A resource of which a backend has one per process and job, a listener for example; closed with the job."""
+        with self._lock:
+            if name not in self._shared:
+                self._shared[name] = make()
+            return self._shared[name]
+
+    def close(self) -> None:
+        """Close the shared resources; idempotent."""
+        with self._lock:
+            shared, self._shared = self._shared, {}
+        with ExitStack() as cleanup:  # an error in one does not keep the others open
+            for resource in reversed(shared.values()):
+                cleanup.callback(resource.close)
+
+
+@dataclass
+class Context:
+    """The group that a backend is created for.
+
+    Attributes:
+        job: state shared by all groups of the job.
+        name: the group's name, equal on all its members and unique in the job.
+        rank: this process's rank in the group.
+        ranks: the members' global ranks, in group order.
+        timeout: default timeout of the group's operations, seconds.
+        options: the user's ``pg_options``.
+        device: device that the group is bound to, or None.
+        explicit: True if the user named the backend.
+        backend: name of the backend; a group may have several.
+    """
+
+    job: Job
+    name: str
+    rank: int
+    ranks: tuple[int, ...]
+    timeout: float
+    options: Any = None
+    device: Any = None
+    explicit: bool = False
+    backend: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    @property
+    def store(self) -> Store:
+        """The job's store, with keys of this group alone: every key gets the group's name as a prefix."""
+        from unicoll.net.stores import PrefixStore  # few backends need it
+
+        return PrefixStore(f"group/{self.name}", self.job.store)
+
+    def who(self, group_rank: int) -> str:
+        """A member as text: rank, and host and pid if they are known."""
+        control = self.job.control
+        rank = self.ranks[group_rank]
+        return control.describe(rank) if control is not None else f"rank {rank}"
+
+
+class Tracker(Protocol):
+    """An enqueued call that marks its end in the flight recorder."""
+
+    def track(self, entries: Sequence[PendingEntry]) -> None:
+        """Mark the entries as ended when the call has ended."""
+
+
+class Registration(ABC):
+    """Memory registered with a group's library (:meth:`ProcessGroup.register`); ``with`` closes it at the end."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Its bytes."""
+
+    @property
+    @abstractmethod
+    def symmetric(self) -> bool:
+        """True if it is in symmetric windows."""
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """True once it has been deregistered, by :meth:`close` or the end of the group."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for the group's operations in flight, then deregister the memory; idempotent.
+
+        Graphs that use the memory must be gone. The array, or the pool's object, is kept alive until then.
+
+        Raises:
+            OperationTimeoutError: an operation does not end; the memory is still registered.
+        """
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.close()
+
+
+class Backend(ABC):
+    """The transport of one process group."""
+
+    name: ClassVar[str]
+    caps: ClassVar[Caps] = Caps()
+    compares: ClassVar[bool] = False
+    """True if the ranks compare their calls before data moves. Then the backend also gets a gather or scatter whose
+    list the root has refused (:attr:`Call.refused`), in the place of the call: the others' calls raise, and the group
+    stays usable. Otherwise such a refusal fails the group. See
+    :func:`unicoll.backend.size_agreement.exchange_sizes`."""
+    fake: ClassVar[bool] = False
+    """True for a backend that exchanges nothing (:mod:`unicoll.backend.fake`)."""
+    stages: ClassVar[bool] = False
+    """True for a :class:`~unicoll.backend.host_backend.HostBackend`: arrays of a GPU can be served through host memory
+    (:mod:`unicoll.staging.backend`)."""
+
+    beside: ClassVar[str] = ""
+    """Name of a backend of host arrays that each group has beside this one if its ranks are on one host; see
+    :meth:`use`."""
+
+    @classmethod
+    def availability(cls) -> str | None:
+        """The reason why this backend cannot be used on this machine, or None if it can."""
+        return None
+
+    @classmethod
+    def library(cls) -> str:
+        """Name, version and path of the library that moves the data, for ``explain()``; "" for unicoll itself.
+
+        Called only if the backend can be used.
+        """
+        return ""
+
+    @classmethod  # noqa: B027 - optional
+    def prepare(cls, job: Job) -> None:
+        """Called on every process of a job, once, before the ranks wait for each other and before any group exists.
+
+        For data that the members look up and that is the same for all groups, an address for example: a value that is
+        published here in ``job.store`` is there for all ranks when the first :meth:`create` is called, so that
+        :meth:`create` and the first operation need not wait for it. ``job.control`` is not set yet.
+        """
+
+    @classmethod
+    def create(cls, context: Context) -> Backend:
+        """The backend of a new group: ``cls(context)``. Every member calls this; it need not wait for the others.
+
+        Data for the members of this group belongs in ``context.store``.
+        """
+        return cls(context)  # type: ignore[call-arg]
+
+    @abstractmethod
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        """Start the calls, in order and as one batch, and return at once.
+
+        A batch has one operation, or consists of sends and receives. The backend numbers the calls, keeps their buffers
+        until it no longer needs them, and writes packed results back before the completion is done.
+        """
+
+    def run(self, call: Call) -> Tracker | None:
+        """Do one call; return when it is done (CPU) or ordered on the current stream (CUDA).
+
+        Returns:
+            None if the call is done; else an object that marks it as ended in the flight recorder when it is.
+        """
+        self.post((call,)).wait(None)
+        return None
+
+    def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
+        """Start a batch of sends and receives; one completion each (they may be the same object)."""
+        return [self.post((call,), stream) for call in calls]
+
+    def split(self, context: Context | None) -> Backend | None:
+        """The backend of a group made of some of this group's members.
+
+        All members of this group call it, at the same place in their programs; those outside the new group with None.
+        """
+        return type(self).create(context) if context is not None else None
+
+    def shrink(self, context: Context, excluded: Sequence[int]) -> Backend:
+        """The backend of the group of the remaining members of this one, which may have failed; they all call it.
+
+        ``excluded`` are ranks in this group, in order.
+        """
+        return type(self).create(context)
+
+    def grow(self, context: Context) -> Backend:
+        """The backend of a group of this one's members, with the same ranks, followed by others; all members call it.
+
+        The others call :meth:`join_grown` at the same time.
+        """
+        return type(self).create(context)
+
+    @classmethod
+    def join_grown(cls, context: Context) -> Backend:
+        """The backend of a rank that was not in the group that has grown."""
+        return cls.create(context)
+
+    def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        """Memory of one size on all ranks, that the other members reach without copies; all members call it.
+
+        Raises:
+            BackendUnavailableError: the backend has none; the message tells why.
+        """
+        raise BackendUnavailableError(f"symmetric_empty: backend {self.name} has no symmetric memory")
+
+    def peer_view(self, buffer: Buffer, rank: int) -> Any:
+        """Member ``rank``'s array at the place of ``buffer``, which is in this rank's symmetric memory.
+
+        Raises:
+            DistArgumentError: ``buffer`` is not.
+            BackendUnavailableError: this process cannot address that member's memory.
+        """
+        raise BackendUnavailableError(
+            f"peer_view: backend {self.name} gives no access to other ranks' memory"
+        )
+
+    def register(self, memory: Any, symmetric: bool) -> Registration:
+        """Register existing memory with the library; all members call it.
+
+        Raises:
+            BackendUnavailableError: the backend registers none; the message tells why.
+        """
+        raise BackendUnavailableError(
+            f"register: backend {self.name} registers no memory; the backend nccl does"
+        )
+
+    def one_sided(self, call: OneSidedCall) -> None:
+        """Enqueue a put, a signal or a wait for signals on the stream of its array.
+
+        Raises:
+            BackendUnavailableError: the backend has no one-sided operations; the message tells why.
+        """
+        raise BackendUnavailableError(
+            f"{call.op.name}: backend {self.name} has no one-sided operations; the backend nccl has, from NCCL 2.29 on",
+            op=call.op.name,
+        )
+
+    def refuse_options(self, options: CallOptions) -> None:  # noqa: B027 - optional
+        """Raise DistArgumentError if calls cannot take these options; a backend that ignores them takes all."""
+
+    def takes_device(self, call: Call) -> bool:
+        """True if a collective or message on arrays of a GPU can be given to it by address: with a
+        :class:`~unicoll.arrays.device_memory.DeviceFlat` as each buffer's ``flat``. For collectives the answer is equal
+        on all members."""
+        return False
+
+    @property
+    def direct(self) -> bool:
+        """True if :meth:`takes_device` is True for some calls of this group; equal on all members."""
+        return False
+
+    def keeps(self, call: Call) -> bool:
+        """True if it may use the arrays of a call that has just failed until the process ends."""
+        return False
+
+    def use(self, backend: Any) -> None:  # noqa: B027 - optional
+        """Called once after :meth:`create` with the group's backend of the name :attr:`beside`.
+
+        This backend may have it perform calls, within its own; it is closed after this one. It gets no other calls.
+        """
+
+    @property
+    def shares_memory(self) -> bool:
+        """True if all members exchange host arrays through shared memory; equal on all of them after a collective."""
+        return False
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last collective accepted, from 1; equal on all members that have made the same calls.
+
+        0 for a backend that does not number its calls.
+        """
+        return 0
+
+    @property
+    def staging(self) -> int:
+        """Bytes of memory that this rank holds for the group's transfers, independent of the size of the arrays."""
+        return 0
+
+    def describe(self) -> str:
+        """A short description of the group's transports, for ``explain()``."""
+        return self.name
+
+    @abstractmethod
+    def abort(self, error: Exception) -> None:
+        """Make every pending and later call of this group raise ``error``; any thread, idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was posted, within bounds, and release all resources; idempotent."""

@@ -1,0 +1,297 @@
+"""Errors of failed operations, with the state of the other ranks.
+
+The state comes from reports that the control plane collects. All functions run after a failure or a long wait.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from unicoll.errors import (
+    CollectiveMismatchError,
+    DistError,
+    GroupAbortedError,
+    OperationTimeoutError,
+    RankLostError,
+)
+from unicoll.net import logs
+
+if TYPE_CHECKING:
+    from unicoll.backend.call import Call
+    from unicoll.backend.contract import Context
+
+__all__ = [
+    "Report",
+    "aborted",
+    "died",
+    "fail_group",
+    "failed",
+    "log_stall",
+    "lost",
+    "message_timed_out",
+    "mismatch",
+    "report",
+    "timed_out",
+    "where",
+]
+
+_SHOWN = 64
+"""Maximum number of ranks that an error lists."""
+_UNKNOWN_S = 0.3
+"""How long a rank that does not have the group is asked again: it may be creating the group."""
+LIBRARY_PACKAGES = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "torch", *sys.stdlib_module_names}
+
+Report = dict[str, Any]
+
+
+class FailingGroup(Protocol):
+    """The part of a group's state that :func:`fail_group` needs; ``abort`` sets ``error``."""
+
+    @property
+    def context(self) -> Context: ...
+
+    @property
+    def error(self) -> DistError | None: ...
+
+    def abort(self, error: DistError) -> None: ...
+
+
+def lost(context: Context, call: Call, peer: int, why: str) -> RankLostError:
+    """The error of an operation whose peer has died or left, for the reason ``why``."""
+    rank, control = context.ranks[peer], context.job.control
+    if control is not None and rank in control.died:  # for a rank that left, ``why`` has the reason
+        why += context.job.cause_of_death(rank)
+    seq = f" #{call.seq}" if call.seq else ""
+    error = RankLostError(
+        f"{call.describe()}{seq} on group {context.name!r}: {why}",
+        group=context.name,
+        rank=rank,
+        op=call.op.name,
+        seq=call.seq or None,
+    )
+    if control is not None and rank < len(control.peers):
+        error.host, error.pid = control.peers[rank][:2]
+    return error
+
+
+def failed(context: Context, call: Call, cause: BaseException) -> GroupAbortedError:
+    """The error that the other ranks raise after this rank has raised ``cause`` in a call."""
+    return GroupAbortedError(
+        f"{context.who(context.rank)} failed in {call.describe()} #{call.seq} on group {context.name!r}:"
+        f" {type(cause).__name__}: {cause}",
+        group=context.name,
+        rank=context.ranks[context.rank],
+        op=call.op.name,
+        seq=call.seq,
+    )
+
+
+def thread_failed(context: Context, cause: BaseException) -> DistError:
+    """The error that all ranks of a group raise after the calling thread, which runs its operations, has failed."""
+    who, thread = context.who(context.rank), threading.current_thread().name
+    error: DistError = GroupAbortedError(
+        f"{who}: the thread {thread!r} of group {context.name!r} failed: {type(cause).__name__}: {cause}",
+        group=context.name,
+        rank=context.ranks[context.rank],
+    )
+    error.__cause__ = cause
+    control = context.job.control
+    return error if control is None else control.announce_failure(context.name, context.ranks, error)
+
+
+def fail_group(group: FailingGroup, error: DistError) -> NoReturn:
+    """Fail a group: announce ``error`` to all ranks, and raise the error that all of them raise."""
+    if group.error is None:
+        control = group.context.job.control
+        if control is not None:
+            error = control.announce_failure(group.context.name, group.context.ranks, error)
+        group.abort(error)
+    assert group.error is not None
+    raise group.error.with_traceback(None) from None
+
+
+def aborted(context: Context, reason: Exception) -> DistError:
+    """The reason for which a group was aborted, as a DistError."""
+    return reason if isinstance(reason, DistError) else GroupAbortedError(str(reason), group=context.name)
+
+
+def mismatch(context: Context, call: Call, peer: int, seq: int, why: str = "") -> CollectiveMismatchError:
+    """The error of ranks whose calls differ, for the reason ``why``; member ``peer`` is in its call ``seq``."""
+    why = why or f"the ranks of group {context.name!r} are in different collectives"
+    reports = _request_reports(context)
+    lines = []
+    for member, rank in enumerate(context.ranks[:_SHOWN]):
+        if member == context.rank:
+            doing = f"{call.describe()} #{call.seq}{_at(call.site or where())}"
+        else:
+            doing = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
+        lines.append(f"rank {rank}: {doing}")
+    return CollectiveMismatchError(
+        f"{why}:\n  " + "\n  ".join(lines),
+        group=context.name,
+        op=call.op.name,
+        seq=call.seq,
+    )
+
+
+def timed_out(context: Context, call: Call) -> OperationTimeoutError:
+    """The error of a collective whose deadline has passed."""
+    reports = _request_reports(context)
+    arrived, absent = _arrived_and_absent(context, call, reports)
+    names = f"{_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}"
+    error = OperationTimeoutError(
+        f"{call.describe()} #{call.seq} on group {context.name!r} timed out after {call.timeout:g} s;"
+        f" arrived: {names}; missing: {_list(list(absent.values()))}{_differing(call, reports)}",
+        group=context.name,
+        op=call.op.name,
+        seq=call.seq,
+    )
+    error.missing = list(absent)
+    return error
+
+
+def message_timed_out(context: Context, call: Call, peer: int, state: str) -> OperationTimeoutError:
+    """The error of a send or receive whose deadline has passed; member ``peer`` (-1: any) is in ``state``."""
+    who = context.who(peer) if peer >= 0 else "no rank"
+    return OperationTimeoutError(
+        f"{call.describe()} on group {context.name!r} timed out after {call.timeout:g} s: {who} {state}",
+        group=context.name,
+        op=call.op.name,
+    )
+
+
+def died(context: Context) -> int | None:
+    """The global rank of a member that has died, or None. Ranks that left the job do not count."""
+    control = context.job.control
+    if control is None or not control.departed:
+        return None
+    return next((r for r in context.ranks if r in control.departed and r not in control.left), None)
+
+
+def log_stall(context: Context, call: Call, seconds: float) -> None:
+    """Log a warning that a call has waited for some seconds, with what the ranks do that it waits for."""
+    number = f" #{call.seq}" if call.seq else ""
+    text = f"{call.describe()}{number} on group {context.name!r}{_at(call.site)} has waited {seconds:.0f} s"
+    if call.op.message:
+        peers = [call.peer] if call.peer >= 0 else [m for m in range(context.size) if m != context.rank]
+        reports = _request_reports(context, {context.ranks[peer] for peer in peers})
+        doing = [
+            _describe_state(context, context.ranks[m], reports.get(context.ranks[m]), None) for m in peers
+        ]
+        text += f"; {_list([f'{context.who(m)}: {what}' for m, what in zip(peers, doing, strict=True)])}"
+    else:
+        reports = _request_reports(context)
+        arrived, absent = _arrived_and_absent(context, call, reports)
+        more = ", ..." if len(arrived) > _SHOWN else ""
+        text += f"; arrived: {_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}{more}"
+        text += f"; missing: {_list(list(absent.values()))}{_differing(call, reports)}"
+    logs.logger("backend").warning("%s", text)
+
+
+def report(call: Call | None, last: Call | None) -> Report:
+    """The state of this rank in the group, for errors on other ranks; called on the control thread."""
+    latest = call or last
+    return {
+        "seq": latest.seq if latest is not None else 0,
+        "call": f"{call.describe()} #{call.seq}" if call is not None else None,
+        "last": f"{last.describe()} #{last.seq}" if last is not None and call is None else None,
+        "where": call.site if call is not None and call.site else where(),
+    }
+
+
+def where() -> str:
+    """``file:line`` of the user's code that the main thread runs; called from any thread."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARY_PACKAGES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _plural(ranks: list[int]) -> str:
+    return "ranks" if len(ranks) > 1 else "rank"
+
+
+def _differing(call: Call, reports: dict[int, Report]) -> str:
+    """The ranks whose call has this number and differs, for backends that do not compare calls."""
+    mine = f"{call.describe()} #{call.seq}"
+    others = [
+        f"rank {rank} is in {answer['call']}{_at(answer['where'])}"
+        for rank, answer in sorted(reports.items())
+        if answer.get("seq") == call.seq and answer.get("call") not in (None, mine)
+    ]
+    return f"; the calls differ: {'; '.join(others[:_SHOWN])}" if others else ""
+
+
+def _arrived_and_absent(
+    context: Context, call: Call, reports: dict[int, Report]
+) -> tuple[list[int], dict[int, str]]:
+    """Global ranks that have reached this call, and a description of the state of each other rank."""
+    arrived: list[int] = []
+    absent: dict[int, str] = {}
+    for member, rank in enumerate(context.ranks):
+        answer = reports.get(rank)
+        if member == context.rank or (answer is not None and answer.get("seq", 0) >= call.seq):
+            arrived.append(rank)
+        else:
+            absent[rank] = f"{context.who(member)}: {_describe_state(context, rank, answer, None)}"
+    return arrived, absent
+
+
+def _list(missing: list[str]) -> str:
+    more = f"; and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    return "; ".join(missing[:_SHOWN]) + more if missing else "none (all are waiting)"
+
+
+def _request_reports(context: Context, ranks: set[int] | None = None) -> dict[int, Report]:
+    control = context.job.control
+    if control is None:
+        return {}
+    others = set(context.ranks) - {context.job.rank} if ranks is None else ranks
+    reports = _valid_reports(control.request_reports(context.name, context.backend, others), others)
+    deadline = time.monotonic() + _UNKNOWN_S
+    while unknown := {rank for rank, answer in reports.items() if answer.get("unknown")}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+        reports |= _valid_reports(control.request_reports(context.name, context.backend, unknown), unknown)
+    return reports
+
+
+def _valid_reports(answers: dict[Any, Any], ranks: set[int]) -> dict[int, Report]:
+    """The answers that are valid reports (see :func:`report`) of these ranks."""
+    kinds: dict[str, Any] = {"seq": int, "call": (str, NoneType), "last": (str, NoneType), "where": str}
+    return {
+        rank: answer
+        for rank, answer in answers.items()
+        if rank in ranks
+        and isinstance(answer, dict)
+        and (
+            answer.get("unknown")
+            or all(n in answer and isinstance(answer[n], kind) for n, kind in kinds.items())
+        )
+    }
+
+
+def _describe_state(context: Context, rank: int, answer: Report | None, seq: int | None) -> str:
+    control = context.job.control
+    if control is not None and rank in control.departed:
+        return control.departed[rank]
+    if answer is None:
+        place = f"; is at #{seq}" if seq else ""
+        return f"does not answer (stopped, holding the interpreter, or cut off){place}"
+    if answer.get("unknown"):
+        return "does not have this group (any more, or yet)"
+    before = f", last was {answer['last']}" if answer.get("last") else ""
+    doing = answer["call"] or "in no collective of this group, now"
+    return f"{doing}{_at(answer['where'])}{before}"
+
+
+def _at(place: str) -> str:
+    return f" at {place}" if place else ""

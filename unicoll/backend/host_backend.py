@@ -1,0 +1,418 @@
+"""Base of the backends for arrays in host memory: order, numbers, asynchronous calls, fallbacks, failure, shutdown."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from unicoll.backend import failure_diagnosis, fallbacks
+from unicoll.backend.call import Call
+from unicoll.backend.coalescing import merge_all_reduces
+from unicoll.backend.contract import Backend, Context
+from unicoll.backend.op_queue import Execute, OpQueue
+from unicoll.backend.ops import OPS
+from unicoll.backend.work import Completion, HostCompletion
+from unicoll.errors import DistArgumentError, DistError, GroupAbortedError, OperationTimeoutError
+
+__all__ = ["BlockingP2P", "CallRecord", "CombinedCompletion", "HostBackend", "P2PEngine"]
+
+_DRAIN_S = 5.0
+"""How long closing a group waits for operations in flight."""
+_GRACE_S = 0.5
+"""How long a message of a rank that is lost may still take to arrive."""
+_ABORTED_S = 1.0
+"""How long it then waits for those that it has aborted."""
+
+
+class P2PEngine(Protocol):
+    """The sends and receives of a group."""
+
+    @property
+    def has_callbacks(self) -> bool:
+        """False if no callbacks are attached to messages in flight."""
+
+    def run(self, call: Call) -> None:
+        """Send or receive; return when the array may be used again."""
+
+    def post(self, call: Call) -> Completion:
+        """Send or receive in the background."""
+
+    def abort(self, error: DistError) -> None:
+        """Make every pending and later call raise ``error``; any thread."""
+
+    def close(self, timeout: float) -> bool:
+        """Finish pending sends within ``timeout`` seconds and release everything; True if nothing is left in flight."""
+
+
+class CallRecord(Protocol):
+    """The collective that a rank executes, for the errors of the other ranks.
+
+    Attributes:
+        call, last: the collective in progress, and the one before.
+        error: the error that has ended the group, or None.
+    """
+
+    call: Call | None
+    last: Call | None
+    error: DistError | None
+
+
+@dataclass
+class _Record:
+    """A :class:`CallRecord` of its own."""
+
+    call: Call | None = None
+    last: Call | None = None
+    error: DistError | None = None
+
+
+class HostBackend(Backend):
+    """A backend of arrays in host memory. Subclasses define :meth:`execute`, and usually ``abort`` and ``close``.
+
+    Calls of operations in ``caps.native`` go to :meth:`execute`, those of other collectives to a fallback. Collectives
+    are executed one at a time in the order of the calls; sends and receives go to :attr:`p2p`.
+
+    Args:
+        context: the group.
+        p2p: sends and receives; None calls :meth:`execute` for them, see :class:`BlockingP2P`.
+        record: the collective in progress; None if the fallbacks alone keep one.
+
+    Attributes:
+        context: the group.
+        queue: order and numbers of the collectives.
+        error: the error that has ended the group, or None.
+    """
+
+    compares = True
+    stages = True
+
+    def __init__(
+        self, context: Context, p2p: P2PEngine | None = None, record: CallRecord | None = None
+    ) -> None:
+        self.context = context
+        self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, self._has_failed)
+        self.error: DistError | None = None
+        self.closed = False
+        self._departed: dict[int, float] = {}  # ranks that are lost, and when a waiting call first saw that
+        self._p2p = p2p if p2p is not None or context.size == 1 else BlockingP2P(context.name, self.execute)
+        self._record: CallRecord = record or _Record()
+        self._collectives: dict[str, Execute] = {
+            name: self.execute if name in self.caps.native else self._fall_back
+            for name in fallbacks.available(self.caps)
+            if name not in ("send", "recv")
+        }
+
+    @classmethod
+    def create(cls, context: Context) -> HostBackend:
+        made = cls(context)
+        made.watch()
+        return made
+
+    @abstractmethod
+    def execute(self, call: Call) -> None:
+        """Do one native operation, and return when its arrays may be used again; ends with ``call.write_back()``.
+
+        Collectives come one at a time. Sends and receives come at any time, on several threads, unless the backend has
+        a :class:`P2PEngine` of its own.
+        """
+
+    @property
+    def sequence(self) -> int:
+        return self.queue.sequence
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def run(self, call: Call) -> None:
+        execute = self._collectives.get(call.op.name)
+        if execute is not None:
+            self.queue.run(call, execute)
+        else:
+            self.engine(call).run(call)
+
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        execute = self._collectives.get(calls[0].op.name)
+        if execute is not None:
+            return self.queue.post(merge_all_reduces(calls), execute, self.needs_thread(calls[0]))
+        parts = [self.engine(call).post(call) for call in calls]
+        return parts[0] if len(parts) == 1 else CombinedCompletion(tuple(calls), parts)
+
+    def run_with(self, call: Call, execute: Execute) -> None:
+        """Number a collective and execute it by another function, in its place among the calls of the group."""
+        self.queue.run(call, execute)
+
+    def post_with(self, calls: tuple[Call, ...], execute: Execute) -> Completion:
+        """:meth:`run_with` in the background, for a batch."""
+        return self.queue.post(calls, execute, self.needs_thread(calls[0]))
+
+    def needs_thread(self, call: Call) -> bool:
+        """True for a collective in the background that only the queue's thread may execute, not one that waits."""
+        return False
+
+    def perform(self, call: Call) -> None:
+        """Execute a collective within the one that the queue executes now, by the backend or by a fallback."""
+        self._collectives[call.op.name](call)
+
+    def engine(self, call: Call) -> P2PEngine:
+        """The engine for a send or receive.
+
+        Raises:
+            DistArgumentError: the group has one member.
+        """
+        if self._p2p is None:
+            raise DistArgumentError(f"{call.op.name}: the group has size 1: no peer", op=call.op.name)
+        return self._p2p
+
+    def _fall_back(self, call: Call) -> None:
+        """Do a collective by its fallback."""
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        record, outer = self._record, self._record.call
+        record.call = call
+        try:
+            fallbacks.perform(fallbacks.group_ops(self, call), call)
+            call.write_back()
+        except DistArgumentError:  # the root's refusal, which all ranks raise
+            raise
+        except OperationTimeoutError:
+            self.fail(self.error or failure_diagnosis.timed_out(self.context, call))
+        except DistError as e:
+            e.op, e.seq = call.op.name, call.seq
+            self.fail(e)
+        except BaseException as e:
+            self.give_up(call, e)
+            raise
+        finally:
+            record.last, record.call = call, outer
+
+    # --- failure -----------------------------------------------------------------------------------------------------
+
+    def fail(self, error: DistError) -> NoReturn:
+        """End the group with an error: announce it to all members, and raise the one that all of them raise."""
+        failure_diagnosis.fail_group(self, error)
+
+    def give_up(self, call: Call, cause: BaseException) -> None:
+        """End the group on all members because of an exception that this rank raises in a call."""
+        try:
+            self.fail(failure_diagnosis.failed(self.context, call, cause))
+        except DistError:
+            pass  # for the other ranks; this one raises the cause
+
+    def withdraw_or_give_up(self, call: Call, cause: BaseException, begun: bool) -> bool:
+        """After an exception in a call: take its number back if other ranks cannot know of it, else tell them.
+
+        Args:
+            call: the one being executed.
+            cause: the exception.
+            begun: True if something of the call may have been sent.
+
+        Returns:
+            True if the number was taken back: as if the call had not been made.
+        """
+        if not begun and self.queue.withdraw(call):
+            return True
+        if not isinstance(cause, DistError):
+            self.give_up(call, cause)
+        return False
+
+    def check(self, call: Call, deadline: float) -> None:
+        """Raise if a send or receive that waits cannot succeed any more; called now and then while waiting.
+
+        Args:
+            call: the send or receive.
+            deadline: on the clock of ``time.monotonic``.
+
+        Raises:
+            OperationTimeoutError: the deadline has passed.
+            RankLostError: the peer has left the job or died; for a receive from any member, a member died.
+            DistError: the group has ended.
+        """
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        context, control, now = self.context, self.context.job.control, time.monotonic()
+        rank = context.ranks[call.peer] if call.peer >= 0 else failure_diagnosis.died(context)
+        reason = control.departed.get(rank) if control is not None and rank is not None else None
+        if rank is not None and reason is not None and now - self._departed.setdefault(rank, now) >= _GRACE_S:
+            raise failure_diagnosis.lost(context, call, context.ranks.index(rank), reason)
+        if now >= deadline:
+            raise failure_diagnosis.message_timed_out(context, call, call.peer, "has not taken part")
+
+    def thread_failed(self, cause: BaseException) -> DistError:
+        """Fail the group because the calling thread, which executes or watches its operations, ends with ``cause``."""
+        error = failure_diagnosis.thread_failed(self.context, cause)
+        self.abort(error)
+        self.queue.abandon(error)
+        return error
+
+    def _has_failed(self) -> bool:
+        return self.error is not None or self._record.error is not None
+
+    def watch(self) -> None:
+        """Abort this backend when another rank announces that the group failed, and answer the others' questions."""
+        context, control = self.context, self.context.job.control
+        if context.size > 1 and control is not None:
+            control.watch(context.name, context.backend, self.abort, self.report)
+
+    def report(self) -> failure_diagnosis.Report:
+        """The state of this rank in the group, for errors on other ranks (called on the control thread)."""
+        return failure_diagnosis.report(self._record.call, self._record.last)
+
+    def abort(self, error: Exception) -> None:
+        cause = failure_diagnosis.aborted(self.context, error)
+        self.error = self.error or cause
+        if self._p2p is not None:
+            self._p2p.abort(cause)
+
+    # --- shutdown ----------------------------------------------------------------------------------------------------
+
+    @property
+    def stuck(self) -> bool:
+        """True if a call in flight is known not to end, so that closing need not wait for it."""
+        return False
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        context, stuck = self.context, self.stuck
+        ended = self.queue.close(_DRAIN_S if not stuck else 0.0)
+        if not ended:
+            self.abort(GroupAbortedError(f"group {context.name!r} was destroyed", group=context.name))
+            ended = self.queue.close(_ABORTED_S if not stuck else 0.0)
+        if context.job.control is not None:
+            context.job.control.unwatch(context.name, context.backend)
+        clean = self._p2p.close(_DRAIN_S) if self._p2p is not None else True
+        destroyed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
+        self.release(ended and clean, destroyed)
+        self.abort(destroyed)
+
+    def release(self, clean: bool, destroyed: DistError) -> None:
+        """Release what the collectives use. The queue's thread has ended and the engine is closed.
+
+        Args:
+            clean: False if some operations may still be in flight.
+            destroyed: the error of later calls.
+        """
+
+    def _idle(self) -> bool:
+        """True if no collective is being executed, after waiting a moment for that."""
+        return self.queue.idle(_ABORTED_S if not self.stuck else 0.0)
+
+
+class CombinedCompletion(HostCompletion):
+    """Several completions as one; its error is the first of theirs."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, calls: tuple[Call, ...], parts: Sequence[Completion]) -> None:
+        super().__init__(calls)
+        self._left = len(parts)
+        for part in parts:
+            part.add_done_callback(lambda part=part: self._one(part))  # type: ignore[misc]
+
+    def _one(self, part: Completion) -> None:
+        self._left -= 1
+        if part.exception() is not None or self._left == 0:
+            self.finish(part.exception())
+
+
+class BlockingP2P:
+    """Sends and receives by a function that blocks until one of them is done.
+
+    A blocking call runs on the caller's thread, one in the background on a thread of its own. Sends to one peer run one
+    after another, and so do receives of one peer and tag; all others run at the same time. A receive from any member
+    is not ordered with receives from a certain one.
+
+    Args:
+        name: of the group.
+        execute: does one send or receive; raises when the group is aborted.
+    """
+
+    def __init__(self, name: str, execute: Execute) -> None:
+        self._name = name
+        self._execute = execute
+        self._lock = threading.Lock()
+        self._waiting: dict[
+            tuple[int, int], deque[HostCompletion]
+        ] = {}  # behind the one that runs, by _order(call)
+
+    def run(self, call: Call) -> None:
+        """Send or receive; return when the array may be used again."""
+        with self._lock:
+            waiting = self._waiting.get(_order(call))
+            if waiting is None:
+                self._waiting[_order(call)] = deque()
+            else:
+                completion = HostCompletion((call,))
+                waiting.append(completion)
+        if waiting is not None:
+            completion.wait(None)
+            return
+        try:
+            self._execute(call)
+        finally:
+            self._start_next(call)
+
+    def post(self, call: Call) -> HostCompletion:
+        """Send or receive in the background."""
+        completion = HostCompletion((call,))
+        with self._lock:
+            waiting = self._waiting.get(_order(call))
+            if waiting is None:
+                self._waiting[_order(call)] = deque()
+            else:
+                waiting.append(completion)
+        if waiting is None:
+            self._start(completion)
+        return completion
+
+    def _start(self, completion: HostCompletion) -> None:
+        name = f"unicoll-{self._name}-messages"
+        threading.Thread(target=self._work, args=(completion,), name=name, daemon=True).start()
+
+    def _start_next(self, call: Call) -> None:
+        """Start the one behind a send or receive that is over."""
+        with self._lock:
+            waiting = self._waiting[_order(call)]
+            following = waiting.popleft() if waiting else None
+            if following is None:
+                del self._waiting[_order(call)]
+        if following is not None:
+            self._start(following)
+
+    def _work(self, completion: HostCompletion) -> None:
+        completion.begin()
+        call, error = completion.calls[0], None
+        try:
+            self._execute(call)
+        except BaseException as e:
+            error = e
+        self._start_next(call)
+        completion.finish(error)
+
+    @property
+    def has_callbacks(self) -> bool:
+        """True if messages are in flight, which may have callbacks."""
+        return bool(self._waiting)
+
+    def abort(self, error: DistError) -> None:
+        """Nothing to do: the function raises."""
+
+    def close(self, timeout: float) -> bool:
+        """Wait for the sends, up to ``timeout`` seconds; returns True if nothing is left."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline and any(peer >= 0 for peer, _ in [*self._waiting]):
+            time.sleep(0.001)
+        return not self._waiting
+
+
+_RECV = OPS["recv"]
+
+
+def _order(call: Call) -> tuple[int, int]:
+    """Equal for sends and receives that run one after another."""
+    return (-2 - call.peer, call.tag) if call.op is _RECV else (call.peer, 0)

@@ -1,0 +1,321 @@
+"""The order of a group's operations: a blocking call runs on the caller's thread if no other call is before it.
+
+Asynchronous calls, and those that wait for others, run on the queue's thread. A thread that waits for the next one
+executes it itself if the queue's thread has not begun yet, which saves two switches of threads. The callbacks of a call
+run on the thread that has executed it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import get_ident
+
+from unicoll.backend.call import Call
+from unicoll.backend.work import HostCompletion
+from unicoll.errors import DistError
+
+__all__ = ["Execute", "OpQueue"]
+
+Execute = Callable[[Call], None]
+"""Executes one call, or raises."""
+
+_POLL_S = 1e-4
+_POLLS = 20
+"""The thread looks at the queue this often if a waiting thread has executed the call for which it was woken."""
+
+log = logging.getLogger("unicoll")
+
+
+class OpQueue:
+    """Numbers calls and executes them one after another, in the order in which they are accepted.
+
+    Each call comes with the function that executes it.
+
+    Args:
+        name: of the thread for asynchronous calls, which starts with the first of them.
+        on_failure: called on the thread with the exception that ends it; fails the group, and returns the error that
+            pending and later calls raise. None: they raise a DistError.
+        has_failed: True once every later call raises at once.
+
+    Attributes:
+        sequence: number of the last call accepted, from 1.
+        in_background: True while the queue's thread executes a call; False while a waiting thread does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        on_failure: Callable[[BaseException], BaseException] | None = None,
+        has_failed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.sequence = 0
+        self.in_background = False
+        self._name = name
+        self._on_failure = on_failure
+        self._has_failed = has_failed
+        self._dead: BaseException | None = None  # what calls raise once the thread has died
+        self._lock = threading.Lock()
+        self._busy = False  # a call is being executed
+        self._queue: deque[tuple[HostCompletion, Execute]] = deque()
+        self._running: HostCompletion | None = None  # the posted batch that is being executed
+        self._server = 0  # the thread that executes it, or runs its callbacks
+        self._waiter_executes = False
+        self._wake: SimpleQueue[bool] = SimpleQueue()
+        self._woken = False  # the thread will look at the queue again
+        self._posted = 0
+        self._thread: threading.Thread | None = None
+
+    def run(self, call: Call, execute: Execute) -> None:
+        """Execute a call after all that were accepted before it; returns when it is done.
+
+        In a callback of the group's own work the call is executed at once, before what is queued (see :meth:`_nest`).
+        """
+        if self._server == get_ident():
+            self._nest((call,))
+            execute(call)
+            return
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            self.sequence = call.seq = self.sequence + 1
+            if self._busy or self._queue:
+                completion = HostCompletion((call,))
+                self._queue.append((completion, execute))
+            else:
+                self._busy = True
+                completion = None
+        if completion is not None:
+            completion.wait(None)
+            return
+        try:
+            execute(call)
+        finally:
+            # without the lock: a thread that queues a call reads _busy after that, so one of the two sees the other
+            self._busy = False
+            if self._queue:
+                self._resume()
+
+    def post(self, calls: tuple[Call, ...], execute: Execute, on_thread: bool = False) -> HostCompletion:
+        """Execute calls in the background, in order; in a callback of the group's own work as :meth:`run` does.
+
+        With ``on_thread`` only the queue's thread executes them.
+        """
+        completion = HostCompletion(calls)
+        if self._server == get_ident():
+            self._nest(calls)
+            completion.finish(_attempt(calls, execute))
+            return completion
+        if not on_thread:
+            completion.before_wait = self._execute_here
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            for call in calls:
+                self.sequence = call.seq = self.sequence + 1
+            self._queue.append((completion, execute))
+            self._posted += 1
+            if not self._busy:
+                self._wake_thread()
+        return completion
+
+    def _execute_here(self, completion: HostCompletion) -> None:
+        """Execute a posted batch on the calling thread, which waits for it, if it is next and has no callbacks.
+
+        If the group fails in it, the batches behind it have ended, too, when the caller gets the error.
+        """
+        with self._lock:
+            if (
+                self._busy
+                or not self._queue
+                or self._queue[0][0] is not completion
+                or completion.has_callbacks
+            ):
+                return
+            self._busy = self._waiter_executes = True
+            execute = self._queue.popleft()[1]
+            self._running = completion
+        try:
+            self._execute(completion, execute)
+            while self._queue and completion.exception() is not None and self._has_failed():
+                with self._lock:
+                    if not self._queue:
+                        break
+                    completion, execute = self._queue.popleft()
+                    self._running = completion
+                self._execute(completion, execute)
+        except BaseException as e:  # outside the calls, where a signal's handler may raise
+            if not completion.done():
+                self.abandon(self._fail(e))
+            if not isinstance(e, Exception):
+                raise
+        finally:
+            self._running = None
+            self._server = 0
+            self._busy = False
+            if self._queue:
+                self._resume()
+            self._waiter_executes = False
+
+    def withdraw(self, call: Call) -> bool:
+        """Take back the number of the call that is being executed, of which nothing was sent.
+
+        Returns:
+            False if it cannot be taken back: it was posted, or other calls were accepted after it.
+        """
+        with self._lock:
+            if self._running is not None or self._queue or call.seq != self.sequence:
+                return False
+            self.sequence -= 1
+        return True
+
+    def abandon(self, error: BaseException) -> None:
+        """Finish everything in the background with ``error``, even the call that blocks the thread; any thread."""
+        with self._lock:
+            waiting = [completion for completion, _ in self._queue]
+            self._queue.clear()
+            if self._running is not None:
+                waiting.insert(0, self._running)
+        for completion in waiting:
+            completion.finish(error)
+
+    def close(self, timeout: float) -> bool:
+        """End the thread after what was posted; returns True if it has ended within ``timeout`` seconds.
+
+        A callback of the group's own work does not wait for that.
+        """
+        if self._server == get_ident():
+            return True
+        deadline = time.monotonic() + timeout
+        while self._waiter_executes:  # it leaves what is queued to the thread
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        thread = self._thread
+        if thread is None:
+            return True
+        self._wake.put(False)
+        thread.join(max(0.0, deadline - time.monotonic()))
+        return not thread.is_alive()
+
+    def idle(self, timeout: float) -> bool:
+        """True if no call is being executed, waiting up to ``timeout`` seconds for that."""
+        deadline = time.monotonic() + timeout
+        while self._busy and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return not self._busy
+
+    def _nest(self, calls: tuple[Call, ...]) -> None:
+        """Number calls made in a callback, which the thread runs between two operations: next after the first of them.
+
+        Their numbers then do not depend on how many calls are queued on this rank, and a callback that waits for them
+        does not wait for itself.
+        """
+        with self._lock:
+            queued = [call for completion, _ in self._queue for call in completion.calls]
+            number = queued[0].seq if queued else self.sequence + 1
+            for call in queued:
+                call.seq += len(calls)
+            for i, call in enumerate(calls):
+                call.seq = number + i
+            self.sequence += len(calls)
+
+    def _resume(self) -> None:
+        """Wake the thread for queued calls, unless a call is being executed."""
+        with self._lock:
+            if self._queue and not self._busy:
+                self._wake_thread()
+
+    def _wake_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        if not self._woken:
+            self._woken = True
+            self._wake.put(True)
+
+    def _work(self) -> None:
+        try:
+            self._serve()
+        except BaseException as e:
+            error = self._fail(e)
+            with self._lock:
+                self._dead = error
+                self._busy = False
+                self._server = 0
+            self.abandon(error)
+
+    def _fail(self, cause: BaseException) -> BaseException:
+        """Fail the group because of an exception outside the calls; returns what its calls raise."""
+        name = threading.current_thread().name
+        log.exception("the thread %r failed to execute an operation", name)
+        try:
+            return self._on_failure(cause) if self._on_failure is not None else _death(name, cause)
+        except Exception:
+            return _death(name, cause)
+
+    def _serve(self) -> None:
+        while self._wake.get():
+            if not self._drain():
+                self._poll()
+            self._woken = False
+            self._drain()  # what was queued before that
+
+    def _drain(self) -> bool:
+        """Execute what is queued, unless a call is being executed; True if there was something."""
+        with self._lock:
+            if self._busy or not self._queue:
+                return False
+            self._busy = True
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._busy = False
+                    return True
+                completion, execute = self._queue.popleft()
+                self._running = completion
+            self.in_background = True
+            try:
+                self._execute(completion, execute)
+            finally:
+                self.in_background = False
+            del completion, execute  # releases the arrays
+
+    def _poll(self) -> None:
+        """Look at the queue now and then, until there is something or nothing more is posted.
+
+        The thread was woken for nothing: a waiting thread has executed the call. To be woken for each of such calls,
+        and to take the interpreter from the waiting thread, would cost several times what a small call does.
+        """
+        posted, left = self._posted, _POLLS
+        while left and self._wake.empty() and not self._drain():
+            time.sleep(_POLL_S)
+            left -= 1
+            if posted != self._posted:
+                posted, left = self._posted, _POLLS
+
+    def _execute(self, completion: HostCompletion, execute: Execute) -> None:
+        """Execute a posted batch that the calling thread has taken, and run its callbacks."""
+        self._server = get_ident()
+        completion.begin()
+        error = _attempt(completion.calls, execute)
+        self._running = None
+        completion.finish(error)
+        self._server = 0
+
+
+def _attempt(calls: tuple[Call, ...], execute: Execute) -> BaseException | None:
+    try:
+        for call in calls:
+            execute(call)
+    except BaseException as e:
+        return e
+    return None
+
+
+def _death(name: str, cause: BaseException) -> DistError:
+    return DistError(f"the thread {name!r} failed: {type(cause).__name__}: {cause}")

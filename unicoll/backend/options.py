@@ -1,0 +1,261 @@
+"""Options of a process group (``pg_options``) and of single calls (``ProcessGroup.using``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unicoll.arrays.types import COMPRESSIONS
+from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.net import settings
+
+__all__ = [
+    "CallOptions",
+    "Options",
+    "as_call_options",
+    "as_options",
+    "compression_of",
+    "wants_order",
+    "wants_timing",
+]
+
+_COMPRESSIONS = ("none", *COMPRESSIONS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a process group, for ``pg_options=`` (a dict with the same names is accepted, too).
+
+    Attributes:
+        deterministic: reductions give the same bits for every size, transport and timing: contributions are folded in
+            rank order, in the element type (half types: in float32, rounded once). Between hosts this takes more
+            messages. All ranks must give the same. None: ``UNICOLL_DETERMINISTIC=1`` sets it, else False.
+        high_priority: True if asynchronous operations on a GPU run on a stream of high priority; None: True.
+        blocking: True if NCCL's calls return only when they are done (``ncclConfig_t.blocking``); None: True. False
+            costs a thread of NCCL for every call.
+        cga_cluster_size, min_ctas, max_ctas: share of a GPU that NCCL's kernels take (``ncclConfig_t``).
+        net_name: NCCL's network plug-in.
+        split_share: True if communicators split from this group's share its resources.
+        traffic_class: of InfiniBand or RoCE; NCCL 2.27.
+        timing: True if ``Work.duration`` of its asynchronous operations is recorded; None: ``UNICOLL_TIMING=1`` sets
+            it, else False.
+        compression: ``"bfloat16"`` or ``"int8"`` compresses what an all_reduce by SUM or AVG of float32 or float64
+            sends between hosts, from 64 KiB on; other calls do not change. The backend ``gloo`` has it;
+            :mod:`unicoll.arrays.compression` has the error bounds. All ranks must give the same. None or ``"none"``:
+            exact.
+    """
+
+    deterministic: bool | None = None
+    high_priority: bool | None = None
+    blocking: bool | None = None
+    cga_cluster_size: int | None = None
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    net_name: str | None = None
+    split_share: bool | None = None
+    traffic_class: int | None = None
+    timing: bool | None = None
+    compression: str | None = None
+
+    @property
+    def in_order(self) -> bool:
+        """True if reductions are deterministic, by option or environment."""
+        return wants_order(self)
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """Options of single calls, for :meth:`ProcessGroup.using`; None leaves a choice to the library.
+
+    All but ``compression`` are NCCL's (``ncclCollConfig_t``, from 2.31) and concern its kernels only: the other
+    backends accept and ignore them. All ranks must give the same for the same call. This is not compared: NCCL reads
+    those of its own rank only, and ranks that differ may hang.
+
+    Attributes:
+        min_ctas, max_ctas: thread blocks that the call's kernel takes; at most the communicator's own ``max_ctas``.
+        nvls_ctas: the largest number of them for NVLink SHARP.
+        cga_cluster_size: thread blocks in a cluster (Hopper and later).
+        algorithm: the algorithms that may be chosen, in NCCL's syntax: ``"ring"``, ``"tree,nvls"``, ``"^ring"``.
+        force_algorithm: True if it is an error that none of them can be used; None: True. With False NCCL then chooses
+            freely.
+        cta_policy: ``"default"``, ``"efficiency"``, or ``"zero"`` for the copy engines in place of kernels.
+        profiler_tag: number from 0 to 2**63 - 1 that NCCL passes to profiler plug-ins.
+        compression: as in :class:`Options`, in place of the group's; ``"none"`` for an exact result. A call that cannot
+            be compressed is refused. Ranks that differ raise CollectiveMismatchError.
+    """
+
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    nvls_ctas: int | None = None
+    cga_cluster_size: int | None = None
+    algorithm: str | None = None
+    force_algorithm: bool | None = None
+    cta_policy: str | None = None
+    profiler_tag: int | None = None
+    compression: str | None = None
+
+    def without_compression(self) -> CallOptions | None:
+        """The other options, which the backends get; None if none is set."""
+        rest = replace(self, compression=None)
+        return rest if rest.given() else None
+
+    def given(self) -> dict[str, Any]:
+        """The options that are set, by name."""
+        return {name: value for name in _CALL_TYPES if (value := getattr(self, name)) is not None}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.given().items())
+
+
+_UNDEFINED = -(1 << 31)
+"""The value of an option that is not set in NCCL's own option objects."""
+_TYPES: dict[str, type] = {
+    "deterministic": bool,
+    "high_priority": bool,
+    "blocking": bool,
+    "cga_cluster_size": int,
+    "min_ctas": int,
+    "max_ctas": int,
+    "net_name": str,
+    "split_share": bool,
+    "traffic_class": int,
+    "timing": bool,
+    "compression": str,
+}
+_CALL_TYPES: dict[str, type] = {
+    "min_ctas": int,
+    "max_ctas": int,
+    "nvls_ctas": int,
+    "cga_cluster_size": int,
+    "algorithm": str,
+    "force_algorithm": bool,
+    "cta_policy": str,
+    "profiler_tag": int,
+    "compression": str,
+}
+_POLICIES = ("default", "efficiency", "zero")
+_TAGS = 1 << 63
+
+
+def as_call_options(base: CallOptions | None, given: Any, named: Mapping[str, Any]) -> CallOptions | None:
+    """The options of a call: those of ``base``, overridden by ``given`` and then by ``named``; None if none is set.
+
+    Args:
+        base: the present options.
+        given: a :class:`CallOptions`, a dict with the same names, or None.
+        named: options by name; None removes one.
+
+    Raises:
+        DistArgumentError: an unknown name, or an impossible value.
+        DistTypeError: an option of the wrong type.
+    """
+    if given is not None and not isinstance(given, CallOptions | Mapping):
+        raise DistTypeError(f"using: expected CallOptions or a dict, got {given!r}")
+    changes = {**(given.given() if isinstance(given, CallOptions) else given or {}), **named}
+    unknown = set(changes) - set(_CALL_TYPES)
+    if unknown:
+        known = ", ".join(("timeout", *_CALL_TYPES, "timing"))
+        raise DistArgumentError(f"using: unknown {', '.join(sorted(map(repr, unknown)))}; known are {known}")
+    _check_types("using", _CALL_TYPES, changes)
+    made = replace(base or CallOptions(), **changes)
+    for name in ("min_ctas", "max_ctas", "nvls_ctas", "cga_cluster_size"):
+        value = getattr(made, name)
+        if value is not None and value < (0 if name == "cga_cluster_size" else 1):
+            raise DistArgumentError(f"using: {name}={value} is too small")
+    if made.min_ctas is not None and made.max_ctas is not None and made.min_ctas > made.max_ctas:
+        raise DistArgumentError(f"using: min_ctas={made.min_ctas} is more than max_ctas={made.max_ctas}")
+    if made.cta_policy is not None and made.cta_policy not in _POLICIES:
+        raise DistArgumentError(f"using: cta_policy={made.cta_policy!r} is none of {', '.join(_POLICIES)}")
+    if made.profiler_tag is not None and not 0 <= made.profiler_tag < _TAGS:
+        raise DistArgumentError(f"using: profiler_tag={made.profiler_tag} is not from 0 to 2**63 - 1")
+    _check_compression("using", made.compression)
+    return made if made.given() else None
+
+
+def _check_compression(where: str, compression: str | None) -> None:
+    if compression is not None and compression not in _COMPRESSIONS:
+        raise DistArgumentError(f"{where}: compression={compression!r} is none of {', '.join(_COMPRESSIONS)}")
+
+
+def _check_types(what: str, types: Mapping[str, type], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        kind = types[name]
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise DistTypeError(f"{what}: {name} must be {_article(kind)}, got {value!r}")
+
+
+def as_options(given: Any) -> Options:
+    """The user's ``pg_options`` as :class:`Options`.
+
+    From other libraries' objects (torch's ``ProcessGroupNCCL.Options``) the attributes of the same meaning are taken.
+
+    Raises:
+        DistArgumentError: a dict with an unknown name.
+        DistTypeError: an option of the wrong type.
+    """
+    if isinstance(given, Options):
+        found = given
+    elif isinstance(given, Mapping):
+        unknown = set(given) - set(_TYPES)
+        if unknown:
+            raise DistArgumentError(
+                f"pg_options: unknown {', '.join(map(repr, sorted(unknown)))}; known are {', '.join(sorted(_TYPES))}"
+            )
+        found = Options(**given)
+    elif given is None:
+        return Options()
+    else:
+        found = _from_foreign(given)
+    _check_types("pg_options", _TYPES, {name: getattr(found, name) for name in _TYPES})
+    _check_compression("pg_options", found.compression)
+    return found
+
+
+def compression_of(given: Any) -> str:
+    """The compression in ``pg_options`` of any kind; "" if there is none.
+
+    Raises:
+        DistArgumentError: it is unknown.
+        DistTypeError: it is no text.
+    """
+    found = _option(given, "compression") if isinstance(given, Mapping | Options) else None
+    _check_types("pg_options", _TYPES, {"compression": found})
+    _check_compression("pg_options", found)
+    return found or ""
+
+
+def wants_timing(given: Any) -> bool:
+    """True if ``pg_options`` of any kind, or else the environment, ask for durations."""
+    timing = _option(given, "timing")
+    return bool(settings.flag("UNICOLL_TIMING")) if timing is None else timing is True
+
+
+def wants_order(given: Any) -> bool:
+    """True if ``pg_options`` of any kind, or else the environment, ask for deterministic reductions."""
+    deterministic = _option(given, "deterministic")
+    return bool(settings.flag("UNICOLL_DETERMINISTIC")) if deterministic is None else deterministic is True
+
+
+def _option(given: Any, name: str) -> Any:
+    return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
+
+
+def _article(kind: type) -> str:
+    return "an int" if kind is int else f"a {kind.__name__}"
+
+
+def _from_foreign(given: Any) -> Options:
+    """The options of another library's object that have a counterpart here."""
+    config = getattr(given, "config", None)
+    values = {
+        "deterministic": getattr(given, "deterministic", None),
+        "high_priority": getattr(given, "is_high_priority_stream", None) or None,
+    }
+    for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name", "traffic_class"):
+        value = getattr(config, name, None)
+        values[name] = None if value == _UNDEFINED else value
+    for name in ("blocking", "split_share"):
+        value = getattr(config, name, None)
+        values[name] = None if value in (None, _UNDEFINED) else bool(value)
+    return Options(**values)

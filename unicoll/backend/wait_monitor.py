@@ -1,0 +1,219 @@
+"""Watches the calls in which this process waits: a thread of each process of a job of several ranks.
+
+It looks at the threads' stacks a few times a second, so calls do nothing for it. If all threads of the process are
+blocked, it sends their state to the relay, which finds deadlocks (:mod:`unicoll.net.control.deadlock_detector`). It
+logs a warning for a call that waits for long, if the relay lets it: one rank of the group does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any, NamedTuple
+
+from unicoll.backend import failure_diagnosis
+from unicoll.backend.blocked_calls import BlockedCall, MessageQueues, find_blocked_calls
+from unicoll.backend.call import Call, ProxyCall
+from unicoll.backend.contract import Job
+from unicoll.backend.host_backend import HostBackend
+from unicoll.net import settings
+from unicoll.net.control.wait_graph import ANY, compress, lane_of
+
+__all__ = ["WaitMonitor"]
+
+_POLL_S = 0.2
+_BLOCKED_S = 0.15
+"""How long a rank's calls must have lasted before it reports them."""
+
+log = logging.getLogger("unicoll")
+
+Message = dict[str, Any]
+
+
+class _Site(str):
+    """A call site that no other call has, even where the text is the same or empty."""
+
+    __slots__ = ()
+
+
+class _Seen:
+    """A call that an earlier look has found.
+
+    The monitor gives each call a new string as its call site, and keeps that: a later call at the same address has
+    another one. A reference to the call itself would keep its arrays alive.
+    """
+
+    def __init__(self, call: Call, where: str, number: int) -> None:
+        self.number = number
+        self.since = time.monotonic()
+        self.warned_at = 0.0  # age of the call at the last warning
+        self.site = call.site = _Site(call.site or where)
+
+    def is_of(self, call: Call) -> bool:
+        """True if it is this call, not another one at its address."""
+        return call.site is self.site
+
+
+class _Look(NamedTuple):
+    """What the process waits for.
+
+    Attributes:
+        state: the message of :mod:`unicoll.net.control.wait_graph`; None if a thread is not blocked.
+        texts: descriptions of the calls in it.
+        since: when the youngest of these calls was first seen.
+        stalled: for each call that waits its backend, the time when it was first seen, and where the user waits.
+    """
+
+    state: Message | None
+    texts: list[str]
+    since: float
+    stalled: list[tuple[HostBackend, Call, _Seen]]
+
+
+class WaitMonitor:
+    """Reports blocked calls to the control plane, and logs warnings about those that wait for long.
+
+    Args:
+        job: with its control plane; the thread runs until :meth:`close`.
+    """
+
+    def __init__(self, job: Job) -> None:
+        assert job.control is not None
+        self._job = job
+        self._control = job.control
+        self._warn_s = settings.number("UNICOLL_STALL_WARNING")
+        self._lock = threading.Lock()  # the control thread looks, too
+        self._seen: dict[int, _Seen] = {}  # by id of the call
+        self._last_number = 0
+        self._sent: tuple[int, Message] | None = None  # the relay's rank and the state that it has
+        self._granted: set[int] = set()  # numbers of the calls to warn about
+        self._closing = threading.Event()
+        self._control.handle("confirm", self._confirm)
+        self._control.handle("stalled", lambda message: self._granted.add(message["id"]))
+        self._thread = threading.Thread(target=self._run, name="unicoll-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._closing.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(3.0)
+
+    def _run(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            try:
+                with self._lock:
+                    look = self._look()
+                    self._report(look)
+                if self._warn_s:
+                    self._warn(look)
+            except Exception:  # groups begin and end at any time
+                log.debug("the state of the blocked calls is not known", exc_info=True)
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def _backends(self) -> list[HostBackend]:
+        found = {b for group in [*self._job.groups] for b in group.backends if isinstance(b, HostBackend)}
+        return [backend for backend in found if backend.context.size > 1 and not backend.closed]
+
+    def _look(self) -> _Look:
+        backends = self._backends()
+        blocked, all_blocked = find_blocked_calls(backends)
+        seen: dict[int, _Seen] = {}
+        entries = [(one, self._entry(one.call, one.where, seen)) for one in blocked]
+        stalled = [
+            (one.backend, one.call, entry)
+            for one, entry in entries
+            if one.call.op.message or one.backend._record.call is None
+        ]
+        for backend in backends:
+            call = backend._record.call
+            call = call.of if isinstance(call, ProxyCall) else call
+            if call is not None:
+                stalled.append((backend, call, self._entry(call, "", seen)))
+        self._seen = seen
+        if not all_blocked or not blocked or any(one.ends_alone for one in blocked):
+            return _Look(None, [], 0.0, stalled)
+        entries.sort(key=lambda pair: (not pair[0].where, pair[1].number))  # callbacks are last
+        state = {
+            "waits": [_wait(one, entry.number) for one, entry in entries],
+            "posted": {_lane(backend): backend.sequence for backend in backends},
+            "groups": {_lane(one.backend): compress(one.backend.context.ranks) for one in blocked},
+        }
+        since = max(entry.since for _, entry in entries)
+        return _Look(state, [_describe(one) for one, _ in entries], since, stalled)
+
+    def _entry(self, call: Call, where: str, seen: dict[int, _Seen]) -> _Seen:
+        entry = seen.get(id(call)) or self._seen.get(id(call))
+        if entry is None or not entry.is_of(call):
+            self._last_number += 1
+            entry = _Seen(call, where, self._last_number)
+        elif where and not entry.site:
+            entry.site = call.site = _Site(where)
+        seen[id(call)] = entry
+        return entry
+
+    # --- deadlocks --------------------------------------------------------------------------------------------------
+
+    def _report(self, look: _Look) -> None:
+        state = look.state if time.monotonic() - look.since >= _BLOCKED_S else None
+        current = None if state is None else (self._control.relay_rank, state)
+        if current != self._sent:
+            self._sent = current
+            self._control.send({"t": "waiting", "state": state})
+
+    def _confirm(self, message: Message) -> None:
+        """The relay asks for the present state (on the control thread)."""
+        with self._lock:
+            look = self._look()
+            backends = {_lane(backend): backend for backend in self._backends()}
+            links = [_link(backends.get(lane), peer) for lane, peer in message["links"]]
+            answer = {"id": message["id"], "state": look.state, "texts": look.texts, "links": links}
+            # the relay takes the answer for the state, so a thread that ran just now must not hide the next report
+            self._sent = None if look.state is None else (self._control.relay_rank, look.state)
+            self._control.send({"t": "confirmed", **answer})
+
+    # --- warnings ---------------------------------------------------------------------------------------------------
+
+    def _warn(self, look: _Look) -> None:
+        now = time.monotonic()
+        for backend, call, entry in look.stalled:
+            age = now - entry.since
+            if entry.number in self._granted:
+                self._granted.discard(entry.number)
+                if backend.error is None:
+                    failure_diagnosis.log_stall(backend.context, call, age)
+            elif age >= max(self._warn_s, 2 * entry.warned_at):
+                entry.warned_at = age
+                name = f"{_lane(backend)} {call.op.name} {call.seq}"
+                self._control.send({"t": "stalled", "id": entry.number, "call": name, "age": age})
+        self._granted &= {entry.number for _, _, entry in look.stalled}
+
+
+def _lane(backend: HostBackend) -> str:
+    return lane_of(backend.name, backend.context.name)
+
+
+def _wait(one: BlockedCall, number: int) -> list[Any]:
+    """A wait as :class:`unicoll.net.control.wait_graph.Wait` has it."""
+    call, ranks = one.call, one.backend.context.ranks
+    if not call.op.message:
+        return [_lane(one.backend), call.seq, ANY, number]
+    return [_lane(one.backend), 0, ranks[call.peer] if call.peer >= 0 else ANY, number]
+
+
+def _link(backend: HostBackend | None, peer: int) -> tuple[bool, bool]:
+    engine = backend._p2p if backend is not None else None
+    if backend is None or not isinstance(engine, MessageQueues):
+        return False, True
+    return engine.link(backend.context.ranks.index(peer))
+
+
+def _describe(one: BlockedCall) -> str:
+    call = one.call
+    number = f" #{call.seq}" if call.seq else ""
+    text = f"{call.describe()[:200]}{number} on group {one.backend.context.name!r}"
+    if call.site:
+        text += f" at {call.site}"
+    return f"{text}, waited for at {one.where}" if one.where and one.where != call.site else text

@@ -1,0 +1,329 @@
+"""Handles of operations in flight: ``Completion`` is a backend's, ``Work`` is what users hold."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from unicoll.backend import flight_recorder
+from unicoll.errors import BackendUnavailableError, DistArgumentError, OperationTimeoutError
+from unicoll.net.timeouts import to_seconds
+
+if TYPE_CHECKING:
+    from unicoll.backend.call import Call
+    from unicoll.backend.flight_recorder import PendingEntry
+    from unicoll.backend.futures import Future
+
+__all__ = ["Completion", "HostCompletion", "Work"]
+
+
+class Completion(ABC):
+    """The state of a posted batch of calls, as the backend keeps it."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """True if the batch has ended, with or without an error; never blocks."""
+
+    @abstractmethod
+    def wait(self, timeout: float | None) -> None:
+        """Order the caller after the batch: block (CPU), or make the current stream wait (CUDA).
+
+        Raises:
+            the batch's error, or OperationTimeoutError after ``timeout`` seconds.
+        """
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block the host until the batch has ended; raises as :meth:`wait` does."""
+        self.wait(timeout)
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """The batch's error, or None while it runs or after success."""
+
+    @abstractmethod
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        """Call ``fn`` once when the batch has ended; at once if it has."""
+
+    @property
+    def recorded(self) -> bool:
+        """True if the batch was recorded into a graph, with which it runs any number of times."""
+        return False
+
+    def track(self, entries: Sequence[PendingEntry]) -> None:
+        """Mark the calls in the flight recorder as ended once the batch has ended."""
+        self.add_done_callback(lambda: flight_recorder.end(entries, self.exception()))
+
+    def took(self) -> float:
+        """Seconds from the batch's start to its end, for a timed batch that has ended without an error."""
+        raise BackendUnavailableError("duration: this backend does not time its operations")
+
+
+class HostCompletion(Completion):
+    """A completion that a host thread finishes.
+
+    Attributes:
+        calls: the batch.
+        before_wait: called with this object by a thread before it waits without a timeout; it may execute the batch.
+        begun: start time on the clock of ``time.perf_counter`` if the batch is timed, else 0.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_done",
+        "_entries",
+        "_error",
+        "_gate",
+        "_started",
+        "_took",
+        "before_wait",
+        "begun",
+        "calls",
+    )
+
+    def __init__(self, calls: tuple[Call, ...]) -> None:
+        self.calls = calls
+        self._gate = threading.Lock()  # held until done: a bare lock wakes a waiter faster than an Event
+        self._gate.acquire()
+        self._done = False
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._took = 0.0
+        self._entries: Sequence[PendingEntry] = ()
+        self._started = 0.0
+        self.before_wait: Callable[[HostCompletion], None] | None = None
+        self.begun = time.perf_counter() if calls[0].timed else 0.0
+
+    def begin(self) -> None:
+        """Restart the clock: a queued batch starts only now."""
+        self._started = time.monotonic()
+        flight_recorder.start(self._entries, self._started)
+        if self.begun:
+            self.begun = time.perf_counter()
+
+    def track(self, entries: Sequence[PendingEntry]) -> None:
+        self._entries = (*self._entries, *entries)
+        if self._started:
+            flight_recorder.start(entries, self._started)
+        if self._done:  # else finish() sees the entries
+            flight_recorder.end(entries, self._error)
+
+    def took(self) -> float:
+        return self._took
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Mark the batch ended and wake all waiters; only the first call counts."""
+        if self._done:
+            return
+        if self.begun:
+            self._took = time.perf_counter() - self.begun
+        self._error = error
+        self._done = True
+        self.before_wait = None  # it keeps the group alive
+        flight_recorder.end(self._entries, error)
+        self._gate.release()
+        while self._callbacks:
+            try:
+                callback = self._callbacks.pop()
+            except IndexError:  # another thread took the last one
+                break
+            callback()
+
+    def done(self) -> bool:
+        return self._done
+
+    def wait(self, timeout: float | None) -> None:
+        if timeout is None and (before_wait := self.before_wait) is not None:
+            before_wait(self)
+        if not self._done:
+            if not self._gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+                call = self.calls[0]
+                raise OperationTimeoutError(
+                    f"{call.describe()} #{call.seq} was not done after waiting {timeout:g} s;"
+                    " the operation is still running",
+                    op=call.op.name,
+                    seq=call.seq,
+                )
+            self._gate.release()
+        if self._error is not None:
+            raise self._error
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    @property
+    def has_callbacks(self) -> bool:
+        """True if callbacks are attached that have not run."""
+        return bool(self._callbacks)
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        self._callbacks.append(fn)
+        if self._done and self._callbacks:
+            try:
+                self._callbacks.remove(fn)
+            except ValueError:  # finish() has run it
+                return
+            fn()
+
+
+_future_lock = threading.Lock()
+
+
+def _call_logged(fn: Callable[[], None]) -> None:
+    """Call what the user gave; its exception must not end the thread that ends operations."""
+    try:
+        fn()
+    except Exception:
+        logging.getLogger("unicoll").exception("a callback of a Work failed")
+
+
+class Work:
+    """Handle of an asynchronous operation, with the methods of torch.distributed's ``Work``.
+
+    The arrays of the operation are kept alive by it. They must not be written (inputs) or read (outputs) before
+    :meth:`wait` has returned.
+    """
+
+    __slots__ = ("_calls", "_completion", "_future", "_waited")
+
+    def __init__(self, completion: Completion, calls: tuple[Call, ...]) -> None:
+        self._completion = completion
+        self._calls = calls
+        self._future: Future[list[Any]] | None = None
+        self._waited = False
+
+    @property
+    def completion(self) -> Completion:
+        """The backend's handle of the operation, which does not keep the arrays alive once it has been waited for."""
+        return self._completion
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Order the caller after the operation; returns True.
+
+        CPU arrays: blocks until the operation is done. CUDA arrays: makes the current stream wait and returns.
+        An operation on CPU arrays that has not begun may be executed by the calling thread, if ``timeout`` is None. An
+        exception that a signal's handler raises, for example KeyboardInterrupt, then ends it, as in a blocking call.
+
+        Args:
+            timeout: how long to block at most (timedelta or seconds); None waits for the operation's own deadline.
+
+        Raises:
+            OperationTimeoutError: not done in time; the operation itself is still running.
+            DistError: the operation's error.
+        """
+        self._waited = True
+        self._completion.wait(to_seconds(timeout) or None)
+        return True
+
+    def synchronize(self, timeout: timedelta | float | None = None) -> None:
+        """Block the host until the operation is done on the device too; raises as :meth:`wait`."""
+        self._waited = True
+        self._completion.synchronize(to_seconds(timeout) or None)
+
+    def is_completed(self) -> bool:
+        """True if the operation has ended, with or without an error; never blocks."""
+        return self._completion.done()
+
+    def is_success(self) -> bool:
+        """True if the operation has ended without an error."""
+        return self._completion.done() and self._completion.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """The operation's error, or None while it runs and after success."""
+        return self._completion.exception()
+
+    def source_rank(self) -> int:
+        """For a receive: the sender's rank in the group."""
+        return self._calls[0].source
+
+    _source_rank = source_rank
+
+    def duration(self) -> float:
+        """Seconds that the operation took, once it is done (blocks the host until then).
+
+        For CUDA arrays over NCCL it is device time, from when the stream reaches the operation to its end; the wait for
+        the other ranks is part of it. Otherwise it is host time from the start of the operation, which for
+        messages is when they are posted. The operations of a batch have one duration.
+
+        Raises:
+            DistArgumentError: the operation was not timed (``timing=True`` in ``pg_options`` or
+                :meth:`ProcessGroup.using`, or ``UNICOLL_TIMING=1``), or the operation was recorded into a graph.
+            DistError: the operation's error.
+        """
+        call = self._calls[0]
+        if not call.timed:
+            raise DistArgumentError(
+                f"duration: {call.describe()} was not timed: make the call through group.using(timing=True), or give"
+                " timing=True in pg_options, or set UNICOLL_TIMING=1",
+                op=call.op.name,
+            )
+        if self._completion.recorded:
+            raise DistArgumentError(f"duration: {call.describe()} was recorded into a graph", op=call.op.name)
+        self.synchronize()
+        return self._completion.took()
+
+    def result(self) -> list[Any]:
+        """The output arrays, once the operation is done (waits for it)."""
+        self.wait()
+        return self._outputs()
+
+    def _outputs(self) -> list[Any]:
+        return [b.owner for call in self._calls for b in (call.outputs or call.inputs)]
+
+    def get_future(self) -> Future[list[Any]]:
+        """A ``concurrent.futures.Future`` of the output arrays; the same one at every call.
+
+        It has ``then``, ``value`` and ``wait`` as torch's futures do.
+        """
+        if self._future is None:
+            from unicoll.backend.futures import (
+                Future,  # imported on demand: concurrent.futures is slow to import
+            )
+
+            self._waited = True
+            with _future_lock:
+                if self._future is None:
+                    future: Future[list[Any]] = Future()
+                    future.set_running_or_notify_cancel()
+                    self._completion.add_done_callback(lambda: self._resolve(future))
+                    self._future = future
+        return self._future
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        """Call ``fn()`` once when the operation has ended, on the thread that ends it; at once if it has ended.
+
+        Operations of the same group that ``fn`` starts come before those that are queued behind this one. An exception
+        of ``fn`` is logged.
+        """
+        self._waited = True
+        self._completion.add_done_callback(lambda: _call_logged(fn))
+
+    def _resolve(self, future: Future[list[Any]]) -> None:
+        error = self._completion.exception()
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(self._outputs())
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        """``await work`` in asyncio: the output arrays; the event loop is not blocked."""
+        import asyncio
+
+        return asyncio.wrap_future(self.get_future()).__await__()
+
+    def __repr__(self) -> str:
+        state = "done" if self.is_success() else "failed" if self.is_completed() else "running"
+        return f"<Work {', '.join(c.describe() for c in self._calls)}: {state}>"
+
+    def __del__(self) -> None:
+        if not self._waited and self._completion.exception() is None and not self._completion.done():
+            warnings.warn(
+                f"a Work was dropped without wait(): {self._calls[0].describe()}",
+                ResourceWarning,
+                stacklevel=2,
+            )

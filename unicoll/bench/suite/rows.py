@@ -1,0 +1,145 @@
+"""The table of the suite: the ratios, the timings that they consist of, and the jobs in which those are measured.
+
+A new measurement is one row of :data:`ROWS`. Timings of one job and one size are measured in alternation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from unicoll.bench.operations import OPERATIONS
+from unicoll.bench.sizes import short
+
+__all__ = ["JOBS", "ROWS", "RatioRow", "SuiteJob", "Timing"]
+
+
+@dataclass(frozen=True, eq=False)
+class SuiteJob:
+    """A job of the suite.
+
+    Attributes:
+        name: its name in the JSON.
+        ranks: number of ranks, all on this host.
+        variables: additional environment variables.
+        mpi: True if mpirun starts the ranks.
+        factor: factor of the number of calls.
+    """
+
+    name: str
+    ranks: int
+    variables: Mapping[str, str] = field(default_factory=dict)
+    mpi: bool = False
+    factor: int = 1
+
+
+_MEMORY = SuiteJob("shared memory", 2)
+_TCP = SuiteJob("tcp", 2, {"UNICOLL_TRANSPORT": "tcp"})
+_MPI = SuiteJob("mpirun", 2, mpi=True)
+_ALONE = SuiteJob("one rank", 1, factor=20)
+_UNRECORDED = SuiteJob("one rank without recorder", 1, {"UNICOLL_FLIGHT_RECORDER": "0"}, factor=20)
+JOBS = (_MEMORY, _TCP, _MPI, _ALONE, _UNRECORDED)
+"""The jobs, in the order in which each repetition starts them."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median time of one call, float32, sum, root 0.
+
+    Attributes:
+        contender: name of the contender.
+        op: name of the operation in the benchmark.
+        size: bytes.
+        job: the job in which it is measured.
+        asynchronous: True for the asynchronous form and its wait.
+    """
+
+    contender: str
+    op: str
+    size: int
+    job: SuiteJob = _MEMORY
+    asynchronous: bool = False
+
+    def __str__(self) -> str:
+        form = " async" if self.asynchronous else ""
+        return f"{self.contender} {self.op} {short(self.size)}{form} ({self.job.name})"
+
+
+@dataclass(frozen=True)
+class RatioRow:
+    """One ratio of two times.
+
+    Attributes:
+        name: its name in the output and in the JSON; committed runs have it, so it stays.
+        over, under: the two times.
+        larger_is_better: True if ``under`` is the one that should be short.
+    """
+
+    name: str
+    over: Timing
+    under: Timing
+    larger_is_better: bool = False
+
+    @property
+    def timings(self) -> tuple[Timing, Timing]:
+        """Both times."""
+        return self.over, self.under
+
+
+def _all_reduce(size: int, contender: str = "gloo", job: SuiteJob = _MEMORY) -> Timing:
+    return Timing(contender, "all_reduce", size, job)
+
+
+_SIZES = (8, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
+_SMALL = (8, 16 << 10)
+_OTHERS = [name for name in OPERATIONS if name not in ("all_reduce", "latency", "barrier")]
+
+ROWS: tuple[RatioRow, ...] = (
+    *(
+        RatioRow(
+            f"all_reduce {short(n)}: torch-gloo / gloo", _all_reduce(n, "torch-gloo"), _all_reduce(n), True
+        )
+        for n in _SIZES
+    ),
+    *(
+        RatioRow(f"all_reduce {short(n)}: gloo / floor", _all_reduce(n), _all_reduce(n, "floor"))
+        for n in _SIZES
+    ),
+    *(
+        RatioRow(
+            f"all_reduce {short(n)}: gloo-symmetric / floor",
+            _all_reduce(n, "gloo-symmetric"),
+            _all_reduce(n, "floor"),
+        )
+        for n in (4 << 20, 64 << 20)
+    ),
+    *(
+        RatioRow(f"{op} {short(n)} / all_reduce", Timing("gloo", op, n), _all_reduce(n))
+        for n in _SMALL
+        for op in _OTHERS
+    ),
+    RatioRow("barrier / all_reduce 8", Timing("gloo", "barrier", 8), _all_reduce(8)),
+    RatioRow("send 8 / all_reduce", Timing("gloo", "latency", 8), _all_reduce(8)),
+    RatioRow(
+        "all_reduce 8: async / blocking", Timing("gloo", "all_reduce", 8, asynchronous=True), _all_reduce(8)
+    ),
+    RatioRow(
+        "tcp all_reduce 64M: gloo / floor",
+        _all_reduce(64 << 20, job=_TCP),
+        _all_reduce(64 << 20, "floor", _TCP),
+    ),
+    RatioRow(
+        "one rank all_reduce 8: with / without flight recorder",
+        _all_reduce(8, job=_ALONE),
+        _all_reduce(8, job=_UNRECORDED),
+    ),
+    *(
+        RatioRow(
+            f"all_reduce {short(n)}: mpi / mpi4py",
+            _all_reduce(n, "mpi", _MPI),
+            _all_reduce(n, "mpi4py", _MPI),
+        )
+        for n in (8, 1 << 20)
+    ),
+)
+"""The ratios."""

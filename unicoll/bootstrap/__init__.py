@@ -1,0 +1,1 @@
+"""Starting a job: launcher environments, rendezvous, store locations, joining and leaving."""

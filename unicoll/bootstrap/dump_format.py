@@ -1,0 +1,153 @@
+"""The content of a flight recorder dump, which :mod:`unicoll.trace` reads: a JSON object, ``rank_R.json``.
+
+``version`` is 1. Ranks are global ranks, except ``root`` and ``peer`` of a call, which are ranks in its group. Times
+are seconds on this process's monotonic clock; ``clock.offset`` added to them gives rank 0's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from unicoll.backend.contract import Job
+from unicoll.group.recorded_calls import RecordedCall
+from unicoll.net.control.clock import Offset, now
+
+__all__ = ["FORMAT", "content", "threads"]
+
+FORMAT = "unicoll flight recorder"
+_VERSION = 1
+_MAX_FRAMES = 100
+_PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "torch")
+
+Content = dict[str, Any]
+
+
+def content(
+    job: Job,
+    job_id: str,
+    reason: str,
+    failure: bool,
+    groups: Sequence[Any],
+    calls: Sequence[RecordedCall],
+    stacks: Sequence[Content],
+    offset: Offset | None,
+) -> Content:
+    """The dump of this rank.
+
+    Args:
+        job: the joined job.
+        job_id: random text, equal on all ranks.
+        reason: why the dump is written.
+        failure: True if the reason is that a group has failed.
+        groups: the open groups.
+        calls: those of the flight recorder.
+        stacks: those of :func:`threads`.
+        offset: rank 0's clock minus this process's, or None if it is not known.
+    """
+    departed = job.control.departed if job.control is not None else {}
+    return {
+        "format": FORMAT,
+        "version": _VERSION,
+        "reason": reason,
+        "failure": failure,
+        "rank": job.rank,
+        "world_size": job.size,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "job": job_id,
+        "written": {"wall": time.time(), "monotonic": now()},
+        "clock": {"offset": offset.seconds, "error": offset.error} if offset is not None else None,
+        "departed": {str(rank): how for rank, how in sorted(departed.items())},
+        "groups": [
+            {
+                "name": g.name,
+                "description": g.group_desc,
+                "ranks": list(g.ranks),
+                "backends": g.backend_config,
+            }
+            for g in groups
+        ],
+        "threads": list(stacks),
+        "calls": [_call(call) for call in calls],
+    }
+
+
+def _call(call: RecordedCall) -> Content:
+    return {
+        "group": call.group,
+        "ranks": list(call.ranks),
+        "seq": call.seq,
+        "op": call.op,
+        "inputs": [[dtype.name, list(shape)] for dtype, shape in call.inputs],
+        "outputs": [[dtype.name, list(shape)] for dtype, shape in call.outputs],
+        "bytes": call.nbytes,
+        "reduce": call.reduce,
+        "root": call.root,
+        "peer": call.peer,
+        "tag": call.tag,
+        "backend": call.backend,
+        "text": call.describe(),
+        "site": call.site,
+        "state": call.state,
+        "created": call.created,
+        "started": call.started,
+        "ended": call.ended,
+        "blocking": call.blocking,
+        "error": call.error,
+    }
+
+
+def threads(omitted: str) -> list[Content]:
+    """The stacks of this process's threads, but for those named ``omitted``; the main thread's first.
+
+    Of each thread: name, whether it is the main thread, ``at`` (where it is in the user's code, or None), and the
+    frames from the outermost to the innermost, each with file, line and function.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    library = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    found = []
+    frames = sys._current_frames()
+    for ident in sorted(frames, key=lambda each: each != main):
+        if names.get(ident) == omitted:
+            continue
+        stack = list(_outwards(frames[ident]))
+        users = [frame for frame in stack if _is_users(frame, library)]
+        found.append(
+            {
+                "name": names.get(ident, str(ident)),
+                "main": ident == main,
+                "at": _position(users[0]) if users else None,
+                "stack": [_position(frame) for frame in reversed(stack)],
+            }
+        )
+        del stack, users
+    del frames  # the frames keep their arrays alive
+    return found
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back
+
+
+def _is_users(frame: FrameType, library: tuple[str, ...]) -> bool:
+    file = frame.f_code.co_filename
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package not in _PACKAGES and not file.startswith((*library, "<frozen"))
+
+
+def _position(frame: FrameType) -> Content:
+    code = frame.f_code
+    return {"file": code.co_filename, "line": frame.f_lineno, "function": code.co_name}

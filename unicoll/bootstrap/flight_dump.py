@@ -1,0 +1,234 @@
+"""Writing the flight recorder's dump of this rank: on request, on SIGUSR1, and when a group fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+from unicoll.backend.contract import Job
+from unicoll.backend.flight_recorder import failure_text, ring
+from unicoll.errors import DistError
+from unicoll.group.recorded_calls import RecordedCall, recorded_calls
+from unicoll.net import fork_safety
+from unicoll.net.control.clock import Offset
+
+__all__ = ["FlightDumper", "current"]
+
+log = logging.getLogger("unicoll")
+
+_WRITER = "unicoll-flight-dump"
+"""Name of the threads that write."""
+_SNAPSHOT_S = 0.3
+"""Seconds for which a failure waits for the copy of the calls, which must be made before they end."""
+_WRITE_S = 3.0
+"""Seconds for which the end of the job waits for dumps that are being written."""
+
+_open: list[FlightDumper] = []
+
+
+def current() -> FlightDumper | None:
+    """That of the job which this process joined last, or None."""
+    return _open[-1] if _open else None
+
+
+class FlightDumper:
+    """The dumps of one job; :meth:`close` ends it.
+
+    Failures of groups are dumped if UNICOLL_TRACE_DIR is set. In the main thread of a process that has no handler of
+    SIGUSR1, the signal is handled.
+
+    Args:
+        job: a job that has been joined.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._id = job.control.job_id if job.control is not None else secrets.token_hex(8)
+        self._writers: list[threading.Thread] = []
+        self._failures: list[dict[str, object]] = []
+        if job.control is not None:
+            job.control.failure_listeners.append(self._on_failure)
+        if _sigusr1_is_free():
+            signal.signal(signal.SIGUSR1, _on_signal)
+        _open.append(self)
+
+    def close(self) -> None:
+        """Wait for dumps that are being written, for a few seconds at most; restore the signal."""
+        if self in _open:
+            _open.remove(self)
+        if not _open:
+            _restore_signal()
+        if self._job.control is not None:
+            with suppress(ValueError):
+                self._job.control.failure_listeners.remove(self._on_failure)
+        deadline = time.monotonic() + _WRITE_S
+        for thread in self._writers:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def dump(self, directory: str | os.PathLike[str] | None, reason: str) -> str:
+        """Write the dump; returns its path.
+
+        Args:
+            directory: made if it does not exist; None for UNICOLL_TRACE_DIR or a directory of the job's own.
+            reason: for the reader.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        place = self._default_directory() if directory is None else os.fspath(directory)
+        return self._write(place, reason, False, lambda: None)
+
+    def content(
+        self,
+        reason: str,
+        calls: Sequence[RecordedCall],
+        failure: bool = False,
+        copied: Callable[[], object] = bool,
+    ) -> dict[str, Any]:
+        """The dump as a dict for JSON; ``copied`` is called when the threads' stacks have been copied."""
+        from unicoll.bootstrap import dump_format  # it is needed rarely
+
+        stacks = dump_format.threads(_WRITER)
+        groups = list(self._job.groups)
+        copied()
+        job, control = self._job, self._job.control
+        if control is None or job.rank == 0:
+            offset: Offset | None = Offset(0.0, 0.0)
+        else:
+            offset = control.measure_clock()
+        content = dump_format.content(job, self._id, reason, failure, groups, calls, stacks, offset)
+        content["failures"] = list(self._failures)
+        return content
+
+    def start(self, reason: str, failure: bool) -> None:
+        """Write the dump on another thread; errors are logged.
+
+        Args:
+            reason: for the reader.
+            failure: True if a group has failed: waits for a moment until its calls have been copied; False to log
+                where the dump is.
+        """
+        copied = threading.Event()
+
+        def write() -> None:
+            try:
+                path = self._write(self._default_directory(), reason, failure, copied.set)
+                if not failure:
+                    log.warning(
+                        "rank %d: the flight recorder's dump is %s; python -m unicoll.trace %s reads it",
+                        self._job.rank,
+                        path,
+                        os.path.dirname(path),
+                    )
+            except Exception as error:  # diagnostics must not cause failures
+                self._warn(error)
+            finally:
+                copied.set()
+
+        thread = threading.Thread(target=write, name=_WRITER, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no further thread is possible
+            self._warn(error)
+            return
+        self._writers = [*(t for t in self._writers if t.is_alive()), thread]
+        if failure:
+            copied.wait(_SNAPSHOT_S)
+
+    def _warn(self, error: Exception) -> None:
+        log.warning("rank %d: the flight recorder's dump is not written: %s", self._job.rank, error)
+
+    def _on_failure(self, group: str, error: DistError) -> None:
+        """A group has failed; its calls have not ended yet."""
+        text = failure_text(error)
+        self._failures.append({"group": group, "error": text, "at": time.monotonic()})
+        if os.environ.get("UNICOLL_TRACE_DIR"):
+            self.start(f"group {group!r} failed: {text}", True)
+
+    def _default_directory(self) -> str:
+        import tempfile
+
+        given = os.environ.get("UNICOLL_TRACE_DIR")
+        return given or os.path.join(tempfile.gettempdir(), f"unicoll_trace_{self._id}")
+
+    def _write(self, directory: str, reason: str, failure: bool, copied: Callable[[], None]) -> str:
+        calls = recorded_calls()  # first: they may end at any time
+        from unicoll.bootstrap import torch_dump  # it is needed rarely
+
+        job, groups = self._job, list(self._job.groups)
+        content = self.content(reason, calls, failure, copied)
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        path = os.path.join(directory, f"rank_{job.rank}.json")
+        _replace(path, json.dumps(content).encode())
+        maximum = ring().maxlen
+        full = maximum is not None and len(calls) >= maximum
+        epoch = content["written"]["wall"] - content["written"]["monotonic"]
+        for_torch = torch_dump.dumped(job.rank, calls, groups, full, epoch)
+        _replace(os.path.join(directory, f"{torch_dump.PREFIX}{job.rank}"), for_torch)
+        return path
+
+
+def _replace(path: str, data: bytes) -> None:
+    """Write a file so that no reader sees a part of it."""
+    import tempfile
+
+    descriptor, temporary = tempfile.mkstemp(".tmp", ".", os.path.dirname(path))
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+# --- the signal -----------------------------------------------------------------------------------------------------
+
+
+def _sigusr1_is_free() -> bool:
+    """True if this thread can handle SIGUSR1 and nothing else does."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not _has_native_handler(signal.SIGUSR1)
+
+
+def _has_native_handler(number: int) -> bool:
+    """True if a handler is installed which the signal module does not know, as that of faulthandler."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as file:
+            caught = next(line for line in file if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    except (OSError, StopIteration, ValueError):
+        return False
+
+
+def _restore_signal() -> None:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGUSR1) is _on_signal:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+def _on_signal(_number: int, _frame: FrameType | None) -> None:
+    # On another thread: this one may be within a call whose locks the dump needs.
+    for dumper in _open[-1:]:
+        dumper.start("SIGUSR1", False)
+
+
+def _forget() -> None:
+    """A forked child is not a member of its parent's job."""
+    if _open:
+        _open.clear()
+        _restore_signal()
+
+
+fork_safety.in_child(_forget)

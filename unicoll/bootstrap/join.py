@@ -1,0 +1,273 @@
+"""Joining and leaving a job: rendezvous, choice of backends, control plane, end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from unicoll.backend.contract import Job
+from unicoll.backend.wait_monitor import WaitMonitor
+from unicoll.bootstrap import fake_job, mpi_launch
+from unicoll.bootstrap.flight_dump import FlightDumper
+from unicoll.bootstrap.rendezvous import Rendezvous, refuse_protection, rendezvous
+from unicoll.bootstrap.rendezvous_protocol import StoreLocation
+from unicoll.errors import DistError
+from unicoll.group import registry
+from unicoll.group.process_group import ProcessGroup
+from unicoll.group.registry import BackendChoice
+from unicoll.net import debug_level, excepthook, fork_safety, logs, settings
+from unicoll.net.control.client import ControlClient
+from unicoll.net.stores import Store
+from unicoll.net.stores.signed import SignedStore
+
+__all__ = [
+    "Membership",
+    "choose",
+    "join",
+    "join_job",
+    "register_exit_handler",
+    "run_rendezvous",
+    "set_exit_cause",
+]
+
+log = logs.logger("job")
+
+_EXIT_NOTE_S = 0.3
+"""Seconds to wait for the launcher's note on how a rank ended; it polls its workers ten times a second."""
+
+
+class Membership:
+    """A job that this process has joined, and its groups.
+
+    Attributes:
+        rendezvous: its result.
+        job: the state that all groups share.
+        choices: the backends of the default group.
+        groups: the open groups, in order of creation.
+        notes: what was chosen, from which source and why; one line each.
+        named: number of groups created with each name, for numbering.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, job: Job, choices: list[BackendChoice]) -> None:
+        self.rendezvous = rendezvous
+        self.job = job
+        self.choices = choices
+        self.groups: list[ProcessGroup] = job.groups
+        self.notes = [*rendezvous.notes, *(f"{c.device} arrays: backend {c.name}: {c.why}" for c in choices)]
+        self.named: dict[str, int] = {}
+        for note in self.notes:
+            log.info("%s", note)
+        self._dumper = FlightDumper(job)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job: close the groups, the control plane and the store. ``error`` is the exception that ended the
+        program, if any."""
+        with ExitStack() as cleanup:  # after an exception the rest is still closed
+            cleanup.callback(log.info, "left the job")
+            cleanup.callback(_close_all, self.rendezvous, self.job, error)
+            cleanup.callback(self._dumper.close)
+            for group in self.groups:
+                cleanup.callback(group.close)
+            groups = [*self.groups]
+            self.groups.clear()
+            if error is not None and not isinstance(error, SystemExit):
+                for group in groups:
+                    group.abort_on_this_rank(  # pending operations must not block the exit
+                        DistError(f"this process ended with {type(error).__name__}: {error}")
+                    )
+
+
+def join(
+    backend: str | None,
+    init_method: str | None,
+    rank: int,
+    world_size: int,
+    store: Store | StoreLocation | None,
+    timeout: float,
+    join_timeout: float,
+) -> Membership:
+    """:func:`run_rendezvous`, then :func:`join_job`."""
+    started = time.monotonic()
+    backend = fake_job.override or backend
+    _install_excepthook()  # before the choice of the backend, whose errors are shown with folded frames too
+    if backend is not None:
+        registry.choose(backend)  # fails before other ranks wait for this one
+    found = run_rendezvous(backend, init_method, rank, world_size, store, join_timeout)
+    membership = join_job(found, backend, timeout, join_timeout)
+    log.info("joined as rank %d of %d in %.3f s", found.rank, found.world_size, time.monotonic() - started)
+    return membership
+
+
+def run_rendezvous(
+    backend: str | None,
+    init_method: str | None,
+    rank: int,
+    world_size: int,
+    store: Store | StoreLocation | None,
+    join_timeout: float,
+) -> Rendezvous:
+    """Find the other processes.
+
+    Args:
+        backend, init_method, rank, world_size: as for init_process_group.
+        store: as for init_process_group, or the location of the store.
+        join_timeout: seconds to wait for rank 0.
+
+    Raises:
+        DistArgumentError: arguments and environment do not give rank and world size, or contradict each other; a
+            variable of unicoll has an unknown value.
+        BackendUnavailableError: MPI was requested by name, but was not started with the other processes.
+        AuthenticationError, DistStoreError, DistNetworkError: as :func:`unicoll.bootstrap.rendezvous.rendezvous`.
+    """
+    _install_excepthook()
+    settings.check()
+    debug_level.apply()
+    settings.warn_of_unknown()
+    if backend is not None and registry.fakes(registry.choose(backend)):
+        return fake_job.rendezvous(init_method, rank, world_size)
+    log.info("joining: process %d", os.getpid())
+    mpi = mpi_launch.start(backend, rank, world_size, join_timeout)
+    found = rendezvous(
+        init_method, mpi.rank, mpi.world_size, store, join_timeout, launched=mpi.launched, mpi_store=mpi.store
+    )
+    found.notes[:0] = mpi.notes
+    found.mpi_started, found.mpi_reason = mpi.started, mpi.reason
+    logs.set_rank(found.rank)
+    return found
+
+
+def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_timeout: float) -> Membership:
+    """Join the job of a rendezvous; returns when all ranks have joined. On an error ``rendezvous`` is closed too.
+
+    Args:
+        backend: as for init_process_group.
+        timeout: default timeout of the world group, seconds.
+        join_timeout: seconds to wait for the other ranks.
+
+    Raises:
+        BackendUnavailableError: the backend cannot be used on this machine; the message has the reason.
+        DistArgumentError: UNICOLL_CHANNEL requires protection, but other processes may have the job's key.
+        OperationTimeoutError: not all ranks joined in time; the message has the missing ones.
+    """
+    job = Job(
+        rendezvous.rank,
+        rendezvous.world_size,
+        SignedStore(rendezvous.store, rendezvous.secret.key),
+        rendezvous.secret.key,
+        rendezvous.trusted,
+        list(rendezvous.listen_addresses),
+        timeout,
+        local_size=rendezvous.local_world_size,
+        post_mortem=_exit_note_reader(rendezvous),
+        local_rank=rendezvous.local_rank,
+        fake=rendezvous.fake,
+    )
+    try:
+        if rendezvous.world_size > 1 and not rendezvous.trusted:
+            refuse_protection()
+        choices = choose(rendezvous, backend)
+        for cls in {c.cls for c in choices}:
+            cls.prepare(job)
+        if job.size > 1 and not job.fake:
+            job.control = ControlClient(
+                job.rank, job.size, job.key, job.addresses[0], rendezvous.store_ends_with_rank_0
+            )
+            job.control.start(job.store, join_timeout)
+            job.shared("wait monitor", lambda: WaitMonitor(job))
+        if rendezvous.mpi_started:
+            registry.register_job_with_mpi(job)
+    except BaseException as e:
+        _close_all(rendezvous, job, e)
+        raise
+    return Membership(rendezvous, job, choices)
+
+
+def choose(rendezvous: Rendezvous, backend: str | None) -> list[BackendChoice]:
+    """The backends of a group after its rendezvous: :func:`unicoll.group.registry.choose`."""
+    launched = rendezvous.launched
+    return registry.choose(backend, launched is not None and launched.started_by_mpi, rendezvous.mpi_reason)
+
+
+def _close_all(rendezvous: Rendezvous, job: Job, error: BaseException | None) -> None:
+    with ExitStack() as cleanup:
+        cleanup.callback(rendezvous.close)
+        cleanup.callback(job.close)
+        if job.control is not None:
+            cleanup.callback(job.control.close, error)
+
+
+# --- the end of other ranks -----------------------------------------------------------------------------------------
+
+
+def _exit_note_reader(rendezvous: Rendezvous) -> Callable[[int], str | None] | None:
+    """A reader of the launcher's notes on how ranks ended; None if unicoll's launcher does not host the store."""
+    if rendezvous.launched is None or rendezvous.launched.name != "unicoll":
+        return None
+
+    def read(rank: int) -> str | None:
+        deadline = time.monotonic() + _EXIT_NOTE_S
+        while time.monotonic() < deadline:
+            try:
+                note = rendezvous.root.try_get(f"launcher/exit/{rank}")
+            except DistError:
+                return None
+            if note is not None:
+                return _describe_exit(**json.loads(note))
+            time.sleep(0.02)
+        return None
+
+    return read
+
+
+def _describe_exit(pid: int, status: int, cause: str) -> str:
+    if cause:
+        return cause
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return f"killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"killed by signal {-status}"
+
+
+# --- the end of this process ----------------------------------------------------------------------------------------
+
+_exit_cause: BaseException = SystemExit()
+_hook_installed = False
+_exit_handlers: list[Callable[[BaseException | None], None]] = []
+
+
+def register_exit_handler(leave: Callable[[BaseException | None], None], forget: Callable[[], None]) -> None:
+    """At the end of the interpreter call ``leave`` with the exception that ended the program, or with SystemExit.
+
+    A forked child, which is not a member of its parent's groups, calls ``forget`` after the fork instead. A repeated
+    registration of ``leave`` has no effect.
+    """
+    if leave in _exit_handlers:
+        return
+    _install_excepthook()
+    _exit_handlers.append(leave)
+    atexit.register(lambda: leave(_exit_cause))
+    fork_safety.in_child(forget)
+
+
+def set_exit_cause(error: BaseException) -> None:
+    """Record the exception that ends this program, for the other ranks: an uncaught one, or SystemExit with its code.
+
+    ``sys.excepthook`` is not called for a SystemExit, so the launcher's bootstrap, which runs the program, records it.
+    """
+    global _exit_cause
+    _exit_cause = error
+
+
+def _install_excepthook() -> None:
+    """Once per process: record the exception that ends the program, and print it with folded frames."""
+    global _hook_installed
+    if not _hook_installed:
+        _hook_installed = True
+        excepthook.install(set_exit_cause)

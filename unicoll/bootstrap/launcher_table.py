@@ -1,0 +1,149 @@
+"""The table of launchers: the environment variables from which rank, size and address are read.
+
+Adding a launcher is adding a row to :data:`LAUNCHERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+__all__ = ["LAUNCHERS", "TORCH_STYLE", "Environ", "LauncherRow"]
+
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class LauncherRow:
+    """One launcher's variables. Of several alternatives, the first one that is set is used.
+
+    Attributes:
+        name: the value of :attr:`unicoll.bootstrap.launchers.LaunchInfo.name`.
+        rank, size: both must be set, or the row does not apply.
+        local_rank, local_size, node_rank: optional. A size may be a Slurm-style list by node, ``"2(x3),1"``.
+        marker: a variable that must also be set (to any value), if several launchers share the others.
+        exclude: returns why the row does not apply although its variables are set; None if it applies.
+        job: variables that together are equal on all ranks of a job and differ between jobs.
+        agents: names of the launcher's own process on each host (as the kernel truncates them: 15 characters).
+            If no ``job`` variable is set, the process id of that ancestor distinguishes the jobs of one host.
+        nodelist: the job's hosts, in Slurm's bracket notation; rank 0 runs on the first one.
+        mpi: True if MPI is the default backend of host arrays.
+        hint: what to do if ``rank`` is set and ``size`` is not.
+    """
+
+    name: str
+    rank: str
+    size: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
+    local_size: tuple[str, ...] = ()
+    node_rank: tuple[str, ...] = ()
+    marker: str | None = None
+    exclude: Callable[[Environ], str | None] | None = None
+    job: tuple[str, ...] = ()
+    agents: tuple[str, ...] = ()
+    nodelist: tuple[str, ...] = ()
+    mpi: bool = False
+    hint: str = ""
+
+
+# Slurm numbers the steps of a job from 0; ids from 0xfffffff0 are reserved: batch script, interactive shell, extern.
+_FIRST_RESERVED_STEP = 0xFFFFFFF0
+
+
+def _not_a_slurm_task(environ: Environ) -> str | None:
+    """Slurm sets SLURM_PROCID=0 and SLURM_NTASKS also for a batch script, which is one process, not NTASKS."""
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step:
+        return "SLURM_PROCID is set, but SLURM_STEP_ID is not: not started by srun"
+    if not step.isdigit() or int(step) >= _FIRST_RESERVED_STEP:
+        return f"SLURM_STEP_ID={step} is a batch script's or a shell's step: not started by srun"
+    if "MPI_LOCALRANKID" in environ:
+        # Hydra starts one proxy per host with srun, and the ranks inherit the proxy's SLURM_PROCID.
+        return "SLURM_PROCID belongs to the launcher that set MPI_LOCALRANKID"
+    return None
+
+
+def _set_by_slurm(environ: Environ) -> str | None:
+    if environ.get("PMIX_NAMESPACE", "").startswith("slurm."):
+        return "PMIX_RANK was set by Slurm"
+    return None
+
+
+TORCH_STYLE = LauncherRow(
+    "environment",
+    rank="RANK",
+    size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    local_size=("LOCAL_WORLD_SIZE",),
+    node_rank=("GROUP_RANK", "NODE_RANK"),
+)
+
+LAUNCHERS: tuple[LauncherRow, ...] = (
+    replace(TORCH_STYLE, name="unicoll", marker="UNICOLL_LAUNCHER", job=("TORCHELASTIC_RUN_ID",)),
+    replace(TORCH_STYLE, name="torchrun", marker="TORCHELASTIC_RUN_ID", job=("TORCHELASTIC_RUN_ID",)),
+    TORCH_STYLE,
+    LauncherRow(
+        "openmpi",  # OMPI_COMM_WORLD_NODE_RANK is a rank within the node, not the rank of the node
+        rank="OMPI_COMM_WORLD_RANK",
+        size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        agents=("mpirun", "prterun", "prted", "orted"),
+        mpi=True,
+    ),
+    LauncherRow(
+        "pmix",
+        rank="PMIX_RANK",
+        size=("PMIX_SIZE",),
+        local_rank=("PMIX_LOCAL_RANK",),
+        local_size=("PMIX_LOCAL_SIZE",),
+        exclude=_set_by_slurm,
+        job=("PMIX_NAMESPACE",),
+        mpi=True,
+        hint="PMIx has the size in its server, not in the environment: start with mpirun, or set PMIX_SIZE",
+    ),
+    LauncherRow(
+        "mvapich2",
+        rank="MV2_COMM_WORLD_RANK",
+        size=("MV2_COMM_WORLD_SIZE",),
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMI_PORT",),
+        agents=("mpispawn", "hydra_pmi_proxy"),
+        mpi=True,
+    ),
+    LauncherRow(
+        "slurm",
+        rank="SLURM_PROCID",
+        size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=("SLURM_LOCALID",),
+        local_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+        node_rank=("SLURM_NODEID",),
+        exclude=_not_a_slurm_task,
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        nodelist=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        mpi=True,
+    ),
+    LauncherRow(
+        "mpich",  # MPICH's and Intel MPI's Hydra, Cray MPICH, Microsoft MPI: all of PMI's first version
+        rank="PMI_RANK",
+        size=("PMI_SIZE",),
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+        job=("PMI_JOBID", "PALS_APID", "I_MPI_HYDRA_UUID", "PMI_PORT"),
+        agents=("hydra_pmi_proxy", "mpiexec.gforker"),
+        mpi=True,
+    ),
+    LauncherRow(
+        "pals",
+        rank="PALS_RANKID",
+        size=("PALS_SIZE",),
+        local_rank=("PALS_LOCAL_RANKID",),
+        local_size=("PALS_LOCAL_SIZE",),
+        node_rank=("PALS_NODEID",),
+        job=("PALS_APID",),
+        mpi=True,
+        hint="PALS sets the size as PMI_SIZE together with PMI_RANK, or not at all: set PALS_SIZE",
+    ),
+)

@@ -1,0 +1,293 @@
+"""The launcher of this process: rank, size and address from the environment.
+
+The rows of :data:`LAUNCHERS` are tried in order and never combined: the first row whose rank *and* size are set gives
+all values. Under ``srun --mpi=pmix``, for example, ``PMIX_RANK`` is set without a size, so its row is skipped, and the
+complete Slurm row is used.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from unicoll.bootstrap.launcher_table import LAUNCHERS, TORCH_STYLE, Environ, LauncherRow
+from unicoll.bootstrap.slurm_lists import expand_counts, expand_nodelist
+from unicoll.errors import DistArgumentError
+from unicoll.net.interfaces import parse_port
+
+__all__ = [
+    "LAUNCHERS",
+    "LaunchInfo",
+    "LauncherRow",
+    "detect",
+    "expand_nodelist",
+    "from_mpi_world",
+    "is_torchelastic_launched",
+    "near_misses",
+    "size_only_in_mpi",
+]
+
+PORT_BASE = 20000
+"""First port derived from a job's id; the last one is below 32768, where Linux's ephemeral ports begin."""
+PORT_SPAN = 12000
+
+
+@dataclass(frozen=True)
+class LaunchInfo:
+    """The information of the launcher's environment.
+
+    Attributes:
+        name: the row's name: ``"unicoll"``, ``"torchrun"``, ``"environment"``, ``"openmpi"``, ``"slurm"``,
+            ...
+        rank, world_size: of this process, from 0, and the number of processes.
+        local_rank, local_world_size: the same among the processes of this host; None if unknown.
+        node_rank: index of this host among the job's hosts; None if unknown.
+        source: the variables of these numbers, with their values, as text.
+        started_by_mpi: True if MPI is the default backend of host arrays for this launcher.
+        master_addr, master_port: rank 0's address; None if unknown, and then ``master_hint`` says what to set.
+        master_source: where address and port come from, as text.
+        port_fixed: True if ``master_port`` was specified; else it is derived from the job's id, and rank 0 may use one
+            of the next few ports if it is occupied.
+        job: text that is equal on all ranks of the job and, as far as the launcher allows, different between jobs;
+            ``""`` if unknown.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int | None
+    node_rank: int | None
+    source: str
+    started_by_mpi: bool
+    master_addr: str | None
+    master_port: int | None
+    master_source: str
+    master_hint: str
+    port_fixed: bool
+    job: str
+
+    @property
+    def single_host(self) -> bool:
+        """True if all ranks are on this host according to the launcher."""
+        return self.local_world_size == self.world_size
+
+
+def detect(environ: Environ = os.environ) -> LaunchInfo | None:
+    """The information of the first complete row of :data:`LAUNCHERS`; None if none is complete.
+
+    A process of a Slurm allocation that srun has not started (a batch script, a shell) has no launcher.
+
+    Raises:
+        DistArgumentError: a variable of that row is not a number, is negative, or contradicts another one.
+    """
+    for row in LAUNCHERS:
+        if row.marker is not None and row.marker not in environ:
+            continue
+        size = _first_set(row.size, environ)
+        if (
+            _first_set((row.rank,), environ)
+            and size
+            and (row.exclude is None or row.exclude(environ) is None)
+        ):
+            return _read(row, size, environ)
+    return None
+
+
+def from_mpi_world(rank: int, world_size: int, environ: Environ = os.environ) -> LaunchInfo:
+    """The information of MPI itself, if no launcher of the table applies."""
+    address = environ.get("MASTER_ADDR", "").strip().strip("[]") or None
+    text = environ.get("MASTER_PORT", "").strip()
+    return LaunchInfo(
+        name="mpi",
+        rank=rank,
+        world_size=world_size,
+        local_rank=None,
+        local_world_size=None,
+        node_rank=None,
+        source="MPI_COMM_WORLD",
+        started_by_mpi=True,
+        master_addr=address,
+        master_port=parse_port(text, f"MASTER_PORT={text}") if text else None,
+        master_source="MASTER_ADDR, MASTER_PORT" if address else "",
+        master_hint="set MASTER_ADDR and MASTER_PORT on every rank",
+        port_fixed=bool(text),
+        job="",
+    )
+
+
+def size_only_in_mpi(environ: Environ = os.environ) -> bool:
+    """True if an MPI launcher has set a rank, but no size, in the environment."""
+    return any(
+        row.mpi
+        and _first_set((row.rank,), environ) is not None
+        and _first_set(row.size, environ) is None
+        and (row.exclude is None or row.exclude(environ) is None)
+        for row in LAUNCHERS
+    )
+
+
+def near_misses(environ: Environ = os.environ) -> list[str]:
+    """Why rows with some of their variables set do not apply, one sentence each; for error messages."""
+    reasons: list[str] = []
+    for row in LAUNCHERS:
+        if row.marker is not None:
+            continue
+        rank, size = _first_set((row.rank,), environ), _first_set(row.size, environ)
+        if rank and row.exclude is not None and (reason := row.exclude(environ)) is not None:
+            reasons.append(reason)
+        elif rank and not size:
+            text = f"{rank} is set but {' or '.join(row.size)} is not"
+            reasons.append(f"{text} ({row.hint})" if row.hint else text)
+        elif size and not rank and row.exclude is None:
+            reasons.append(f"{size} is set but {row.rank} is not")
+    return reasons
+
+
+def is_torchelastic_launched(environ: Environ = os.environ) -> bool:
+    """True if torchrun started this process: ``TORCHELASTIC_RUN_ID`` is set (torch.distributed's rule)."""
+    return environ.get("TORCHELASTIC_RUN_ID") is not None
+
+
+def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
+    used = {row.rank: environ[row.rank], size_name: environ[size_name]}
+    rank = _number(row.rank, environ)
+    world_size = _number(size_name, environ)
+    _below(row.rank, rank, size_name, world_size)
+    node_rank = _optional(row.node_rank, environ, used)
+    local_rank = _optional(row.local_rank, environ, used)
+    local_size = _local_size(row, node_rank, environ, used)
+    if local_rank is not None and local_size is not None:
+        local_names = [name for name in (*row.local_rank, *row.local_size) if name in used]
+        _below(local_names[0], local_rank, local_names[-1], local_size)
+    job = _job(row, environ, single_host=local_size == world_size)
+    master = _master(row, environ, job, single_host=local_size == world_size)
+    return LaunchInfo(
+        name=row.name,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node_rank=node_rank,
+        source=", ".join(f"{name}={value}" for name, value in used.items()),
+        started_by_mpi=row.mpi,
+        master_addr=master.address,
+        master_port=master.port,
+        master_source=master.source,
+        master_hint=_hint(row, master, single_host=local_size == world_size),
+        port_fixed=bool(environ.get("MASTER_PORT", "").strip()),
+        job=job,
+    )
+
+
+class _Master(NamedTuple):
+    address: str | None
+    port: int | None
+    source: str
+
+
+def _master(row: LauncherRow, environ: Environ, job: str, *, single_host: bool) -> _Master:
+    """Rank 0's address: MASTER_ADDR and MASTER_PORT, else derived from the hosts and the job's id."""
+    sources: list[str] = []
+    nodelist = _first_set(row.nodelist, environ)
+    address: str | None = environ.get("MASTER_ADDR", "").strip().strip("[]")
+    if address:
+        sources.append("MASTER_ADDR")
+    elif single_host and row is not TORCH_STYLE:
+        address = "127.0.0.1"
+        sources.append("all ranks are on one host")
+    elif nodelist is not None:
+        address = expand_nodelist(environ[nodelist], limit=1)[0]
+        sources.append(f"first host of {nodelist}={environ[nodelist]}")
+    port: int | None = None
+    if text := environ.get("MASTER_PORT", "").strip():
+        port = parse_port(text, f"MASTER_PORT={text}")
+        sources.append("MASTER_PORT")
+    elif job:
+        port = PORT_BASE + zlib.crc32(job.encode()) % PORT_SPAN
+        sources.append(f"port from {job}")
+    return _Master(address or None, port, ", ".join(sources))
+
+
+def _hint(row: LauncherRow, master: _Master, *, single_host: bool) -> str:
+    missing = []
+    if master.address is None:
+        missing.append("MASTER_ADDR (the address of rank 0's host)")
+    if master.port is None:
+        missing.append("MASTER_PORT (a free port there)")
+    if not missing:
+        return ""
+    wanted = f"set {' and '.join(missing)} on every rank"
+    if row is TORCH_STYLE:
+        return wanted
+    reason = (
+        "does not distinguish the jobs of a host" if single_host else "does not set the address of rank 0"
+    )
+    return f"{row.name} {reason}: {wanted}, or pass init_method='tcp://host:port' or 'file:///path'"
+
+
+def _job(row: LauncherRow, environ: Environ, *, single_host: bool) -> str:
+    parts = [f"{name}={environ[name]}" for name in row.job if environ.get(name)]
+    if not parts and single_host:
+        parts = [f"{name}={pid}" for name, pid in _ancestors() if name in row.agents][:1]
+    return ", ".join(parts)
+
+
+def _ancestors() -> list[tuple[str, int]]:
+    """Names and ids of this process's ancestors, nearest first, as far as /proc has them."""
+    found: list[tuple[str, int]] = []
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            break
+        # "pid (name) state ppid ...": the name may contain spaces and parentheses.
+        head, _, tail = stat.rpartition(")")
+        found.append((head.partition("(")[2], pid))
+        pid = int(tail.split()[1])
+    return found
+
+
+def _first_set(names: tuple[str, ...], environ: Environ) -> str | None:
+    return next((name for name in names if environ.get(name, "").strip()), None)
+
+
+def _number(name: str, environ: Environ) -> int:
+    text = environ[name].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise DistArgumentError(f"{name}={environ[name]}: must be a whole number, 0 or more")
+    return int(text)
+
+
+def _optional(names: tuple[str, ...], environ: Environ, used: dict[str, str]) -> int | None:
+    name = _first_set(names, environ)
+    if name is None:
+        return None
+    used[name] = environ[name]
+    return _number(name, environ)
+
+
+def _below(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    if rank >= size:
+        raise DistArgumentError(f"{rank_name}={rank} must be less than {size_name}={size}")
+
+
+def _local_size(
+    row: LauncherRow, node_rank: int | None, environ: Environ, used: dict[str, str]
+) -> int | None:
+    name = _first_set(row.local_size, environ)
+    if name is None:
+        return None
+    text = environ[name].strip()
+    if not text.isdigit():
+        counts = expand_counts(name, text)
+        if node_rank is None or node_rank >= len(counts):
+            return None
+        used[name] = text
+        return counts[node_rank]
+    used[name] = text
+    return int(text)

@@ -1,0 +1,413 @@
+"""The rendezvous: from an init method, a store or the launcher to a store that all ranks share."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from urllib.parse import SplitResult, parse_qsl, urlsplit
+
+from unicoll.bootstrap.launchers import LaunchInfo, detect, near_misses
+from unicoll.bootstrap.rendezvous_protocol import StoreLocation, agree_on_store
+from unicoll.bootstrap.store_locations import (
+    ExistingStoreLocation,
+    FileLocation,
+    Handler,
+    HandlerLocation,
+    LocalLocation,
+    MPILocation,
+    TCPLocation,
+)
+from unicoll.errors import DistArgumentError
+from unicoll.net import interfaces, settings
+from unicoll.net.secret import Secret, find_secret
+from unicoll.net.stores import PrefixStore, Store
+
+__all__ = [
+    "Rendezvous",
+    "members",
+    "parse_init_method",
+    "refuse_protection",
+    "register_rendezvous_handler",
+    "rendezvous",
+]
+
+Environ = Mapping[str, str]
+
+PORTS_TO_TRY = 8
+"""Number of ports for rank 0's store if none was specified: rank 0 uses the first free one, the others search them."""
+
+_BUILT_IN = ("env", "file", "tcp")
+_handlers: dict[str, Handler] = {}
+
+
+@dataclass
+class Rendezvous:
+    """The result of a rendezvous.
+
+    Attributes:
+        store: the store that all ranks share, in the namespace of this rendezvous.
+        root: the same store without the namespace, for keys of unicoll's launcher.
+        rank, world_size: of this process, and the number of processes.
+        secret: the key of the data connections' handshakes (never empty), and its source.
+        trusted: True if only holders of the job's secret, processes that MPI has started, or processes of this user
+            (verified by the owner of their sockets or of the store's open file, or since they are threads of this
+            process) can have taken part. Equal on all ranks, unless one of them cannot verify it.
+        listen_addresses: the addresses of data connections, best first.
+        local_rank, local_world_size: among the processes of this host; None if no launcher gives them.
+        launched: the launcher's information, if it applies to this rendezvous.
+        notes: what was chosen, from which source and why; one line each.
+        mpi_started: True if MPI is used, even if only for the store.
+        mpi_reason: why MPI is not used for arrays although its launcher started the job; "" otherwise.
+        store_ends_with_rank_0: True if the store may end with rank 0's process.
+        fake: True if there are no other processes (:mod:`unicoll.bootstrap.fake_job`).
+    """
+
+    store: PrefixStore
+    root: Store
+    rank: int
+    world_size: int
+    secret: Secret
+    trusted: bool
+    listen_addresses: list[str]
+    local_rank: int | None
+    local_world_size: int | None
+    launched: LaunchInfo | None
+    notes: list[str]
+    _close: Callable[[], None] = field(repr=False)
+    mpi_started: bool = False
+    mpi_reason: str = ""
+    store_ends_with_rank_0: bool = True
+    fake: bool = False
+
+    @property
+    def listen_host(self) -> str:
+        """The first of :attr:`listen_addresses`."""
+        return self.listen_addresses[0]
+
+    def close(self) -> None:
+        """Close the store, unless it is the caller's. Idempotent.
+
+        If rank 0 hosts the store, its server runs until its last client has disconnected.
+        """
+        close, self._close = self._close, lambda: None
+        close()
+
+
+def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
+    """Register a handler for ``init_method="<scheme>://..."`` (torch.distributed's function).
+
+    ``handler(url, rank=..., world_size=..., timeout=...)`` is a generator function that yields one
+    ``(store, rank, world_size)``. The URL also has rank and world size in its query, as torch's handlers
+    expect; ``timeout`` is a ``timedelta``. The generator is closed together with the rendezvous.
+
+    Raises:
+        DistArgumentError: the scheme has a handler, or is not a valid scheme.
+    """
+    if not scheme.replace("+", "").replace("-", "").replace(".", "").isalnum():
+        raise DistArgumentError(f"{scheme!r} is not a URL scheme")
+    if scheme in _handlers or scheme in _BUILT_IN:
+        raise DistArgumentError(f"a rendezvous handler for {scheme}:// is registered already")
+    _handlers[scheme] = handler
+
+
+def rendezvous(
+    init_method: str | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    store: Store | StoreLocation | None = None,
+    timeout: float = 300.0,
+    environ: Environ = os.environ,
+    launched: LaunchInfo | None = None,
+    mpi_store: Callable[[float], Store] | None = None,
+) -> Rendezvous:
+    """Find the other processes of the job.
+
+    Args:
+        init_method: ``"env://"`` (None means it), ``"tcp://host:port"``, ``"file:///path"`` or a registered
+            scheme; rank and world size may be in the query, ``?rank=0&world_size=4``.
+        rank, world_size: -1 if the query or the launcher gives them; arguments have priority over the launcher.
+        store: a store that all ranks share, or its location, instead of an init method.
+        timeout: seconds for the whole rendezvous.
+        launched: the launcher's information; None reads it from the environment.
+        mpi_store: opens a store over MPI, if MPI has been chosen; used if ``env://`` gives no address.
+
+    With ``env://`` the store is the launcher's (``UNICOLL_STORE=host:port``), or rank 0 hosts it at
+    ``MASTER_ADDR`` and ``MASTER_PORT`` or at the address of the launcher's variables
+    (:mod:`unicoll.bootstrap.launchers`). torchrun's agent listens on ``MASTER_PORT`` itself
+    (``TORCHELASTIC_USE_AGENT_STORE=True``); then rank 0 uses the first free one of the next eight ports. A world of
+    size 1 without an address opens no port.
+
+    Raises:
+        DistArgumentError: rank or world size is missing, contradictory or out of range, the URL or a variable
+            is invalid; the message says what to set.
+        AuthenticationError: the ranks have different secrets.
+        StoreTimeoutError, DistNetworkError: rank 0 or its store did not appear in time; the message names the
+            address.
+        DistStoreError: another process has this rank.
+    """
+    if store is not None and init_method is not None:
+        raise DistArgumentError("give init_method or store, not both")
+    deadline = time.monotonic() + timeout
+    url = parse_init_method(init_method if init_method is not None else "env://")
+    notes: list[str] = []
+    rank, world_size, launched = members(url, rank, world_size, environ, notes, launched)
+    secret = find_secret(environ)
+    location = _location(url, world_size, store, launched, secret, environ, mpi_store)
+    single_host = world_size == 1 or (launched is not None and launched.single_host)
+    listen = interfaces.listen_addresses(location.master_host, environ, single_host=single_host)
+    if (
+        not secret.key
+        and location.master_host is not None
+        and not interfaces.is_loopback(location.master_host)
+    ):
+        refuse_protection(environ)  # now: later, rank 0 would end before the others have connected
+    agreed = agree_on_store(location, rank, world_size, secret, deadline)
+    if store is None:
+        agreed.store.set_timeout(timedelta(seconds=timeout))
+    notes.append(f"store: {location.describe()}")
+    notes.append(f"secret: {_describe_secret(secret, agreed.trusted)}")
+    if (channel := settings.choice("UNICOLL_CHANNEL", environ)) != "plain":
+        notes.append(f"connections between hosts: {channel}, from UNICOLL_CHANNEL")
+    notes.append(f"interface: {', '.join(listen.addresses)}: {listen.reason}")
+    return Rendezvous(
+        store=agreed.store,
+        root=agreed.root,
+        rank=agreed.rank,
+        world_size=agreed.world_size,
+        secret=Secret(agreed.key, secret.source if secret.key else "rank 0, through the store"),
+        trusted=agreed.trusted,
+        listen_addresses=listen.addresses,
+        local_rank=launched.local_rank if launched else None,
+        local_world_size=launched.local_world_size if launched else None,
+        launched=launched,
+        notes=notes,
+        _close=lambda: location.close(linger=True),
+        store_ends_with_rank_0=location.ends_with_rank_0,
+    )
+
+
+def refuse_protection(environ: Environ = os.environ) -> None:
+    """Refuse UNICOLL_CHANNEL in a job whose key other processes may have.
+
+    Raises:
+        DistArgumentError: ``UNICOLL_CHANNEL`` asks for it.
+    """
+    wanted = settings.choice("UNICOLL_CHANNEL", environ)
+    if wanted != "plain":
+        raise DistArgumentError(
+            f"UNICOLL_CHANNEL={wanted} protects nothing in this job: any process that reaches the store can join; "
+            "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE"
+        )
+
+
+def _describe_secret(secret: Secret, trusted: bool) -> str:
+    if secret.key:
+        return secret.source
+    access = (
+        "which no other user can reach" if trusted else "which is OPEN to all processes that can reach it"
+    )
+    return f"none was given; rank 0 made a key and sent it to the others through the store, {access}"
+
+
+def parse_init_method(init_method: str) -> SplitResult:
+    known = ", ".join(f"{scheme}://" for scheme in (*_BUILT_IN, *sorted(_handlers)))
+    if not isinstance(init_method, str):
+        raise DistArgumentError(f"init_method must be a string such as 'env://', not {init_method!r}")
+    try:
+        url = urlsplit(init_method)
+    except ValueError as error:
+        raise DistArgumentError(f"init_method {init_method!r} cannot be read: {error}") from error
+    if url.scheme not in _BUILT_IN and url.scheme not in _handlers:
+        raise DistArgumentError(f"init_method {init_method!r} has no known scheme; known are {known}")
+    return url
+
+
+def members(
+    url: SplitResult,
+    rank: int,
+    world_size: int,
+    environ: Environ,
+    notes: list[str],
+    launched: LaunchInfo | None = None,
+) -> tuple[int, int, LaunchInfo | None]:
+    """Rank and world size from arguments, query and launcher; and the launcher's information if it applies."""
+    values = {"rank": _argument("rank", rank), "world_size": _argument("world_size", world_size)}
+    sources = ["arguments"] if any(value is not None for value in values.values()) else []
+    for name, value in _query(url).items():
+        if values[name] not in (None, value):
+            raise DistArgumentError(f"{name}={values[name]} contradicts init_method={url.geturl()}")
+        values[name] = value
+        sources.append("init_method")
+    complete = None not in values.values()
+    launched = launched or _detect(environ, needed=not complete, notes=notes)
+    if launched is not None and not complete:
+        sources.append(f"{launched.source} ({launched.name})")
+    this_rank = _default(values["rank"], launched.rank if launched else None)
+    size = _default(values["world_size"], launched.world_size if launched else None)
+    if this_rank is None or size is None:
+        if url.scheme in _BUILT_IN:
+            raise DistArgumentError(_missing_members_message(values, environ))
+        # The handler may determine them; torch passes -1 for that.
+        return -1 if this_rank is None else this_rank, -1 if size is None else size, None
+    if not 0 <= this_rank < size:
+        raise DistArgumentError(f"rank {this_rank} is not below world_size {size}")
+    notes.append(f"rank {this_rank} of {size}: from {', '.join(dict.fromkeys(sources))}")
+    if launched is not None and (launched.rank, launched.world_size) != (this_rank, size):
+        notes.append(
+            f"different from the launcher: rank {launched.rank} of {launched.world_size}, "
+            f"from {launched.source} ({launched.name})"
+        )
+        if launched.world_size != size:
+            launched = None  # another set of processes, with its own hosts, store and job
+    return this_rank, size, launched
+
+
+def _default(value: int | None, default: int | None) -> int | None:
+    return default if value is None else value
+
+
+def _detect(environ: Environ, *, needed: bool, notes: list[str]) -> LaunchInfo | None:
+    try:
+        return detect(environ)
+    except DistArgumentError as error:
+        if needed:
+            raise
+        notes.append(f"launcher ignored: {error}")
+        return None
+
+
+def _argument(name: str, value: int) -> int | None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise DistArgumentError(f"{name} must be a whole number, not {value!r}")
+    number = value.__index__()
+    if number < -1 or (name == "world_size" and number == 0):
+        raise DistArgumentError(f"{name} must be {0 if name == 'rank' else 1} or more, not {number}")
+    return None if number == -1 else number
+
+
+def _query(url: SplitResult) -> dict[str, int]:
+    """rank and world_size from the URL; torch's use_libuv is accepted without effect."""
+    found: dict[str, int] = {}
+    for name, text in parse_qsl(url.query, keep_blank_values=True):
+        if name in ("rank", "world_size"):
+            if not (text.isascii() and text.isdigit()) or (name == "world_size" and int(text) == 0):
+                raise DistArgumentError(f"init_method {url.geturl()}: {name}={text!r} is not a valid number")
+            found[name] = int(text)
+        elif name != "use_libuv" and url.scheme in _BUILT_IN:
+            raise DistArgumentError(
+                f"init_method {url.geturl()}: unknown parameter {name!r}; known are rank and world_size"
+            )
+    return found
+
+
+def _missing_members_message(values: Mapping[str, int | None], environ: Environ) -> str:
+    missing = " and ".join(name for name, value in values.items() if value is None)
+    reasons = near_misses(environ)
+    seen = f" (seen: {'; '.join(reasons)})" if reasons else ""
+    return (
+        f"unknown {missing} of this process: no launcher was recognised{seen}. Start the processes with "
+        "`python -m unicoll.run --nproc-per-node N script.py`, mpirun, srun or torchrun; or set RANK, "
+        "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; or pass rank= and world_size= together with "
+        "init_method='tcp://host:port', init_method='file:///path' or store="
+    )
+
+
+# --- locations of the store -----------------------------------------------------------------------------------------
+
+
+def _location(
+    url: SplitResult,
+    world_size: int,
+    store: Store | StoreLocation | None,
+    launched: LaunchInfo | None,
+    secret: Secret,
+    environ: Environ,
+    mpi_store: Callable[[float], Store] | None = None,
+) -> StoreLocation:
+    if store is not None:
+        return store if isinstance(store, StoreLocation) else ExistingStoreLocation(store)
+    if url.scheme == "tcp":
+        return _tcp_location(url, secret, launched)
+    if url.scheme == "file":
+        return FileLocation(_file_path(url))
+    if url.scheme == "env":
+        return _env_location(world_size, launched, secret, environ, mpi_store)
+    return HandlerLocation(_handlers[url.scheme], url)
+
+
+def _tcp_location(url: SplitResult, secret: Secret, launched: LaunchInfo | None) -> TCPLocation:
+    form = "write tcp://host:port, an IPv6 address in brackets as in tcp://[::1]:29500"
+    if url.path not in ("", "/"):
+        raise DistArgumentError(f"init_method {url.geturl()}: {form}")
+    try:
+        host, port = interfaces.split_hostport(url.netloc)
+    except DistArgumentError as error:
+        raise DistArgumentError(f"init_method {url.geturl()}: {error}; {form}") from error
+    single_host = launched is not None and launched.single_host
+    return TCPLocation(host, [port], "init_method", secret, single_host=single_host)
+
+
+def _file_path(url: SplitResult) -> str:
+    if url.netloc not in ("", "localhost") or not url.path.startswith("/"):
+        wanted = os.path.abspath(url.netloc + url.path)
+        raise DistArgumentError(
+            f"init_method {url.geturl()}: the path must be absolute, with three slashes: file://{wanted}"
+        )
+    if url.path.endswith("/"):
+        raise DistArgumentError(f"init_method {url.geturl()} names no file")
+    return url.path
+
+
+def _env_location(
+    world_size: int,
+    launched: LaunchInfo | None,
+    secret: Secret,
+    environ: Environ,
+    mpi_store: Callable[[float], Store] | None = None,
+) -> StoreLocation:
+    single_host = launched is not None and launched.single_host
+    if launched is not None and environ.get("UNICOLL_STORE"):
+        host, port = interfaces.split_hostport(environ["UNICOLL_STORE"])
+        return TCPLocation(host, [port], "UNICOLL_STORE", secret, hosted=True, single_host=single_host)
+    if world_size == 1:
+        return LocalLocation()
+    if mpi_store is not None and not environ.get("MASTER_ADDR", "").strip():
+        return MPILocation(mpi_store, launched.master_addr if launched is not None else None)
+    if launched is None:
+        host, port = _master_from_environment(environ)
+        return TCPLocation(host, [port], "MASTER_ADDR, MASTER_PORT", secret)
+    ports = _ports(launched, environ)
+    if launched.master_addr is None or not ports:
+        raise DistArgumentError(f"no address for the rendezvous: {launched.master_hint}")
+    source = launched.master_source
+    if launched.port_fixed and len(ports) > 1:
+        source += "; torchrun's agent uses that port itself"
+    return TCPLocation(launched.master_addr, ports, source, secret, single_host=single_host, job=launched.job)
+
+
+def _master_from_environment(environ: Environ) -> tuple[str, int]:
+    host = environ.get("MASTER_ADDR", "").strip().strip("[]")
+    port = environ.get("MASTER_PORT", "").strip()
+    missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value]
+    if missing:
+        raise DistArgumentError(
+            f"no address for the rendezvous: set {' and '.join(missing)} on every rank (the address of "
+            "rank 0's host, and a free port there), or pass init_method='tcp://host:port' or 'file:///path'"
+        )
+    return host, interfaces.parse_port(port, f"MASTER_PORT={port}")
+
+
+def _ports(launched: LaunchInfo, environ: Environ) -> Sequence[int]:
+    """The ports that rank 0's store may use; equal on all ranks."""
+    port = launched.master_port
+    if port is None:
+        return ()
+    if not launched.port_fixed:
+        return range(port, port + PORTS_TO_TRY)
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        last = min(port + PORTS_TO_TRY, 65535)
+        return range(port + 1, last + 1) if last > port else range(port - PORTS_TO_TRY, port)
+    return range(port, port + 1)

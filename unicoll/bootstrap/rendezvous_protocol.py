@@ -1,0 +1,296 @@
+"""The rendezvous protocol: ranks that share a store agree on the members and the key of the job.
+
+Rank 0 publishes a record under the key ``generation``: a fresh token that identifies this rendezvous, the world size,
+and the key of the data connections if the job has no secret. The other ranks wait for a record that they have not used
+before and claim their rank under its token; then all use the token's namespace. So a second rendezvous at the same
+address, a server that lingers for late peers, or a file left over from an earlier job is not confused with this
+rendezvous, and two processes with the same rank are detected.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import NamedTuple
+
+from unicoll.errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistNetworkError,
+    DistStoreError,
+    StoreTimeoutError,
+)
+from unicoll.net import interfaces, logs
+from unicoll.net.auth import NoAnswerError
+from unicoll.net.secret import Key, Secret, new_key
+from unicoll.net.stores import PrefixStore, Store
+from unicoll.net.timeouts import backoff, seconds_left
+
+__all__ = ["MIN_SECONDS", "AgreedStore", "JobRecord", "StoreLocation", "agree_on_store", "was_used"]
+
+log = logs.logger("rendezvous")
+
+_MAGIC = "unicoll1"
+
+MIN_SECONDS = 0.001
+"""Shortest timeout at a deadline; to many calls 0 means no limit."""
+
+STALE_SECONDS = 10.0
+"""How long a rank that another process has claimed waits for rank 0's next record before it reports the conflict."""
+
+# The rendezvous of this process so far, as (token, rank); tokens are random, so the address does not matter.
+_used: set[tuple[str, int]] = set()
+_lock = threading.Lock()
+
+
+class StoreLocation(ABC):
+    """The location of the store of a rendezvous; opens and closes the store.
+
+    Attributes:
+        address: for messages.
+        master_host: the host that rank 0 or the launcher serves the store on; None if unknown.
+        namespace: prefix of every key of the rendezvous.
+        reopens: True if opening it again may help after a lost connection.
+        warns: True if the store itself warns when it is open to other users.
+        members: rank and world size, if opening the store determines them.
+        ends_with_rank_0: True if the store may end with rank 0's process.
+    """
+
+    address: str
+    master_host: str | None = None
+    namespace = "unicoll"
+    reopens = False
+    warns = False
+    members: tuple[int, int] | None = None
+    ends_with_rank_0 = True
+
+    @abstractmethod
+    def open(self, rank: int, world_size: int, deadline: float) -> Store:
+        """The store, without the namespace; it is closed by :meth:`close`."""
+
+    @abstractmethod
+    def private(self) -> bool:
+        """True if only processes of this user, or of this job, can have reached the open store.
+
+        This is derived from authentication (the owner of a file, socket or process according to the kernel), never
+        from an address.
+        """
+
+    def describe(self) -> str:
+        """The address and its source."""
+        return self.address
+
+    def close(self, linger: bool = False) -> None:  # noqa: B027 - optional
+        """Close the store of :meth:`open`; a server may linger until its last client has disconnected. Idempotent."""
+
+
+class AgreedStore(NamedTuple):
+    """The result of the protocol: ``store`` in the namespace of the rendezvous, ``root`` without it."""
+
+    store: PrefixStore
+    root: Store
+    rank: int
+    world_size: int
+    key: Key
+    trusted: bool
+
+
+class JobRecord(NamedTuple):
+    """Rank 0's record; ``key`` is empty if the job has a secret, which is never sent, but signs the record."""
+
+    token: str
+    world_size: int
+    private: bool
+    key: Key
+    signature: str = "-"
+
+    def format(self) -> str:
+        """The record as stored."""
+        return f"{self._text()} {self.signature}"
+
+    def _text(self) -> str:
+        access = "private" if self.private else "open"
+        return f"{_MAGIC} {self.token} {self.world_size} {access} {self.key.hex() or '-'}"
+
+    def signature_by(self, secret: bytes) -> str:
+        """Its signature in a job with this secret."""
+        return hmac.digest(secret, f"record {self._text()}".encode(), "sha256").hex()
+
+    @classmethod
+    def parse(cls, text: bytes) -> JobRecord:
+        """The record from its stored form.
+
+        Raises:
+            DistStoreError: it is not a record.
+        """
+        try:
+            magic, token, size, access, key, signature = text.decode("ascii").split(" ")
+            if magic != _MAGIC:
+                raise ValueError(magic)
+            made = Key(b"" if key == "-" else bytes.fromhex(key))
+            return cls(token, int(size), access == "private", made, signature)
+        except ValueError:
+            raise DistStoreError(
+                f"the store holds {text[:16]!r}, written by another version of unicoll or by another program"
+            ) from None
+
+
+def agree_on_store(
+    location: StoreLocation, rank: int, world_size: int, secret: Secret, deadline: float
+) -> AgreedStore:
+    """Open the store and run the protocol, until ``deadline`` (``time.monotonic()``).
+
+    The other ranks wait for rank 0 only. On an error the store is closed.
+
+    Raises:
+        DistArgumentError: rank 0 has another world size.
+        AuthenticationError: the ranks do not hold the same secret.
+        StoreTimeoutError, DistNetworkError: rank 0 or its store did not appear in time.
+        DistStoreError: another process has this rank.
+    """
+    while True:
+        try:
+            root = location.open(rank, world_size, deadline)
+            return _agree_at(location, root, rank, world_size, secret, deadline)
+        except (DistStoreError, DistNetworkError) as error:
+            location.close()
+            final = isinstance(error, (StoreTimeoutError, AuthenticationError, _RankTakenError))
+            if final and not isinstance(error, NoAnswerError):
+                raise
+            # This may have been the server of an earlier rendezvous, which has stopped meanwhile.
+            if not location.reopens or rank == 0 or time.monotonic() >= deadline:
+                raise
+            time.sleep(0.05)
+        except BaseException:
+            location.close()
+            raise
+
+
+def _agree_at(
+    location: StoreLocation, root: Store, rank: int, world_size: int, secret: Secret, deadline: float
+) -> AgreedStore:
+    if location.members is not None:
+        rank, world_size = location.members
+    store = PrefixStore(location.namespace, root)
+    if rank == 0:
+        record = _publish(location, store, world_size, secret)
+    else:
+        record = _await_record(location, store, rank, secret, deadline)
+    with _lock:
+        _used.add((record.token, rank))
+    if record.world_size != world_size:
+        raise DistArgumentError(
+            f"world_size is {record.world_size} on rank 0 and {world_size} on rank {rank}", rank=rank
+        )
+    trusted = record.private and (bool(secret.key) or location.private())
+    if record.private and not trusted:
+        log.warning(
+            "rank %d cannot verify that the store at %s is its own user's: it refuses pickles; give every rank the "
+            "same UNICOLL_SECRET or UNICOLL_SECRET_FILE",
+            rank,
+            location.address,
+        )
+    namespace = PrefixStore(f"{location.namespace}/{record.token}", root)
+    return AgreedStore(namespace, root, rank, world_size, Key(secret.key or record.key), trusted)
+
+
+def _check_secrets(location: StoreLocation, record: JobRecord, rank: int, secret: Secret) -> None:
+    """Refuse the record of a job with another secret; if ``secret`` is empty, of a job with a secret."""
+    rank0_has_secret = not record.key
+    if rank0_has_secret == bool(secret.key):
+        if not secret.key or hmac.compare_digest(record.signature, record.signature_by(secret.key)):
+            return
+        raise AuthenticationError(
+            f"rank 0's record in the store at {location.address} is not signed with the secret of rank {rank} "
+            f"({secret.source}): the ranks have different secrets, or a process without it has forged the value",
+            rank=rank,
+        )
+    mine = f"one ({secret.source})" if secret.key else "none"
+    raise AuthenticationError(
+        f"rank 0 has {'a' if rank0_has_secret else 'no'} job secret and rank {rank} has {mine}: give every rank "
+        "the same UNICOLL_SECRET or UNICOLL_SECRET_FILE, or none",
+        rank=rank,
+    )
+
+
+class _RankTakenError(DistStoreError):
+    """Another process has this rank."""
+
+
+def _publish(location: StoreLocation, store: Store, world_size: int, secret: Secret) -> JobRecord:
+    private = bool(secret.key) or location.private()
+    if not private and world_size > 1 and not location.warns:
+        log.warning(
+            "the store at %s is OPEN: any process that can reach it can join the job; give every rank the same "
+            "UNICOLL_SECRET or UNICOLL_SECRET_FILE (unicoll's launcher sets one)",
+            location.address,
+        )
+    record = JobRecord(secrets.token_hex(8), world_size, private, Key() if secret.key else new_key())
+    if secret.key:
+        record = record._replace(signature=record.signature_by(secret.key))
+    _claim(location, PrefixStore(record.token, store), 0)
+    store.set("generation", record.format())
+    return record
+
+
+def _await_record(
+    location: StoreLocation, store: Store, rank: int, secret: Secret, deadline: float
+) -> JobRecord:
+    """Rank 0's record, once this process has claimed its rank under the record's token."""
+    give_up = deadline
+    taken: _RankTakenError | None = None
+    refused = ""
+    pauses = backoff(0.005, 0.1)
+    while True:
+        # Not in a local variable as text: it may contain the key.
+        record = JobRecord.parse(store.try_get("generation") or _wait(location, store, rank, deadline))
+        if record.token != refused and not was_used(record.token, rank):
+            _check_secrets(location, record, rank, secret)
+            try:
+                _claim(location, PrefixStore(record.token, store), rank)
+                return record
+            except _RankTakenError as error:
+                # The record may be an earlier job's; then rank 0 publishes another one soon.
+                taken, refused = error, record.token
+                give_up = min(deadline, time.monotonic() + STALE_SECONDS)
+        if time.monotonic() >= give_up:
+            raise taken or StoreTimeoutError(
+                f"rank {rank} waited at {location.address} for a new record of rank 0, which has not published one",
+                rank=0,
+            )
+        time.sleep(next(pauses))
+
+
+def _wait(location: StoreLocation, store: Store, rank: int, deadline: float) -> bytes:
+    left = seconds_left(deadline, MIN_SECONDS)
+    try:
+        store.wait(["generation"], timedelta(seconds=left))
+    except StoreTimeoutError as error:
+        raise StoreTimeoutError(
+            f"rank {rank} waited {left:.1f} s at {location.address} for rank 0, which has not published its record "
+            f"(key {location.namespace}/generation)",
+            rank=0,
+        ) from error
+    return store.get("generation")
+
+
+def _claim(location: StoreLocation, store: Store, rank: int) -> None:
+    claim = f"{interfaces.hostname()}, pid {os.getpid()}, {secrets.token_hex(4)}"
+    holder = store.compare_set(f"rank/{rank}", "", claim).decode(errors="replace")
+    if holder != claim:
+        raise _RankTakenError(
+            f"rank {rank} at {location.address} is taken by a process on {holder.rpartition(', ')[0]}: "
+            "two processes have the same rank, or the store is left over from an earlier job",
+            rank=rank,
+        )
+
+
+def was_used(token: str, rank: int) -> bool:
+    """True if this process has taken part in the rendezvous ``token`` as ``rank``."""
+    with _lock:
+        return (token, rank) in _used

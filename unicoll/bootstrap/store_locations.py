@@ -1,0 +1,304 @@
+"""The locations of a rendezvous' store: a store argument, this process, a file, MPI, an address, or a handler."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from urllib.parse import SplitResult, parse_qsl, urlencode
+
+from unicoll.bootstrap.rendezvous_protocol import MIN_SECONDS, JobRecord, StoreLocation, was_used
+from unicoll.errors import DistArgumentError, DistError, DistNetworkError
+from unicoll.net import interfaces
+from unicoll.net.secret import Secret
+from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from unicoll.net.timeouts import backoff, seconds_left
+
+__all__ = [
+    "FileLocation",
+    "ExistingStoreLocation",
+    "Handler",
+    "HandlerLocation",
+    "LocalLocation",
+    "MPILocation",
+    "TCPLocation",
+]
+
+Handler = Callable[..., Iterator[tuple[Store, int, int]]]
+
+PROBE_SECONDS = 2.0
+"""First timeout for the reply of a server that may be another program's; it grows with each round."""
+
+
+class ExistingStoreLocation(StoreLocation):
+    """A store of the caller, who closes it."""
+
+    def __init__(self, store: Store) -> None:
+        if not hasattr(store, "compare_set"):  # torch's stores and compatible objects work too
+            raise DistArgumentError(f"store must be a Store, not {type(store).__name__}")
+        self._store = store
+        self._inner = inner = _innermost(store)
+        self.master_host = "127.0.0.1" if isinstance(inner, HashStore) else None
+        self.address = type(inner).__name__
+        if isinstance(inner, TCPStore):
+            self.address = f"tcp://{interfaces.join_hostport(inner.host, inner.port)}"
+            self.master_host = inner.host
+            self.warns = True
+        elif isinstance(inner, FileStore):
+            self.address = f"file://{inner.path}"
+            self.ends_with_rank_0 = False
+
+    def open(self, rank: int, world_size: int, deadline: float) -> Store:
+        return self._store
+
+    def private(self) -> bool:
+        if isinstance(self._inner, (FileStore, TCPStore)):
+            return self._inner.private
+        return isinstance(self._inner, HashStore)
+
+    def describe(self) -> str:
+        return f"{self.address} (given)"
+
+
+class LocalLocation(StoreLocation):
+    """A store in this process, for a world of size 1."""
+
+    address = "this process"
+    master_host = "127.0.0.1"
+
+    def open(self, rank: int, world_size: int, deadline: float) -> Store:
+        return HashStore()
+
+    def private(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return "in this process, which is the only one"
+
+
+class MPILocation(StoreLocation):
+    """A store over MPI, for processes that MPI has started; it needs no address and opens no port.
+
+    Args:
+        opener: opens the store, until a deadline.
+        master: rank 0's host if the launcher gives it, for the choice of interfaces.
+    """
+
+    address = "MPI"
+
+    def __init__(self, opener: Callable[[float], Store], master: str | None) -> None:
+        self._opener = opener
+        self._store: Store | None = None
+        self.master_host = master
+
+    def open(self, rank: int, world_size: int, deadline: float) -> Store:
+        self._store = self._opener(deadline)
+        return self._store
+
+    def private(self) -> bool:
+        return True  # only MPI's own processes can use its communicators
+
+    def describe(self) -> str:
+        return "over MPI, held by rank 0"
+
+    def close(self, linger: bool = False) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+
+class FileLocation(StoreLocation):
+    """A FileStore in a file that all ranks can lock."""
+
+    ends_with_rank_0 = False
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._store: FileStore | None = None
+        self.address = f"file://{path}"
+
+    def open(self, rank: int, world_size: int, deadline: float) -> Store:
+        self._store = FileStore(self._path, world_size)
+        return self._store
+
+    def private(self) -> bool:
+        return self._store is not None and self._store.private
+
+    def close(self, linger: bool = False) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+
+class HandlerLocation(StoreLocation):
+    """The store of a registered handler, which also determines rank and world size."""
+
+    def __init__(self, handler: Handler, url: SplitResult) -> None:
+        self._handler = handler
+        self._url = url
+        self._generator: Iterator[tuple[Store, int, int]] | None = None
+        self.address = url._replace(query="").geturl()
+
+    def open(self, rank: int, world_size: int, deadline: float) -> Store:
+        query = {**dict(parse_qsl(self._url.query)), "rank": rank, "world_size": world_size}
+        url = self._url._replace(query=urlencode(query)).geturl()
+        timeout = timedelta(seconds=seconds_left(deadline, MIN_SECONDS))
+        self._generator = iter(self._handler(url, rank=rank, world_size=world_size, timeout=timeout))
+        try:
+            store, *members = next(self._generator)
+            self.members = int(members[0]), int(members[1])
+        except (StopIteration, IndexError, TypeError, ValueError) as error:
+            raise DistArgumentError(
+                f"the rendezvous handler of {self.address} did not yield (store, rank, world_size)"
+            ) from error
+        if not 0 <= self.members[0] < self.members[1]:
+            raise DistArgumentError(
+                f"the rendezvous handler of {self.address} yielded rank {self.members[0]} of {self.members[1]}"
+            )
+        return store
+
+    def private(self) -> bool:
+        return False
+
+    def close(self, linger: bool = False) -> None:
+        generator, self._generator = self._generator, None
+        close = getattr(generator, "close", None)
+        if close is not None:
+            close()
+
+
+class TCPLocation(StoreLocation):
+    """A TCPStore at the first of ``ports`` that works.
+
+    Args:
+        host: rank 0's host, or the launcher's.
+        ports: the ports to try, in this order; equal on all ranks.
+        source: where host and ports come from, for messages.
+        secret: the job's secret.
+        hosted: True if the store exists already; else rank 0 hosts it.
+        single_host: True if all ranks are known to be on this host.
+        job: text that distinguishes this job from others whose store may use one of several ports.
+    """
+
+    reopens = True
+    warns = True
+
+    def __init__(
+        self,
+        host: str,
+        ports: Sequence[int],
+        source: str,
+        secret: Secret,
+        *,
+        hosted: bool = False,
+        single_host: bool = False,
+        job: str = "",
+    ) -> None:
+        self.master_host: str = host
+        self._ports, self._source, self._secret = ports, source, secret
+        self._hosted, self._single_host = hosted, single_host
+        self.ends_with_rank_0 = not hosted
+        self._store: TCPStore | None = None
+        self.address = f"tcp://{interfaces.join_hostport(host, ports[0])}"
+        if len(ports) > 1:
+            self.address += f" to {ports[-1]}"
+            self.namespace = f"unicoll/{hashlib.blake2s(job.encode(), digest_size=6).hexdigest()}"
+
+    def open(self, rank: int, world_size: int, deadline: float) -> Store:
+        self.close()
+        if rank == 0 and not self._hosted:
+            self._store = self._serve(world_size, deadline)
+        elif len(self._ports) == 1:
+            self._store = self._connect(self._ports[0], world_size, deadline)
+        else:
+            self._store = self._search(rank, world_size, deadline)
+        return self._store
+
+    def private(self) -> bool:
+        return self._store is not None and self._store.private
+
+    def describe(self) -> str:
+        port = self._ports[0] if self._store is None else self._store.port
+        host = "the launcher" if self._hosted else "rank 0"
+        return f"tcp://{interfaces.join_hostport(self.master_host, port)} ({self._source}), hosted by {host}"
+
+    def close(self, linger: bool = False) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close(linger)
+
+    def _bind(self) -> str | None:
+        """The narrowest address that all ranks can certainly reach; None for the store's own rule (loopback for a
+        loopback address, else all interfaces)."""
+        host = self.master_host
+        if interfaces.is_loopback(host):
+            # A host's own name may resolve to loopback on this host only (127.0.1.1 in /etc/hosts).
+            return host if self._single_host and not interfaces.is_loopback_name(host) else None
+        addresses = {str(address[0]) for _, address in interfaces.resolve(host, 0)}
+        return host if len(addresses) == 1 and interfaces.is_local_address(host) else None
+
+    def _serve(self, world_size: int, deadline: float) -> TCPStore:
+        bind = self._bind()
+        for port in self._ports[:-1]:
+            try:
+                return self._open_store(port, world_size, deadline, is_master=True, bind=bind)
+            except (DistError, OSError):
+                continue
+        return self._open_store(self._ports[-1], world_size, deadline, is_master=True, bind=bind)
+
+    def _connect(self, port: int, world_size: int, deadline: float) -> TCPStore:
+        return self._open_store(port, world_size, deadline, is_master=False, bind=None)
+
+    def _open_store(
+        self, port: int, world_size: int, deadline: float, *, is_master: bool, bind: str | None
+    ) -> TCPStore:
+        return TCPStore(
+            self.master_host,
+            port,
+            world_size,
+            is_master,
+            timedelta(seconds=seconds_left(deadline, MIN_SECONDS)),
+            wait_for_workers=False,
+            secret=self._secret,
+            bind=bind,
+        )
+
+    def _search(self, rank: int, world_size: int, deadline: float) -> TCPStore:
+        """The store at the first port whose server has a record of this job that this rank has not used."""
+        last_error: Exception | None = None
+        pauses, timeouts = backoff(0.02, 0.5), backoff(PROBE_SECONDS, 15.0, 1.5)
+        while True:
+            timeout = next(timeouts)
+            for port in self._ports:
+                try:
+                    # Most ports refuse connections; a plain socket shows that without the store's retries.
+                    probe = (self.master_host, port)
+                    socket.create_connection(probe, min(timeout, seconds_left(deadline, MIN_SECONDS))).close()
+                    store = self._connect(port, world_size, min(deadline, time.monotonic() + timeout))
+                except (DistError, OSError) as error:
+                    last_error = error
+                    continue
+                if self._has_new_record(store, rank):
+                    return store
+                store.close()
+            if time.monotonic() >= deadline:
+                raise DistNetworkError(
+                    f"rank {rank} found no store of this job at {self.address} (last error: {last_error})",
+                    rank=0,
+                )
+            time.sleep(next(pauses))
+
+    def _has_new_record(self, store: TCPStore, rank: int) -> bool:
+        try:
+            text = PrefixStore(self.namespace, store).try_get("generation")
+        except DistError:
+            return False
+        return text is not None and not was_used(JobRecord.parse(text).token, rank)
+
+
+def _innermost(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store

@@ -1,0 +1,1 @@
+"""One process group: its members, its operations, and the choice of a backend for each array."""

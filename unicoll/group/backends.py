@@ -1,0 +1,271 @@
+"""The backends of one process group, by the type of the device whose arrays they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from unicoll.backend.call import Call
+from unicoll.backend.contract import Backend, Context
+from unicoll.backend.options import compression_of, wants_order
+from unicoll.errors import BackendUnavailableError, DistError, DistTypeError, GroupAbortedError
+from unicoll.group.compression import check as compression_check
+from unicoll.group.members import GroupMembers
+from unicoll.group.registry import BackendChoice, load, reason_against
+from unicoll.net.debug_level import DebugLevel, get_debug_level
+
+if TYPE_CHECKING:
+    from unicoll.group.call_checks import CallChecks
+    from unicoll.staging.backend import Staged
+
+__all__ = ["GroupBackends"]
+
+
+class GroupBackends:
+    """Creates, selects, aborts and closes the backends of one group.
+
+    Args:
+        members: of the group.
+        choices: the backend of each device type.
+        timeout: default timeout of the group's operations, seconds.
+        options: the user's ``pg_options``.
+        device: the device that the group is bound to, or None.
+        parent: the backends of the group that this one is derived from, or None.
+        excluded: ranks in the parent that a shrink leaves out.
+        grown: True if the group is the result of a grow.
+
+    Attributes:
+        closed: True once the group is being destroyed; every later call is refused.
+        wrapper: another library's group over this one, closed with it; None if there is none.
+        host: the backend of CPU arrays, barriers and objects; the first backend where none serves CPU arrays.
+    """
+
+    def __init__(
+        self,
+        members: GroupMembers,
+        choices: Sequence[BackendChoice],
+        timeout: float,
+        options: Any = None,
+        device: Any = None,
+        parent: GroupBackends | None = None,
+        excluded: Sequence[int] = (),
+        grown: bool = False,
+    ) -> None:
+        self.choices = tuple(choices)
+        self.bound_device = device
+        self.closed = False
+        self.wrapper: Any = None
+        self._options = options
+        self._members = members
+        self._by_class: dict[type[Backend], Backend] = {}
+        self._by_device: dict[str, Backend] = {}
+        self._staged: Staged | None = None
+        self._call_checks: CallChecks | None = None
+        self.check_compression("pg_options", compression_of(options))
+        if get_debug_level() is DebugLevel.DETAIL:
+            from unicoll.group.call_checks import CallChecks
+
+            self._call_checks = CallChecks(members, timeout, self.fail)
+        if members.size > 1 and not all(choice.cls.compares for choice in choices):
+            from unicoll.group import call_checks
+
+            connects = device is not None and not grown  # a grown group connects only if its parent has
+            call_checks.agree_on_level(members, timeout, connects)
+
+        def context_of(cls: type[Backend], explicit: bool) -> Context:
+            return Context(
+                members.job,
+                members.name,
+                members.rank,
+                members.ranks,
+                timeout,
+                options,
+                device,
+                explicit,
+                cls.name,
+            )
+
+        for choice in choices:
+            if choice.cls not in self._by_class:
+                context = context_of(choice.cls, choice.explicit)
+                above = parent._by_class.get(choice.cls) if parent is not None else None
+                self._by_class[choice.cls] = _create(choice.cls, context, above, excluded, grown)
+            if not choice.staged:
+                self._by_device[choice.device] = self._by_class[choice.cls]
+        self.host = self._by_device.get("cpu") or next(iter(self._by_class.values()))
+        beside = self._beside(self.host)
+        if beside is not None:
+            beside.prepare(members.job)
+            self._by_class[beside] = made = beside.create(context_of(beside, False))
+            self.host.use(made)
+
+    def _beside(self, backend: Backend) -> type[Backend] | None:
+        """The class of the backend that a backend has beside it; None if it has none, or there is one already."""
+        job, ranks = self._members.job, self._members.ranks
+        if not backend.beside or len(ranks) == 1 or job.control is None or not job.control.peers:
+            return None
+        if len({job.control.peers[rank].host for rank in ranks}) > 1 or reason_against(backend.beside):
+            return None
+        found = load(backend.beside)
+        return found if found not in self._by_class else None
+
+    def check_compression(self, where: str, compression: str | None) -> None:
+        """Raise DistArgumentError if the group cannot have a compression; ``where``: argument or function."""
+        if compression is not None:
+            classes = [choice.cls for choice in self.choices]
+            compression_check(where, compression, classes, wants_order(self._options))
+
+    @property
+    def all(self) -> tuple[Backend, ...]:
+        """Every backend of the group once, without staging."""
+        return tuple(self._by_class.values())
+
+    def for_device(self, device: str) -> Backend | None:
+        """The backend that serves arrays of a device type, staged through host memory if need be; None if none does."""
+        return self._by_device.get(device) or self._stage(device)
+
+    def unstaged(self, device: str) -> Backend:
+        """The backend of a device type, without staging; :attr:`host` if none serves it."""
+        return self._by_device.get(device, self.host)
+
+    def route(self, call: Call) -> Backend:
+        """The backend that serves a call.
+
+        Raises:
+            GroupAbortedError: the group has been destroyed.
+            BackendUnavailableError: no backend serves the device, or the backend lacks the operation.
+            DistTypeError: the backend lacks the reduction for the element type.
+        """
+        name = call.op.name
+        if self.closed:
+            raise GroupAbortedError(
+                f"group {self._members.name!r} has been destroyed", group=self._members.name, op=name
+            )
+        buffers = call.inputs or call.outputs
+        backend: Backend | None = self.host
+        if buffers:
+            device = buffers[0].device.type
+            backend = self.for_device(device)
+        if backend is None:
+            raise BackendUnavailableError(
+                f"{name}: no backend of group {self._members.name!r} ({self.config}) serves {device} arrays",
+                op=name,
+            )
+        if not _serves(backend, name) and buffers:
+            backend = self._through_host(device) or backend
+        if not _serves(backend, name):
+            raise BackendUnavailableError(
+                f"{name}: backend {backend.name} does not have this operation", op=name
+            )
+        if call.reduce is not None and not backend.caps.reduces(buffers[0].dtype, call.reduce):
+            raise DistTypeError(
+                f"{name}: backend {backend.name} does not reduce {buffers[0].dtype} by {call.reduce.name}",
+                op=name,
+            )
+        return backend if self._call_checks is None else self._call_checks.of(backend)
+
+    def _stage(self, device: str) -> Backend | None:
+        """Staging of device arrays for all operations; None if the host's backend does not support it."""
+        staged = self._through_host(device)
+        if staged is not None:
+            self._by_device[device] = staged
+        return staged
+
+    def _through_host(self, device: str) -> Backend | None:
+        """The host's backend with device arrays staged through host memory; None if it does not support that."""
+        host = next((self._by_class[c.cls] for c in self.choices if c.staged), self.host)
+        if device != "cuda" or not host.stages:
+            return None
+        if self._staged is None:
+            from unicoll.backend.host_backend import HostBackend
+            from unicoll.staging.backend import Staged
+
+            assert isinstance(host, HostBackend)
+            self._staged = Staged(host, self._members.rank, self._members.ranks, self._members.name)
+        return self._staged
+
+    # --- descriptions -------------------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """``"gloo"``, or ``"cpu:gloo,cuda:nccl"`` where several backends were chosen explicitly."""
+        names = {c.name for c in self.choices if not c.implicit}
+        return names.pop() if len(names) == 1 else self.config
+
+    @property
+    def config(self) -> str:
+        """The backend of each device type: ``"cpu:gloo,cuda:nccl"``."""
+        return ",".join(f"{c.device}:{c.name}" for c in self.choices)
+
+    def describe(self) -> str:
+        """How the backends move data, for ``explain()``."""
+        backends = [*self.all, *([self._staged] if self._staged is not None else [])]
+        return "; ".join(backend.describe() for backend in backends)
+
+    def staging_bytes(self) -> dict[str, int]:
+        """Bytes of memory that this rank holds for transfers, by device type."""
+        return {device: backend.staging for device, backend in self._by_device.items()}
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def split_without_this_rank(self, choices: Sequence[BackendChoice]) -> None:
+        """Take part in a split whose group this rank is not a member of."""
+        for cls in dict.fromkeys(choice.cls for choice in choices):
+            if cls in self._by_class:
+                self._by_class[cls].split(None)
+
+    def fail(self, error: DistError) -> None:
+        """End the group with an error, on all members."""
+        members = self._members
+        if members.job.control is not None:
+            error = members.job.control.announce_failure(members.name, members.ranks, error)
+        self.abort(error)
+
+    def abort(self, error: Exception) -> None:
+        """End the group with an error, on this rank."""
+        for backend in self._by_class.values():
+            backend.abort(error)
+        if self._call_checks is not None:
+            self._call_checks.abort(error)
+
+    def close(self) -> None:
+        """Finish pending operations, within bounds, and release everything."""
+        with ExitStack() as closing:  # a failure does not keep the others from being closed
+            if self._staged is not None:
+                closing.callback(self._staged.close)
+            for backend in reversed(self._by_class.values()):
+                closing.callback(backend.close)
+            if self._call_checks is not None:
+                closing.callback(self._call_checks.close)
+            if self.wrapper is not None:
+                closing.callback(self.wrapper.close)
+
+
+def _serves(backend: Backend, name: str) -> bool:
+    """True if a backend has an operation, or a fallback for it."""
+    if name in backend.caps.native:
+        return True
+    from unicoll.backend.fallbacks import available
+
+    return name in available(backend.caps)
+
+
+def _create(
+    cls: type[Backend], context: Context, parent: Backend | None, excluded: Sequence[int], grown: bool
+) -> Backend:
+    """The backend of a new group, derived from the parent's backend of the same class if there is one."""
+    from unicoll.backend.adapter import with_fallbacks  # not at import: it keeps `import unicoll` short
+
+    made: Backend | None
+    if parent is None:
+        made = cls.join_grown(context) if grown else cls.create(context)
+    elif grown:
+        made = parent.grow(context)
+    elif excluded:
+        made = parent.shrink(context, excluded)
+    else:
+        made = parent.split(context)
+    assert made is not None
+    made = with_fallbacks(made, context)
+    return made

@@ -1,0 +1,165 @@
+"""Counters of calls, bytes and seconds by operation and group, and their file in Prometheus's text format.
+
+:mod:`unicoll.api.metrics` has the functions of the user.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from unicoll.backend.contract import Job
+from unicoll.errors import DistArgumentError
+from unicoll.group.hooks import Hook, HookedCall, add_to_job
+from unicoll.net import logs
+
+__all__ = ["CallCounters", "Counters", "counters_of_process", "start_file", "write_file"]
+
+log = logs.logger("metrics")
+
+_INTERVAL_S = 5.0
+
+
+@dataclass
+class Counters:
+    """Totals of the calls of one operation on one group.
+
+    Attributes:
+        calls: calls that have ended, those with an error included.
+        errors: calls that ended with an error.
+        bytes: bytes of the inputs, or of the outputs where this rank had no inputs.
+        seconds: from start to end of each call. Calls may overlap.
+        waiting: seconds for which threads of the program were blocked, in calls and in waits for them.
+    """
+
+    calls: int = 0
+    errors: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+
+
+_HELP = {
+    "calls": ("unicoll_calls_total", "Calls that have ended."),
+    "errors": ("unicoll_errors_total", "Calls that have ended with an error."),
+    "bytes": ("unicoll_bytes_total", "Bytes of the arrays passed in."),
+    "seconds": ("unicoll_seconds_total", "Seconds from start to end of the calls."),
+    "waiting": ("unicoll_waiting_seconds_total", "Seconds for which threads were blocked in calls."),
+}
+
+
+class CallCounters:
+    """The counters of the process, and the hook that counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: dict[tuple[str, str], Counters] = {}
+        self._hook: Hook | None = None
+
+    def enable(self, job: Job) -> None:
+        """Count the calls of a job that start from now on; no effect if they are counted already."""
+        if self._hook not in job.hooks:
+            self._hook = add_to_job(job, Hook(after=self._ended, waited=self._waited))
+
+    def disable(self) -> None:
+        """Count no more calls."""
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.remove()
+
+    def reset(self) -> None:
+        """Set all counters to zero."""
+        with self._lock:
+            self._counters.clear()
+
+    def snapshot(self) -> dict[tuple[str, str], Counters]:
+        """Copies of the counters by operation and name of the group."""
+        with self._lock:
+            return {key: Counters(**asdict(counters)) for key, counters in self._counters.items()}
+
+    def _ended(self, call: HookedCall) -> None:
+        with self._lock:
+            counters = self._counters.setdefault((call.op, call.group), Counters())
+            counters.calls += 1
+            counters.errors += bool(call.error)
+            counters.bytes += call.nbytes
+            counters.seconds += call.seconds
+
+    def _waited(self, call: HookedCall, seconds: float) -> None:
+        with self._lock:
+            self._counters.setdefault((call.op, call.group), Counters()).waiting += seconds
+
+
+counters_of_process = CallCounters()
+
+
+def write_file(path: Path, rank: str) -> None:
+    """Write the counters to a file in Prometheus's text format, replacing it at once; OSError if that fails."""
+    lines = []
+    totals = sorted(counters_of_process.snapshot().items())
+    for field, (name, text) in _HELP.items():
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
+        for (op, group), counters in totals:
+            labels = f'op="{_escaped(op)}",group="{_escaped(group)}"' + (f',rank="{rank}"' if rank else "")
+            lines.append(f"{name}{{{labels}}} {getattr(counters, field)!r}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+class _File:
+    """Rewrites the file of ``UNICOLL_METRICS_FILE`` until the job is closed."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path = path
+        self._rank = str(rank)
+        self._stop = threading.Event()
+        self._failed = False
+        self._rewrite()
+        self._thread = threading.Thread(target=self._work, name="unicoll-metrics", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._stop.wait(_INTERVAL_S):
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        try:
+            write_file(self._path, self._rank)
+            self._failed = False
+        except OSError as e:
+            if not self._failed:  # said once, not every few seconds
+                log.warning("UNICOLL_METRICS_FILE: %s cannot be written: %s", self._path, e)
+            self._failed = True
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._rewrite()
+
+
+def start_file(job: Job, name: str) -> None:
+    """Enable the counters and rewrite the file ``name`` until the job is closed.
+
+    Raises:
+        DistArgumentError: the directory does not exist.
+    """
+    path = Path(name.replace("{rank}", str(job.rank)))
+    if "{rank}" not in name and job.size > 1:
+        path = path.with_name(f"{path.stem}.rank{job.rank}{path.suffix}")
+    if not path.parent.is_dir():
+        raise DistArgumentError(f"UNICOLL_METRICS_FILE: there is no directory {path.parent}")
+    counters_of_process.enable(job)
+    job.shared("metrics", lambda: _File(path, job.rank))

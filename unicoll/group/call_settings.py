@@ -1,0 +1,73 @@
+"""What all calls through one ProcessGroup object share: options, default timeout, timing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+from unicoll.backend.call import Call
+from unicoll.backend.options import CallOptions
+from unicoll.errors import DistArgumentError
+from unicoll.net.timeouts import to_seconds
+
+__all__ = ["CallSettings", "Timeout"]
+
+Timeout = timedelta | float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallSettings:
+    """Settings of the calls made through a group or through a view of it (:meth:`ProcessGroup.using`).
+
+    Attributes:
+        timeout: default timeout, seconds.
+        timed: True if the duration of asynchronous calls is recorded.
+        options: options of each call, or None.
+        compression: of the group's all_reduces, or "".
+        compressed: True if calls may have a compression.
+        passed: the options that the backend gets, or None.
+        special: True if calls differ from plain ones in anything but the timeout.
+    """
+
+    timeout: float
+    timed: bool = False
+    options: CallOptions | None = None
+    compression: str = ""
+    compressed: bool = field(init=False)
+    passed: CallOptions | None = field(init=False)
+    special: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        compressed = bool(self.compression) or (options is not None and options.compression is not None)
+        passed = options.without_compression() if options is not None else None
+        object.__setattr__(self, "compressed", compressed)
+        object.__setattr__(self, "passed", passed)
+        object.__setattr__(self, "special", self.timed or options is not None or compressed)
+
+    def seconds(self, timeout: Timeout) -> float:
+        """The timeout of one call in seconds; None gives the default.
+
+        Raises:
+            DistArgumentError: it is not positive.
+        """
+        seconds = to_seconds(timeout)
+        if seconds is None:
+            return self.timeout
+        if seconds <= 0:
+            raise DistArgumentError(f"timeout: {timeout} is not a positive time")
+        return seconds
+
+    def apply(self, call: Call) -> None:
+        """Set options and timing of a new call."""
+        call.options = self.passed
+        call.timed = self.timed
+
+    def changed(self, timeout: Timeout, timed: bool | None, options: CallOptions | None) -> CallSettings:
+        """These settings with other options; None for timeout or timing keeps the present value."""
+        return replace(
+            self,
+            timeout=self.seconds(timeout),
+            timed=self.timed if timed is None else bool(timed),
+            options=options,
+        )

@@ -1,0 +1,314 @@
+"""Hooks: functions of the user that are called before and after each call of a group.
+
+A group with hooks hands its calls to a :class:`HookedBackend`, which wraps the group's backend; a group without hooks
+does not, so that hooks cost nothing where there are none. torchcomms has hooks of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+from typing import Any, TypeVar
+
+from unicoll.backend.call import Call
+from unicoll.backend.contract import Backend, Job, Tracker
+from unicoll.backend.flight_recorder import CallKind, PendingEntry
+from unicoll.backend.ops import Arity
+from unicoll.backend.work import Completion
+from unicoll.group.arguments import call_site
+from unicoll.group.members import GroupMembers
+from unicoll.net import logs
+
+__all__ = ["Hook", "HookedBackend", "HookedCall", "add_to_job"]
+
+log = logs.logger("calls")
+
+T = TypeVar("T")
+
+
+class HookedCall:
+    """A call, as hooks get it; the same object for all functions of a hook.
+
+    Attributes:
+        group, ranks: name of the group, and the global ranks of its members.
+        op: name of the operation.
+        inputs, outputs: the user's arrays; empty in ``after`` and ``waited``, so that no array is kept alive.
+        nbytes: bytes of the inputs, or of the outputs where this rank has no inputs.
+        root: rank in the group, or -1.
+        peer, tag: of a message; else -1 and 0.
+        backend: name of the backend.
+        site: ``file:line`` of the caller.
+        blocking: False for asynchronous calls.
+        seq: sequence number in the group; 0 in ``before``, and for messages.
+        started, ended: seconds on the clock of ``time.monotonic``; ``ended`` is 0 until ``after``.
+        error: the error's type and text, or "".
+    """
+
+    __slots__ = (
+        "_text",
+        "backend",
+        "blocking",
+        "ended",
+        "error",
+        "group",
+        "inputs",
+        "nbytes",
+        "op",
+        "outputs",
+        "peer",
+        "ranks",
+        "root",
+        "seq",
+        "site",
+        "started",
+        "tag",
+    )
+
+    def __init__(self, call: Call, members: GroupMembers, backend: str, blocking: bool) -> None:
+        self.group = members.name
+        self.ranks = members.ranks
+        self.op = call.op.name
+        unread = call.op.outputs is Arity.ONE_OFF_ROOT and members.rank != call.root
+        self.inputs = [] if unread else [b.owner for b in call.inputs]
+        self.outputs = [b.owner for b in call.outputs]
+        self.nbytes = sum([b.nbytes for b in call.inputs or call.outputs])
+        self.root = call.root
+        self.peer = call.peer
+        self.tag = call.tag
+        self.backend = backend
+        self.site = call.site
+        self.blocking = blocking
+        self.seq = 0
+        self.started = monotonic()
+        self.ended = 0.0
+        self.error = ""
+        self._text = call.describe()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the start of the call to its end."""
+        return self.ended - self.started
+
+    def __str__(self) -> str:
+        return self._text
+
+
+HookFunction = Callable[[HookedCall], None]
+
+
+class Hook:
+    """Functions that are called for each call of one group or of all groups; :meth:`remove` ends that.
+
+    Args:
+        before: called on the caller's thread before the call starts. An exception is raised to the caller; nothing was
+            sent then, and the hooks that were called before see the call end with that error.
+        after: called when the call has ended, with or without an error, on the thread that notices it. For a call that
+            NCCL has enqueued that is the watchdog's, within about 0.1 s. An exception is logged.
+        returned: called on the caller's thread when the call returns. An exception is logged.
+        waited: called with the seconds for which a thread of the user was blocked: in a blocking call, or in
+            ``Work.wait`` or ``Work.synchronize``, each time.
+
+    Attributes:
+        on_remove: functions that :meth:`remove` calls with the hook.
+    """
+
+    def __init__(
+        self,
+        before: HookFunction | None = None,
+        after: HookFunction | None = None,
+        returned: HookFunction | None = None,
+        waited: Callable[[HookedCall, float], None] | None = None,
+    ) -> None:
+        self.before = before
+        self.after = after
+        self.returned = returned
+        self.waited = waited
+        self.on_remove: list[Callable[[Hook], None]] = []
+
+    def remove(self) -> None:
+        """Call the functions no more for calls that start from now on; idempotent."""
+        while self.on_remove:
+            self.on_remove.pop()(self)
+
+    def __enter__(self) -> Hook:
+        return self
+
+    def __exit__(self, *rest: object) -> None:
+        self.remove()
+
+
+def add_to_job(job: Job, hook: Hook) -> Hook:
+    """Have a hook called for the calls of all groups of a job, also of later ones, until it is removed; returns it."""
+
+    def remove(hook: Hook) -> None:
+        job.hooks = tuple(each for each in job.hooks if each is not hook)
+        for group in job.groups:
+            group._dispatcher.remove_hook(hook)
+
+    hook.on_remove.append(remove)
+    job.hooks = (*job.hooks, hook)
+    for group in job.groups:
+        group._dispatcher.add_hook(hook)
+    return hook
+
+
+class HookedBackend(Backend):
+    """A backend that calls hooks around the calls of another one.
+
+    Args:
+        inner: that backend.
+        members: of the group.
+        hooks: in the order in which they are called.
+    """
+
+    def __init__(self, inner: Backend, members: GroupMembers, hooks: Sequence[Hook]) -> None:
+        self.name = inner.name  # type: ignore[misc]
+        self.caps = inner.caps  # type: ignore[misc]
+        self.compares = inner.compares  # type: ignore[misc]
+        self._inner = inner
+        self._members = members
+        self._hooks = tuple(hooks)
+        self._after = [hook.after for hook in hooks if hook.after is not None]
+        self._returned = [hook.returned for hook in hooks if hook.returned is not None]
+        self._waited = [hook.waited for hook in hooks if hook.waited is not None]
+
+    def run(self, call: Call) -> Tracker | None:
+        call.site = call.site or call_site()
+        record, entry = self._begin(call, True)
+        try:
+            enqueued = self._inner.run(call)
+        except BaseException as e:
+            self._end(record, call.seq, e)
+            raise
+        finally:
+            self._call(self._returned, record)
+        self.waited(record, monotonic() - record.started)
+        if enqueued is None:
+            self._end(record, call.seq, None)
+        else:
+            enqueued.track((entry,))
+        return enqueued
+
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        completion, begun = self._post(self._inner.post, calls, stream)
+        completion.track([entry for _, entry in begun])
+        return self._measured(completion, begun[0][0])
+
+    def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
+        completions, begun = self._post(self._inner.post_each, calls, stream)
+        for completion, (_, entry) in zip(completions, begun, strict=True):
+            completion.track((entry,))
+        return [self._measured(each, record) for each, (record, _) in zip(completions, begun, strict=True)]
+
+    def _post(
+        self, post: Callable[[Sequence[Call], Any], T], calls: Sequence[Call], stream: Any
+    ) -> tuple[T, list[tuple[HookedCall, PendingEntry]]]:
+        """What ``post`` returns for a batch, and the records of its calls."""
+        begun: list[tuple[HookedCall, PendingEntry]] = []
+        try:
+            for call in calls:
+                begun.append(self._begin(call, False))
+            return post(calls, stream), begun
+        except BaseException as e:
+            for call, (record, _) in zip(calls, begun, strict=False):  # a hook may have refused one
+                self._end(record, call.seq, e)
+            raise
+        finally:
+            for record, _ in begun:
+                self._call(self._returned, record)
+
+    def _measured(self, completion: Completion, record: HookedCall) -> Completion:
+        return _HookedCompletion(completion, self, record) if self._waited else completion
+
+    def abort(self, error: Exception) -> None:
+        self._inner.abort(error)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _begin(self, call: Call, blocking: bool) -> tuple[HookedCall, PendingEntry]:
+        members = self._members
+        record = HookedCall(call, members, self.name, blocking)
+        for place, hook in enumerate(self._hooks):
+            if hook.before is None:
+                continue
+            try:
+                hook.before(record)
+            except BaseException as e:
+                earlier = self._hooks[:place]
+                self._call([each.returned for each in earlier if each.returned is not None], record)
+                self._end(record, 0, e, [each.after for each in earlier if each.after is not None])
+                raise
+        record.inputs, record.outputs = [], []
+        record.started = monotonic()
+        kind = CallKind(call, members.name, members.ranks, self.name)
+        entry = PendingEntry(kind, call, record.started, record.started, record.site)
+        entry.on_end = lambda: self._end(record, entry.seq, entry.error)
+        return record, entry
+
+    def _end(
+        self,
+        record: HookedCall,
+        seq: int,
+        error: BaseException | str | None,
+        after: Iterable[HookFunction] | None = None,
+    ) -> None:
+        record.ended = monotonic()
+        record.seq = seq
+        record.error = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error or ""
+        self._call(self._after if after is None else after, record)
+
+    def _call(self, functions: Iterable[Callable[..., None]], record: HookedCall, *args: object) -> None:
+        for function in functions:
+            try:
+                function(record, *args)
+            except Exception:
+                log.exception("a hook of %s failed", record)
+
+    def waited(self, record: HookedCall, seconds: float) -> None:
+        """Call the hooks for a thread that was blocked."""
+        self._call(self._waited, record, seconds)
+
+
+class _HookedCompletion(Completion):
+    """A completion that measures how long threads are blocked in it."""
+
+    __slots__ = ("_backend", "_inner", "_record")
+
+    def __init__(self, inner: Completion, backend: HookedBackend, record: HookedCall) -> None:
+        self._inner = inner
+        self._backend = backend
+        self._record = record
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self, timeout: float | None) -> None:
+        begun = monotonic()
+        try:
+            self._inner.wait(timeout)
+        finally:
+            self._backend.waited(self._record, monotonic() - begun)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        begun = monotonic()
+        try:
+            self._inner.synchronize(timeout)
+        finally:
+            self._backend.waited(self._record, monotonic() - begun)
+
+    def exception(self) -> BaseException | None:
+        return self._inner.exception()
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        self._inner.add_done_callback(fn)
+
+    def track(self, entries: Sequence[PendingEntry]) -> None:
+        self._inner.track(entries)
+
+    @property
+    def recorded(self) -> bool:
+        return self._inner.recorded
+
+    def took(self) -> float:
+        return self._inner.took()

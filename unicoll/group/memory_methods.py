@@ -1,0 +1,172 @@
+"""Methods of :class:`~unicoll.group.process_group.ProcessGroup`: symmetric memory, and one-sided operations of GPUs.
+
+One-sided operations (``put``, ``signal``, ``wait_signal``) need NCCL 2.29. They are put on the current stream of the
+array's library and do not block the host. They raise:
+    BackendUnavailableError: the group has no NCCL, or one that is older.
+    DistArgumentError: an argument does not fit, or NCCL has no one-sided operations between these devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.types import BY_NAME, DType
+from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.group.arguments import as_integer
+from unicoll.group.call_settings import Timeout
+
+if TYPE_CHECKING:
+    from unicoll.backend.contract import Registration
+    from unicoll.group.process_group import ProcessGroup
+
+__all__ = ["fence", "peer_view", "put", "register", "signal", "symmetric_empty", "wait_signal"]
+
+
+def put(
+    self: ProcessGroup, tensor: Any, dst: int, window: Any, offset: int = 0, *, timeout: Timeout = None
+) -> None:
+    """Write ``tensor`` into member ``dst``'s memory and signal that member, which makes no matching call.
+
+    Puts and signals to one member take effect in order. NCCL has no counterpart that reads (get). This is
+    ncclPutSignal in NCCL's documentation.
+
+    Args:
+        tensor: of any shape and dtype, contiguous, in a symmetric window of this group, too.
+        dst: rank in the group.
+        window: this rank's :meth:`register` (``symmetric=True``) or :meth:`symmetric_empty` of the same number as
+            the one of ``dst`` that is written to.
+        offset: where, in elements of ``tensor``'s type from the window's begin.
+        timeout: as of any call.
+    """
+    self._one_sided.put(self._settings, tensor, dst, window, offset, timeout)
+
+
+def signal(self: ProcessGroup, dst: int, tensor: Any, *, timeout: Timeout = None) -> None:
+    """Signal member ``dst``, behind what the current stream of ``tensor``'s library has to do (ncclSignal).
+
+    Args:
+        dst: rank in the group.
+        tensor: an array on the group's device, of any size; nothing of it is sent.
+        timeout: as of any call.
+    """
+    self._one_sided.signal(self._settings, tensor, dst, timeout)
+
+
+def wait_signal(
+    self: ProcessGroup, src: int | Mapping[int, int], tensor: Any, count: int = 1, *, timeout: Timeout = None
+) -> None:
+    """Let the current stream of ``tensor``'s library wait for signals, and with them for what was put before.
+
+    This is ncclWaitSignal in NCCL's documentation.
+
+    Args:
+        src: the member that signals, or how many signals of which members.
+        tensor: an array on the group's device, of any size, for example what was put to.
+        count: how many signals of ``src``; each is waited for once.
+        timeout: as of any call.
+    """
+    self._one_sided.wait_signal(self._settings, tensor, src, count, timeout)
+
+
+def symmetric_empty(
+    self: ProcessGroup, shape: int | Sequence[int], dtype: Any = "float32", *, device: str | None = None
+) -> Any:
+    """An array in memory that the other ranks reach directly, of one size on all ranks; all members call it.
+
+    On the CPU (backend gloo) it is a NumPy array of zeros in memory shared by the ranks of a host. Collectives of
+    arrays larger than 64 KiB that lie in such memory on all ranks, whole or in part, need no copies; their results are
+    the same. ``torch.from_numpy(x)`` and ``torch.from_dlpack(x)`` use it in place. The memory lasts until no rank
+    refers to it any more, also after the end of the group. After a collective that has failed, other ranks may still
+    write to it until they have noticed the failure.
+
+    On a GPU (NCCL) it is uninitialized memory in a window of the group (``ncclCommWindowRegister``), with
+    ``__cuda_array_interface__``: ``torch.as_tensor(x, device="cuda")`` and ``cupy.asarray(x)`` use it in place. It
+    lasts until nothing refers to it; its window until the group is closed.
+
+    Args:
+        shape: of the array.
+        dtype: an element type, or its name; those that NumPy lacks come as unsigned integers of their size.
+        device: "cpu" or "cuda"; None is "cuda" in a group with NCCL.
+
+    Raises:
+        DistArgumentError: on the CPU, the ranks pass different sizes; or a size is negative.
+        DistTypeError: no such element type.
+        DistBackendError: there is not enough memory.
+        BackendUnavailableError: the group's backend has no symmetric memory; NCCL has it since 2.27.
+    """
+    several = shape if isinstance(shape, Sequence) else (shape,)
+    sizes = tuple(as_integer("symmetric_empty: shape", n) for n in several)
+    if any(n < 0 for n in sizes):
+        raise DistArgumentError(
+            f"symmetric_empty: shape {list(sizes)} has a negative size", op="symmetric_empty"
+        )
+    if device not in (None, "cpu", "cuda"):
+        raise DistArgumentError(
+            f"symmetric_empty: device {device!r} is not 'cpu' or 'cuda'", op="symmetric_empty"
+        )
+    return self._backends.unstaged(device or "cuda").symmetric_empty(sizes, _element_type(dtype))
+
+
+def _element_type(dtype: Any) -> DType:
+    """An element type by its name, or by what NumPy or torch has for it."""
+    name = dtype if isinstance(dtype, str) else str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+    found = BY_NAME.get(name)
+    if found is None:
+        raise DistTypeError(f"symmetric_empty: {dtype!r} is no element type; known are {', '.join(BY_NAME)}")
+    return found
+
+
+def peer_view(self: ProcessGroup, tensor: Any, rank: int) -> Any:
+    """The array of another rank of this host at the place of ``tensor``, for algorithms of your own.
+
+    Reading and writing it needs no call of the other rank. :meth:`fence` orders the accesses of all ranks.
+
+    Args:
+        tensor: contiguous, from :meth:`symmetric_empty` on the CPU, or a part of such an array.
+        rank: in the group; this rank gives ``tensor`` itself.
+
+    Returns:
+        A NumPy array of the shape and type of ``tensor``.
+
+    Raises:
+        DistArgumentError: ``tensor`` is not in symmetric memory of this group, or there is no such rank.
+        BackendUnavailableError: that rank is on another host, or the group's backend is not gloo.
+    """
+    members = self._members
+    buffer = as_buffer(tensor, "peer_view: tensor")
+    place = as_integer("peer_view: rank", rank)
+    members.global_rank(place)
+    return self._backends.unstaged(buffer.device.type).peer_view(buffer, place)
+
+
+def fence(self: ProcessGroup, *, timeout: Timeout = None) -> None:
+    """Wait for all members: what any of them wrote to symmetric memory on the CPU before is visible to all after.
+
+    It is a barrier. It does not order the work of a GPU.
+    """
+    self.barrier(timeout=timeout)
+
+
+def register(self: ProcessGroup, memory: Any, *, symmetric: bool = False) -> Registration:
+    """Register memory of this rank's GPU with NCCL, which then moves it with fewer copies.
+
+    All members call it, each with memory of its own. It lasts until :meth:`Registration.close`, or until the group
+    is closed, and keeps ``memory`` alive. Arrays of parts of the memory are known, too.
+
+    Args:
+        memory: a contiguous array, or a ``torch.cuda.MemPool``: the memory that it holds now, which is to be kept
+            (no ``torch.cuda.empty_cache()``). CuPy's pools do not tell what they hold.
+        symmetric: register it as a symmetric window (``ncclCommWindowRegister``), which needs memory of the
+            CUDA driver's ``cuMemCreate`` on all ranks, as ``ncclMemAlloc`` gives it; NCCL before 2.27, and
+            communicators that have no use for windows, register it by ``ncclCommRegister``. ``symmetric`` of what
+            is returned says which.
+
+    Raises:
+        BackendUnavailableError: the group has no NCCL, or one that is older than 2.19.
+        DistTypeError: no array and no pool that tells its memory.
+        DistArgumentError: it is empty, not contiguous, not on the group's device, or in a window already.
+        DistError: NCCL refuses it, and why.
+    """
+    return self._backends.unstaged("cuda").register(memory, symmetric)

@@ -1,0 +1,441 @@
+"""The process group: every operation as a method.
+
+Roots and peers of the methods are ranks *in the group*; the functions of the package take global ranks and call these
+methods. Methods of a kind are functions of a module of their own: :mod:`unicoll.group.collective_methods`,
+:mod:`~unicoll.group.coalesced_methods`, :mod:`~unicoll.group.memory_methods`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unicoll.backend.contract import Backend, Job
+from unicoll.backend.ops import OPS
+from unicoll.backend.options import CallOptions, as_call_options, compression_of, wants_timing
+from unicoll.backend.work import Work
+from unicoll.errors import BackendUnavailableError, DistArgumentError, GroupAbortedError
+from unicoll.group import coalesced_methods, collective_methods, memory_methods
+from unicoll.group.arguments import check_ranks
+from unicoll.group.backends import GroupBackends
+from unicoll.group.call_settings import CallSettings, Timeout
+from unicoll.group.dispatcher import Dispatcher
+from unicoll.group.growth import GrowthRecord
+from unicoll.group.members import GroupMembers
+from unicoll.group.one_sided import OneSidedOperations
+from unicoll.group.registry import BackendChoice
+from unicoll.net import logs
+
+__all__ = ["ProcessGroup"]
+
+log = logs.logger("group")
+
+_BARRIER = OPS["barrier"]
+_SEND, _RECV = OPS["send"], OPS["recv"]
+
+
+class ProcessGroup:
+    """A set of ranks that communicate; made by ``init_process_group`` and ``new_group``, never directly.
+
+    Every collective must be called by all members, in the same order. With ``async_op=True`` a method returns a
+    :class:`~unicoll.backend.work.Work` at once; otherwise it returns when the caller's part is done. ``timeout``
+    (timedelta or seconds) bounds one call; None takes the group's default.
+
+    All operations raise:
+        DistArgumentError: an argument does not fit; nothing was sent and the group stays usable. The call does not
+            count and concerns this rank alone, unless the argument is the list of a :meth:`gather` or
+            :meth:`scatter`, which only the root passes: then the call counts, and all other members raise this error
+            in it with the root's message (with NCCL: GroupAbortedError).
+        CollectiveMismatchError: the ranks called different operations.
+        OperationTimeoutError: not done in time; names the ranks that arrived and those that did not.
+        RankLostError: a member died or left.
+        GroupAbortedError: the group was destroyed or aborted.
+    After one of the last four the group is of no further use: destroy it and make another.
+
+    A group and its views (:meth:`using`) share members, backends and dispatcher; they differ in their settings.
+    """
+
+    def __init__(
+        self,
+        members: GroupMembers,
+        backends: GroupBackends,
+        dispatcher: Dispatcher,
+        settings: CallSettings,
+        whole: ProcessGroup | None = None,
+    ) -> None:
+        self._members = members
+        self._backends = backends
+        self._dispatcher = dispatcher
+        self._settings = settings
+        self._whole = whole
+        self._one_sided = OneSidedOperations(members, backends)
+
+    @classmethod
+    def create(
+        cls,
+        job: Job,
+        name: str,
+        ranks: tuple[int, ...],
+        choices: Sequence[BackendChoice],
+        timeout: float,
+        desc: str = "",
+        options: Any = None,
+        device: Any = None,
+        parent: ProcessGroup | None = None,
+        excluded: Sequence[int] = (),
+        grown: bool = False,
+    ) -> ProcessGroup:
+        """A new group; called by all its members.
+
+        Args:
+            job: of the group.
+            name: unique in the job.
+            ranks: global ranks in group order.
+            choices: the backend of each device type.
+            timeout: default timeout of the operations, seconds.
+            desc: the user's description.
+            options: the user's ``pg_options``.
+            device: the device that the group is bound to, or None.
+            parent: the group that this one is split, shrunk or grown from.
+            excluded: ranks in the parent that a shrink leaves out.
+            grown: True if the group is the result of a grow.
+        """
+        members = GroupMembers(job, name, ranks, desc)
+        above = parent._backends if parent is not None else None
+        backends = GroupBackends(members, choices, timeout, options, device, above, excluded, grown)
+        log.info("created group %r (%s): rank %d of %d", name, backends.config, members.rank, members.size)
+        settings = CallSettings(timeout, wants_timing(options), compression=compression_of(options))
+        return cls(members, backends, Dispatcher(members, backends), settings)
+
+    def __repr__(self) -> str:
+        members = self._members
+        group = (
+            f"<ProcessGroup {members.name!r}: rank {members.rank} of {members.size}, {self.backend_config}"
+        )
+        if self._whole is None:
+            return f"{group}>"
+        own, shared = self._settings, self._whole._settings
+        changes = [str(own.options)] if own.options is not None else []
+        if own.timeout != shared.timeout:
+            changes.append(f"timeout={own.timeout:g}")
+        if own.timed != shared.timed:
+            changes.append(f"timing={own.timed}")
+        return f"{group}, using {', '.join(changes) or 'nothing'}>"
+
+    # --- views and derived groups -------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> ProcessGroup:
+        """The group itself; for a view made by :meth:`using`, the group that it is a view of."""
+        return self if self._whole is None else self._whole
+
+    def using(
+        self,
+        options: CallOptions | Mapping[str, Any] | None = None,
+        *,
+        timeout: Timeout = None,
+        timing: bool | None = None,
+        **named: Any,
+    ) -> ProcessGroup:
+        """A view of this group whose calls have other settings.
+
+        It is the same group: its members, its order of operations, its life. Pass it as ``group=`` to any function, or
+        call its methods; keep it for many calls or make it for one. ``group.using(max_ctas=4).all_reduce(x)``
+
+        Args:
+            options: a :class:`CallOptions`, or a dict with the same names.
+            timeout: default timeout of these calls, timedelta or seconds; None keeps the present one.
+            timing: True if ``Work.duration`` gives how long asynchronous calls took; None keeps the present setting.
+            named: single options by name, in place of those in ``options`` and those of the view that this is; None
+                removes one.
+
+        Raises:
+            DistArgumentError: no such option, an impossible value, or an option that no backend of the group has.
+            DistTypeError: an option of the wrong type.
+        """
+        changed = as_call_options(self._settings.options, options, named)
+        settings = self._settings.changed(timeout, timing, changed)
+        if changed is not None:
+            self._backends.check_compression("using", changed.compression)
+            if settings.passed is not None:
+                for backend in self._backends.all:
+                    backend.refuse_options(settings.passed)
+        return ProcessGroup(self._members, self._backends, self._dispatcher, settings, self.whole)
+
+    def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
+        """:func:`unicoll.shrink_group` of this group: the remaining members call it and get a group of their own."""
+        members = self._members
+        excluded = sorted(check_ranks("shrink_group", ranks_to_exclude, members.size))
+        if members.rank in excluded:
+            raise DistArgumentError(
+                "shrink_group: the caller is among the excluded ranks, who do not call it"
+            )
+        name = f"{members.name}/shrunk-{self.next_child()}"
+        if members.job.control is not None:
+            members.job.control.await_relay_loss([members.ranks[r] for r in excluded])
+        left = tuple(r for i, r in enumerate(members.ranks) if i not in excluded)
+        return self._derive(name, left, pg_options, excluded=excluded)
+
+    def grow(self, ranks_to_add: Sequence[int], pg_options: Any = None) -> ProcessGroup:
+        """:func:`unicoll.grow_group` of this group, on its members."""
+        members = self._members
+        added = check_ranks("grow_group", ranks_to_add, members.job.size)
+        present = [r for r in added if r in members.ranks]
+        if present:
+            raise DistArgumentError(f"grow_group: ranks {present} are in group {members.name!r} already")
+        if self._backends.closed:
+            raise GroupAbortedError(f"group {members.name!r} has been destroyed", group=members.name)
+        record = GrowthRecord(
+            f"{members.name}/grown-{self.next_child()}",
+            (*members.ranks, *added),
+            members.size,
+            self.whole.timeout,
+            members.desc,
+            self.backend_config,
+        )
+        if members.rank == 0:
+            record.send(members.job.store)
+        return self._derive(record.name, record.ranks, pg_options, grown=True)
+
+    def _derive(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        options: Any,
+        excluded: Sequence[int] = (),
+        grown: bool = False,
+    ) -> ProcessGroup:
+        """A group made from this one, entered in the job's list."""
+        whole, job = self.whole, self._members.job
+        made = ProcessGroup.create(
+            job,
+            name,
+            ranks,
+            self.choices,
+            whole.timeout,
+            self.group_desc,
+            options,
+            self.bound_device_id,
+            whole,
+            excluded,
+            grown,
+        )
+        job.groups.append(made)
+        return made
+
+    def next_child(self) -> int:
+        """Number of the next group derived from this one, from 1; equal on all members that make the same calls."""
+        self._members.children += 1
+        return self._members.children
+
+    def leave_out(self, choices: Sequence[BackendChoice]) -> None:
+        """Take part in making a group of other members of this one; all members do."""
+        self._backends.split_without_this_rank(choices)
+
+    # --- collectives --------------------------------------------------------------------------------------------
+
+    def barrier(self, *, async_op: bool = False, timeout: Timeout = None) -> Work | None:
+        """Return when all members have called it (MPI_Barrier)."""
+        return self._dispatcher.start(self._settings, _BARRIER, (), (), async_op, timeout)
+
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose timeout names every rank that has not come, with or without ``wait_all_ranks``."""
+        self._dispatcher.start(self._settings, _BARRIER, (), (), False, timeout)
+
+    # begin generated: collectives
+    broadcast = collective_methods.broadcast
+    all_reduce = collective_methods.all_reduce
+    reduce = collective_methods.reduce
+    all_gather = collective_methods.all_gather
+    all_gather_into_tensor = collective_methods.all_gather_into_tensor
+    gather = collective_methods.gather
+    scatter = collective_methods.scatter
+    reduce_scatter = collective_methods.reduce_scatter
+    reduce_scatter_tensor = collective_methods.reduce_scatter_tensor
+    all_to_all = collective_methods.all_to_all
+    all_to_all_single = collective_methods.all_to_all_single
+    scan = collective_methods.scan
+    exscan = collective_methods.exscan
+    # end generated
+
+    all_reduce_coalesced = coalesced_methods.all_reduce_coalesced
+    broadcast_coalesced = coalesced_methods.broadcast_coalesced
+    all_gather_coalesced = coalesced_methods.all_gather_coalesced
+    all_gather_into_tensor_coalesced = coalesced_methods.all_gather_into_tensor_coalesced
+    reduce_scatter_tensor_coalesced = coalesced_methods.reduce_scatter_tensor_coalesced
+
+    # --- point to point -----------------------------------------------------------------------------------------
+
+    def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> None:
+        """Send to member ``dst``; returns when ``tensor`` may be changed (MPI_Send)."""
+        self._dispatcher.run_message(self._settings, _SEND, tensor, dst, tag, timeout)
+
+    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> int:
+        """Receive from member ``src``, or from any; returns the sender's rank in the group (MPI_Recv).
+
+        Raises:
+            MessageMismatchError: the message is of another size or dtype; it is lost, the group stays usable.
+        """
+        return self._dispatcher.run_message(self._settings, _RECV, tensor, src, tag, timeout).source
+
+    def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
+        """:meth:`send` in the background."""
+        return self._dispatcher.start_message(self._settings, _SEND, tensor, dst, tag, timeout)
+
+    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work:
+        """:meth:`recv` in the background; ``work.source_rank()`` is the sender's rank in the group."""
+        return self._dispatcher.start_message(self._settings, _RECV, tensor, src, tag, timeout)
+
+    def batch_isend_irecv(
+        self, ops: Sequence[tuple[bool, Any, int | None, int]], *, timeout: Timeout = None
+    ) -> list[Work]:
+        """Start several sends and receives, given as (is send, array, peer's rank in the group, tag)."""
+        messages = [(_SEND if is_send else _RECV, x, peer, tag) for is_send, x, peer, tag in ops]
+        return self._dispatcher.start_messages(self._settings, messages, timeout)
+
+    # --- symmetric memory, one-sided operations -----------------------------------------------------------------
+
+    put = memory_methods.put
+    signal = memory_methods.signal
+    wait_signal = memory_methods.wait_signal
+    symmetric_empty = memory_methods.symmetric_empty
+    peer_view = memory_methods.peer_view
+    fence = memory_methods.fence
+    register = memory_methods.register
+
+    # --- properties ---------------------------------------------------------------------------------------------
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self._members.rank
+
+    def size(self) -> int:
+        """Number of members."""
+        return self._members.size
+
+    @property
+    def name(self) -> str:
+        """The group's own name, unique in the job."""
+        return self._members.name
+
+    @property
+    def group_name(self) -> str:
+        """The same as :attr:`name` (torch's spelling)."""
+        return self._members.name
+
+    @property
+    def group_desc(self) -> str:
+        """The user's description."""
+        return self._members.desc
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' global ranks, in group order."""
+        return self._members.ranks
+
+    @property
+    def timeout(self) -> float:
+        """Default timeout of its operations, seconds."""
+        return self._settings.timeout
+
+    @property
+    def trusted(self) -> bool:
+        """True if only holders of the job's secret can be members, so that pickles may be loaded."""
+        return self._members.job.trusted
+
+    @property
+    def job(self) -> Job:
+        """The state that all groups of the job share."""
+        return self._members.job
+
+    @property
+    def splits(self) -> int:
+        """Number of groups derived from this one so far."""
+        return self._members.children
+
+    @property
+    def choices(self) -> tuple[BackendChoice, ...]:
+        """The backend of each device type, with the reason for the choice."""
+        return self._backends.choices
+
+    @property
+    def bound_device_id(self) -> Any:
+        """The device that the group is bound to, or None."""
+        return self._backends.bound_device
+
+    @property
+    def wrapper(self) -> Any:
+        """Another library's group over this one, which is closed with it; None if there is none."""
+        return self._backends.wrapper
+
+    @wrapper.setter
+    def wrapper(self, wrapper: Any) -> None:
+        self._backends.wrapper = wrapper
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last collective that the backend of CPU arrays accepted, from 1."""
+        return self._backends.host.sequence
+
+    @property
+    def backend_name(self) -> str:
+        """``"gloo"``, or ``"cpu:gloo,cuda:nccl"`` where several backends were chosen explicitly."""
+        return self._backends.name
+
+    @property
+    def backend_config(self) -> str:
+        """The backend of each device type: ``"cpu:gloo,cuda:nccl"``."""
+        return self._backends.config
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """Every backend of the group once, in the order of :attr:`choices`; then one that another one uses."""
+        return self._backends.all
+
+    def backend_for(self, device: str) -> Backend:
+        """The backend that serves arrays of a device type, ``"cpu"`` or ``"cuda"``.
+
+        Raises:
+            BackendUnavailableError: none does.
+        """
+        found = self._backends.for_device(device)
+        if found is None:
+            raise BackendUnavailableError(
+                f"group {self.name!r} ({self.backend_config}) serves no {device} arrays"
+            )
+        return found
+
+    def global_rank(self, group_rank: int) -> int:
+        """The global rank of a member; DistArgumentError if there is none of that rank."""
+        return self._members.global_rank(group_rank)
+
+    def group_rank(self, global_rank: int) -> int:
+        """The rank in the group of a global rank; DistArgumentError if it is not a member."""
+        return self._members.group_rank(global_rank)
+
+    def describe(self) -> str:
+        """How its data moves, in a few words."""
+        return self._backends.describe()
+
+    def staging_bytes(self) -> dict[str, int]:
+        """Memory that this rank holds for the group's transfers, by device type, whatever the size of the arrays."""
+        return self._backends.staging_bytes()
+
+    # --- end ----------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str = "aborted by the program") -> None:
+        """Make every pending and later operation of the group raise GroupAbortedError, on all members."""
+        members = self._members
+        self._backends.fail(
+            GroupAbortedError(f"group {members.name!r}: {reason}", group=members.name, rank=members.job.rank)
+        )
+
+    def abort_on_this_rank(self, error: Exception) -> None:
+        """Make every pending and later operation raise ``error`` without a notice to the other members."""
+        self._backends.abort(error)
+
+    def close(self) -> None:
+        """Finish pending operations, within bounds, and release everything; idempotent."""
+        if not self._backends.closed:
+            log.info("destroying group %r", self.name)
+        self._dispatcher.close()

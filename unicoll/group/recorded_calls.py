@@ -1,0 +1,175 @@
+"""The flight recorder's contents: ended and pending calls from the ring, running ones from the threads' stacks."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from unicoll.arrays.types import DType
+from unicoll.backend.flight_recorder import ArrayKind, CallKind, PendingEntry, line_of, ring, user_frame
+from unicoll.group.dispatcher import RUNNING
+
+__all__ = ["RecordedCall", "recorded_calls"]
+
+_ATTEMPTS = 10
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call, as the flight recorder has it.
+
+    Attributes:
+        group, ranks: name of the group, and the global ranks of its members.
+        seq: sequence number in the group, from 1; 0 for messages of most backends, and before the backend has it.
+        op: name of the operation.
+        inputs, outputs: element type and shape of each array; the same tuple for operations in place.
+        nbytes: bytes of the inputs, or of the outputs where a rank has no inputs.
+        reduce: the reduction in words, or "".
+        root: rank in the group, or -1.
+        peer, tag: of a message; else -1 and 0.
+        backend: name of the backend.
+        site: ``file:line`` of the caller.
+        state: "scheduled" (behind other calls, or just posted), "started", "completed" or "failed".
+        created, started, ended: seconds on the clock of ``time.monotonic``; 0 if not yet.
+        blocking: True if the caller was blocked until it ended.
+        error: text, or "".
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    seq: int
+    op: str
+    inputs: tuple[ArrayKind, ...]
+    outputs: tuple[ArrayKind, ...]
+    nbytes: int
+    reduce: str
+    root: int
+    peer: int
+    tag: int
+    backend: str
+    site: str
+    state: str
+    created: float
+    started: float
+    ended: float
+    blocking: bool
+    error: str = ""
+
+    def describe(self) -> str:
+        """The call in words: ``all_reduce(float32[4], SUM)``."""
+        parts = [f"{dtype.name}{list(shape)}" for dtype, shape in (self.inputs or self.outputs)[:1]]
+        parts += [self.reduce] if self.reduce else []
+        parts += [f"root={self.root}"] if self.root >= 0 else []
+        if self.op in ("send", "recv"):
+            parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}, tag={self.tag}")
+        return f"{self.op}({', '.join(parts)})"
+
+
+def recorded_calls() -> list[RecordedCall]:
+    """The last calls of this process, in the order in which they began; any thread."""
+    found = [_pending(e) if isinstance(e, PendingEntry) else _ended(e) for e in _snapshot()]
+    found += _running()
+    return sorted(found, key=lambda call: call.created)
+
+
+def _snapshot() -> list[Any]:
+    for _ in range(_ATTEMPTS):
+        try:
+            return list(ring())
+        except RuntimeError:  # other threads record meanwhile
+            continue
+    return list(ring().copy())
+
+
+def _ended(entry: tuple[Any, ...]) -> RecordedCall:
+    kind, seq, begun, ended, site, offset = entry[:6]
+    error = entry[6] if len(entry) > 6 else ""
+    if isinstance(site, CodeType):
+        site = f"{site.co_filename}:{line_of(site, offset)}"
+    state = "failed" if error else "completed"
+    return _record(
+        kind, seq, site, state, (begun, begun, ended), True, error, entry[7] if len(entry) > 7 else None
+    )
+
+
+def _pending(entry: PendingEntry) -> RecordedCall:
+    call = entry.call
+    seq = call.seq if call is not None else entry.seq
+    if entry.ended:
+        state = "failed" if entry.error else "completed"
+    else:
+        state = "started" if entry.started else "scheduled"
+    times = entry.created, entry.started, entry.ended
+    return _record(entry.kind, seq, entry.site, state, times, False, entry.error)
+
+
+def _running() -> list[RecordedCall]:
+    """The blocking calls that threads are in."""
+    found = []
+    frames = sys._current_frames()
+    for top in frames.values():
+        frame: Any = top
+        while frame is not None:
+            if frame.f_code in RUNNING and "begun" in (names := frame.f_locals):
+                call, kind, begun = names["call"], names["kind"], names["begun"]
+                user = user_frame(frame)
+                site = f"{user.f_code.co_filename}:{user.f_lineno}"
+                detail = (
+                    ((call.inputs or call.outputs)[0].shape, call.peer, call.tag) if call.op.message else None
+                )
+                found.append(_record(kind, call.seq, site, "started", (begun, begun, 0.0), True, "", detail))
+            frame = frame.f_back
+    del frames, top, frame  # the frames keep themselves and their arrays alive
+    return found
+
+
+def _record(
+    kind: CallKind,
+    seq: int,
+    site: str,
+    state: str,
+    times: tuple[float, float, float],
+    blocking: bool,
+    error: str = "",
+    message: tuple[tuple[int, ...], int, int] | None = None,
+) -> RecordedCall:
+    inputs, outputs, nbytes, peer, tag = kind.inputs, kind.outputs, kind.nbytes, kind.peer, kind.tag
+    if message is not None:
+        shape, peer, tag = message
+        inputs, outputs = _reshaped(inputs, shape), _reshaped(outputs, shape)
+        (dtype, _), *_ = inputs or outputs
+        nbytes = _count(shape) * dtype.itemsize
+    return RecordedCall(
+        kind.group,
+        kind.ranks,
+        seq,
+        kind.op,
+        inputs,
+        outputs,
+        nbytes,
+        kind.reduce,
+        kind.root,
+        peer,
+        tag,
+        kind.backend,
+        site,
+        state,
+        *times,
+        blocking,
+        error,
+    )
+
+
+def _reshaped(
+    arrays: tuple[ArrayKind, ...], shape: tuple[int, ...]
+) -> tuple[tuple[DType, tuple[int, ...]], ...]:
+    return tuple((dtype, shape) for dtype, _ in arrays)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

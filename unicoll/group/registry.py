@@ -1,0 +1,342 @@
+"""Backends by name: loaded on demand, chosen by device, with the reason why one cannot be used.
+
+A backend comes from the built-in table, from the entry-point group ``unicoll.backends`` of an installed package
+(the entry's name is the backend's; it points at a :class:`unicoll.backend.Backend` subclass), or from
+``BackendName.register_backend``. A backend is imported when it is used first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from unicoll.backend.contract import Backend as BackendBase
+from unicoll.backend.contract import Job
+from unicoll.errors import BackendUnavailableError, DistArgumentError
+
+if TYPE_CHECKING:
+    from unicoll.net.stores import Store
+
+__all__ = [
+    "BackendName",
+    "BackendChoice",
+    "MPIWorld",
+    "choose",
+    "backend_names",
+    "default_backend_for_device",
+    "fakes",
+    "mpi_store",
+    "mpi_world",
+    "reason_against",
+    "register_job_with_mpi",
+    "status_line",
+]
+
+_BUILT_IN = {
+    "fake": "unicoll.backend.fake",
+    "gloo": "gloo_fallback",
+    "mpi": "mpi_comm",
+    "nccl": "nccl_comm",
+}
+_registered: dict[str, Callable[[], type[BackendBase]]] = {}
+_registered_devices: dict[str, frozenset[str]] = {}
+
+
+class BackendName(str):
+    """A backend's name, as torch.distributed has it: ``BackendName("GLOO") == "gloo"``.
+
+    The known names are attributes: ``BackendName.GLOO``, ``BackendName.MPI``, ``BackendName.NCCL``,
+    ``BackendName.FAKE``.
+    """
+
+    UNDEFINED = "undefined"
+    FAKE = "fake"
+    GLOO = "gloo"
+    NCCL = "nccl"
+    MPI = "mpi"
+    UCC = "ucc"
+    XCCL = "xccl"
+    backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "mpi", "fake"]
+
+    def __new__(cls, name: str) -> BackendName:
+        if not isinstance(name, str):
+            raise DistArgumentError(f"backend: expected a name, got {name!r}")
+        return super().__new__(cls, name.lower())
+
+    @classmethod
+    def register_backend(
+        cls,
+        name: str,
+        func: type[BackendBase] | Callable[..., Any],
+        extended_api: bool = False,
+        devices: str | list[str] | None = None,
+    ) -> None:
+        """Register a third party's backend.
+
+        Args:
+            name: of the backend; case is ignored.
+            func: a :class:`unicoll.backend.Backend` subclass, or a function without arguments that returns one.
+            extended_api: accepted because torch has it; the contract is always :class:`unicoll.backend.Context`.
+            devices: device types that it serves; None takes them from the class's ``caps``.
+
+        Raises:
+            DistArgumentError: the name is taken or not a name.
+        """
+        key = name.lower()
+        if not re.fullmatch(r"[a-z][a-z0-9_-]*", key):
+            raise DistArgumentError(f"register_backend: {name!r} is not a valid name of a backend")
+        if key in _BUILT_IN or key in _registered:
+            raise DistArgumentError(f"register_backend: there is a backend {key!r} already")
+        if isinstance(func, type):
+            _registered[key] = partial(_same, func)
+        elif callable(func):
+            _registered[key] = func
+        else:
+            raise DistArgumentError(f"register_backend: {func!r} is neither a Backend class nor a function")
+        if devices is not None:
+            _registered_devices[key] = frozenset([devices] if isinstance(devices, str) else devices)
+        cls.backend_list.append(key)
+        setattr(cls, name.upper().replace("-", "_"), key)
+
+
+def _same(cls: Any) -> Any:
+    return cls
+
+
+def _entry_points() -> dict[str, Callable[[], type[BackendBase]]]:
+    from importlib.metadata import entry_points
+
+    return {e.name.lower(): e.load for e in entry_points(group="unicoll.backends")}
+
+
+def backend_names() -> list[str]:
+    """Names of all backends that are registered or installed, available or not."""
+    return sorted({*_BUILT_IN, *_registered, *_entry_points()})
+
+
+def load(name: str) -> type[BackendBase]:
+    """The class of a backend.
+
+    Raises:
+        BackendUnavailableError: unknown, or it cannot be imported; the message says which and why.
+    """
+    if name in _registered:
+        return _class(name, _registered[name]())
+    if name in _BUILT_IN:
+        try:
+            module = importlib.import_module(_BUILT_IN[name])
+        except ImportError as e:
+            raise BackendUnavailableError(f"backend {name!r}: {e}") from e
+        maker = getattr(module, "backend_class", None)
+        if maker is None:
+            raise BackendUnavailableError(f"backend {name!r} is not part of this version of unicoll")
+        return _class(name, maker())
+    installed = _entry_points()
+    if name in installed:
+        loaded: Any = installed[name]()
+        return _class(name, loaded if isinstance(loaded, type) else loaded())
+    raise BackendUnavailableError(f"there is no backend {name!r}; known are {', '.join(backend_names())}")
+
+
+def _class(name: str, found: Any) -> type[BackendBase]:
+    if isinstance(found, type) and issubclass(found, BackendBase):
+        return found
+    raise BackendUnavailableError(
+        f"backend {name!r}: {found!r} is not a class made from unicoll.backend.Backend"
+    )
+
+
+def reason_against(name: str) -> str | None:
+    """Why a backend cannot be used here, or None if it can."""
+    try:
+        reason = load(name).availability()
+    except BackendUnavailableError as e:
+        return str(e)
+    except Exception as e:
+        reason = f"{type(e).__name__}: {e}"
+    return None if reason is None else f"backend {name!r}: {reason}"
+
+
+def status_line(name: str) -> str:
+    """One line on a backend: the reason why it cannot be used in this process, or the library that it uses."""
+    reason = reason_against(name)
+    if reason is not None:
+        return reason
+    try:
+        library = load(name).library()
+    except Exception as e:
+        library = f"{type(e).__name__}: {e}"
+    return f"backend {name!r}: available{f': {library}' if library else ''}"
+
+
+class MPIWorld(NamedTuple):
+    """MPI's processes as this one sees them.
+
+    Attributes:
+        rank, size: as MPI counts.
+        library: name and version.
+        stores: True if :func:`mpi_store` may be used.
+        cuda: "direct" if arrays on a GPU are passed to the library by address, or staged, and how that is known.
+    """
+
+    rank: int
+    size: int
+    library: str
+    stores: bool
+    cuda: str
+
+
+def mpi_world(timeout: float) -> MPIWorld:
+    """MPI's processes; initialises MPI, which must be available. The process ends if that takes ``timeout`` seconds.
+
+    Raises:
+        BackendUnavailableError: it cannot be used in this process.
+    """
+    return MPIWorld(*importlib.import_module(_BUILT_IN["mpi"]).identity(timeout))
+
+
+def mpi_store(deadline: float) -> Store:
+    """A store over MPI, which all of MPI's processes open until ``deadline`` (``time.monotonic()``)."""
+    store: Store = importlib.import_module(_BUILT_IN["mpi"]).open_store(deadline)
+    return store
+
+
+def register_job_with_mpi(job: Job) -> None:
+    """Register a job that has met over MPI, whichever backends it uses; called on all ranks once they have joined.
+
+    Then MPI is not finalised if ranks of the job have died, and an exception that ends all processes is sent to the
+    job's ranks first.
+    """
+    importlib.import_module(_BUILT_IN["mpi"]).register_job(job)
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend chosen for a device type, and the reason.
+
+    Attributes:
+        device: the device type.
+        name, cls: of the backend.
+        why: the reason, for ``explain()``.
+        explicit: True if the user named it.
+        implicit: True if it was added to the backend that the user named.
+        staged: True if arrays go through host memory, which is what the backend serves.
+    """
+
+    device: str
+    name: str
+    cls: type[BackendBase]
+    why: str
+    explicit: bool = False
+    implicit: bool = False
+    staged: bool = False
+
+
+def _devices(name: str, cls: type[BackendBase]) -> frozenset[str]:
+    return _registered_devices.get(name, cls.caps.devices)
+
+
+def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str = "") -> list[BackendChoice]:
+    """The backends of a group, one for each device type that is served.
+
+    Args:
+        backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available and ranks are on
+            several hosts, else to gloo; CUDA arrays to NCCL where it is available), a name, or
+            ``"cpu:gloo,cuda:nccl"``. With ``"nccl"`` the default backend of CPU arrays is added, for objects and
+            barriers.
+        started_by_mpi: True if an MPI launcher started the process.
+        against_mpi: the reason why MPI, though available, does not serve the arrays; "" if it does.
+
+    Raises:
+        BackendUnavailableError: the backend cannot be used; the message has each candidate's reason.
+        DistArgumentError: not a backend specification.
+    """
+    if backend is None or backend in ("", "undefined"):
+        return _choose_by_device(started_by_mpi, against_mpi)
+    spec = backend.lower()
+    if ":" not in spec:
+        cls = _usable([spec])[1]
+        choices = [
+            BackendChoice(d, spec, cls, f"backend={backend!r}", True) for d in sorted(_devices(spec, cls))
+        ]
+        if spec == "nccl":
+            host = _choose_by_device(started_by_mpi, against_mpi)[0]
+            choices.append(
+                replace(host, why="for objects, barriers and CPU arrays, beside NCCL", implicit=True)
+            )
+        return choices
+    choices = []
+    for part in spec.split(","):
+        device, _, name = part.strip().partition(":")
+        if not device or not name:
+            raise DistArgumentError(f"backend: {backend!r} is not of the form 'cpu:gloo,cuda:nccl'")
+        cls = _usable([name])[1]
+        why = f"backend={backend!r}"
+        staged = device == "cuda" and device not in _devices(name, cls) and cls.stages
+        if not staged and device not in _devices(name, cls):
+            raise BackendUnavailableError(f"backend {name!r} does not serve {device} arrays")
+        if staged:
+            why += "; through the host's memory"
+        choices.append(BackendChoice(device, name, cls, why, True, staged=staged))
+    return choices
+
+
+def fakes(choices: Iterable[BackendChoice]) -> bool:
+    """True if the backend is ``fake``.
+
+    Raises:
+        DistArgumentError: it is for some of the device types only.
+    """
+    found = {choice.cls.fake for choice in choices}
+    if len(found) > 1:
+        raise DistArgumentError("backend: 'fake' cannot be combined with other backends")
+    return found == {True}
+
+
+def _usable(names: Iterable[str]) -> tuple[str, type[BackendBase]]:
+    """The first of the named backends that is available."""
+    reasons = []
+    for name in names:
+        reason = reason_against(name)
+        if reason is None:
+            return name, load(name)
+        reasons.append(reason)
+    raise BackendUnavailableError("; ".join(reasons))
+
+
+def _choose_by_device(started_by_mpi: bool, against_mpi: str) -> list[BackendChoice]:
+    name, cls = _usable(["mpi", "gloo"] if started_by_mpi and not against_mpi else ["gloo"])
+    if not started_by_mpi:
+        why = "the default for CPU arrays"
+    elif name == "mpi":
+        why = "started by an MPI launcher"
+    else:
+        why = f"an MPI launcher started us, but {against_mpi or reason_against('mpi')}"
+    choices = [BackendChoice("cpu", name, cls, why)]
+    reason = reason_against("nccl")
+    if reason is None:
+        choices.append(BackendChoice("cuda", "nccl", load("nccl"), "the default for CUDA arrays"))
+    return choices
+
+
+def default_backend_for_device(device: Any) -> str:
+    """Name of the backend that serves a device type by default: ``"gloo"`` for cpu, ``"nccl"`` for cuda.
+
+    Args:
+        device: ``"cpu"``, ``"cuda:1"``, or a device object of torch or unicoll.
+
+    Raises:
+        DistArgumentError: no backend serves it.
+    """
+    kind = str(getattr(device, "type", device)).partition(":")[0]
+    names = {"cpu": "gloo", "cuda": "nccl"}
+    for name, devices in _registered_devices.items():
+        for served in devices:
+            names.setdefault(served, name)
+    if kind not in names:
+        raise DistArgumentError(f"no backend serves {kind!r} arrays; served are {', '.join(sorted(names))}")
+    return names[kind]

@@ -1,0 +1,195 @@
+"""Protection of a connection's bytes after its handshake: a MAC, TLS, or none.
+
+``UNICOLL_CHANNEL`` sets the protection of connections between hosts: ``plain``, ``mac`` or ``tls``. Connections of the
+store and the control plane always have at least a MAC. Connections within a host get no more than that, since only
+root can read or change them; ``UNICOLL_TRANSPORT=tcp``, which treats the ranks of one host like ranks of different
+hosts, also applies here. Both sides state their choice in the handshake (:mod:`unicoll.net.auth`), which verifies
+that the choices are equal and derives the keys.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+from unicoll.errors import AuthenticationError, DistNetworkError
+from unicoll.net import settings
+from unicoll.net.auth import client_handshake
+from unicoll.net.records import HEADER_SIZE, MAX_DATA, MacRecords, Records, TamperedError
+from unicoll.net.secret import Key
+from unicoll.net.timeouts import seconds_left
+
+__all__ = ["Channel", "Connection", "authenticate", "choose_protection", "records_for", "within_a_host"]
+
+_READ_SIZE = MAX_DATA + HEADER_SIZE
+
+
+def choose_protection(sock: socket.socket, minimum: str = "plain") -> str:
+    """The protection of a connection: ``"plain"``, ``"mac"`` or ``"tls"``; equal at both ends.
+
+    Args:
+        sock: connected.
+        minimum: protection that this kind of connection always has, ``"plain"`` or ``"mac"``.
+
+    Raises:
+        DistArgumentError: ``UNICOLL_CHANNEL`` has an unknown value.
+    """
+    wanted = settings.choice("UNICOLL_CHANNEL")
+    if wanted == "plain":
+        return minimum
+    return minimum if within_a_host(sock) and settings.choice("UNICOLL_TRANSPORT") != "tcp" else wanted
+
+
+def within_a_host(sock: Connection) -> bool:
+    """True if both ends of a connection are in one network stack, and so on one host."""
+    return bool(sock.getsockname()[0] == sock.getpeername()[0])
+
+
+def records_for(protection: str, key: Key, server: bool) -> Records | None:
+    """The records of a connection with this protection, or None for ``"plain"``; ``key`` is for this connection."""
+    if protection == "plain":
+        return None
+    if protection == "mac":
+        return MacRecords(key, server)
+    from unicoll.net.tls import TlsRecords  # only here: it loads OpenSSL
+
+    return TlsRecords(key, server)
+
+
+class Channel:
+    """A connection whose data are sent in records, with the socket methods that its users need.
+
+    ``send`` behaves like OpenSSL's SSL_write: it may raise BlockingIOError or TimeoutError after a part of a record
+    was sent. The next ``send`` must then pass the same data, possibly followed by more.
+    """
+
+    def __init__(self, sock: socket.socket, records: Records) -> None:
+        self._sock = sock
+        self._records = records
+        self._unsent = memoryview(b"")  # rest of a record that was sent in part
+        self._unsent_size = 0  # bytes of data in that record
+        self._data = memoryview(b"")  # decoded and not yet returned
+        self._buffer = memoryview(b"")
+        self.fileno = sock.fileno
+        self.close = sock.close
+        self.getpeername = sock.getpeername
+        self.getsockname = sock.getsockname
+        self.gettimeout = sock.gettimeout
+        self.setsockopt = sock.setsockopt
+        self.settimeout = sock.settimeout
+        self.shutdown = sock.shutdown
+
+    @property
+    def pending(self) -> bool:
+        """True if decoded data are buffered; polling the descriptor does not show them."""
+        return bool(self._data)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        """Send up to one record; returns the number of bytes of ``data`` in it."""
+        if not self._unsent:
+            chunk = data[:MAX_DATA]
+            if not len(chunk):
+                return 0
+            self._unsent = memoryview(self._records.seal(chunk))
+            self._unsent_size = len(chunk)
+        while self._unsent:
+            self._unsent = self._unsent[self._sock.send(self._unsent, flags) :]
+        return self._unsent_size
+
+    def sendmsg(self, buffers: Any, ancdata: tuple[()] = (), flags: int = 0) -> int:
+        """Send of the first buffer only."""
+        return self.send(buffers[0], flags)
+
+    def sendall(self, data: Any) -> None:
+        """Send all of ``data``; the socket's timeout applies to each record."""
+        view = memoryview(data)
+        while view:
+            view = view[self.send(view) :]
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        """Receive up to ``size`` bytes; ``b""`` at the end of the connection."""
+        if not self._data and not self._receive(flags):
+            return b""
+        data, self._data = self._data[:size], self._data[size:]
+        return bytes(data)
+
+    def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
+        """Receive into a buffer of bytes; returns the number of bytes, 0 at the end of the connection."""
+        if not len(buffer) or (not self._data and not self._receive(flags)):
+            return 0  # at once into an empty buffer, as a socket does: for no bytes no record comes
+        count = min(size or len(buffer), len(buffer), len(self._data))
+        buffer[:count] = self._data[:count]
+        self._data = self._data[count:]
+        return count
+
+    def _receive(self, flags: int) -> bool:
+        """Wait for a record; False if the connection has ended."""
+        if not self._buffer:
+            self._buffer = memoryview(bytearray(_READ_SIZE))
+        while not self._data:
+            got = self._sock.recv_into(self._buffer, 0, flags)
+            if not got:
+                return False
+            self._data = memoryview(self._records.open(self._buffer[:got]))
+        return True
+
+    def start(self, deadline: float) -> None:
+        """The client's part of the protection's own handshake (TLS)."""
+        while True:
+            self._sock.sendall(self._records.outgoing())
+            if self._records.ready:
+                return
+            self._sock.settimeout(seconds_left(deadline, 0.001))
+            received = self._sock.recv(_READ_SIZE)
+            if not received:
+                raise ConnectionResetError("it closed the connection")
+            self._data = memoryview(self._records.open(received))
+
+
+Connection = socket.socket | Channel
+
+
+def authenticate(
+    sock: socket.socket,
+    key: bytes,
+    purpose: bytes,
+    deadline: float,
+    *,
+    rank: int | None = None,
+    server: int | None = None,
+    address: str = "",
+    minimum: str = "mac",
+) -> tuple[Connection, bool]:
+    """The client's side of the handshake and of the protection; the server's is :class:`unicoll.net.server.Server`'s.
+
+    Args:
+        sock, key, purpose, deadline, rank, server, address: as :func:`unicoll.net.auth.client_handshake` takes them.
+        minimum: protection that this kind of connection always has.
+
+    Returns:
+        The connection to use from now on, and True if its server is private
+        (see :class:`unicoll.net.auth.HandshakeResult`).
+
+    Raises:
+        AuthenticationError: as :func:`unicoll.net.auth.client_handshake`; or the peer of the protected connection is
+            not the peer of the handshake.
+        DistNetworkError: the connection broke, or the deadline passed.
+    """
+    protection = choose_protection(sock, minimum)
+    result = client_handshake(
+        sock, key, purpose, deadline, rank=rank, server=server, address=address, protection=protection
+    )
+    records = records_for(protection, result.channel_key, server=False)
+    if records is None:
+        return sock, result.private
+    protected = Channel(sock, records)
+    timeout_before = sock.gettimeout()
+    try:
+        protected.start(deadline)
+    except TamperedError as error:
+        raise AuthenticationError(f"the {protection} connection failed to start: {error.strerror}") from error
+    except OSError as error:
+        raise DistNetworkError(f"the {protection} connection failed to start: {error}") from error
+    finally:
+        sock.settimeout(timeout_before)
+    return protected, result.private

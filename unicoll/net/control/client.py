@@ -1,0 +1,590 @@
+"""A process's client of the control plane.
+
+Every process has one authenticated connection to a relay in rank 0. The connection shows that the process is alive:
+when it dies the kernel closes the connection, and the relay informs all ranks. When rank 0 dies or fails, the lowest
+remaining rank hosts a relay in its place, and a store if the job's store has ended with rank 0
+(:mod:`unicoll.net.control.standby`). Failures of a group are announced through the relay, which keeps the first one of
+each group, so that all ranks raise the same error. Operations that succeed do not use the control plane.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from unicoll import errors
+from unicoll.errors import (
+    AuthenticationError,
+    DistError,
+    DistNetworkError,
+    OperationTimeoutError,
+    RankLostError,
+)
+from unicoll.net import logs
+from unicoll.net.channel import Connection, authenticate
+from unicoll.net.control.clock import ClockOffset, Offset
+from unicoll.net.control.relay import Relay
+from unicoll.net.control.standby import Standby
+from unicoll.net.fork_safety import guard
+from unicoll.net.framed_server import frame, handshake_address, read_frame
+from unicoll.net.records import TamperedError
+from unicoll.net.timeouts import seconds_left
+
+if TYPE_CHECKING:
+    from unicoll.net.stores import Store
+
+__all__ = ["ControlClient", "PeerInfo"]
+
+Message = dict[str, Any]
+Report = dict[str, Any]
+
+log = logs.logger("control")
+
+_TAKEOVER_S = 30.0
+"""Seconds in which the ranks connect to a new relay after the relay's process has died."""
+_RETRY_S = 0.02
+_REPLY_S = 1.0
+"""Seconds to wait for reports of other ranks and for the relay's announcement of a failure."""
+
+
+class PeerInfo(NamedTuple):
+    """A process of the job: its host, and the address and port at which it would host the relay."""
+
+    host: str
+    pid: int
+    address: str = ""
+    port: int = 0
+
+
+class ControlClient:
+    """This process's connection to the control plane; :meth:`start` joins, :meth:`close` leaves.
+
+    Args:
+        rank, size: of this process in the world.
+        key: the job's secret key.
+        address: this host's address, for the relay to listen on.
+        store_ends_with_rank_0: True if the job's store may end with rank 0's process.
+
+    Attributes:
+        peers: host, pid, address and port of each rank, once all have joined.
+        departed: for each rank that has ended, how it ended.
+        left: the departed ranks that left the job without an exception.
+        died: the departed ranks that ended without leaving the job.
+        job_id: random text, equal on all ranks, once all have joined.
+        clock: the offset to rank 0's clock.
+        failure_listeners: functions that are called with a group's name and error, once for each group that fails,
+            before its calls raise the error.
+    """
+
+    def __init__(
+        self, rank: int, size: int, key: bytes, address: str, store_ends_with_rank_0: bool = False
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.peers: list[PeerInfo] = []
+        self.departed: dict[int, str] = {}
+        self.left: set[int] = set()
+        self.died: set[int] = set()
+        self.job_id = ""
+        self.clock = ClockOffset()
+        self.failure_listeners: list[Callable[[str, DistError], None]] = []
+        self._key = key
+        self._address = address
+        self._relay: Relay | None = None
+        self._sock: Connection | None = None
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._failures: dict[str, DistError] = {}
+        self._failure_messages: dict[str, Message] = {}  # of groups that have failed, for a new relay
+        self._reported: set[str] = set()  # groups whose failure the listeners have
+        self._failure_callbacks: dict[
+            tuple[str, str], Callable[[DistError], None]
+        ] = {}  # by group and backend
+        self._report_callbacks: dict[tuple[str, str], Callable[[], Report]] = {}
+        self._received_reports: dict[int, dict[int, Report]] = {}
+        self._handlers: dict[str, Callable[[Message], None]] = {}
+        self._last_request = 0
+        self._ready = False
+        self._closed = False
+        self._goodbye: bytes | None = None  # the frame with which this process leaves the job
+        self._joined: list[int] = []
+        self._relay_rank = 0  # the rank that hosts the relay
+        self._takeover_possible = True  # False: no other rank hosts a relay when that rank has ended
+        self._standby = Standby(rank, size, key, address, store_ends_with_rank_0)
+        self._connecting: socket.socket | None = None
+        self._store_timeout = timedelta(seconds=300)
+
+    # --- joining and leaving ---------------------------------------------------------------------------------
+
+    def start(self, store: Store, timeout: float) -> None:
+        """Join the job; returns when every rank of the world has joined.
+
+        Raises:
+            OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has them.
+            RankLostError: a rank died meanwhile.
+        """
+        deadline = time.monotonic() + timeout
+        self._store_timeout = store.timeout
+        self._standby.listen()
+        if self.rank == 0:
+            self._relay = Relay(self.size, self._key, self._address)
+            store.set("control", json.dumps(self._relay.addresses[0]))
+        host, port = json.loads(store.get("control"))
+        bare = guard(self._connect(host, port, deadline))
+        self._sock = bare
+        bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._sock = sock = authenticate(
+                bare,
+                self._key,
+                b"control",
+                deadline,
+                rank=self.rank,
+                server=0,
+                address=handshake_address(host, port),
+            )[0]
+        except AuthenticationError:
+            raise
+        except DistNetworkError as e:
+            reason = f"rank 0 ended while rank {self.rank} joined the job: {e}"
+            raise RankLostError(f"init_process_group: {reason}", rank=0, op="init_process_group") from e
+        sock.settimeout(None)
+        self._thread = threading.Thread(
+            target=self._receive, args=(sock,), name="unicoll-control", daemon=True
+        )
+        self._thread.start()
+        with suppress(OSError):  # the thread also sees the error
+            self._introduce(sock)
+        self._await_ranks(deadline, timeout)
+
+    def _introduce(self, sock: Connection) -> None:
+        """Send hello, which must be the first message, and let other threads use the connection."""
+        process = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        hello = {"t": "hello", **process, "address": self._address, "port": self._standby.port}
+        with self._sending:
+            sock.sendall(frame(hello))
+            for failure in [
+                *self._failure_messages.values()
+            ]:  # the old relay may not have sent it to all members
+                sock.sendall(frame(failure))
+            self._sock = sock
+            if self._goodbye is not None:  # closed while there was no connection
+                sock.sendall(self._goodbye)
+                sock.shutdown(socket.SHUT_WR)
+
+    def _connect(self, host: str, port: int, deadline: float) -> socket.socket:
+        try:
+            return socket.create_connection((host, port), seconds_left(deadline, 0.1))
+        except OSError as e:
+            raise DistNetworkError(f"rank 0's control port {host}:{port} cannot be reached: {e}") from e
+
+    def _await_ranks(self, deadline: float, timeout: float) -> None:
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._ready or self.departed, deadline - time.monotonic())
+        if self._ready:
+            return
+        if self.departed:
+            rank, reason = next(iter(self.departed.items()))
+            raise RankLostError(f"init_process_group: {reason}", rank=rank, op="init_process_group")
+        assert not done
+        self._send({"t": "joined"})
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
+        missing = sorted(set(range(self.size)) - set(self._joined))
+        raise OperationTimeoutError(
+            f"init_process_group: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
+            f" missing: {_ranks(missing)}",
+            op="init_process_group",
+        )
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job; idempotent. ``error`` is the exception that ended this process, for the other ranks.
+
+        SystemExit is not a failure: the program ended, with the exit code if that is known.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        failure = how = ""
+        if isinstance(error, SystemExit):
+            how = f"sys.exit({error.code!r})" if error.code else "its program ended"
+        elif error is not None:
+            failure = f"{type(error).__name__}: {error}"
+        goodbye = frame({"t": "bye", "error": failure[:2000], "how": how[:2000]})
+        with self._sending:
+            self._goodbye = goodbye
+            sock = self._sock
+            if sock is not None:
+                with suppress(OSError):
+                    sock.sendall(goodbye)
+        with self._changed:
+            self._changed.notify_all()
+        connecting = self._connecting
+        for each, direction in ((sock, socket.SHUT_WR), (connecting, socket.SHUT_RDWR)):
+            if each is not None:
+                with suppress(OSError):
+                    each.shutdown(direction)  # the relay closes its end once it has read everything
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_REPLY_S)
+        if self._relay is not None:
+            self._relay.close()
+        if sock is not None:
+            sock.close()
+        self._standby.close()
+
+    # --- ranks -------------------------------------------------------------------------------------------------
+
+    def describe(self, rank: int) -> str:
+        """A rank for messages: ``rank 2 (host node7, pid 4711)``."""
+        if rank < len(self.peers):
+            peer = self.peers[rank]
+            return f"rank {rank} (host {peer.host}, pid {peer.pid})"
+        return f"rank {rank}"
+
+    def await_departure(self, rank: int, timeout: float = 0.5) -> str | None:
+        """How ``rank`` has ended, waiting up to ``timeout`` seconds; None if it has not."""
+        with self._changed:
+            self._changed.wait_for(lambda: rank in self.departed, timeout)
+            return self.departed.get(rank)
+
+    def find_lost_rank(self, peer: int, members: Iterable[int], timeout: float) -> int | None:
+        """The rank that caused the end of a connection to ``peer``, waiting up to ``timeout`` seconds; None if unknown.
+
+        It is the peer if it has ended, else a lost member of the group, after which the peer closed its connections.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: peer in self.departed or self._lost(members), timeout)
+            if peer in self.departed:
+                return peer
+            return next(iter(self._lost(members)), None)
+
+    def _lost(self, members: Iterable[int]) -> list[int]:
+        return [rank for rank in members if rank in self.departed and rank not in self.left]
+
+    # --- failures of groups -----------------------------------------------------------------------------------
+
+    def watch(
+        self, group: str, backend: str, on_failure: Callable[[DistError], None], report: Callable[[], Report]
+    ) -> None:
+        """Register a backend of a group.
+
+        ``on_failure`` is called on the control thread when the group fails, ``report`` when another rank asks for the
+        state of this one in its calls of the same backend.
+        """
+        with self._changed:
+            self._failure_callbacks[group, backend] = on_failure
+            self._report_callbacks[group, backend] = report
+            failure = self._failure_of(group)
+        if failure is not None:
+            on_failure(failure)
+
+    def unwatch(self, group: str, backend: str) -> None:
+        """This process has closed the backend of the group."""
+        with self._changed:
+            self._failure_callbacks.pop((group, backend), None)
+            self._report_callbacks.pop((group, backend), None)
+
+    def group_failure(self, group: str, timeout: float = 0.0) -> DistError | None:
+        """The error with which ``group`` failed, waiting up to ``timeout`` seconds; None if it has not failed."""
+        with self._changed:
+            # without a relay there is no announcement
+            self._changed.wait_for(
+                lambda: group in self._failures or self._relay_rank in self.departed, timeout
+            )
+            return self._failure_of(group)
+
+    def _failure_of(self, group: str) -> DistError | None:
+        """A copy: the error that is kept must not keep the frames, and with them arrays, of those who raise it."""
+        return copy.copy(self._failures.get(group))
+
+    def announce_failure(self, group: str, members: Iterable[int], error: DistError) -> DistError:
+        """Announce that ``group`` failed; returns the error that all its members raise.
+
+        It is the first error that has reached the relay, or ``error`` if the relay cannot be reached. Then a relay that
+        replaces it gets the error.
+        """
+        failure = {"t": "fail", "group": group, "members": list(members), "error": _pack(error)}
+        with self._sending:
+            self._failure_messages.setdefault(group, failure)
+        self._send(failure)
+        announced = self.group_failure(group, _REPLY_S)
+        if announced is None:
+            self._inform_listeners(group, error)
+        return announced or error
+
+    def measure_clock(self) -> Offset | None:
+        """Rank 0's clock minus this process's, measured within a fraction of a second; None if it never was."""
+        return self.clock.measure(self._send)
+
+    def request_reports(self, group: str, backend: str, ranks: Iterable[int]) -> dict[int, Report]:
+        """The reports of these ranks about a backend of ``group``, without ranks that do not reply within a second."""
+        wanted = set(ranks)
+        with self._changed:
+            self._last_request += 1
+            request = self._last_request
+            reports = self._received_reports[request] = {}
+        self._send(
+            {
+                "t": "ask",
+                "group": group,
+                "backend": backend,
+                "to": sorted(wanted),
+                "from": self.rank,
+                "id": request,
+            }
+        )
+        with self._changed:
+            self._changed.wait_for(
+                lambda: wanted <= reports.keys() | self.departed.keys() or self._relay_rank in self.departed,
+                _REPLY_S,
+            )
+            return self._received_reports.pop(request)
+
+    # --- messages of other modules -----------------------------------------------------------------------------
+
+    @property
+    def relay_rank(self) -> int:
+        """The rank that hosts the relay; another one once that has died."""
+        return self._relay_rank
+
+    def send(self, message: Message) -> None:
+        """Send a message to the relay; without effect while there is none."""
+        self._send(message)
+
+    def handle(self, kind: str, handler: Callable[[Message], None]) -> None:
+        """Call ``handler`` on the control thread with each message of a kind from the relay."""
+        self._handlers[kind] = handler
+
+    # --- the connection ----------------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        data = frame(message)
+        with self._sending, suppress(OSError):
+            # the receiving thread also sees the error and records that the relay's process has ended
+            if self._sock is not None:
+                self._sock.sendall(data)
+
+    def _receive(self, sock: Connection) -> None:
+        current: Connection | None = sock
+        while current is not None:
+            self._receive_from(current)
+            self._sock = None
+            current.close()
+            if self._closed:
+                break
+            current = self._await_new_relay()
+        if self._closed:
+            self._standby.close()
+
+    def _receive_from(self, sock: Connection) -> None:
+        """Handle messages until the connection ends; then the process that hosts the relay has ended."""
+        reason = "died: its process ended without leaving the job"
+        try:
+            while True:
+                message = read_frame(sock)
+                try:
+                    self._handle(message)
+                except Exception:
+                    # Another rank may have sent anything, and this thread must continue to detect losses and failures.
+                    log.warning("a message of the control plane was ignored: %.200r", message, exc_info=True)
+        except TamperedError as error:
+            reason = f"is cut off: {error.strerror}"
+            self._takeover_possible = False  # the other ranks are still connected to the relay
+        except (OSError, EOFError, ValueError):
+            pass
+        if not self._closed:
+            self._record_departure(self._relay_rank, f"{self.describe(self._relay_rank)} {reason}", "died")
+
+    # --- another relay -----------------------------------------------------------------------------------------
+
+    def replacement_store(self) -> Store | None:
+        """The store that replaces the job's store, or None if that still exists; waits during a takeover."""
+        if threading.current_thread() is not self._thread:
+            with self._changed:
+                self._changed.wait_for(self._relay_settled, _TAKEOVER_S)
+        return self._standby.store
+
+    def await_relay_loss(self, ranks: Iterable[int]) -> None:
+        """If ``ranks``, which the caller excludes as lost, contain the relay's rank, wait for its departure."""
+        if self._relay_rank in ranks:
+            self.await_departure(self._relay_rank)
+
+    def _relay_settled(self) -> bool:
+        """True unless this process is about to connect to a new relay."""
+        rank = self._relay_rank
+        return (
+            self._closed
+            or not self._takeover_possible
+            or not self._ready
+            or rank not in self.departed
+            or rank in self.left
+        )
+
+    def _await_new_relay(self) -> Connection | None:
+        """The connection to the relay that replaces the last one; None if no relay replaces it."""
+        with self._changed:
+            # if the relay's rank has left the job in order, the other ranks leave it, too
+            self._takeover_possible = (
+                self._takeover_possible and self._ready and self._relay_rank not in self.left
+            )
+        deadline = time.monotonic() + _TAKEOVER_S
+        while self._takeover_possible and not self._closed and time.monotonic() < deadline:
+            rank = min(set(range(self.size)) - self.departed.keys(), default=self.rank)
+            try:
+                if rank == self.rank:
+                    self._host_relay()
+                return self._connect_to_new_relay(rank, self.peers[rank], deadline)
+            except ConnectionRefusedError:
+                reason = "died: its process ended without leaving the job"
+                self._record_departure(rank, f"{self.describe(rank)} {reason}", "died")
+            except Exception as e:  # this thread must continue
+                log.debug("the new relay in rank %d cannot be reached: %r", rank, e)
+                time.sleep(_RETRY_S)
+        with self._changed:
+            self._takeover_possible = False
+            self._changed.notify_all()
+        return None
+
+    def _host_relay(self) -> None:
+        departures = [(r, reason, self._departure_kind(r)) for r, reason in self.departed.items()]
+        expected = {r: self.peers[r] for r in range(self.size) if r not in self.departed}
+        self._standby.serve(departures, expected)
+
+    def _connect_to_new_relay(self, rank: int, peer: PeerInfo, deadline: float) -> Connection:
+        bare = guard(socket.create_connection((peer.address, peer.port), _REPLY_S))
+        self._connecting = bare
+        try:
+            bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock = authenticate(
+                bare,
+                self._key,
+                b"control",
+                deadline,
+                rank=self.rank,
+                server=rank,
+                address=handshake_address(peer.address, peer.port),
+            )[0]
+            sock.settimeout(None)
+        except BaseException:
+            bare.close()
+            raise
+        finally:
+            self._connecting = None
+        try:
+            self._introduce(sock)
+            while (message := read_frame(sock))["t"] != "welcome":
+                self._handle(message)
+            if message["store"] is not None:
+                address, port = message["store"]
+                self._standby.use_store((str(address), int(port)), self._store_timeout)
+        except BaseException:
+            self._sock = None
+            sock.close()
+            raise
+        with self._changed:
+            self._relay_rank = rank
+            self._changed.notify_all()
+        return sock
+
+    def _departure_kind(self, rank: int) -> str:
+        return "left" if rank in self.left else "died" if rank in self.died else "failed"
+
+    def _handle(self, message: Message) -> None:
+        kind = message["t"]
+        if kind == "ready":
+            with self._changed:
+                self.peers = [PeerInfo(*p) for p in message["peers"]]
+                self.job_id = message["job"]
+                self._ready = True
+                self._changed.notify_all()
+            self._send(self.clock.ping())
+        elif kind == "pong":
+            self.clock.receive(message)
+        elif kind == "gone":
+            for rank, reason, manner in message["ranks"]:
+                self._record_departure(rank, reason, manner)
+        elif kind == "fail":
+            error = _unpack(message["error"])
+            with self._sending:
+                self._failure_messages[message["group"]] = message
+            self._on_failure(message["group"], error)
+        elif kind == "ask":
+            report = self._report_callbacks.get((message["group"], message["backend"]))
+            content = report() if report is not None else {"unknown": True}
+            self._send(
+                {
+                    "t": "tell",
+                    "to": [message["from"]],
+                    "from": self.rank,
+                    "id": message["id"],
+                    "report": content,
+                }
+            )
+        elif kind == "tell":
+            with self._changed:
+                if message["id"] in self._received_reports:
+                    self._received_reports[message["id"]][message["from"]] = message["report"]
+                    self._changed.notify_all()
+        elif kind == "joined":
+            with self._changed:
+                self._joined = message["ranks"]
+                self._changed.notify_all()
+        elif (handler := self._handlers.get(kind)) is not None:
+            handler(message)
+
+    def _record_departure(self, rank: int, reason: str, manner: str) -> None:
+        with self._changed:
+            if rank not in self.departed:
+                self.departed[rank] = reason
+                {"left": self.left, "died": self.died}.get(manner, set()).add(rank)
+            self._changed.notify_all()
+
+    def _on_failure(self, group: str, error: DistError) -> None:
+        self._inform_listeners(group, error)
+        with self._changed:
+            if group in self._failures:
+                return
+            self._failures[group] = error
+            self._changed.notify_all()
+            callbacks = [fn for (watched, _), fn in self._failure_callbacks.items() if watched == group]
+        for callback in callbacks:
+            callback(copy.copy(error))
+
+    def _inform_listeners(self, group: str, error: DistError) -> None:
+        with self._changed:
+            if group in self._reported:
+                return
+            self._reported.add(group)
+        for listener in self.failure_listeners:
+            listener(group, error)
+
+
+_FIELDS = ("group", "rank", "op", "seq", "host", "pid", "missing", "ranks")
+
+
+def _pack(error: DistError) -> Message:
+    fields = {name: getattr(error, name) for name in _FIELDS if getattr(error, name, None) is not None}
+    return {"type": type(error).__name__, "message": str(error), "fields": fields}
+
+
+def _unpack(packed: Message) -> DistError:
+    kind = getattr(errors, packed["type"]) if packed["type"] in errors.__all__ else DistError
+    error: DistError = kind(packed["message"])
+    for name, value in packed["fields"].items():
+        if name in _FIELDS:
+            setattr(error, name, value)
+    return error
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"

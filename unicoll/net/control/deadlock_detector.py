@@ -1,0 +1,219 @@
+"""Finds ranks that wait for each other for ever; part of the control plane's relay.
+
+Every blocked rank sends its state (:mod:`unicoll.net.control.wait_graph`), and again when it changes. If some ranks
+could only be woken by each other, the relay asks each of them twice for its present state. A call has a number of its
+own, so a rank that answers with the state that was analysed was blocked in the same calls since it sent that, and all
+of them were blocked at the time of the question. A receive needs the second question: a message that was posted before
+all ranks were blocked, and that has left the sender's host at the first question, has reached the receiver's process at
+the second, so it cannot match the receive if that still waits and nothing is unread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from unicoll.net.control.wait_graph import (
+    ANY,
+    State,
+    find_circle,
+    find_stuck,
+    group_of,
+    parse,
+    stuck_waits,
+)
+
+__all__ = ["DeadlockDetector"]
+
+Message = dict[str, Any]
+Link = tuple[str, int, int]
+"""Lane, rank and peer: the connection between two ranks as the first one sees it."""
+
+_INTERVAL_S = 0.01
+"""Shortest time between two analyses; longer if they take long."""
+_ANSWER_S = 2.0
+"""How long the relay waits for the present states."""
+_RETRY_S = 0.1
+"""Pause after a check that has shown no deadlock although the states have not changed."""
+_CHARACTERS = 400
+"""Longest description of a call in an error."""
+_SHOWN = 32
+"""Most ranks that an error lists."""
+
+
+class _Check:
+    """The questions to the ranks of one possible deadlock."""
+
+    def __init__(self, number: int, states: dict[int, State], deadline: float) -> None:
+        self.number = number
+        self.states = states
+        self.deadline = deadline
+        self.last = False  # True for the second question
+        self.answers: dict[int, Message] = {}
+        self.links: dict[int, list[Link]] = {rank: [] for rank in states}
+        links: set[Link] = set()
+        for rank, wait in stuck_waits(states, set(states)):
+            if not wait.number:
+                members = states[rank].members(wait.lane)
+                for peer in [m for m in members if m != rank] if wait.peer == ANY else [wait.peer]:
+                    links |= {(wait.lane, rank, peer), (wait.lane, peer, rank)}
+        for link in sorted(links):
+            self.links[link[1]].append(link)
+
+    def question(self, rank: int) -> Message:
+        """The message to a rank."""
+        links = [[lane, peer] for lane, _, peer in self.links[rank]]
+        return {"t": "confirm", "id": self.number, "links": links}
+
+    def messages_in_flight(self) -> bool:
+        """True if the answers leave open whether a message is on its way to one of the receives."""
+        connected: dict[Link, bool] = {}
+        for rank, links in self.links.items():
+            for link, (there, quiet) in zip(links, self.answers[rank]["links"], strict=True):
+                if not quiet:
+                    return True
+                connected[link] = bool(there)
+        return any(there != connected[lane, b, a] for (lane, a, b), there in connected.items())
+
+
+class DeadlockDetector:
+    """Keeps the states of the blocked ranks, and finds deadlocks among them.
+
+    Args:
+        size: number of ranks in the world.
+        send: sends a message to a rank.
+        fail: ``fail(group, members, error)`` makes the members (global ranks) of a group raise an error, given as the
+            name of its type, its message and its fields.
+        describe: a rank as text.
+        clock: gives the time in seconds.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        send: Callable[[int, Message], None],
+        fail: Callable[[str, tuple[int, ...], Message], None],
+        describe: Callable[[int], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._size = size
+        self._send = send
+        self._fail = fail
+        self._describe = describe
+        self._clock = clock
+        self._states: dict[int, State] = {}
+        self._changed = False
+        self._next = 0.0  # time of the next analysis
+        self._check: _Check | None = None
+        self._last_number = 0
+
+    def handle(self, rank: int, message: Message) -> None:
+        """A message of a rank: "waiting" with its state, or None if it is not blocked; or an answer, "confirmed"."""
+        check = self._check
+        self._store(rank, message["state"])  # the sender counts on it, also if the answer is late
+        if message["t"] == "waiting" or check is None or self._check is not check:
+            return
+        if message["id"] != check.number or rank not in check.states:
+            return
+        texts, links = message["texts"], message["links"]
+        if len(texts) != len(check.states[rank].waits) or len(links) != len(check.links[rank]):
+            raise ValueError("an answer that does not fit the question")
+        check.answers[rank] = message
+        if len(check.answers) == len(check.states):
+            self._conclude(check)
+
+    def forget(self, rank: int) -> None:
+        """A rank has ended."""
+        self._store(rank, None)
+
+    def _store(self, rank: int, state: Any) -> None:
+        known = self._states.get(rank)
+        if state is None:
+            self._states.pop(rank, None)
+            new = None
+        else:
+            new = self._states[rank] = parse(state, self._size)
+            self._changed = self._changed or new != known
+        if self._check is not None and self._check.states.get(rank, new) != new:
+            self._check = None
+            self._changed = True
+
+    def wait_seconds(self) -> float | None:
+        """Seconds until the next :meth:`tick` is due; None if none is."""
+        now = self._clock()
+        if self._check is not None:
+            return max(0.0, self._check.deadline - now)
+        return max(0.0, self._next - now) if self._changed else None
+
+    def tick(self) -> None:
+        """Analyse the states if they have changed, and give up questions that are not answered."""
+        now = self._clock()
+        if self._check is not None:
+            if now >= self._check.deadline:
+                self._try_again()
+            return
+        if not self._changed or now < self._next:
+            return
+        self._changed = False
+        stuck = find_stuck(self._states)
+        now, started = self._clock(), now
+        self._next = now + max(_INTERVAL_S, 5 * (now - started))
+        if stuck:
+            self._ask({rank: self._states[rank] for rank in stuck})
+
+    def _ask(self, states: dict[int, State]) -> None:
+        self._last_number += 1
+        self._check = check = _Check(self._last_number, states, self._clock() + _ANSWER_S)
+        for rank in states:
+            self._send(rank, check.question(rank))
+
+    def _try_again(self) -> None:
+        self._check = None
+        self._changed = True
+        self._next = self._clock() + _RETRY_S
+
+    def _conclude(self, check: _Check) -> None:
+        if check.messages_in_flight():
+            self._try_again()
+        elif not check.last:
+            self._ask(check.states)
+            if self._check is not None:
+                self._check.last = True
+        else:
+            self._check = None
+            self._raise(check)
+
+    def _raise(self, check: _Check) -> None:
+        states = check.states
+        circle = find_circle(states, set(states))
+        shown = [self._line(check, edge.rank, edge.blocker) for edge in circle[:_SHOWN]]
+        if len(circle) > _SHOWN:
+            shown.append(f"... and {len(circle) - _SHOWN} more ranks")
+        others = sorted(states.keys() - {edge.rank for edge in circle})
+        if others:
+            shown.append("these ranks wait for them:")
+            shown += [self._line(check, rank) for rank in others[:_SHOWN]]
+        if len(others) > _SHOWN:
+            shown.append(f"... and {len(others) - _SHOWN} more ranks")
+        ranks = [edge.rank for edge in circle]
+        text = f"deadlock: {len(ranks)} ranks wait for each other in a circle:\n  " + "\n  ".join(shown)
+        groups: dict[str, tuple[int, ...]] = {}
+        operations: dict[str, int] = {}
+        for rank, wait in stuck_waits(states, set(states)):
+            group = group_of(wait.lane)
+            groups[group] = states[rank].members(wait.lane)
+            operations.setdefault(group, wait.number)
+        for rank in states:
+            self._states.pop(rank, None)
+        for group, members in groups.items():
+            fields: Message = {"group": group, "rank": ranks[0], "ranks": ranks[:_SHOWN]}
+            if operations[group]:
+                fields["seq"] = operations[group]
+            error = {"type": "DeadlockError", "message": text, "fields": fields}
+            self._fail(group, members, error)
+
+    def _line(self, check: _Check, rank: int, blocker: int | None = None) -> str:
+        """What a rank is blocked in, for the error."""
+        text = f"{self._describe(rank)}: {str(check.answers[rank]['texts'][0])[:_CHARACTERS]}"
+        return text if blocker is None else f"{text} waits for rank {blocker}"

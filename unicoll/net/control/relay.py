@@ -1,0 +1,241 @@
+"""The relay of the control plane: a server to which every process is connected.
+
+It detects deaths: a process that dies closes its connection, and the relay informs all others. It is in rank 0 and,
+after rank 0 has died, in another process (:mod:`unicoll.net.control.standby`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from unicoll.net.control.clock import ClockOffset
+from unicoll.net.control.deadlock_detector import DeadlockDetector
+from unicoll.net.framed_server import MAX_FRAME, Client, FrameServer, frame
+from unicoll.net.records import TamperedError
+
+__all__ = ["Departure", "Relay", "Takeover"]
+
+Departure = tuple[int, str, str]
+"""A rank that has ended, a sentence on how it ended, and "left", "failed" or "died" (it did not leave the job)."""
+
+_MAX_DEPARTURES = 40
+_MAX_CHARACTERS = 2000
+"""Departures in one message, and characters of each: they fit a frame even if JSON escapes every character."""
+
+_MAX_WARNINGS = 1000
+"""Calls whose last warning is remembered."""
+
+_CHECK_S = 0.5
+"""Seconds between checks of the ranks that have not connected to a relay that replaces another one."""
+
+
+class Takeover(NamedTuple):
+    """The initial state of a relay that replaces another one.
+
+    Attributes:
+        listener: the listening socket for the other ranks' connections.
+        store: address and port of the store that replaces the job's store, or None if that still exists.
+        departures: of the ranks that have ended.
+        expected: for each rank that has yet to connect: host, pid, and the address and port of its listener.
+    """
+
+    listener: socket.socket
+    store: tuple[str, int] | None
+    departures: list[Departure]
+    expected: dict[int, tuple[Any, ...]]
+
+
+class _Member:
+    """One process, as it has introduced itself."""
+
+    def __init__(self, rank: int, host: str, pid: int, address: str, port: int) -> None:
+        self.rank = rank
+        self.host = host
+        self.pid = pid
+        self.address = address
+        self.port = port
+        self.goodbye: dict[str, str] | None = None
+
+    def describe(self) -> str:
+        """The process for messages."""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+    def departure(self, error: Exception | None) -> Departure:
+        """How the process ended."""
+        name = self.describe()
+        if isinstance(error, TamperedError):
+            return self.rank, f"{name} is cut off: {error.strerror}", "died"
+        if self.goodbye is None:
+            return self.rank, f"{name} died: its process ended without leaving the job", "died"
+        if self.goodbye["error"]:
+            return self.rank, f"{name} ended with {self.goodbye['error']}", "failed"
+        how = f": {self.goodbye['how']}" if self.goodbye["how"] else ""
+        return self.rank, f"{name} has left the job{how}", "left"
+
+
+class _Warnings:
+    """Lets one rank of those that wait in a call log a warning, so that a large job does not log one for each rank."""
+
+    def __init__(self) -> None:
+        self._granted: dict[str, float] = {}
+
+    def grant(self, call: str, age: float) -> bool:
+        """True if no rank was allowed to log one for this call in the last quarter of its ``age`` in seconds."""
+        now = time.monotonic()
+        last = self._granted.get(call)
+        if last is not None and now - last < age / 4:
+            return False
+        self._granted.pop(call, None)
+        self._granted[call] = now
+        while len(self._granted) > _MAX_WARNINGS:
+            del self._granted[next(iter(self._granted))]
+        return True
+
+
+class Relay(FrameServer):
+    """Forwards messages between the processes, and announces departures to all of them.
+
+    Args:
+        size: number of ranks in the world.
+        key: the job's secret key.
+        host: address to listen on.
+        rank: this process's rank.
+        takeover: the initial state of a relay that replaces another one; None for the job's first relay.
+    """
+
+    linger = 0.2
+
+    def __init__(
+        self, size: int, key: bytes, host: str, rank: int = 0, takeover: Takeover | None = None
+    ) -> None:
+        listener = takeover.listener if takeover is not None else None
+        super().__init__([host], key, b"control", "unicoll-relay", rank, listener)
+        self._takeover = takeover
+        self._check_time = time.monotonic() + _CHECK_S
+        self._size = size
+        self._connected: dict[int, Client] = {}
+        self._members: dict[int, _Member] = {}
+        self._failures: dict[str, dict[str, Any]] = {}  # the first of each group
+        self._unannounced: list[Departure] = []
+        self._deadlocks = DeadlockDetector(
+            size,
+            lambda rank, message: self._send_all((rank,), message),
+            self._fail,
+            lambda rank: self._members[rank].describe(),
+        )
+        self._warnings = _Warnings()
+        self.start()
+
+    def handle(self, client: Client, message: dict[str, Any]) -> None:
+        kind = message["t"]
+        if client.state is None and kind != "hello":
+            raise ValueError(f"{kind!r} before 'hello'")
+        if kind == "hello":
+            rank, host, pid = int(message["rank"]), str(message["host"])[:64], int(message["pid"])
+            address, port = str(message.get("address", ""))[:64], int(message.get("port", 0))
+            self._register(client, _Member(rank, host, pid, address, port))
+        elif kind == "joined":
+            self.send(client, {"t": "joined", "ranks": sorted(self._connected)})
+        elif kind == "bye":
+            client.state.goodbye = {
+                name: str(message[name] or "")[:_MAX_CHARACTERS] for name in ("error", "how")
+            }
+        elif kind == "fail":
+            self._fail(message["group"], message["members"], message["error"])
+        elif kind == "ping" and self._takeover is None:  # another rank's clock is not rank 0's
+            self.send(client, ClockOffset.reply(message))
+        elif kind in ("waiting", "confirmed"):
+            self._deadlocks.handle(client.state.rank, message)
+        elif kind == "stalled":
+            if self._warnings.grant(str(message["call"]), float(message["age"])):
+                self.send(client, message)
+        elif kind in ("ask", "tell"):
+            self._forward(message["to"], message)
+
+    def _fail(self, group: str, members: Sequence[int], error: dict[str, Any]) -> None:
+        if group not in self._failures:  # all ranks raise the first failure of a group
+            failure = {"t": "fail", "group": group, "members": list(members), "error": error}
+            self._failures[group] = failure
+            self._forward(members, failure)
+
+    def _register(self, client: Client, member: _Member) -> None:
+        if not 0 <= member.rank < self._size or member.rank != client.rank:
+            raise ValueError(f"rank {member.rank} of {self._size} from rank {client.rank}")
+        client.state = member
+        self._connected[member.rank] = client
+        self._members[member.rank] = member
+        if self._takeover is not None:
+            self._welcome(client, member.rank, self._takeover)
+        elif len(self._members) == self._size:
+            members = [self._members[r] for r in range(self._size)]
+            peers = [(m.host, m.pid, m.address, m.port) for m in members]
+            self._forward(range(self._size), {"t": "ready", "peers": peers, "job": secrets.token_hex(8)})
+
+    def _welcome(self, client: Client, rank: int, takeover: Takeover) -> None:
+        takeover.expected.pop(rank, None)
+        departures = takeover.departures
+        for start in range(0, len(departures), _MAX_DEPARTURES):
+            self.send(client, {"t": "gone", "ranks": departures[start : start + _MAX_DEPARTURES]})
+        for failure in self._failures.values():  # that others have announced before this rank was connected
+            if rank in failure["members"]:
+                self.send(client, failure)
+        self.send(client, {"t": "welcome", "store": takeover.store})
+
+    def _check_expected(self, takeover: Takeover) -> None:
+        """Detect expected ranks that have ended: the kernel accepts connections only while the process is alive."""
+        self._check_time = time.monotonic() + _CHECK_S
+        for rank, (host, pid, address, port) in list(takeover.expected.items()):
+            try:
+                socket.create_connection((address, port), 1.0).close()
+            except ConnectionRefusedError:
+                del takeover.expected[rank]
+                self._unannounced.append(_Member(rank, host, pid, address, port).departure(None))
+            except OSError:
+                continue  # the process may be alive but overloaded
+
+    def _forward(self, ranks: Any, message: dict[str, Any]) -> None:
+        self._announce_departures()  # before any other message
+        self._send_all(ranks, message)
+
+    def _send_all(self, ranks: Any, message: dict[str, Any]) -> None:
+        data = frame(message)  # encoded once for all: the list of processes is long
+        if len(data) > MAX_FRAME:
+            raise ValueError(f"a message of {len(data)} bytes, which other ranks would refuse")
+        for rank in ranks:
+            client = self._connected.get(rank)
+            if client is not None:
+                self._send(client, data)
+
+    def disconnected(self, client: Client) -> None:
+        member = client.state
+        if member is None or self._connected.get(member.rank) is not client:
+            return
+        del self._connected[member.rank]
+        self._deadlocks.forget(member.rank)
+        self._unannounced.append(member.departure(client.error))
+
+    def wait_seconds(self) -> float | None:
+        """Announces the departures since the last wait together."""
+        missing = self._takeover is not None and bool(self._takeover.expected)
+        if self._takeover is not None and missing and time.monotonic() >= self._check_time:
+            self._check_expected(self._takeover)
+        self._announce_departures()
+        waits = [super().wait_seconds(), self._deadlocks.wait_seconds(), _CHECK_S if missing else None]
+        return min((seconds for seconds in waits if seconds is not None), default=None)
+
+    def tick(self) -> None:
+        self._deadlocks.tick()
+
+    def _announce_departures(self) -> None:
+        while self._unannounced:  # sending may detect further ones
+            ranks, self._unannounced = (
+                self._unannounced[:_MAX_DEPARTURES],
+                self._unannounced[_MAX_DEPARTURES:],
+            )
+            if self._takeover is not None:
+                self._takeover.departures.extend(ranks)
+            self._send_all(list(self._connected), {"t": "gone", "ranks": ranks})

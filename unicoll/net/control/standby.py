@@ -1,0 +1,109 @@
+"""The relay and the store that replace those of rank 0 when its process has died.
+
+Every process has a listening socket, and all ranks exchange the addresses when they join. No process accepts
+connections there at first. When the process that hosts the relay dies, the lowest remaining rank serves a relay on its
+listening socket, and a store if the job's store has ended, too; the other ranks connect to it. The same happens when
+that process dies.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from unicoll.net.control.relay import Departure, Relay, Takeover
+from unicoll.net.fork_safety import guard
+from unicoll.net.secret import Secret
+from unicoll.net.server import listen
+
+if TYPE_CHECKING:
+    from unicoll.net.stores import Store
+    from unicoll.net.stores.tcp import TCPStore
+
+__all__ = ["Standby"]
+
+_STORE_TIMEOUT = timedelta(seconds=30)
+
+
+class Standby:
+    """This process's listening socket, and the relay and stores that it serves or uses in place of rank 0's.
+
+    Args:
+        rank, size: of this process in the world.
+        key: the job's secret key.
+        host: this host's address.
+        store_ends_with_rank_0: True if the job's store may end with rank 0's process.
+
+    Attributes:
+        port: of the listening socket; 0 before :meth:`listen`.
+        store: the store that replaces the job's store, or None.
+    """
+
+    def __init__(self, rank: int, size: int, key: bytes, host: str, store_ends_with_rank_0: bool) -> None:
+        self.store: Store | None = None
+        self._rank, self._size, self._key, self._host = rank, size, key, host
+        self._store_ends_with_rank_0 = store_ends_with_rank_0
+        self._listener: socket.socket | None = None
+        self.port = 0
+        self._relay: Relay | None = None
+        self._served: TCPStore | None = None
+        self._used: TCPStore | None = None
+
+    def listen(self) -> None:
+        """Open the listening socket: the kernel accepts connections there as long as this process is alive."""
+        self._listener = guard(listen(self._host))
+        self.port = int(self._listener.getsockname()[1])
+
+    def serve(self, departures: list[Departure], expected: Mapping[int, tuple[Any, ...]]) -> None:
+        """Host the relay for the ``expected`` ranks, and a store if the job's has ended; no effect if repeated."""
+        from unicoll.net.stores.tcp import TCPStore
+
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        address = None
+        if self._store_ends_with_rank_0:
+            secret = Secret(self._key, "the job")
+            self._served = TCPStore(
+                self._host, 0, None, True, _STORE_TIMEOUT, False, secret=secret, bind=self._host
+            )
+            address = self._host, self._served.port
+        takeover = Takeover(listener, address, departures, dict(expected))
+        self._relay = Relay(self._size, self._key, self._host, self._rank, takeover)
+
+    def use_store(self, address: tuple[str, int], timeout: timedelta) -> None:
+        """Use the store that the relay's process serves.
+
+        Raises:
+            DistNetworkError: the store cannot be reached.
+        """
+        from unicoll.net.stores import PrefixStore
+        from unicoll.net.stores.signed import SignedStore
+        from unicoll.net.stores.tcp import TCPStore
+
+        self._drop_store()
+        host, port = address
+        secret = Secret(self._key, "the job")
+        self._used = TCPStore(host, port, None, False, _STORE_TIMEOUT, False, secret=secret)
+        self._used.set_timeout(timeout)
+        self.store = SignedStore(PrefixStore("unicoll", self._used), self._key)
+
+    def _drop_store(self) -> None:
+        used, self._used = self._used, None
+        if used is not None:
+            used.close()
+
+    def close(self) -> None:
+        """Close the listening socket, the relay and the stores; idempotent."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        self._drop_store()
+        relay, self._relay = self._relay, None
+        if relay is not None:
+            relay.close()
+        served, self._served = self._served, None
+        if served is not None:
+            served.close()

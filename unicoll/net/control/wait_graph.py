@@ -1,0 +1,191 @@
+"""Which ranks of a job wait for each other for ever: an analysis of the states of the blocked ranks.
+
+A rank is blocked if every one of its threads that could call unicoll is in a blocking call. Its state says what each of
+these threads waits for, and the number of the last collective that it has posted in each of its groups. A collective
+ends once every member has posted it, and a receive once its message has come, so a rank that is not blocked can still
+end any wait. :func:`find_stuck` computes the greatest set of ranks that only ranks of the set could wake.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+__all__ = [
+    "ANY",
+    "Edge",
+    "State",
+    "Wait",
+    "compress",
+    "find_circle",
+    "find_stuck",
+    "group_of",
+    "lane_of",
+    "parse",
+    "stuck_waits",
+]
+
+ANY = -1
+"""The peer of a receive from any member."""
+
+Ranges = tuple[tuple[int, int, int], ...]
+
+
+class Wait(NamedTuple):
+    """What one thread waits for.
+
+    Attributes:
+        lane: the order of collectives that it belongs to: a backend of a group (:func:`lane_of`).
+        number: the collective's sequence number in it; 0 for a receive.
+        peer: for a receive the sender's global rank, or :data:`ANY`.
+        call: distinguishes the calls of one rank.
+    """
+
+    lane: str
+    number: int
+    peer: int
+    call: int
+
+
+class State(NamedTuple):
+    """A blocked rank.
+
+    Attributes:
+        waits: one for each thread; all of them have to stay blocked for the rank to stay blocked.
+        posted: for each lane of the rank the number of the last collective posted.
+        groups: for each lane of ``waits`` the members' global ranks as ranges (:func:`compress`).
+    """
+
+    waits: tuple[Wait, ...]
+    posted: dict[str, int]
+    groups: dict[str, Ranges]
+
+    def members(self, lane: str) -> tuple[int, ...]:
+        """The global ranks of a lane's group."""
+        return _expand(self.groups[lane])
+
+
+class Edge(NamedTuple):
+    """A rank that waits for another one."""
+
+    rank: int
+    wait: Wait
+    blocker: int
+
+
+def lane_of(backend: str, group: str) -> str:
+    """The name of a lane."""
+    return f"{backend}:{group}"
+
+
+def group_of(lane: str) -> str:
+    """The group of a lane."""
+    return lane.partition(":")[2]
+
+
+def compress(ranks: Sequence[int]) -> Ranges:
+    """Ranks as (first, number of ranks, step): short for groups whose ranks are evenly spaced."""
+    found: list[tuple[int, int, int]] = []
+    i = 0
+    while i < len(ranks):
+        step = ranks[i + 1] - ranks[i] if i + 1 < len(ranks) else 1
+        count = 1
+        while i + count < len(ranks) and ranks[i + count] - ranks[i + count - 1] == step:
+            count += 1
+        found.append((ranks[i], count, step))
+        i += count
+    return tuple(found)
+
+
+@lru_cache(256)
+def _expand(ranges: Ranges) -> tuple[int, ...]:
+    return tuple(first + i * step for first, count, step in ranges for i in range(count))
+
+
+def parse(message: Any, size: int) -> State:
+    """The state in a message of a rank of a world of ``size``.
+
+    Raises:
+        ValueError, TypeError, KeyError: the message is not a state.
+    """
+    waits = tuple(Wait(str(lane), int(n), int(peer), int(call)) for lane, n, peer, call in message["waits"])
+    posted = {str(lane): int(number) for lane, number in message["posted"].items()}
+    groups = {
+        str(lane): tuple((int(a), int(n), int(s)) for a, n, s in ranges)
+        for lane, ranges in message["groups"].items()
+    }
+    for ranges in groups.values():
+        if sum(max(1, count) for _, count, _ in ranges) > size:
+            raise ValueError("a group that is larger than the world")
+    if not waits or any(wait.lane not in groups for wait in waits):
+        raise ValueError("waits without a group")
+    return State(waits, posted, groups)
+
+
+def _blockers(states: Mapping[int, State], rank: int, wait: Wait) -> tuple[set[int], bool]:
+    """The blocked ranks that could end a wait, and True if all of them, together with no other rank, are needed."""
+    members = states[rank].members(wait.lane)
+    if wait.number:
+        return {m for m in members if m in states and states[m].posted.get(wait.lane, 0) < wait.number}, False
+    senders = {m for m in members if m != rank} if wait.peer == ANY else {wait.peer}
+    return (senders if senders <= states.keys() else set()), True
+
+
+def find_stuck(states: Mapping[int, State]) -> set[int]:
+    """The ranks that wait for each other for ever: none of them can be woken by a rank outside the set.
+
+    Receives count as if no message to them were in flight, which the caller checks.
+    """
+    keys: dict[Any, tuple[set[int], bool]] = {}
+    waiting: dict[Any, list[int]] = defaultdict(list)  # operation -> ranks, one entry for each waiting thread
+    blocking: dict[int, list[Any]] = defaultdict(list)  # rank -> operations that it could end
+    stuck = set(states)
+    freed: list[Any] = []
+    for rank, state in states.items():
+        for wait in state.waits:
+            key: Any = (wait.lane, wait.number) if wait.number else (wait.lane, 0, rank, wait.peer)
+            waiting[key].append(rank)
+            if key in keys:
+                continue
+            keys[key] = ranks, _ = _blockers(states, rank, wait)
+            for blocker in ranks:
+                blocking[blocker].append(key)
+            if not ranks:
+                freed.append(key)
+    while freed:
+        for rank in waiting[freed.pop()]:
+            if rank not in stuck:
+                continue
+            stuck.discard(rank)
+            for key in blocking[rank]:
+                ranks, needs_all = keys[key]
+                if not ranks:
+                    continue
+                ranks.discard(rank)
+                if needs_all:
+                    ranks.clear()
+                if not ranks:
+                    freed.append(key)
+    return stuck
+
+
+def stuck_waits(states: Mapping[int, State], stuck: set[int]) -> list[tuple[int, Wait]]:
+    """The waits of the stuck ranks, in order of the ranks."""
+    return [(rank, wait) for rank in sorted(stuck) for wait in states[rank].waits]
+
+
+def find_circle(states: Mapping[int, State], stuck: set[int]) -> list[Edge]:
+    """Stuck ranks each of which waits for the next one, and the last for the first; begins with the lowest rank."""
+    path: dict[int, Edge] = {}
+    rank = min(stuck)
+    while rank not in path:
+        wait = states[rank].waits[0]
+        blocker = min(_blockers(states, rank, wait)[0] & stuck)
+        path[rank] = Edge(rank, wait, blocker)
+        rank = blocker
+    edges = list(path.values())
+    circle = edges[list(path).index(rank) :]
+    lowest = min(range(len(circle)), key=lambda i: circle[i].rank)
+    return circle[lowest:] + circle[:lowest]

@@ -1,0 +1,136 @@
+"""The hook for uncaught exceptions, and tracebacks in which consecutive frames inside unicoll are one line.
+
+    Traceback (most recent call last):
+      File "train.py", line 6, in <module>
+        dist.all_reduce(x)
+      ... inside unicoll (UNICOLL_DEBUG=DETAIL shows these frames)
+    unicoll.errors.CollectiveMismatchError: the ranks of group 'world' are in different collectives: ...
+
+An Exception other than a DistError may be a bug of unicoll, so the frame that raised it is kept. The launcher's
+bootstrap loads this file by its path, in programs that may not use unicoll: it imports only the standard library.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from itertools import groupby
+from types import TracebackType
+from typing import Any
+
+__all__ = ["as_text", "install", "show"]
+
+_PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm")
+
+
+def install(
+    before: Callable[[BaseException], None] | None = None,
+    after: Callable[[BaseException], None] | None = None,
+) -> None:
+    """Add callbacks to ``sys.excepthook``, called with each uncaught exception ``before`` and ``after`` it is printed.
+
+    The previous hook prints it; Python's own is replaced by :func:`show`.
+    """
+    previous = sys.excepthook if sys.excepthook is not sys.__excepthook__ else show
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if before is not None:
+            before(value)
+        previous(kind, value, trace)
+        if after is not None:
+            after(value)
+
+    sys.excepthook = hook
+
+
+def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    """Print an exception like ``sys.__excepthook__``, with unicoll's frames folded."""
+    text = _folded(kind, value, trace)
+    if text is None:
+        sys.__excepthook__(kind, value, trace)
+        return
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    if sys.stderr is not None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def as_text(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> str:
+    """The output of :func:`show`."""
+    text = _folded(kind, value, trace)
+    if text is not None:
+        return text
+    if sys.version_info >= (3, 12):
+        return "".join(traceback.format_exception(kind, value, trace))
+    # Before Python 3.12 only sys.__excepthook__ adds "Did you mean ...?".
+    stream, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        sys.__excepthook__(kind, value, trace)
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr = stream
+
+
+def _folded(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> str | None:
+    """The traceback with unicoll's frames folded; None if it has none of them, or all are to be shown."""
+    errors = sys.modules.get("unicoll.errors")
+    if errors is None or _shows_all():
+        return None
+    root = os.path.dirname(os.path.dirname(str(errors.__file__)))
+    inside = tuple(os.path.join(root, name, "") for name in _PACKAGES)
+    exception = traceback.TracebackException(kind, value, trace, compact=True)
+    return "".join(exception.format()) if _fold(exception, value, inside) else None
+
+
+def _shows_all() -> bool:
+    """True at debug level DETAIL: the program's, or the environment's where none has been set; imports nothing."""
+    levels, settings = (sys.modules.get(f"unicoll.net.{name}") for name in ("debug_level", "settings"))
+    try:
+        if levels is not None:
+            return bool(levels.get_debug_level() == levels.DebugLevel.DETAIL)
+        return settings is not None and bool(settings.debug_level() == "detail")
+    except ValueError:  # DistArgumentError: the environment variable has an unknown value
+        return False
+
+
+def _fold(
+    exception: traceback.TracebackException, value: BaseException | None, inside: tuple[str, ...]
+) -> bool:
+    """Fold the frames of an exception, its causes and the members of a group; False if none was folded."""
+    errors = sys.modules["unicoll.errors"]
+    stack = _Stack(exception.stack)
+    stack.inside = inside
+    stack.keeps_last = isinstance(value, Exception) and not isinstance(value, errors.DistError)
+    exception.stack = stack
+    found = any(folded for folded, _ in stack.runs())
+    for name in ("__cause__", "__context__"):
+        other = getattr(exception, name)
+        if other is not None:
+            found |= _fold(other, getattr(value, name, None), inside)
+    others = zip(getattr(exception, "exceptions", None) or (), getattr(value, "exceptions", ()), strict=False)
+    return any([found, *(_fold(other, member, inside) for other, member in others)])
+
+
+class _Stack(traceback.StackSummary):
+    """Frames; consecutive ones in files ``inside`` are formatted as one line."""
+
+    inside: tuple[str, ...]
+    keeps_last: bool
+
+    def runs(self) -> list[tuple[bool, list[traceback.FrameSummary]]]:
+        last = self[-1] if self and self.keeps_last else None
+        runs = groupby(self, lambda frame: frame is not last and frame.filename.startswith(self.inside))
+        return [(folded, list(frames)) for folded, frames in runs]
+
+    def format(self, **options: Any) -> list[str]:
+        lines = []
+        for folded, frames in self.runs():
+            if folded:
+                lines.append("  ... inside unicoll (UNICOLL_DEBUG=DETAIL shows these frames)\n")
+            else:
+                lines += traceback.StackSummary.from_list(frames).format(**options)
+        return lines

@@ -1,0 +1,390 @@
+"""Network interfaces, addresses, and ``host:port`` as text.
+
+Only the standard library, and no reverse DNS: a wrong or slow resolver must not stall a job, and other hosts often
+cannot reach the name that a resolver returns for an address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import resource
+import socket
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from unicoll.errors import DistArgumentError, DistNetworkError
+
+__all__ = [
+    "AddressChoice",
+    "Interface",
+    "hostname",
+    "interfaces",
+    "is_local_address",
+    "is_loopback",
+    "is_loopback_name",
+    "join_hostport",
+    "listen_addresses",
+    "match_interfaces",
+    "parse_port",
+    "raise_descriptor_limit",
+    "resolve",
+    "split_hostport",
+]
+
+_IFF_UP = 0x1
+_IFF_LOOPBACK = 0x8
+# Addresses for documentation are assigned to no host, so their route is the default route (RFC 5737, RFC 3849).
+_DEFAULT_ROUTE_TARGETS = (
+    (socket.AF_INET, ("203.0.113.1", 9)),
+    (socket.AF_INET6, ("2001:db8::1", 9, 0, 0)),
+)
+
+
+class Interface(NamedTuple):
+    """One address of one network interface.
+
+    ``family`` is ``socket.AF_INET`` or ``AF_INET6``; ``address`` is text without a zone; ``scope`` is
+    ``"host"`` (loopback), ``"link"`` (valid on its own link only) or ``"global"``.
+    """
+
+    name: str
+    family: int
+    address: str
+    scope: str
+    is_loopback: bool
+    is_up: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.address}"
+
+
+class AddressChoice(NamedTuple):
+    """The addresses to listen on, best first, and why they were chosen."""
+
+    addresses: list[str]
+    reason: str
+
+
+class _Sockaddr(ctypes.Structure):
+    _fields_ = [("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26)]
+
+
+class _Ifaddrs(ctypes.Structure):
+    pass
+
+
+_Ifaddrs._fields_ = [
+    ("next", ctypes.POINTER(_Ifaddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("addr", ctypes.POINTER(_Sockaddr)),
+    ("netmask", ctypes.c_void_p),
+    ("target", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
+]
+
+
+def interfaces() -> list[Interface]:
+    """Every IPv4 and IPv6 address of this host's interfaces, in the kernel's order (Linux, ``getifaddrs``).
+
+    Raises:
+        DistNetworkError: the system does not list them.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    head = ctypes.POINTER(_Ifaddrs)()
+    if libc.getifaddrs(ctypes.byref(head)) != 0:
+        error = ctypes.get_errno()
+        raise DistNetworkError(f"cannot list the network interfaces: {os.strerror(error)}")
+    try:
+        return list(_entries(head))
+    finally:
+        libc.freeifaddrs(head)
+
+
+def _entries(entry: Any) -> Iterator[Interface]:
+    while entry:
+        item = entry.contents
+        entry = item.next
+        if not item.addr:
+            continue
+        family = item.addr.contents.family
+        # sockaddr_in: port (2), address (4); sockaddr_in6: port (2), flow (4), address (16).
+        if family == socket.AF_INET:
+            raw = bytes(item.addr.contents.data[2:6])
+        elif family == socket.AF_INET6:
+            raw = bytes(item.addr.contents.data[6:22])
+        else:
+            continue
+        address = socket.inet_ntop(family, raw)
+        loopback = bool(item.flags & _IFF_LOOPBACK)
+        scope = _scope(address, loopback)
+        yield Interface(
+            item.name.decode(errors="surrogateescape"),
+            family,
+            address,
+            scope,
+            loopback,
+            bool(item.flags & _IFF_UP),
+        )
+
+
+def _scope(address: str, loopback: bool) -> str:
+    parsed = ipaddress.ip_address(address)
+    if loopback or parsed.is_loopback:
+        return "host"
+    return "link" if parsed.is_link_local else "global"
+
+
+def match_interfaces(spec: str, found: Iterable[Interface]) -> list[Interface]:
+    """The addresses of ``found`` that ``spec`` selects, in the order of ``spec``.
+
+    ``spec`` has the syntax of ``NCCL_SOCKET_IFNAME``: names separated by commas are prefixes; ``=`` before the list
+    makes them exact names, ``^`` excludes matching interfaces, ``^=`` excludes exact names. An exclusion never
+    selects the loopback interface (NCCL's may).
+
+    Raises:
+        DistArgumentError: ``spec`` contains no name.
+    """
+    exclude = spec.strip().startswith("^")
+    rest = spec.strip().removeprefix("^").strip()
+    exact = rest.startswith("=")
+    names = [name.strip() for name in rest.removeprefix("=").split(",") if name.strip()]
+    if not names:
+        raise DistArgumentError(f"{spec!r} names no network interface")
+
+    def matches(interface: Interface, name: str) -> bool:
+        return interface.name == name if exact else interface.name.startswith(name)
+
+    found = list(found)
+    if exclude:
+        return [i for i in found if not i.is_loopback and not any(matches(i, name) for name in names)]
+    chosen = [interface for name in names for interface in found if matches(interface, name)]
+    return list(dict.fromkeys(chosen))
+
+
+def listen_addresses(
+    master_host: str | None, environ: Mapping[str, str] = os.environ, *, single_host: bool = False
+) -> AddressChoice:
+    """The addresses on which this process accepts its peers' data connections.
+
+    In order of priority: ``UNICOLL_SOCKET_IFNAME`` (syntax of :func:`match_interfaces`; one address per interface, in
+    that order), ``GLOO_SOCKET_IFNAME`` (exact names, comma-separated), loopback if the master is loopback or
+    ``single_host`` is true (every rank is on this host), else the source address of the route to ``master_host``. A
+    name that resolves to loopback on this host may resolve differently on others (Debian maps a host's own name to
+    127.0.1.1); for such a name, or if the master is unknown (None), it is the source address of the default route.
+
+    Raises:
+        DistNetworkError: no interface matches; the message lists the interfaces of this host.
+    """
+    for variable, prefix in (("UNICOLL_SOCKET_IFNAME", ""), ("GLOO_SOCKET_IFNAME", "=")):
+        spec = environ.get(variable, "").strip()
+        if spec:
+            return _named_addresses(variable, spec, prefix + spec, _route_family(master_host))
+    if master_host is not None and is_loopback_name(master_host):
+        return AddressChoice([_loopback_address(master_host)], f"the master, {master_host}, is on loopback")
+    if single_host:
+        return AddressChoice(["127.0.0.1"], "every rank is on this host")
+    if master_host is not None:
+        choice = _source_towards(master_host)
+        if choice is not None:
+            return choice
+    for family, target in _DEFAULT_ROUTE_TARGETS:
+        address = _source_address(family, target)
+        if address is not None and not is_loopback_name(address):
+            return AddressChoice([address], "source address of the default route")
+    if master_host is None or is_loopback(master_host):
+        return AddressChoice(
+            [_loopback_address(master_host or "127.0.0.1")], "there is no route except loopback's"
+        )
+    raise DistNetworkError(
+        f"no address to listen on: no route to {master_host}; set UNICOLL_SOCKET_IFNAME to one of "
+        f"{_describe(interfaces())}"
+    )
+
+
+def _named_addresses(variable: str, spec: str, pattern: str, family: int | None) -> AddressChoice:
+    """One address of each interface that ``pattern`` selects, of ``family`` where the interface has one."""
+    found = interfaces()
+    selected = match_interfaces(pattern, [i for i in found if i.is_up])
+    # A peer cannot use a link-local address, whose zone is this host's.
+    usable = [i for i in selected if i.scope != "link" or i.family == socket.AF_INET]
+    if not usable:
+        reason = "only link-local addresses match" if selected else "no interface that is up matches"
+        raise DistNetworkError(f"{variable}={spec}: {reason}; this host has {_describe(found)}")
+    preferred = family or socket.AF_INET
+    by_name: dict[str, Interface] = {}
+    for interface in usable:
+        if interface.name not in by_name or (
+            interface.family == preferred and by_name[interface.name].family != preferred
+        ):
+            by_name[interface.name] = interface
+    chosen = list(by_name.values())
+    return AddressChoice([i.address for i in chosen], f"{variable}={spec} ({', '.join(map(str, chosen))})")
+
+
+def _describe(found: list[Interface]) -> str:
+    return ", ".join(f"{i}{'' if i.is_up else ' (down)'}" for i in found) or "no interfaces"
+
+
+def _source_towards(host: str) -> AddressChoice | None:
+    """The source address of the route to ``host``; None if it is loopback or there is no route."""
+    for family, target in resolve(host, 9):
+        address = _source_address(family, target)
+        if address is not None and not is_loopback_name(address):
+            return AddressChoice([address], f"source address of the route to {host}")
+    return None
+
+
+def _source_address(family: int, target: Any) -> str | None:
+    """The source address of packets to ``target``; connecting a datagram socket only looks up the route."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    # Other hosts cannot use a link-local address (it has a zone).
+    return None if address in ("0.0.0.0", "::") or "%" in address else address
+
+
+def _route_family(host: str | None) -> int | None:
+    if host is None:
+        return None
+    try:
+        candidates = resolve(host, 9)
+    except DistNetworkError:
+        return None
+    return next((f for f, target in candidates if _source_address(f, target) is not None), None)
+
+
+def resolve(host: str, port: int) -> list[tuple[int, Any]]:
+    """``(family, socket address)`` for every address of ``host``, in the resolver's order of preference.
+
+    Raises:
+        DistNetworkError: the name cannot be resolved.
+    """
+    try:
+        answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise DistNetworkError(f"cannot resolve host {host!r}: {error}") from error
+    return [(int(family), address) for family, _, _, _, address in answers]
+
+
+def is_loopback_name(host: str) -> bool:
+    """True if ``host`` is loopback on every host: ``localhost``, 127.0.0.0/8, ``::1``."""
+    name = host.strip("[]").rstrip(".").lower()
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def is_loopback(host: str) -> bool:
+    """True if ``host`` is loopback by its name, or if it resolves and all its addresses on this host are loopback."""
+    if is_loopback_name(host):
+        return True
+    try:
+        answers = resolve(host, 0)
+    except DistNetworkError:
+        return False
+    return all(is_loopback_name(str(address[0])) for _, address in answers)
+
+
+def is_local_address(host: str) -> bool:
+    """True if ``host`` (an address or a name) resolves to one of this host's own addresses."""
+    try:
+        answers = {str(address[0]).partition("%")[0] for _, address in resolve(host, 0)}
+    except DistNetworkError:
+        return False
+    own = {interface.address for interface in interfaces()}
+    return any(address in own or is_loopback_name(address) for address in answers)
+
+
+def _loopback_address(host: str) -> str:
+    name = host.strip("[]")
+    if ":" in name:
+        return "::1"
+    if is_loopback_name(name) and not name[0].isdigit():
+        # "localhost" may be ::1 alone on an IPv6-only host.
+        return next((str(address[0]) for family, address in _resolve_ipv4_first(name)), "127.0.0.1")
+    return "127.0.0.1"
+
+
+def _resolve_ipv4_first(host: str) -> list[tuple[int, Any]]:
+    try:
+        answers = resolve(host, 0)
+    except DistNetworkError:
+        return []
+    return sorted(answers, key=lambda answer: answer[0] != socket.AF_INET)
+
+
+def split_hostport(text: str, default_port: int | None = None) -> tuple[str, int]:
+    """``"host:port"`` or ``"[IPv6]:port"`` as host (without brackets) and port.
+
+    Args:
+        text: see above.
+        default_port: the port if ``text`` has none; with None a port is required.
+
+    Raises:
+        DistArgumentError: a part is missing, the port is not a number from 0 to 65535, or an IPv6 address has no
+            brackets.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    has_port = bool(colon) and not port.endswith("]")
+    if not has_port and default_port is not None:
+        host = text.strip()
+    if not host:
+        raise DistArgumentError(f"{text!r} is not host:port")
+    if host.startswith("[") != host.endswith("]"):
+        raise DistArgumentError(f"{text!r}: the brackets around the IPv6 address do not match")
+    if ":" in host and not host.startswith("["):
+        raise DistArgumentError(f"{text!r}: write an IPv6 address in brackets, as in [::1]:29500")
+    bare = host.strip("[]")
+    if not bare:
+        raise DistArgumentError(f"{text!r} has no host")
+    return bare, parse_port(port, text) if has_port or default_port is None else default_port
+
+
+def parse_port(text: str, where: str) -> int:
+    """A port number from its text; the error quotes ``where``.
+
+    Raises:
+        DistArgumentError: it is not a number from 0 to 65535.
+    """
+    if not (text.isascii() and text.isdigit()) or int(text) > 65535:
+        raise DistArgumentError(f"{where!r}: the port must be a number from 0 to 65535, not {text!r}")
+    return int(text)
+
+
+def join_hostport(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def hostname() -> str:
+    """This host's name from the kernel, without a lookup."""
+    return socket.gethostname()
+
+
+def raise_descriptor_limit(wanted: int | None = None) -> bool:
+    """Raise the soft limit of open files, up to the hard limit; returns False if it cannot be raised.
+
+    Args:
+        wanted: number of descriptors needed; None for four times the present limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    target = min(limit, 4 * soft if wanted is None else wanted)
+    if soft == resource.RLIM_INFINITY or soft >= target:
+        return False
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    except (ValueError, OSError):
+        return False
+    return True

@@ -1,0 +1,101 @@
+"""The job's secret and its sources."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from unicoll.errors import DistArgumentError
+from unicoll.net import logs
+
+__all__ = ["SOURCES", "Key", "Secret", "find_secret", "new_key"]
+
+SOURCES = (
+    "a secret comes from UNICOLL_SECRET, from UNICOLL_SECRET_FILE, or from the launcher, which makes one per "
+    "job; every process of the job needs the same one"
+)
+"""For error messages."""
+
+_SHORT = 16
+
+log = logs.logger("secret")
+
+
+class Key(bytes):
+    """Secret bytes whose ``repr`` hides them, also in logs and in tracebacks with local variables."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} secret bytes>"
+
+    __str__ = __repr__
+
+
+class Secret(NamedTuple):
+    """The job's secret.
+
+    Attributes:
+        key: the bytes that handshakes prove; ``b""`` if the job has no secret.
+        source: ``"UNICOLL_SECRET"``, ``"UNICOLL_SECRET_FILE=<path>"``, ``"launcher"`` or ``"none"``.
+    """
+
+    key: bytes
+    source: str
+
+    def __repr__(self) -> str:
+        return f"Secret(key={Key(self.key)!r}, source={self.source!r})"
+
+
+def new_key() -> Key:
+    """32 random bytes."""
+    return Key(secrets.token_bytes(32))
+
+
+def find_secret(environ: Mapping[str, str] = os.environ) -> Secret:
+    """The secret of the environment, without surrounding white space.
+
+    ``UNICOLL_SECRET`` holds the secret itself and has priority over ``UNICOLL_SECRET_FILE``, the path of a file that
+    only its owner may access. With neither, the secret is empty and its source is ``"none"``.
+
+    Raises:
+        DistArgumentError: the variable or file is empty, the file cannot be read, or others can access it.
+    """
+    if "UNICOLL_SECRET" in environ:
+        source = "UNICOLL_SECRET"
+        key = Key(environ["UNICOLL_SECRET"].strip().encode("utf-8", "surrogateescape"))
+    elif "UNICOLL_SECRET_FILE" in environ:
+        path = environ["UNICOLL_SECRET_FILE"]
+        source = f"UNICOLL_SECRET_FILE={path}"
+        key = Key(_read_private(path).strip())
+    else:
+        return Secret(b"", "none")
+    if not key:
+        raise DistArgumentError(
+            f"{source} is empty: put a secret there, or unset the variable to run without one"
+        )
+    if len(key) < _SHORT:
+        log.warning(
+            "the secret from %s has only %d bytes and can be guessed: use %d or more", source, len(key), 32
+        )
+    return Secret(key, source)
+
+
+def _read_private(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            # fstat of the open file: the path could be replaced between a stat and the read.
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            if mode & 0o077:
+                raise DistArgumentError(
+                    f"UNICOLL_SECRET_FILE={path} can be accessed by others than its owner (mode {mode:04o}): "
+                    f"run  chmod 600 {path}"
+                )
+            return file.read(1 << 16)
+    except OSError as error:
+        raise DistArgumentError(
+            f"UNICOLL_SECRET_FILE={path} cannot be read: {error.strerror or error}"
+        ) from error

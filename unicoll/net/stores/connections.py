@@ -1,0 +1,168 @@
+"""A TCPStore client's pool of authenticated connections."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import time
+from collections.abc import Sequence
+
+from unicoll.errors import AuthenticationError, DistNetworkError
+from unicoll.net import peer_credentials
+from unicoll.net.auth import NoAnswerError
+from unicoll.net.channel import Connection, authenticate
+from unicoll.net.fork_safety import guard
+from unicoll.net.interfaces import join_hostport
+from unicoll.net.secret import Secret
+from unicoll.net.stores.tcp_server import PURPOSE, keep_alive
+from unicoll.net.timeouts import backoff, seconds_left
+
+__all__ = ["ConnectionPool"]
+
+_ATTEMPT_SECONDS = 10.0
+_PAUSES = (0.01, 1.0)
+_SHUTTING_DOWN_SECONDS = 5.0
+
+
+class ConnectionPool:
+    """Connections to one server. Each has one request at a time, so that a waiting request does not block others.
+
+    A forked child does not use its parent's connections; it makes its own.
+
+    Args:
+        hosts: names or addresses of the server; every address that they resolve to is tried.
+        port: the server's port.
+        secret: the secret to prove.
+        address: the server's address for messages.
+
+    Attributes:
+        private: True if the server accepts only processes of its own host that hold its secret or, without one, are of
+            this process's user, which is the server's user too; None before the first connection. If a later
+            connection is not private, it is refused.
+    """
+
+    def __init__(self, hosts: Sequence[str], port: int, secret: Secret, address: str) -> None:
+        self.hosts = hosts
+        self.port = port
+        self.secret = secret
+        self.address = address
+        self.closed = False
+        self.private: bool | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._idle: list[Connection] = []
+        self._all: set[Connection] = set()
+
+    def connect(self, deadline: float) -> None:
+        """Makes the first connection; retries until the deadline, since the server may start later.
+
+        Raises:
+            AuthenticationError: a server of another job or protocol answers. DistNetworkError: no server was reached
+                in time.
+        """
+        started = time.monotonic()
+        pauses = backoff(*_PAUSES)
+        silent_since: float | None = None
+        while True:
+            pause = next(pauses)
+            try:
+                self._idle.append(self._connect(deadline))
+                return
+            except AuthenticationError as error:
+                # The server of an earlier job may be shutting down; a server of another protocol stays.
+                now = time.monotonic()
+                silent_since = silent_since or now
+                temporary = isinstance(error, NoAnswerError) and now - silent_since < _SHUTTING_DOWN_SECONDS
+                if not temporary or now + pause >= deadline:
+                    raise
+            except DistNetworkError as error:
+                silent_since = None
+                if time.monotonic() + pause >= deadline:
+                    waited = time.monotonic() - started
+                    within = f" within {waited:.3g} s" if waited >= 0.001 else ""
+                    raise DistNetworkError(
+                        f"no store could be reached at {self.address}{within}: {error}. Is the process that hosts"
+                        " it running there, and the address the same everywhere?"
+                    ) from error
+            time.sleep(pause * random.uniform(0.5, 1.0))
+
+    def acquire(self) -> Connection:
+        """A connection for one request; :meth:`release` it afterwards, or :meth:`discard` it after an error."""
+        if self._pid != os.getpid():
+            self._reset()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return self._connect(time.monotonic() + _ATTEMPT_SECONDS)
+
+    def release(self, sock: Connection) -> None:
+        """Returns a connection to the pool."""
+        self._idle.append(sock)
+        if self.closed:
+            self.close()
+
+    def discard(self, sock: Connection) -> None:
+        """Closes a connection whose state is unknown."""
+        self._all.discard(sock)
+        sock.close()
+
+    def close(self) -> None:
+        """Closes all connections; a request in progress in another thread fails."""
+        self.closed = True
+        if self._pid != os.getpid():
+            self._reset()
+        while self._idle:
+            self.discard(self._idle.pop())
+        for sock in list(self._all):
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+
+    def _connect(self, deadline: float) -> Connection:
+        """Tries every address of the server once."""
+        causes: list[str] = []
+        refused: AuthenticationError | None = None
+        for host in self.hosts:
+            try:
+                found = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)
+            except OSError as error:
+                causes.append(f"{host}: {error.strerror or error}")
+                continue
+            for family, kind, protocol, _, address in found:
+                try:
+                    return self._open(family, kind, protocol, address, deadline)
+                except AuthenticationError as error:
+                    refused = error
+                except (OSError, DistNetworkError) as error:
+                    reason = getattr(error, "strerror", None) or error
+                    causes.append(f"{join_hostport(str(address[0]), self.port)}: {reason}")
+        if refused is not None:
+            raise refused
+        raise DistNetworkError("; ".join(dict.fromkeys(causes)) or f"{self.address} has no address")
+
+    def _open(
+        self, family: int, kind: int, protocol: int, address: tuple[object, ...], deadline: float
+    ) -> Connection:
+        sock = guard(socket.socket(family, kind, protocol))
+        try:
+            sock.settimeout(min(seconds_left(deadline, 0.001), _ATTEMPT_SECONDS))
+            sock.connect(address)
+            if sock.getsockname() == sock.getpeername():
+                # No process listens, and the kernel assigned the destination port to this socket.
+                raise ConnectionRefusedError("connection refused")
+            keep_alive(sock)
+            connection, private = authenticate(sock, self.secret.key, PURPOSE, deadline)
+            private = private and (bool(self.secret.key) or peer_credentials.is_same_user(sock))
+            if self.private is None:
+                self.private = private
+            elif self.private and not private:
+                raise AuthenticationError(f"the store server at {self.address} is no longer this user's own")
+        except BaseException:
+            sock.close()
+            raise
+        self._all.add(connection)
+        return connection

@@ -1,0 +1,79 @@
+"""A store inside one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+from unicoll.errors import DistStoreError
+from unicoll.net.stores.client import RequestStore
+from unicoll.net.stores.protocol import StoreOp
+from unicoll.net.stores.table import Table, WaitRequired
+from unicoll.net.timeouts import seconds_left
+
+__all__ = ["HashStore"]
+
+
+class _Shared:
+    """The state of a HashStore and its clones."""
+
+    def __init__(self) -> None:
+        self.table = Table()
+        self.changed = threading.Condition()
+        self.pid = os.getpid()
+
+
+class HashStore(RequestStore):
+    """A store for the threads of one process (torch.distributed.HashStore).
+
+    It is not shared with forked children: there its methods raise DistStoreError.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._shared: _Shared | None = _Shared()
+
+    def _execute(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
+        shared = self._shared
+        if shared is None:
+            raise self._closed_error(name)
+        if shared.pid != os.getpid():
+            raise DistStoreError(
+                f"{name}: this HashStore belongs to process {shared.pid}; a forked child needs a FileStore or TCPStore",
+                op=name,
+            )
+        deadline = time.monotonic() + seconds
+        with shared.changed:
+            while self._shared is not None:
+                try:
+                    return self._apply(shared, op, fields)
+                except WaitRequired as state:
+                    if not shared.changed.wait(seconds_left(deadline)) and time.monotonic() >= deadline:
+                        raise self._timeout_error(state.keys, seconds, name) from None
+        raise self._closed_error(name)
+
+    def _apply(self, shared: _Shared, op: StoreOp, fields: Sequence[bytes]) -> Sequence[bytes]:
+        reply = shared.table.apply(op, fields)
+        if shared.table.changed_keys:
+            shared.table.changed_keys.clear()
+            shared.changed.notify_all()
+        return reply
+
+    def clone(self) -> HashStore:
+        """Another handle on the same values, with its own timeout."""
+        clone = HashStore()
+        clone._timeout = self._timeout
+        clone._shared = self._shared
+        return clone
+
+    def close(self) -> None:
+        """Closes this handle; its clones stay open."""
+        shared, self._shared = self._shared, None
+        if shared is not None and shared.pid == os.getpid():
+            with shared.changed:
+                shared.changed.notify_all()
+
+    def __repr__(self) -> str:
+        return "HashStore()"

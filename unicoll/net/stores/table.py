@@ -1,0 +1,202 @@
+"""The contents of a store and the operations on them, without threads, sockets or files.
+
+A HashStore has one under a lock, a TCPStore's server has one in its thread, and a FileStore replays its log into one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from unicoll.errors import DistStoreError
+from unicoll.net.stores.protocol import MAX_NUMBER, StoreOp, max_value
+
+__all__ = ["HIDDEN", "Table", "WaitRequired"]
+
+Fields = Sequence[bytes]
+
+HIDDEN = b"\0unicoll/"
+"""Prefix of the stores' own keys, which num_keys counts, as in torch.distributed, and list_keys omits."""
+
+
+class WaitRequired(Exception):
+    """The operation has to wait for ``keys``."""
+
+    def __init__(self, keys: Fields) -> None:
+        self.keys = keys
+
+
+class Table:
+    """Values and queues by key.
+
+    Attributes:
+        changed_keys: the keys that operations have changed, in order; the caller of the table clears it.
+    """
+
+    def __init__(self) -> None:
+        self.changed_keys: list[bytes] = []
+        self._max_value = max_value()
+        self._values: dict[bytes, bytes | bytearray] = {}
+        self._queues: dict[bytes, deque[bytes]] = {}
+        self._operations: dict[StoreOp, Callable[[Fields], Fields]] = {
+            StoreOp.SET: self._set,
+            StoreOp.GET: self._get,
+            StoreOp.TRY_GET: self._try_get,
+            StoreOp.ADD: self._add,
+            StoreOp.COMPARE_SET: self._compare_set,
+            StoreOp.WAIT: self._wait,
+            StoreOp.CHECK: self._check,
+            StoreOp.DELETE: self._delete,
+            StoreOp.NUM_KEYS: self._num_keys,
+            StoreOp.LIST_KEYS: self._list_keys,
+            StoreOp.APPEND: self._append,
+            StoreOp.MULTI_GET: self._multi_get,
+            StoreOp.MULTI_SET: self._multi_set,
+            StoreOp.QUEUE_PUSH: self._push,
+            StoreOp.QUEUE_POP: self._pop,
+            StoreOp.QUEUE_TRY_POP: self._try_pop,
+            StoreOp.QUEUE_LEN: self._queue_len,
+            StoreOp.AT_LEAST: self._at_least,
+        }
+
+    def apply(self, op: StoreOp, fields: Fields) -> Fields:
+        """Executes one operation and returns the reply's fields.
+
+        Raises:
+            WaitRequired: it has to wait for keys; nothing was changed.
+            DistStoreError: it is not possible with the present value of the key; nothing was changed.
+        """
+        return self._operations[op](fields)
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._values[key] = value
+        self.changed_keys.append(key)
+
+    def _missing(self, keys: Fields) -> list[bytes]:
+        return [key for key in keys if key not in self._values and key not in self._queues]
+
+    def _number(self, key: bytes) -> int:
+        value = self._values.get(key, b"0")
+        try:
+            if len(value) > MAX_NUMBER:
+                raise ValueError
+            return int(value)
+        except ValueError:
+            shown = f"{bytes(value[:40])!r}{'...' if len(value) > 40 else ''}"
+            raise DistStoreError(
+                f"key {key.decode('utf-8', 'replace')!r} holds {shown}, which is not a number"
+            ) from None
+
+    def _set(self, fields: Fields) -> Fields:
+        self._put(fields[0], fields[1])
+        return ()
+
+    def _get(self, fields: Fields) -> Fields:
+        value = self._values.get(fields[0])
+        if value is None:
+            raise WaitRequired(fields)
+        return (bytes(value),)
+
+    def _try_get(self, fields: Fields) -> Fields:
+        value = self._values.get(fields[0])
+        return () if value is None else (bytes(value),)
+
+    def _add(self, fields: Fields) -> Fields:
+        key, amount = fields
+        total = b"%d" % (self._number(key) + int(amount))
+        if self._values.get(key) != total:
+            self._put(key, total)
+        return (total,)
+
+    def _compare_set(self, fields: Fields) -> Fields:
+        key, expected, desired = fields
+        current = self._values.get(key)
+        if current is None:
+            if expected:
+                return (expected,)
+        elif current != expected:
+            return (bytes(current),)
+        if current != desired:
+            self._put(key, desired)
+        return (desired,)
+
+    def _wait(self, fields: Fields) -> Fields:
+        missing = self._missing(fields)
+        if missing:
+            raise WaitRequired(missing)
+        return ()
+
+    def _check(self, fields: Fields) -> Fields:
+        return (b"0",) if self._missing(fields) else (b"1",)
+
+    def _delete(self, fields: Fields) -> Fields:
+        key = fields[0]
+        had_value = self._values.pop(key, None) is not None
+        had_queue = self._queues.pop(key, None) is not None
+        if not had_value and not had_queue:
+            return (b"0",)
+        self.changed_keys.append(key)
+        return (b"1",)
+
+    def _num_keys(self, fields: Fields) -> Fields:
+        return (b"%d" % len(self._values.keys() | self._queues.keys()),)
+
+    def _list_keys(self, fields: Fields) -> Fields:
+        return [key for key in self._values.keys() | self._queues.keys() if not key.startswith(HIDDEN)]
+
+    def _append(self, fields: Fields) -> Fields:
+        key, value = fields
+        current = self._values.get(key, b"")
+        if len(current) + len(value) > self._max_value:
+            raise DistStoreError(
+                f"appending {len(value)} bytes to key {key.decode('utf-8', 'replace')!r}, which has {len(current)}, "
+                f"would exceed the limit of {self._max_value} (UNICOLL_STORE_MAX_VALUE)"
+            )
+        if not isinstance(current, bytearray):
+            current = self._values[key] = bytearray(current)
+        current += value
+        self.changed_keys.append(key)
+        return ()
+
+    def _multi_get(self, fields: Fields) -> Fields:
+        missing = [key for key in fields if key not in self._values]
+        if missing:
+            raise WaitRequired(missing)
+        return [bytes(self._values[key]) for key in fields]
+
+    def _multi_set(self, fields: Fields) -> Fields:
+        for key, value in zip(fields[::2], fields[1::2], strict=True):
+            self._put(key, value)
+        return ()
+
+    def _push(self, fields: Fields) -> Fields:
+        key, value = fields
+        self._queues.setdefault(key, deque()).append(value)
+        self.changed_keys.append(key)
+        return ()
+
+    def _pop(self, fields: Fields) -> Fields:
+        popped = self._try_pop(fields)
+        if not popped:
+            raise WaitRequired(fields)
+        return popped
+
+    def _try_pop(self, fields: Fields) -> Fields:
+        key = fields[0]
+        queue = self._queues.get(key)
+        if queue is None:
+            return ()
+        value = queue.popleft()
+        if not queue:
+            del self._queues[key]
+        self.changed_keys.append(key)
+        return (value,)
+
+    def _queue_len(self, fields: Fields) -> Fields:
+        return (b"%d" % len(self._queues.get(fields[0], ())),)
+
+    def _at_least(self, fields: Fields) -> Fields:
+        key, bound = fields
+        if self._number(key) < int(bound):
+            raise WaitRequired((key,))
+        return ()

@@ -1,0 +1,263 @@
+"""TCPStore: a store served by one process over TCP."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Sequence
+
+from unicoll.errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistNetworkError,
+    DistStoreError,
+    DistTypeError,
+    StoreTimeoutError,
+)
+from unicoll.net.channel import Connection
+from unicoll.net.interfaces import join_hostport
+from unicoll.net.records import TamperedError
+from unicoll.net.secret import Secret, find_secret
+from unicoll.net.stores.base import DEFAULT_TIMEOUT, Timeout
+from unicoll.net.stores.client import RequestStore
+from unicoll.net.stores.connections import ConnectionPool
+from unicoll.net.stores.listener import (
+    acquire_server,
+    bind_addresses,
+    connect_addresses,
+    release_server,
+)
+from unicoll.net.stores.protocol import REPLY, MalformedError, Status, StoreOp, unpack_fields, validate_reply
+from unicoll.net.stores.table import HIDDEN
+from unicoll.net.stores.tcp_server import StoreServer
+from unicoll.net.timeouts import seconds_left
+
+__all__ = ["TCPStore"]
+
+_JOINED = HIDDEN + b"joined"
+_ANSWER_SECONDS = 10.0
+_MIN_BYTES_PER_SECOND = 1e6
+_READ_SIZE = 64 * 1024
+
+
+class TCPStore(RequestStore):
+    """A client of a store server, and with ``is_master`` also that server (torch.distributed.TCPStore).
+
+    The server runs in one thread of the master's process and supports thousands of clients. Every connection proves
+    the job's secret first. The master listens on loopback only if ``host_name`` is a loopback address, else on
+    all interfaces, with a warning if there is no secret.
+
+    Args:
+        host_name: name or address, of either family, at which clients reach the master.
+        port: the master's port; the master may pass 0 for a free port, see :attr:`port`.
+        world_size: number of processes that join, including the master; None if that is not fixed.
+        is_master: True if this process serves the store.
+        timeout: how long to wait for the server, the other processes and missing keys (timedelta or seconds).
+        wait_for_workers: return only once ``world_size`` processes have joined.
+        multi_tenant: masters of one process share the server of one port, and so its keys.
+        master_listen_fd: a bound TCP socket for the master to use instead of creating one.
+        use_libuv: accepted for compatibility, without effect.
+        secret: the job's secret; None reads it from the environment (:func:`unicoll.net.secret.find_secret`).
+        bind: addresses for the master to listen on, comma-separated, instead of the rule above.
+
+    Raises:
+        AuthenticationError: the server has another secret, or is another program.
+        DistNetworkError: the server cannot be reached, or the port cannot be used.
+        StoreTimeoutError: fewer than ``world_size`` processes joined; the message has their number.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+        *,
+        secret: Secret | None = None,
+        bind: str | None = None,
+    ) -> None:
+        super().__init__(timeout)
+        deadline = time.monotonic() + self._timeout
+        host = _checked_host(host_name)
+        _check_port(port, is_master or master_listen_fd is not None)
+        secret = find_secret() if secret is None else secret
+        server: StoreServer | None = None
+        hosts = [host]
+        if is_master:
+            addresses = bind_addresses(host, bind)
+            server = acquire_server(addresses, port, secret, multi_tenant, master_listen_fd)
+            port = server.port
+            hosts = connect_addresses(addresses)
+        self._attach(ConnectionPool(hosts, port, secret, join_hostport(host, port)), server, host)
+        try:
+            self._pool.connect(deadline)
+            if world_size is not None and world_size > 0 and wait_for_workers:
+                self._join(world_size, deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def _attach(self, pool: ConnectionPool, server: StoreServer | None, host: str) -> None:
+        self._pool = pool
+        self._host = host
+        self._finalizer = weakref.finalize(self, _close_handle, pool, server, os.getpid(), False)
+
+    @property
+    def host(self) -> str:
+        """The ``host_name`` argument."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The server's port."""
+        return self._pool.port
+
+    @property
+    def private(self) -> bool:
+        """True if only processes of this host that hold the secret or, without one, are of this user can use it."""
+        return bool(self._pool.private)
+
+    def close(self, linger: bool = False) -> None:
+        """Closes the connections; the last master of a server also closes the server.
+
+        Args:
+            linger: the server continues until its last client has disconnected, or this process exits. A new master
+                of the same host and port in this process takes it over, with its keys.
+        """
+        pending = self._finalizer.detach()
+        if pending is not None:
+            pool, server, pid, _ = pending[2]
+            _close_handle(pool, server, pid, linger)
+
+    def clone(self) -> TCPStore:
+        """Another client of the same server, with its own connections and timeout. It does not own the server."""
+        pool = ConnectionPool(self._pool.hosts, self._pool.port, self._pool.secret, self._pool.address)
+        if self._pool.closed:
+            raise self._closed_error("clone")
+        clone = TCPStore.__new__(TCPStore)
+        RequestStore.__init__(clone, self._timeout)
+        clone._attach(pool, None, self._host)
+        return clone
+
+    def _join(self, world_size: int, deadline: float) -> None:
+        self._execute(StoreOp.ADD, (_JOINED, b"1"), 0.0, "TCPStore")
+        try:
+            self._execute(StoreOp.AT_LEAST, (_JOINED, b"%d" % world_size), seconds_left(deadline), "TCPStore")
+        except StoreTimeoutError:
+            joined = int(self._execute(StoreOp.ADD, (_JOINED, b"0"), 0.0, "TCPStore")[0])
+            raise StoreTimeoutError(
+                f"{joined} of {world_size} processes have joined the store at {self._pool.address} within "
+                f"{self._timeout:g} s. Have the others failed or not been started? Do they use this address?",
+                op="TCPStore",
+            ) from None
+
+    def _execute(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
+        pool = self._pool
+        if pool.closed:
+            raise self._closed_error(name)
+        request = self._pack(op, fields, seconds, name)
+        reply_timeout = seconds + _ANSWER_SECONDS + len(request) / _MIN_BYTES_PER_SECOND
+        try:
+            sock = pool.acquire()
+        except DistNetworkError as error:
+            raise self._lost_error(name, error) from error
+        try:
+            sock.settimeout(reply_timeout)
+            sock.sendall(request)
+            status, reply = _receive(sock)
+            validate_reply(op, status, reply, len(fields))
+        except MalformedError as error:
+            pool.discard(sock)
+            raise DistNetworkError(
+                f"{name}: the store server at {pool.address} sent an invalid reply: {error}", op=name
+            ) from error
+        except TamperedError as error:
+            pool.discard(sock)
+            raise AuthenticationError(
+                f"{name}: the store server at {pool.address}: {error.strerror}", op=name
+            ) from error
+        except OSError as error:
+            pool.discard(sock)
+            if pool.closed:
+                raise self._closed_error(name) from error
+            if isinstance(error, TimeoutError):
+                raise DistNetworkError(
+                    f"{name}: the store server at {pool.address} has not answered for {reply_timeout:.3g} s: its "
+                    "process is stopped or overloaded, or the network is down",
+                    op=name,
+                ) from error
+            raise self._lost_error(name, error) from error
+        except BaseException:
+            pool.discard(sock)
+            raise
+        pool.release(sock)
+        if status == Status.OK:
+            return reply
+        if status == Status.TIMEOUT:
+            raise self._timeout_error(reply, seconds, name)
+        raise DistStoreError(f"{name}: {reply[0].decode('utf-8', 'replace')} ({self!r})", op=name)
+
+    def _lost_error(self, name: str, error: Exception) -> DistNetworkError:
+        kind = type(error) if isinstance(error, DistNetworkError) else DistNetworkError
+        return kind(
+            f"{name}: lost the store server at {self._pool.address}: {error}. The process that hosts it (rank 0 or "
+            "the launcher) has died or has closed the store",
+            op=name,
+        )
+
+    def __repr__(self) -> str:
+        return f"TCPStore({self._pool.address})"
+
+
+def _close_handle(pool: ConnectionPool, server: StoreServer | None, pid: int, linger: bool) -> None:
+    pool.close()
+    # A forked child inherits the handle, but not the server.
+    if server is not None and pid == os.getpid():
+        release_server(server, linger)
+
+
+def _checked_host(host_name: str) -> str:
+    if not isinstance(host_name, str):
+        raise DistTypeError(f"TCPStore: host_name is a str, not {type(host_name).__name__}")
+    host = host_name.strip("[]")
+    if not host:
+        raise DistArgumentError("TCPStore: host_name is empty")
+    return host
+
+
+def _check_port(port: int, allow_zero: bool) -> None:
+    if isinstance(port, bool) or not isinstance(port, int):
+        raise DistTypeError(f"TCPStore: port is an int, not {type(port).__name__}")
+    if not (0 if allow_zero else 1) <= port <= 65535:
+        raise DistArgumentError(f"TCPStore: port must be from {0 if allow_zero else 1} to 65535, not {port}")
+
+
+def _receive(sock: Connection) -> tuple[int, list[bytes]]:
+    data = sock.recv(_READ_SIZE)
+    while len(data) < REPLY.size:
+        chunk = sock.recv(_READ_SIZE)
+        if not chunk:
+            raise ConnectionResetError("it closed the connection")
+        data += chunk
+    size, status = REPLY.unpack_from(data)
+    end = REPLY.size + size
+    if len(data) >= end:
+        return status, unpack_fields(memoryview(data)[REPLY.size : end])
+    whole = bytearray(data)
+    at = len(data)
+    while at < end:
+        if at == len(whole):
+            # Not end - at: the length is not trusted, so memory grows only with the data received.
+            whole += bytes(min(end - at, max(at, _READ_SIZE)))
+        with memoryview(whole) as view, view[at:] as free:
+            got = sock.recv_into(free)
+        if not got:
+            raise ConnectionResetError("it closed the connection")
+        at += got
+    return status, unpack_fields(memoryview(whole)[REPLY.size :])

@@ -1,1 +1,0 @@
-"""What watches over a job: liveness, failure notices, reports of who is where."""

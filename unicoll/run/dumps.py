@@ -1,0 +1,77 @@
+"""The directory in which the workers' flight recorders write their dumps when a group fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+
+__all__ = ["TRACE_VARIABLE", "TraceDirectory"]
+
+TRACE_VARIABLE = "UNICOLL_TRACE_DIR"
+_FILE = re.compile(r"rank_\d+\.json$")
+
+
+class TraceDirectory:
+    """The directory of UNICOLL_TRACE_DIR if the user has set it, else a new one, which the first dump makes.
+
+    An empty variable means that failures are not dumped.
+
+    Args:
+        environ: the user's environment.
+        logs: the directory of the launch's log files if they are kept; the new directory is below it.
+    """
+
+    def __init__(self, environ: Mapping[str, str], logs: str | None) -> None:
+        self._started = time.time()
+        self._path = environ.get(TRACE_VARIABLE)
+        self._is_new = self._path is None
+        if self._path is None:
+            # nobody can make a directory of this name first
+            name = f"unicoll_trace_{secrets.token_hex(8)}"
+            self._path = os.path.join(logs, "trace") if logs else os.path.join(tempfile.gettempdir(), name)
+            self._path = os.path.abspath(self._path)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The workers' variable."""
+        return {TRACE_VARIABLE: self._path or ""}
+
+    def command(self, failed: bool) -> str:
+        """The command that reads the dumps of this launch; "" if there are none.
+
+        If the job has not failed, a new directory is removed, unless a dump in it was requested: the program has
+        handled the failures.
+        """
+        dumps = self._dumps()
+        if self._is_new and not failed and not any(map(_is_requested, dumps)):
+            shutil.rmtree(str(self._path), ignore_errors=True)
+            return ""
+        return f"python -m unicoll.trace {shlex.quote(str(self._path))}" if dumps else ""
+
+    def _dumps(self) -> list[str]:
+        """The files of dumps that are of this launch."""
+        try:
+            with os.scandir(self._path or os.devnull) as entries:
+                return [
+                    entry.path
+                    for entry in entries
+                    if _FILE.match(entry.name) and entry.stat().st_mtime >= self._started - 1
+                ]
+        except OSError:  # it does not exist
+            return []
+
+
+def _is_requested(path: str) -> bool:
+    """True if a dump was written for another reason than the failure of a group."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return not json.load(file)["failure"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True

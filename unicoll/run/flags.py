@@ -1,0 +1,153 @@
+"""The flags of the launcher: torchrun's and some additional ones; each also has a variable PET_<NAME>."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+__all__ = ["UNSUPPORTED", "LaunchParser", "make_parser"]
+
+
+class LaunchParser(argparse.ArgumentParser):
+    """A parser whose errors are one line and exit with status 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
+UNSUPPORTED = (
+    "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
+    "logs-specs",
+    "numa-binding",
+    "virtual-local-rank",
+)
+"""torchrun's flags that are refused."""
+
+
+def make_parser() -> LaunchParser:
+    """The parser of the command line, with defaults from the PET_ variables of the environment."""
+    unirun = os.path.basename(sys.argv[0]) == "unirun"
+    command = "unirun" if unirun else "python -m unicoll.run"
+    parser = LaunchParser(
+        prog="unirun" if unirun else "unicoll.run",
+        usage=f"{command} [flags] script [arguments of the script]",
+        description=f"""Start a distributed program: its worker processes on this machine.
+
+examples:
+  {command} -n 4 train.py --epochs 3     four workers; arguments after the script are passed to it
+  {command} -n 4 -m package.train        a module, as python -m runs it
+  two machines; on the second with --node-rank 1 and the same UNICOLL_SECRET:
+  {command} -n 8 --nnodes 2 --node-rank 0 --master-addr first.example.org train.py""",
+        epilog=f"""The flags are torchrun's, except -n, --grace and --no-prefix. Each may be set by PET_<NAME> in
+the environment, for example PET_NPROC_PER_NODE=4. Not supported: --{", --".join(UNSUPPORTED[:2])},
+--{", --".join(UNSUPPORTED[2:])}.""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    program = parser.add_argument_group("program")
+    program.add_argument("target", metavar="script", help="script, module or command to start")
+    program.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    _workers_flags(_Flags(parser, "workers"))
+    _nodes_flags(_Flags(parser, "several nodes"))
+    _output_flags(_Flags(parser, "output"))
+    _end_flags(_Flags(parser, "failures and signals"))
+    _other_flags(_Flags(parser, "torchrun's flags that accept one value, or have no effect"))
+    return parser
+
+
+class _Flags:
+    """A group of flags in ``--help``; each one also has a spelling with underscores, and a variable PET_<NAME>."""
+
+    def __init__(self, parser: LaunchParser, title: str) -> None:
+        self._parser = parser
+        self._group = parser.add_argument_group(title)
+
+    def value(self, name: str, default: Any, metavar: str, help: str, *short: str, **options: Any) -> None:
+        """A flag with a value."""
+        self._add(name, short, help, default=self._environ(name) or default, metavar=metavar, **options)
+
+    def switch(self, name: str, help: str, *short: str) -> None:
+        """A flag without a value."""
+        value = self._environ(name) or "0"
+        if value not in ("0", "1"):
+            self._parser.error(f"{_variable(name)}={value} must be 0 or 1")
+        self._add(name, short, help, default=value == "1", action="store_true")
+
+    def _environ(self, name: str) -> str | None:
+        return os.environ.get(_variable(name))
+
+    def _add(self, name: str, short: Sequence[str], help: str, default: Any, **options: Any) -> None:
+        underscored = name.replace("-", "_")
+        self._group.add_argument(*short, f"--{name}", dest=underscored, default=default, help=help, **options)
+        if underscored != name:
+            self._group.add_argument(
+                f"--{underscored}",
+                dest=underscored,
+                default=argparse.SUPPRESS,
+                help=argparse.SUPPRESS,
+                **options,
+            )
+
+
+def _variable(name: str) -> str:
+    return f"PET_{name.replace('-', '_').upper()}"
+
+
+def _workers_flags(flags: _Flags) -> None:
+    flags.value(
+        "nproc-per-node", "1", "N", "workers on this machine: a number, auto, cpu or gpu (default 1)", "-n"
+    )
+    flags.switch("module", "the target is a module, run as python -m does", "-m")
+    flags.switch("no-python", "the target is a command, not a Python script")
+    flags.switch("run-path", "overrides --no-python")
+    flags.value(
+        "role", "default", "NAME", "name of the workers, for prefixes and environment (default: default)"
+    )
+
+
+def _nodes_flags(flags: _Flags) -> None:
+    flags.value("nnodes", "1", "N", "number of nodes, each with its own launcher (default 1)")
+    flags.value("node-rank", 0, "K", "this node's number, from 0", type=int)
+    flags.value("master-addr", "127.0.0.1", "HOST", "address of node 0")
+    port = "port on node 0 (default: any free one on one node, else 29500)"
+    flags.value("master-port", None, "PORT", port, type=int)
+    flags.value("rdzv-endpoint", "", "HOST:PORT", "alternative to the two flags above")
+    flags.value("rdzv-id", "none", "NAME", "name of the job")
+    flags.switch("standalone", "one node, with a unique name for the job")
+
+
+def _output_flags(flags: _Flags) -> None:
+    flags.switch("no-prefix", "do not put [role rank]: before the workers' lines")
+    flags.value("local-ranks-filter", "", "LIST", "show only these local ranks' output, for example 0,2")
+    flags.value("log-dir", None, "DIR", "directory for log files, one subdirectory per launch")
+    streams = "write to log files only: 0 none, 1 stdout, 2 stderr, 3 both; or by local rank, 0:3,1:1"
+    flags.value("redirects", "0", "STREAMS", streams, "-r")
+    flags.value("tee", "0", "STREAMS", "write to log files and to the console, same format", "-t")
+
+
+def _end_flags(flags: _Flags) -> None:
+    grace = "seconds that the others have to fail by themselves after the first failure (default 5)"
+    flags.value("grace", 5.0, "S", grace, type=float)
+    flags.value("shutdown-timeout", None, "S", "seconds from SIGTERM to SIGKILL (default 30)", type=float)
+    signals = "signals that end the job, forwarded to the workers (default SIGTERM,SIGINT,SIGHUP,SIGQUIT)"
+    flags.value("signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "LIST", signals)
+    interval = "longest time in seconds between two checks of the workers (default 0.1)"
+    flags.value("monitor-interval", 0.1, "S", interval, type=float)
+
+
+def _other_flags(flags: _Flags) -> None:
+    flags.value("max-restarts", 0, "N", "only 0: workers are not restarted", type=int)
+    flags.value("rdzv-backend", "static", "NAME", "static; c10d on one node")
+    flags.value("event-log-handler", "null", "NAME", "only null")
+    flags.value("rdzv-conf", "", "CONF", "no effect")
+    flags.value("local-addr", None, "HOST", "no effect")
+    flags.value("start-method", "spawn", "NAME", "no effect: workers are always new processes")
+    for name in UNSUPPORTED:
+        if name == "virtual-local-rank":
+            flags.switch(name, argparse.SUPPRESS)
+        else:
+            flags.value(name, None, "", argparse.SUPPRESS)

@@ -1,0 +1,274 @@
+"""Arrays on a GPU over a backend of arrays in host memory: by address, or in chunks through pinned memory.
+
+Calls that the backend can do by address use the device's memory (:mod:`unicoll.staging.device_pointers`). All others
+are staged:
+
+A collective is cut into chunks, which the backend executes one after another, in the place of the call in the group's
+order. A chunk is copied to the host first, after the work that the producer has enqueued on its stream; afterwards
+its results are copied to the device. While the backend executes one chunk, the next one and the previous one are being
+copied, on streams of the group.
+
+A call is done when the device has its results. The host has to wait for them anyway, so the caller's stream has nothing
+left to wait for. Packed results of strided arrays are unpacked on the current stream of the thread that waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.cuda import cuda, on_device
+from unicoll.backend.call import Call, ProxyCall
+from unicoll.backend.contract import Backend, Caps, Context
+from unicoll.backend.fallbacks import available
+from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.op_queue import Execute
+from unicoll.backend.ops import Arity, Sizes
+from unicoll.backend.size_agreement import check_sizes, largest_part
+from unicoll.backend.work import Completion
+from unicoll.errors import BackendUnavailableError, DistArgumentError, DistError
+from unicoll.staging.chunking import ChunkPlan, plan
+from unicoll.staging.copier import CopyStreams, HostCopier
+from unicoll.staging.device_pointers import DirectCalls
+from unicoll.staging.p2p import HARMLESS, DeviceP2P
+from unicoll.staging.pinned_pool import PinnedBlock
+
+__all__ = ["CHUNK", "Staged"]
+
+CHUNK = 4 << 20
+"""Bytes of a call that are moved at a time; larger calls are cut into several chunks."""
+_DEPTH = 3
+"""Chunks in flight: one in the backend, one being copied to the host, one being copied to the device."""
+_MESSAGES = frozenset(("send", "recv"))
+
+
+@dataclass
+class _Slot:
+    """The host memory and the events of a chunk in flight."""
+
+    loaded: int  # event: the inputs are on the host
+    stored: int  # event: the results are on the device
+    memory: list[PinnedBlock] = field(default_factory=list)
+    buffers: dict[int, Buffer] = field(default_factory=dict)  # by id of the device's buffer
+    in_backend: bool = False
+
+
+class Staged(Backend):
+    """Device arrays over a backend of host arrays.
+
+    Args:
+        host: the backend; it is closed by its owner, and failed here only for faults of the device.
+        rank: in the group.
+        ranks: the members' global ranks.
+        group: its name.
+    """
+
+    def __init__(self, host: HostBackend, rank: int, ranks: Sequence[int], group: str) -> None:
+        self.name = host.name  # type: ignore[misc]
+        caps = host.caps
+        self.caps = Caps(frozenset(("cuda",)), available(caps), caps.reduces, caps.compresses)  # type: ignore[misc]
+        self.compares = host.compares  # type: ignore[misc]
+        self._host = host
+        self._rank = rank
+        self._ranks = ranks
+        self._size = len(ranks)
+        self._group = group
+        self._copier = HostCopier(cuda(), group)
+        self._direct = DirectCalls(host, self._copier, group)
+        self._p2p = DeviceP2P(host, self._copier, self._direct, group)
+
+    @classmethod
+    def create(cls, context: Context) -> Backend:
+        raise BackendUnavailableError("staging is created around another backend")
+
+    @property
+    def sequence(self) -> int:
+        return self._host.sequence
+
+    @property
+    def staging(self) -> int:
+        return self._host.staging + self._copier.pinned.held + self._direct.held
+
+    def describe(self) -> str:
+        staged = f"through page-locked memory, in chunks of {CHUNK >> 20} MiB, and {self.name}"
+        if self._host.direct:
+            return (
+                f"cuda arrays by address to {self.name}, and reductions that it does not do itself {staged}"
+            )
+        return f"cuda arrays {staged}"
+
+    def run(self, call: Call) -> None:
+        if call.op.name in _MESSAGES:
+            self._p2p.run(call)
+        else:
+            self._host.run_with(call, self._executor(call))
+        call.write_back()
+
+    def post(self, calls: Sequence[Call], stream: object = None) -> Completion:
+        calls = tuple(calls)
+        if calls[0].op.name in _MESSAGES:
+            return _Unpacking(self._p2p.post(calls[0]), calls, self._copier)
+        executors = {call: self._executor(call) for call in calls}
+        done = self._host.post_with(calls, lambda call: executors[call](call))
+        return _Unpacking(done, calls, self._copier)
+
+    def abort(self, error: Exception) -> None:
+        self._host.abort(error)
+
+    def close(self) -> None:
+        """Release everything; the backend has been closed."""
+        self._p2p.close()
+        self._direct.close()
+        self._copier.close()
+
+    # --- collectives -------------------------------------------------------------------------------------------------
+
+    def _executor(self, call: Call) -> Execute:
+        """The function that executes a collective; it orders the copies after the work on the caller's streams now."""
+        if not call.inputs and not call.outputs:
+            return self._host.perform
+        if self._host.takes_device(call):
+            return self._direct.executor(call)
+        return partial(self._execute, self._copier.begin(call))
+
+    def _plan(self, call: Call) -> ChunkPlan:
+        """The chunks of a collective; the members agree on them if no rank knows all sizes, or one alone."""
+        if self._size == 1 or not (call.op.sizes is Sizes.EXCHANGED or call.op.root_has_sizes):
+            return plan(call, self._size, CHUNK)
+        chunks = plan(call, self._size, CHUNK, largest_part(call, self._host.perform))
+        if chunks.count > 1:
+            try:
+                check_sizes(call, self._rank, self._ranks, self._group, self._host.perform)
+            except DistArgumentError:  # the root's; the group stays usable
+                raise
+            except DistError as e:
+                self._host.abort(e)
+                raise
+        return chunks
+
+    def _execute(self, device: int, call: Call) -> None:
+        """Do a collective chunk by chunk, in its place in the group's order."""
+        deadline = time.monotonic() + call.timeout
+        chunks = self._plan(call)
+        slots: list[_Slot] = []
+        with on_device(self._copier.cuda, device):
+            streams = self._copier.streams(device)
+            error: BaseException | None = None
+            try:
+                for _ in range(min(_DEPTH, chunks.count)):
+                    slots.append(_Slot(self._copier.event(device), self._copier.event(device)))
+                self._load(call, chunks, 0, slots[0], streams)
+                for k in range(chunks.count):
+                    slot = slots[k % len(slots)]
+                    if k + 1 < chunks.count:
+                        following = slots[(k + 1) % len(slots)]
+                        self._copier.wait(following.stored, call, deadline)
+                        self._load(call, chunks, k + 1, following, streams)
+                    self._copier.wait(slot.loaded, call, deadline)
+                    slot.in_backend = True
+                    self._host.perform(self._chunk(call, chunks, k, slot, deadline))
+                    slot.in_backend = False
+                    self._store(call, chunks, k, slot, streams)
+                for slot in slots:
+                    self._copier.wait(slot.stored, call, deadline)
+            except BaseException as e:
+                error = e
+                if not any(slot.in_backend for slot in slots):  # the other ranks wait in the next chunk
+                    self._host.give_up(call, e)
+                raise
+            finally:
+                self._release(slots, call, device, error)
+
+    def _load(self, call: Call, chunks: ChunkPlan, k: int, slot: _Slot, streams: CopyStreams) -> None:
+        """Allocate host memory for chunk ``k`` and enqueue the copies of its inputs."""
+        unread = call.op.outputs is Arity.ONE_OFF_ROOT and self._rank != call.root
+        for buffer in dict.fromkeys((*call.inputs, *call.outputs)):
+            ranges = chunks.ranges(buffer, k)
+            on_host = self._allocate(slot, buffer, sum(count for _, count in ranges), chunks.count == 1)
+            if buffer in call.inputs and not unread:
+                self._copier.enqueue(buffer, ranges, on_host.owner, streams, to_device=False)
+        self._copier.cuda.record(slot.loaded, streams.to_host)
+
+    def _allocate(self, slot: _Slot, buffer: Buffer, count: int, whole: bool) -> Buffer:
+        """Host memory for a buffer's part of a chunk; it has the buffer's shape if the chunk is the whole call."""
+        previous = slot.buffers.get(id(buffer))
+        if previous is None or previous.owner.size < count * buffer.dtype.itemsize:
+            pinned = self._copier.pinned.take(count * buffer.dtype.itemsize)
+            slot.memory.append(pinned)
+        else:
+            pinned = previous.owner
+        flat = pinned.bytes[: count * buffer.dtype.itemsize].view(buffer.dtype.storage)
+        shape = buffer.shape if whole else flat.shape
+        slot.buffers[id(buffer)] = made = Buffer(pinned, buffer.dtype, shape, flat)
+        return made
+
+    def _chunk(self, call: Call, chunks: ChunkPlan, k: int, slot: _Slot, deadline: float) -> Call:
+        """Chunk ``k`` as a call on host arrays."""
+        inputs = tuple(slot.buffers[id(b)] for b in call.inputs)
+        outputs = inputs if call.outputs is call.inputs else tuple(slot.buffers[id(b)] for b in call.outputs)
+        timeout = call.timeout if k == 0 else max(0.001, deadline - time.monotonic())
+        chunk = ProxyCall(call, call.op, inputs, outputs, timeout, call.reduce, call.root)
+        if call.in_counts is not None:
+            chunk.in_counts, chunk.out_counts = chunks.counts(call.inputs, k), chunks.counts(call.outputs, k)
+            chunk.even = call.even
+        chunk.signature = call.signature if chunks.count == 1 else hash((call.signature, k))
+        return chunk
+
+    def _store(self, call: Call, chunks: ChunkPlan, k: int, slot: _Slot, streams: CopyStreams) -> None:
+        """Enqueue the copies of the results of chunk ``k``."""
+        for buffer in call.outputs:
+            pinned = slot.buffers[id(buffer)].owner
+            self._copier.enqueue(buffer, chunks.ranges(buffer, k), pinned, streams, to_device=True)
+        self._copier.cuda.record(slot.stored, streams.to_device)
+
+    def _release(self, slots: Sequence[_Slot], call: Call, device: int, error: BaseException | None) -> None:
+        """Release what a call has used: at once if it succeeded, else when nothing uses it any more."""
+        for slot in slots:
+            events = (slot.loaded, slot.stored)
+            if error is None:
+                self._copier.release(slot.memory, device, events)
+            else:
+                keeps = slot.in_backend and self._host.keeps(call) and not isinstance(error, HARMLESS)
+                buffers = (*call.inputs, *call.outputs)
+                self._copier.retain(() if keeps else slot.memory, buffers, device, events)
+
+
+class _Unpacking(Completion):
+    """A completion that unpacks the results of strided arrays when a thread waits for it, on that thread's stream."""
+
+    __slots__ = ("_calls", "_copier", "_done", "_lock", "_packed")
+
+    def __init__(self, done: Completion, calls: tuple[Call, ...], copier: HostCopier) -> None:
+        self._done = done
+        self._calls = calls
+        self._copier = copier
+        self._packed = any(b.unpack is not None for call in calls for b in call.outputs)
+        self._lock = threading.Lock()
+
+    def done(self) -> bool:
+        return self._done.done()
+
+    def wait(self, timeout: float | None) -> None:
+        self._done.wait(timeout)
+        if self._packed:
+            with self._lock:
+                packed, self._packed = self._packed, False
+            if packed:
+                for call in self._calls:
+                    call.write_back()
+                    for buffer in call.outputs:
+                        if buffer.unpack is not None:  # the copy may outlast the call
+                            self._copier.keep(buffer)
+
+    def exception(self) -> BaseException | None:
+        return self._done.exception()
+
+    def took(self) -> float:
+        return self._done.took()
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        self._done.add_done_callback(fn)

@@ -1,0 +1,125 @@
+"""Jobs of torch's groups: joined with the first group, left with the last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from unicoll.arrays.types import default_pg_timeout
+from unicoll.bootstrap.join import Membership, join, join_job, register_exit_handler
+from unicoll.group.process_group import ProcessGroup
+from unicoll.group.registry import BackendChoice
+from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
+
+__all__ = ["TorchJob", "join_torch_job", "leave"]
+
+_RENDEZVOUS_TIMEOUT_S = 300.0
+
+
+class TorchJob:
+    """A job with torch's groups in it.
+
+    Args:
+        membership: the membership of the joined job.
+
+    Attributes:
+        ranks: all ranks of the job.
+        store: torch's store of the job; this reference keeps it alive.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
+        self.ranks = tuple(range(membership.job.size))
+        self.store: Any = None  # C++ does not keep the Python part of a UnicollBackedStore alive
+
+    def make(
+        self,
+        name: str,
+        ranks: Sequence[int],
+        choices: Sequence[BackendChoice],
+        timeout: timedelta | None,
+        desc: str,
+        options: Any,
+        device: Any = None,
+        parent: ProcessGroup | None = None,
+    ) -> ProcessGroup:
+        """Make a group. All its members call this, in the same order among groups of the same name.
+
+        Args:
+            name: the group's name in the job; a number is appended if it was used before.
+            ranks: ranks in the job.
+            choices: the backends.
+            timeout: default timeout of its operations; 30 minutes if None.
+            desc: description.
+            options: backend options.
+            device: the device that the group is bound to, or None.
+            parent: the group that it is split from; its ranks outside the new group call ``parent.leave_out`` at the
+                same time.
+        """
+        membership = self.membership
+        membership.named[name] = number = membership.named.get(name, 0) + 1
+        group = ProcessGroup.create(
+            membership.job,
+            name if number == 1 else f"{name}#{number}",
+            tuple(ranks),
+            choices,
+            (timeout or default_pg_timeout).total_seconds(),
+            desc,
+            options,
+            device,
+            parent,
+        )
+        membership.groups.append(group)
+        return group
+
+    def remove(self, group: ProcessGroup) -> None:
+        """Close a group; the last one leaves the job."""
+        group.close()
+        groups = self.membership.groups
+        if group in groups:
+            groups.remove(group)
+        if (
+            not groups and _joined.pop(id(self), None) is not None
+        ):  # else unicoll.init_process_group joined it
+            self.store = None
+            self.membership.close()
+
+
+_joined: dict[int, TorchJob] = {}
+
+
+def join_torch_job(
+    backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta | None
+) -> TorchJob:
+    """Join a job.
+
+    Args:
+        backend: unicoll's backend specification; None chooses by device.
+        store: torch's store for the rendezvous; None uses the launcher's rendezvous.
+        rank: this process's rank; -1 if the launcher sets it.
+        world_size: number of ranks; -1 if the launcher sets it.
+        timeout: timeout for joining; 30 minutes if None.
+
+    Raises:
+        DistError: as :func:`unicoll.bootstrap.join.join`.
+    """
+    limit = (timeout or default_pg_timeout).total_seconds()
+    rendezvous_timeout = min(limit, _RENDEZVOUS_TIMEOUT_S)
+    inner = innermost(store)
+    if isinstance(inner, UnicollBackedStore) and inner.claim():
+        membership = join_job(inner.rendezvous, backend, limit, rendezvous_timeout)
+    else:
+        location = TorchStoreLocation(store) if store is not None else None
+        membership = join(backend, None, rank, world_size, location, limit, rendezvous_timeout)
+    job = TorchJob(membership)
+    job.store = inner
+    _joined[id(job)] = job
+    register_exit_handler(leave, _joined.clear)
+    return job
+
+
+def leave(error: BaseException | None = None) -> None:
+    """Leave all jobs, at interpreter exit; ``error`` is the exception that ended the program, if any."""
+    while _joined:
+        _joined.popitem()[1].membership.close(error)

@@ -1,0 +1,123 @@
+"""The command ``python -m unicoll.trace``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from unicoll.trace import perfetto
+from unicoll.trace.dumps import Trace, read
+from unicoll.trace.table import tables
+from unicoll.trace.verdict import Verdict, judge
+
+__all__ = ["main"]
+
+_EXIT_CODES = """exit codes:
+  0  all calls have completed
+  1  calls have not completed, differ between ranks, or a rank left no dump
+  2  there is no readable dump, or an argument is wrong
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    options = _parse(arguments)
+    try:
+        trace = read(options.directory)
+    except (OSError, ValueError) as error:
+        print(f"python -m unicoll.trace: {error}", file=sys.stderr)
+        return 2
+    verdicts = judge(trace)
+    for text in trace.skipped:
+        print(f"python -m unicoll.trace: {text}", file=sys.stderr)
+    path = _write_trace(trace, options.perfetto or os.path.join(options.directory, "trace.json"))
+    if options.json:
+        print(json.dumps(_as_json(trace, verdicts, path)))
+    else:
+        print(_as_text(trace, verdicts, path, options.all))
+    return 0 if verdicts[0].is_good else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m unicoll.trace",
+        description="Say what happened in a job, from the flight recorder dumps of its ranks.",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", help="directory with the files rank_R.json")
+    parser.add_argument("--all", action="store_true", help="print all calls, not only the last ones")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--perfetto",
+        metavar="FILE",
+        help="where to write the trace for https://ui.perfetto.dev (default: DIRECTORY/trace.json)",
+    )
+    return parser.parse_args(arguments)
+
+
+def _write_trace(trace: Trace, path: str) -> str:
+    """Write the trace for Perfetto; returns its path, or "" if it cannot be written."""
+    try:
+        perfetto.write(trace, path)
+    except OSError as error:
+        print(f"python -m unicoll.trace: {path}: {error.strerror}", file=sys.stderr)
+        return ""
+    return path
+
+
+def _as_text(trace: Trace, verdicts: Sequence[Verdict], path: str, everything: bool) -> str:
+    parts = [verdicts[0].sentence]
+    parts += [f"also: {verdict.sentence}" for verdict in verdicts[1:]]
+    if table := tables(trace, verdicts[0], everything):
+        parts += ["", table, "", _notes(trace)]
+    if path:
+        parts.append(f"trace of all ranks for https://ui.perfetto.dev: {path}")
+    return "\n".join(parts)
+
+
+def _notes(trace: Trace) -> str:
+    error = trace.clock_error
+    clocks = (
+        f"the ranks' clocks agree within {error:.2g} s" if error is not None else "clocks were not compared"
+    )
+    return f"begun: seconds before the last dump; took: seconds until the end, or the rank's dump; {clocks}"
+
+
+def _as_json(trace: Trace, verdicts: Sequence[Verdict], path: str) -> dict[str, Any]:
+    return {
+        "verdicts": [verdict._asdict() for verdict in verdicts],
+        "missing": list(trace.missing),
+        "skipped": list(trace.skipped),
+        "clock_error": trace.clock_error,
+        "perfetto": path,
+        "ranks": {
+            rank: {
+                "path": dump.path,
+                "host": dump.host,
+                "pid": dump.pid,
+                "reason": dump.reason,
+                "written": dump.written,
+                "at": dump.place,
+                "calls": [
+                    {
+                        "group": call.group,
+                        "seq": call.seq,
+                        "call": call.text,
+                        "state": call.state,
+                        "created": call.created,
+                        "started": call.started,
+                        "ended": call.ended,
+                        "site": call.site,
+                        "error": call.error,
+                    }
+                    for call in dump.calls
+                ],
+            }
+            for rank, dump in trace.dumps.items()
+        },
+    }

@@ -1,0 +1,275 @@
+"""Reading the dumps of a job's ranks, with all times on rank 0's clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Call", "Dump", "Group", "Trace", "name_ranks", "read"]
+
+_FILE = re.compile(r"rank_\d+\.json$")
+_FORMAT, _VERSION = "unicoll flight recorder", 1
+_REFUSALS = ("DistArgumentError", "DistTypeError", "BackendUnavailableError")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one rank, as :class:`unicoll.group.recorded_calls.RecordedCall` has it.
+
+    Attributes:
+        rank: the global rank of the caller.
+        text: the call in words.
+        created, started, ended: seconds on rank 0's clock; None if not yet.
+    """
+
+    rank: int
+    group: str
+    ranks: tuple[int, ...]
+    seq: int
+    op: str
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    nbytes: int
+    reduce: str
+    root: int
+    peer: int
+    tag: int
+    backend: str
+    text: str
+    site: str
+    state: str
+    created: float
+    started: float | None
+    ended: float | None
+    error: str
+
+    @property
+    def is_message(self) -> bool:
+        """True for send and recv."""
+        return self.op in ("send", "recv")
+
+    @property
+    def is_open(self) -> bool:
+        """True if it has not completed; a call that was refused before it began does not count."""
+        return self.state != "completed" and not self.error.startswith(_REFUSALS)
+
+    @property
+    def arguments(self) -> str:
+        """What is in the parentheses of the text."""
+        return self.text[len(self.op) + 1 : -1]
+
+    @property
+    def place(self) -> str:
+        """The caller's line, without the directory."""
+        return os.path.basename(self.site)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group: name, global ranks in group order, backends."""
+
+    name: str
+    ranks: tuple[int, ...]
+    backends: str
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The dump of one rank.
+
+    Attributes:
+        written: when, in seconds on rank 0's clock; the wall clock's time is ``wall``.
+        clock_error: seconds by which times of this rank may be wrong relative to rank 0's; None if unknown.
+        departed: for each rank that has ended, how it ended.
+        place: ``file:line`` and function where the main thread is in the user's code, or "".
+        content: the file's.
+    """
+
+    path: str
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    job: str
+    reason: str
+    written: float
+    wall: float
+    clock_error: float | None
+    departed: dict[int, str]
+    groups: tuple[Group, ...]
+    calls: tuple[Call, ...]
+    place: str
+    content: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The dumps of a job.
+
+    Attributes:
+        dumps: by rank.
+        missing: the ranks without a dump.
+        skipped: a sentence for each file that is not used.
+    """
+
+    dumps: dict[int, Dump]
+    missing: tuple[int, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def end(self) -> float:
+        """When the last dump was written."""
+        return max(dump.written for dump in self.dumps.values())
+
+    @property
+    def groups(self) -> dict[str, Group]:
+        """All groups by name, that of all ranks first."""
+        found: dict[str, Group] = {}
+        for dump in self.dumps.values():
+            for group in dump.groups:
+                found.setdefault(group.name, group)
+            for call in dump.calls:
+                found.setdefault(call.group, Group(call.group, call.ranks, call.backend))
+        return dict(sorted(found.items(), key=lambda item: -len(item[1].ranks)))
+
+    @property
+    def departed(self) -> dict[int, str]:
+        """For each rank that has ended, how it ended."""
+        return {rank: how for dump in self.dumps.values() for rank, how in dump.departed.items()}
+
+    @property
+    def clock_error(self) -> float | None:
+        """Seconds by which times of two ranks may be wrong relative to each other; None if unknown."""
+        errors = sorted(-1.0 if d.clock_error is None else d.clock_error for d in self.dumps.values())
+        return None if errors[0] < 0 else sum(errors[-2:])
+
+
+def read(directory: str) -> Trace:
+    """Read a directory. If it has dumps of several jobs, the last job's are used.
+
+    Raises:
+        OSError: the directory cannot be read.
+        ValueError: it has no readable dump; the message has the reasons.
+    """
+    skipped, contents = [], {}
+    for name in sorted(os.listdir(directory)):
+        path = os.path.join(directory, name)
+        if _FILE.match(name):
+            try:
+                contents[path] = _load(path)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                skipped.append(f"{path} is skipped: {_describe(error)}")
+    epochs = {
+        c["job"]: c["written"]["wall"] - c["written"]["monotonic"] for c in contents.values() if not c["rank"]
+    }
+    dumps = []
+    for path, content in contents.items():
+        try:
+            dumps.append(_dump(path, content, epochs.get(content["job"])))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            skipped.append(f"{path} is skipped: {_describe(error)}")
+    if not dumps:
+        raise ValueError("\n".join([f"{directory}: no dump of a flight recorder (rank_R.json)", *skipped]))
+    job = max(dumps, key=lambda dump: dump.wall).job
+    skipped += [f"{dump.path} is skipped: it is of another job" for dump in dumps if dump.job != job]
+    used = {dump.rank: dump for dump in sorted(dumps, key=lambda dump: dump.rank) if dump.job == job}
+    size = max(dump.world_size for dump in used.values())
+    return Trace(used, tuple(sorted(set(range(size)) - used.keys())), tuple(skipped))
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is cut off or damaged ({error})"
+    return f"{error}" if isinstance(error, ValueError) else f"a field is missing or wrong ({error!r})"
+
+
+def _load(path: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        content = json.load(file)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise ValueError("it is no dump of unicoll's flight recorder")
+    if content["version"] != _VERSION:
+        raise ValueError(f"its version is {content['version']}, this is for version {_VERSION}")
+    int(content["rank"]), str(content["job"])
+    float(content["written"]["wall"]), float(content["written"]["monotonic"])
+    return content
+
+
+def _dump(path: str, content: dict[str, Any], epoch: float | None) -> Dump:
+    """A dump; ``epoch`` is rank 0's wall clock minus its monotonic clock, or None."""
+    rank, written, clock = int(content["rank"]), content["written"], content["clock"]
+    error: float | None = None
+    if clock is not None:
+        offset, error = float(clock["offset"]), float(clock["error"])
+    else:  # the wall clocks of hosts mostly agree
+        offset = written["wall"] - written["monotonic"] - epoch if epoch is not None else 0.0
+    main = next((thread["at"] for thread in content["threads"] if thread["main"] and thread["at"]), None)
+    return Dump(
+        path=path,
+        rank=rank,
+        world_size=int(content["world_size"]),
+        host=str(content["host"]),
+        pid=int(content["pid"]),
+        job=str(content["job"]),
+        reason=str(content["reason"]),
+        written=written["monotonic"] + offset,
+        wall=written["wall"],
+        clock_error=error,
+        departed={int(gone): str(how) for gone, how in content["departed"].items()},
+        groups=tuple(Group(g["name"], tuple(g["ranks"]), g["backends"]) for g in content["groups"]),
+        calls=tuple(_call(rank, call, offset) for call in content["calls"]),
+        place=f"{os.path.basename(main['file'])}:{main['line']} in {main['function']}" if main else "",
+        content=content,
+    )
+
+
+def _call(rank: int, call: dict[str, Any], offset: float) -> Call:
+    def moment(name: str) -> float | None:
+        return float(call[name]) + offset if call[name] else None
+
+    return Call(
+        rank=rank,
+        group=str(call["group"]),
+        ranks=tuple(call["ranks"]),
+        seq=int(call["seq"]),
+        op=str(call["op"]),
+        inputs=tuple((dtype, tuple(shape)) for dtype, shape in call["inputs"]),
+        outputs=tuple((dtype, tuple(shape)) for dtype, shape in call["outputs"]),
+        nbytes=int(call["bytes"]),
+        reduce=str(call["reduce"]),
+        root=int(call["root"]),
+        peer=int(call["peer"]),
+        tag=int(call["tag"]),
+        backend=str(call["backend"]),
+        text=str(call["text"]),
+        site=str(call["site"]),
+        state=str(call["state"]),
+        created=float(call["created"]) + offset,
+        started=moment("started"),
+        ended=moment("ended"),
+        error=str(call["error"]),
+    )
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: "rank 2", "ranks 0-3 and 5"."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [
+        text
+        for run in runs
+        for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run])
+    ]
+    listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+    return f"rank{'s' if len(ordered) > 1 else ''} {listed}"

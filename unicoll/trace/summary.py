@@ -1,0 +1,390 @@
+"""Calls, bytes and estimated time of recorded calls or of a dry run, added up by operation and group.
+
+``python -m unicoll.trace.summary --dry-run --world-size 256 train.py ...`` runs a program as one rank of a job of any
+size with the backend ``fake`` (:mod:`unicoll.backend.fake`) and prints the table; with flight recorder dumps, or their
+directory, in place of a program it prints the sums over those. :func:`add_up` and :func:`dry_run_summary` return it.
+
+Rounds and bytes are those of docs/scaling.md for the rank that sends most, with one rank per host and the algorithms of
+the CPU backend ("Over sockets"). The time of a call is ``latency * rounds + bytes sent / bandwidth``; a receive takes
+as long as its send. It is an estimate for a network without congestion, of calls one after another: without
+computation, overlap, or waiting for other ranks. Coalesced calls are counted one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import runpy
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from unicoll.arrays.types import BY_NAME, DType
+from unicoll.backend import fake
+from unicoll.backend.ops import OPS, Sizes
+from unicoll.bootstrap import fake_job
+from unicoll.errors import DistArgumentError
+
+__all__ = ["Cost", "Line", "Network", "Summary", "add_up", "cost", "dry_run_summary", "from_dump", "main"]
+
+_SMALL = 64 << 10
+"""Contributions of up to this many bytes, all ranks together, are part of the exchange."""
+_SEGMENT = 256 << 10
+_CIRCULANT, _CIRCULANT_BLOCK = 4 << 20, 64 << 10
+_HEADER = 32
+
+Arrays = Sequence[tuple[DType, tuple[int, ...]]]
+
+
+class Recorded(Protocol):
+    """The attributes that are needed of a call; a :class:`~unicoll.group.recorded_calls.RecordedCall` has them."""
+
+    @property
+    def group(self) -> str: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def op(self) -> str: ...
+    @property
+    def inputs(self) -> Arrays: ...
+    @property
+    def outputs(self) -> Arrays: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network as two numbers.
+
+    Attributes:
+        latency: seconds of one round.
+        bandwidth: bytes per second that a rank sends.
+    """
+
+    latency: float = 20e-6
+    bandwidth: float = 10e9
+
+
+class Cost(NamedTuple):
+    """The cost of one call.
+
+    Attributes:
+        rounds: messages in the longest chain of messages.
+        sent: bytes that the rank sends that sends most.
+    """
+
+    rounds: int
+    sent: int
+
+
+@dataclass
+class Line:
+    """The calls of one operation in one group.
+
+    Attributes:
+        op, group: names.
+        ranks: size of the group.
+        calls: number of them.
+        nbytes: bytes of the inputs, or of the outputs where a rank has no inputs.
+        sent: bytes that the rank sends that sends most.
+        seconds: estimated time.
+    """
+
+    op: str
+    group: str
+    ranks: int
+    calls: int = 0
+    nbytes: int = 0
+    sent: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The table.
+
+    Attributes:
+        lines: one for each operation and group, the longest time first.
+        network: of the estimated times.
+    """
+
+    lines: tuple[Line, ...]
+    network: Network
+
+    @property
+    def total(self) -> Line:
+        """The sums over all lines; its group is "", its number of ranks the largest."""
+        lines = self.lines
+        return Line(
+            "total",
+            "",
+            max((line.ranks for line in lines), default=0),
+            sum(line.calls for line in lines),
+            sum(line.nbytes for line in lines),
+            sum(line.sent for line in lines),
+            sum(line.seconds for line in lines),
+        )
+
+    def __str__(self) -> str:
+        rows = [("operation", "group", "ranks", "calls", "bytes", "sent", "time")]
+        for line in (*self.lines, self.total):
+            rows.append(
+                (line.op, line.group, str(line.ranks), str(line.calls))
+                + (_bytes(line.nbytes), _bytes(line.sent), _seconds(line.seconds))
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        text = []
+        for row in rows:
+            cells = [
+                cell.ljust(w) if i < 2 else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            ]
+            text.append("  ".join(cells))
+        heading = f"latency {_seconds(self.network.latency)}, bandwidth {_bytes(self.network.bandwidth)}/s"
+        return "\n".join([heading, *text])
+
+
+def add_up(calls: Iterable[Recorded | tuple[Recorded, int]], network: Network | None = None) -> Summary:
+    """The table of recorded calls (:func:`unicoll.group.recorded_calls.recorded_calls`).
+
+    Args:
+        calls: each one alone, or with the number of times that it was made; failed ones do not count.
+        network: for the times; None is 20 us and 10 GB/s.
+    """
+    network = network or Network()
+    lines: dict[tuple[str, str], Line] = {}
+    for item in calls:
+        call, number = item if isinstance(item, tuple) else (item, 1)
+        if getattr(call, "state", "") == "failed":
+            continue
+        found = _cost_of(call)
+        line = lines.setdefault((call.op, call.group), Line(call.op, call.group, len(call.ranks)))
+        line.calls += number
+        line.nbytes += number * call.nbytes
+        line.sent += number * (found.sent if call.op != "recv" else 0)
+        line.seconds += number * (network.latency * found.rounds + found.sent / network.bandwidth)
+    return Summary(tuple(sorted(lines.values(), key=lambda line: -line.seconds)), network)
+
+
+def dry_run_summary(network: Network | None = None) -> Summary:
+    """The table of all calls since ``init_process_group("fake")``, however many; also after the job's end."""
+    return add_up(fake.counts(), network)
+
+
+def from_dump(content: dict[str, Any]) -> list[Recorded]:
+    """The calls of a flight recorder dump, parsed from JSON.
+
+    Raises:
+        DistArgumentError: it is no such dump.
+    """
+    try:
+        return [
+            _Call(
+                c["group"],
+                tuple(c["ranks"]),
+                c["op"],
+                _arrays(c["inputs"]),
+                _arrays(c["outputs"]),
+                c["bytes"],
+                c["state"],
+            )
+            for c in content["calls"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise DistArgumentError(
+            f"not a dump of the flight recorder: {type(error).__name__}: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Call:
+    group: str
+    ranks: tuple[int, ...]
+    op: str
+    inputs: Arrays
+    outputs: Arrays
+    nbytes: int
+    state: str
+
+
+def _arrays(listed: Any) -> Arrays:
+    return [(BY_NAME[name], tuple(shape)) for name, shape in listed]
+
+
+# --- the cost of a call ---------------------------------------------------------------------------------------------
+
+
+def _cost_of(call: Recorded) -> Cost:
+    n, sizes = len(call.ranks), OPS[call.op].sizes
+    given, taken = _total(call.inputs), _total(call.outputs)
+    size = given or taken
+    if sizes in (Sizes.SCATTERED, Sizes.SCATTERED_FLAT):
+        size = taken
+    elif sizes is Sizes.EXCHANGED:
+        size = -(-given // n)
+    wide = 2 if any(dtype.half for dtype, _ in call.inputs) else 1
+    return cost(call.op, n, size, wide)
+
+
+def _total(arrays: Arrays) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in arrays)
+
+
+def cost(op: str, n: int, size: int, wide: int = 1) -> Cost:
+    """The cost of one call, by the table "Over sockets" of docs/scaling.md; of the default reductions.
+
+    Args:
+        op: name of the operation.
+        n: number of ranks.
+        size: bytes of the array (broadcast, all_reduce, reduce, scan, exscan, send, recv), otherwise of the block that
+            a rank sends to, or receives from, each other rank.
+        wide: bytes of a partial sum for each byte of an element: 2 for float16 and bfloat16.
+    """
+    if OPS[op].message:
+        return Cost(1, size)
+    if n == 1:
+        return Cost(0, 0)
+    op = op.replace("_into_tensor", "").replace("_tensor", "").replace("_single", "")
+    k = (n - 1).bit_length()
+    if op == "all_to_all":
+        return Cost(k + n - 1, k * _HEADER + 16 * n * (n - 1) + (n - 1) * size)
+    contributions = {"barrier": 0, "broadcast": size, "reduce_scatter": (n - 1) * n * size}
+    contributions |= dict.fromkeys(("all_gather", "gather", "scatter"), n * size)
+    if contributions.get(op, (n - 1) * size) <= _SMALL:
+        own = {"barrier": 0, "reduce_scatter": n * size}.get(op, size)
+        sent = {"broadcast": k * size, "scatter": k * n * size}.get(op, (n - 1) * own)
+        return Cost(k, k * _HEADER + sent)
+    more = _after_agreement(op, n, size, wide)
+    return Cost(k + more.rounds, k * _HEADER + more.sent)
+
+
+def _after_agreement(op: str, n: int, size: int, wide: int) -> Cost:
+    k = (n - 1).bit_length()
+    if op == "broadcast" and n > 2 and size < (n - 1) * _SMALL:
+        return Cost(k, k * size)
+    if op in ("broadcast", "reduce", "scan", "exscan"):
+        sent = size if op == "broadcast" else size * wide
+        return Cost(n - 2 + -(-sent // _SEGMENT), sent)
+    if op in ("gather", "scatter"):
+        return Cost(n - 1, size if op == "gather" else (n - 1) * size)
+    if op == "all_gather":
+        return _gathered(n, size)
+    if op == "reduce_scatter":
+        return _scattered(n, size, wide)
+    first, second = _scattered(n, size // n, wide), _gathered(n, size // n)
+    return Cost(first.rounds + second.rounds, first.sent + second.sent)
+
+
+def _in_rounds(n: int, whole: int) -> bool:
+    return n > 2 and whole <= min(_CIRCULANT, n * _CIRCULANT_BLOCK)
+
+
+def _scattered(n: int, block: int, wide: int) -> Cost:
+    if _in_rounds(n, n * block * wide):
+        return Cost((n - 1).bit_length(), (n - 1) * block * wide)
+    segments = -(-block * (wide if n > 2 else 1) // _SEGMENT)
+    return Cost((n - 1) * segments, block * (1 + (n - 2) * wide))
+
+
+def _gathered(n: int, block: int) -> Cost:
+    rounds = (n - 1).bit_length() if _in_rounds(n, n * block) else n - 1
+    return Cost(rounds, (n - 1) * block)
+
+
+# --- numbers with units ---------------------------------------------------------------------------------------------
+
+_TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_SIZES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+
+def _seconds(value: float) -> str:
+    unit = next((u for u, scale in _TIMES.items() if value >= scale), "ns")
+    return f"{value / _TIMES[unit]:.4g} {unit}" if value else "0 s"
+
+
+def _bytes(value: float) -> str:
+    unit = next((u for u, scale in reversed(_SIZES.items()) if value >= scale), "")
+    return f"{value / _SIZES[unit]:.4g} {unit}B"
+
+
+def _time(text: str) -> float:
+    match = re.fullmatch(r"([0-9.]+)\s*(s|ms|us|ns)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 20us")
+    return float(match[1]) * _TIMES[match[2]]
+
+
+def _rate(text: str) -> float:
+    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(B|bit)(/s)?", text)
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth such as 10GB/s or 100Gbit/s")
+    return float(match[1]) * _SIZES[match[2]] / (8 if match[3] == "bit" else 1)
+
+
+# --- command line ---------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code of the program, or 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m unicoll.trace.summary", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--dry-run", action="store_true", help="run a program with the backend fake")
+    parser.add_argument("--world-size", type=int, default=1, help="number of ranks of the dry run")
+    parser.add_argument("--rank", type=int, default=0, help="rank of the dry run (default 0)")
+    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks of each host (default 1)")
+    parser.add_argument("--latency", type=_time, default=Network.latency, help="of a round (20us)")
+    parser.add_argument("--bandwidth", type=_rate, default=Network.bandwidth, help="of a rank (10GB/s)")
+    parser.add_argument("what", nargs=argparse.REMAINDER, help="dumps, or a program and its arguments")
+    options = parser.parse_args(argv)
+    network = Network(options.latency, options.bandwidth)
+    if not options.what:
+        parser.error("give a program with --dry-run, or dumps of the flight recorder")
+    if not options.dry_run:
+        calls: list[Recorded] = []
+        given = [Path(path) for path in options.what]
+        for path in [p for g in given for p in (sorted(g.glob("rank_*.json")) if g.is_dir() else [g])]:
+            try:
+                calls += from_dump(json.loads(path.read_text()))
+            except (OSError, ValueError, DistArgumentError) as error:
+                parser.error(f"{path}: {error}")
+        print(add_up(calls, network))
+        return 0
+    if not 0 <= options.rank < options.world_size:
+        parser.error(f"--rank {options.rank} is not below --world-size {options.world_size}")
+    code = _dry_run(options.what, options.rank, options.world_size, options.nproc_per_node)
+    print(dry_run_summary(network))
+    return code
+
+
+def _dry_run(program: list[str], rank: int, size: int, per_node: int) -> int:
+    """Run a program in this process, with torchrun's variables; returns its exit code."""
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank % per_node),
+        LOCAL_WORLD_SIZE=str(min(per_node, size)),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+    )
+    fake_job.override = "fake"
+    sys.argv = program
+    sys.path[0] = str(Path(program[0]).resolve().parent)
+    try:
+        runpy.run_path(program[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, int) or end.code is None:
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

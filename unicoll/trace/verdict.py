@@ -1,0 +1,214 @@
+"""What happened, in one sentence: the first call that has not completed on all ranks, and why."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from unicoll.backend.ops import OPS
+from unicoll.trace.dumps import Call, Group, Trace, name_ranks
+
+__all__ = ["Verdict", "judge", "numbered"]
+
+_SLOW_SHARE, _SLOW_S = 0.2, 0.1
+"""A rank is slow if the others wait for it alone for this share of the time, and for so many seconds."""
+
+
+class Verdict(NamedTuple):
+    """What happened.
+
+    Attributes:
+        kind: "missing_call", "mismatch", "missing_dump", "message", "in_progress", "slow" or "completed".
+        sentence: for people.
+        group, seq: of the call, or "" and 0.
+        ranks: the ranks that caused it, as far as the dumps tell.
+        since: when the first rank began to wait, on rank 0's clock.
+    """
+
+    kind: str
+    sentence: str
+    group: str = ""
+    seq: int = 0
+    ranks: tuple[int, ...] = ()
+    since: float = 0.0
+
+    @property
+    def is_good(self) -> bool:
+        """True if all calls have completed."""
+        return self.kind in ("completed", "slow")
+
+
+def judge(trace: Trace) -> list[Verdict]:
+    """What happened first, then what else has not completed."""
+    found = [_judge_group(trace, group) for group in trace.groups.values()]
+    verdicts = sorted((v for v in found if v is not None), key=lambda verdict: verdict.since)
+    verdicts.sort(key=lambda verdict: verdict.kind == "in_progress")
+    # a rank that waits for a message makes others wait in the collective that it has not reached
+    if not verdicts and (waiting := _judge_messages(trace)):
+        verdicts = [waiting]
+    named = {rank for verdict in verdicts for rank in verdict.ranks}
+    missing = tuple(rank for rank in trace.missing if rank not in named)
+    if verdicts and missing:
+        return [*verdicts, Verdict("missing_dump", _no_dump(trace, missing), ranks=missing)]
+    if verdicts:
+        return verdicts
+    if missing:
+        sentence = f"{_no_dump(trace, missing)}; all calls of the other ranks have completed"
+        return [Verdict("missing_dump", sentence, ranks=missing)]
+    return [_slow(trace) or Verdict("completed", f"all calls have completed: {_count(trace)}")]
+
+
+def numbered(calls: Iterable[Call]) -> dict[int, Call]:
+    """The collectives of one rank and group by number; waiting calls without a number come after the others."""
+    found: dict[int, Call] = {}
+    for call in calls:
+        if call.is_message:
+            continue
+        seq = call.seq or (max(found, default=0) + 1 if call.is_open else 0)
+        if seq and (seq not in found or not found[seq].is_open):
+            found[seq] = call
+    return found
+
+
+def _judge_group(trace: Trace, group: Group) -> Verdict | None:
+    """The first collective of the group that has not completed on all ranks; None if there is none."""
+    by_rank = {
+        rank: numbered(call for call in dump.calls if call.group == group.name)
+        for rank, dump in trace.dumps.items()
+        if rank in group.ranks
+    }
+    unfinished = [seq for calls in by_rank.values() for seq, call in calls.items() if call.is_open]
+    if not unfinished:
+        return None
+    seq = min(unfinished)
+    there = {rank: calls[seq] for rank, calls in by_rank.items() if seq in calls}
+    absent = [rank for rank, calls in by_rank.items() if max(calls, default=0) < seq]
+    lost = [rank for rank in trace.missing if rank in group.ranks]
+    waiting = [call for call in there.values() if call.is_open]
+    first = min(waiting, key=lambda call: call.created)
+    name = f"{first.op} #{seq} of group {group.name!r} ({first.arguments})"
+    waited = _waited(trace, waiting)
+
+    def verdict(kind: str, sentence: str, ranks: Sequence[int]) -> Verdict:
+        return Verdict(kind, sentence, group.name, seq, tuple(ranks), first.created)
+
+    if len(sides := _sides(there.values())) > 1:
+        texts = [f"{name_ranks([c.rank for c in side])} {side[0].text} at {side[0].place}" for side in sides]
+        called = f"the ranks called different operations as #{seq} of group {group.name!r}"
+        smallest = min(sides, key=len)
+        return verdict("mismatch", f"{called}: {'; '.join(texts)}", [c.rank for c in smallest])
+    died = [rank for rank in lost if rank in trace.departed]
+    if died or (lost and not absent):
+        ranks = died or lost
+        return verdict("missing_dump", f"{_no_dump(trace, ranks)}; {waited} in {name}", ranks)
+    if absent:
+        called = f"{name_ranks(absent)} {_have(absent)} not called {name}"
+        parts = [called, f"{waited} in it", *[_where(trace, rank) for rank in absent[:4]]]
+        return verdict("missing_call", "; ".join(parts), absent)
+    last = max(there.values(), key=lambda call: call.created)
+    came = f"{name_ranks([last.rank])} was the last, {last.created - first.created:.3g} s after the first"
+    return verdict("in_progress", f"all ranks have called {name}; {came}; {waited} in it", [last.rank])
+
+
+def _key(call: Call) -> Any:
+    """What ranks that agree have in common."""
+    op = OPS.get(call.op)
+    arrays = call.inputs or call.outputs
+    types = {dtype for dtype, _ in arrays}
+    shapes = arrays if op is not None and not op.uneven else ()
+    return call.op, call.reduce, call.root, frozenset(types), shapes
+
+
+def _sides(calls: Iterable[Call]) -> list[list[Call]]:
+    found: dict[Any, list[Call]] = defaultdict(list)
+    for call in calls:
+        found[_key(call)].append(call)
+    return sorted(found.values(), key=lambda side: (-len(side), side[0].rank))
+
+
+def _judge_messages(trace: Trace) -> Verdict | None:
+    """The messages that wait, if no collective does."""
+    waiting = [c for d in trace.dumps.values() for c in d.calls if c.is_message and c.is_open]
+    if not waiting:
+        return None
+    waiting.sort(key=lambda call: call.created)
+    first = waiting[0]
+    parts = [
+        f"rank {c.rank} has waited for {_seconds(trace, c):.3g} s in {c.text} of group {c.group!r} at {c.place}"
+        for c in waiting[:4]
+    ]
+    ranks = {c.rank for c in waiting}
+    peers = {c.ranks[c.peer] for c in waiting[:4] if c.peer >= 0} - ranks
+    parts += [_where(trace, rank) for rank in sorted(peers & trace.dumps.keys())]
+    parts += [_no_dump(trace, sorted(peers - trace.dumps.keys()))] if peers - trace.dumps.keys() else []
+    return Verdict("message", "; ".join(parts), first.group, 0, tuple(sorted(peers or ranks)), first.created)
+
+
+def _where(trace: Trace, rank: int) -> str:
+    """Where a rank is that has not made a call."""
+    dump = trace.dumps[rank]
+    inside = [call for call in dump.calls if call.is_open]
+    if inside:
+        call = inside[0]
+        number = f" #{call.seq}" if call.seq else ""
+        return f"rank {rank} is in {call.text}{number} of group {call.group!r} at {call.place}"
+    if rank in trace.departed:
+        return trace.departed[rank]
+    return f"rank {rank} is at {dump.place}" if dump.place else f"rank {rank} is in no code of the user"
+
+
+def _no_dump(trace: Trace, ranks: Sequence[int]) -> str:
+    texts = [trace.departed[rank] for rank in ranks if rank in trace.departed]
+    silent = [rank for rank in ranks if rank not in trace.departed]
+    if silent:
+        why = "it died or was not reached" if len(silent) == 1 else "they died or were not reached"
+        texts.append(f"{name_ranks(silent)} left no dump: {why}")
+    return "; ".join(texts)
+
+
+def _waited(trace: Trace, calls: Sequence[Call]) -> str:
+    ranks = [call.rank for call in calls]
+    longest = max(_seconds(trace, call) for call in calls)
+    return f"{name_ranks(ranks)} {_have(ranks)} waited for {longest:.3g} s"
+
+
+def _seconds(trace: Trace, call: Call) -> float:
+    return max(0.0, (call.ended or trace.dumps[call.rank].written) - call.created)
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
+
+
+def _count(trace: Trace) -> str:
+    calls = sum(len(dump.calls) for dump in trace.dumps.values())
+    return f"{calls} of {name_ranks(list(trace.dumps))}"
+
+
+def _slow(trace: Trace) -> Verdict | None:
+    """The rank for which the others wait, if there is one."""
+    alone: Counter[int] = Counter()
+    times: list[float] = []
+    uncertain = trace.clock_error or 0.0
+    for group in trace.groups.values():
+        calls = {
+            rank: numbered(call for call in dump.calls if call.group == group.name)
+            for rank, dump in trace.dumps.items()
+            if rank in group.ranks
+        }
+        if len(calls) < 2:
+            continue
+        for seq in set.intersection(*[set(one) for one in calls.values()]):
+            *_, second, last = sorted((one[seq] for one in calls.values()), key=lambda call: call.created)
+            alone[last.rank] += max(0.0, last.created - second.created - uncertain)  # type: ignore[assignment]
+            times += [second.created, last.ended or last.created]
+    if not times:
+        return None
+    (rank, seconds), *_ = alone.most_common(1)
+    span = max(times) - min(times)
+    if seconds < max(_SLOW_S, _SLOW_SHARE * span) or seconds < sum(alone.values()) / 2:
+        return None
+    waited = f"the other ranks have waited for it alone for {seconds:.3g} s of {span:.3g} s"
+    sentence = f"all calls have completed: {_count(trace)}; rank {rank} is slow: {waited}"
+    return Verdict("slow", sentence, ranks=(rank,))

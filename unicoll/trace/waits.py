@@ -1,0 +1,171 @@
+"""Who waited for whom: the calls of all ranks, matched by group and number, and messages in their order.
+
+A rank waits in a collective until the last of the ranks that have made it before the rank's own call ended; a rank that
+needs no other one (the root of a broadcast, for example) ends before the others come. A receive waits for the send.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from unicoll.trace.dumps import Call, Trace
+
+__all__ = ["Totals", "Wait", "find_waits", "totals"]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A call in which ranks waited for a late one.
+
+    Attributes:
+        call: of the late rank.
+        previous: that rank's last call before it, or None.
+        seconds: how long the other ranks waited, by rank.
+    """
+
+    call: Call
+    previous: Call | None
+    seconds: dict[int, float]
+
+    @property
+    def longest(self) -> float:
+        """The longest wait of a rank, seconds."""
+        return max(self.seconds.values())
+
+    @property
+    def total(self) -> float:
+        """The waits of all ranks, seconds."""
+        return sum(self.seconds.values())
+
+
+@dataclass
+class Totals:
+    """All calls of one operation on one group, of all ranks.
+
+    Attributes:
+        calls: number of calls on one rank (the largest, if ranks differ).
+        nbytes: bytes that a rank passed in, in all calls (the largest, if ranks differ).
+        seconds: from start to end of the calls, the mean over the ranks.
+        waiting: of these, how long ranks waited for late ones, the mean over the ranks.
+        waited_for: seconds for which ranks waited, by late rank.
+    """
+
+    op: str
+    group: str
+    calls: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    waiting: float = 0.0
+    waited_for: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes for each second in which a rank did not wait; 0 if that took no time."""
+        moving = self.seconds - self.waiting
+        return self.nbytes / moving if moving > 0 else 0.0
+
+
+def find_waits(trace: Trace) -> list[Wait]:
+    """The waits that are longer than the clocks of two ranks may differ, longest first."""
+    error = trace.clock_error or 0.0
+    previous = _previous_calls(trace)
+    found = []
+    for calls in (*_collectives(trace), *_messages(trace)):
+        waits = _waits(calls, error)
+        if waits is not None:
+            late, seconds = waits
+            found.append(Wait(late, previous.get(id(late)), seconds))
+    return sorted(found, key=lambda wait: -wait.longest)
+
+
+def totals(trace: Trace, waits: Iterable[Wait]) -> list[Totals]:
+    """The totals of each operation and group, the one that took longest first."""
+    by_rank: dict[tuple[str, str], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
+    for dump in trace.dumps.values():
+        for call in dump.calls:
+            if call.ended is not None:
+                by_rank[call.op, call.group][call.rank].append(call)
+    found = {}
+    for (op, group), ranks in by_rank.items():
+        seconds = sum((c.ended or c.created) - c.created for calls in ranks.values() for c in calls)
+        found[op, group] = Totals(
+            op,
+            group,
+            max(len(calls) for calls in ranks.values()),
+            max(sum(call.nbytes for call in calls) for calls in ranks.values()),
+            seconds / len(ranks),
+        )
+    for wait in waits:
+        total = found.get((wait.call.op if not wait.call.is_message else "recv", wait.call.group))
+        if total is not None:
+            ranks_of = by_rank[total.op, total.group]
+            total.waiting += wait.total / len(ranks_of)
+            late = wait.call.rank
+            total.waited_for[late] = total.waited_for.get(late, 0.0) + wait.total
+    return sorted(found.values(), key=lambda total: -total.seconds)
+
+
+def _previous_calls(trace: Trace) -> dict[int, Call]:
+    """By ``id`` of a call: the call that its rank made before it."""
+    found = {}
+    for dump in trace.dumps.values():
+        ordered = sorted(dump.calls, key=lambda call: call.created)
+        for first, second in pairwise(ordered):
+            found[id(second)] = first
+    return found
+
+
+def _collectives(trace: Trace) -> Iterator[list[Call]]:
+    """The calls of all ranks of a group with one number, where all of them are there."""
+    found: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
+    for dump in trace.dumps.values():
+        for call in dump.calls:
+            if call.seq and not call.is_message:
+                found[call.group, call.seq].setdefault(call.rank, call)
+    for calls in found.values():
+        first = next(iter(calls.values()))
+        if calls.keys() == set(first.ranks) and len({call.op for call in calls.values()}) == 1:
+            yield [calls[rank] for rank in first.ranks]
+
+
+def _messages(trace: Trace) -> Iterator[list[Call]]:
+    """A send and its receive: the k-th from one rank to another with one tag. Those from any rank are left out."""
+    sends: dict[tuple[str, int, int, int], list[Call]] = defaultdict(list)
+    receives: dict[tuple[str, int, int, int], list[Call]] = defaultdict(list)
+    any_source: set[tuple[str, int]] = set()
+    for dump in trace.dumps.values():
+        for call in sorted(dump.calls, key=lambda call: call.created):
+            if not call.is_message:
+                continue
+            if call.peer < 0:
+                any_source.add((call.group, call.rank))
+                continue
+            peer = call.ranks[call.peer]
+            if call.op == "send":
+                sends[call.group, call.rank, peer, call.tag].append(call)
+            else:
+                receives[call.group, peer, call.rank, call.tag].append(call)
+    for key, sent in sends.items():
+        received = receives.get(key, [])
+        if len(sent) == len(received) and (key[0], key[2]) not in any_source:  # else the ring has lost some
+            yield from (list(pair) for pair in zip(sent, received, strict=True))
+
+
+def _waits(calls: Sequence[Call], error: float) -> tuple[Call, dict[int, float]] | None:
+    """The late call, and for how long each rank waited for it; None if no rank waited."""
+    found: dict[int, float] = {}
+    late: Call | None = None
+    for call in calls:
+        if call.op == "send":
+            continue
+        end = call.ended if call.ended is not None else float("inf")
+        before = [each for each in calls if each.created <= end]
+        last = max(before, key=lambda each: each.created, default=call)
+        if last.created - call.created > error:
+            found[call.rank] = last.created - call.created
+            if late is None or last.created > late.created:
+                late = last
+    return (late, found) if late is not None else None
