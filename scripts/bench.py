@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = str(Path(__file__).resolve().parents[1])
 
 if __name__ == "__main__":
-    # In the place of this file's directory, where Python looks first.
+    # Replaces this file's directory at the start of the module search path.
     sys.path[0] = ROOT
 
     from unicoll.bench import main

@@ -1,8 +1,8 @@
-# Sourced by the scripts beside it: finds a Python and keeps virtual environments in the repository's root.
+# Sourced by the other scripts: finds a Python and manages virtual environments in the repository's root.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# An empty HOME would make pip keep its cache in the file system's root.
+# With an empty HOME pip would use a cache in the root directory.
 [ -n "${HOME:-}" ] || unset HOME
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
 
@@ -11,7 +11,7 @@ fail() {
     exit 1
 }
 
-# Print the path of a Python that can make environments: $PYTHON, python3 or python.
+# Print the path of a Python that can create environments: $PYTHON, python3 or python.
 find_python() {
     local candidate found="" reason=""
     for candidate in ${PYTHON:+"$PYTHON"} python3 python; do
@@ -26,18 +26,18 @@ find_python() {
             return
         fi
     done
-    [ -n "$found" ] || fail "no Python found; install Python 3.10 or newer, or name one in PYTHON"
-    fail "$reason (another one can be named in PYTHON)"
+    [ -n "$found" ] || fail "no Python found; install Python 3.10 or newer, or set PYTHON to its path"
+    fail "$reason (set PYTHON to use another one)"
 }
 
-# What an environment depends on: the project's metadata, the interpreter and where the repository lies.
+# A hash of the inputs of an environment: the project's metadata, the interpreter and the repository's path.
 fingerprint() {
     "$1" -c 'import hashlib, sys
 print(hashlib.sha256(open(sys.argv[1], "rb").read() + "\n".join([sys.version, *sys.argv[1:]]).encode()).hexdigest())' \
         "$root/pyproject.toml" "${@:2}"
 }
 
-# make_environment DIR REQUIREMENT...: an environment with these packages, made anew unless it is up to date.
+# make_environment DIR REQUIREMENT...: creates an environment with these packages unless it is up to date.
 make_environment() {
     local dir=$1 python stamp
     shift
@@ -46,8 +46,8 @@ make_environment() {
     build_environment "$dir" "$root/scripts/environment.sh" "$python" "$stamp" "$@"
 }
 
-# build_environment DIR LOCK PYTHON STAMP REQUIREMENT...: makes it unless it has this stamp and its Python starts.
-# Prints nothing when there is nothing to do. Two scripts at once take turns.
+# build_environment DIR LOCK PYTHON STAMP REQUIREMENT...: creates it unless it has this stamp and its Python starts.
+# Prints nothing if it is up to date. A lock serializes concurrent scripts.
 build_environment() {
     local dir=$1 lock=$2 python=$3 stamp=$4
     shift 4
@@ -56,21 +56,21 @@ build_environment() {
         flock 9
     fi
     if [ "$(cat "$dir/stamp" 2>/dev/null)" != "$stamp" ] || ! "$dir/bin/python" -c '' 2>/dev/null; then
-        printf 'Making the environment %s with %s ...\n' "$(basename "$dir")" "$("$python" --version)"
+        printf 'Creating the environment %s with %s ...\n' "$(basename "$dir")" "$("$python" --version)"
         rm -rf "$dir"
-        "$python" -m venv "$dir" || fail "could not make the environment $dir"
-        printf 'Installing what it needs ...\n'
+        "$python" -m venv "$dir" || fail "could not create the environment $dir"
+        printf 'Installing its packages ...\n'
         if ! (cd "$root" && "$dir/bin/python" -m pip install --quiet "$@"); then
             rm -rf "$dir"
-            fail "pip could not install $*; the reason stands above"
+            fail "pip could not install $*; see above"
         fi
         printf '%s\n' "$stamp" >"$dir/stamp"
     fi
     exec 9<&-
 }
 
-# make_layer DIR BASE REQUIREMENT...: an environment with these packages alone; all others it takes from another one,
-# BASE. So torch need not be there once more for each MPI library.
+# make_layer DIR BASE REQUIREMENT...: creates an environment with these packages that takes all others from the
+# environment BASE, so that torch is not installed again for each MPI library.
 make_layer() {
     local dir=$1 base=$2 packages
     shift 2
@@ -88,7 +88,7 @@ has() {
     "$1/bin/python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$2" 2>/dev/null
 }
 
-# .venv-test: the project with all that its tests need; torch only where it can be had, which is said loudly.
+# Creates .venv-test: the project and the requirements of its tests; a warning is printed if torch cannot be installed.
 make_test_environment() {
     local torch="torch==2.13.0"
     make_environment "$root/.venv-test" --editable ".[test]"
@@ -99,11 +99,11 @@ make_test_environment() {
     fi
 }
 
-# What tests of other versions of torch need, beside torch.
+# Requirements of the tests with other versions of torch, in addition to torch.
 TORCH_TESTS=("numpy>=1.24" "pytest>=8" "expecttest>=0.2" "ml_dtypes>=0.3")
 
-# torch_environment VERSION: where the environment with this version of torch is: outside of the checkout, since it is
-# several GB large and all checkouts can share it. Nothing in it is the checkout's: tests take unicoll from where they are.
+# torch_environment VERSION: prints the path of the environment with this version of torch. It is outside of the checkout,
+# because it has several GB and all checkouts can share it. unicoll is not installed in it; tests import the checkout.
 torch_environment() {
     local base=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}} cache python
     cache=${UNICOLL_TEST_CACHE:-${base:+$base/unicoll}}

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""A flood of connections against a job on loopback: what its operations take meanwhile.
+"""A flood of connections against a job on loopback, and the times of the job's operations meanwhile.
 
 Starts a job of two ranks with a secret and floods every port on which they listen (the store's, the control plane's
-and the data listeners') in two ways: with silent connections, which are opened again when the job closes them, and with
+and the data listeners') in two ways: with silent connections, which are reopened when the job closes them, and with
 connections that are reset once they are established. Meanwhile the ranks do all_reduce, store.set and store.get, and
 open files, and clients that hold the secret connect to the store. Prints the time of each without the flood and with
 it, the open descriptors of the ranks, and "held" if every operation and every client succeeded and the descriptors
 stayed under their cap; else what failed, and the exit code is 1.
 
-The job refuses most of the connections by leaving them in the kernel's queue, so the rate counts those that are
-attempted; the output says how many were established.
+The job leaves most of the connections in the kernel's queue, so the rate counts attempts; the output has the number
+of established ones.
 
-The traffic stays on loopback, and count, rate and time are bounded. Only attack jobs that this program starts.
+The traffic stays on loopback; number, rate and time are bounded. The only target is the job that this program starts.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ SPARE = 16
 
 
 def run_rank(rank: int, port: int, secret: str, limit: int, pipe: Connection) -> None:
-    """One rank of the job: joins, tells its ports, and does operations in the phases that it is told to."""
+    """One rank of the job: joins, sends its ports, and executes operations in the phases that the pipe starts."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     os.environ.update(
         UNICOLL_SECRET=secret, UNICOLL_TRANSPORT="tcp", UNICOLL_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
     )
     import unicoll as dist
-    from unicoll.server import _most_strangers
+    from unicoll.net.admission import max_unauthenticated
 
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT_SECONDS)
-    work(rank, store, 0.2)  # makes the connections
+    work(rank, store, 0.2)  # opens the connections
     ports = listening_ports()
-    pipe.send({"ports": ports, "strangers": len(ports) * _most_strangers(), "open": descriptors()})
+    pipe.send({"ports": ports, "unauthenticated": len(ports) * max_unauthenticated(), "open": descriptors()})
     while (seconds := pipe.recv()) is not None:
         pipe.send(work(rank, store, seconds))
     dist.destroy_process_group()
@@ -98,7 +98,7 @@ def descriptors(pid: int | str = "self") -> int:
 
 
 def work(rank: int, store: Any, seconds: float) -> dict[str, Any]:
-    """Operations for so many seconds: how long each took, and what failed."""
+    """Operations for so many seconds; returns their times and the first error."""
     import numpy as np
 
     import unicoll as dist
@@ -109,7 +109,9 @@ def work(rank: int, store: Any, seconds: float) -> dict[str, Any]:
 
     def reduce() -> bool:
         x = np.ones(1024)
-        x[1] = rank == 0 and time.monotonic() >= until  # rank 0 says when to stop, so that both do as many
+        x[1] = (
+            rank == 0 and time.monotonic() >= until
+        )  # rank 0 ends the phase, so that both ranks have equal numbers
         dist.all_reduce(x)
         if x[0] != 2.0:
             raise ValueError(f"the sum is {x[0]}")
@@ -150,9 +152,9 @@ def threads_time() -> float:
 
 
 def connect_clients(port: int, secret: str, pipe: Connection) -> None:
-    """New clients of the store, one after another on each of some threads, in the phases that it is told to."""
+    """New clients of the store, sequentially on each of several threads, in the phases that the pipe starts."""
     from unicoll import TCPStore
-    from unicoll.auth import Secret
+    from unicoll.net.secret import Secret
 
     def connect(until: float, took: list[float], errors: list[str]) -> None:
         try:
@@ -184,7 +186,7 @@ def connect_clients(port: int, secret: str, pipe: Connection) -> None:
 def attack(
     number: int, ports: list[int], connections: int, rate: float, seconds: float, pipe: Connection
 ) -> None:
-    """Holds so many silent connections, and resets so many others a second; tells what it reached."""
+    """Holds so many silent connections, and resets so many others per second; sends the numbers at the end."""
     wanted = connections + 64
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -223,7 +225,7 @@ def attack(
 
 
 def sources(number: int) -> Iterator[tuple[str, int]]:
-    """Addresses to connect from, which no other attacker uses, without end."""
+    """Endless source addresses that no other attacker uses."""
     hosts = [f"127.0.{number + 1}.{host}" for host in range(1, SOURCE_HOSTS + 1)]
     return cycle((host, port) for port, host in product(SOURCE_PORTS, hosts))
 
@@ -247,7 +249,7 @@ def state(sock: socket.socket) -> int:
 
 
 def sweep(held: list[socket.socket]) -> tuple[list[socket.socket], tuple[int, int]]:
-    """Those that the job has not closed, and how many are established and how many wait for an answer."""
+    """The connections that the job has not closed; the numbers of established and of unanswered ones."""
     states = [state(sock) for sock in held]
     kept = []
     for sock, now in zip(held, states, strict=True):
@@ -278,7 +280,7 @@ class Program:
         return process, ours
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the processes that still run."""
         for process in self.processes:
             process.join(5)
             if process.is_alive():
@@ -303,7 +305,7 @@ def receive(pipes: list[Connection], seconds: float) -> list[Any]:
 
 
 def measure(ranks: list[Any], pipes: list[Connection], seconds: float) -> tuple[list[Any], list[int]]:
-    """Has ranks and clients work, and counts the ranks' descriptors meanwhile: what all tell, and the most of each."""
+    """Run a phase; returns the results of ranks and clients, and each rank's maximum number of descriptors."""
     for pipe in pipes:
         pipe.send(seconds)
     most = [0] * len(ranks)
@@ -371,15 +373,15 @@ def flood(args: argparse.Namespace, program: Program) -> list[str]:
     seconds = max(one[5] for one in reached)
     print(
         f"open at once: {established + waiting} silent connections ({established} established,"
-        f" {waiting} waiting for room in a listener's queue)\n"
+        f" {waiting} waiting for a listener's queue)\n"
         f"connects a second: {(opened + reset + refused) / seconds:.0f} ({opened / seconds:.0f} silent,"
-        f" {reset / seconds:.0f} established and reset, {refused / seconds:.0f} given up since the queue was full),"
+        f" {reset / seconds:.0f} established and reset, {refused / seconds:.0f} abandoned since the queue was full),"
         f" for {seconds:.1f} s\n"
     )
     print(table(calm, flooded), end="\n\n")
     failures = [one["error"] for one in (*calm, *flooded) if one["error"]]
     for i, (rank, peak) in enumerate(zip(joined, most, strict=True)):
-        cap = min(args.limit, rank["open"] + rank["strangers"] + FILES + SPARE)
+        cap = min(args.limit, rank["open"] + rank["unauthenticated"] + FILES + SPARE)
         print(
             f"descriptors of rank {i}: {rank['open']} without the flood, at most {peak} with it; the cap is {cap}"
         )

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Malformed input for what reads from peers: `fuzz.py [TARGET]`.
+"""Fuzzes the parsers of peers' input: `fuzz.py [TARGET]`.
 
-Inputs are valid ones with flipped bits, cut or spliced, with other lengths and extreme numbers, and random bytes.
-Findings are exceptions that the parser does not document, a pass of the handshake without its proof, an unpickling or
-other execution of code, a hang, much memory, and a server that no longer serves its other clients. Each is printed with
-the seed and the input in hexadecimal digits, which `--replay` runs again; then the exit code is 1.
+Inputs are valid ones with flipped bits, truncated or spliced, with other lengths and extreme numbers, and random bytes.
+Findings are exceptions that the parser does not document, a handshake that succeeds without its proof, an unpickling or
+other execution of code, a hang, excessive memory, and a server that no longer serves its other clients. Each is printed
+with the seed and the input in hexadecimal digits, which `--replay` runs again; then the exit code is 1.
 
-Servers and groups run without their threads: an input arrives over a socketpair and their turn is called. What the
-codec and the table of the store read is in memory. The targets are in scripts/fuzzing.
+Servers and groups run without their threads: an input is sent over a socketpair and the handler is called. The codec
+and the store's table read from memory. The targets are in scripts/fuzzing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 
 SCRIPTS = Path(__file__).resolve().parent
 if __name__ == "__main__":
-    sys.path[:1] = [str(SCRIPTS.parent), str(SCRIPTS)]  # the library before what lies here
+    sys.path[:1] = [str(SCRIPTS.parent), str(SCRIPTS)]  # the library before this directory
 
 from fuzzing.group import Collectives, Messages  # noqa: E402 - needs the path
 from fuzzing.harness import Hung, Target, check, generate, watched  # noqa: E402
@@ -31,13 +31,18 @@ from fuzzing.servers import Frames, Store  # noqa: E402
 
 MOST_FINDINGS = 10
 TARGETS: dict[str, type[Target]] = {
-    "codec": Codec, "handshake": Handshake, "records": Records, "store": Store, "frames": Frames,
-    "messages": Messages, "collectives": Collectives,
-}  # fmt: skip
+    "codec": Codec,
+    "handshake": Handshake,
+    "records": Records,
+    "store": Store,
+    "frames": Frames,
+    "messages": Messages,
+    "collectives": Collectives,
+}
 
 
 def fuzz(name: str, inputs: int, seed: int) -> int:
-    """Runs so many inputs; how many findings there were."""
+    """Runs so many inputs; returns the number of findings."""
     rng = random.Random(f"{name} {seed}")
     target = TARGETS[name]()
     found: set[str] = set()
@@ -66,7 +71,7 @@ def fuzz(name: str, inputs: int, seed: int) -> int:
 
 
 def report(name: str, seed: int, number: int, data: bytes, error: BaseException, found: set[str]) -> None:
-    """Prints a finding, once for each place that it comes from."""
+    """Prints a finding, once per line of code that raises it."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     kind = f"{type(error).__name__} {place.filename}:{place.lineno}"
     if kind in found:
@@ -78,11 +83,15 @@ def report(name: str, seed: int, number: int, data: bytes, error: BaseException,
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", nargs="?", choices=sorted(TARGETS), help="all of them if it is left out")
-    parser.add_argument("--inputs", type=int, default=100_000, help="how many for each target (100000)")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="a random one")
-    parser.add_argument("--replay", metavar="HEX", help="one input again")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("target", nargs="?", choices=sorted(TARGETS), help="default: all of them")
+    parser.add_argument("--inputs", type=int, default=100_000, help="number of inputs per target (100000)")
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="default: random"
+    )
+    parser.add_argument("--replay", metavar="HEX", help="run one input again")
     args = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     if args.replay is not None:

@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""``python -m unicoll.run`` from an uninstalled checkout: ``python scripts/launch.py [flags] script [arguments]``.
-"""
+"""``python -m unicoll.run`` from an uninstalled checkout: ``python scripts/launch.py [flags] script [arguments]``."""
 
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 ROOT = str(Path(__file__).resolve().parents[1])
 
 if __name__ == "__main__":
-    # In the place of this file's directory, where Python looks first.
+    # Replaces this file's directory at the start of the module search path.
     sys.path[0] = ROOT
 
     from unicoll.run import main

@@ -5,11 +5,11 @@
     scripts/torch_suite --backends gloo,unicoll-mpi            # under Open MPI; MPI=mpich in front: under MPICH
     scripts/torch_suite --ranks 2 -k all_to_all --verbose
 
-(``scripts/torch_suite`` makes an environment and runs ``scripts/torch_suite.py`` in it.)
+(``scripts/torch_suite`` creates an environment and runs ``scripts/torch_suite.py`` in it.)
 
-The tests believe that they run on gloo, so exactly those that torch means for Gloo are run; only the groups that they
-make are of another backend. torch is imported once: for each test one process per rank is forked, which is ended
-after ``--limit`` seconds. Under ``mpirun`` a stub takes the rank's place, and hands its environment to the forked one.
+The tests run with the backend name "gloo", so exactly those for Gloo are run; their groups have the tested backend.
+torch is imported once: for each test one process per rank is forked, and killed after ``--limit`` seconds. ``mpirun``
+starts a stub per rank, which passes its environment and file descriptors to the forked process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
-_KEPT = 4000
+_LOG_CHARACTERS = 4000
 _MPI_VARIABLES = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -43,11 +43,11 @@ _MPI_VARIABLES = {
 }
 
 
-# --- the process that forks ----------------------------------------------------------------------------------------
+# --- forking process -----------------------------------------------------------------------------------------
 
 
 def forker(backend: str, size: int, limit: float, names: Sequence[str], folder: str) -> None:
-    """Run tests and print a line of JSON for each."""
+    """Run tests and print one line of JSON per test."""
     os.environ |= {
         "BACKEND": "gloo",
         "WORLD_SIZE": str(size),
@@ -62,15 +62,15 @@ def forker(backend: str, size: int, limit: float, names: Sequence[str], folder: 
     if backend.startswith("unicoll"):
         import unicoll.torch_plugin  # noqa: F401
 
-        suite.BACKEND = _LikeGloo(backend)
+        suite.BACKEND = _BackendName(backend)
 
     class Tests(suite.TestDistBackend, suite.DistributedTest._DistTestBase):  # type: ignore[misc]
-        """torch's tests, as its own test_distributed_spawn.py puts them together."""
+        """torch's tests, composed as in its test_distributed_spawn.py."""
 
     if not names:
         names = sorted(name for name in dir(Tests) if name.startswith("test_"))
     if size > 2:
-        os.environ["BACKEND"] = "mpi"  # all that asks at run time is a gate against small worlds
+        os.environ["BACKEND"] = "mpi"  # at run time only a check of the world size reads it
     skips = {skip.exit_code for skip in common.TEST_SKIPS.values()}
     stub = _Stub(size, folder) if "mpi" in backend else None
     for name in names:
@@ -87,8 +87,8 @@ def forker(backend: str, size: int, limit: float, names: Sequence[str], folder: 
         suite.cleanup_temp_dir()
 
 
-class _LikeGloo(str):
-    """The name of a backend, which tests that ask for it find to be Gloo's."""
+class _BackendName(str):
+    """A backend name that also equals "gloo", for tests that compare it."""
 
     def __eq__(self, other: object) -> bool:
         return other == "gloo" or str.__eq__(self, other)  # type: ignore[arg-type]
@@ -109,21 +109,24 @@ def _state(codes: Sequence[int], skips: set[int]) -> str:
 def _one_test(
     tests: Any, name: str, size: int, limit: float, folder: str, stub: _Stub | None
 ) -> tuple[list[int], str]:
-    """Exit codes of the ranks (-9 for one that was ended), and what they wrote."""
-    meeting = tempfile.mktemp(dir=folder)
+    """(exit codes of the ranks, -9 for a killed one; their output)."""
+    rendezvous_file = tempfile.mktemp(dir=folder)
     logs = [Path(folder, f"rank{rank}.log") for rank in range(size)]
     for log in logs:
         log.write_bytes(b"")  # a rank that is never started has written nothing
     if stub is None:
-        children = [_fork(tests, name, rank, meeting, logs[rank], None, ()) for rank in range(size)]
+        children = [_fork(tests, name, rank, rendezvous_file, logs[rank], None, ()) for rank in range(size)]
         codes = _await_all(children, limit)
     else:
         codes = stub.run(
-            lambda rank, environ, fds: _fork(tests, name, rank, meeting, logs[rank], environ, fds), limit
+            lambda rank, environ, fds: _fork(tests, name, rank, rendezvous_file, logs[rank], environ, fds),
+            limit,
         )
     if stub is not None:
         logs.append(Path(folder, "mpirun.log"))
-    output = "\n".join(f"--- {log.stem}\n{log.read_text(errors='replace')[-_KEPT:]}" for log in logs)
+    output = "\n".join(
+        f"--- {log.stem}\n{log.read_text(errors='replace')[-_LOG_CHARACTERS:]}" for log in logs
+    )
     return codes, output
 
 
@@ -131,7 +134,7 @@ def _fork(
     tests: Any,
     name: str,
     rank: int,
-    meeting: str,
+    rendezvous_file: str,
     log: Path,
     environ: dict[str, str] | None,
     fds: Sequence[int],
@@ -141,7 +144,7 @@ def _fork(
         return pid
     code = 1
     try:
-        atexit._clear()  # what the forker has to tidy up is not the ranks' to remove
+        atexit._clear()  # the exit functions of the forking process must not run in the ranks
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
@@ -151,13 +154,13 @@ def _fork(
         os.environ["RANK"] = str(rank)
         import torch
 
-        ours, theirs = torch.multiprocessing.Pipe()
+        parent_end, child_end = torch.multiprocessing.Pipe()
         try:
-            tests._run(rank, name, meeting, theirs)
+            tests._run(rank, name, rendezvous_file, child_end)
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
-        del ours
+        del parent_end
     except BaseException:
         import traceback
 
@@ -165,7 +168,7 @@ def _fork(
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        atexit._run_exitfuncs()  # as an interpreter that ends does
+        atexit._run_exitfuncs()  # as at interpreter exit
         os._exit(code)
 
 
@@ -176,7 +179,7 @@ def _await_all(children: Sequence[int], limit: float) -> list[int]:
         for pid in children:
             if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
                 codes[pid] = os.waitstatus_to_exitcode(ended[1])
-                if codes[pid]:  # the others may wait for it in vain
+                if codes[pid]:  # the other ranks may wait for it
                     deadline = min(deadline, time.monotonic() + 20)
         if time.monotonic() > deadline:
             for pid in set(children) - codes.keys():
@@ -188,7 +191,7 @@ def _await_all(children: Sequence[int], limit: float) -> list[int]:
 
 
 class _Stub:
-    """mpirun, once for each test, with programs that hand their place to forked processes."""
+    """mpirun, once per test, with stub programs whose environment forked processes take over."""
 
     def __init__(self, size: int, folder: str) -> None:
         self._size = size
@@ -199,32 +202,35 @@ class _Stub:
             self._mpirun = shutil.which("mpirun") or "mpirun"
 
     def run(self, fork: Any, limit: float) -> list[int]:
-        with socket.socket(socket.AF_UNIX) as door:
-            door.bind(self._path)
-            door.listen()
-            door.settimeout(30)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self._path)
+            listener.listen()
+            listener.settimeout(30)
             environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
             environ |= _MPI_VARIABLES | {"STUB_SOCKET": self._path, "TMPDIR": self._folder}
-            environ["OMPI_MCA_btl_sm_backing_directory"] = self._folder  # gone with it, however ranks end
+            environ["OMPI_MCA_btl_sm_backing_directory"] = self._folder  # deleted with the folder
             program = [sys.executable, "-S", "-c", _STUB]
-            with open(Path(self._folder, "mpirun.log"), "wb") as said:
+            with open(Path(self._folder, "mpirun.log"), "wb") as log:
                 launcher = subprocess.Popen(
                     [self._mpirun, "-n", str(self._size), *program],
-                    env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
-                )  # fmt: skip
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
             callers: dict[int, socket.socket] = {}
             pids: dict[int, int] = {}
             try:
                 for _ in range(self._size):
-                    caller, _address = door.accept()
-                    there, fds = _receive(caller)
-                    rank = int(there.get("OMPI_COMM_WORLD_RANK") or there["PMI_RANK"])
+                    caller, _address = listener.accept()
+                    environment, fds = _receive(caller)
+                    rank = int(environment.get("OMPI_COMM_WORLD_RANK") or environment["PMI_RANK"])
                     callers[rank] = caller
-                    for number, fd in zip(_fds_of(there), fds, strict=True):
+                    for number, fd in zip(_fds_of(environment), fds, strict=True):
                         os.dup2(fd, number)
-                    there.pop("STUB_SOCKET")
-                    pids[rank] = fork(rank, there, fds)
-                    for fd in (*fds, *_fds_of(there)):
+                    environment.pop("STUB_SOCKET")
+                    pids[rank] = fork(rank, environment, fds)
+                    for fd in (*fds, *_fds_of(environment)):
                         os.close(fd)
                 codes = _await_all([pids[rank] for rank in range(self._size)], limit)
             finally:
@@ -269,11 +275,11 @@ def _receive(caller: socket.socket) -> tuple[dict[str, str], list[int]]:
     return found, list(fds)
 
 
-# --- the process that is called ------------------------------------------------------------------------------------
+# --- main process -----------------------------------------------------------------------------------
 
 
 def run(backend: str, size: int, limit: float, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Run tests on a backend (all if none are named); what became of each, as they end."""
+    """Run tests on a backend, all if ``names`` is empty; yields the result of each."""
     with tempfile.TemporaryDirectory(prefix="torch-suite-") as folder:
         environ = dict(os.environ)
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH")]))
@@ -284,11 +290,13 @@ def run(backend: str, size: int, limit: float, names: Sequence[str]) -> Iterator
             for line in process.stdout:
                 yield json.loads(line)
         if process.returncode:
-            raise RuntimeError(f"the runner of {backend} on {size} ranks ended with {process.returncode}")
+            raise RuntimeError(
+                f"the runner of {backend} on {size} ranks exited with code {process.returncode}"
+            )
 
 
 def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """A row for each run: passed, failed, skipped."""
+    """A Markdown table with one row per run: passed, failed, skipped."""
     lines = ["| backend | ranks | passed | failed | skipped |", "|---|---|---|---|---|"]
     for label, tests in results.items():
         backend, _, size = label.partition("/")
@@ -297,8 +305,8 @@ def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
-def behind(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
-    """Tests that Gloo passes and another backend does not: ``"unicoll-gloo/2 test_x: failed"``."""
+def regressions(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
+    """Tests that pass on Gloo and not on another backend: ``"unicoll-gloo/2 test_x: failed"``."""
     found = []
     for label, tests in results.items():
         reference = results.get(f"gloo/{label.partition('/')[2]}", {})
@@ -311,7 +319,7 @@ def behind(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 
 
 def main() -> int:
-    """The command."""
+    """The command-line program."""
     if sys.argv[1:2] == ["--fork"]:
         backend, size, limit, folder, *names = sys.argv[2:]
         forker(backend, int(size), float(limit), names, folder)
@@ -319,12 +327,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--backends", default="gloo,unicoll-gloo")
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds that one test may take")
-    parser.add_argument("-k", default="", help="only tests with this in their name")
-    parser.add_argument("--sample", type=int, default=0, help="only so many tests, drawn by the seed")
+    parser.add_argument("--limit", type=float, default=60.0, help="time limit of a test in seconds")
+    parser.add_argument("-k", default="", help="only tests whose name contains this")
+    parser.add_argument("--sample", type=int, default=0, help="only this many tests, sampled with the seed")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--output", help="write results to this file, as JSON")
-    parser.add_argument("--verbose", action="store_true", help="show what failing tests wrote")
+    parser.add_argument("--verbose", action="store_true", help="show the output of failing tests")
     options = parser.parse_args()
     results: dict[str, dict[str, dict[str, Any]]] = {}
     names = choose(options.k, options.sample, options.seed)
@@ -335,18 +343,18 @@ def main() -> int:
                 tests[found.pop("name")] = found
                 _show(f"{backend}/{size}", list(tests)[-1], found, options.verbose)
     print(f"\n{table(results)}")
-    lost = behind(results)
-    print("\n".join(["", "Passed by gloo alone:", *lost]) if lost else "")
+    failed = regressions(results)
+    print("\n".join(["", "Passed on gloo only:", *failed]) if failed else "")
     if options.output:
         import torch
 
         facts = {"torch": torch.__version__, "python": sys.version.split()[0], "cpus": os.cpu_count()}
         Path(options.output).write_text(json.dumps({**facts, "results": _short(results)}, indent=1) + "\n")
-    return 1 if lost else 0
+    return 1 if failed else 0
 
 
 def choose(part: str, sample: int, seed: int | None) -> list[str]:
-    """Names of tests, an empty list for all of them."""
+    """Names of the selected tests; an empty list for all."""
     if not part and not sample:
         return []
     source = "import os; os.environ |= {'BACKEND': 'gloo', 'WORLD_SIZE': '2', 'TEMP_DIR': '/tmp'};"
@@ -372,7 +380,7 @@ def _show(label: str, name: str, found: dict[str, Any], verbose: bool) -> None:
 
 
 def _short(results: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, list[str]]]:
-    """Names by state, for the file."""
+    """Names of tests by state, for the output file."""
     return {
         label: {
             state: [name for name, test in tests.items() if test["state"] == state]

@@ -1,4 +1,4 @@
-"""What every test is held to: nothing it started outlives it."""
+"""Fixtures that check every test for leaked processes, threads, descriptors and files in shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
-from unicoll.testing import ranks, sampling, worker  # noqa: E402 - needs the path
+from unicoll.testing import forkserver, ranks, sampling, worker  # noqa: E402 - needs the path
 
 resource_tracker.ensure_running()  # it stays until the end of the run, and holds a pipe
 
@@ -23,21 +23,25 @@ _PATIENCE_S = 8.0
 _SHARED_MEMORY = Path("/dev/shm")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "in_turn: a run does a half or a quarter of all tests with this mark")
+
+
 def pytest_report_header() -> str:
     return (
-        f"unicoll: samples are drawn with {ranks.SEED_VARIABLE}={ranks.drawn_seed()};"
-        f" {sampling.FULL_VARIABLE}=1 runs what they leave out, too"
+        f"unicoll: samples are selected by {ranks.SEED_VARIABLE}={ranks.sample_seed()};"
+        f" {sampling.FULL_VARIABLE}=1 runs all cases"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what this run's sample does not have."""
+    """Deselect tests that are not in this run's sample."""
     if sampling.wants_all(config.args):
         return
-    seed = ranks.drawn_seed()
+    seed = ranks.sample_seed()
     kept = [item for item in items if sampling.is_drawn(item, seed)]
-    if sampling.wants_quarter():
-        kept = sampling.quarter(kept, seed)
+    if (share := sampling.share()) > 1:
+        kept = sampling.part(kept, seed, share)
     names = {item.nodeid for item in kept}
     if left_out := [item for item in items if item.nodeid not in names]:
         config.hook.pytest_deselected(items=left_out)
@@ -45,25 +49,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test stays: the search for garbage after every test need not go through it."""
+    """Exclude existing objects from the garbage collection after every test."""
     gc.collect()
     gc.freeze()
 
 
 def children() -> set[int]:
-    """Direct children of this process, but for multiprocessing's resource tracker, which stays until the end."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            found |= {int(pid) for pid in (task / "children").read_text().split()}
-        except FileNotFoundError:  # the thread has ended meanwhile
-            continue
+    """Direct children of this process and of its fork servers, except those that stay until the end."""
+    found: set[int] = set()
+    for parent in ("self", *forkserver.running()):
+        for task in Path(f"/proc/{parent}/task").iterdir():
+            try:
+                found |= {int(pid) for pid in (task / "children").read_text().split()}
+            except FileNotFoundError:  # the thread has ended
+                continue
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     return found - {getattr(getattr(tracker, "_resource_tracker", None), "_pid", None)} - ranks.pooled()[0]
 
 
 def shared_memory() -> set[str]:
-    """Files of /dev/shm, but for those of open pools, and semaphores that other programs make all the time."""
+    """Files of /dev/shm, except those of open pools and semaphores of other programs."""
     if not _SHARED_MEMORY.is_dir():
         return set()
     there = {p.name for p in _SHARED_MEMORY.iterdir() if not p.name.startswith("sem.mp-")}
@@ -71,7 +76,7 @@ def shared_memory() -> set[str]:
 
 
 def _is_of_others(name: str) -> bool:
-    """Whether a file of /dev/shm is mapped by processes that are not descendants of this one: another run's."""
+    """True if only processes of another test run, not descendants of this one, map a file of /dev/shm."""
     file = str(_SHARED_MEMORY / name)
     parents: dict[int, int] = {}
     users = set()
@@ -80,7 +85,7 @@ def _is_of_others(name: str) -> bool:
             parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             if file in (process / "maps").read_text():
                 users.add(int(process.name))
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended or belongs to another user
             continue
     own = {os.getpid()}
     while more := {child for child, parent in parents.items() if parent in own} - own:
@@ -96,26 +101,25 @@ def _new(before: set[object], now: Callable[[], set[object]]) -> set[object]:
 
 
 class _Watch:
-    """What there was at the start, for comparison at the end."""
+    """Resources at the start of a test, for comparison at its end."""
 
     def __init__(self) -> None:
         self.children: set[object] = set(children())
         self.files: set[object] = set(shared_memory())
         self.own = worker.snapshot()
-        self.pooled_sockets = ranks.pooled()[1]
+        self.pooled = ranks.pooled()[1]
 
     def complaints(self) -> list[str]:
-        gc.collect()  # what only a cycle of garbage holds is not leaked
+        gc.collect()  # objects in reference cycles are not leaks
         found = []
         if left := _new(self.children, lambda: set(children())):
-            found.append(f"processes {sorted(map(str, left))} live on")
+            found.append(f"processes {sorted(map(str, left))} are still running")
         known = self.files
         if left := _new(known, lambda: {f for f in shared_memory() - known if not _is_of_others(str(f))}):
             found.append(f"files {sorted(map(str, left))} are left in /dev/shm")
-        more = ranks.pooled()[1] - self.pooled_sockets
-        words = [w for w in worker.leftovers([*self.own, *["fd socket"] * more]) if _matters(w)]
-        if words:
-            found.append(f"not given back: {', '.join(words)}")
+        more = ranks.pooled()[1] - self.pooled
+        if leaks := worker.leftovers([*self.own, *more.elements()], matters=_matters):
+            found.append(f"not released: {', '.join(leaks)}")
         return found
 
 
@@ -152,5 +156,5 @@ def pool() -> Iterator[Callable[[int], ranks.Pool]]:
 
 @pytest.fixture(scope="session")
 def seed() -> int:
-    """The seed of this run's samples; it is printed at the head of the run."""
-    return ranks.drawn_seed()
+    """The seed of this run's samples; it is printed at the start of the run."""
+    return ranks.sample_seed()

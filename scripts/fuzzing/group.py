@@ -12,27 +12,40 @@ from unittest import mock
 
 import numpy as np
 
-from gloo_fallback import algorithms, links, nodes, ring, segment
+from gloo_fallback.algorithms import over_sockets
 from gloo_fallback.backend import GlooBackend
-from gloo_fallback.endpoint import MESSAGES, Key
-from gloo_fallback.letters import ANSWER, CREDIT, HEADER, MAGIC, MESSAGE, OFFER, PART, SHARED, Letter, frame
-from gloo_fallback.lines import Line
-from gloo_fallback.messages import Mailroom
-from gloo_fallback.ring import SHARED_FROM, Inlet, Outlet
+from gloo_fallback.p2p.connection import PeerConnection
+from gloo_fallback.p2p.engine import P2PEngine
+from gloo_fallback.p2p.frames import (
+    ANSWER,
+    CHUNK,
+    CREDIT,
+    HEADER,
+    MAGIC,
+    MESSAGE,
+    OFFER,
+    SHARED,
+    PendingMessage,
+    frame,
+)
+from gloo_fallback.shm import ring, segment
+from gloo_fallback.shm.ring import SHARED_THRESHOLD, RingReader, RingWriter
+from gloo_fallback.transport import exchange, topology
+from gloo_fallback.transport.endpoint import MESSAGES, Key
+from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.types import BY_NAME, ReduceOp
 from unicoll.backend import Call, Context
-from unicoll.buffers import Buffer
+from unicoll.backend.ops import OPS
 from unicoll.errors import DistError
-from unicoll.ops import OPS
-from unicoll.types import BY_NAME, ReduceOp
 
-from .harness import HANG_SECONDS, Found, Target, pieces
+from .harness import HANG_SECONDS, Found, Target, chunks
 
 __all__ = ["Collectives", "Messages"]
 
 TIMEOUT = 2 * HANG_SECONDS
 DOUBLE, BYTE = BY_NAME["float64"], BY_NAME["uint8"]
 PEER = 1
-LARGE = SHARED_FROM
+LARGE = SHARED_THRESHOLD
 """Bytes of messages that go through the ring."""
 
 
@@ -74,28 +87,30 @@ class Endpoint:
 # --- messages -------------------------------------------------------------------------------------------------------
 
 
-class _KeptInlet(Inlet):
+class _KeptInlet(RingReader):
     def close(self) -> None:
         pass
 
 
-class _KeptOutlet(Outlet):
+class _KeptOutlet(RingWriter):
     def close(self) -> None:
         pass
 
 
 class Messages(Target):
-    """A mailroom with receives and sends under way; the first byte says whether rings have been agreed on."""
+    """A point-to-point engine with pending receives and sends; if the first byte is odd, rings are in use."""
 
     def __init__(self) -> None:
         self._patches = [
             mock.patch.object(segment, "boot_id", return_value="boot"),
-            mock.patch.object(Line, "_is_near", return_value=True),  # sockets here have no address
-            mock.patch.object(ring, "_LEAST", LARGE // 4),
+            mock.patch.object(
+                PeerConnection, "_on_this_host", return_value=True
+            ),  # sockets here have no address
+            mock.patch.object(ring, "_MIN_CHUNK", LARGE // 4),
         ]
         for patch in self._patches:
             patch.start()
-        self._from_peer = Outlet()
+        self._from_peer = RingWriter()
         self._inlet = _KeptInlet(self._from_peer.offer)
         self._outlet = _KeptOutlet()
         self._outlet.ready = True
@@ -107,11 +122,17 @@ class Messages(Target):
         small = header(MESSAGE, DOUBLE.code, 1, 64) + b"a" * 64
         long = header(MESSAGE, BYTE.code, 2, 5000) + b"b" * 5000
         early = header(MESSAGE, DOUBLE.code, 3, 16) + b"c" * 16
-        shared = header(SHARED, BYTE.code, 4, LARGE, LARGE // 4) + header(PART, 0, 4, LARGE, LARGE // 2)
-        shared += header(PART, 0, 4, LARGE, LARGE // 4)
+        shared = header(SHARED, BYTE.code, 4, LARGE, LARGE // 4) + header(CHUNK, 0, 4, LARGE, LARGE // 2)
+        shared += header(CHUNK, 0, 4, LARGE, LARGE // 4)
         empty = header(MESSAGE, DOUBLE.code, 3, 0)
         offer = frame(OFFER, len(self._from_peer.offer)) + self._from_peer.offer
-        texts = [b'{"boot": "boot", "pid": 1e400, "fd": 0, "size": 5, "token": 5}', b"", b"[" * 3000, b"[1]", b"\xff"]
+        texts = [
+            b'{"boot": "boot", "pid": 1e400, "fd": 0, "size": 5, "token": 5}',
+            b"",
+            b"[" * 3000,
+            b"[1]",
+            b"\xff",
+        ]
         others = [frame(ANSWER), frame(ANSWER, 13), frame(CREDIT, 0, 1 << 19), offer]
         others += [frame(OFFER, len(text)) + text for text in texts]
         inputs = [small, long, early, empty, small + long + early, early + early + small, *others]
@@ -122,75 +143,75 @@ class Messages(Target):
 
     def run(self, data: bytes) -> bool:
         endpoint = Endpoint()
-        room = Mailroom(context_of(0, endpoint), endpoint)  # type: ignore[arg-type]
+        engine = P2PEngine(context_of(0, endpoint), endpoint, 0, lambda cause: None)  # type: ignore[arg-type]
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             try:
                 endpoint.arrived(PEER, ours)
                 if data[:1] and data[0] % 2:
-                    self._give_rings(room)
-                return self._exchange(room, theirs, data[1:])
+                    self._give_rings(engine)
+                return self._exchange(engine, theirs, data[1:])
             finally:
-                room.close(0.0)
+                engine.close(0.0)
 
-    def _give_rings(self, room: Mailroom) -> None:
-        line = room._lines[PEER]
-        assert line is not None
-        self._inlet._at = self._inlet.owed = self._outlet._at = 0
-        self._outlet.free = LARGE // 4  # room for one part
-        line.inlet, line.outlet, line._may_offer = self._inlet, self._outlet, False
+    def _give_rings(self, engine: P2PEngine) -> None:
+        connection = engine._connections[PEER]
+        assert connection is not None
+        self._inlet._position = self._inlet.uncredited = self._outlet._position = 0
+        self._outlet.free = LARGE // 4  # space for one chunk
+        connection.reader, connection.writer, connection._may_offer = self._inlet, self._outlet, False
 
-    def _exchange(self, room: Mailroom, theirs: socket.socket, said: bytes) -> bool:
-        letters: list[Letter] = []
+    def _exchange(self, engine: P2PEngine, theirs: socket.socket, sent: bytes) -> bool:
+        operations: list[PendingMessage] = []
 
         def begin(op: str, peer: int, tag: int, data: Buffer) -> None:
             given, taken = ((data,), ()) if op == "send" else ((), (data,))
-            letter = Letter(Call(OPS[op], given, taken, TIMEOUT, peer=peer, tag=tag), None)
-            if room._lines[PEER] is not None:
-                letters.append(letter)
-                room._accept(letter)
+            pending = PendingMessage(Call(OPS[op], given, taken, TIMEOUT, peer=peer, tag=tag), None)
+            if engine._connections[PEER] is not None:
+                operations.append(pending)
+                engine._accept(pending)
 
         begin("recv", PEER, 1, buffer(8))
         begin("recv", -1, 2, buffer(5000, BYTE))
         begin("recv", PEER, 4, self._long)
         begin("send", PEER, 1, buffer(100))
         begin("send", PEER, 1, self._sent)
-        for i, piece in enumerate(pieces(said)):
-            self._send(theirs, piece)
-            self._serve(room)
+        for i, chunk in enumerate(chunks(sent)):
+            self._send(theirs, chunk)
+            self._serve(engine)
             if i == 0:
                 begin("recv", PEER, 3, buffer(2))
         theirs.shutdown(socket.SHUT_WR)
-        self._serve(room)
-        if room._lines[PEER] is not None:
+        self._serve(engine)
+        if engine._connections[PEER] is not None:
             raise Found("a connection that has ended is not dropped")
-        return sum(self._is_done(room, letter) for letter in letters) > 0
+        return sum(self._is_done(engine, pending) for pending in operations) > 0
 
-    def _is_done(self, room: Mailroom, letter: Letter) -> bool:
+    def _is_done(self, engine: P2PEngine, pending: PendingMessage) -> bool:
         """Whether a send or receive is done without an error."""
-        call = letter.call
-        if not letter.completion.done():
-            if call.peer == PEER or letter not in room._sorter.posted:
+        call = pending.call
+        if not pending.completion.done():
+            if call.peer == PEER or pending not in engine._matcher.posted:
                 raise Found(f"{call.op.name} with tag {call.tag} waits for a connection that is over")
             return False
-        error = letter.completion.exception()
+        error = pending.completion.exception()
         if error is not None and not isinstance(error, DistError):
             raise error
         return error is None and call.op.name == "recv"
 
-    def _send(self, theirs: socket.socket, piece: bytes) -> None:
+    def _send(self, theirs: socket.socket, chunk: bytes) -> None:
         try:
-            theirs.sendall(piece)
+            theirs.sendall(chunk)
         except (BrokenPipeError, ConnectionResetError):
             pass  # it has been dropped
 
-    def _serve(self, room: Mailroom) -> None:
-        while (line := room._lines[PEER]) is not None:
-            if not select.select([line.sock], [], [], 0)[0]:
+    def _serve(self, engine: P2PEngine) -> None:
+        while (connection := engine._connections[PEER]) is not None:
+            if not select.select([connection.sock], [], [], 0)[0]:
                 break
-            room.serve(line.number, select.EPOLLIN)
-        room.announce()
+            engine.serve(connection.descriptor, select.EPOLLIN)
+        engine.report_completed()
 
     def close(self) -> None:
         for patch in self._patches:
@@ -242,15 +263,20 @@ def _calls() -> list[Callable[[int], Call]]:
 
     return [
         lambda rank: call("barrier", (), ()),
-        all_reduce(4), all_reduce(300),
+        all_reduce(4),
+        all_reduce(300),
         lambda rank: call("broadcast", *(2 * [(buffer(200),)]), 1),
         lambda rank: call("all_gather", (buffer(2 + rank),), (buffer(2), buffer(3))),
         lambda rank: call("all_gather", (buffer(100),), (buffer(100), buffer(100))),
-        lambda rank: gather(rank, (2, 2)), lambda rank: gather(rank, (2, 3)), lambda rank: gather(rank, (2, 2), "why"),
-        lambda rank: scatter(rank, 3, 3), lambda rank: scatter(rank, 300, 300), lambda rank: scatter(rank, 3, 4),
+        lambda rank: gather(rank, (2, 2)),
+        lambda rank: gather(rank, (2, 3)),
+        lambda rank: gather(rank, (2, 2), "why"),
+        lambda rank: scatter(rank, 3, 3),
+        lambda rank: scatter(rank, 300, 300),
+        lambda rank: scatter(rank, 3, 4),
         lambda rank: call("all_to_all", (buffer(2), buffer(2)), (buffer(2), buffer(2))),
         lambda rank: call("reduce_scatter_tensor", (buffer(600),), (buffer(300),)),
-    ]  # fmt: skip
+    ]
 
 
 class Collectives(Target):
@@ -262,9 +288,9 @@ class Collectives(Target):
     def __init__(self) -> None:
         self._patches = [
             mock.patch.dict("os.environ", UNICOLL_TRANSPORT="tcp"),
-            mock.patch.object(algorithms, "SMALL", 512),
-            mock.patch.object(links, "_CROSSING", 256),
-            mock.patch.object(nodes, "boot_id", return_value="boot"),
+            mock.patch.object(over_sockets, "SMALL", 512),
+            mock.patch.object(exchange, "_EAGER_LIMIT", 256),
+            mock.patch.object(topology, "boot_id", return_value="boot"),
         ]
         for patch in self._patches:
             patch.start()

@@ -1,4 +1,4 @@
-"""Inputs, what a parser may not do with them, and how that is noticed."""
+"""Generation of inputs, and detection of findings."""
 
 from __future__ import annotations
 
@@ -16,37 +16,77 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 from unittest import mock
 
-import unicoll.server
+import unicoll.net.server
 
-__all__ = ["HANG_SECONDS", "KEY", "Found", "Hung", "Target", "check", "generate", "pair", "pieces", "watched"]
+__all__ = ["HANG_SECONDS", "KEY", "Found", "Hung", "Target", "check", "chunks", "generate", "pair", "watched"]
 
 KEY = b"k" * 32
 HANG_SECONDS = 5.0
 MEMORY = 256 << 20
 LONGEST = 64 * 1024
 NUMBERS = (
-    0, 1, 2, 63, 64, 100, 127, 128, 255, 4096, 2**15, 2**16 - 1, 2**16, 2**20, 2**20 + 1, 2**30, 2**31 - 1, 2**31,
-    2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**63, 2**64 - 1,
-)  # fmt: skip
+    0,
+    1,
+    2,
+    63,
+    64,
+    100,
+    127,
+    128,
+    255,
+    4096,
+    2**15,
+    2**16 - 1,
+    2**16,
+    2**20,
+    2**20 + 1,
+    2**30,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+)
 TEXTS = (
-    b"-1", b"9" * 39, b"9" * 4300, b"-" + b"9" * 4301, b"1e400", b"NaN", b"Infinity", b"null", b"[" * 3000,
-    b'{"t":' * 2000, b"\xff\xfe", b"\xed\xa0\x80", b"\0", b"", b'"t"', b"true", b"[]", b"{}", b"0x10", b"1_0",
-)  # fmt: skip
+    b"-1",
+    b"9" * 39,
+    b"9" * 4300,
+    b"-" + b"9" * 4301,
+    b"1e400",
+    b"NaN",
+    b"Infinity",
+    b"null",
+    b"[" * 3000,
+    b'{"t":' * 2000,
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b"\0",
+    b"",
+    b'"t"',
+    b"true",
+    b"[]",
+    b"{}",
+    b"0x10",
+    b"1_0",
+)
 
 
 class Found(Exception):
-    """Something that no input may do."""
+    """A finding that is not an exception of the parser."""
 
 
 class Hung(BaseException):
-    """An input took too long; no handler of exceptions takes it."""
+    """An input took too long; not an Exception, so that the parser's handlers do not catch it."""
 
 
 # --- inputs ---------------------------------------------------------------------------------------------------------
 
 
 def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """A valid input with some changes; ``other`` is one to splice with."""
+    """A valid input with some changes; ``other`` is another one, for splices."""
     made = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3, 8))):
         at = rng.randrange(len(made) + 1)
@@ -79,7 +119,7 @@ def random_bytes(rng: random.Random, most: int) -> bytes:
 
 
 def generate(rng: random.Random, target: Target) -> bytes:
-    """An input: mostly a valid one that was changed."""
+    """An input: in most cases a valid one with changes."""
     kind = rng.randrange(50)
     if kind == 0:
         return rng.choice(target.valid)
@@ -88,12 +128,21 @@ def generate(rng: random.Random, target: Target) -> bytes:
     return mutated(rng, rng.choice(target.valid), rng.choice(target.valid))
 
 
-# --- what is watched ------------------------------------------------------------------------------------------------
+# --- detection ------------------------------------------------------------------------------------------------------
 
 _EXECUTION = {
-    "pickle.find_class", "exec", "compile", "import", "marshal.loads", "os.system", "os.exec", "os.posix_spawn",
-    "subprocess.Popen", "ctypes.dlopen", "os.fork",
-}  # fmt: skip
+    "pickle.find_class",
+    "exec",
+    "compile",
+    "import",
+    "marshal.loads",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "subprocess.Popen",
+    "ctypes.dlopen",
+    "os.fork",
+}
 _executed: list[str] = []
 _watching = False
 
@@ -118,16 +167,18 @@ def _too_long(*_: Any) -> NoReturn:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Fixed nonces, no pickles, an alarm for hangs, and execution of code recorded."""
+    """Fixes nonces, refuses pickles, sets an alarm for hangs, and records the execution of code."""
     before = signal.signal(signal.SIGALRM, _too_long)
     if not getattr(sys, "_unicoll_audited", False):
-        sys.addaudithook(_audit)  # for ever
+        sys.addaudithook(_audit)  # cannot be removed
         sys._unicoll_audited = True  # type: ignore[attr-defined]
     try:
         with (
             mock.patch.object(pickle, "loads", _unpickled),
             mock.patch.object(secrets, "token_bytes", _no_nonce),
-            mock.patch.object(unicoll.server, "_peer", return_value="fuzz:1"),  # sockets here have no address
+            mock.patch.object(
+                unicoll.net.server, "_peer", return_value=("fuzz", "fuzz:1")
+            ),  # sockets here have no address
         ):
             yield
     finally:
@@ -135,7 +186,7 @@ def watched() -> Iterator[None]:
 
 
 def check(target: Target, data: bytes) -> bool:
-    """Whether the parser took an input.
+    """True if the parser accepted an input.
 
     Raises:
         Exception, Hung: a finding.
@@ -146,7 +197,7 @@ def check(target: Target, data: bytes) -> bool:
     signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
     _watching = True
     try:
-        took = target.run(data)
+        accepted = target.run(data)
     finally:
         _watching = False
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -155,38 +206,38 @@ def check(target: Target, data: bytes) -> bool:
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
     if grown > MEMORY:
         raise Found(f"{grown >> 20} MiB of memory for {len(data)} bytes")
-    return took
+    return accepted
 
 
 class Target(ABC):
     """A kind of parser.
 
     Attributes:
-        valid: inputs that are taken.
+        valid: inputs that are accepted.
     """
 
     valid: Sequence[bytes]
 
     @abstractmethod
     def run(self, data: bytes) -> bool:
-        """Whether the parser took an input; any exception is a finding. Depends on ``data`` alone."""
+        """True if the parser accepted an input; any exception is a finding. Depends on ``data`` only."""
 
     def close(self) -> None:  # noqa: B027 - optional
-        """Give back what it holds."""
+        """Release its resources."""
 
 
-def pieces(data: bytes) -> list[bytes]:
-    """An input in up to three pieces, which depend on it alone."""
+def chunks(data: bytes) -> list[bytes]:
+    """An input in up to three chunks, which depend on it only."""
     rng = random.Random(zlib.crc32(data))
     cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(3)))
     return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True) if a < b]
 
 
 @contextmanager
-def pair(said: bytes) -> Iterator[socket.socket]:
-    """A connection whose other end has said something and then closed its direction."""
+def pair(data: bytes) -> Iterator[socket.socket]:
+    """A connection whose other end has sent ``data`` and closed its direction."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(said)
+        theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
         yield ours

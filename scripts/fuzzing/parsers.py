@@ -1,4 +1,3 @@
-
 from __future__ import annotations
 
 import os
@@ -8,86 +7,115 @@ from typing import Any
 
 import numpy as np
 
-from unicoll import auth, channel, codec
 from unicoll.errors import AuthenticationError, DistError, DistNetworkError
-from unicoll.stores.wire import Op
+from unicoll.net import auth, handshake_messages, object_codec, records
+from unicoll.net.secret import Key
+from unicoll.net.stores.protocol import StoreOp
 
-from .harness import HANG_SECONDS, KEY, Found, Target, pair, pieces, watched
+from .harness import HANG_SECONDS, KEY, Found, Target, chunks, pair, watched
 
 __all__ = ["Codec", "Handshake", "Records"]
 
 
 class Codec(Target):
-    """Objects in untrusted jobs. What is read can be written and read again."""
+    """Objects in untrusted jobs. Objects that are read can be written and read again."""
 
     def __init__(self) -> None:
         shared = ["x" * 100, b"y" * 100, 1 << 600]
         circle: list[Any] = [1]
         circle.append(circle)
         deep: Any = None
-        for _ in range(codec.MAX_DEPTH):
+        for _ in range(object_codec.MAX_DEPTH):
             deep = [deep]
         objects: list[Any] = [
-            None, True, -5, 1 << 70, 2.5, 1j, "text", "\ud800", b"bytes", bytearray(b"array"), (1, (2, "3")),
-            {"a": [1, 2], (1, 2): {3, 4}, frozenset({5, (6, 7)}): None}, shared * 3, circle, deep,
-            np.arange(6, dtype=">i4").reshape(2, 3), np.zeros((0, 4)), np.array(3.0), np.float16(2), np.bool_(True),
-            np.array([True, False]), np.datetime64("2020-01-01"), np.array([1, 2], "m8[25s]"), np.complex64(1j),
-        ]  # fmt: skip
-        self.valid = [codec.dumps(obj, False) for obj in objects]
-        self.valid += [b"\2" + pickle.dumps(obj) for obj in (1, {"a": Op.SET}, os.getcwd)]
+            None,
+            True,
+            -5,
+            1 << 70,
+            2.5,
+            1j,
+            "text",
+            "\ud800",
+            b"bytes",
+            bytearray(b"array"),
+            (1, (2, "3")),
+            {"a": [1, 2], (1, 2): {3, 4}, frozenset({5, (6, 7)}): None},
+            shared * 3,
+            circle,
+            deep,
+            np.arange(6, dtype=">i4").reshape(2, 3),
+            np.zeros((0, 4)),
+            np.array(3.0),
+            np.float16(2),
+            np.bool_(True),
+            np.array([True, False]),
+            np.datetime64("2020-01-01"),
+            np.array([1, 2], "m8[25s]"),
+            np.complex64(1j),
+        ]
+        self.valid = [object_codec.dumps(obj, False) for obj in objects]
+        self.valid += [b"\2" + pickle.dumps(obj) for obj in (1, {"a": StoreOp.SET}, os.getcwd)]
 
     def run(self, data: bytes) -> bool:
         try:
-            obj = codec.loads(data, False)
+            obj = object_codec.loads(data, False)
         except DistError:
             return False
-        codec.loads(codec.dumps(obj, False), False)
+        object_codec.loads(object_codec.dumps(obj, False), False)
         return True
 
 
 class Handshake(Target):
-    """Both sides; the first byte of an input says which. Only the proof of the key is taken."""
+    """Both sides, by the first byte of an input. Only a proof of the key is accepted."""
 
     def __init__(self) -> None:
         with watched():
-            hello = auth._hello(KEY, b"store", 0, 1)
-            server_hello = auth._hello(KEY, b"store")
-        client = hello + auth._proof(KEY, b"client", server_hello, hello)
-        mine = auth._hello(KEY, b"store")
+            hello = handshake_messages.make_hello(KEY, b"store", 0, 1)
+            server_hello = handshake_messages.make_hello(KEY, b"store")
+        client = hello + handshake_messages.make_proof(KEY, b"client", server_hello, hello)
+        mine = handshake_messages.make_hello(KEY, b"store")
         self._hello = server_hello
         self._client = client
         with watched():
-            mine = auth._hello(KEY, b"store")
-        self._server = server_hello + bytes([auth.ACCEPTED]) + auth._proof(KEY, b"server", server_hello, mine)
+            mine = handshake_messages.make_hello(KEY, b"store")
+        self._server = (
+            server_hello
+            + bytes([handshake_messages.ACCEPTED])
+            + handshake_messages.make_proof(KEY, b"server", server_hello, mine)
+        )
         refusals = [server_hello + bytes([code]) for code in range(2, 8)]
-        others = [auth._hello(KEY, b"data"), auth._hello(b"", b"store"), b"HTTP/1.1 400 Bad Request\r\n\r\n"]
-        self.valid = [bytes([way]) + said for way in (0, 1) for said in (client, client + b"rest", *others)]
-        self.valid += [b"\2" + said for said in (self._server, *refusals, *others)]
+        others = [
+            handshake_messages.make_hello(KEY, b"data"),
+            handshake_messages.make_hello(b"", b"store"),
+            b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        ]
+        self.valid = [bytes([side]) + data for side in (0, 1) for data in (client, client + b"rest", *others)]
+        self.valid += [b"\2" + data for data in (self._server, *refusals, *others)]
 
     def run(self, data: bytes) -> bool:
-        way, said = data[0] % 3 if data else 0, data[1:]
+        side, data = data[0] % 3 if data else 0, data[1:]
         try:
-            (self._machine, self._blocking, self._client_side)[way](said)
+            (self._machine, self._blocking, self._client_side)[side](data)
         except (AuthenticationError, DistNetworkError):
             return False
-        if not said.startswith(self._server if way == 2 else self._client):
+        if not data.startswith(self._server if side == 2 else self._client):
             raise Found("accepted without a proof")
         return True
 
-    def _machine(self, said: bytes) -> None:
+    def _machine(self, data: bytes) -> None:
         machine = auth.ServerHandshake(KEY, b"store")
-        for piece in pieces(said):
-            machine.feed(piece)
+        for chunk in chunks(data):
+            machine.feed(chunk)
             machine.outgoing()
         if not machine.done:
             raise AuthenticationError("not done")
 
-    def _blocking(self, said: bytes) -> None:
-        with pair(said) as sock:
+    def _blocking(self, data: bytes) -> None:
+        with pair(data) as sock:
             auth.server_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
 
-    def _client_side(self, said: bytes) -> None:
-        with pair(said) as sock:
+    def _client_side(self, data: bytes) -> None:
+        with pair(data) as sock:
             auth.client_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
 
 
@@ -95,23 +123,23 @@ class Handshake(Target):
 
 
 class Records(Target):
-    """What comes over a connection with a MAC. Only what the peer has sealed is taken, in its order."""
+    """Received bytes of a connection with a MAC. Only records that the peer has sealed are accepted, in their order."""
 
     def __init__(self) -> None:
-        peer = channel.MacRecords(auth.Key(KEY), server=False)
+        peer = records.MacRecords(Key(KEY), server=False)
         self._sent = [b"first", b"", b"x" * 3000, b"last"]
         sealed = [peer.seal(data) for data in self._sent]
         self.valid = [b"".join(sealed[:count]) for count in range(1, 5)] + [sealed[1], sealed[0] * 2]
 
     def run(self, data: bytes) -> bool:
-        records = channel.MacRecords(auth.Key(KEY), server=True)
+        side = records.MacRecords(Key(KEY), server=True)
         opened = b""
         try:
-            for piece in pieces(data):
-                opened += bytes(records.open(piece))
-        except channel.TamperedError:
+            for chunk in chunks(data):
+                opened += bytes(side.open(chunk))
+        except records.TamperedError:
             return False
         finally:
             if opened not in {b"".join(self._sent[:count]) for count in range(5)}:
-                raise Found("took what the peer has not sent")
+                raise Found("accepted data that the peer has not sent")
         return bool(opened)

@@ -1,0 +1,1 @@
+"""The tests of unicoll; one folder for each subject."""

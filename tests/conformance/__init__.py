@@ -1,0 +1,1 @@
+"""What every backend must do: results, order, refusals; and the public API over the CPU backend."""

@@ -1,0 +1,63 @@
+"""Backends with few operations of their own: the CPU backend, with the others done by fallbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import unicoll as dist
+from gloo_fallback.backend import GlooBackend
+from unicoll.backend import Backend, Call, Caps, Context
+from unicoll.backend.work import Completion
+
+__all__ = ["Broadcasts", "Gathers", "Lists", "Messages", "Posts"]
+
+
+class Messages(GlooBackend):
+    """Sends and receives alone."""
+
+    name = "messages"
+    caps = Caps()
+
+
+class Gathers(GlooBackend):
+    """One collective that moves data, and one that reduces."""
+
+    name = "gathers"
+    caps = Caps(native=frozenset({"all_gather_into_tensor", "all_reduce"}))
+
+
+class Lists(GlooBackend):
+    """One collective alone, with a list of arrays."""
+
+    name = "lists"
+    caps = Caps(native=frozenset({"all_gather"}))
+
+
+class Broadcasts(GlooBackend):
+    """One collective alone."""
+
+    name = "broadcasts"
+    caps = Caps(native=frozenset({"broadcast"}))
+
+
+class Posts(Backend):
+    """The three methods that a backend must have, and no others."""
+
+    name = "posts"
+
+    def __init__(self, context: Context) -> None:
+        self._inner = GlooBackend(context)
+
+    def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
+        return self._inner.post(calls)
+
+    def abort(self, error: Exception) -> None:
+        self._inner.abort(error)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+for _cls in (Messages, Gathers, Lists, Broadcasts, Posts):
+    dist.Backend.register_backend(_cls.name, _cls)

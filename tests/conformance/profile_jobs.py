@@ -1,0 +1,58 @@
+"""Functions that ranks run in the tests of unicoll.profile."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+import unicoll as dist
+
+
+def late_rank(directory: str, delays: dict[int, float]) -> dict[str, Any]:
+    """Thirty rounds, in one of which ranks are late; what the profile says."""
+    me = dist.get_rank()
+    x, y = np.zeros(1000), np.zeros(10, np.float32)
+    dist.barrier()
+    with dist.profile(directory, file=None) as profile:
+        for step in range(30):
+            dist.all_reduce(x)
+            if step == 20:
+                time.sleep(delays.get(me, 0.0))
+            dist.broadcast(y, src=0)  # the late call
+    dist.barrier()
+    return {
+        "text": profile.text,
+        "totals": {t.op: (t.calls, t.nbytes, t.waiting, t.waited_for) for t in profile.totals},
+        "longest": [
+            (w.call.rank, w.call.op, w.call.place, w.seconds, w.previous and w.previous.op)
+            for w in profile.waits[:8]
+        ],
+    }
+
+
+def late_sender(directory: str) -> list[Any]:
+    """Rank 1 waits for a message of rank 0."""
+    x = np.zeros(100)
+    dist.barrier()
+    with dist.profile(directory, file=None) as profile:
+        for step in range(5):
+            if dist.get_rank() == 0:
+                if step == 3:
+                    time.sleep(0.05)
+                dist.send(x, 1)
+            else:
+                dist.recv(x, 0)
+    return [(w.call.rank, w.call.op, w.seconds) for w in profile.waits[:5]]
+
+
+def failing(directory: str) -> str:
+    """The block raises; calls are recorded as before afterwards."""
+    try:
+        with dist.profile(directory):
+            dist.all_reduce(np.zeros(3))
+            raise KeyError("of the program")
+    except KeyError as e:
+        dist.barrier()
+        return str(e)

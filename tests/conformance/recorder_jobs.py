@@ -1,0 +1,121 @@
+"""Functions that ranks run in the tests of the flight recorder."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+
+import unicoll as dist
+from unicoll.backend.flight_recorder import ring
+from unicoll.group.recorded_calls import RecordedCall, recorded_calls
+
+HERE = __file__
+
+
+def _facts(call: RecordedCall) -> tuple[Any, ...]:
+    return call.describe(), call.seq, call.state, call.nbytes, call.blocking, call.peer, call.tag
+
+
+def _line(call: RecordedCall) -> str:
+    """The text of the line at which a call was made."""
+    path, _, line = call.site.rpartition(":")
+    assert path == HERE, call.site
+    with open(path, encoding="utf-8") as source:
+        return source.read().splitlines()[int(line) - 1].strip()
+
+
+def several() -> dict[str, Any]:
+    """Calls of each kind: what is recorded of them."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    ring().clear()
+    x = np.ones((2, 3), np.float32)
+    group = dist.group.WORLD
+    dist.all_reduce(x)
+    group.all_reduce(x, dist.ReduceOp.MAX)
+    dist.broadcast(x, src=1)
+    works = [dist.all_reduce(x, async_op=True)]
+    works[0].wait()
+    dist.all_gather([np.empty_like(x) for _ in range(n)], x)
+    if me == 0:
+        dist.send(x, 1, tag=7)
+    elif me == 1:
+        dist.recv(x, 0, tag=7)
+    dist.all_reduce_coalesced([x, x[0]])
+    dist.barrier()
+    calls = recorded_calls()
+    ordered = all(0 < c.created <= c.started <= c.ended <= time.monotonic() for c in calls)
+    return {
+        "calls": [_facts(c) for c in calls],
+        "lines": [_line(c) for c in calls],
+        "ordered": ordered,
+        "groups": {(c.group, c.ranks, c.backend) for c in calls},
+    }
+
+
+def failing() -> list[Any]:
+    """Rank 0 calls another operation: the calls of all ranks are failed ones."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    ring().clear()
+    found = []
+    for start in (False, True):
+        try:
+            if dist.get_rank() == 0:
+                work = dist.all_reduce(np.ones(3), group=group, async_op=start)
+            else:
+                work = dist.broadcast(np.ones(3), 0, group=group, async_op=start)
+            if work is not None:
+                work.wait()
+        except dist.DistError as e:
+            found.append(type(e).__name__)
+    return [found, [(c.op, c.state, c.error.partition(":")[0]) for c in recorded_calls()]]
+
+
+def in_progress() -> list[tuple[Any, ...]]:
+    """What a thread sees of a call in which another thread waits, and of the calls behind it."""
+    if dist.get_rank() != 0:
+        time.sleep(0.5)
+        dist.all_reduce(np.ones(5))
+        dist.all_reduce(np.ones(6), async_op=True).wait()
+        dist.barrier()
+        return []
+    ring().clear()
+    thread = threading.Thread(target=dist.all_reduce, args=(np.ones(5),))
+    thread.start()
+    time.sleep(0.1)
+    work = dist.all_reduce(np.ones(6), async_op=True)
+    time.sleep(0.1)
+    seen = [(c.describe(), c.state, c.seq, c.ended) for c in recorded_calls()]
+    thread.join()
+    work.wait()
+    dist.barrier()
+    later = [(c.describe(), c.state, c.seq, c.ended > 0) for c in recorded_calls()]
+    return [*seen, *later]
+
+
+def keeps_no_arrays() -> list[bool]:
+    """Arrays of calls that have ended are freed, though the calls are recorded."""
+    freed = []
+    for start in (False, True):
+        x = np.ones(1000)
+        reference = weakref.ref(x)
+        work = dist.all_reduce(x, async_op=start)
+        if work is not None:
+            work.wait()
+        del x, work
+        dist.barrier()  # the backend keeps the last call
+        gc.collect()
+        freed.append(reference() is None)
+    return freed
+
+
+def many(size: int) -> int:
+    """The number of entries after more calls than the ring has place for."""
+    x = np.ones(1)
+    for _ in range(size + 50):
+        dist.all_reduce(x)
+    return len(recorded_calls())

@@ -1,0 +1,138 @@
+"""The CPU backend passes the conformance suite: over TCP, through shared memory, and by host over both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from gloo_fallback.algorithms.circulant import BLOCK
+from gloo_fallback.algorithms.over_sockets import SEGMENT, SMALL
+from gloo_fallback.algorithms.shared_plans import WHOLE
+from gloo_fallback.shm.slots import SLOT
+from unicoll.backend.ops import OPS, Sizes
+from unicoll.testing import conformance_jobs as jobs
+from unicoll.testing.conformance import Conformance
+from unicoll.testing.ranks import Pool, ProcessJob, pools, run_ranks
+
+_HUGE = 2_200_000_003
+_NEEDS = 12 << 30
+
+
+class _Gloo(Conformance):
+    backend = "gloo"
+
+
+class TestSockets(_Gloo):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(ProcessJob, env={"UNICOLL_TRANSPORT": "tcp"})) as made:
+            yield made
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        row = OPS[op]
+        if row.sizes is Sizes.EXCHANGED:
+            share = 4
+        elif row.in_place:
+            share = size - 1 if row.reduces else 1
+        else:
+            share = size * (size - 1) if row.reduces else size
+        switch = SMALL // itemsize // max(1, share)
+        blocks = size * BLOCK // itemsize
+        return [0, 1, 7, 1000, switch - 1, switch, switch + 1, blocks // 2 + 1, blocks, blocks + 1]
+
+    def large(self, itemsize: int) -> int:
+        return (2 * SEGMENT // itemsize + 11) | 1
+
+
+class _Shared(_Gloo):
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        switch = WHOLE // itemsize // max(1, size - 1)
+        half, slot, lane = (SLOT // n // itemsize for n in (2, 1, max(1, size)))
+        return [0, 1, 7, 1000, switch, switch + 1, half - 1, half, half + 1, slot, slot + 1, lane, lane + 1]
+
+    def large(self, itemsize: int) -> int:
+        return (2 * SLOT // itemsize + 11) | 1
+
+
+class TestSharedMemory(_Shared):
+    turn = 1
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(ProcessJob, env={"UNICOLL_TRANSPORT": "shm"})) as made:
+            yield made
+
+
+class TestSemaphores(_Shared):
+    """Shared memory as on processors that do not keep stores in order."""
+
+    sample = 15
+    turn = 2
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(
+            partial(ProcessJob, env={"UNICOLL_TRANSPORT": "shm", "UNICOLL_MEMORY_ORDER": "weak"})
+        ) as made:
+            yield made
+
+
+class TestHierarchy(_Gloo):
+    """Every two ranks count as a host: from three ranks on, hosts of two ranks and of one."""
+
+    turn = 3
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(ProcessJob, env={"UNICOLL_TRANSPORT": "hierarchical"})) as made:
+            yield made
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        switch = SMALL // itemsize
+        piece = SLOT // (itemsize + max(itemsize, 4))
+        slot, lane = SLOT // itemsize, SLOT // itemsize // (size + 1)
+        nodes = -(-size // 2)
+        return [
+            0,
+            1,
+            7,
+            1000,
+            switch // nodes,
+            switch // nodes + 1,
+            switch,
+            switch + 1,
+            piece - 20,
+            piece + 1,
+            slot,
+            slot + 1,
+            lane,
+            lane + 1,
+            3 * piece + 5,
+        ]
+
+    def large(self, itemsize: int) -> int:
+        return (3 * SLOT // itemsize + 11) | 1
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@pytest.mark.slow
+@pytest.mark.sampled("", "job", 1)
+@pytest.mark.parametrize("job", [jobs.huge, jobs.huge_gather])
+def test_more_than_two_to_the_31_bytes(job: object) -> None:
+    if _available() < _NEEDS:
+        pytest.skip(f"needs {_NEEDS >> 30} GiB of free memory")
+    count = _HUGE if job is jobs.huge else _HUGE // 2
+    assert run_ranks(2, job, count, timeout=240) == [[], []]  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+"""The NCCL backend passes the conformance suite on a simulated device, whose streams run late and in a bad order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from nccl_comm.library.types import native_reduction
+from tests.simulated_nccl.family import SimulatedFamily
+from tests.simulated_nccl.ranks import SimulatedJob
+from unicoll.arrays.types import BY_NAME
+from unicoll.backend.ops import OPS
+from unicoll.testing.conformance import Conformance, as_reduction
+from unicoll.testing.ranks import Pool, pools
+from unicoll.testing.reference import NCCL
+
+
+class _Simulated(Conformance):
+    """Every rank has a device of its own."""
+
+    families = ("simulated",)
+    arithmetic = NCCL
+    sample = 15
+    whole = ("test_every_type_and_reduction", "test_layouts_groups_and_sizes", "test_every_layout")
+    sizes = barrier_sizes = (1, 2, 4)  # how algorithms cope with odd numbers of ranks is NCCL's business
+    layouts = (*SimulatedFamily.layouts, "scalar")
+    version = 23007
+
+    def reduces(self, dtype: str, reduction: str) -> bool:
+        return native_reduction(BY_NAME[dtype], as_reduction(reduction, dtype), self.version) is not None
+
+    @classmethod
+    def axes(cls, test: str) -> dict[str, Sequence[Any]]:
+        found = super().axes(test)
+        if test == "test_refuses_what_it_does_not_reduce":  # the CPU backend, which does the others, has more
+            found["op"] = [op for op in found["op"] if not OPS[op].prefix]
+        return found
+
+    def pairs(self, op: str) -> list[tuple[str, str | None]]:
+        found = super().pairs(op)
+        if OPS[op].prefix:  # through host memory and the CPU backend, which has no float8
+            found = [(d, r) for d, r in found if not d.startswith("float8")]
+        return found
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        return [0, 1, 7, 1000]
+
+    def large(self, itemsize: int) -> int:
+        return 100_003
+
+    test_torch_tensors = None  # type: ignore[assignment]  # CPU tensors are another backend's
+
+
+class TestOldestFirst(_Simulated):
+    """The caller's stream always runs ahead of the group's."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(SimulatedJob, policy="oldest", version=cls.version)) as made:
+            yield made
+
+
+class TestNewestFirst(_Simulated):
+    """The group's stream always runs ahead of the caller's; and an NCCL that lacks what came after 2.18."""
+
+    version = 21805
+    turn = 1
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        with pools(partial(SimulatedJob, policy="newest", version=cls.version)) as made:
+            yield made
+
+
+class TestAnyOrder(_Simulated):
+    """The caller's stream is not the legacy one, and NCCL launches at once."""
+
+    turn = 2
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls, seed: int) -> Iterator[Callable[[int], Pool]]:
+        settings = {"policy": "random", "seed": seed, "prompt": True, "own_stream": True}
+        with pools(partial(SimulatedJob, version=cls.version, **settings)) as made:
+            yield made
+
+
+class TestWithOptions(_Simulated):
+    """Every call has options of its own, which all ranks have to give alike; with the newest NCCL."""
+
+    version = 23203
+    sample = 5
+    turn = 3
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        using = (("max_ctas", 4), ("algorithm", "ring"), ("force_algorithm", False))
+        with pools(partial(SimulatedJob, version=cls.version, using=using)) as made:
+            yield made

@@ -1,0 +1,94 @@
+"""Random sequences of operations over several groups, sync and async mixed, from one thread or one per group.
+
+The examples run on ranks that stay joined for all of them. They are drawn anew in every run; the ``UNICOLL_TEST_SEED``
+printed at its head, given again, repeats them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from gloo_fallback.backend import GlooBackend
+from tests.conformance.property_jobs import Program, Step, reduce_twice, run_programs
+from unicoll.arrays.types import BY_NAME, DTYPES, ReduceOp
+from unicoll.backend.ops import OPS
+from unicoll.backend.reduce_ops import supported_reductions
+from unicoll.testing.cases import Case
+from unicoll.testing.conformance import COLLECTIVES, has
+from unicoll.testing.ranks import Pool, sample_seed
+
+Pools = Callable[[int], Pool]
+_BOUNDED = settings(
+    max_examples=150,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+_TYPES = [d.name for d in DTYPES if has(d.name)]
+_REDUCED = [d for d in _TYPES if GlooBackend.caps.reduces(BY_NAME[d], ReduceOp.SUM)]
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> Case:
+    op = draw(st.sampled_from(COLLECTIVES))
+    dtype = draw(st.sampled_from(_REDUCED if OPS[op].reduces else _TYPES))
+    reductions = [r for r in supported_reductions()[dtype] if r not in OPS[op].refuses]
+    reduce = draw(st.sampled_from(reductions)) if OPS[op].reduces else None
+    return Case(
+        op,
+        dtype,
+        reduce,
+        draw(st.sampled_from([0, 1, 3, 100, 5000])),
+        layout=draw(st.sampled_from(["contiguous", "step", "transposed"])),
+        async_op=draw(st.booleans()),
+        uneven=OPS[op].uneven and draw(st.booleans()),
+        seed=draw(st.integers(0, 1 << 30)),
+    )
+
+
+def _programs(size: int) -> st.SearchStrategy[Program]:
+    everyone = st.permutations(range(size))
+    members = st.tuples(everyone, st.integers(1, size)).map(lambda p: tuple(p[0][: p[1]]))
+    groups = st.lists(members, min_size=1, max_size=4).map(tuple)
+
+    @st.composite
+    def program(draw: st.DrawFn) -> Program:
+        made = draw(groups)
+        step = st.builds(Step, st.integers(0, len(made) - 1), _cases(), st.integers(1, 6))
+        steps = draw(st.lists(step, min_size=1, max_size=14))
+        return Program(made, tuple(steps), draw(st.booleans()))
+
+    return program()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_random_programs(size: int, pool: Pools) -> None:
+    @seed(sample_seed() + size)
+    @_BOUNDED
+    @given(program=_programs(size))
+    def check(program: Program) -> None:
+        wrong = [w for each in pool(size).run(run_programs, [program], timeout=60) for w in each]
+        assert not wrong, wrong[0]
+
+    check()
+
+
+def test_a_reduction_has_the_same_bits_on_every_rank_at_any_time(pool: Pools) -> None:
+    @seed(sample_seed())
+    @_BOUNDED
+    @given(
+        count=st.integers(0, 70_000),
+        dtype=st.sampled_from(["float32", "float16", "float64", "complex64"]),
+        reduce=st.sampled_from(["SUM", "AVG", "PRODUCT"]),
+        values=st.integers(0, 1 << 30),
+    )
+    def check(count: int, dtype: str, reduce: str, values: int) -> None:
+        results = pool(3).run(reduce_twice, Case("all_reduce", dtype, reduce, count, seed=values))
+        assert len({bits for each in results for bits in each}) == 1
+
+    check()

@@ -1,0 +1,384 @@
+"""Backends of third parties: registered, installed with an entry point, chosen by name and by device."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unicoll as dist
+from tests.conformance.counting import CountingBackend
+from unicoll.backend import Backend as BackendBase
+from unicoll.backend import Caps
+from unicoll.errors import BackendUnavailableError, DistArgumentError
+from unicoll.group import registry
+from unicoll.testing.ranks import ROOT, environment
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(registry, "_registered_devices", dict(registry._registered_devices))
+    monkeypatch.setattr(dist.Backend, "backend_list", list(dist.Backend.backend_list))
+    before = set(vars(dist.Backend))
+    yield
+    for name in set(vars(dist.Backend)) - before:
+        delattr(dist.Backend, name)
+
+
+class Broken(CountingBackend):
+    """A backend that is there and cannot be used."""
+
+    name = "broken"
+
+    @classmethod
+    def availability(cls) -> str | None:
+        return "its cable is not plugged in"
+
+
+class Elsewhere(CountingBackend):
+    """A backend for arrays of a device that nobody else serves."""
+
+    name = "elsewhere"
+    caps = Caps(frozenset({"moon"}), CountingBackend.caps.native)
+
+
+class Spoken(CountingBackend):
+    """A backend that says what it moves data with."""
+
+    name = "spoken"
+
+    @classmethod
+    def library(cls) -> str:
+        return "libspoken 1.2 (/opt/spoken)"
+
+
+class Muttering(CountingBackend):
+    """A backend that cannot say what it moves data with."""
+
+    name = "muttering"
+
+    @classmethod
+    def library(cls) -> str:
+        raise ValueError("it mutters")
+
+
+def make_counting() -> type[BackendBase]:
+    return CountingBackend
+
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_registered_class_is_known_by_its_name_in_any_case() -> None:
+    dist.Backend.register_backend("Counting", CountingBackend)
+    assert "counting" in registry.backend_names()
+    assert "counting" in dist.Backend.backend_list
+    assert dist.Backend.COUNTING == "counting"  # type: ignore[attr-defined]
+    assert dist.Backend("COUNTING") == "counting"
+    assert dist.is_backend_available("counting")
+    (choice,) = registry.choose("COUNTING")
+    assert (choice.device, choice.cls) == ("cpu", CountingBackend)
+
+
+@pytest.mark.parametrize("func", [make_counting, lambda: CountingBackend])
+def test_a_factory_is_not_called_before_the_backend_is_asked_for(
+    func: Callable[[], type[BackendBase]],
+) -> None:
+    calls = []
+
+    def factory() -> type[BackendBase]:
+        calls.append(1)
+        return func()
+
+    dist.Backend.register_backend("counting", factory, extended_api=True, devices=["cpu"])
+    assert calls == []
+    assert registry.choose("cpu:counting")[0].cls is CountingBackend
+    assert calls
+
+
+@pytest.mark.parametrize(
+    ("name", "func", "says"),
+    [
+        ("gloo", CountingBackend, "there is a backend 'gloo' already"),
+        ("NCCL", CountingBackend, "there is a backend 'nccl' already"),
+        ("with space", CountingBackend, "not a valid name of a backend"),
+        ("1st", CountingBackend, "not a valid name of a backend"),
+        ("counting", 42, "neither a Backend class nor a function"),
+    ],
+)
+def test_bad_registrations_are_refused(name: str, func: Any, says: str) -> None:
+    before = registry.backend_names()
+    with pytest.raises(DistArgumentError, match=says):
+        dist.Backend.register_backend(name, func)
+    assert registry.backend_names() == before
+
+
+def test_a_name_is_taken_once() -> None:
+    dist.Backend.register_backend("counting", CountingBackend)
+    with pytest.raises(DistArgumentError, match="there is a backend 'counting' already"):
+        dist.Backend.register_backend("COUNTING", Broken)
+
+
+# --- devices -------------------------------------------------------------------------------------------------------
+
+
+def test_devices_come_from_the_class_unless_they_are_given() -> None:
+    dist.Backend.register_backend("elsewhere", Elsewhere)
+    dist.Backend.register_backend("both", CountingBackend, devices=["cpu", "moon"])
+    assert [c.device for c in registry.choose("elsewhere")] == ["moon"]
+    assert [c.device for c in registry.choose("both")] == ["cpu", "moon"]
+    assert dist.get_default_backend_for_device("moon:0") == "both"
+    assert dist.get_default_backend_for_device("cpu") == "gloo"  # the built-in ones stay the default
+    with pytest.raises(BackendUnavailableError, match="'elsewhere' does not serve cpu arrays"):
+        registry.choose("cpu:elsewhere")
+
+
+def test_one_backend_for_each_device() -> None:
+    dist.Backend.register_backend("elsewhere", Elsewhere, devices="moon")
+    choices = registry.choose("cpu:gloo,moon:elsewhere")
+    assert [(c.device, c.name) for c in choices] == [("cpu", "gloo"), ("moon", "elsewhere")]
+
+
+# --- reasons -------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_answered_with_the_names_there_are() -> None:
+    dist.Backend.register_backend("counting", CountingBackend)
+    with pytest.raises(BackendUnavailableError) as caught:
+        dist.init_process_group("glooo", rank=0, world_size=1)
+    for name in ("glooo", "gloo", "mpi", "nccl", "counting"):
+        assert f"{name}" in str(caught.value)
+    assert not dist.is_initialized()
+
+
+def test_an_unavailable_backend_is_answered_with_its_reason() -> None:
+    dist.Backend.register_backend("broken", Broken)
+    assert not dist.is_backend_available("broken")
+    with pytest.raises(BackendUnavailableError, match="backend 'broken': its cable is not plugged in"):
+        dist.init_process_group("broken", rank=0, world_size=1)
+    (line,) = [line for line in dist.explain().splitlines() if "broken" in line]
+    assert line.startswith("backend 'broken'")
+    assert line.endswith("its cable is not plugged in")
+
+
+def test_a_factory_that_fails_is_a_reason_too() -> None:
+    def factory() -> type[BackendBase]:
+        raise ImportError("libwarp.so is not there")
+
+    dist.Backend.register_backend("warp", factory)
+    assert not dist.is_backend_available("warp")
+    with pytest.raises(BackendUnavailableError, match=r"'?warp'?.*libwarp.so is not there"):
+        registry.choose("warp")
+
+
+def test_every_candidate_that_was_tried_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gloo_fallback.backend import GlooBackend
+
+    monkeypatch.setattr(GlooBackend, "availability", lambda: "sockets are forbidden here")
+    with pytest.raises(BackendUnavailableError) as caught:
+        registry.choose(None, started_by_mpi=True)
+    mpi = registry.reason_against("mpi")
+    assert "backend 'gloo': sockets are forbidden here" in str(caught.value)
+    if mpi is not None:
+        assert mpi in str(caught.value)
+
+
+@pytest.mark.skipif(dist.is_nccl_available(), reason="NCCL can be used here")
+def test_where_nccl_cannot_be_used_it_is_refused_with_its_reason() -> None:
+    reason = registry.reason_against("nccl")
+    assert reason
+    with pytest.raises(BackendUnavailableError) as caught:
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    assert reason in str(caught.value)
+    assert "nccl" in reason
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("spec", ["cpu:", ":gloo", "cpu:gloo,", "cpu:gloo,cuda"])
+def test_what_is_no_specification_is_refused(spec: str) -> None:
+    with pytest.raises(DistArgumentError, match="not of the form"):
+        registry.choose(spec)
+
+
+# --- at work -------------------------------------------------------------------------------------------------------
+
+
+def installed(folder: Path, value: str) -> Path:
+    """What pip would leave in site-packages for a distribution with one backend."""
+    info = folder / "counting_backend-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: counting-backend\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[unicoll.backends]\ncounting = {value}\n")
+    (folder / "counting.py").write_text((HERE / "counting.py").read_text())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "value"),
+    [
+        ("registered", ""),
+        ("installed", "counting:CountingBackend"),
+        ("installed", "counting:backend_class"),
+    ],
+)
+def test_every_operation_through_a_third_partys_backend(tmp_path: Path, how: str, value: str) -> None:
+    path = [str(ROOT), str(installed(tmp_path, value)) if how == "installed" else str(HERE)]
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "unicoll.run",
+            "--nproc-per-node",
+            "3",
+            "--no-prefix",
+            str(HERE / "counting_program.py"),
+            how,
+        ],
+        env=environment({"PYTHONPATH": ":".join(path)}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    reports = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(reports) == 3
+    for report in reports:
+        assert report["backend"] == "counting"
+        assert report["config"] == "cpu:counting"
+        assert report["counts"] == report["expected"]
+        assert "backend counting: backend='counting'" in report["explained"]
+        assert report["closed"] == report["created"] == 2
+
+
+BAD_ARITHMETIC = """
+from counting import CountingBackend
+
+
+class Off(CountingBackend):
+    name = "off"
+
+    def run(self, call):
+        super().run(call)
+        if call.op.name == "all_reduce" and call.dtype.name == "int16":
+            call.outputs[0].flat[:] += 1
+            call.write_back()
+"""
+SUITE = """
+from unicoll.testing import Conformance
+
+
+class TestBackend(Conformance):
+    backend = "counting"
+    large_sizes = coalesced_sizes = (2,)
+"""
+
+
+def suite(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What somebody runs who has nothing but the installed packages."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", *arguments, "-q", "-p", "no:cacheprovider"],
+        cwd=folder,
+        env=environment({"PYTHONPATH": f"{ROOT}:{folder}"}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.in_turn
+def test_the_suite_passes_an_installed_backend(tmp_path: Path) -> None:
+    installed(tmp_path, "counting:CountingBackend")
+    (tmp_path / "test_counting.py").write_text(SUITE)
+    done = suite(tmp_path, "pytest", "test_counting.py", "-k", "messages or coalesced")
+    assert done.returncode == 0, done.stdout
+    assert "3 passed" in done.stdout
+
+
+@pytest.mark.in_turn
+def test_the_suite_passes_the_backend_of_the_documentation(tmp_path: Path) -> None:
+    """All tests of the suite, with a sample of the operations, for a backend that sends and receives alone."""
+    page = (ROOT / "docs" / "writing-a-backend.md").read_text()
+    (code,) = re.findall(r"^```python file=pipes.py\n(.*?)^```$", page, re.M | re.S)
+    (tmp_path / "pipes.py").write_text(code)
+    info = tmp_path / "pipes_backend-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pipes-backend\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[unicoll.backends]\npipes = pipes:Pipes\n")
+    few = "messages or coalesced or barrier or same_bits or other_kinds or refuses or (every_type and all_to_all)"
+    done = suite(tmp_path, "unicoll.testing", "pipes", "-k", few)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.in_turn
+def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
+    installed(tmp_path, "counting:CountingBackend")
+    with (tmp_path / "counting_backend-1.0.dist-info" / "entry_points.txt").open("a") as entries:
+        entries.write("off = off:Off\n")
+    (tmp_path / "off.py").write_text(BAD_ARITHMETIC)
+    done = suite(
+        tmp_path, "unicoll.testing", "off", "-k", "every_type_and_reduction and (all_reduce or broadcast)"
+    )
+    assert done.returncode == 1, done.stdout
+    assert "1 failed, 1 passed" in done.stdout
+    assert "test_every_type_and_reduction[all_reduce-" in done.stdout
+    wrong = [line for line in done.stdout.splitlines() if "rank 0: Case(" in line]
+    assert wrong
+    assert all("dtype='int16'" in line and "elements wrong" in line for line in wrong)
+    assert "UNICOLL_TEST_SEED=" in done.stdout
+
+
+class Few(CountingBackend):
+    """A backend with one operation."""
+
+    name = "few"
+    caps = Caps(frozenset({"cpu"}), frozenset({"all_reduce"}))
+
+
+def test_an_operation_that_a_backend_lacks_is_refused_before_it_is_called() -> None:
+    dist.Backend.register_backend("few", Few)
+    dist.init_process_group("few", rank=0, world_size=1)
+    try:
+        x = np.ones(3)
+        dist.all_reduce(x)
+        for call in (dist.barrier, lambda: dist.broadcast(x, 0), lambda: dist.all_gather([x], x)):
+            with pytest.raises(BackendUnavailableError, match="backend few does not have this operation"):
+                call()
+        dist.all_reduce(x)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_installed_backend_that_cannot_be_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(installed(tmp_path, "counting_which_is_not_there:Backend")))
+    assert "counting" in registry.backend_names()
+    with pytest.raises(BackendUnavailableError, match=r"counting.*No module named"):
+        registry.choose("counting")
+
+
+# --- explain -------------------------------------------------------------------------------------------------------
+
+
+def test_explain_says_of_each_backend_what_it_uses_or_why_it_cannot_be_used() -> None:
+    for cls in (CountingBackend, Broken, Spoken, Muttering):
+        dist.Backend.register_backend(cls.name, cls)
+    said = dist.explain().splitlines()
+    assert "backend 'counting': available" in said
+    assert "backend 'broken': its cable is not plugged in" in said
+    assert "backend 'spoken': available: libspoken 1.2 (/opt/spoken)" in said
+    assert "backend 'muttering': available: ValueError: it mutters" in said

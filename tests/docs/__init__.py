@@ -1,0 +1,1 @@
+"""The documentation, the tutorial and the quick start."""

@@ -1,0 +1,303 @@
+"""Checks the documentation: every public name documents its arguments and errors, and every marked code block runs.
+
+In README.md and docs/*.md a block whose first line is ```` ```python run ```` runs on two ranks of our launcher;
+``run=4`` on four, ``run=1`` in one process without the launcher. ```` ```sh run ```` runs in bash. ``exit=137`` expects
+that exit code, ``torch`` needs torch. A ```` ```text ```` block right below is what is printed, in any order of lines,
+with ``...`` for anything. The code of a block whose first line has ``file=NAME`` is a file of that name for the blocks
+of its page that are run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unicoll as dist
+from unicoll.testing.ranks import ROOT, environment, free_port
+
+HELLO = ROOT / "examples" / "hello.py"
+COOKBOOK = ROOT / "docs" / "cookbook.md"
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
+SHOW = "import unicoll as dist\ndist.init_process_group()\nprint(dist.explain())\n"
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+CLASSES = (
+    dist.Backend,
+    dist.DeviceMesh,
+    dist.FileStore,
+    dist.HashStore,
+    dist.P2POp,
+    dist.PrefixStore,
+    dist.ProcessGroup,
+    dist.ReduceOp,
+    dist.Store,
+    dist.TCPStore,
+    dist.Work,
+)
+ARRAYS = {
+    "tensor",
+    "tensors",
+    "tensor_list",
+    "output",
+    "outputs",
+    "input",
+    "inputs",
+    "output_tensor",
+    "input_tensor",
+    "output_tensor_list",
+    "input_tensor_list",
+    "output_tensor_lists",
+    "gather_list",
+    "scatter_list",
+    "input_list",
+    "output_list",
+}
+SIZES = re.compile(r"shape|size|element|length|\bas long\b|as large", re.I)
+FAILURE = re.compile(r"\braises?\b|Error\b", re.I)
+REFERENCE = re.compile(r":(?:func|meth|class):`~?([\w.]+)`")
+CANNOT_FAIL = {
+    "explain",
+    "get_pg_count",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "supported_reductions",
+}
+
+
+def functions() -> list[str]:
+    return [name for name in dist.__all__ if inspect.isfunction(getattr(dist, name))]
+
+
+def methods() -> list[tuple[type, str]]:
+    return [
+        (cls, name)
+        for cls in CLASSES
+        for name, member in inspect.getmembers(cls)
+        if not name.startswith("_") and (inspect.isroutine(member) or isinstance(member, property))
+        if cls is not dist.Backend or name not in vars(str)
+    ]
+
+
+def doc(thing: Any) -> str:
+    return inspect.getdoc(thing) or ""
+
+
+def with_references(text: str, owner: type | None = None) -> str:
+    """A docstring together with those that it refers to: functions of the package, methods of its class."""
+    found = [text]
+    for reference in REFERENCE.findall(text):
+        name = reference.rpartition(".")[2]
+        for place in (dist, owner):
+            if hasattr(place, name):
+                found.append(doc(getattr(place, name)))
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("name", dist.__all__)
+def test_every_name_is_documented(name: str) -> None:
+    thing = getattr(dist, name)
+    if inspect.isroutine(thing) or inspect.isclass(thing) or inspect.ismodule(thing):
+        assert len(doc(thing)) >= 20
+        assert thing.__doc__, f"{name} has its docstring from a base class"
+
+
+def test_every_method_is_documented() -> None:
+    listed = methods()
+    assert len(listed) > 100
+    assert [f"{cls.__name__}.{name}" for cls, name in listed if len(doc(getattr(cls, name))) < 15] == []
+
+
+def test_array_arguments_document_their_sizes() -> None:
+    silent = []
+    for name in functions():
+        thing = getattr(dist, name)
+        if ARRAYS & set(inspect.signature(thing).parameters) and not SIZES.search(
+            with_references(doc(thing))
+        ):
+            silent.append(name)
+    for name, method in inspect.getmembers(dist.ProcessGroup, inspect.isfunction):
+        if name.startswith("_") or not ARRAYS & set(inspect.signature(method).parameters):
+            continue
+        # the function of the same name does nothing but call the method
+        if not SIZES.search(with_references(doc(method), dist.ProcessGroup) + doc(getattr(dist, name, None))):
+            silent.append(f"ProcessGroup.{name}")
+    assert silent == []
+
+
+def test_errors_are_documented() -> None:
+    silent = []
+    for name in functions():
+        if name not in CANNOT_FAIL and not FAILURE.search(with_references(doc(getattr(dist, name)))):
+            silent.append(name)
+    for cls in CLASSES:
+        if cls in (
+            dist.ReduceOp,
+            dist.Backend,
+        ):  # they compute nothing that can fail but register_backend
+            continue
+        texts = [doc(base) for base in cls.__mro__ if base.__module__.startswith("unicoll")]
+        texts += [doc(vars(cls).get("__init__")), *(doc(getattr(cls, n)) for c, n in methods() if c is cls)]
+        if not FAILURE.search("\n".join(texts)):
+            silent.append(cls.__name__)
+    assert silent == []
+
+
+def test_names_that_cannot_fail_exist() -> None:
+    assert set(dist.__all__) >= CANNOT_FAIL
+
+
+# --- blocks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Block:
+    """A block of code and its expected output (None: not compared)."""
+
+    page: Path
+    line: int
+    language: str
+    options: list[str]
+    code: str
+    output: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+    def option(self, name: str, default: int) -> int:
+        return int(self.value(name) or default)
+
+    def value(self, name: str) -> str:
+        """The value of an option; "" if it is absent."""
+        return next((o.partition("=")[2] for o in self.options if o.startswith(f"{name}=")), "")
+
+
+FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$(?:\n```text\n((?:.*\n)*?)```$)?", re.M)
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for match in FENCE.finditer(text):
+        language, *options = match[1].split() or [""]
+        yield Block(page, text.count("\n", 0, match.start()) + 1, language, options, match[2], match[3])
+
+
+def is_run(block: Block) -> bool:
+    return any(option.partition("=")[0] == "run" for option in block.options)
+
+
+RUN = [block for page in PAGES for block in blocks(page) if is_run(block)]
+FILES = [block for page in PAGES for block in blocks(page) if block.value("file")]
+
+
+def command(block: Block, folder: Path) -> list[str]:
+    code = block.code.replace("29500", str(free_port()))
+    if block.language == "sh":
+        (folder / "commands.sh").write_text(code)
+        return ["bash", "-euo", "pipefail", "commands.sh"]
+    (folder / "program.py").write_text(code)
+    ranks = block.option("run", 2)
+    launcher = ["-m", "unicoll.run", "--nproc-per-node", str(ranks), "--no-prefix"] if ranks > 1 else []
+    return [sys.executable, *launcher, "program.py"]
+
+
+def user_environment(folder: Path) -> dict[str, str]:
+    """The environment of a user: its ``python``, ``unirun`` and ``torchrun`` are those of this interpreter."""
+    bin = folder / "bin"
+    bin.mkdir()
+    scripts = {"python": "", "unirun": "-m unicoll.run", "torchrun": "-m torch.distributed.run"}
+    for name, arguments in scripts.items():
+        (bin / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (bin / name).chmod(0o755)
+    variables = {"PYTHONPATH": str(ROOT), "PATH": f"{bin}{os.pathsep}{os.environ['PATH']}"}
+    found = environment(variables | {"TMPDIR": str(folder)})
+    del found["UNICOLL_SOCKET_IFNAME"]
+    found.pop("PYTHONUNBUFFERED", None)  # it splits the lines of processes that share a terminal
+    return found
+
+
+def differences(expected: str, printed: str) -> list[str]:
+    """Expected lines that were not printed, and printed lines that were not expected."""
+    left = printed.splitlines()
+    found = []
+    for line in expected.splitlines():
+        pattern = re.compile(".*".join(map(re.escape, line.split("..."))))
+        hit = next((i for i, text in enumerate(left) if pattern.fullmatch(text)), None)
+        if hit is None:
+            found.append(f"not printed: {line}")
+        else:
+            del left[hit]
+    return found + [f"not expected: {line}" for line in left]
+
+
+@pytest.mark.parametrize("block", RUN, ids=str)
+def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
+    if "torch" in block.options and importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    if block.language == "sh" and shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    shutil.copy(HELLO, tmp_path)
+    (tmp_path / "show.py").write_text(SHOW)
+    for other in FILES:
+        if other.page == block.page:
+            (tmp_path / other.value("file")).write_text(other.code)
+    ended = subprocess.run(
+        command(block, tmp_path),
+        cwd=tmp_path,
+        env=user_environment(tmp_path),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == block.option("exit", 0), ended.stderr
+    if block.output is not None:
+        found = differences(block.output, ended.stdout)
+        assert not found, "\n".join([*found, ended.stderr])
+
+
+def test_every_block_of_the_cookbook_is_run() -> None:
+    code = [block for block in blocks(COOKBOOK) if block.language in ("python", "sh", "console", "bash")]
+    assert len(code) > 20
+    shown = [block for block in code if not block.value("file")]
+    assert [str(block) for block in shown if not is_run(block) or block.output is None] == []
+
+
+def test_the_example_is_the_readmes() -> None:
+    readme = [block for block in blocks(ROOT / "README.md") if block.language == "python"]
+    assert ast.unparse(ast.parse(HELLO.read_text())) in [ast.unparse(ast.parse(b.code)) for b in readme]
+
+
+def test_links_have_targets() -> None:
+    lost = []
+    for page in PAGES:
+        text = page.read_text()
+        anchors = {
+            re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in re.findall(r"^#+ (.*)$", text, re.M)
+        }
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            path, _, anchor = target.partition("#")
+            there = path.startswith(("http:", "https:")) or (page.parent / path).exists()
+            if not there or (not path and anchor not in anchors):
+                lost.append(f"{page.name}: {target}")
+    assert lost == []

@@ -1,0 +1,1 @@
+"""Killed and stopped ranks, mismatched calls, refused arguments, hostile peers."""

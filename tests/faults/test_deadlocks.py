@@ -1,0 +1,124 @@
+"""Ranks that wait for each other in a circle all raise DeadlockError; others are not accused.
+
+``UNICOLL_TEST_FULL=1`` makes 1,000 circles and 1,000 programs without one. Times are printed, not judged.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from tests.faults import deadlock_jobs as jobs
+from unicoll.testing import sampling
+from unicoll.testing.ranks import Pool, joined
+from unicoll.testing.worker import leave
+
+CIRCLES, PROGRAMS = (1000, 1000) if sampling.wants_full() else (24, 40)
+SOON_S = 5.0
+
+
+def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int) -> None:
+    slowest = 0.0
+    for i in range(CIRCLES):
+        found = pool(4).run(jobs.circle, f"{seed} {i}")
+        circle, stuck = found[0]["circle"], found[0]["stuck"]
+        last = max(found[rank]["entered"] for rank in stuck)
+        for rank in stuck:
+            failure = found[rank]["failure"]
+            assert failure is not None, f"circle {i}: rank {rank} did not fail: {found}"
+            assert failure.type == "DeadlockError", failure.traceback
+            assert failure.fields["group"] == found[rank]["group"]
+            first, *lines = failure.message.split("\n  ")
+            assert first == f"deadlock: {len(circle)} ranks wait for each other in a circle:"
+            lowest = circle.index(min(circle))
+            order = circle[lowest:] + circle[:lowest]
+            for line, one, following in zip(lines, order, [*order[1:], order[0]], strict=False):
+                assert line.startswith(f"rank {one} (host "), failure.message
+                assert f"on group {found[one]['group']!r} at " in line
+                assert "deadlock_jobs.py:" in line
+                assert line.endswith(f" waits for rank {following}")
+            rest = lines[len(circle) :]
+            assert len(rest) == (len(stuck) - len(circle) + 1 if len(stuck) > len(circle) else 0)
+            slowest = max(slowest, found[rank]["raised"] - last)
+        assert all(o["failure"] is None for rank, o in enumerate(found) if rank not in stuck)
+        pool(4).run(jobs.end_groups)
+    print(f"{CIRCLES} circles; the slowest was named {slowest:.2f} s after the last rank had come")
+    assert slowest < SOON_S
+
+
+def test_programs_without_a_circle_are_not_accused(pool: Callable[[int], Pool], seed: int) -> None:
+    for i in range(0, PROGRAMS, 10):
+        seeds = [f"{seed} {i + j}" for j in range(10)]
+        for failures in pool(4).run(jobs.programs, seeds, timeout=120):
+            assert failures == [None] * 10
+        pool(4).run(jobs.end_groups)
+
+
+def test_messages_to_and_fro_are_not_a_circle(pool: Callable[[int], Pool]) -> None:
+    first, second = pool(2).run(jobs.ping_pong, 5.0 if sampling.wants_full() else 1.5)
+    assert first == second > 10
+
+
+def test_a_callback_that_ends_a_wait_counts(pool: Callable[[int], Pool]) -> None:
+    assert pool(3).run(jobs.callback_ends_the_wait) == [[3.0, 3.0]] * 3
+    pool(3).run(jobs.end_groups)
+
+
+def test_a_daemon_thread_that_can_end_a_wait_counts(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.daemon_thread_ends_the_wait) == [[2.0, 2.0]] * 2
+    pool(2).run(jobs.end_groups)
+
+
+def test_a_daemon_thread_of_another_library_hides_no_circle(pool: Callable[[int], Pool]) -> None:
+    for failure in pool(2).run(jobs.circle_beside_a_daemon_thread):
+        assert failure is not None
+        assert failure.type == "DeadlockError", failure.traceback
+    pool(2).run(jobs.end_groups)
+
+
+def test_a_wait_with_a_shorter_timeout_is_not_a_deadlock() -> None:
+    with joined(2) as job:
+        job.call(jobs.limited_wait)
+        assert job.results() == [("OperationTimeoutError", [2.0, 2.0]), ("", [2.0, 2.0])]
+        job.call(leave)
+        assert job.results() == [[]] * 2
+
+
+@pytest.mark.parametrize("transport", ["tcp", "hierarchical"])
+def test_circles_over_other_transports(transport: str, seed: int) -> None:
+    with joined(3, env={"UNICOLL_TRANSPORT": transport}) as job:
+        for i in range(4):
+            job.call(jobs.circle, f"{transport} {seed} {i}")
+            found = job.results()
+            for rank in found[0]["stuck"]:
+                assert found[rank]["failure"].type == "DeadlockError", found[rank]["failure"]
+            job.call(jobs.end_groups)
+            job.results()
+        job.call(leave)
+        assert job.results() == [[]] * 3
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_circle_is_named_after_the_relay_has_moved(before: bool) -> None:
+    """``before``: the ranks are blocked when the relay's process, which was stopped, dies."""
+    with joined(3) as job:
+        job.call(jobs.make_group, [1, 2])
+        job.results()
+        if before:
+            job.signal(0, signal.SIGSTOP)
+            job.call(jobs.receive_from_each_other, [1, 2], ranks=[1, 2])
+            time.sleep(1.0)
+        job.signal(0, signal.SIGKILL)
+        if not before:
+            job.call(jobs.receive_from_each_other, [1, 2], ranks=[1, 2])
+        for outcome in job.collect(30, [1, 2]):
+            assert outcome.failure is None, outcome.failure
+            assert outcome.value is not None
+            assert outcome.value.type == "DeadlockError", outcome.value.traceback
+            assert "rank 1 (host" in outcome.value.message
+            assert outcome.value.message.endswith("waits for rank 1")
+        job.call(leave, ranks=[1, 2])
+        assert [o.value for o in job.collect(30, [1, 2])] == [[], []]

@@ -1,0 +1,97 @@
+"""Programs that end without destroying their groups, on every installed Python from 3.10 that has NumPy.
+
+``UNICOLL_TEST_PYTHONS`` names more interpreters than PATH has; ``scripts/test_pythons`` makes environments for them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from unicoll.testing.ranks import ROOT, environment
+
+PROGRAM = Path(__file__).resolve().parent / "exit_program.py"
+RANKS = 3
+LEFT = "has left the job: its program ended"
+
+
+def _candidates(version: str) -> Iterator[str]:
+    yield from filter(None, os.environ.get("UNICOLL_TEST_PYTHONS", "").split(os.pathsep))
+    yield sys.executable
+    if found := shutil.which(f"python{version}"):
+        yield found
+
+
+@cache
+def python(version: str) -> str:
+    """An interpreter of a version with NumPy; without one the test is skipped."""
+    says = "import numpy, sys; print('%d.%d' % sys.version_info[:2])"
+    for candidate in _candidates(version):
+        answer = subprocess.run([candidate, "-c", says], capture_output=True, text=True, check=False)
+        if answer.stdout.strip() == version:
+            return candidate
+    pytest.skip(f"there is no Python {version} with NumPy here (UNICOLL_TEST_PYTHONS)")
+
+
+@pytest.fixture(params=["3.10", "3.11", "3.12", "3.13", "3.14"])
+def interpreter(request: pytest.FixtureRequest) -> str:
+    return python(request.param)
+
+
+def run(*commands: list[str], path: str = "") -> list[tuple[int, str, str]]:
+    """Exit codes and what was written, of commands that run side by side."""
+    env = environment({"PYTHONPATH": str(ROOT)})
+    env["PATH"] = path + os.pathsep + env["PATH"]
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        for command in commands
+    ]
+    try:
+        written = [process.communicate(timeout=100) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(started, written, strict=True)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("how", ["ends", "raises"])
+def test_a_program_may_end_without_destroying_its_groups(
+    backend: str, how: str, interpreter: str, tmp_path: Path
+) -> None:
+    command = [interpreter, "-W", "error", str(PROGRAM), backend, how]
+    init = f"file://{tmp_path}/store"
+    first, *others, last = run(*([*command, str(rank), str(RANKS), init] for rank in range(RANKS)))
+    assert first[0] == 0
+    assert first[2] == ""
+    assert others == [(0, "", "")]
+    if how == "ends":
+        assert last == (0, "", "")
+        assert first[1].startswith("died [] left [1, 2] rank 2 ")
+        assert first[1].rstrip().endswith(LEFT)
+    else:
+        assert last[0] == 1
+        assert last[2].count("Traceback") == 1
+        assert last[2].endswith("ValueError: enough\n")
+        assert first[1].startswith("died [] left [1] rank 2 ")
+        assert first[1].rstrip().endswith("ended with ValueError: enough")
+
+
+def test_a_program_under_mpirun_may_end_without_destroying_its_groups(interpreter: str) -> None:
+    folder = str(Path(interpreter).parent)
+    mpirun = shutil.which("mpirun", path=folder)
+    found = subprocess.run([interpreter, "-c", "import mpi4py"], capture_output=True, check=False)
+    if mpirun is None or found.returncode:
+        pytest.skip(f"there is no mpi4py with an MPI library beside {interpreter}")
+    (ended,) = run([mpirun, "-n", "2", interpreter, "-W", "error", str(PROGRAM), "mpi", "ends"], path=folder)
+    assert ended[::2] == (0, "")
+    assert ended[1].startswith("died [] left [1] rank 1 ")
+    assert ended[1].rstrip().endswith(LEFT)

@@ -1,0 +1,335 @@
+"""The output of a failed program, and of ``--help``."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.test_run import BOUND, LaunchFolder, environment, folder  # noqa: F401
+from unicoll import errors
+from unicoll.net import excepthook
+from unicoll.run.tracebacks import Tracebacks, name_ranks
+
+FOLDED = "  ... inside unicoll (UNICOLL_DEBUG=DETAIL shows these frames)"
+MISSPELT = """
+    import unicoll as dist
+    dist.init_process_group("nccll")
+    """
+LOST = """
+    import os, sys
+    import numpy as np
+    import unicoll as dist
+    dist.init_process_group()
+    if dist.get_rank() == 1:
+        {}
+    dist.all_reduce(np.ones(4, np.float32))
+    """
+
+
+def parts(stderr: str) -> tuple[list[str], list[str]]:
+    """The lines above the summary, and the lines of the summary."""
+    above, rule, summary = stderr.partition("\n\n====")
+    assert rule, stderr
+    assert stderr.endswith("=\n")
+    return above.splitlines(), summary.splitlines()
+
+
+# Programs under the launcher.
+
+
+def test_a_traceback_of_all_ranks_is_printed_once(folder: LaunchFolder) -> None:  # noqa: F811
+    done = folder.launch("-n", "4", folder.script(MISSPELT))
+    assert done.returncode == 1
+    above, summary = parts(done.stderr)
+    assert above == [
+        "ranks 0-3:",
+        "Traceback (most recent call last):",
+        f'  File "{folder.path}/work.py", line 3, in <module>',
+        '    dist.init_process_group("nccll")',
+        FOLDED,
+        "unicoll.errors.BackendUnavailableError: there is no backend 'nccll'; known are fake, gloo, mpi, nccl",
+    ]
+    (others,) = [line for line in summary if "pids" in line]
+    assert re.fullmatch(r"  ranks .* \(exitcode 1, pids \d+, \d+, \d+\): the same as rank \d below", others)
+
+
+@pytest.mark.parametrize("program", [MISSPELT, "import unicoll\nunicoll.barrier()"])
+def test_detail_shows_all_frames(folder: LaunchFolder, program: str) -> None:  # noqa: F811
+    assert FOLDED in parts(folder.launch("-n", "2", folder.script(program)).stderr)[0]
+    done = folder.launch("-n", "2", folder.script(program), UNICOLL_DEBUG="DETAIL")
+    above, _ = parts(done.stderr)
+    assert above[0] == "ranks 0, 1:"
+    assert sum("unicoll/" in line for line in above) >= 2
+    assert FOLDED not in above
+
+
+def test_a_wrong_shape_is_reported_once(folder: LaunchFolder) -> None:  # noqa: F811
+    script = folder.script(
+        """
+        import numpy as np
+        import unicoll as dist
+        dist.init_process_group()
+        dist.all_reduce(np.ones(2, np.float32))
+        dist.all_reduce(np.ones(4 + (dist.get_rank() == 1), np.float32))
+        """
+    )
+    above, _ = parts(folder.launch("-n", "3", script).stderr)
+    assert above[0] == "ranks 0-2:"
+    assert above[4] == FOLDED
+    assert [line.rpartition(" at ")[0] for line in above[6:]] == [
+        "  rank 0: all_reduce(float32[4], SUM) #2",
+        "  rank 1: all_reduce(float32[5], SUM) #2",
+        "  rank 2: all_reduce(float32[4], SUM) #2",
+    ]
+    assert all(line.endswith(f"{folder.path}/work.py:6") for line in above[6:])
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "cause"),
+    [
+        ("1 / 0", 1, "ended with ZeroDivisionError: division by zero"),
+        ("sys.exit(3)", 3, "has left the job: sys.exit(3)"),
+        ("sys.exit('words')", 1, "has left the job: sys.exit('words')"),
+        ("os._exit(3)", 3, "died: its process ended without leaving the job (exit code 3)"),
+    ],
+)
+def test_reports_of_a_lost_rank(folder: LaunchFolder, how: str, status: int, cause: str) -> None:  # noqa: F811
+    done = folder.launch("-n", "3", folder.script(LOST.format(how)))
+    assert done.returncode == status
+    above, _ = parts(done.stderr)
+    lost = [line for line in above if "RankLostError" in line]
+    assert len(lost) == 1
+    assert re.search(r"rank 1 \(host [^ ]+, pid \d+\) " + re.escape(cause) + "$", lost[0]), lost
+    assert done.stderr.count("\nTraceback") == (2 if how == "1 / 0" else 1)
+    assert done.stderr.count("ranks 0, 2") == 2  # once above, once in the summary
+
+
+def test_chained_exceptions_are_kept_and_folded(folder: LaunchFolder) -> None:  # noqa: F811
+    script = folder.script(
+        """
+        import unicoll as dist
+        try:
+            dist.init_process_group("nccll")
+        except dist.BackendUnavailableError as error:
+            raise ValueError("bad settings") from error
+        """
+    )
+    above, _ = parts(folder.launch("-n", "2", script).stderr)
+    assert above[0] == "ranks 0, 1:"
+    assert above.count(FOLDED) == 1
+    assert "The above exception was the direct cause of the following exception:" in above
+    assert above[-1] == "ValueError: bad settings"
+
+
+def test_a_redirected_worker_has_its_traceback_in_its_log(folder: LaunchFolder) -> None:  # noqa: F811
+    done = folder.launch("-n", "2", "--log-dir=logs", "-r", "2", folder.script(MISSPELT))
+    above, _ = parts(done.stderr)
+    for rank in (0, 1):
+        (log,) = (folder.path / "logs").glob(f"*/attempt_0/{rank}/stderr.log")
+        assert log.read_text().splitlines() == above[1:]
+
+
+@pytest.mark.parametrize("file", ["/dev/full/error", "elsewhere.json"])
+def test_an_exception_without_record_is_printed(folder: LaunchFolder, file: str) -> None:  # noqa: F811
+    script = folder.script(f"import os; os.environ['TORCHELASTIC_ERROR_FILE'] = {file!r}; 1 / 0")
+    done = folder.launch("-n", "2", script)
+    for rank in (0, 1):
+        assert f"[default{rank}]:ZeroDivisionError: division by zero\n" in done.stderr
+
+
+def test_a_forked_childs_traceback_is_printed(folder: LaunchFolder) -> None:  # noqa: F811
+    script = folder.script("import os\nif os.fork() == 0: raise ValueError('of a child')\nos.wait()")
+    done = folder.launch("-n", "2", script)
+    assert done.returncode == 0
+    assert done.stderr.count("]:ValueError: of a child\n") == 2
+
+
+def test_a_single_worker_prints_its_traceback(folder: LaunchFolder) -> None:  # noqa: F811
+    done = folder.launch(folder.script(MISSPELT))
+    above, _ = parts(done.stderr)
+    assert above[0].startswith("Traceback")
+    assert FOLDED in above
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_traceback_does_not_wait_for_running_ranks(folder: LaunchFolder) -> None:  # noqa: F811
+    script = folder.script(
+        """
+        import os, time
+        while os.environ["RANK"] == "1" and not os.path.exists("seen"):
+            time.sleep(0.02)
+        raise ValueError(f"of rank {os.environ['RANK']}")
+        """
+    )
+    launcher = folder.start("-n", "2", "--grace=60", script)
+    assert launcher.stderr is not None
+    first = [launcher.stderr.readline().decode() for _ in range(5)]
+    assert first[0] == "rank 0:\n"
+    assert first[-1] == "ValueError: of rank 0\n"
+    (folder.path / "seen").touch()
+    rest = launcher.stderr.read().decode()
+    assert launcher.wait(BOUND) == 1
+    assert rest.startswith("rank 1: the same as rank 0\n\n====")
+
+
+def test_an_interrupt_is_printed_once(folder: LaunchFolder) -> None:  # noqa: F811
+    script = folder.script(
+        """
+        import os, pathlib, time
+        pathlib.Path(f"pid.{os.environ['RANK']}").write_text(f"{os.getpid()}\\n")
+        time.sleep(600)
+        """
+    )
+    launcher = folder.start("-n", "3", script)
+    folder.pids(3)
+    launcher.send_signal(signal.SIGINT)
+    _, err = launcher.communicate(timeout=BOUND)
+    assert launcher.returncode == 130
+    assert err.decode().count("KeyboardInterrupt\n") == 1
+    assert "ranks 0-2:\nTraceback" in err.decode()
+
+
+def test_a_users_hook_is_called(folder: LaunchFolder) -> None:  # noqa: F811
+    script = folder.script(
+        """
+        import sys
+        import unicoll as dist
+        sys.excepthook = lambda kind, value, trace: print("hook:", kind.__name__, file=sys.stderr)
+        dist.init_process_group()
+        raise ValueError("of all")
+        """
+    )
+    done = folder.launch("-n", "2", script)
+    assert done.stderr.count("]:hook: ValueError\n") == 2
+    assert done.stderr.count("\nValueError: of all\n") == 1
+
+
+# Without the launcher.
+
+
+@pytest.mark.parametrize("setting", ["", "DETAIL"])
+def test_a_plain_process_folds_frames(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "work.py").write_text("import unicoll\nunicoll.init_process_group('nccll')\n")
+    done = subprocess.run(
+        [sys.executable, "work.py"],
+        cwd=tmp_path,
+        env=environment(UNICOLL_DEBUG=setting),
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert (FOLDED in done.stderr) == (not setting)
+    assert ("registry.py" in done.stderr) == bool(setting)
+    assert done.stderr.rstrip().splitlines()[-1].startswith("unicoll.errors.BackendUnavailableError: ")
+
+
+def raised_inside(statement: str) -> str:
+    """The traceback of an exception that is raised in a file of unicoll and called by a user's file."""
+    file = str(Path(excepthook.__file__).with_name("group.py"))
+    names = {"errors": errors}
+    exec(compile(f"def inner(): {statement}\ndef outer(): inner()", file, "exec"), names)
+    try:
+        names["outer"]()  # type: ignore[operator]
+    except BaseException as error:
+        return excepthook.as_text(type(error), error, error.__traceback__)
+    raise AssertionError
+
+
+def test_the_frame_of_an_unexpected_error_is_kept() -> None:
+    assert raised_inside("raise errors.DistError('said')").count("group.py") == 0
+    assert raised_inside("raise KeyboardInterrupt").count("group.py") == 0
+    text = raised_inside("raise KeyError('a bug')")
+    assert text.count("group.py") == 1
+    assert "in inner" in text
+    assert FOLDED in text
+
+
+# Which tracebacks are the same.
+
+
+def test_ranks_as_text() -> None:
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([1, 0]) == "ranks 0, 1"
+    assert name_ranks([7, 0, 1, 2, 5]) == "ranks 0-2, 5, 7"
+
+
+def test_pids_and_ranks_do_not_make_tracebacks_distinct() -> None:
+    found = Tracebacks()
+    for rank in range(3):
+        found.add(rank, f"E: pid 10{rank} at #{rank + 1}: <object at 0x7f{rank}>\n")
+        found.add(10 + rank, f"E: rank {10 + rank} has no data\n")
+    lines = found.take().splitlines()
+    assert lines[::2] == ["ranks 0-2 (this is rank 0's):", "ranks 10-12 (this is rank 10's):"]
+    assert found.take() == ""
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("rank 0: float32[4]", "rank 0: float32[5]"),
+        ('  File "x.py", line 1', '  File "x.py", line 2'),
+        ("rank 1 died", "rank 2 died"),
+    ],
+)
+def test_different_tracebacks_are_printed_with_their_ranks(one: str, other: str) -> None:
+    found = Tracebacks()
+    found.add(8, one)
+    found.add(9, other)
+    found.add(7, one)
+    assert found.take(last=8) == f"rank 9:\n{other}\nranks 7, 8:\n{one}\n"
+
+
+# --help.
+
+
+@pytest.mark.parametrize("module", ["unicoll.run", "unicoll.bench"])
+def test_help_begins_with_valid_examples(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from unicoll.bench.args import parse as bench
+    from unicoll.run.args import parse as run
+
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        env=environment(COLUMNS="110"),
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        check=True,
+    )
+    paragraphs = done.stdout.split("\n\n")
+    assert paragraphs[0].startswith(f"usage: python -m {module} ")
+    assert len(paragraphs[0].splitlines()) == 1
+    assert paragraphs[2].startswith("examples:\n")
+    assert "one value" in paragraphs[-2].splitlines()[0]
+    examples = re.findall(rf"python -m {module} (.*?)(?:   .*)?$", paragraphs[2], re.MULTILINE)
+    assert len(examples) >= 3
+    monkeypatch.setattr("unicoll.run.args._check_target", lambda *_: None)
+    for example in examples:
+        options = (run if module == "unicoll.run" else bench)(example.split())
+        assert options is not None
+
+
+def test_the_console_script_has_its_own_name(folder: LaunchFolder) -> None:  # noqa: F811
+    folder.script(
+        "import sys; sys.argv[0] = '/somewhere/unirun'; from unicoll.run import main; main()", "start.py"
+    )
+    for arguments, stream, expected in (
+        (["--help"], "stdout", "usage: unirun "),
+        ([], "stderr", "unirun: error"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "start.py", *arguments],
+            cwd=folder.path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=BOUND,
+            check=False,
+        )
+        assert getattr(done, stream).startswith(expected)

@@ -1,0 +1,155 @@
+"""Different calls on different ranks raise the same error on all; bad arguments are refused where they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.faults import mismatch_jobs as jobs
+from tests.support.calls import COALESCED, COLLECTIVES, REDUCING, ROOTED, row_name
+from tests.support.outcomes import CallOutcome
+from unicoll.testing.ranks import Pool, ProcessJob, end_cleanly
+from unicoll.testing.worker import enter
+
+SOON_S = 5.0
+
+
+# --- different calls on different ranks ---------------------------------------------------------------------
+
+
+def differences(name: str) -> list[tuple[str, dict[str, Any], str, dict[str, Any], int]]:
+    """Ways in which one rank's call of ``name`` can differ from the others'."""
+    found: list[tuple[str, dict[str, Any], str, dict[str, Any], int]] = []
+    plain: dict[str, Any] = {}
+    for odd in (0, 1, 2):
+        if name != "barrier":
+            found.append((name, plain, name, {"count": 5}, odd))
+            found.append((name, plain, name, {"count": 0}, odd))
+            found.append((name, plain, name, {"count": 100_000}, odd))
+            found.append((name, {"count": 100_000}, name, {"count": 100_001}, odd))
+            found.append((name, plain, name, {"dtype": "int32"}, odd))
+            found.append((name, plain, name, {"dtype": "float64"}, odd))
+        if name in REDUCING:
+            found.append((name, plain, name, {"reduce": "MAX"}, odd))
+            found.append((name, {"count": 100_000}, name, {"count": 100_000, "reduce": "MAX"}, odd))
+        if name in ROOTED:
+            found.append((name, plain, name, {"root": 1}, odd))
+            found.append((name, {"root": 2}, name, {"root": 0}, odd))
+            found.append((name, {"count": 100_000}, name, {"count": 100_000, "root": 2}, odd))
+        for other in COLLECTIVES:
+            if other != row_name(name):  # a batch of several may be done one after another
+                found.append((name, plain, other, plain, odd))
+    return found
+
+
+@pytest.mark.parametrize("name", [*COLLECTIVES, *COALESCED])
+def test_ranks_that_call_differently_raise_the_same_error(name: str, pool: Callable[[int], Pool]) -> None:
+    cases = differences(name)
+    stories = pool(3).run(jobs.differ, cases, timeout=300)
+    wrong = []
+    for case, each in zip(cases, zip(*stories, strict=True), strict=True):
+        failures = [failure for failure, _ in each]
+        texts = {f.message if f else "no error" for f in failures}
+        kinds = {f.type if f else "none" for f in failures}
+        slow = max(seconds for _, seconds in each)
+        if len(texts) != 1 or kinds != {"CollectiveMismatchError"} or slow > SOON_S:
+            wrong.append(f"{case}: {slow:.1f} s: {texts}")
+            continue
+        text = texts.pop()
+        assert row_name(name) in text
+        assert row_name(case[2]) in text
+        assert all(f"rank {r}" in text for r in range(3)) or "all_to_all" in text
+        assert "fault_jobs.py" in text or "calls.py" in text or "all_to_all" in text, text
+    assert not wrong, f"{len(wrong)} of {len(cases)} wrong:\n" + "\n".join(wrong[:10])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("count", [4, 100_000])
+@pytest.mark.parametrize("name", ROOTED)
+def test_every_rank_has_another_root(name: str, count: int, size: int, pool: Callable[[int], Pool]) -> None:
+    stories = pool(size).run(jobs.everyone_another_root, name, count)
+    same_mismatch(stories)
+
+
+@pytest.mark.parametrize("first", COLLECTIVES)
+def test_two_calls_in_another_order(first: str, pool: Callable[[int], Pool]) -> None:
+    second = COLLECTIVES[(COLLECTIVES.index(first) + 5) % len(COLLECTIVES)]
+    for names in ((first, second), (second, first)):
+        text = same_mismatch(pool(3).run(jobs.another_order, *names))
+        assert first in text
+        assert second in text
+
+
+@pytest.mark.parametrize("count", [1, 50_000])
+def test_split_sizes_that_do_not_fit_each_other(count: int, pool: Callable[[int], Pool]) -> None:
+    text = same_mismatch(pool(3).run(jobs.splits_differ, count))
+    for word in ("rank 0", "rank 1", f"{count} elements", f"room for {count + 1}"):
+        assert word in text
+
+
+@pytest.mark.parametrize("counts", [[4, 4, 4], [2, 0, 5], [70_000, 9, 300_000], [300_000, 300_000, 300_000]])
+@pytest.mark.parametrize("odd", [1, 2])
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_a_list_that_does_not_fit_the_others_arrays(
+    name: str, odd: int, counts: list[int], pool: Callable[[int], Pool]
+) -> None:
+    answers = pool(3).run(jobs.list_differs, name, counts, odd)
+    text = same_mismatch([story for story, _ in answers])
+    assert all(untouched for _, untouched in answers)
+    n = counts[odd]
+    for word in (
+        f"sends {n + 1 if name == 'gather' else n}",
+        f"room for {n if name == 'gather' else n + 1}",
+        "rank 0",
+    ):
+        assert word in text
+
+
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_arrays_of_one_size_have_one_shape(name: str, pool: Callable[[int], Pool]) -> None:
+    assert "different shapes" in same_mismatch(pool(3).run(jobs.shapes_differ, name))
+
+
+def same_mismatch(stories: Sequence[CallOutcome]) -> str:
+    """All ranks raised CollectiveMismatchError with one text, soon; the text."""
+    texts = {failure.message if failure else "no error" for failure, _ in stories}
+    assert len(texts) == 1, texts
+    assert {f.type if f else "" for f, _ in stories} == {"CollectiveMismatchError"}, texts
+    assert max(seconds for _, seconds in stories) < SOON_S
+    return texts.pop()
+
+
+# --- bad arguments ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_bad_arguments_are_refused_and_the_group_stays_usable(who: int) -> None:
+    with ProcessJob(2) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.refuse_each, who)
+        refused = job.results()[who]
+        end_cleanly(job)
+    job_calls = list(refused)
+    assert len(job_calls) > 30
+    wrong = []
+    for name, failure in refused.items():
+        kind, word = EXPECTED[name]
+        if failure is None:
+            wrong.append(f"{name}: accepted")
+        elif failure.type != kind or word not in failure.message:
+            wrong.append(f"{name}: expected {kind} with {word!r}: {failure.type}: {failure.message}")
+    assert not wrong, f"{len(wrong)} of {len(refused)}:\n" + "\n".join(wrong)
+
+
+def _expected() -> dict[str, tuple[str, str]]:
+    """Type and word of each bad call; the calls themselves need a job."""
+    from unittest import mock
+
+    with mock.patch.multiple("unicoll", get_world_size=lambda: 2, get_rank=lambda: 1):
+        return {name: (kind, word) for name, (_, kind, word) in jobs.bad_calls().items()}
+
+
+EXPECTED = _expected()

@@ -1,0 +1,95 @@
+"""What is wrong with the list of a gather or scatter, which the root alone has, reaches the other ranks as an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from tests.faults import refusal_jobs as jobs
+from tests.nccl import staged
+from tests.simulated_nccl.ranks import Settings, SimulatedJob
+from unicoll.testing.ranks import Pool, ProcessJob, pools
+from unicoll.testing.worker import Failure
+
+EXPECTED = {
+    "none": ("DistArgumentError", "0 %s arrays given, 3 expected"),
+    "short": ("DistArgumentError", "2 %s arrays given, 3 expected"),
+    "own size": ("DistArgumentError", "must be of one size"),
+    "element": ("DistTypeError", "_list"),
+    "no list": ("DistTypeError", "expected a list of arrays"),
+    "other": ("DistTypeError", "in one call"),
+    "unreadable": ("RuntimeError", "not there any more"),
+}
+"""For each bad list what the root raises: the type, and words of the message."""
+
+
+@pytest.fixture(scope="module", params=["tcp", "shm", "hierarchical"])
+def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
+    with pools(partial(ProcessJob, env={"UNICOLL_TRANSPORT": request.param})) as made:
+        yield made
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("name", ["gather", "scatter"])
+def test_all_ranks_raise_and_the_group_goes_on(
+    name: str, async_op: bool, pool: Callable[[int], Pool]
+) -> None:
+    for i, which in enumerate(EXPECTED):
+        count = (4, 200_000)[i % 2]
+        told = pool(3).run(jobs.refuse, name, which, count, async_op, "cpu", True)
+        check(name, which, [failure for failure, _ in told], "DistArgumentError")
+        assert all(untouched for _, untouched in told)
+
+
+def check(name: str, which: str, failures: list[Failure | None], others: str) -> None:
+    """The root raised its own error, the others one that tells of it."""
+    assert None not in failures, (which, failures)
+    mine = failures[jobs.ROOT]
+    assert mine is not None
+    kind, words = EXPECTED[which]
+    if "%s" in words:
+        words %= "output" if name == "gather" else "input"
+    assert mine.type == kind, (which, mine)
+    assert words in mine.message, (which, mine)
+    for rank, failure in enumerate(failures):
+        assert failure is not None
+        if rank == jobs.ROOT:
+            continue
+        assert failure.type == others, (which, failure)
+        assert failure.fields["rank"] == jobs.ROOT
+        assert failure.fields["op"] == name
+        for word in (f"rank {jobs.ROOT}, the root, refused its call at ", "refusal_jobs.py:", mine.message):
+            assert word in failure.message, (which, failure)
+
+
+def test_refusals_take_their_place_in_the_order(pool: Callable[[int], Pool]) -> None:
+    assert pool(3).run(jobs.twice_and_in_between) == [["DistArgumentError"] * 2] * 3
+
+
+def test_a_refused_call_that_the_others_do_not_make_is_a_mismatch(pool: Callable[[int], Pool]) -> None:
+    failures = pool(2).run(jobs.refuse_alone)
+    assert {failure.type if failure else "" for failure in failures} == {"CollectiveMismatchError"}, failures
+    message = failures[0].message if failures[0] else ""
+    assert "gather" in message
+    assert "all_reduce" in message
+
+
+def test_device_arrays_through_the_host(seed: int) -> None:
+    settings = Settings(policy="random", seed=seed, backend="gloo")
+    with pools(partial(ProcessJob, prepare=(staged.prepare, settings))) as pool:
+        for i, which in enumerate(EXPECTED):
+            for name in ("gather", "scatter"):
+                told = pool(3).run(jobs.refuse, name, which, (4, 20_000)[i % 2], i % 3 == 0, "cuda", True)
+                if which == "other":  # an array of the host among arrays of a device
+                    assert told[jobs.ROOT][0] is not None
+                    continue
+                check(name, which, [failure for failure, _ in told], "DistArgumentError")
+
+
+def test_where_nothing_is_compared_the_group_fails() -> None:
+    with pools(SimulatedJob) as pool:
+        for name in ("gather", "scatter"):
+            told = pool(3).run(jobs.refuse, name, "short", 4, False, "cuda", False)
+            check(name, "short", [failure for failure, _ in told], "GroupAbortedError")

@@ -1,0 +1,1 @@
+"""The CPU backend: transports, shared memory, several hosts."""

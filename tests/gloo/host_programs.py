@@ -1,0 +1,226 @@
+"""Programs of the ranks of test_hosts.py: ``python host_programs.py NAME [ARGUMENT]``, started by the launcher.
+
+Each rank prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import unicoll as dist
+
+Report = dict[str, Any]
+TIMEOUT = 4.0
+
+
+class Pickled:
+    """An object that only pickle can encode."""
+
+
+def connections() -> list[tuple[str, int, str, int]]:
+    """Local address and port, peer address and port, of every TCP connection of this process."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            sock = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue
+        with sock:
+            try:
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    found.append((*sock.getsockname()[:2], *sock.getpeername()[:2]))
+            except OSError:  # a listener
+                continue
+    return sorted(found)
+
+
+def caught(error: BaseException) -> Report:
+    return {"error": type(error).__name__, "message": str(error), "culprit": getattr(error, "rank", None)}
+
+
+def everything() -> Report:
+    """Check collectives and messages of several sizes on several groups."""
+    dist.init_process_group(timeout=60)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [None, *(dist.new_group() for _ in range(3))]
+    for group in groups:
+        for count in (1, 1000, 300_000):
+            data = np.arange(count, dtype=np.float64) * (rank + 1)
+            dist.all_reduce(data, group=group)
+            np.testing.assert_array_equal(data, np.arange(count) * (size * (size + 1) / 2))
+            outputs = [np.empty(count, np.int64) for _ in range(size)]
+            dist.all_to_all(outputs, [np.full(count, 10 * rank + i) for i in range(size)], group=group)
+            assert [int(o[-1]) for o in outputs] == [10 * i + rank for i in range(size)]
+            data = np.full(count, rank)
+            dist.broadcast(data, src=size - 1, group=group)
+            assert (data == size - 1).all()
+    request = dist.isend(np.full(200_000, rank), (rank + 1) % size)
+    received = np.empty(200_000, np.int64)
+    dist.recv(received, (rank - 1) % size)
+    assert request is not None
+    request.wait()
+    assert (received == (rank - 1) % size).all()
+    report = {"explained": dist.explain(), "connections": connections(), "host": socket.gethostname()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return report
+
+
+def sent() -> int:
+    """Bytes that this host has sent over its interfaces, except loopback."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.split()[9]) for line in lines if not line.startswith("    lo:"))
+
+
+def by_host() -> Report:
+    """Run a large all_reduce; report the transport and the bytes sent between the hosts."""
+    dist.init_process_group(timeout=60)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data = np.full(2_000_000, rank + 1.0, np.float32)
+    dist.barrier()
+    before = sent()
+    dist.all_reduce(data)
+    dist.barrier()
+    taken = sent() - before
+    assert (data == size * (size + 1) / 2).all()
+    report = {"explained": dist.explain(), "sent": taken, "bytes": data.nbytes}
+    dist.barrier()
+    dist.destroy_process_group()
+    return report
+
+
+def by_interface(nbytes: str, times: str) -> Report:
+    """Run large collectives; report the bytes that each interface sent, and the median time of an all_reduce."""
+    dist.init_process_group(timeout=60)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data = np.zeros(int(nbytes) // 8)
+    dist.all_reduce(data)
+    before, seconds = sent_by_interface(), []
+    for i in range(int(times)):
+        data[:] = rank + i
+        begun = time.perf_counter()
+        dist.all_reduce(data)
+        seconds.append(time.perf_counter() - begun)
+        assert (data == sum(range(size)) + size * i).all()
+    whole = np.zeros(size * data.size)
+    dist.all_gather_into_tensor(whole, data + rank)
+    assert (whole == np.repeat(data[0] + np.arange(size), data.size)).all()
+    dist.broadcast(data if rank else whole[: data.size], src=0)
+    assert (data == whole[0]).all()
+    dist.barrier()
+    taken = {name: count - before[name] for name, count in sent_by_interface().items()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"sent": taken, "seconds": sorted(seconds)[len(seconds) // 2]}
+
+
+def sent_by_interface() -> dict[str, int]:
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return {line.split(":")[0].strip(): int(line.partition(":")[2].split()[8]) for line in lines}
+
+
+def join() -> Report:
+    """Join the job, or report the error."""
+    try:
+        dist.init_process_group(timeout=TIMEOUT)
+    except dist.DistError as error:
+        return caught(error)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"joined": True}
+
+
+def exchange_objects() -> Report:
+    """Gather a plain object, and one that needs pickle."""
+    dist.init_process_group(timeout=60)
+    plain: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plain, {"rank": dist.get_rank()})
+    report: Report = {"plain": plain}
+    try:
+        dist.all_gather_object([None] * dist.get_world_size(), Pickled())
+        report["pickled"] = True
+    except dist.DistError as error:
+        report.update(caught(error))
+    dist.barrier()
+    dist.destroy_process_group()
+    return report
+
+
+def send_marks(array: str, message: str, value: str) -> Report:
+    """Send three texts over the network: in a reduced array, in a message and in the store."""
+    dist.init_process_group(timeout=60)
+    rank = dist.get_rank()
+    x = np.frombuffer(array.encode(), np.uint8) * np.uint8(1 - rank)
+    dist.all_reduce(x)
+    arrived = bytes(x) == array.encode()
+    y = np.frombuffer(message.encode(), np.uint8).copy() if rank == 0 else np.zeros(len(message), np.uint8)
+    if rank == 0:
+        dist.send(y, 1)
+    else:
+        dist.recv(y, 0)
+        arrived = arrived and bytes(y) == message.encode()
+    port: list[Any] = [None]
+    if rank == 0:
+        store = dist.TCPStore("10.77.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    if rank == 1:
+        store = dist.TCPStore("10.77.0.1", port[0])
+        store.set("k", value)
+    else:
+        arrived = arrived and store.get("k") == value.encode()
+    dist.barrier()
+    store.close()
+    report: Report = {"arrived": arrived, "explained": dist.explain()}
+    dist.destroy_process_group()
+    return report
+
+
+def lose_the_link(folder: str, count: str) -> Report:
+    """Repeat an all_reduce of ``count`` numbers until the connection is lost."""
+    dist.init_process_group(timeout=TIMEOUT)
+    data = np.zeros(int(count))
+    dist.all_reduce(data)
+    Path(folder, f"ready.{dist.get_rank()}").touch()
+    started = time.monotonic()
+    try:
+        while time.monotonic() < started + 60:
+            dist.all_reduce(data)
+    except dist.DistError as error:
+        report = caught(error)
+        report["host"] = socket.gethostname()
+        dist.destroy_process_group()
+        return report
+    raise AssertionError("the link was never cut")
+
+
+def listen_apart() -> Report:
+    """Rank 1 listens on an interface that rank 0 cannot reach, and connects last, so that rank 0 dials."""
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        os.environ["UNICOLL_SOCKET_IFNAME"] = "apart"
+    dist.init_process_group(timeout=TIMEOUT)
+    if rank == 1:
+        time.sleep(1)
+    try:
+        dist.all_reduce(np.zeros(3))
+        return {"reached": True}
+    except dist.DistError as error:
+        return caught(error)
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:]
+    print(json.dumps({"rank": int(os.environ["RANK"]), **globals()[name](*arguments)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

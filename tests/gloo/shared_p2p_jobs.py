@@ -1,0 +1,405 @@
+"""Jobs of the tests of messages through shared memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+import unicoll as dist
+from gloo_fallback.shm.ring import CHUNK, RING, SHARED_THRESHOLD
+from tests.conformance.p2p_jobs import me, must, size
+from tests.support.outcomes import CallOutcome, failure_of, outcome_of
+from unicoll.testing.worker import Failure, send_note
+
+LARGE = 3 * RING + 12_345
+
+
+def engine(group: Any = None) -> Any:
+    """This rank's point-to-point engine of a group."""
+    return (group or dist.group.WORLD).backend_for("cpu")._p2p
+
+
+def rings(group: Any = None) -> list[tuple[bool, bool]]:
+    """For each connection, by the peer's rank: True if sends, and receives, use a ring."""
+    connections = [c for c in engine(group)._connections if c is not None]
+    return [(c.writer is not None and c.writer.ready, c.reader is not None) for c in connections]
+
+
+def bytes_of(count: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+
+
+def exchange(count: int, seed: int = 0, group: Any = None) -> None:
+    """Two ranks send each other ``count`` bytes."""
+    other, array = 1 - me(), np.zeros(count, np.uint8)
+    work = must(dist.isend(bytes_of(count, seed + me()), other, group=group))
+    dist.recv(array, other, group=group)
+    work.wait()
+    assert (array == bytes_of(count, seed + other)).all()
+
+
+def sizes(counts: list[int]) -> list[tuple[bool, bool]]:
+    """Exchange messages of these sizes in both directions; returns :func:`rings`."""
+    for i, count in enumerate(counts):
+        exchange(count, 10 * i)
+    return rings()
+
+
+def one_way(count: int, rounds: int) -> list[tuple[bool, bool]]:
+    """Rank 0 only sends, rank 1 only receives."""
+    for i in range(rounds):
+        if me() == 0:
+            dist.send(bytes_of(count, i), 1)
+        else:
+            x = np.zeros(count, np.uint8)
+            dist.recv(x, 0)
+            assert (x == bytes_of(count, i)).all()
+        dist.barrier()  # the offer of the ring and the answer to it have arrived
+    return rings()
+
+
+def behind_large_messages() -> None:
+    """A small message is received before the unexpected large messages that precede it."""
+    exchange(LARGE)
+    if me() == 0:
+        works = [must(dist.isend(bytes_of(LARGE, tag), 1, tag=tag)) for tag in range(3)]
+        dist.send(np.full(5, 7, np.uint8), 1, tag=9)
+        for work in works:
+            work.wait()
+    else:
+        small, x = np.zeros(5, np.uint8), np.zeros(LARGE, np.uint8)
+        dist.recv(small, 0, tag=9)
+        assert (small == 7).all()
+        for tag in (2, 0, 1):
+            dist.recv(x, 0, tag=tag)
+            assert (x == bytes_of(LARGE, tag)).all()
+
+
+def posted_while_arriving() -> None:
+    """A receive is posted while its message is arriving."""
+    exchange(LARGE)
+    if me() == 0:
+        dist.barrier()
+        dist.send(bytes_of(8 * LARGE, 5), 1, tag=5)
+    else:
+        idle = must(dist.irecv(np.zeros(1, np.uint8), 0, tag=6))  # so that the progress thread receives
+        dist.barrier()
+        deadline = time.monotonic() + 20
+        while engine()._connections[0].message is None and time.monotonic() < deadline:
+            time.sleep(0)
+        x = np.zeros(8 * LARGE, np.uint8)
+        dist.recv(x, 0, tag=5)
+        assert (x == bytes_of(8 * LARGE, 5)).all()
+    if me() == 0:
+        dist.send(np.ones(1, np.uint8), 1, tag=6)
+    else:
+        idle.wait()
+
+
+def from_any_source(each: int, count: int) -> list[int]:
+    """Rank 0 receives large messages from any source; returns their sources."""
+    sources = []
+    if me() == 0:
+        x = np.zeros(count, np.uint8)
+        for _ in range(each * (size() - 1)):
+            source = dist.recv(x)
+            assert (x == source).all()
+            sources.append(source)
+    else:
+        for _ in range(each):
+            dist.send(np.full(count, me(), np.uint8), 0)
+    return sources
+
+
+def all_pairs_at_once(count: int, rounds: int) -> None:
+    """All pairs in both directions, by blocking calls in threads and asynchronous operations."""
+    others = [r for r in range(size()) if r != me()]
+    for i in range(rounds):
+        arrays = {r: np.zeros(count + 13 * r, np.uint8) for r in others}
+        works = [must(dist.irecv(array, r, tag=i)) for r, array in arrays.items()]
+        threads = [
+            threading.Thread(target=dist.send, args=(bytes_of(count + 13 * me(), me()), r), kwargs={"tag": i})
+            for r in others
+        ]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        for work in works:
+            work.wait()
+        for r, array in arrays.items():
+            assert (array == bytes_of(count + 13 * r, r)).all()
+
+
+def mismatched_messages() -> list[Failure | None]:
+    """Large messages of another size or type than their receives, posted before and after the messages arrive."""
+    exchange(LARGE)
+    failures = []
+    inputs: tuple[Any, ...] = (np.ones(LARGE, np.uint8), np.ones(10, np.uint8), np.ones(LARGE, np.int8))
+    arrays = (np.zeros(LARGE + 1, np.uint8), np.zeros(LARGE, np.uint8), np.zeros(LARGE, np.uint8))
+    for before in (False, True):
+        for x, array in zip(inputs, arrays, strict=True):
+            if me() == 0:
+                work = must(dist.isend(x, 1, tag=1))
+                dist.barrier()
+                work.wait()
+            elif before:
+                work = must(dist.irecv(array, 0, tag=1))
+                dist.barrier()
+                failures.append(failure_of(work.wait))
+            else:
+                dist.barrier()
+                failures.append(failure_of(lambda r=array: dist.recv(r, 0, tag=1)))  # type: ignore[misc]
+            assert not array.any()
+            exchange(LARGE, 3)
+    return failures
+
+
+def in_a_callback() -> list[int]:
+    """A callback of an asynchronous receive sends and receives with blocking calls."""
+    answers: list[int] = []
+    if me() == 0:
+        dist.send(np.full(1, 4), 1)
+        x = np.zeros(LARGE, np.uint8)
+        dist.recv(x, 1, tag=1)
+        dist.send(np.full(2, int(x[0])), 1, tag=2)
+        dist.barrier()
+        return answers
+    x = np.zeros(1, np.int64)
+    work = must(dist.irecv(x, 0))
+    over = threading.Event()
+
+    def answer(_: Any) -> None:
+        dist.send(np.full(LARGE, int(x[0]) + 1, np.uint8), 0, tag=1)
+        y = np.zeros(2, np.int64)
+        dist.recv(y, 0, tag=2)
+        answers.append(int(y[1]))
+        over.set()
+
+    work.get_future().add_done_callback(answer)
+    assert over.wait(30)
+    dist.barrier()
+    return answers
+
+
+# --- where memory cannot be shared ------------------------------------------------------------------------------
+
+
+class Log(logging.Handler):
+    """Collects the log messages of the library."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> Log:
+        self._before = logging.getLogger("unicoll").level
+        logging.getLogger("unicoll").setLevel(logging.INFO)
+        logging.getLogger("unicoll").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("unicoll").removeHandler(self)
+        logging.getLogger("unicoll").setLevel(self._before)
+
+
+def without(what: str, rank: int) -> tuple[list[tuple[bool, bool]], list[str]]:
+    """Large messages while one rank cannot map, or cannot create, shared memory; returns rings and log messages."""
+    from gloo_fallback.shm import ring
+
+    def refuse(*_: object) -> Any:
+        raise (
+            PermissionError(13, "Permission denied")
+            if what == "open_offer"
+            else OSError(24, "Too many open files")
+        )
+
+    if me() == rank:
+        setattr(ring, what, refuse)
+    with Log() as log:
+        for i in range(3):
+            exchange(LARGE, i)
+        dist.barrier()
+    return rings(), log.lines
+
+
+def tcp_on_one_rank(rank: int) -> tuple[list[tuple[bool, bool]], list[str]]:
+    """As :func:`without`; one rank of a group uses sockets only."""
+    if me() == rank:
+        os.environ["UNICOLL_TRANSPORT"] = "tcp"
+    group = dist.new_group()
+    os.environ.pop("UNICOLL_TRANSPORT", None)
+    with Log() as log:
+        for i in range(3):
+            exchange(LARGE, i, group)
+        dist.barrier()
+    used = rings(group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return used, log.lines
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+def segment_lines() -> list[str]:
+    """The lines of this library's segments in the table of mappings of this process."""
+    with open("/proc/self/maps") as file:
+        return [line for line in file if "memfd:unicoll" in line]
+
+
+def memory_in_use() -> tuple[list[str], int, int]:
+    """Open descriptors of shared memory, and its bytes after a first large message and after a larger one."""
+
+    def mapped() -> int:
+        ends = [[int(x, 16) for x in line.split()[0].split("-")] for line in segment_lines()]
+        return sum(b - a for a, b in ends)
+
+    for i in range(2):
+        exchange(SHARED_THRESHOLD, i)
+    before = mapped()
+    exchange(20 * LARGE)
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+        except FileNotFoundError:
+            continue
+    return [target for target in targets if "memfd" in target], before, mapped()
+
+
+def inodes() -> list[str]:
+    """The inodes of the segments that this process has mapped while rings are in use."""
+    for i in range(2):
+        exchange(LARGE, i)
+    return sorted({line.split()[4] for line in segment_lines()})
+
+
+def groups_come_and_go(rounds: int) -> int:
+    """Create and destroy groups with rings; returns the number of remaining mappings."""
+    for i in range(rounds):
+        group = dist.new_group()
+        exchange(LARGE, i, group)
+        exchange(LARGE, i, group)
+        assert all(rings(group)[0])
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
+    return len(segment_lines())
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+
+def stream(sender: int) -> None:
+    """One rank sends large messages to the other until an operation fails."""
+    exchange(LARGE)
+    x = np.zeros(32 << 20, np.uint8)
+    for i in range(1_000_000):
+        if me() == sender:
+            dist.send(x, 1 - sender)
+        else:
+            dist.recv(x, sender)
+        if i == 2:
+            send_note("streaming")
+
+
+def create_rings() -> None:
+    """Create rings and wait until no thread runs progress."""
+    exchange(LARGE)
+    exchange(LARGE)
+    dist.barrier()
+    time.sleep(0.3)
+
+
+def stops_receiving(timeout: float) -> CallOutcome:
+    """Rank 0 has sent part of a message, and rank 1 does not receive the rest."""
+    create_rings()
+    if me() == 1:
+        send_note("idle")
+        time.sleep(60)
+    send_note("sending")
+    return outcome_of(lambda: dist.send(np.zeros(LARGE, np.uint8), 1, timeout=timeout))
+
+
+def stops_sending(timeout: float) -> CallOutcome:
+    """Rank 0 has received part of a message, and rank 1 does not send the rest."""
+    exchange(LARGE)
+    exchange(LARGE)
+    if me() == 1:
+        connection = engine()._connections[0]
+        put = connection.writer.write
+
+        def once(view: memoryview) -> None:
+            put(view)
+            connection.writer.next_chunk = lambda left, size: 0
+
+        connection.writer.write = once
+        must(dist.isend(np.zeros(LARGE, np.uint8), 0))._waited = True
+        send_note("sending")
+        time.sleep(60)
+    send_note("receiving")
+    return outcome_of(lambda: dist.recv(np.zeros(LARGE, np.uint8), 1, timeout=timeout))
+
+
+def timed_out_in_the_queue() -> list[Failure | None]:
+    """A send that times out on a full ring before any part has left does not affect later messages."""
+    create_rings()
+    failures: list[Failure | None] = []
+    x = np.zeros(SHARED_THRESHOLD, np.uint8)  # fits one chunk
+    if me() == 0:
+        sent = 0
+        while not failures and sent <= RING // SHARED_THRESHOLD:
+            x[:] = sent % 251
+            failure = failure_of(lambda: dist.send(x, 1, timeout=0.3))
+            if failure is None:
+                sent += 1
+            else:
+                failures.append(failure)
+        assert sent > 0
+        dist.barrier()
+        dist.send(np.full(1, sent), 1, tag=1)
+        x[:] = 252
+        dist.send(x, 1)
+    else:
+        dist.barrier()
+        count = np.zeros(1, np.int64)
+        dist.recv(count, 0, tag=1)
+        for i in [*(k % 251 for k in range(int(count[0]))), 252]:
+            dist.recv(x, 0)
+            assert (x == i).all(), (i, x[0])
+    exchange(LARGE)
+    return failures
+
+
+def messages_before_leaving(count: int) -> list[int]:
+    """Rank 0 sends large and small messages and leaves; rank 1 receives them afterwards."""
+    create_rings()
+    parts = RING // CHUNK - 1
+    if me() == 0:
+        for i in range(parts):
+            dist.send(np.full(CHUNK, i, np.uint8), 1)
+        for i in range(count):
+            dist.send(np.full(5000, i % 251, np.uint8), 1, tag=1)
+        dist.destroy_process_group()
+        send_note("left")
+        return []
+    send_note("waits")
+    time.sleep(1.0)
+    x, y = np.zeros(CHUNK, np.uint8), np.zeros(5000, np.uint8)
+    for i in range(parts):
+        dist.recv(x, 0)
+        assert (x == i).all()
+    taken = []
+    for i in range(count):
+        dist.recv(y, 0, tag=1)
+        assert (y == i % 251).all()
+        taken.append(i)
+    return taken

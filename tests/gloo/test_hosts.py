@@ -1,0 +1,397 @@
+"""Several hosts on one machine: network namespaces connected by two switches, with IPv4 and IPv6.
+
+Host k has the interfaces lan0 (10.77.0.k, fd77::k) and lan1 (10.78.0.k, fd78::k), and an unconnected one, "apart".
+Needs root and ``ip``; skipped otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unicoll.testing.ranks import ROOT, environment
+
+PROGRAMS = str(Path(__file__).with_name("host_programs.py"))
+SECRET = {"UNICOLL_SECRET": "the secret that these tests share"}
+NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+BOUND = 120.0
+
+_ports = itertools.count(21000)
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
+
+
+class Hosts:
+    """Two hosts and the namespace of the switches between them; :meth:`close` removes all of them."""
+
+    def __init__(self) -> None:
+        self.names = [f"unicoll-{os.getpid()}-{k}" for k in range(3)]  # index 0: the switches
+        self._running: list[subprocess.Popen[str]] = []
+
+    def build(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        switches, *hosts = self.names
+        for lan in range(2):
+            ip("-n", switches, "link", "add", f"switch{lan}", "type", "bridge", "forward_delay", "0")
+            ip("-n", switches, "link", "set", f"switch{lan}", "up")
+            for k, host in enumerate(hosts, start=1):
+                self._cable(f"port{lan}{k}", host, f"lan{lan}")
+                ip("-n", switches, "link", "set", f"port{lan}{k}", "master", f"switch{lan}")
+                self._address(host, f"lan{lan}", f"10.{77 + lan}.0.{k}/24", f"fd{77 + lan}::{k}/64")
+        for k, host in enumerate(hosts, start=1):
+            self._cable(f"loose{k}", host, "apart")
+            self._address(host, "apart", f"10.99.{k}.1/24", f"fd99:{k}::1/64")
+
+    def _cable(self, port: str, host: str, card: str) -> None:
+        switches = self.names[0]
+        ip("-n", switches, "link", "add", port, "type", "veth", "peer", "name", card, "netns", host)
+        ip("-n", switches, "link", "set", port, "up")
+
+    def _address(self, host: str, card: str, *addresses: str) -> None:
+        for address in addresses:
+            # without nodad an IPv6 address is unusable for its first second
+            ip("-n", host, "address", "add", address, "dev", card, *(["nodad"] if ":" in address else []))
+        ip("-n", host, "link", "set", card, "up")
+
+    def unplug(self, lan: int, host: int) -> None:
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "down")
+
+    def plug(self, lan: int, host: int) -> None:
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "up")
+
+    def start(self, host: int, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+        """Start a command on a host (1 or 2) under its own host name."""
+        process = subprocess.Popen(
+            [
+                "ip",
+                "netns",
+                "exec",
+                self.names[host],
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                NAMED,
+                f"host{host}",
+                *command,
+            ],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._running.append(process)
+        return process
+
+    def stop(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.communicate()
+        self._running.clear()
+
+    def close(self) -> None:
+        self.stop()
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)
+
+
+@pytest.fixture(scope="module")
+def built() -> Iterator[Hosts]:
+    made = Hosts()
+    try:
+        try:
+            made.build()
+            subprocess.run(["unshare", "--uts", "true"], check=True, capture_output=True, timeout=30)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", None) or error
+            pytest.skip(f"cannot create network namespaces: {reason}")
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def hosts(built: Hosts) -> Iterator[Hosts]:
+    yield built
+    built.stop()
+    for lan, host in itertools.product((0, 1), (1, 2)):
+        built.plug(lan, host)
+
+
+class FinishedJob:
+    """Two finished launchers: the ranks' reports in order, and each launcher's stderr and exit status."""
+
+    def __init__(self, processes: list[subprocess.Popen[str]]) -> None:
+        outputs = [process.communicate(timeout=BOUND) for process in processes]
+        self.stderr = [err for _, err in outputs]
+        self.status = [process.returncode for process in processes]
+        lines = [line for out, _ in outputs for line in out.splitlines()]
+        self.reports: list[dict[str, Any]] = sorted(map(json.loads, lines), key=lambda r: int(r["rank"]))
+
+    def successful_reports(self, ranks: int) -> list[dict[str, Any]]:
+        """The reports of a job that succeeded."""
+        assert self.status == [0, 0], "".join(self.stderr)
+        assert [report["rank"] for report in self.reports] == list(range(ranks))
+        return self.reports
+
+
+def launch(
+    hosts: Hosts,
+    *program: str,
+    master: str = "10.77.0.1",
+    per_node: int = 1,
+    env: dict[str, str] | None = None,
+    env_by_host: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+    script: str = PROGRAMS,
+) -> list[subprocess.Popen[str]]:
+    """Start the same program on both hosts; the master is on the first."""
+    common = environment({"PYTHONPATH": str(ROOT), **(env or {})})
+    if "UNICOLL_SOCKET_IFNAME" not in (env or {}):
+        del common["UNICOLL_SOCKET_IFNAME"]
+    flags = ["--nnodes", "2", "--nproc-per-node", str(per_node), "--master-addr", master]
+    flags += ["--master-port", str(next(_ports)), "--no-prefix", "--grace", "15"]
+    return [
+        hosts.start(
+            k + 1,
+            [sys.executable, "-m", "unicoll.run", *flags, "--node-rank", str(k), script, *program],
+            common | env_by_host[k],
+        )
+        for k in range(2)
+    ]
+
+
+def networks(report: dict[str, Any]) -> set[str]:
+    """The networks of a rank's connections, except those to the store."""
+    store = report["explained"].partition("store: tcp://")[2].split()[0].rpartition(":")[2]
+    found = set()
+    for own, own_port, peer, peer_port in report["connections"]:
+        if int(store) not in (own_port, peer_port):
+            found |= {address[: address.rindex(":" if ":" in address else ".")] for address in (own, peer)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("master", "network"), [("10.77.0.1", "10.77.0"), ("fd77::1", "fd77:"), ("[fd78::1]", "fd78:")]
+)
+def test_two_nodes_with_a_static_master(hosts: Hosts, master: str, network: str) -> None:
+    job = FinishedJob(launch(hosts, "everything", master=master, per_node=2, env=SECRET))
+    for report in job.successful_reports(4):
+        assert report["host"] == f"host{report['rank'] // 2 + 1}"
+        assert networks(report) == {network}
+        assert "secret: UNICOLL_SECRET" in report["explained"]
+        assert f"source address of the route to {master.strip('[]')}" in report["explained"]
+    assert "WARNING" not in "".join(job.stderr)
+
+
+@pytest.mark.parametrize("per_node", [2, 3])
+@pytest.mark.parametrize("master", ["10.77.0.1", "fd77::1"])
+def test_a_host_sends_only_the_sum_of_its_ranks(hosts: Hosts, master: str, per_node: int) -> None:
+    job = FinishedJob(launch(hosts, "by_host", master=master, per_node=per_node, env=SECRET))
+    for report in job.successful_reports(2 * per_node):
+        hosts_and_ranks = f"2 hosts (ranks: {per_node}, {per_node})"
+        assert f"over shared memory within {hosts_and_ranks}, sockets between them" in report["explained"]
+        assert (
+            report["sent"] < 1.2 * report["bytes"]
+        )  # a ring of all ranks would send at least 1.5 times the bytes
+
+
+@pytest.mark.parametrize(
+    ("variable", "spec", "master", "expected"),
+    [
+        ("UNICOLL_SOCKET_IFNAME", "lan1", "10.77.0.1", {"10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "=lan1", "10.77.0.1", {"10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "^lan0,apart", "10.77.0.1", {"10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "lan1,lan0", "10.77.0.1", {"10.77.0", "10.78.0"}),
+        ("UNICOLL_SOCKET_IFNAME", "lan1", "fd77::1", {"fd78:"}),
+        ("GLOO_SOCKET_IFNAME", "lan1", "10.77.0.1", {"10.78.0"}),
+        ("GLOO_SOCKET_IFNAME", "lan0,lan1", "10.77.0.1", {"10.77.0", "10.78.0"}),
+    ],
+)
+def test_data_uses_the_selected_interface(
+    hosts: Hosts, variable: str, spec: str, master: str, expected: set[str]
+) -> None:
+    job = FinishedJob(launch(hosts, "everything", master=master, env={**SECRET, variable: spec}))
+    for report in job.successful_reports(2):
+        assert networks(report) == expected
+        assert f"{variable}={spec}" in report["explained"]
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_large_messages_use_several_interfaces_at_once(hosts: Hosts, per_node: int) -> None:
+    env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan0,lan1"}
+    job = FinishedJob(launch(hosts, "by_interface", "8000000", "3", per_node=per_node, env=env))
+    for report in job.successful_reports(2 * per_node):
+        bytes_of = report["sent"]
+        assert bytes_of["lan0"] + bytes_of["lan1"] > 3 * 8_000_000
+        assert 0.8 < bytes_of["lan0"] / bytes_of["lan1"] < 1.25
+
+
+def test_missing_interface_raises(hosts: Hosts) -> None:
+    job = FinishedJob(launch(hosts, "join", env={**SECRET, "UNICOLL_SOCKET_IFNAME": "ib0"}))
+    for report in job.successful_reports(2):
+        assert report["error"] == "DistNetworkError"
+        assert "UNICOLL_SOCKET_IFNAME=ib0: no interface that is up matches" in report["message"]
+        assert "lan0 10.77.0." in report["message"]
+
+
+@pytest.mark.in_turn
+def test_store_listens_only_on_the_master_address(hosts: Hosts, tmp_path: Path) -> None:
+    processes = launch(hosts, "lose_the_link", str(tmp_path), "10", env=SECRET)
+    wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
+    listing = subprocess.run(
+        ["ip", "netns", "exec", hosts.names[1], "cat", "/proc/net/tcp", "/proc/net/tcp6"],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    ).stdout
+    listening = {w[1].partition(":")[0] for w in map(str.split, listing.splitlines()) if w[3] == "0A"}
+    assert listening == {"01004D0A"}  # 10.77.0.1 in the kernel's format
+    hosts.unplug(0, 2)
+    FinishedJob(processes)
+
+
+def test_without_a_secret_warns_and_refuses_pickles(hosts: Hosts) -> None:
+    job = FinishedJob(launch(hosts, "exchange_objects"))
+    for report in job.successful_reports(2):
+        assert report["plain"] == [{"rank": 0}, {"rank": 1}]
+        assert report["error"] == "PickleRefusedError"
+        assert "UNICOLL_SECRET" in report["message"]
+    for stderr in job.stderr:
+        assert "WARNING: this job has several nodes and no secret" in stderr
+        assert "UNICOLL_SECRET" in stderr
+    assert "OPEN" in job.stderr[0]
+
+
+def test_pickles_are_allowed_with_a_secret(hosts: Hosts) -> None:
+    job = FinishedJob(launch(hosts, "exchange_objects", env=SECRET))
+    assert all(report["pickled"] for report in job.successful_reports(2))
+    assert job.stderr == ["", ""]
+
+
+LISTEN = """
+import socket, sys
+packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+marks = [mark.encode() for mark in sys.argv[1:]]
+print("listening", flush=True)
+found, tail = set(), b""
+packets.settimeout(1.0)
+while True:
+    try:
+        packet = packets.recv(65536)
+    except TimeoutError:
+        if found or tail:
+            break
+        continue
+    tail = tail[-200:] + packet
+    found |= {mark for mark in marks if mark in tail}
+print(sorted(mark.decode() for mark in found), flush=True)
+"""
+
+
+@pytest.mark.parametrize("channel", ["plain", "mac", "tls"])
+def test_only_tls_hides_data_on_the_network(hosts: Hosts, channel: str) -> None:
+    """Arrays, messages and store values are readable on the network, except with TLS."""
+    marks = ["reduced-by-two-ranks", "sent-to-the-other-rank", "put-into-the-store"]
+    switches = ["ip", "netns", "exec", hosts.names[0], sys.executable, "-c", LISTEN, *marks]
+    with subprocess.Popen(switches, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == "listening\n"
+        job = FinishedJob(launch(hosts, "send_marks", *marks, env={**SECRET, "UNICOLL_CHANNEL": channel}))
+        out, err = listener.communicate(timeout=BOUND)
+    for report in job.successful_reports(2):
+        assert report["arrived"]
+        assert (f"connections between hosts: {channel}" in report["explained"]) == (channel != "plain")
+    assert out.strip() == str([] if channel == "tls" else sorted(marks)), err
+
+
+def test_protected_channel_without_a_secret_raises(hosts: Hosts) -> None:
+    job = FinishedJob(launch(hosts, "join", env={"UNICOLL_CHANNEL": "tls"}))
+    for report in job.successful_reports(2):
+        assert report["error"] == "DistArgumentError", report
+        assert "UNICOLL_CHANNEL=tls protects nothing in this job" in report["message"]
+        assert "UNICOLL_SECRET_FILE" in report["message"]
+
+
+@pytest.mark.in_turn
+def test_different_protection_on_hosts_raises(hosts: Hosts) -> None:
+    by_host = ({**SECRET, "UNICOLL_CHANNEL": "tls"}, {**SECRET, "UNICOLL_CHANNEL": "mac"})
+    job = FinishedJob(launch(hosts, "join", env_by_host=by_host))
+    waiting, refused = job.successful_reports(2)
+    assert refused["error"] == "AuthenticationError"
+    assert "give all processes the same UNICOLL_CHANNEL" in refused["message"]
+    assert waiting["error"] == "OperationTimeoutError"
+
+
+@pytest.mark.parametrize("theirs", [{"UNICOLL_SECRET": "a different secret"}, {}])
+def test_wrong_or_missing_secret_raises_authentication_error(hosts: Hosts, theirs: dict[str, str]) -> None:
+    job = FinishedJob(launch(hosts, "join", env_by_host=(SECRET, theirs)))
+    waiting, refused = job.successful_reports(2)
+    assert refused["error"] == "AuthenticationError"
+    assert "secret" in refused["message"]
+    assert "UNICOLL_SECRET" in refused["message"]
+    assert waiting["error"] == "OperationTimeoutError"
+    assert "missing: rank 1" in waiting["message"]
+
+
+@pytest.mark.parametrize("count", [10, 4_000_000])
+def test_lost_network_link_names_the_missing_rank(hosts: Hosts, tmp_path: Path, count: int) -> None:
+    processes = launch(hosts, "lose_the_link", str(tmp_path), str(count), env=SECRET)
+    wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
+    hosts.unplug(0, 2)
+    job = FinishedJob(processes)
+    for report in job.successful_reports(2):
+        other = 1 - report["rank"]
+        assert report["error"] == "OperationTimeoutError"
+        assert f"missing: rank {other} (host host{other + 1}, pid " in report["message"]
+
+
+@pytest.mark.in_turn
+def test_unreachable_listener_is_named(hosts: Hosts) -> None:
+    job = FinishedJob(launch(hosts, "listen_apart", env=SECRET))
+    for report in job.successful_reports(2):
+        assert report["error"] in ("DistNetworkError", "OperationTimeoutError")
+        assert "rank 1 (host host2, pid " in report["message"]
+        assert "10.99.2.1" in report["message"]
+
+
+def wait_for(*files: Path) -> None:
+    deadline = time.monotonic() + BOUND
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < deadline, f"{files} did not appear"
+        time.sleep(0.02)
+
+
+@pytest.mark.in_turn
+def test_doctor_names_a_slow_pair_by_host_and_interface(hosts: Hosts) -> None:
+    """One of the four pairs between hosts is slow; the faster pairs within hosts do not affect the result."""
+    script = str(ROOT / "tests" / "tools" / "doctor_program.py")
+    processes = launch(hosts, "slow:1-2", "--json", per_node=2, env=SECRET, script=script)
+    (out, err), (other, _) = (process.communicate(timeout=BOUND) for process in processes)
+    report = json.loads(out)
+    assert other == ""
+    assert processes[0].returncode == report["exit_status"] == 1, err
+    assert [(r["host"], r["interface"]) for r in report["ranks"]] == [
+        *[("host1", "lan0 10.77.0.1")] * 2,
+        *[("host2", "lan0 10.77.0.2")] * 2,
+    ]
+    assert set(report["pairs"]["medians"]) == {"within a host", "between hosts"}
+    assert [pair["ranks"] for pair in report["pairs"]["slow"]] == [[1, 2]]
+    assert "times the median between hosts" in report["pairs"]["slow"][0]["why"]
+    assert report["pairs"]["broken"] == []

@@ -1,0 +1,152 @@
+"""Shared memory between the ranks of a host: when it is used, which processes can open it, and its release."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from gloo_fallback.shm.slots import SLOT, size_of
+from tests.gloo import shared_memory_jobs as jobs
+from unicoll.testing.ranks import Pool, ProcessJob, run_ranks
+from unicoll.testing.worker import enter
+
+Pools = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_ranks_of_one_host_share_memory(size: int, pool: Pools) -> None:
+    assert pool(size).run(jobs.transport) == [("Slots", 1000.0 * size)] * size
+    assert set(pool(size).run(jobs.reason)) == {"over shared memory: all ranks are on one host"}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_small_calls_of_few_kinds_many_times(size: int, pool: Pools, seed: int) -> None:
+    assert pool(size).run(jobs.repeated_kinds, seed, 150) == [[]] * size
+
+
+def test_sizes_that_agreed_before_are_compared_again(pool: Pools) -> None:
+    for failure, out in pool(3).run(jobs.sizes_change):
+        assert failure is not None
+        assert failure.type == "CollectiveMismatchError"
+        assert "rank 0 sends 2 elements to rank 2, which has room for 3" in failure.message
+        assert len(out) in (6, 9)
+
+
+@pytest.mark.parametrize(
+    ("job", "rank", "reason"),
+    [
+        (jobs.tcp_on_one_rank, 0, "UNICOLL_TRANSPORT=tcp on rank 0 "),
+        (jobs.tcp_on_one_rank, 1, "UNICOLL_TRANSPORT=tcp on rank 1 "),
+        (jobs.cannot_map, 2, "rank 2 "),
+        (jobs.no_memory, 0, "rank 0 "),
+    ],
+)
+def test_all_ranks_use_sockets_if_one_cannot_share(job: Callable[[int], str], rank: int, reason: str) -> None:
+    reasons = run_ranks(3, job, rank)
+    assert len(set(reasons)) == 1
+    assert reasons[0].startswith(f"over sockets: {reason}")
+    if job is not jobs.tcp_on_one_rank:
+        assert reasons[0].endswith("could not map the shared memory of its host")
+
+
+def test_a_rank_on_another_host_uses_sockets_and_the_others_share_memory() -> None:
+    assert run_ranks(3, jobs.another_machine, 1) == [("HierarchyContext", 3000.0)] * 3
+
+
+def test_unavailable_shared_memory_raises_if_required() -> None:
+    with ProcessJob(3, env={"UNICOLL_TRANSPORT": "shm"}) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.another_machine, 1)
+        for outcome in job.collect():
+            assert outcome.failure is not None
+            assert outcome.failure.type == "BackendUnavailableError"
+            assert "UNICOLL_TRANSPORT=shm, but the ranks are on 2 hosts" in outcome.failure.message
+
+
+def test_unknown_transport_raises_when_joining() -> None:
+    job = ProcessJob(2, env={"UNICOLL_TRANSPORT": "infiniband"})
+    try:
+        job.call(enter)
+        for outcome in job.collect():
+            assert outcome.failure is not None
+            assert (
+                "UNICOLL_TRANSPORT=infiniband is none of auto, tcp, shm, hierarchical"
+                in outcome.failure.message
+            )
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_weak_memory_order_uses_semaphores(size: int) -> None:
+    env = {"UNICOLL_MEMORY_ORDER": "weak"}
+    assert run_ranks(size, jobs.slots_kind, env=env) == [("SemaphoreSlots", float(size))] * size
+
+
+@pytest.mark.parametrize("order", ["", "weak"])
+def test_a_long_wait_sleeps_and_is_woken(order: str) -> None:
+    env = {"UNICOLL_MEMORY_ORDER": order}
+    for spent, total in run_ranks(3, jobs.asleep, 1.0, env=env):
+        assert total == 3.0
+        assert spent < 0.5
+
+
+@pytest.mark.parametrize("order", ["", "weak"])
+def test_signals_of_a_rank_that_left_are_valid(order: str) -> None:
+    env = {"UNICOLL_MEMORY_ORDER": order}
+    assert run_ranks(2, jobs.peer_leaves_after_signal, env=env) == [4.0, 4.0]
+
+
+def test_descriptors_are_closed_after_mapping(pool: Pools) -> None:
+    assert pool(3).run(jobs.descriptors) == [[]] * 3
+
+
+def test_memory_does_not_grow_with_the_arrays(pool: Pools) -> None:
+    for before, after in pool(3).run(jobs.staging):
+        assert before == after
+        assert 2 * 3 * SLOT <= before <= size_of(3) + 8192
+
+
+def test_another_user_cannot_open_the_segment() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to become another user")
+    job = ProcessJob(1)
+    try:
+        job.call(enter)
+        job.results()
+        job.call(jobs.where)
+        pid, descriptor = job.results()[0]
+        program = (
+            "import os, sys\nos.setgroups([])\nos.setgid(65534)\nos.setuid(65534)\n"
+            "try:\n    os.open(sys.argv[1], os.O_RDWR)\nexcept PermissionError:\n    print('refused')\n"
+        )
+        path = f"/proc/{pid}/fd/{descriptor}"
+        os.close(os.open(path, os.O_RDWR))
+        done = subprocess.run(
+            [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=30
+        )
+        assert done.stdout == "refused\n", done.stderr
+    finally:
+        job.close()
+
+
+def test_nothing_remains_when_all_ranks_are_killed() -> None:
+    before = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    job = ProcessJob(3)
+    try:
+        job.call(enter)
+        job.results()
+        job.call(jobs.transport)
+        assert {t for t, _ in job.results()} == {"Slots"}
+        for rank in range(3):
+            job.signal(rank, signal.SIGKILL)
+        assert job.wait_for_exit() == [-signal.SIGKILL] * 3
+    finally:
+        job.close()
+    assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} == before

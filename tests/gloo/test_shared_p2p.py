@@ -1,0 +1,268 @@
+"""Messages through shared memory: when it is used, the delivered data, and failures."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gloo_fallback.shm.ring import CHUNK, RING, SHARED_THRESHOLD, RingReader, RingWriter
+from tests.faults.test_faults import SOON_S
+from tests.gloo import shared_p2p_jobs as jobs
+from unicoll.testing.ranks import Pool, ProcessJob, joined, run_ranks
+from unicoll.testing.worker import leave
+
+Pools = Callable[[int], Pool]
+
+BOTH = (True, True)
+NONE = (False, False)
+
+
+# --- the ring -----------------------------------------------------------------------------------------------------
+
+
+def test_ring_delivers_what_was_written(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    writer = RingWriter()
+    reader = RingReader(writer.offer)
+    writer.accepted()
+    waiting: list[bytes] = []
+    for _ in range(2000):
+        data = rng.bytes(int(rng.integers(1, CHUNK if rng.random() < 0.2 else 1000)))
+        if writer.padded(len(data)) <= writer.free:
+            writer.write(memoryview(data))
+            waiting.append(data)
+        while waiting and (writer.free < RING // 3 or rng.random() < 0.3):
+            target = bytearray(len(waiting[0]))
+            reader.read(memoryview(target))
+            assert target == waiting.pop(0)
+            writer.free += reader.uncredited
+            reader.uncredited = 0
+    assert 0 <= writer.free <= RING
+    writer.close()
+    reader.close()
+
+
+def test_full_ring_accepts_nothing() -> None:
+    writer = RingWriter()
+    try:
+        for _ in range(RING // CHUNK):
+            assert writer.next_chunk(10 * RING, 10 * RING) == CHUNK
+            writer.write(memoryview(bytes(CHUNK)))
+        assert writer.free == 0
+        assert writer.next_chunk(1, 1) == 0
+    finally:
+        writer.close()
+
+
+def test_wrong_offers_are_not_mapped() -> None:
+    writer = RingWriter()
+    offer = writer.offer
+    for wrong in (
+        offer.replace(b'"token": "', b'"token": "0')[: len(offer)],
+        offer.replace(b'"boot": "', b'"boot": "0'),
+    ):
+        with pytest.raises((OSError, ValueError)):
+            RingReader(wrong)
+    writer.close()
+    with pytest.raises(OSError):
+        RingReader(offer)
+
+
+# --- delivered data -------------------------------------------------------------------------------------------
+
+
+def test_large_messages_within_a_host_use_shared_memory(pool: Pools) -> None:
+    assert pool(2).run(jobs.sizes, [SHARED_THRESHOLD] * 3) == [[BOTH]] * 2
+
+
+def test_odd_sizes(pool: Pools, seed: int) -> None:
+    counts = [
+        SHARED_THRESHOLD - 1,
+        SHARED_THRESHOLD,
+        SHARED_THRESHOLD + 1,
+        CHUNK - 1,
+        CHUNK + 1,
+        RING - 1,
+        RING,
+        RING + 63,
+        0,
+        1,
+    ]
+    rng = random.Random(seed)
+    counts += [int(2 ** rng.uniform(0, 24)) for _ in range(30)]
+    assert pool(2).run(jobs.sizes, counts) == [[BOTH]] * 2
+
+
+@pytest.mark.parametrize("count", [SHARED_THRESHOLD, 300_001, 5_000_000])
+def test_one_direction_uses_shared_memory(count: int) -> None:
+    sender, receiver = run_ranks(2, jobs.one_way, count, 20)
+    assert sender == [(True, False)]
+    assert receiver == [(False, True)]
+
+
+def test_a_message_behind_large_ones_can_be_received_first(pool: Pools) -> None:
+    pool(2).run(jobs.behind_large_messages)
+
+
+def test_receive_may_be_posted_while_its_message_arrives(pool: Pools) -> None:
+    pool(2).run(jobs.posted_while_arriving)
+
+
+def test_large_messages_from_any_source(pool: Pools) -> None:
+    assert sorted(pool(3).run(jobs.from_any_source, 5, 1_000_003)[0]) == [1] * 5 + [2] * 5
+
+
+def test_all_pairs_at_once(pool: Pools) -> None:
+    pool(4).run(jobs.all_pairs_at_once, 1_500_000, 3)
+
+
+def test_mismatched_large_messages_raise_and_the_group_stays_usable(pool: Pools) -> None:
+    failures = pool(2).run(jobs.mismatched_messages)[1]
+    assert [f and f.type for f in failures] == ["MessageMismatchError"] * 6
+    assert all("rank 0" in f.message for f in failures)
+
+
+def test_callback_may_wait_for_messages(pool: Pools) -> None:
+    assert pool(2).run(jobs.in_a_callback)[1] == [5]
+
+
+# --- where memory cannot be shared ----------------------------------------------------------------------------------
+
+
+def test_receiver_that_cannot_map_the_ring_uses_the_socket() -> None:
+    (used, log), (others, other_log) = run_ranks(2, jobs.without, "open_offer", 1)
+    assert used == [(False, True)]
+    assert others == [(True, False)]
+    assert other_log == []
+    assert len(log) == 1
+    assert "rank 1 " in log[0]
+    assert "socket" in log[0]
+    assert "Permission denied" in log[0]
+
+
+def test_sender_without_memory_uses_the_socket() -> None:
+    (used, log), (others, other_log) = run_ranks(2, jobs.without, "create_offer", 0)
+    assert used == [(False, True)]
+    assert others == [(True, False)]
+    assert other_log == []
+    assert len(log) == 1
+    assert "Too many open files" in log[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tcp_on_one_rank(rank: int) -> None:
+    stories = run_ranks(2, jobs.tcp_on_one_rank, rank)
+    assert [used for used, _ in stories] == [[NONE]] * 2
+    assert stories[rank][1] == []
+    assert len(stories[1 - rank][1]) == 1
+
+
+def test_tcp_on_all_ranks() -> None:
+    assert (
+        run_ranks(2, jobs.sizes, [SHARED_THRESHOLD, jobs.LARGE] * 2, env={"UNICOLL_TRANSPORT": "tcp"})
+        == [[NONE]] * 2
+    )
+
+
+# --- memory ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.in_turn
+def test_memory_does_not_grow_with_the_messages_and_needs_no_descriptor() -> None:
+    for descriptors, before, after in run_ranks(2, jobs.memory_in_use):
+        assert descriptors == []
+        assert before == after
+        assert 2 * RING <= before <= 2 * RING + 16384
+
+
+@pytest.mark.in_turn
+def test_destroyed_groups_release_their_memory() -> None:
+    assert run_ranks(2, jobs.groups_come_and_go, 5) == [0, 0]
+
+
+def test_nothing_remains_when_both_ranks_are_killed() -> None:
+    job = joined(2)
+    try:
+        job.call(jobs.inodes)
+        found = {inode for inodes in job.results() for inode in inodes}
+        assert len(found) == 2
+        for rank in range(2):
+            job.signal(rank, signal.SIGKILL)
+        assert job.wait_for_exit() == [-signal.SIGKILL] * 2
+    finally:
+        job.close()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            lines = [line for line in (process / "maps").read_text().splitlines() if "memfd:unicoll" in line]
+        except OSError:
+            continue
+        assert not found & {line.split()[4] for line in lines}
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+def check_lost(job: ProcessJob, survivor: int, victim: int, killed: float) -> None:
+    outcome = job.collect(30, [survivor])[0]
+    failure = outcome.failure or outcome.value[0]
+    assert failure is not None
+    assert failure.type == "RankLostError", failure.traceback
+    assert (failure.fields["rank"], failure.fields["pid"]) == (victim, job.pids[victim])
+    assert failure.fields["op"] in ("send", "recv")
+    print(f"raised {1000 * (outcome.at - killed):.0f} ms after the kill")
+    assert outcome.at - killed < SOON_S
+    job.call(leave, ranks=[survivor])
+    assert job.collect(30, [survivor])[0].value == []
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("sender", [0, 1])
+def test_rank_killed_during_large_messages_is_named(sender: int, victim: int) -> None:
+    with joined(2) as job:
+        job.call(jobs.stream, sender)
+        job.await_notes()
+        time.sleep(random.random() / 20)
+        check_lost(job, 1 - victim, victim, job.signal(victim, signal.SIGKILL))
+
+
+@pytest.mark.parametrize("job_of", [jobs.stops_receiving, jobs.stops_sending])
+def test_rank_killed_within_a_message_is_named(job_of: Callable[..., object]) -> None:
+    with joined(2) as job:
+        job.call(job_of, 30.0)
+        job.await_notes()
+        time.sleep(0.3)
+        check_lost(job, 0, 1, job.signal(1, signal.SIGKILL))
+
+
+@pytest.mark.parametrize("job_of", [jobs.stops_receiving, jobs.stops_sending])
+def test_rank_stopped_within_a_message_is_named(job_of: Callable[..., object]) -> None:
+    with joined(2) as job:
+        job.call(job_of, 1.0)
+        job.await_notes()
+        job.signal(1, signal.SIGSTOP)
+        failure, seconds = job.collect(30, [0])[0].value
+        assert failure.type == "OperationTimeoutError", failure.traceback
+        assert "rank 1 " in failure.message
+        assert f"pid {job.pids[1]}" in failure.message
+        assert "only part of it" in failure.message
+        assert 0.8 <= seconds < SOON_S
+
+
+def test_send_that_timed_out_before_it_began_has_no_effect(pool: Pools) -> None:
+    failures = pool(2).run(jobs.timed_out_in_the_queue)[0]
+    assert [f and f.type for f in failures] == ["OperationTimeoutError"]
+    assert "has not taken part" in failures[0].message
+
+
+@pytest.mark.parametrize("count", [10, 300])
+def test_last_messages_of_a_leaving_rank_arrive(count: int) -> None:
+    with joined(2) as job:
+        job.call(jobs.messages_before_leaving, count)
+        assert job.await_notes() == ["left", "waits"]
+        assert job.results()[1] == list(range(count))

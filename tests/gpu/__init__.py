@@ -1,0 +1,1 @@
+"""scripts/gpu_check and its rehearsal on the simulated device."""

@@ -1,0 +1,196 @@
+"""The stages with the conformance suite's cases: every type and reduction, then random ones as time allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+from nccl_comm.backend import NCCLBackend
+from nccl_comm.library.types import native_reduction
+from tests.gpu.check import conformity_jobs as jobs
+from tests.gpu.check import rank_jobs
+from tests.gpu.check.place import HOST_BACKENDS, Place, Ranks, host_backend
+from tests.gpu.check.record import NoTime, Reporter, Skip
+from unicoll.arrays.types import BY_NAME, DType, Reduction
+from unicoll.testing.cases import Case
+from unicoll.testing.conformance import COLLECTIVES, Conformance, as_reduction
+from unicoll.testing.ranks import sample_seed
+from unicoll.testing.reference import NCCL, STRICT, Arithmetic
+
+__all__ = ["four", "mixed", "one", "staged", "two"]
+
+_BATCH = 40
+_RESERVE_S = 3.0
+_NEEDS_S = 2.0
+_MOST_HANGS = 3
+_NATIVE = [op for op in COLLECTIVES if op in NCCLBackend.caps.native]
+"""Operations that NCCL does itself."""
+_REHEARSED = 8
+"""A simulated run does one of so many systematic cases; the backend's tests do all on the simulated device."""
+
+
+class Drawn(Conformance):
+    """The suite's cases for the available arrays and the backend's reductions."""
+
+    def __init__(
+        self,
+        families: Sequence[str],
+        reduces: Callable[[DType, Reduction], bool],
+        arithmetic: Arithmetic = STRICT,
+    ) -> None:
+        self.families = tuple(families)
+        self.arithmetic = arithmetic
+        self._reduces = reduces
+
+    def reduces(self, dtype: str, reduction: str) -> bool:
+        return self._reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
+
+    def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
+        return [0, 1, 7, 1000, 16384 // itemsize + 1, 262144 // itemsize + 3]
+
+    def large(self, itemsize: int) -> int:
+        return 4_000_037 // itemsize
+
+    def has(self, family: str, dtype: str) -> bool:
+        """True if a family has arrays of a type: CuPy lacks those that NumPy lacks."""
+        return BY_NAME[dtype].native or family in ("torch_cuda", "torch", "simulated")
+
+    def systematic(self) -> Iterator[Case]:
+        """Every operation with every type and reduction, alternating families, blocking and not."""
+        counts, families = cycle([5, 1, 0, 12, 1000]), cycle(self.families)
+        for op in _NATIVE:
+            for i, (dtype, reduction) in enumerate(self.pairs(op)):
+                family = next((f for f in islice(families, len(self.families)) if self.has(f, dtype)), None)
+                if family is not None:
+                    special = reduction in ("MIN", "MAX")
+                    yield Case(
+                        op,
+                        dtype,
+                        reduction,
+                        next(counts),
+                        async_op=i % 2 == 1,
+                        special=special,
+                        family=family,
+                        seed=i,
+                    )
+
+    def drawn(self, size: int, rng: random.Random) -> Iterator[Case]:
+        """Random cases without end, a large one from time to time."""
+        while True:
+            case = self.draw(rng.choice([op for op in _NATIVE if op != "barrier"]), size, rng)
+            if not self.has(case.family, case.dtype):
+                continue
+            if rng.random() < 0.05 and case.layout != "scalar":
+                case = replace(case, count=self.large(BY_NAME[case.dtype].itemsize) // size)
+            yield case
+
+
+def one(reporter: Reporter, place: Place) -> None:
+    """One rank."""
+    _conformance(reporter, place, 1)
+
+
+def two(reporter: Reporter, place: Place) -> None:
+    """Two ranks on the one GPU."""
+    _conformance(reporter, place, 2)
+
+
+def four(reporter: Reporter, place: Place) -> None:
+    """Four ranks on the one GPU."""
+    _conformance(reporter, place, 4)
+
+
+def _conformance(reporter: Reporter, place: Place, size: int) -> None:
+    seed = sample_seed()
+    rng = random.Random(f"{seed} {size}")
+    reporter.figure("seed", seed)
+    ranks = Ranks(place, size, first=[(rank_jobs.warm_up, name) for name in place.kits])
+    try:
+        facts = reporter.check(f"{size} ranks join and find NCCL", ranks.run, rank_jobs.device_facts)
+        if facts is None:
+            return
+        version = facts[0]["nccl"]
+        suite = Drawn(
+            place.families,
+            lambda dtype, reduction: native_reduction(dtype, reduction, version) is not None,
+            NCCL,
+        )
+        for name in place.kits:
+            reporter.check(f"{name}: coalesced calls, batches, messages", ranks.run, jobs.together, name)
+        step = _REHEARSED if place.simulated else 1
+        systematic = islice(suite.systematic(), seed % step, None, step)
+        _work_through(reporter, suite, ranks, systematic, "every type and reduction", whole=True)
+        count = _BATCH // 2 if place.simulated else None
+        _work_through(reporter, suite, ranks, islice(suite.drawn(size, rng), count), "drawn at random")
+    finally:
+        reporter.check(f"{size} ranks leave", ranks.depart)
+
+
+def _work_through(
+    reporter: Reporter, suite: Drawn, ranks: Ranks, cases: Iterator[Case], what: str, whole: bool = False
+) -> None:
+    """Run cases in batches until there are none, or no time, or too many batches have hung.
+
+    ``whole`` says that all of them are due.
+    """
+    done, failed, hung, batch = 0, 0, 0, list(islice(cases, _BATCH))
+    while batch and reporter.left() > _RESERVE_S and hung < _MOST_HANGS:
+        words = f"{what}: cases {done} to {done + len(batch) - 1}"
+        try:
+            suite.check_cases(ranks, batch, ranks.place.patience)
+        except Exception as error:
+            failed += 1
+            hung += not ranks.running
+            reporter.check(words, _raise, error)
+        done += len(batch)
+        reporter.say(words)
+        batch = list(islice(cases, _BATCH))
+        reporter.figure(f"cases, {what}", {"run": done, "batches failed": failed, "all": not batch})
+    reporter.check(what, _some, done, failed, whole and bool(batch))
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _some(done: int, failed: int, more: bool) -> None:
+    assert not failed, f"{failed} batches failed"
+    if more:
+        raise NoTime(f"there was no time for more than {done}")
+    if not done:
+        raise Skip("there was no time for any")
+
+
+def mixed(reporter: Reporter, place: Place) -> None:
+    """Arrays of the host and of the device in one group of two ranks."""
+    ranks = Ranks(place, 2)
+    try:
+        for name in place.kits:
+            reporter.check(f"{name}: CPU and CUDA arrays in one group", ranks.run, jobs.mixed, name)
+    finally:
+        reporter.check("2 ranks leave", ranks.depart)
+
+
+def staged(reporter: Reporter, place: Place) -> None:
+    """Two ranks whose arrays on the GPU go through backends of the host."""
+    rng = random.Random(f"{sample_seed()} staged")
+    for name in HOST_BACKENDS:
+        reporter.check(
+            f"the backend {name} on CUDA arrays", _staged, reporter, place, name, rng, needs=_NEEDS_S
+        )
+
+
+def _staged(reporter: Reporter, place: Place, name: str, rng: random.Random) -> None:
+    caps = host_backend(name).caps
+    suite = Drawn(place.families, lambda dtype, reduction: caps.reduces(dtype, reduction))
+    ranks = Ranks(place, 2, backend=f"cpu:{name},cuda:{name}")
+    try:
+        explained = ranks.run(jobs.explained, place.kits[0])
+        cases = suite.drawn(2, rng)
+        for batch in (1,) if place.simulated else (1, 2):
+            suite.check_cases(ranks, list(islice(cases, _BATCH)), place.patience)
+            reporter.figure(f"cases, {name}", {"run": batch * _BATCH, "explained": explained[0]})
+    finally:
+        ranks.close()

@@ -1,0 +1,1 @@
+"""The launchers and the rendezvous."""

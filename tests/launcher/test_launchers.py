@@ -1,0 +1,366 @@
+"""The launcher table: realistic environments for each row, errors, and the address of rank 0."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicoll.bootstrap import launchers
+from unicoll.bootstrap.launchers import (
+    LaunchInfo,
+    detect,
+    expand_nodelist,
+    is_torchelastic_launched,
+    near_misses,
+)
+from unicoll.errors import DistArgumentError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "5",
+    "ROLE_WORLD_SIZE": "8",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "29511",
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+OPENMPI_5 = {  # mpirun -n 2, Open MPI 5.0
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_UNIVERSE_SIZE": "2",
+    "OMPI_VERSION": "5.0.11",
+    "PMIX_HOSTNAME": "vm",
+    "PMIX_NAMESPACE": "prterun-vm-5034@1",
+    "PMIX_RANK": "1",
+    "PRTE_LAUNCHED": "1",
+}
+PRTERUN = {"PMIX_NAMESPACE": "prterun-vm-5072@1", "PMIX_RANK": "1", "PRTE_LAUNCHED": "1"}
+MVAPICH2 = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "3",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMI_ID": "3",
+    "PMI_PORT": "vm:41233",
+}
+SRUN = {  # srun -n 5 over three nodes, from within sbatch -n 12
+    "SLURM_JOB_ID": "22902023",
+    "SLURM_JOB_NODELIST": "sh04-10n[05-08]",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "sh04-10n[06-08]",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_NTASKS": "5",
+    "SLURM_NPROCS": "5",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_GTIDS": "4",
+}
+SRUN_PMIX = SRUN | {"PMIX_RANK": "4", "PMIX_NAMESPACE": "slurm.pmix.22902023.2", "PMIX_VERSION": "5.0.3"}
+SBATCH = {  # the batch script itself: a single process on the first of four nodes
+    "SLURM_JOB_ID": "200505",
+    "SLURM_JOB_NODELIST": "gnode[10,20,25,37]",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_TASKS_PER_NODE": "1(x4)",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+SALLOC_SHELL = SBATCH | {  # salloc with use_interactive_step
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_NODELIST": "gnode10",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+}
+HYDRA = {  # mpiexec -n 2, MPICH 5.0: no variable is unique to the job
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "11",
+    "PMI_HOSTNAME": "vm",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+INTEL = HYDRA | {"I_MPI_HYDRA_UUID": "2a150000-91ff-197d-c160-06005c93cd13"}
+CRAY = {  # PALS with PMI: mpiexec on a Cray
+    "PALS_APID": "8b0a5f50",
+    "PALS_LOCAL_RANKID": "1",
+    "PALS_LOCAL_SIZE": "2",
+    "PALS_NODEID": "1",
+    "PALS_RANKID": "3",
+    "PMI_LOCAL_RANK": "1",
+    "PMI_LOCAL_SIZE": "2",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+PALS = {name: value for name, value in CRAY.items() if name.startswith("PALS_")}
+
+
+def found(environ: dict[str, str]) -> LaunchInfo:
+    launched = detect(environ)
+    assert launched is not None
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "members"),
+    [
+        (TORCHRUN, "torchrun", (5, 8, 1, 4, 1)),
+        (TORCHRUN | {"UNICOLL_LAUNCHER": "1"}, "unicoll", (5, 8, 1, 4, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "3"}, "environment", (1, 3, None, None, None)),
+        (OPENMPI_5, "openmpi", (1, 2, 1, 2, None)),
+        (PRTERUN | {"PMIX_SIZE": "2"}, "pmix", (1, 2, None, None, None)),
+        (MVAPICH2, "mvapich2", (3, 4, 3, 4, None)),
+        (SRUN, "slurm", (4, 5, 0, 1, 2)),
+        (SRUN_PMIX, "slurm", (4, 5, 0, 1, 2)),
+        (HYDRA, "mpich", (1, 2, 1, 2, None)),
+        (INTEL, "mpich", (1, 2, 1, 2, None)),
+        (CRAY, "mpich", (3, 4, 1, 2, None)),
+        (PALS | {"PALS_SIZE": "4"}, "pals", (3, 4, 1, 2, 1)),
+    ],
+)
+def test_rows(environ: dict[str, str], name: str, members: tuple[int | None, ...]) -> None:
+    launched = found(environ)
+    assert launched.name == name
+    assert (
+        launched.rank,
+        launched.world_size,
+        launched.local_rank,
+        launched.local_world_size,
+        launched.node_rank,
+    ) == members
+    assert launched.started_by_mpi == (name not in ("torchrun", "unicoll", "environment"))
+
+
+def test_source_names_the_variables_used() -> None:
+    assert found(OPENMPI_5).source == (
+        "OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=2, OMPI_COMM_WORLD_LOCAL_RANK=1, "
+        "OMPI_COMM_WORLD_LOCAL_SIZE=2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        (TORCHRUN | SRUN, "torchrun"),  # torchrun inside srun
+        (OPENMPI_5 | SRUN, "openmpi"),  # Open MPI's daemons are started by srun
+        (OPENMPI_5 | SBATCH, "openmpi"),
+        (HYDRA | SRUN, "mpich"),  # Hydra's proxies are started by srun; its ranks inherit their SLURM_PROCID
+        (HYDRA | SBATCH, "mpich"),
+        (SRUN | {"PMI_RANK": "4", "PMI_SIZE": "5", "PMI_FD": "7"}, "slurm"),  # srun --mpi=pmi2
+        ({"RANK": "0"} | OPENMPI_5, "openmpi"),  # an incomplete row lends nothing to the next
+        ({"RANK": "0", "WORLD_SIZE": ""} | OPENMPI_5, "openmpi"),
+    ],
+)
+def test_order_of_the_rows(environ: dict[str, str], name: str) -> None:
+    assert found(environ).name == name
+
+
+def test_rows_are_not_combined() -> None:
+    launched = found({"RANK": "0", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "9"} | OPENMPI_5)
+    assert (launched.rank, launched.local_rank, launched.local_world_size) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("environ", [{}, SBATCH, SALLOC_SHELL, SALLOC_SHELL | {"SLURM_STEP_ID": "batch"}])
+def test_a_process_without_launcher(environ: dict[str, str]) -> None:
+    assert detect(environ) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "1"}, "RANK is set but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set but RANK is not"),
+        (SBATCH, "SLURM_STEP_ID is not: not started by srun"),
+        (SALLOC_SHELL, "SLURM_STEP_ID=4294967290 is a batch script's or a shell's step"),
+        (PRTERUN, "PMIX_RANK is set but PMIX_SIZE is not .*mpirun"),
+        (PALS, "PALS_RANKID is set but PALS_SIZE is not"),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_RANK is set but OMPI_COMM_WORLD_SIZE is not"),
+    ],
+)
+def test_near_misses(environ: dict[str, str], message: str) -> None:
+    assert detect(environ) is None
+    assert re.search(message, "; ".join(near_misses(environ)))
+
+
+def test_no_near_misses_without_variables() -> None:
+    assert near_misses({"PATH": "/bin"}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "one"}, "RANK=one: must be a whole number"),
+        ({"RANK": "-1"}, "RANK=-1: must be a whole number"),
+        ({"RANK": "8"}, "RANK=8 must be less than WORLD_SIZE=8"),
+        ({"WORLD_SIZE": "0"}, "RANK=5 must be less than WORLD_SIZE=0"),
+        ({"LOCAL_RANK": "4"}, "LOCAL_RANK=4 must be less than LOCAL_WORLD_SIZE=4"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE=two is neither a number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http"),
+    ],
+)
+def test_errors_have_the_variable(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(DistArgumentError, match=re.escape(message)):
+        detect(TORCHRUN | changes)
+
+
+def test_master_from_the_environment() -> None:
+    launched = found(TORCHRUN)
+    assert (launched.master_addr, launched.master_port, launched.port_fixed) == ("node-a", 29511, True)
+    assert launched.master_source == "MASTER_ADDR, MASTER_PORT"
+    assert launched.master_hint == ""
+    assert found(TORCHRUN | {"MASTER_ADDR": "[fd00::1]"}).master_addr == "fd00::1"
+
+
+@pytest.mark.parametrize("environ", [OPENMPI_5, MVAPICH2, INTEL])
+def test_one_host_uses_loopback_and_the_jobs_port(environ: dict[str, str]) -> None:
+    launched = found(environ)
+    assert launched.single_host
+    assert launched.master_addr == "127.0.0.1"
+    assert launched.master_port is not None
+    assert 20000 <= launched.master_port < 32000
+    assert not launched.port_fixed
+    assert launched.master_hint == ""
+    assert launched.job
+
+
+def test_ports_of_jobs_differ_and_ranks_agree() -> None:
+    ports = {
+        found(OPENMPI_5 | {"PMIX_NAMESPACE": f"prterun-vm-{pid}@1"}).master_port for pid in range(100, 120)
+    }
+    assert len(ports) == 20
+    other_rank = OPENMPI_5 | {
+        "OMPI_COMM_WORLD_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "PMIX_RANK": "0",
+    }
+    assert found(other_rank).master_port == found(OPENMPI_5).master_port
+
+
+def test_slurm_uses_the_steps_first_host() -> None:
+    launched = found(SRUN)
+    assert launched.master_addr == "sh04-10n06"
+    assert launched.master_port == found(SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).master_port
+    assert launched.master_port != found(SRUN | {"SLURM_STEP_ID": "3"}).master_port
+    assert "SLURM_STEP_NODELIST=sh04-10n[06-08]" in launched.master_source
+    assert found(SRUN | {"MASTER_ADDR": "10.0.0.1"}).master_addr == "10.0.0.1"
+
+
+def test_slurm_on_one_host_uses_loopback() -> None:
+    one = {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0", "SLURM_LOCALID": "4"}
+    assert found(SRUN | one).master_addr == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "3"}, "set MASTER_ADDR .* and MASTER_PORT .* on every rank"),
+        (
+            OPENMPI_5 | {"OMPI_COMM_WORLD_SIZE": "4"},
+            "openmpi does not set the address of rank 0: set MASTER_ADDR",
+        ),
+        (
+            HYDRA | {"PMI_SIZE": "4"},
+            "mpich does not set the address of rank 0: set MASTER_ADDR .* and MASTER_PORT",
+        ),
+    ],
+)
+def test_the_hint_without_an_address_of_rank_0(environ: dict[str, str], message: str) -> None:
+    assert re.search(message, found(environ).master_hint)
+
+
+def test_hydra_jobs_are_distinguished_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "_ancestors", lambda: [("sh", 12), ("hydra_pmi_proxy", 11), ("bash", 2)])
+    assert found(HYDRA).job == "hydra_pmi_proxy=11"
+    assert found(HYDRA).master_port is not None
+    monkeypatch.setattr(launchers, "_ancestors", lambda: [("sh", 12)])
+    assert found(HYDRA).master_port is None
+    assert "mpich does not distinguish the jobs of a host: set MASTER_PORT" in found(HYDRA).master_hint
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_ancestors() -> None:
+    assert launchers._ancestors()[0][1] == os.getppid()
+
+
+def test_torchelastic() -> None:
+    assert is_torchelastic_launched(TORCHRUN)
+    assert is_torchelastic_launched({"TORCHELASTIC_RUN_ID": ""})
+    assert not is_torchelastic_launched({"RANK": "0", "WORLD_SIZE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("gnode[10,20,25,37]", ["gnode10", "gnode20", "gnode25", "gnode37"]),
+        ("n[08-11],login", ["n08", "n09", "n10", "n11", "login"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("r[1-2]c[0,3]-ib", ["r1c0-ib", "r1c3-ib", "r2c0-ib", "r2c3-ib"]),
+        ("a[1-2],b[3-4]x", ["a1", "a2", "b3x", "b4x"]),
+        ("a.b-c.example.org , d", ["a.b-c.example.org", "d"]),
+    ],
+)
+def test_nodelists(text: str, hosts: list[str]) -> None:
+    assert expand_nodelist(text) == hosts
+    assert expand_nodelist(text, limit=1) == hosts[:1]
+
+
+@pytest.mark.parametrize("text", ["", " , ", "n[1-3", "n1-3]", "n[1[2]]", "n[3-1]", "n[a-b]", "n[1-]", "n[]"])
+def test_bad_nodelists(text: str) -> None:
+    with pytest.raises(DistArgumentError, match="node list"):
+        expand_nodelist(text)
+
+
+def test_only_the_first_host_of_a_huge_nodelist_is_expanded() -> None:
+    assert expand_nodelist("n[1-999999999]x[1-999999999]", limit=1) == ["n1x1"]
+
+
+@st.composite
+def node_patterns(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A pattern of literals and brackets, with its names, expanded by nested loops."""
+    text, names = "", [""]
+    for _ in range(draw(st.integers(1, 3))):
+        literal = draw(st.text("abz-.", min_size=1, max_size=3))
+        text += literal
+        names = [name + literal for name in names]
+        if draw(st.booleans()):
+            items, numbers = [], []
+            for _ in range(draw(st.integers(1, 3))):
+                width = draw(st.integers(1, 4))
+                first = draw(st.integers(0, 120))
+                last = first + draw(st.integers(0, 4))
+                start = str(first).zfill(width)
+                alone = first == last and draw(st.booleans())
+                items.append(start if alone else f"{start}-{str(last).zfill(width)}")
+                numbers += [str(n).zfill(len(start)) for n in range(first, last + 1)]
+            text += f"[{','.join(items)}]"
+            names = [name + number for name in names for number in numbers]
+    return text, names
+
+
+@given(st.lists(node_patterns(), min_size=1, max_size=3), st.integers(1, 5))
+def test_nodelists_expand_like_nested_loops(patterns: list[tuple[str, list[str]]], limit: int) -> None:
+    text = ",".join(pattern for pattern, _ in patterns)
+    names = [name for _, expansion in patterns for name in expansion]
+    assert expand_nodelist(text) == names
+    assert expand_nodelist(text, limit) == names[:limit]

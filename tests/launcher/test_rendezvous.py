@@ -1,0 +1,761 @@
+"""Rendezvous of real processes: by address, file, store and launcher; and the errors."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unicoll.bootstrap import launchers, rendezvous_protocol
+from unicoll.bootstrap.rendezvous import Rendezvous, register_rendezvous_handler, rendezvous
+from unicoll.errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistError,
+    DistNetworkError,
+    DistStoreError,
+    StoreTimeoutError,
+)
+from unicoll.net.secret import Secret
+from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+ROOT = Path(__file__).resolve().parents[2]
+SECRET = {"UNICOLL_SECRET": "a secret of the tests, long enough"}
+OTHER_SECRET = {"UNICOLL_SECRET": "quite another one, long enough too"}
+
+
+def summary(found: Rendezvous) -> dict[str, Any]:
+    """Wait in the store for all ranks, so that none leaves early; then the values of this rank."""
+    found.store.set(f"here/{found.rank}", "yes")
+    found.store.wait([f"here/{rank}" for rank in range(found.world_size)], timedelta(seconds=30))
+    return {
+        "rank": found.rank,
+        "world_size": found.world_size,
+        "key": found.secret.key,
+        "source": found.secret.source,
+        "trusted": found.trusted,
+        "listen": found.listen_addresses,
+        "notes": found.notes,
+    }
+
+
+def take_part(rounds: int = 1, delay: float = 0.0, **arguments: Any) -> dict[str, Any]:
+    """The rendezvous of one process, repeated ``rounds`` times; the summary of the last one."""
+    time.sleep(delay)
+    arguments.setdefault("environ", {})
+    arguments.setdefault("timeout", 30.0)
+    keys = []
+    for _ in range(rounds):
+        found = rendezvous(**arguments)
+        try:
+            results = summary(found)
+        finally:
+            found.close()
+        keys.append(results["key"])
+    return results | {"keys": keys}
+
+
+def take_part_with_store(kind: str, where: str, rank: int, world_size: int) -> dict[str, Any]:
+    host, _, port = where.rpartition(":")
+    store: Store = FileStore(where) if kind == "file" else TCPStore(host, int(port), wait_for_workers=False)
+    try:
+        return take_part(store=store, rank=rank, world_size=world_size)
+    finally:
+        store.close()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(3, mp_context=multiprocessing.get_context("spawn")) as workers:
+        list(workers.map(time.sleep, [0.5] * 3))  # all three start now, not during the first test
+        yield workers
+
+
+def free_port(family: int = socket.AF_INET, span: int = 1) -> int:
+    """A port that is free now, with the ``span - 1`` after it."""
+    host = "::1" if family == socket.AF_INET6 else "127.0.0.1"
+    while True:
+        with socket.socket(family) as first:
+            first.bind((host, 0))
+            port: int = first.getsockname()[1]
+        try:
+            for offset in range(span):
+                with socket.socket(family) as other:
+                    other.bind((host, port + offset))
+            return port
+        except (OSError, OverflowError):
+            continue
+
+
+def gather(futures: list[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [future.result(timeout=60) for future in futures]
+
+
+def errors(futures: list[Future[dict[str, Any]]]) -> list[str]:
+    return [f"{type(e).__name__}: {e}" if (e := future.exception(timeout=60)) else "" for future in futures]
+
+
+def assert_same_rendezvous(results: list[dict[str, Any]]) -> None:
+    assert [one["rank"] for one in results] == list(range(len(results)))
+    assert {one["world_size"] for one in results} == {len(results)}
+    assert len({one["key"] for one in results}) == 1
+    assert len(results[0]["key"]) >= 16
+    assert len({one["trusted"] for one in results}) == 1
+
+
+# --- by address -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
+def test_tcp(pool: ProcessPoolExecutor, host: str) -> None:
+    family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
+    if family == socket.AF_INET6 and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    url = f"tcp://{host}:{free_port(family)}"
+    results = gather(
+        [pool.submit(take_part, init_method=url, rank=rank, world_size=3) for rank in range(3)],
+    )
+    assert_same_rendezvous(results)
+    assert results[0]["trusted"]
+    assert all(len(one["listen"]) == 1 for one in results)
+    notes = "\n".join(results[2]["notes"])
+    assert "rank 2 of 3: from arguments" in notes
+    assert f"store: {url} (init_method), hosted by rank 0" in notes
+    assert "secret: none was given" in notes
+
+
+def test_tcp_with_members_in_the_query(pool: ProcessPoolExecutor) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}?world_size=2&use_libuv=0&rank="
+    assert_same_rendezvous(gather([pool.submit(take_part, init_method=f"{url}{rank}") for rank in range(2)]))
+
+
+def test_env(pool: ProcessPoolExecutor) -> None:
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **SECRET}
+    environs = [common | {"RANK": str(rank)} for rank in range(3)]
+    results = gather([pool.submit(take_part, environ=environ) for environ in environs])
+    assert_same_rendezvous(results)
+    assert results[1]["key"] == SECRET["UNICOLL_SECRET"].encode()
+    assert results[1]["source"] == "UNICOLL_SECRET"
+    assert results[1]["trusted"]
+    assert "rank 1 of 3: from RANK=1, WORLD_SIZE=3 (environment)" in results[1]["notes"]
+
+
+def test_env_without_a_launcher(pool: ProcessPoolExecutor) -> None:
+    environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    results = gather([pool.submit(take_part, environ=environ, rank=rank, world_size=2) for rank in range(2)])
+    assert_same_rendezvous(results)
+
+
+def test_a_late_server(pool: ProcessPoolExecutor) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    late = pool.submit(take_part, init_method=url, rank=0, world_size=2, delay=0.5)
+    assert_same_rendezvous(gather([late, pool.submit(take_part, init_method=url, rank=1, world_size=2)]))
+
+
+@pytest.mark.parametrize("secret", [{}, SECRET])
+def test_repeated_rendezvous_at_the_same_address(pool: ProcessPoolExecutor, secret: dict[str, str]) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    results = gather(
+        [
+            pool.submit(take_part, rounds=8, init_method=url, rank=rank, world_size=3, environ=secret)
+            for rank in range(3)
+        ]
+    )
+    assert_same_rendezvous(results)
+    assert results[0]["keys"] == results[1]["keys"] == results[2]["keys"]
+    assert len(set(results[0]["keys"])) == (1 if secret else 8)
+
+
+def test_new_processes_after_an_earlier_rendezvous(pool: ProcessPoolExecutor) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    for _ in range(2):  # the workers of the pool get the ranks in any order
+        assert_same_rendezvous(
+            gather([pool.submit(take_part, init_method=url, rank=rank, world_size=3) for rank in range(3)])
+        )
+
+
+def test_a_world_of_size_1_opens_no_port() -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        found = rendezvous(environ=environ | {"MASTER_PORT": str(busy.getsockname()[1])})
+    assert (found.rank, found.world_size, found.trusted, found.listen_host) == (0, 1, True, "127.0.0.1")
+    assert isinstance(found.root, HashStore)
+    found.close()
+    found.close()
+
+
+# --- by file or store -----------------------------------------------------------------------------------------------
+
+
+def test_file(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meet"
+    results = gather([pool.submit(take_part, init_method=url, rank=rank, world_size=3) for rank in range(3)])
+    assert_same_rendezvous(results)
+    assert f"store: {url}" in results[0]["notes"]
+
+
+def test_repeated_rendezvous_in_the_same_file(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/meet"
+    results = gather(
+        [pool.submit(take_part, rounds=5, init_method=url, rank=rank, world_size=3) for rank in range(3)]
+    )
+    assert_same_rendezvous(results)
+    assert results[0]["keys"] == results[1]["keys"] == results[2]["keys"]
+    assert not (tmp_path / "meet").exists()
+
+
+def test_a_file_that_others_can_read_is_not_trusted(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.touch()
+    path.chmod(0o644)
+    results = gather(
+        [pool.submit(take_part, init_method=f"file://{path}", rank=rank, world_size=2) for rank in range(2)]
+    )
+    assert_same_rendezvous(results)
+    assert not results[1]["trusted"]
+    assert any("OPEN" in note for note in results[1]["notes"])
+
+
+def write_leftover_file(path: Path, ranks: int) -> None:
+    """Write the file that a crashed job leaves."""
+    draft = path.with_name("draft")
+    store = FileStore(str(draft))
+    record = rendezvous_protocol._publish(
+        _UnusedLocation(), PrefixStore("unicoll", store), ranks, Secret(b"", "none")
+    )
+    for rank in range(1, ranks):
+        PrefixStore(f"unicoll/{record.token}", store).set(f"rank/{rank}", "oldhost, pid 1, 0")
+    shutil.copy(draft, path)
+    store.close()
+
+
+class _UnusedLocation(rendezvous_protocol.StoreLocation):
+    address = "nowhere"
+
+    def open(self, rank: int, world_size: int, deadline: float) -> Store:
+        raise AssertionError("this location is not opened")
+
+    def private(self) -> bool:
+        return True
+
+
+def test_a_leftover_file_is_ignored(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+    write_leftover_file(tmp_path / "meet", 3)
+    url = f"file://{tmp_path}/meet"
+    assert_same_rendezvous(
+        gather(
+            [
+                pool.submit(take_part, init_method=url, rank=rank, world_size=3, delay=0.0 if rank else 0.5)
+                for rank in range(3)
+            ]
+        )
+    )
+
+
+def test_file_store_argument(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+    path = str(tmp_path / "meet")
+    results = gather([pool.submit(take_part_with_store, "file", path, rank, 2) for rank in range(2)])
+    assert_same_rendezvous(results)
+    assert f"store: file://{path} (given)" in results[0]["notes"]
+
+
+def test_tcp_store_argument(pool: ProcessPoolExecutor) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    try:
+        where = f"127.0.0.1:{server.port}"
+        for _ in range(2):
+            results = gather([pool.submit(take_part_with_store, "tcp", where, rank, 3) for rank in range(3)])
+            assert_same_rendezvous(results)
+            assert results[0]["trusted"]
+    finally:
+        server.close()
+
+
+def test_hash_store_argument_of_threads() -> None:
+    store = HashStore()
+    results: dict[int, dict[str, Any]] = {}
+
+    def one(rank: int) -> None:
+        results[rank] = take_part(rounds=3, store=store, rank=rank, world_size=4)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert_same_rendezvous([results[rank] for rank in range(4)])
+    assert results[0]["trusted"]
+    assert len(set(results[0]["keys"])) == 3
+
+
+def test_a_store_argument_stays_open() -> None:
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=7))
+    found = rendezvous(store=store, rank=0, world_size=1, environ={})
+    found.close()
+    assert store.timeout == timedelta(seconds=7)
+    store.set("still", "open")
+    assert store.get("still") == b"open"
+
+
+def test_store_argument_with_members_from_the_launcher() -> None:
+    found = rendezvous(store=HashStore(), environ={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    assert (found.rank, found.world_size, found.local_rank) == (0, 1, 0)
+    found.close()
+
+
+# --- by launcher ----------------------------------------------------------------------------------------------------
+
+
+def openmpi(rank: int, size: int, job: str) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(size),
+        "PMIX_NAMESPACE": job,
+        "PMIX_RANK": str(rank),
+    }
+
+
+def derived_port(job: str) -> int:
+    launched = launchers.detect(openmpi(0, 2, job))
+    assert launched is not None
+    assert launched.master_port is not None
+    return launched.master_port
+
+
+def test_mpirun_on_one_host_needs_no_address(pool: ProcessPoolExecutor) -> None:
+    job = f"prterun-test-{os.getpid()}@1"
+    results = gather([pool.submit(take_part, environ=openmpi(rank, 3, job)) for rank in range(3)])
+    assert_same_rendezvous(results)
+    assert results[2]["listen"] == ["127.0.0.1"]
+    assert any("all ranks are on one host, port from PMIX_NAMESPACE" in note for note in results[2]["notes"])
+
+
+@pytest.mark.in_turn
+def test_another_jobs_store_on_the_derived_port_is_skipped(pool: ProcessPoolExecutor) -> None:
+    job = f"prterun-test-{os.getpid()}@2"
+    # Another job's store, with its own rendezvous, and a program that never replies.
+    other = TCPStore("127.0.0.1", derived_port(job), is_master=True, wait_for_workers=False)
+    mute = socket.create_server(("127.0.0.1", derived_port(job) + 1))
+    try:
+        other_job = rendezvous(store=other, rank=0, world_size=2, environ={})
+        results = gather([pool.submit(take_part, environ=openmpi(rank, 2, job)) for rank in range(2)])
+        other_job.close()
+    finally:
+        other.close()
+        mute.close()
+    assert_same_rendezvous(results)
+
+
+def torchrun(rank: int, size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_with_torchruns_agent(pool: ProcessPoolExecutor, busy: int) -> None:
+    port = free_port(span=4)
+    taken = [socket.create_server(("127.0.0.1", port + offset)) for offset in range(1 + busy)]
+    try:
+        results = gather(
+            [pool.submit(take_part, environ=torchrun(rank, 2, port), rounds=2) for rank in range(2)]
+        )
+    finally:
+        for server in taken:
+            server.close()
+    assert_same_rendezvous(results)
+    assert any(
+        f"tcp://localhost:{port + 1 + busy} (MASTER_ADDR, MASTER_PORT; torchrun's agent" in note
+        for note in results[1]["notes"]
+    )
+
+
+def test_ports_before_the_last_port() -> None:
+    from unicoll.bootstrap.rendezvous import _ports
+
+    launched = launchers.detect(torchrun(0, 2, 65535))
+    assert launched is not None
+    assert list(_ports(launched, torchrun(0, 2, 65535))) == list(range(65527, 65535))
+
+
+def test_the_launchers_store(pool: ProcessPoolExecutor) -> None:
+    secret = Secret(SECRET["UNICOLL_SECRET"].encode(), "UNICOLL_SECRET")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, secret=secret)
+    environs = [
+        torchrun(rank, 3, 1) | {"UNICOLL_LAUNCHER": "1", "UNICOLL_STORE": f"127.0.0.1:{store.port}", **SECRET}
+        for rank in range(3)
+    ]
+    try:
+        results = gather([pool.submit(take_part, rounds=3, environ=environ) for environ in environs])
+    finally:
+        store.close()
+    assert_same_rendezvous(results)
+    assert results[0]["trusted"]
+    assert any("(UNICOLL_STORE), hosted by the launcher" in note for note in results[0]["notes"])
+
+
+def test_arguments_have_priority_over_the_launcher(pool: ProcessPoolExecutor) -> None:
+    environ = torchrun(0, 8, free_port())
+    results = gather([pool.submit(take_part, environ=environ, rank=rank, world_size=2) for rank in range(2)])
+    assert_same_rendezvous(results)
+    assert any(note.startswith("different from the launcher: rank 0 of 8") for note in results[1]["notes"])
+
+
+def test_a_broken_environment_is_ignored_with_complete_arguments() -> None:
+    found = rendezvous(rank=0, world_size=1, environ={"RANK": "x", "WORLD_SIZE": "1"})
+    assert any("launcher ignored: RANK=x" in note for note in found.notes)
+    found.close()
+
+
+# --- handlers -------------------------------------------------------------------------------------------------------
+
+
+def test_registered_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    from unicoll.bootstrap import rendezvous as module
+
+    monkeypatch.setattr(module, "_handlers", {})
+    calls: list[Any] = []
+
+    def handler(url: str, timeout: timedelta, **members: int) -> Iterator[tuple[Store, int, int]]:
+        calls.append((url, members, timeout))
+        try:
+            yield HashStore(), 0, 1
+        finally:
+            calls.append("closed")
+
+    register_rendezvous_handler("zoo", handler)
+    found = rendezvous("zoo://keeper/x?rank=0&world_size=1&colour=red", environ={}, timeout=5)
+    assert (found.rank, found.world_size) == (0, 1)
+    assert not found.trusted
+    url, members, timeout = calls[0]
+    assert url == "zoo://keeper/x?rank=0&world_size=1&colour=red"
+    assert members == {"rank": 0, "world_size": 1}
+    assert timedelta(0) < timeout <= timedelta(seconds=5)
+    found.close()
+    assert calls[1:] == ["closed"]
+    rendezvous("zoo://keeper", environ={}).close()  # the handler determines the members
+    with pytest.raises(DistArgumentError, match="already"):
+        register_rendezvous_handler("zoo", handler)
+    with pytest.raises(DistArgumentError, match="already"):
+        register_rendezvous_handler("tcp", handler)
+    with pytest.raises(DistArgumentError, match="not a URL scheme"):
+        register_rendezvous_handler("a:b", handler)
+
+
+@pytest.mark.parametrize("answer", [(), (None, 0), (HashStore(), 2, 2)])
+def test_a_handler_with_an_invalid_result(monkeypatch: pytest.MonkeyPatch, answer: tuple[Any, ...]) -> None:
+    from unicoll.bootstrap import rendezvous as module
+
+    def handler(url: str, **arguments: Any) -> Iterator[Any]:
+        yield answer
+
+    monkeypatch.setattr(module, "_handlers", {"zoo": handler})
+    with pytest.raises(DistArgumentError, match="rendezvous handler of zoo://keeper"):
+        rendezvous("zoo://keeper", 0, 2, environ={})
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {},
+            "rank and world_size of this process: no launcher.*unicoll.run.*RANK, WORLD_SIZE.*pass rank=",
+        ),
+        ({"rank": 0}, "world_size of this process: no launcher was recognised"),
+        ({"environ": {"RANK": "1"}}, r"\(seen: RANK is set but WORLD_SIZE is not\)"),
+        ({"environ": {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}}, "not started by srun"),
+        ({"environ": {"RANK": "9", "WORLD_SIZE": "4"}}, "RANK=9 must be less than WORLD_SIZE=4"),
+        ({"rank": 2, "world_size": 2}, "rank 2 is not below world_size 2"),
+        ({"rank": -2, "world_size": 2}, "rank must be 0 or more, not -2"),
+        ({"rank": 0, "world_size": 0}, "world_size must be 1 or more, not 0"),
+        ({"rank": "0", "world_size": 2}, "rank must be a whole number, not '0'"),
+        ({"rank": True, "world_size": 2}, "rank must be a whole number, not True"),
+        ({"rank": 0, "world_size": 2}, "set MASTER_ADDR and MASTER_PORT on every rank"),
+        (
+            {"rank": 0, "world_size": 2, "environ": {"MASTER_ADDR": "h"}},
+            "address for the rendezvous: set MASTER_PORT on every rank",
+        ),
+        ({"environ": {"RANK": "0", "WORLD_SIZE": "2"}}, "set MASTER_ADDR .* and MASTER_PORT"),
+        ({"init_method": "zoo://x", "rank": 0, "world_size": 1}, "known are env://, file://, tcp://"),
+        ({"init_method": "", "rank": 0, "world_size": 1}, "has no known scheme"),
+        ({"init_method": 5, "rank": 0, "world_size": 1}, "must be a string"),
+        ({"init_method": "tcp://h", "rank": 0, "world_size": 1}, "write tcp://host:port"),
+        ({"init_method": "tcp://h:x", "rank": 0, "world_size": 1}, "tcp://h:x"),
+        ({"init_method": "tcp://h:99999", "rank": 0, "world_size": 1}, "tcp://h:99999"),
+        ({"init_method": "tcp://[::1:80", "rank": 0, "world_size": 1}, "cannot be read"),
+        ({"init_method": "tcp://:80", "rank": 0, "world_size": 1}, "write tcp://host:port"),
+        ({"init_method": "tcp://h:80/path", "rank": 0, "world_size": 1}, "write tcp://host:port"),
+        ({"init_method": "tcp://h:80?rank=1", "rank": 0, "world_size": 2}, "rank=0 contradicts init_method"),
+        ({"init_method": "tcp://h:80?rank=x&world_size=2"}, "rank='x' is not a valid number"),
+        ({"init_method": "tcp://h:80?rank=0&size=2"}, "unknown parameter 'size'"),
+        ({"init_method": "tcp://h:80?rank=0"}, "world_size of this process: no launcher"),
+        ({"init_method": "file:///x"}, "rank and world_size of this process: no launcher"),
+        ({"init_method": "file://tmp/x", "rank": 0, "world_size": 1}, "three slashes: file:///"),
+        ({"init_method": "file:tmp/x", "rank": 0, "world_size": 1}, "three slashes: file:///"),
+        ({"init_method": "file://", "rank": 0, "world_size": 1}, "three slashes"),
+        ({"init_method": "file:///tmp/", "rank": 0, "world_size": 1}, "names no file"),
+        ({"store": HashStore()}, "no launcher was recognised"),
+        ({"store": HashStore(), "init_method": "env://"}, "init_method or store, not both"),
+        ({"store": "x", "rank": 0, "world_size": 1}, "store must be a Store, not str"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DistArgumentError, match=message):
+        rendezvous(**({"environ": {}} | arguments))
+
+
+def test_wrong_secret(pool: ProcessPoolExecutor) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    server = pool.submit(take_part, init_method=url, rank=0, world_size=2, environ=SECRET, timeout=8.0)
+    for environ in (OTHER_SECRET, {}):
+        (text,) = errors([pool.submit(take_part, init_method=url, rank=1, world_size=2, environ=environ)])
+        assert text.startswith("AuthenticationError")
+        assert "UNICOLL_SECRET" in text
+    right = pool.submit(take_part, init_method=url, rank=1, world_size=2, environ=SECRET)
+    assert_same_rendezvous(gather([server, right]))
+
+
+@pytest.mark.parametrize(("first", "second"), [(SECRET, {}), ({}, SECRET)])
+def test_one_rank_without_the_secret_in_a_file_rendezvous(
+    pool: ProcessPoolExecutor, tmp_path: Path, first: dict[str, str], second: dict[str, str]
+) -> None:
+    url = f"file://{tmp_path}/meet"
+    found = rendezvous(url, 0, 2, environ=first)
+    try:
+        with pytest.raises(
+            AuthenticationError, match=r"rank 1 has (none|one \(UNICOLL_SECRET\)): give every rank"
+        ):
+            rendezvous(url, 1, 2, environ=second)
+    finally:
+        found.close()
+
+
+def test_no_master(tmp_path: Path) -> None:
+    port = free_port()
+    with pytest.raises((DistNetworkError, DistStoreError), match=f"127.0.0.1:{port}"):
+        rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, environ={}, timeout=0.5)
+    with pytest.raises(StoreTimeoutError, match=r"rank 1 waited .* at file://.*/meet for rank 0.*generation"):
+        rendezvous(f"file://{tmp_path}/meet", 1, 2, environ={}, timeout=0.5)
+    with pytest.raises(StoreTimeoutError, match=r"rank 1 waited .* at HashStore for rank 0"):
+        rendezvous(store=HashStore(), rank=1, world_size=2, environ={}, timeout=0.5)
+    with pytest.raises(
+        DistNetworkError, match=r"rank 1 found no store of this job at tcp://127\.0\.0\.1:\d+ to"
+    ):
+        rendezvous(environ=openmpi(1, 2, "prterun-nobody@1"), timeout=0.5)
+    with pytest.raises(DistError, match=r"no-such-host\.invalid"):
+        rendezvous("tcp://no-such-host.invalid:1", 1, 2, environ={}, timeout=0.5)
+
+
+def test_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(DistError, match=f"127.0.0.1.*{port}"):
+            rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, environ={}, timeout=2)
+
+
+def test_two_processes_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous_protocol, "STALE_SECONDS", 0.2)
+    store = HashStore()
+    all_found = [
+        rendezvous(store=store, rank=rank, world_size=3, environ={}, timeout=20) for rank in range(2)
+    ]
+    with pytest.raises(DistStoreError, match=f"rank 1 at HashStore is taken.*pid {os.getpid()}") as caught:
+        _without_history(lambda: rendezvous(store=store, rank=1, world_size=3, environ={}, timeout=20))
+    assert caught.value.rank == 1
+    for found in all_found:
+        found.close()
+
+
+def _without_history(call: Any) -> None:
+    """Run ``call`` like a process without an earlier rendezvous."""
+    used = set(rendezvous_protocol._used)
+    rendezvous_protocol._used.clear()
+    try:
+        call()
+    finally:
+        rendezvous_protocol._used.update(used)
+
+
+def test_different_world_sizes() -> None:
+    store = HashStore()
+    found = rendezvous(store=store, rank=0, world_size=2, environ={})
+    with pytest.raises(DistArgumentError, match="world_size is 2 on rank 0 and 4 on rank 1"):
+        rendezvous(store=store, rank=1, world_size=4, environ={})
+    found.close()
+
+
+def test_another_programs_record() -> None:
+    store = HashStore()
+    PrefixStore("unicoll", store).set("generation", "42")
+    with pytest.raises(DistStoreError, match="written by another version of unicoll or by another program"):
+        rendezvous(store=store, rank=1, world_size=2, environ={})
+
+
+def test_a_missing_interface_closes_the_store() -> None:
+    port = free_port()
+    environ = {"UNICOLL_SOCKET_IFNAME": "nosuch"}
+    with pytest.raises(DistNetworkError, match="UNICOLL_SOCKET_IFNAME=nosuch"):
+        rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, environ=environ)
+    rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, environ={}).close()
+
+
+def test_an_open_store_causes_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    path = tmp_path / "meet"
+    path.touch()
+    path.chmod(0o666)
+    with caplog.at_level("WARNING", "unicoll"):
+        rendezvous(f"file://{path}", 0, 2, environ={}).close()
+    assert any("is OPEN" in record.getMessage() for record in caplog.records)
+
+
+# --- real hosts and launchers ---------------------------------------------------------------------------------------
+
+PROGRAM = textwrap.dedent(
+    """
+    from datetime import timedelta
+    from unicoll.bootstrap.rendezvous import rendezvous
+    found = rendezvous(timeout=60)
+    if found.rank == 0:  # it hosts the store, so it ends last
+        found.store.wait([f"here/{rank}" for rank in range(1, found.world_size)], timedelta(seconds=60))
+    else:
+        found.store.set(f"here/{found.rank}", "yes")
+    print(f"found {found.rank}/{found.world_size} {found.listen_host} {found.trusted}", flush=True)
+    found.close()
+    """
+)
+
+
+def run_program(command: list[str], tmp_path: Path, environ: dict[str, str]) -> str:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("UNICOLL_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELASTIC_"))
+    }
+    done = subprocess.run(
+        [*command, sys.executable, str(program)],
+        env=inherited | {"PYTHONPATH": str(ROOT)} | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def assert_two_ranks(output: str, address: str = r"127\.0\.0\.1") -> None:
+    assert sorted(re.findall(rf"found (\d)/2 {address} (?:True|False)", output)) == ["0", "1"], output
+
+
+@pytest.mark.torch
+@pytest.mark.in_turn
+def test_under_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # torchrun takes a script where the others take a command.
+    assert_two_ranks(run_program([*command, "--no-python"], tmp_path, {}))
+
+
+@pytest.mark.parametrize("command", ["mpirun", "mpiexec.hydra", "mpiexec"])
+def test_under_mpirun(tmp_path: Path, command: str) -> None:
+    path = shutil.which(command)
+    if path is None:
+        pytest.skip(f"no {command} here")
+    allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    oversubscribe = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    assert_two_ranks(run_program([path, "-n", "2"], tmp_path, allow | oversubscribe))
+
+
+def ip(*message: str) -> None:
+    subprocess.run(["ip", *message], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a link between them: 10.77.0.1 and 10.77.0.2, fd77::1 and fd77::2."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("needs the ip command and root")
+    names = (f"ua{os.getpid()}", f"ub{os.getpid()}")
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip(
+                "link",
+                "add",
+                "uveth0",
+                "netns",
+                names[0],
+                "type",
+                "veth",
+                "peer",
+                "uveth0",
+                "netns",
+                names[1],
+            )
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "uveth0")
+            ip("-n", name, "addr", "add", f"fd77::{number}/64", "dev", "uveth0", "nodad")
+            ip("-n", name, "link", "set", "uveth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("master", "address", "secret"),
+    [
+        ("10.77.0.1", r"10\.77\.0\.[12]", SECRET),
+        ("10.77.0.1", r"10\.77\.0\.[12]", {}),
+        ("fd77::1", "fd77::[12]", SECRET),
+    ],
+)
+def test_two_hosts(
+    two_hosts: tuple[str, str], tmp_path: Path, master: str, address: str, secret: dict[str, str]
+) -> None:
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": "29533", **secret}
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as hosts:
+        futures = []
+        for rank, name in enumerate(two_hosts):
+            (tmp_path / name).mkdir()
+            command = ["ip", "netns", "exec", name]
+            futures.append(hosts.submit(run_program, command, tmp_path / name, common | {"RANK": str(rank)}))
+        output = "".join(future.result(timeout=120) for future in futures)
+    assert_two_ranks(output, address)
+    assert output.count(" True") == (2 if secret else 0)
+    assert ("is OPEN" in output) == (not secret)

@@ -1,0 +1,233 @@
+"""``unicoll.spawn``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from unicoll.api.spawn import SpawnError, spawn
+from unicoll.errors import DistArgumentError, DistError, DistTypeError, RankLostError
+
+ROOT = Path(__file__).resolve().parents[2]
+BOUND = 60.0
+
+
+def write_environment(rank: int, folder: str, word: str) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"]
+    shared = [os.environ[name] for name in ("UNICOLL_STORE", "UNICOLL_SECRET", "MASTER_ADDR", "MASTER_PORT")]
+    assert all(shared)
+    Path(folder, str(rank)).write_text(" ".join([word, *(os.environ.get(name, "-") for name in names)]))
+
+
+def fail_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("rank 1's own")
+    time.sleep(600)
+
+
+def die_on_rank_1(rank: int, how: str) -> None:
+    if rank == 1:
+        if how == "exit":
+            os._exit(5)
+        if how == "sys.exit":
+            sys.exit(6)
+        os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(600)
+
+
+def fail_in_consequence(rank: int) -> None:
+    if rank == 0:
+        raise RankLostError("rank 1 is gone", rank=1)
+    time.sleep(0.3)
+    raise KeyError("the cause")
+
+
+def fail_without_ending(rank: int) -> None:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise ValueError("and yet it runs")
+
+
+def wait_for_file(rank: int, path: str) -> None:
+    deadline = time.monotonic() + BOUND
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def count_in_store(rank: int) -> None:
+    from unicoll.net.secret import find_secret
+    from unicoll.net.stores import TCPStore
+
+    host, _, port = os.environ["UNICOLL_STORE"].rpartition(":")
+    store = TCPStore(host, int(port), is_master=False, secret=find_secret())
+    store.add("count", 1)
+    while store.add("count", 0) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+    store.close()
+
+
+def all_gone(pids: list[int]) -> bool:
+    def runs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        except OSError:
+            return False
+
+    return not any(runs(pid) for pid in pids)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BOUND
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_every_rank_runs_with_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    assert spawn(write_environment, (str(tmp_path), "word"), nprocs=3) is None
+    assert dict(os.environ) == before
+    assert {f.name: f.read_text() for f in tmp_path.iterdir()} == {
+        str(r): f"word {r} {r} 3 3 1" for r in range(3)
+    }
+
+
+def test_one_process_is_the_default(tmp_path: Path) -> None:
+    spawn(write_environment, (str(tmp_path), "one"))
+    assert [f.name for f in tmp_path.iterdir()] == ["0"]
+
+
+def test_the_processes_share_a_store() -> None:
+    assert spawn(count_in_store, nprocs=3) is None
+
+
+def test_an_exception_is_raised_in_the_parent() -> None:
+    with pytest.raises(SpawnError, match="ValueError: rank 1's own") as caught:
+        spawn(fail_on_rank_1, nprocs=3)
+    error = caught.value
+    assert isinstance(error, DistError)
+    assert (error.rank, error.exitcode, error.signal) == (1, 1, None)
+    assert error.pid > 0
+    assert "in fail_on_rank_1" in str(error)
+    assert "spawn.py" not in str(error).replace("test_spawn.py", "")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.rank, copy.pid) == (str(error), error.rank, error.pid)
+
+
+@pytest.mark.parametrize(
+    ("how", "exitcode"), [("exit", 5), ("sys.exit", 6), ("SIGKILL", -9), ("SIGTERM", -15), ("SIGSEGV", -11)]
+)
+def test_other_failures_are_raised_in_the_parent(how: str, exitcode: int) -> None:
+    with pytest.raises(SpawnError) as caught:
+        spawn(die_on_rank_1, (how,), nprocs=2)
+    assert (caught.value.rank, caught.value.exitcode) == (1, exitcode)
+    assert caught.value.signal == (how if exitcode < 0 else None)
+    assert (how if exitcode < 0 else f"exit code {exitcode}") in str(caught.value)
+
+
+def test_the_cause_is_raised_not_its_consequence() -> None:
+    with pytest.raises(SpawnError, match="KeyError: 'the cause'") as caught:
+        spawn(fail_in_consequence, nprocs=2)
+    assert caught.value.rank == 1
+
+
+def test_a_failed_process_that_does_not_end_is_a_failure() -> None:
+    with pytest.raises(SpawnError, match="and yet it runs"):
+        spawn(fail_without_ending, nprocs=2)
+
+
+def test_a_context_without_join(tmp_path: Path) -> None:
+    context = spawn(wait_for_file, (str(tmp_path / "go"),), nprocs=2, join=False)
+    assert context is not None
+    assert len(context.processes) == 2
+    assert not all_gone(context.pids())
+    assert context.join(timeout=0) is False
+    (tmp_path / "go").touch()
+    assert context.join(timeout=BOUND) is True
+    assert context.join() is True
+    assert all_gone(context.pids())
+
+
+def test_join_after_a_failure_leaves_nothing() -> None:
+    context = spawn(fail_on_rank_1, nprocs=3, join=False)
+    assert context is not None
+    with pytest.raises(SpawnError):
+        context.join(grace_period=0.2)
+    assert all_gone(context.pids())
+
+
+def test_spawn_from_a_thread_that_ends(tmp_path: Path) -> None:
+    contexts = []
+
+    def start() -> None:
+        contexts.append(spawn(wait_for_file, (str(tmp_path / "go"),), nprocs=2, join=False))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(BOUND)
+    (context,) = contexts
+    assert context is not None
+    assert context.join(timeout=0.5) is False  # the thread's end is not the parent's
+    (tmp_path / "go").touch()
+    assert context.join(timeout=BOUND)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(DistTypeError, match="fn"):
+        spawn(3)  # type: ignore[arg-type]
+    with pytest.raises(DistArgumentError, match="nprocs"):
+        spawn(fail_on_rank_1, nprocs=0)
+    with pytest.raises(DistArgumentError, match="start_method"):
+        spawn(fail_on_rank_1, start_method="fork")
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        spawn(lambda rank: None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("from_thread", [False, True])
+def test_nothing_survives_the_parent(tmp_path: Path, number: signal.Signals, from_thread: bool) -> None:
+    source = """
+        import os, pathlib, subprocess, sys, threading, time
+        from unicoll.api.spawn import spawn
+
+        def note(name, pid):
+            pathlib.Path(f"pid.{name}.{pid}").write_text(f"{pid}\\n")
+
+        def work(rank):
+            note("child", subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+            note("worker", os.getpid())
+            time.sleep(600)
+
+        if __name__ == "__main__":
+            if sys.argv[1] == "thread":
+                threading.Thread(target=spawn, args=(work, (), 2)).start()
+                time.sleep(600)
+            spawn(work, nprocs=2)
+    """
+    (tmp_path / "parent.py").write_text(textwrap.dedent(source))
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    parent = subprocess.Popen(
+        [sys.executable, "parent.py", "thread" if from_thread else "main"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+    )
+    try:
+        wait_until(lambda: len([f for f in tmp_path.glob("pid.*") if f.read_text()]) == 4)
+        pids = [int(file.read_text()) for file in tmp_path.glob("pid.*")]
+        assert not all_gone(pids)
+    finally:
+        parent.send_signal(number)
+        parent.wait(BOUND)
+    wait_until(lambda: all_gone(pids))
+    wait_until(lambda: list(tmp_path.glob("unicoll_spawn_*")) == [])

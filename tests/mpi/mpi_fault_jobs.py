@@ -1,0 +1,74 @@
+"""What ranks do in the tests of threads of the MPI backend that fail on rank 0."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+import unicoll as dist
+from mpi_comm import watchdog
+from mpi_comm.p2p.matcher import RequestMatcher
+from mpi_comm.runtime.lifetime import runtime
+from tests.support.outcomes import failure_of
+from unicoll.testing.worker import Failure
+
+_LIMIT_S = 30.0
+
+
+def _injected(*args: Any) -> Any:
+    raise OSError("injected")
+
+
+def _receive(tag: int) -> Any:
+    work = dist.irecv(np.zeros(3), 1 - dist.get_rank(), tag=tag)
+    assert work is not None
+    return work
+
+
+def _await_end(work: Any) -> None:
+    """Wait until a Work has ended, without running progress on this thread."""
+    ended = threading.Event()
+    work.add_done_callback(ended.set)
+    assert ended.wait(_LIMIT_S)
+
+
+def message_thread_fails() -> list[Failure | None]:
+    """The message thread raises: the errors of two pending receives and of a later call."""
+    dist.barrier()
+    works = [_receive(1), _receive(2)]
+    if dist.get_rank() == 0:
+        RequestMatcher.poll = _injected  # type: ignore[method-assign]
+    for work in works:
+        _await_end(work)
+    return [failure_of(call) for call in (works[0].wait, works[1].wait, dist.barrier)]
+
+
+def mpi_thread_fails() -> list[Failure | None]:
+    """The thread that makes all MPI calls raises: the errors of a receive, two collectives and a later call."""
+    dist.barrier()
+    receive = _receive(1)
+    if dist.get_rank() == 0:
+        mpi_thread: Any = runtime().mpi_thread
+        mpi_thread._test_requests = _injected
+    x = np.ones(1000)  # not part of the agreement, which rank 1 could complete
+    works: list[Any] = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+    _await_end(receive)
+    return [failure_of(call) for call in (receive.wait, works[0].wait, works[1].wait, dist.barrier)]
+
+
+def watchdog_fails(where: str) -> list[Failure | None]:
+    """The watchdog raises when it checks a collective inside MPI, or by itself: the error of a later call."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (communicator,) = (backend.communicator for backend in watchdog._backends)
+        assert communicator is not None
+        setattr(watchdog, where, _injected)
+        communicator.in_mpi_since = time.monotonic() - 10
+        deadline = time.monotonic() + _LIMIT_S
+        while communicator.error is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    return [failure_of(dist.barrier)]

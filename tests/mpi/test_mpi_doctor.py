@@ -1,0 +1,67 @@
+"""``python -m unicoll.doctor`` with MPI: alone, under mpirun, and where MPI moves the data."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mpi.mpi_ranks import Ended, library, mpirun, unavailable_reason
+from unicoll.testing.ranks import ROOT, environment
+
+if unavailable_reason():
+    pytest.skip(unavailable_reason(), allow_module_level=True)
+
+NAMES = {"openmpi": "Open MPI", "mpich": "MPICH"}
+FAMILIES = {"openmpi": "open mpi", "mpich": "mpich"}
+
+
+def doctor(script: Path, size: int, *arguments: str, before: str = "") -> Ended:
+    script.write_text(f"import os, sys\n{before}\nfrom unicoll.doctor import main\nsys.exit(main())\n")
+    return mpirun(size, "-W", "error", str(script), *arguments)
+
+
+def test_alone_it_starts_mpi_in_another_process_and_reports_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "unicoll.doctor", "--json", "--deadline", "60"],
+        cwd=ROOT,
+        env=environment(library().variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stderr == ""
+    mpi = json.loads(done.stdout)["sections"]["mpi"]
+    assert mpi["library"].startswith(NAMES[library().name])
+    assert mpi["family"] == mpi["mpirun_family"] == FAMILIES[library().name]
+    assert mpi["mpirun"] == library().mpirun
+    assert mpi["cuda"].startswith("staged: ")
+    assert "problem" not in mpi
+
+
+def test_ranks_of_mpirun_on_one_host(tmp_path: Path) -> None:
+    ended = doctor(tmp_path / "program.py", 3)
+    assert ended.returncode == 0 or "warning" in ended.stdout, ended
+    assert "all 3 pairs are ok" in ended.stdout
+    assert f"\nmpi          {NAMES[library().name]}" in ended.stdout
+    assert "store: over MPI" in ended.stdout
+    assert ended.stdout.count("cpu arrays: backend gloo") == 1
+
+
+def test_between_hosts_mpi_moves_the_data(tmp_path: Path) -> None:
+    """With the launcher's variables of three hosts of one rank each; without a secret it warns."""
+    rank, size = {
+        "openmpi": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        "mpich": ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    }[library().name]
+    before = f"os.environ.update({rank}='0', {size}='1', UNICOLL_SOCKET_IFNAME='lo')"
+    ended = doctor(tmp_path / "program.py", 3, "--json", before=before)
+    report = json.loads(ended.stdout)
+    assert any("backend mpi: started by an MPI launcher" in line for line in report["chosen"])
+    assert (report["pairs"]["checked"], report["pairs"]["slow"], report["pairs"]["broken"]) == (3, [], [])
+    assert any("several hosts without a secret" in hint["text"] for hint in report["hints"])
+    assert ended.returncode == report["exit_status"] == 1, ended

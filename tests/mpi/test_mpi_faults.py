@@ -1,0 +1,103 @@
+"""Failures of ranks under mpirun, and of threads of the MPI backend.
+
+By default mpirun ends the whole job as soon as a rank dies, and names it. If it leaves the other ranks running, they
+raise the errors that the tests of :mod:`test_faults` require of every backend.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from tests.faults import fault_jobs as jobs
+from tests.faults import test_faults
+from tests.mpi import mpi_fault_jobs
+from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
+from tests.support.calls import EVERYTHING
+from unicoll.testing.ranks import Pool, joined, pools, sample_seed
+from unicoll.testing.worker import enter
+
+if unavailable_reason():
+    pytest.skip(unavailable_reason(), allow_module_level=True)
+
+
+class _RecoverableJob(MpiJob):
+    """A job whose ranks keep running when one dies."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, backend="mpi", recover=True, warm_up=True)
+
+
+@pytest.fixture(autouse=True)
+def _under_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_faults, "joined", partial(joined, start=_RecoverableJob))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Callable[[int], Pool]]:
+    with pools(partial(MpiJob, backend="mpi", warm_up=True)) as made:
+        yield made
+
+
+KILLS = random.Random(sample_seed()).sample([(name, victim) for name in EVERYTHING for victim in (0, 2)], 8)
+
+
+@pytest.mark.parametrize(("name", "victim"), KILLS)
+def test_a_killed_rank_is_named_by_all_others(
+    name: str, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = ("tcp", "auto")[
+        KILLS.index((name, victim)) % 2
+    ]  # large arrays: by MPI, or through shared memory
+    monkeypatch.setenv("UNICOLL_TRANSPORT", transport)
+    test_faults.test_a_killed_rank_is_named_by_all_others(name, victim)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_mpirun_ends_the_job_of_a_killed_rank(victim: int) -> None:
+    with MpiJob(3, backend="mpi", quiet=False) as job:
+        job.call(enter)
+        job.results()
+        job.call(jobs.loop, "all_reduce", 1000)
+        job.await_notes()
+        job.signal(victim, signal.SIGKILL)
+        assert set(job.wait_for_exit(30)) != {0}
+        job.collect(10)
+        assert "signal 9" in job.mpirun_output()
+
+
+# --- threads that fail ----------------------------------------------------------------------------------------
+
+
+def check_thread_failure(thread: str, count: int, *call: object, env: dict[str, str] | None = None) -> None:
+    """All operations of both ranks end with an error that names rank 0, the thread and the cause."""
+    with MpiJob(2, backend="mpi", quiet=False, env=env) as job:
+        job.call(enter)
+        job.results()
+        job.call(*call)
+        for failures in job.results():
+            assert len(failures) == count
+            for failure in failures:
+                assert failure is not None
+                assert failure.type == "GroupAbortedError", failure.traceback
+                assert "rank 0 " in failure.message
+                assert f"the thread {thread!r} of group 'world' failed: OSError: injected" in failure.message
+
+
+def test_a_message_thread_that_fails_fails_its_group() -> None:
+    check_thread_failure("unicoll-world-messages", 3, mpi_fault_jobs.message_thread_fails)
+
+
+@pytest.mark.parametrize("level", ["serialized", "funneled"])
+def test_an_mpi_thread_that_fails_fails_its_group(level: str) -> None:
+    env = {"UNICOLL_MPI_THREAD_LEVEL": level}
+    check_thread_failure("unicoll-mpi", 4, mpi_fault_jobs.mpi_thread_fails, env=env)
+
+
+@pytest.mark.parametrize("where", ["_check", "_check_backend"])
+def test_a_watchdog_that_fails_fails_its_groups(where: str) -> None:
+    check_thread_failure("unicoll-mpi-watchdog", 1, mpi_fault_jobs.watchdog_fails, where)

@@ -1,0 +1,62 @@
+"""Tests of every backend in addition to the conformance suite, on ranks under mpirun: messages, groups, asynchronous
+operations, and calls that differ between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import nan
+
+import pytest
+
+from tests.conformance import group_jobs
+from tests.gloo import extreme_jobs
+from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
+from tests.unit import subclass_jobs
+from unicoll.testing.ranks import Pool, pools
+
+if unavailable_reason():
+    pytest.skip(unavailable_reason(), allow_module_level=True)
+
+from tests.conformance.test_async import *  # noqa: F403
+from tests.conformance.test_p2p import *  # noqa: F403
+from tests.unit.test_subclasses import test_an_argument_error_is_raised_on_one_rank_only  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Callable[[int], Pool]]:  # type: ignore[no-redef]
+    with pools(partial(MpiJob, backend="mpi", warm_up=True)) as made:
+        yield made
+
+
+def test_a_failure_before_sending_is_raised_on_one_rank_only(pool: Callable[[int], Pool]) -> None:
+    pool(2).run(subclass_jobs.failures_inside)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rank_size_and_backend_of_the_world(size: int, pool: Callable[[int], Pool]) -> None:
+    for rank, facts in enumerate(pool(size).run(group_jobs.facts)):
+        assert facts["rank"] == (rank,) * 3
+        assert facts["size"] == (size,) * 3
+        assert facts["ranks"] == (list(range(size)),) * 3
+        assert facts["backend"] == ("mpi",) * 3
+        assert facts["initialized"]
+        assert facts["count"] == 1
+        assert f"rank {rank} of {size}" in facts["explained"]
+        assert "mpi" in facts["explained"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_min_and_max_keep_nan_and_the_sign_of_zero(size: int, pool: Callable[[int], Pool]) -> None:
+    """Arrays that are large enough for MPI's own operations, with a special value on no rank, on one and on all."""
+    for op in extreme_jobs.OPS:
+        for dtype in ("float32", "float64"):
+            for odd, where in (
+                (None, ()),
+                (nan, (1,)),
+                (-0.0, (0,)),
+                (nan, range(size)),
+                (-0.0, range(size)),
+            ):
+                output = pool(size).run(extreme_jobs.extremes, op, dtype, 10_001, odd, where)
+                assert output == [[]] * size, (op, dtype, odd, where)

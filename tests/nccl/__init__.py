@@ -1,0 +1,1 @@
+"""The NCCL backend on the simulated device."""

@@ -1,0 +1,373 @@
+"""Functions that ranks with a simulated device run in the tests of the NCCL backend's safeguards."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import unicoll as dist
+from nccl_comm.backend import NCCLBackend
+from nccl_comm.communicators import bootstrap, communicator
+from nccl_comm.connection import Connection
+from tests.nccl.nccl_jobs import connect
+from tests.simulated_nccl import arrays, ranks
+from tests.simulated_nccl.communicators import Result
+from tests.simulated_nccl.streams import LATER, Op
+from unicoll.testing import worker
+
+
+def backend_of(group: Any = None) -> NCCLBackend:
+    found = (group or dist.group.WORLD).backend_for("cuda")
+    assert isinstance(found, NCCLBackend)
+    return found
+
+
+def connection_of(group: Any = None) -> Connection:
+    found = backend_of(group).connection
+    assert found is not None
+    return found
+
+
+def busy(stream: int) -> Callable[[], None]:
+    """Put an operation on a stream that runs until the returned function is called."""
+    sim = ranks.simulation()
+    finished = False
+
+    def body(op: Op) -> Any:
+        return None if finished else LATER
+
+    op = sim.scheduler.put(sim.cuda.stream(stream), Op("busy", body))
+
+    def finish() -> None:
+        nonlocal finished
+        with sim.scheduler.lock:
+            finished = True
+            if op.running:
+                sim.scheduler.finish(op)
+
+    return finish
+
+
+def await_true(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def sweep(backend: NCCLBackend, now: float) -> None:
+    """Sweep a group on this thread, in the watchdog's place."""
+    supervision = backend.supervision
+    assert supervision.watchdog is not None
+    supervision.watchdog.unwatch(supervision)
+    supervision.sweep(now)
+    supervision.watchdog.watch(supervision)
+
+
+def watchdog_fails() -> str:
+    """The watchdog of rank 0 raises when it looks at a group: how an operation that never ends ends."""
+    connect()
+    backend = backend_of()
+    if dist.get_rank() == 0:
+
+        def fail(connection: Any, now: float) -> None:
+            raise OSError("injected")
+
+        backend.supervision._check_communicator = fail  # type: ignore[method-assign]
+    await_true(lambda: backend._state.error is not None)
+    try:
+        dist.all_reduce(arrays.full(2, 1.0))
+    except dist.DistError as e:
+        return str(e)
+    return "nothing"
+
+
+def on_a_default_stream(handle: int) -> list[Any]:
+    """Calls while another device is current; the arrays are ordered by a default stream of the group's device."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    with arrays.Stream(handle=handle):
+        x = arrays.full(2, 1.0)
+        with arrays.device((me + 1) % n):
+            dist.all_reduce(x)
+            work = dist.all_reduce(x, async_op=True)
+            assert work is not None
+            work.wait()
+            work.synchronize()
+        return [x.numpy().tolist(), ranks.simulation().cuda.current_device()]
+
+
+def waited_by_another_thread() -> list[bool]:
+    """``wait()`` on the default stream of another thread: True if the arrays are kept until the device is done."""
+    connect()
+    kept = []
+    with arrays.Stream(handle=2):
+        x = arrays.full(2, 1.0)
+        finish = busy(2)
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        pending = connection_of().in_flight.operations[-1]
+
+        def wait() -> None:
+            with arrays.device(x.device), arrays.Stream(handle=2):
+                work.wait()
+                kept.append(bool(pending.calls))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        finish()
+        work.synchronize()
+    return kept
+
+
+def late_but_ended() -> bool:
+    """A sweep after the deadline of an operation that has ended, behind one that has not; True if the group failed."""
+    connect()
+    backend = backend_of()
+    first, second = arrays.Stream(), arrays.Stream()
+    with first:
+        finish = busy(first.ptr)
+        dist.all_reduce(arrays.empty(0), timeout=60)
+    with second:
+        dist.all_reduce(arrays.empty(0), timeout=1)
+        second.synchronize()
+    sweep(backend, time.monotonic() + 2.0)
+    failed = backend._state.error is not None
+    finish()
+    ranks.simulation().synchronize()
+    return failed
+
+
+def an_error_before_the_death_notice(victim: int) -> str:
+    """NCCL reports an error on rank 0, which notifies the test; then the victim is killed."""
+    communicator._DEATH_NOTICE_S = 60.0
+    connect()
+    dist.barrier()
+    if dist.get_rank() == victim:
+        worker.send_note("ready")
+        threading.Event().wait()
+    if dist.get_rank() == 0:
+        nccl: Any = ranks.nccl()
+        state = nccl.comm_state
+
+        def notifying(comm: int) -> Any:
+            found = state(comm)
+            if found[1] and nccl.comm_state is notifying:
+                del nccl.comm_state
+                worker.send_note("seen")
+            return found
+
+        nccl.comm_state = notifying
+        nccl.inject(6)
+    try:
+        work = dist.all_reduce(arrays.full(2, 1.0), async_op=True)
+        assert work is not None
+        work.synchronize()
+    except dist.DistError as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
+class _Recorder(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def a_first_message_between_two_of_three() -> list[str]:
+    """Ranks 0 and 1 begin with a send and a receive; rank 2 joins once both have logged that they wait for it."""
+    bootstrap._WARNING_S = 0.2
+    recorder, log = _Recorder(), logging.getLogger("unicoll")
+    log.addHandler(recorder)
+    log.propagate = False
+    me, store = dist.get_rank(), dist.group.WORLD.job.store  # type: ignore[union-attr]
+    x = arrays.full(2, float(me))
+    if me < 2:
+
+        def publish() -> None:
+            await_true(lambda: recorder.messages)
+            store.set(f"warned/{me}", "")
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        if me == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+        thread.join()
+    else:
+        store.wait(["warned/0", "warned/1"], 30)
+    dist.all_reduce(x)
+    log.removeHandler(recorder)
+    log.propagate = True
+    return [*recorder.messages, str(x.numpy().tolist())]
+
+
+# --- threads and teardown ---------------------------------------------------------------------------------------------
+
+
+def two_threads_with_a_group_each() -> int:
+    """The largest number of threads in NCCL's functions at once."""
+    groups = [dist.new_group(), dist.new_group()]
+    for group in groups:
+        dist.all_reduce(arrays.full(2, 1.0), group=group)
+    nccl: Any = ranks.nccl()
+    all_reduce, both, most = nccl.all_reduce, threading.Barrier(2), [0]
+
+    def waiting(*arguments: Any) -> Any:
+        try:
+            both.wait(1.0)
+            most[0] = 2
+        except threading.BrokenBarrierError:
+            most[0] = max(most[0], 1)
+        return all_reduce(*arguments)
+
+    nccl.all_reduce = waiting
+
+    def reduce(group: Any) -> None:
+        dist.all_reduce(arrays.full(2, 1.0), group=group)
+
+    threads = [threading.Thread(target=reduce, args=(group,)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    del nccl.all_reduce
+    ranks.simulation().synchronize()
+    return most[0]
+
+
+def split_with_work_in_flight() -> list[int]:
+    """Groups split while the parent has an operation in flight: the number of unfinished ones when NCCL splits."""
+    connect()
+    nccl: Any = ranks.nccl()
+    split, found = nccl.comm_split, []
+
+    def counting(comm: int, *arguments: Any) -> Any:
+        found.append(len(nccl._comms[comm].unfinished()))
+        return split(comm, *arguments)
+
+    nccl.comm_split = counting
+    held = threading.Event()
+
+    def hold() -> None:
+        with ranks.simulation().hold():
+            held.set()
+            time.sleep(0.5)
+
+    for mine in (True, False):
+        held.clear()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        work = dist.all_reduce(arrays.full(2, 1.0), async_op=True)
+        assert work is not None
+        dist.new_group([dist.get_rank() if mine else 1 - dist.get_rank()])
+        thread.join()
+        work.synchronize()
+    return found
+
+
+def a_thread_in_nccl(revokes: bool) -> list[str]:
+    """A call that does not return from NCCL until the communicator is revoked, or aborted, at its deadline."""
+    connect()
+    nccl: Any = ranks.nccl()
+    revoke, abort = nccl.comm_revoke, nccl.comm_abort
+    log: list[str] = []
+    free = threading.Event()
+
+    def stuck(*arguments: Any) -> Any:
+        log.append("in")
+        assert free.wait(60)
+        time.sleep(0.2)
+        log.append("out")
+        return Result.INTERNAL_ERROR
+
+    def revoking(comm: int) -> Any:
+        log.append("revoke")
+        free.set()
+        return revoke(comm)
+
+    def aborting(comm: int) -> Any:
+        log.append("abort")
+        free.set()
+        return abort(comm)
+
+    nccl.all_reduce, nccl.comm_revoke, nccl.comm_abort = stuck, revoking, aborting
+    try:
+        dist.all_reduce(arrays.full(2, 1.0), timeout=1)
+    except dist.DistError as e:
+        log.append(type(e).__name__)
+    backend_of().supervision.await_abort()
+    del nccl.all_reduce, nccl.comm_revoke
+    if revokes:
+        dist.destroy_process_group()
+    del nccl.comm_abort
+    return log
+
+
+# --- symmetric memory ------------------------------------------------------------------------------------------------
+
+
+def symmetric_memory_dropped(by: str) -> list[tuple[str, int]]:
+    """Memory dropped while an operation or kernel uses it: the thread that frees it, and the unfinished accesses
+    then."""
+    connect()
+    sim = ranks.simulation()
+    nccl: Any = ranks.nccl()
+    mem_free, log = nccl.mem_free, []
+
+    def freeing(ptr: int) -> Any:
+        block = sim.memory.find(ptr)
+        assert block is not None
+        log.append((threading.current_thread().name, sum(not access.op.done for access in block.accesses)))
+        return 0 if log[-1][1] else mem_free(ptr)
+
+    nccl.mem_free = freeing
+    made = dist.group.WORLD.symmetric_empty((4,), "float64")  # type: ignore[union-attr]
+    ptr = made.__cuda_array_interface__["data"][0]
+    stream = arrays.Stream()
+    with stream:
+        view = arrays.Array(made, dist.get_rank(), (4,), made.dtype, (8,), ptr)
+        view.fill(1.0)
+        sim.synchronize()
+        finish = busy(stream.ptr)
+        if by == "operation":
+            work = dist.all_reduce(view, async_op=True)
+            assert work is not None
+            work.wait()
+            del work
+        else:
+            view += 1.0
+        del view, made
+        gc.collect()
+        backend = backend_of()
+        for _ in range(3):
+            sweep(backend, time.monotonic())
+        await_true(lambda: not backend.supervision.reaping)
+        early = list(log)
+        finish()
+        await_true(lambda: log)
+        stream.synchronize()
+    del nccl.mem_free
+    return early or log
+
+
+def gathered_into_lists() -> list[list[float]]:
+    """Rank 0's list is contiguous in memory, the others' are not."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    whole = arrays.full(8 * n, -1.0)
+    step = 4 if me == 0 else 8
+    into = [whole[step * r : step * r + 4] for r in range(n)]
+    for async_op in (False, True):
+        work = dist.all_gather(into, arrays.full(4, float(me + async_op)), async_op=async_op)
+        if work is not None:
+            work.wait()
+    return [part.numpy().tolist() for part in into]

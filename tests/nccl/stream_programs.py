@@ -1,0 +1,233 @@
+"""Random programs of arrays, streams and collectives, which every rank runs, with known results.
+
+A program is correct as users of CuPy understand it: whoever makes another stream the current one lets it wait for the
+one before; an array that an operation works on is not touched until its ``wait()``; references may be dropped at any
+time. Everything is put in place while the device is held, and runs afterwards.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import unicoll as dist
+from tests.nccl.mutation_jobs import connect
+from tests.simulated_nccl import arrays, ranks
+
+_STREAMS = 3
+_LIVE = 8
+Values = list[Any]
+"""For each rank the expected elements of its array."""
+
+
+@dataclass(eq=False)
+class _Held:
+    """An array of this rank, and the expected elements on all ranks once the device has run."""
+
+    array: Any
+    values: Values
+
+
+class Program:
+    """A random program, the same on all ranks with the same seed.
+
+    Args:
+        seed: of everything random in it.
+        group: of all ranks, in the order of the world.
+    """
+
+    def __init__(self, seed: int, group: Any) -> None:
+        self.rng = random.Random(seed)
+        self.groups = [None, group]
+        self.me, self.world = dist.get_rank(), dist.get_world_size()
+        self.streams = [arrays.Stream(handle=0), *(arrays.Stream() for _ in range(_STREAMS - 1))]
+        self.current = self.streams[0]
+        self.held: list[_Held] = []
+        self.pending: list[tuple[Any, list[_Held]]] = []
+        self.done: list[str] = []
+
+    def run(self, steps: int) -> list[str]:
+        """Do a number of steps; the errors at the end."""
+        actions: list[Callable[[], str]] = [
+            self.make,
+            self.make,
+            self.change,
+            self.change,
+            self.all_reduce,
+            self.all_reduce,
+            self.broadcast,
+            self.all_gather,
+            self.reduce_scatter,
+            self.exchange,
+            self.all_to_all,
+            self.coalesced,
+            self.wait,
+            self.wait,
+            self.switch,
+            self.drop,
+        ]
+        with ranks.simulation().hold():
+            for _ in range(steps):
+                with self.current:
+                    self.done.append(self.rng.choice(actions)())
+            while self.pending:
+                with self.current:
+                    self.wait()
+        with self.current:
+            return [text for i, held in enumerate(self.held) if (text := self.complaint(i, held))]
+
+    def complaint(self, i: int, held: _Held) -> str | None:
+        """The error of an array, or None."""
+        got, wanted = held.array.numpy(), held.values[self.me]
+        if np.array_equal(got, wanted):
+            return None
+        return f"array {i} is {got.ravel()[:4]}, expected {wanted.ravel()[:4]}, after: {'; '.join(self.done)}"
+
+    # --- arrays ---
+
+    def free(self) -> list[_Held]:
+        """Arrays that no operation uses."""
+        busy = {held for _, theirs in self.pending for held in theirs}
+        return [held for held in self.held if held not in busy]
+
+    def new(self, count: int) -> _Held:
+        first = self.rng.randrange(100)
+        values = [np.arange(count, dtype=np.float64) + first + 7 * rank for rank in range(self.world)]
+        held = _Held(arrays.array(values[self.me]), values)
+        self.held.append(held)
+        return held
+
+    def make(self) -> str:
+        """A new array; an old one is dropped if there are many."""
+        if len(self.held) >= _LIVE:
+            self.drop()
+        self.new(self.rng.choice([1, 6, 64]))
+        return "make"
+
+    def drop(self) -> str:
+        """Drop an array, which an operation may still use."""
+        if self.held:
+            self.held.pop(self.rng.randrange(len(self.held)))
+        return "drop"
+
+    def pick(self, count: int = 0) -> _Held:
+        """An array that is not busy, or a new one."""
+        found = [h for h in self.free() if not count or h.array.shape == (count,)]
+        return self.rng.choice(found) if found else self.new(count or 6)
+
+    def change(self) -> str:
+        """A kernel of the array library."""
+        held, number = self.pick(), self.rng.randrange(1, 9)
+        held.array += number
+        held.values = [v + number for v in held.values]
+        return f"add {number}"
+
+    def switch(self) -> str:
+        """Make another stream current, ordered after the one before."""
+        before, self.current = self.current, self.rng.choice(self.streams)
+        if before is not self.current:
+            self.current.wait_for(before)
+        return f"stream {self.streams.index(self.current)}"
+
+    # --- operations ---
+
+    def call(self, function: Callable[..., Any], *args: Any, held: list[_Held], **more: Any) -> str:
+        """An operation, waited for later or on the current stream."""
+        asynchronous = self.rng.random() < 0.6
+        group = self.rng.choice(self.groups)
+        work = function(*args, group=group, async_op=asynchronous, **more)
+        if asynchronous:
+            self.pending.append((work, held))
+        return f"{function.__name__}{'' if group is None else ' in the other group'}{' async' * asynchronous}"
+
+    def part(self, held: _Held) -> tuple[Any, slice]:
+        """A whole array, or every other element."""
+        step = self.rng.choice([1, 1, 2])
+        return held.array[::step], slice(None, None, step)
+
+    def all_reduce(self) -> str:
+        held = self.pick()
+        part, which = self.part(held)
+        wide = self.rng.random() < 0.5
+        fold: Callable[..., Any] = np.max if wide else np.min
+        result = fold([v[which] for v in held.values], axis=0)
+        held.values = [v.copy() for v in held.values]
+        for v in held.values:
+            v[which] = result
+        return self.call(dist.all_reduce, part, dist.ReduceOp.MAX if wide else dist.ReduceOp.MIN, held=[held])
+
+    def broadcast(self) -> str:
+        held, root = self.pick(), self.rng.randrange(self.world)
+        part, which = self.part(held)
+        given = held.values[root][which].copy()
+        held.values = [v.copy() for v in held.values]
+        for v in held.values:
+            v[which] = given
+        return self.call(dist.broadcast, part, root, held=[held])
+
+    def all_gather(self) -> str:
+        held = self.pick(6)
+        out = self.new(6 * self.world)
+        out.values = [np.concatenate(held.values)] * self.world
+        return self.call(dist.all_gather_into_tensor, out.array, held.array, held=[out, held])
+
+    def reduce_scatter(self) -> str:
+        given, out = self.new(6 * self.world), self.pick(6)
+        total = sum(given.values)
+        out.values = [total[6 * r : 6 * r + 6] for r in range(self.world)]
+        return self.call(dist.reduce_scatter_tensor, out.array, given.array, held=[out, given])
+
+    def all_to_all(self) -> str:
+        given, out = self.new(6 * self.world), self.new(6 * self.world)
+        out.values = [np.concatenate([v[6 * r : 6 * r + 6] for v in given.values]) for r in range(self.world)]
+        return self.call(dist.all_to_all_single, out.array, given.array, held=[out, given])
+
+    def coalesced(self) -> str:
+        one, two = self.new(6), self.new(64)
+        for held in (one, two):
+            held.values = [sum(held.values)] * self.world
+        return self.call(dist.all_reduce_coalesced, [one.array, two.array], held=[one, two])
+
+    def exchange(self) -> str:
+        """Every rank sends its array to the next rank."""
+        given, out = self.pick(6), self.new(6)
+        out.values = [given.values[r - 1] for r in range(self.world)]
+        after, before = (self.me + 1) % self.world, (self.me - 1) % self.world
+        ops = [dist.P2POp(dist.isend, given.array, after), dist.P2POp(dist.irecv, out.array, before)]
+        self.pending += [(work, [given, out]) for work in dist.batch_isend_irecv(ops)]
+        return "exchange"
+
+    def wait(self) -> str:
+        """Make the current stream wait for one of the operations, not necessarily the oldest."""
+        if not self.pending:
+            return "nothing to wait for"
+        work, _ = self.pending.pop(self.rng.randrange(len(self.pending)))
+        work.wait()
+        return "wait"
+
+
+_others: list[Any] = []
+
+
+def run(seeds: list[int], steps: int) -> list[str]:
+    """Run random programs; the errors."""
+    simulation = ranks.simulation()
+    simulation.pool.strict = False
+    if not _others:
+        _others.append(dist.new_group(list(range(dist.get_world_size()))))
+        connect()
+        dist.all_reduce(arrays.full(1, 1.0), group=_others[0])
+        simulation.synchronize()
+    wrong = []
+    for seed in seeds:
+        program = Program(seed, _others[0])
+        wrong += [f"program {seed}: {text}" for text in program.run(steps)]
+        del program
+        simulation.synchronize()
+        wrong += [f"program {seed}: {fault}" for fault in simulation.faults]
+        simulation.faults.clear()
+    return wrong

@@ -1,0 +1,768 @@
+"""The layer between NCCL's C functions and the backend: signatures, structures, finding the library, error codes.
+
+No GPU is needed: what reaches C is seen by a stand-in that is called by C's rules, signatures are held to NCCL's header
+and the real library is asked what it can answer on any machine, where the wheel is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nccl_comm.library import api, bindings, errors, locate, structs
+from nccl_comm.library.bindings import DIRECT, SIGNATURES, WITH_CONFIG, Bindings
+from tests.simulated_nccl.cuda import Simulation
+from tests.unit.c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
+from tests.unit.declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
+from unicoll import errors as tree
+from unicoll.arrays import cuda
+from unicoll.arrays.cuda import CudaError
+from unicoll.backend.options import CallOptions
+from unicoll.bootstrap import environment_report
+from unicoll.testing.ranks import ROOT, environment
+
+DECLARED = parse(NCCL)
+NAMES = {
+    "send": {"sendbuff", "localbuff"},
+    "offset": {"peerWinOffset"},
+    "signal_index": {"sigIdx"},
+    "context": {"ctx"},
+    "recv": {"recvbuff"},
+    "count": {"count", "sendcount", "recvcount"},
+    "dtype": {"datatype"},
+    "window": {"win", "peerWin"},
+}
+"""Arguments with different names in the protocol and in NCCL."""
+COMM, STREAM = 0x5555_0000_1000, 0x5555_0000_2000
+
+
+def stand_in(version: int = structs.NEWEST, without: Any = ()) -> StandIn:
+    made = StandIn(DECLARED, without)
+    made.answers["ncclGetVersion"] = putting(0, version, ctypes.c_int)
+    return made
+
+
+def bound(version: int = structs.NEWEST, without: Any = ()) -> tuple[StandIn, Any]:
+    made = stand_in(version, without)
+    return made, Bindings(made, "/stand-in/libnccl.so.2")
+
+
+def members() -> dict[str, Any]:
+    found = vars(api.Operations) | vars(api.Nccl)
+    return {n: f for n, f in found.items() if not n.startswith("_")}
+
+
+# --- the protocol -----------------------------------------------------------------------------------------------
+
+
+def test_bindings_have_every_member_of_the_protocol_with_its_arguments() -> None:
+    _, nccl = bound()
+    for name, member in members().items():
+        assert hasattr(nccl, name), name
+        if isinstance(member, property):
+            continue
+        expected = list(inspect.signature(member).parameters)[1:]
+        if name in DIRECT:
+            assert len(SIGNATURES[DIRECT[name]]) == len(expected), name
+        else:
+            assert list(inspect.signature(getattr(nccl, name)).parameters) == expected, name
+    assert set(DIRECT) <= set(members())
+
+
+@pytest.mark.parametrize("name", sorted(DIRECT))
+def test_direct_functions_take_the_protocols_arguments_in_nccls_order(name: str) -> None:
+    ours = list(inspect.signature(members()[name]).parameters)[1:]
+    theirs = DECLARED[DIRECT[name]].names
+    assert len(ours) == len(theirs)
+    for mine, its in zip(ours, theirs, strict=True):
+        assert its in NAMES.get(mine, {mine}), f"{name}: {mine} is NCCL's {its}"
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["as pointers", "as declared"])
+@pytest.mark.parametrize("name", sorted(DIRECT))
+def test_every_argument_of_a_direct_function_arrives_whole_and_in_its_place(
+    name: str, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not wide:
+        monkeypatch.setattr(bindings, "_EIGHT_BYTES_EACH", False)
+    made, nccl = bound()
+    symbol = DIRECT[name]
+    values = []
+    for place, c_type in enumerate(DECLARED[symbol].types):
+        # Pointers and counts that do not fit into 32 bits, and a small number of its own for each place.
+        values.append(place + 1 if kind(c_type) not in ("pointer", WORD) else (place + 1 << 40) + 0x89ABCDEF)
+    made.answers[symbol] = lambda *_: 5
+    assert getattr(nccl, name)(*values) == 5
+    assert made.last(symbol) == tuple(values)
+
+
+def test_signatures_are_those_that_nccl_declares() -> None:
+    _hold_to(DECLARED)
+    assert set(SIGNATURES) == set(DECLARED)
+
+
+def _hold_to(declared: dict[str, Any]) -> None:
+    for name, arguments in SIGNATURES.items():
+        if name in declared:
+            assert len(arguments) == len(declared[name].types), name
+            assert all(map(alike, arguments, declared[name].types)), name
+
+
+# --- functions that create something ------------------------------------------------------------------------------
+
+
+def test_all_bytes_of_the_unique_id_arrive_in_both_directions() -> None:
+    made, nccl = bound()
+    ident = bytes(range(1, 128)) + b"\0"
+
+    def fill(address: int) -> int:
+        ctypes.memmove(address, ident, len(ident))
+        return 0
+
+    made.answers["ncclGetUniqueId"] = fill
+    assert nccl.unique_id() == (0, ident)
+    made.answers["ncclCommInitRankConfig"] = putting(0, COMM, ctypes.c_void_p, 7)
+    code, slot = nccl.comm_init(4, [ident], 3, api.Config())
+    assert (code, slot.value) == (7, COMM)
+    _, size, got, rank, _ = made.last("ncclCommInitRankConfig")
+    assert (size, got, rank) == (4, ident, 3)
+    assert kind(DECLARED["ncclCommInitRankConfig"].types[2]) == BY_VALUE
+    with pytest.raises(tree.DistBackendError, match="128 bytes, not 4"):
+        nccl.comm_init(1, [b"four"], 0, api.Config())
+
+
+def test_several_unique_ids_arrive_one_after_another() -> None:
+    made, nccl = bound()
+    idents = [bytes([i]) * 128 for i in (1, 2, 3)]
+    seen: list[Any] = []
+
+    def begin(place: int, size: int, rank: int, count: int, ids: int, config: int) -> int:
+        seen.append((size, rank, count, ctypes.string_at(ids, 128 * count), _read_config(config)["maxCTAs"]))
+        put(place, COMM, ctypes.c_void_p)
+        return 7
+
+    made.answers["ncclCommInitRankScalable"] = begin
+    code, slot = nccl.comm_init(300, idents, 299, api.Config(max_ctas=4))
+    assert (code, slot.value) == (7, COMM)
+    assert seen == [(300, 299, 3, b"".join(idents), 4)]
+
+
+def _read_config(address: int) -> dict[str, Any]:
+    found = structs.ConfigStruct.from_address(address)
+    return {name: getattr(found, name) for name, *_ in structs.ConfigStruct._fields_}
+
+
+def test_a_split_passes_color_key_and_config_and_the_slot_for_the_handle() -> None:
+    made, nccl = bound()
+    seen: dict[str, Any] = {}
+
+    def split(comm: int, color: int, key: int, place: int, config: int) -> int:
+        seen.update(comm=comm, color=color, key=key, place=place, config=_read_config(config))
+        return api.IN_PROGRESS
+
+    made.answers["ncclCommSplit"] = split
+    config = api.Config(
+        min_ctas=2,
+        max_ctas=8,
+        cga_cluster_size=1,
+        split_share=True,
+        net_name="Socket",
+        traffic_class=5,
+        comm_name="half",
+        blocking=False,
+    )
+    code, slot = nccl.comm_split(COMM, 3, 1, config)
+    assert (code, slot.value, seen["comm"], seen["color"], seen["key"]) == (7, None, COMM, 3, 1)
+    put(seen["place"], COMM + 8, ctypes.c_void_p)  # as NCCL's own thread does later
+    assert slot.value == COMM + 8
+    told = seen["config"]
+    assert told["size"] == NCCL_CONFIG_BYTES[structs.NEWEST]
+    assert (told["magic"], told["version"], told["blocking"]) == (0xCAFEBEEF, structs.NEWEST, 0)
+    assert (told["minCTAs"], told["maxCTAs"], told["cgaClusterSize"], told["splitShare"]) == (2, 8, 1, 1)
+    assert (told["netName"], told["commName"], told["trafficClass"]) == (b"Socket", b"half", 5)
+    left = {n for n, v in told.items() if v == structs.UNDEFINED}
+    assert left == {
+        "collnetEnable",
+        "CTAPolicy",
+        "shrinkShare",
+        "nvlsCTAs",
+        "nChannelsPerNetPeer",
+        "nvlinkCentricSched",
+        "graphUsageMode",
+        "numRmaCtx",
+        "maxP2pPeers",
+        "graphStreamOrdering",
+        "launchOrderImplicit",
+        "numRmaSig",
+        "rmaEagerInit",
+        "hostCftMode",
+        "nvlsHostMode",
+    }
+    nccl.comm_split(COMM, None, 0, api.Config(blocking=True))
+    assert (seen["color"], seen["config"]["blocking"]) == (-1, 1)
+
+
+def test_the_slot_of_a_late_handle_outlives_its_caller() -> None:
+    made, nccl = bound()
+    places: list[int] = []
+
+    def split(*arguments: int) -> int:
+        places.append(arguments[3])
+        return api.IN_PROGRESS
+
+    made.answers["ncclCommSplit"] = split
+    nccl.comm_split(COMM, 0, 0, api.Config())
+    others = [ctypes.c_void_p() for _ in range(1000)]
+    assert places[0] not in {ctypes.addressof(o) for o in others}
+    put(places[0], 1, ctypes.c_void_p)
+    assert all(o.value is None for o in others)
+
+
+def test_a_shrink_passes_the_excluded_ranks_and_the_abort_flag() -> None:
+    made, nccl = bound()
+    seen: list[Any] = []
+
+    def shrink(comm: int, ranks: int, count: int, place: int, config: int, flags: int) -> int:
+        left_out = list((ctypes.c_int * count).from_address(ranks))
+        seen.append((comm, left_out, _read_config(config)["maxCTAs"], flags))
+        put(place, COMM + 16, ctypes.c_void_p)
+        return 0
+
+    made.answers["ncclCommShrink"] = shrink
+    code, slot = nccl.comm_shrink(COMM, [5, 2], api.Config(max_ctas=4), True)
+    assert (code, slot.value) == (0, COMM + 16)
+    nccl.comm_shrink(COMM, [1], api.Config(max_ctas=4), False)
+    assert seen == [(COMM, [5, 2], 4, 1), (COMM, [1], 4, 0)]
+
+
+def test_a_communicator_grows_by_an_id_of_its_own() -> None:
+    made, nccl = bound()
+    ident = bytes(range(1, 128)) + b"\0"
+
+    def fill(comm: int, address: int) -> int:
+        ctypes.memmove(address, ident, len(ident))
+        return 0
+
+    made.answers["ncclCommGetUniqueId"] = fill
+    assert nccl.comm_unique_id(COMM) == (0, ident)
+    assert made.last("ncclCommGetUniqueId")[0] == COMM
+    seen: list[Any] = []
+
+    def grow(comm: int, size: int, given: int, rank: int, place: int, config: int) -> int:
+        told = ctypes.string_at(given, 128) if given else None
+        seen.append((comm, size, told, rank, _read_config(config)["maxCTAs"]))
+        put(place, COMM + 24, ctypes.c_void_p)
+        return 7
+
+    made.answers["ncclCommGrow"] = grow
+    for comm, told, rank in ((COMM, ident, -1), (COMM, None, -1), (0, ident, 5)):
+        code, slot = nccl.comm_grow(comm, 6, told, rank, api.Config(max_ctas=4))
+        assert (code, slot.value) == (7, COMM + 24)
+        assert seen.pop() == (comm, 6, told, rank, 4)
+
+
+def test_state_revoke_memory_and_windows() -> None:
+    made, nccl = bound()
+    made.answers["ncclCommGetAsyncError"] = putting(1, 6, ctypes.c_int, 0)
+    assert nccl.comm_state(COMM) == (0, 6)
+    assert nccl.comm_revoke(COMM) == 0
+    assert made.last("ncclCommRevoke") == (COMM, 0)
+    made.answers["ncclMemAlloc"] = putting(0, 1 << 44, ctypes.c_void_p)
+    assert nccl.mem_alloc(3 << 33) == (0, 1 << 44)
+    assert made.last("ncclMemAlloc")[1] == 3 << 33
+    made.answers["ncclCommWindowRegister"] = putting(3, 0x77, ctypes.c_void_p)
+    for symmetric in (True, False):
+        code, window = nccl.window_register(COMM, 1 << 44, 1 << 33, symmetric)
+        assert (code, window.value) == (0, 0x77)
+        comm, ptr, nbytes, _, flags = made.last("ncclCommWindowRegister")
+        assert (comm, ptr, nbytes, flags) == (COMM, 1 << 44, 1 << 33, int(symmetric))
+    made.answers["ncclCommRegister"] = putting(3, 0x99 << 32, ctypes.c_void_p)
+    assert nccl.comm_register(COMM, 1 << 44, 1 << 33) == (0, 0x99 << 32)
+    assert made.last("ncclCommRegister")[:3] == (COMM, 1 << 44, 1 << 33)
+    made.answers["ncclCommRegister"] = lambda *_: 5
+    assert nccl.comm_register(COMM, 1 << 44, 1) == (5, 0)
+
+
+def test_the_signals_to_wait_for_are_a_list_of_nccls_structures() -> None:
+    made, nccl = bound()
+    read: list[Any] = []
+
+    def wait(count: int, place: int, comm: int, stream: int) -> int:
+        read.append((list((ctypes.c_int * (4 * count)).from_address(place)), comm, stream))
+        return 5
+
+    made.answers["ncclWaitSignal"] = wait
+    assert nccl.wait_signal([(3, 2), (0, 1)], COMM, STREAM) == 5
+    assert read == [([2, 3, 0, 0, 1, 0, 0, 0], COMM, STREAM)]
+
+
+def test_a_factor_is_read_while_the_call_runs() -> None:
+    made, nccl = bound()
+    read: list[Any] = []
+
+    def create(place: int, scalar: int, dtype: int, residence: int, comm: int) -> int:
+        read.append((ctypes.string_at(scalar, 8), dtype, residence, comm))
+        put(place, 0x1234, ctypes.c_int)
+        return 0
+
+    made.answers["ncclRedOpCreatePreMulSum"] = create
+    assert nccl.premul_sum(b"12345678", api.DATA_TYPES["float64"], COMM) == (0, 0x1234)
+    assert read == [(b"12345678", 8, 1, COMM)]
+
+
+@pytest.mark.parametrize("name", sorted(WITH_CONFIG))
+def test_functions_with_options_have_one_argument_more(name: str) -> None:
+    plain, symbol = DECLARED[DIRECT[name]], DECLARED[WITH_CONFIG[name]]
+    assert symbol.names[:-1] == plain.names
+    assert SIGNATURES[WITH_CONFIG[name]][:-1] == SIGNATURES[DIRECT[name]]
+
+
+def test_operations_with_options_are_all_operations() -> None:
+    _, nccl = bound()
+    operations = nccl.with_options(CallOptions())
+    for name in members():
+        assert hasattr(operations, name) == (name in vars(api.Operations)), name
+    for name in set(DIRECT) - set(WITH_CONFIG):
+        if name in vars(api.Operations):
+            assert getattr(operations, name) is getattr(nccl, name)
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["as pointers", "as declared"])
+@pytest.mark.parametrize("name", sorted(WITH_CONFIG))
+def test_every_argument_before_the_options_arrives_whole(
+    name: str, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not wide:
+        monkeypatch.setattr(bindings, "_EIGHT_BYTES_EACH", False)
+    made, nccl = bound()
+    symbol = WITH_CONFIG[name]
+    values = []
+    for place, c_type in enumerate(DECLARED[symbol].types[:-1]):
+        values.append(place + 1 if kind(c_type) not in ("pointer", WORD) else (place + 1 << 40) + 0x89ABCDEF)
+    made.answers[symbol] = lambda *_: 5
+    assert getattr(nccl.with_options(CallOptions()), name)(*values) == 5
+    assert made.last(symbol)[:-1] == tuple(values)
+
+
+@pytest.mark.parametrize("name", sorted(WITH_CONFIG))
+def test_options_of_a_call_arrive_as_nccls_structure(name: str) -> None:
+    made, nccl = bound()
+    symbol = WITH_CONFIG[name]
+    seen: list[dict[str, Any]] = []
+
+    def answer(*arguments: int) -> int:
+        found = structs.CallConfigStruct.from_address(arguments[-1])
+        seen.append({member: getattr(found, member) for member, *_ in structs.CallConfigStruct._fields_})
+        return 0
+
+    made.answers[symbol] = answer
+    rest = [1] * (len(DECLARED[symbol].types) - 1)
+    options = CallOptions(
+        min_ctas=2,
+        max_ctas=8,
+        nvls_ctas=3,
+        cga_cluster_size=1,
+        algorithm="ring,tree",
+        force_algorithm=False,
+        cta_policy="zero",
+        profiler_tag=(1 << 63) - 1,
+    )
+    for told in (options, CallOptions()):
+        assert getattr(nccl.with_options(told), name)(*rest) == 0
+    given, left = seen
+    assert (given["size"], given["magic"], given["version"]) == (72, 0xCAFEBEEF, structs.NEWEST)
+    assert (given["minCTAs"], given["maxCTAs"], given["nvlsCTAs"], given["cgaClusterSize"]) == (2, 8, 3, 1)
+    assert (given["algSelection"], given["forceAlgSelection"], given["CTAPolicy"]) == (b"ring,tree", 0, 2)
+    assert given["userProfilerTag"] == (1 << 63) - 1
+    assert (given["ext"], given["launchCompletionEvent"]) == (None, None)
+    assert {n for n, v in left.items() if v == structs.UNDEFINED} == {
+        "minCTAs",
+        "maxCTAs",
+        "nvlsCTAs",
+        "cgaClusterSize",
+        "CTAPolicy",
+    }
+    assert (left["algSelection"], left["forceAlgSelection"], left["userProfilerTag"]) == (None, 1, 0)
+
+
+def test_the_last_error_is_text() -> None:
+    made, nccl = bound()
+    text = ctypes.create_string_buffer("Fehler \u00fcberall\n".encode())
+    made.answers["ncclGetLastError"] = lambda comm: ctypes.addressof(text)
+    assert nccl.last_error() == "Fehler \u00fcberall"
+    assert made.last("ncclGetLastError") == (0,)
+    made.answers["ncclGetLastError"] = lambda comm: None
+    assert nccl.last_error(COMM) == ""
+
+
+def test_a_function_that_an_old_library_lacks_raises_when_called() -> None:
+    _, nccl = bound(21803, NCCL_SINCE)
+    for name in DECLARED:
+        assert nccl.has(name) == (name not in NCCL_SINCE)
+    with pytest.raises(tree.DistBackendError, match=r"NCCL 2\.18\.3 .* has no ncclAlltoAll"):
+        nccl.all_to_all(1, 2, 3, 7, COMM, STREAM)
+    with pytest.raises(tree.DistBackendError, match="ncclCommShrink"):
+        nccl.comm_shrink(COMM, [1], api.Config(), False)
+
+
+# --- structures -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "nbytes"), sorted(NCCL_CONFIG_BYTES.items()))
+def test_the_config_is_as_large_as_the_version_has_it(version: int, nbytes: int) -> None:
+    told = structs.config_struct(api.Config(), version)
+    assert (told.size, told.version) == (nbytes, version)
+    assert nbytes <= ctypes.sizeof(structs.ConfigStruct)
+
+
+@pytest.mark.parametrize(("version", "nbytes"), sorted(NCCL_CALL_CONFIG_BYTES.items()))
+def test_the_options_of_a_call_are_as_large_as_the_version_has_them(version: int, nbytes: int) -> None:
+    told = structs.call_config_struct(CallOptions(), version)
+    assert (told.size, told.version) == (nbytes, version)
+    assert nbytes <= ctypes.sizeof(structs.CallConfigStruct)
+
+
+def test_a_newer_library_is_passed_the_newest_known_structures() -> None:
+    told = structs.config_struct(api.Config(), 24901)
+    assert (told.version, told.size) == (structs.NEWEST, NCCL_CONFIG_BYTES[structs.NEWEST])
+
+
+def test_options_that_a_version_lacks_are_refused_unless_they_are_for_logs_only() -> None:
+    with pytest.raises(tree.DistArgumentError, match=r"trafficClass needs NCCL 2\.26\.0; this is 2\.21\.5"):
+        structs.config_struct(api.Config(traffic_class=1), 22105)
+    assert structs.config_struct(api.Config(comm_name="x"), 22605).commName is None
+
+
+@pytest.mark.parametrize("version", [21805, 22203, 22809, 23007, 23203])
+@pytest.mark.parametrize("given", [(4, None), (None, 4), (100, None), (4, 8), (None, None)])
+def test_either_number_of_ctas_may_be_given_alone(given: tuple[int | None, int | None], version: int) -> None:
+    least, most = given
+    told = structs.config_struct(api.Config(min_ctas=least, max_ctas=most), version)
+    # else NCCL refuses them, also where one is undefined: parseCommConfig in its init.cc
+    assert told.minCTAs <= told.maxCTAs
+    assert told.minCTAs == (structs.UNDEFINED if least is None else least)
+    if most is not None or least is None:
+        assert told.maxCTAs == (structs.UNDEFINED if most is None else most)
+
+
+@pytest.mark.parametrize(("code", "text"), [(2708, "2.7.8"), (21803, "2.18.3"), (23007, "2.30.7")])
+def test_version_text(code: int, text: str) -> None:
+    assert structs.version_text(code) == text
+
+
+# --- codes ------------------------------------------------------------------------------------------------------
+
+BECOMES = {
+    "ncclSuccess": tree.DistBackendError,
+    "ncclUnhandledCudaError": CudaError,
+    "ncclSystemError": tree.DistNetworkError,
+    "ncclInternalError": tree.DistBackendError,
+    "ncclInvalidArgument": tree.DistArgumentError,
+    "ncclInvalidUsage": tree.DistBackendError,
+    "ncclRemoteError": tree.RankLostError,
+    "ncclInProgress": tree.DistBackendError,
+    "ncclTimeout": tree.OperationTimeoutError,
+}
+
+
+def test_every_code_has_an_exception() -> None:
+    assert {c.name: n for n, c in errors.CODES.items()} == NCCL_CODES
+    assert {c.name: c.error for c in errors.CODES.values()} == BECOMES
+
+
+@pytest.mark.parametrize("code", [*NCCL_CODES.values(), 99])
+def test_errors_contain_nccls_text_and_the_call(code: int) -> None:
+    made, nccl = bound()
+    text = ctypes.create_string_buffer(b"first line\n second line\n")
+    made.answers["ncclGetLastError"] = lambda comm: ctypes.addressof(text)
+    error = errors.error_for(code, nccl, COMM, "all_reduce #3", "default", "all_reduce", 3, rank=2)
+    assert (error.group, error.op, error.seq, error.rank) == ("default", "all_reduce", 3, 2)
+    known = errors.CODES.get(code)
+    assert type(error) is (known.error if known else tree.DistBackendError)
+    assert str(error).startswith("all_reduce #3 on group 'default': ")
+    assert (known.name if known else "code 99") in str(error)
+    assert str(error).endswith("NCCL reports: first line; second line")
+    assert "NCCL 2.32.3" in str(error)
+    made.answers["ncclGetLastError"] = lambda comm: None
+    quiet = errors.error_for(code, nccl, 0, "ncclGetUniqueId", None, None, None)
+    assert "NCCL_DEBUG=WARN" in str(quiet)
+    assert (quiet.group, quiet.op, quiet.seq, quiet.rank) == (None, None, None, None)
+
+
+# --- finding the library ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _own_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(locate.VARIABLE, raising=False)
+    locate.install(None)
+    yield
+    locate.install(None)
+
+
+@pytest.mark.usefixtures("_own_library")
+class TestFinding:
+    def test_another_implementation_replaces_it(self) -> None:
+        _, nccl = bound()
+        locate.install(nccl)
+        assert locate.nccl() is nccl
+        assert locate.describe(locate.nccl()) == "NCCL 2.32.3 (/stand-in/libnccl.so.2)"
+
+    def test_explain_names_version_and_path(self) -> None:
+        simulation = Simulation()
+        cuda.install(simulation.cuda)
+        locate.install(bound()[1])
+        try:
+            said = environment_report.lines({})
+        finally:
+            cuda.install(None)
+            simulation.close()
+        assert "backend 'nccl': available: NCCL 2.32.3 (/stand-in/libnccl.so.2)" in said
+        assert "simulated CUDA: 1 device" in said
+
+    def test_a_path_that_was_named_is_the_only_one_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(locate.VARIABLE, "/no/such/libnccl.so")
+        reason = locate.find()
+        assert isinstance(reason, str)
+        assert reason.startswith(f"{locate.VARIABLE}: ")
+        assert "/no/such/libnccl.so" in reason
+        with pytest.raises(tree.BackendUnavailableError, match="/no/such"):
+            locate.nccl()
+
+    def test_a_library_that_is_not_nccl_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(locate.VARIABLE, "libc.so.6")
+        reason = locate.find()
+        assert isinstance(reason, str)
+        assert "has no ncclGetVersion" in reason
+
+    def test_without_a_library_the_reason_names_the_package_to_install(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(locate, "_candidates", lambda: iter(["libnccl-that-is-not-here.so.2"]))
+        reason = locate.find()
+        assert isinstance(reason, str)
+        assert "libnccl-that-is-not-here.so.2" in reason
+        assert "nvidia-nccl-cu12" in reason
+
+    @pytest.mark.parametrize(("version", "taken"), [(21703, False), (21803, True), (24901, True)])
+    def test_versions_before_2_18_are_refused(
+        self, version: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(locate, "_candidates", lambda: iter(["/stand-in/libnccl.so.2"]))
+        monkeypatch.setattr(locate.ctypes, "CDLL", lambda path: stand_in(version))
+        found = locate.find()
+        assert isinstance(found, str) is not taken
+        if isinstance(found, str):
+            assert "NCCL 2.17.3 (/stand-in/libnccl.so.2) is too old: 2.18.0 or newer" in found
+
+    def test_the_search_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        looks: list[int] = []
+        monkeypatch.setattr(locate, "_search", lambda: looks.append(1) or "none")
+        threads = [threading.Thread(target=locate.find) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(looks) == 1
+
+    def test_a_mapped_library_is_preferred_to_the_wheels(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        wheel = tmp_path / "nccl" / "lib" / "libnccl.so.2"
+        wheel.parent.mkdir(parents=True)
+        wheel.touch()
+        monkeypatch.setattr(locate, "_wheel_folders", lambda: iter([tmp_path]))
+        monkeypatch.setattr(locate, "_mapped", list)  # an earlier test may have mapped one
+        assert next(locate._candidates()) == str(wheel)
+        monkeypatch.setattr(locate, "_mapped", lambda: ["/torch/lib/libnccl.so.2"])
+        assert list(locate._candidates()) == ["/torch/lib/libnccl.so.2"]
+
+    def test_mapped_libraries_are_read_from_proc(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        maps = (
+            "7f00-7f01 r--p 00000000 08:01 1   /opt/a b/libnccl.so.2.27.5\n"
+            "7f01-7f02 r-xp 00000000 08:01 1   /opt/a b/libnccl.so.2.27.5\n"
+            "7f02-7f03 r-xp 00000000 08:01 2   /opt/libnccl.so.2 (deleted)\n"
+            "7f03-7f04 r-xp 00000000 08:01 3   /opt/libnccl-net.so\n"
+        )
+        monkeypatch.setattr(Path, "read_text", lambda *_, **__: maps)
+        assert locate._mapped() == ["/opt/a b/libnccl.so.2.27.5"]
+
+
+# --- the real header and library --------------------------------------------------------------------------------
+
+HEADER = header("nccl/include/nccl.h", "nccl.h")
+with_header = pytest.mark.skipif(HEADER is None, reason="nccl.h is not here (pip install nvidia-nccl-cu12)")
+
+
+@with_header
+def test_signatures_are_those_of_the_header() -> None:
+    assert HEADER is not None
+    declared = parse(HEADER.read_text())
+    _hold_to(declared)
+    for name, ours in DECLARED.items():
+        if name in declared:
+            assert declared[name] == ours
+
+
+@with_header
+def test_every_code_of_the_header_is_mapped() -> None:
+    assert HEADER is not None
+    codes = dict(re.findall(r"\b(nccl\w+) *= *(\d+)", _enum(HEADER.read_text(), "ncclResult_t")))
+    codes.pop("ncclNumResults")
+    assert len(codes) >= 8
+    assert {n: int(c) for n, c in codes.items()}.items() <= NCCL_CODES.items()
+
+
+@with_header
+def test_types_and_reductions_are_those_of_the_header() -> None:
+    assert HEADER is not None
+    text = HEADER.read_text()
+    types = dict(re.findall(r"\b(nccl\w+) *= *(\d+)", _enum(text, "ncclDataType_t")))
+    theirs = {"float8_e4m3fn": "ncclFloat8e4m3", "float8_e5m2": "ncclFloat8e5m2"}
+    for name, code in api.DATA_TYPES.items():
+        symbol = theirs.get(name, "nccl" + name.capitalize())
+        if symbol in types or not name.startswith("float8"):
+            assert int(types[symbol]) == code, name
+    ops = dict(re.findall(r"\b(nccl\w+) *= *(\d+)", _enum(text, "ncclRedOp_t")))
+    found = [int(ops[f"nccl{n}"]) for n in ("Sum", "Prod", "Max", "Min", "Avg")]
+    assert found == [api.SUM, api.PROD, api.MAX, api.MIN, api.AVG]
+
+
+def _enum(text: str, name: str) -> str:
+    found = re.search(r"typedef enum \{([^}]*)\}\s*" + name, text)
+    assert found is not None, name
+    return re.sub(r"/\*.*?\*/", "", found[1], flags=re.S)
+
+
+@with_header
+def test_the_config_has_the_headers_members() -> None:
+    assert HEADER is not None
+    text = HEADER.read_text()
+    found = re.search(r"typedef struct ncclConfig_v\d+ \{(.*?)\} ncclConfig_t;", text, flags=re.S)
+    assert found is not None
+    members = re.findall(r"^ *(?:const )?([\w ]+?) *\*?(\w+);", found[1], flags=re.M)
+    ours = [name for name, *_ in structs.ConfigStruct._fields_]
+    assert [name for _, name in members] == ours[: len(members)]
+
+
+@with_header
+def test_the_options_of_a_call_have_the_headers_members_and_defaults() -> None:
+    assert HEADER is not None
+    text = HEADER.read_text()
+    found = re.search(r"typedef struct ncclCollConfig_v\d+ \{(.*?)\} ncclCollConfig_t;", text, flags=re.S)
+    initial = re.search(r"define NCCL_COLLCONFIG_INITIALIZER \{(.*?)\n\}", text, flags=re.S)
+    if found is None:
+        pytest.skip("this header is older than 2.31")
+    assert initial is not None
+    plain = re.sub(r"/\*.*?\*/", "", found[1], flags=re.S)
+    members = re.findall(r"^ *(?:const )?([\w ]+?) *\*? *(\w+);", plain, flags=re.M)
+    ours = [name for name, *_ in structs.CallConfigStruct._fields_]
+    assert [name for _, name in members] == ours[: len(members)]
+    values = re.findall(r"^ *(\w+|sizeof\(\w+\)), ", initial[1], flags=re.M)
+    by_word = {"NCCL_CONFIG_UNDEF_INT": structs.UNDEFINED, "NCCL_CONFIG_UNDEF_PTR": None, "0": 0, "1": 1}
+    told = structs.call_config_struct(CallOptions(), structs.NEWEST)
+    assert len(values) == len(members)
+    for name, value in list(zip(ours, values, strict=False))[3:]:
+        assert getattr(told, name) == by_word[value], name
+    policies = dict(re.findall(r"#define NCCL_CTA_POLICY_(\w+) (0x\d+)", text))
+    assert {name.lower(): int(code, 16) for name, code in policies.items()} == structs._POLICIES
+
+
+REAL = isinstance(header("nccl/lib/libnccl.so.2"), Path)
+with_library = pytest.mark.skipif(not REAL, reason="libnccl is not here (pip install nvidia-nccl-cu12)")
+
+
+def ask(program: str) -> str:
+    """The output of a process of its own: NCCL starts threads that never end."""
+    opening = (
+        "from nccl_comm.library import api, locate\n"
+        "from nccl_comm.library.errors import error_for\nnccl = locate.nccl()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", opening + program],
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment({"CUDA_VISIBLE_DEVICES": "", "NCCL_SOCKET_IFNAME": "lo"}),
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@with_library
+def test_the_real_library_is_found_without_importing_its_package() -> None:
+    out = ask("import sys\nprint(locate.describe(nccl), [m for m in sys.modules if m.startswith('nvidia')])")
+    assert re.match(r"NCCL 2\.\d+\.\d+ \(/.*/libnccl\.so\.2\) \[\]$", out)
+
+
+@with_library
+def test_the_real_library_exports_what_its_version_should_have() -> None:
+    out = ask(
+        "from nccl_comm.library.bindings import SIGNATURES\n"
+        "print(nccl.version, *(n for n in SIGNATURES if nccl.has(n)))"
+    )
+    version, *names = out.split()
+    assert set(names) == {n for n in SIGNATURES if NCCL_SINCE.get(n, 0) <= int(version)}
+
+
+@with_library
+def test_the_real_library_makes_ids_that_differ() -> None:
+    out = ask(
+        "a, b = nccl.unique_id(), nccl.unique_id()\nprint(a[0], b[0], len(a[1]), a[1] != b[1], any(a[1]))"
+    )
+    assert out.split() == ["0", "0", "128", "True", "True"]
+
+
+@with_library
+def test_the_real_library_refuses_invalid_arguments_with_a_reason() -> None:
+    out = ask(
+        "code = nccl.all_reduce(0, 0, 1, 7, 0, 0, 0)\n"
+        "print(code, nccl.group_start(), nccl.group_end(), nccl.comm_abort(0))\n"
+        "e = error_for(code, nccl, 0, 'all_reduce #1', 'g', 'all_reduce', 1)\n"
+        "print(type(e).__name__, e)"
+    )
+    codes, error = out.strip().split("\n")
+    assert codes == "4 0 0 0"
+    assert error.startswith("DistArgumentError all_reduce #1 on group 'g': ncclInvalidArgument of NCCL 2.")
+    assert "NCCL reports: " in error
+
+
+@with_library
+def test_the_real_library_returns_an_error_without_a_gpu() -> None:
+    out = ask(
+        "code, slot = nccl.comm_init(1, [nccl.unique_id()[1]], 0, api.Config(min_ctas=1, comm_name='one'))\n"
+        "print(type(error_for(code, nccl, 0, 'ncclCommInitRankConfig', 'g', None, None)).__name__, slot.value,"
+        " 'CUDA' in nccl.last_error() or 'Cuda' in nccl.last_error())"
+    )
+    assert out.split() == ["CudaError", "None", "True"]
+
+
+@with_library
+def test_the_real_library_reads_the_options_of_a_call() -> None:
+    out = ask(
+        "from nccl_comm.library import bindings, structs\nfrom unicoll.backend.options import CallOptions\n"
+        "if not nccl.has('ncclAllReduceConfig'):\n    print('it is older than 2.31')\n    raise SystemExit\n"
+        "def tell(**wrong):\n"
+        "    told = structs.call_config_struct(CallOptions(max_ctas=4, algorithm='ring'), nccl.version)\n"
+        "    for name, value in wrong.items():\n        setattr(told, name, value)\n"
+        "    bindings.call_config_struct = lambda *_: told\n"
+        "    print(nccl.with_options(None).all_reduce(0, 0, 1, 7, 0, 0, 0), nccl.last_error())\n"
+        "tell()\ntell(forceAlgSelection=7)\ntell(CTAPolicy=9)\n"
+    )
+    if "older" in out:
+        pytest.skip(out.strip())
+    fine, force, policy = out.strip().split("\n")
+    assert fine == "4 AllReduce : comm argument is NULL"  # the options are past, the next argument is wrong
+    assert "forceAlgSelection=7" in force
+    assert "CTAPolicy=9" in policy

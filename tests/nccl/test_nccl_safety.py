@@ -1,0 +1,206 @@
+"""Safeguards of the NCCL backend: default streams, deadlines, deaths, threads, teardown, symmetric memory."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from nccl_comm.in_flight import PendingWork
+from nccl_comm.watchdog_thread import Watchdog
+from tests.nccl import nccl_safety_jobs as jobs
+from tests.simulated_nccl.ranks import SimulatedJob
+from unicoll.arrays import cuda
+from unicoll.backend import Call
+from unicoll.backend.ops import OPS
+from unicoll.testing.ranks import Pool, joined, pools
+from unicoll.testing.worker import leave
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Callable[[int], Pool]]:
+    with pools(partial(SimulatedJob, policy="newest")) as made:
+        yield made
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2])
+def test_default_streams_are_those_of_the_arrays_device(handle: int, pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.on_a_default_stream, handle) == [[[4.0, 4.0], 0], [[4.0, 4.0], 1]]
+
+
+def test_the_default_stream_of_another_thread_is_another_stream(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.waited_by_another_thread) == [[True]] * 2
+
+
+# --- deadlines and deaths ---------------------------------------------------------------------------------------------
+
+
+def test_an_operation_that_has_ended_is_never_late(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.late_but_ended) == [False] * 2
+
+
+def test_a_death_is_named_though_nccl_reports_an_error_first() -> None:
+    with joined(3, SimulatedJob) as job:
+        job.call(jobs.an_error_before_the_death_notice, 2)
+        job.await_note(2)
+        assert job.await_note(0) == "seen"
+        job.signal(2, signal.SIGKILL)
+        for outcome in job.collect(60, [0, 1]):
+            assert outcome.failure is None, outcome.failure
+            assert outcome.value.startswith("RankLostError: ")
+            assert (
+                f"rank 2 (host {outcome.value.partition('rank 2 (host ')[2].partition(',')[0]}, pid "
+                in outcome.value
+            )
+
+
+def test_a_first_message_warns_of_missing_members() -> None:
+    with joined(3, SimulatedJob) as job:
+        job.call(jobs.a_first_message_between_two_of_three)
+        first, second, third = job.results()
+        for warning, sums in (first, second):
+            assert "waits for all its members to start NCCL; missing: rank 2 (" in warning
+            assert "with device_id= of init_process_group or new_group" in warning
+            assert sums == "[2.0, 2.0]"
+        assert third == ["[2.0, 2.0]"]
+        job.call(leave)
+        assert job.results() == [[]] * 3
+
+
+# --- threads and teardown ---------------------------------------------------------------------------------------------
+
+
+def test_one_thread_at_a_time_issues_operations_on_a_device(pool: Callable[[int], Pool]) -> None:
+    assert pool(1).run(jobs.two_threads_with_a_group_each) == [1]
+
+
+def test_a_group_is_split_when_nothing_is_in_flight() -> None:
+    with joined(2, SimulatedJob, backend="nccl", bound=True) as job:
+        job.call(jobs.split_with_work_in_flight)
+        assert job.results() == [[0, 0]] * 2
+        job.call(leave)
+        assert job.results() == [[]] * 2
+
+
+@pytest.mark.in_turn
+def test_a_thread_leaves_nccl_before_the_communicator_is_aborted() -> None:
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.a_thread_in_nccl, True)
+        for log in job.results():
+            assert log == ["in", "revoke", "out", "OperationTimeoutError", "abort"]
+
+
+@pytest.mark.in_turn
+def test_an_old_nccl_is_aborted_while_a_thread_is_in_it() -> None:
+    with joined(2, SimulatedJob, version=22705) as job:
+        job.call(jobs.a_thread_in_nccl, False)
+        for log in job.results():
+            assert log == ["in", "abort", "out", "OperationTimeoutError"]
+
+
+# --- symmetric memory ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["operation", "kernel"])
+def test_symmetric_memory_is_freed_after_its_last_use(by: str, pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.symmetric_memory_dropped, by) == [[("unicoll-nccl-end", 0)]] * 2
+
+
+# --- choices that must be equal on all ranks --------------------------------------------------------------------------
+
+
+def test_contiguous_and_other_lists_are_gathered_by_the_same_calls(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.gathered_into_lists) == [[[1.0] * 4, [2.0] * 4]] * 2
+
+
+# --- the watchdog and finished operations ----------------------------------------------------------------------------
+
+
+class _Slow:
+    """A group whose sweep takes long."""
+
+    def __init__(self) -> None:
+        self.sweeping = threading.Event()
+        self.failed = threading.Event()
+        self.log: list[str] = []
+
+    def sweep_failed(self, cause: BaseException) -> None:
+        self.log.append(f"{type(cause).__name__}: {cause}")
+        self.failed.set()
+
+    def sweep(self, now: float) -> bool:
+        self.sweeping.set()
+        time.sleep(0.3)
+        self.log.append("swept")
+        return False
+
+
+class _Broken(_Slow):
+    """A group whose sweeps raise."""
+
+    def sweep(self, now: float) -> bool:
+        raise OSError("injected")
+
+
+@pytest.mark.parametrize("where", ["a group", "the thread"])
+def test_a_watchdog_that_fails_fails_its_groups(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ignore_captures() -> None:
+        if where == "the thread":
+            raise OSError("injected")
+
+    monkeypatch.setattr(cuda, "cuda", lambda: SimpleNamespace(ignore_captures=ignore_captures))
+    watchdog, group = Watchdog(), _Broken()
+    watchdog.watch(group)
+    try:
+        assert group.failed.wait(10)
+        assert group.log[0] == "OSError: injected"
+    finally:
+        watchdog.close()
+
+
+def test_works_end_when_the_watchdog_fails() -> None:
+    with joined(2, SimulatedJob, quiet=False) as job:
+        job.call(jobs.watchdog_fails)
+        for text in job.results():
+            assert "rank 0 " in text
+            assert "'unicoll-nccl-watchdog'" in text
+            assert "OSError: injected" in text
+
+
+def test_a_group_that_closes_waits_for_a_sweep_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "cuda", lambda: SimpleNamespace(ignore_captures=lambda: None))
+    watchdog, group = Watchdog(), _Slow()
+    watchdog.watch(group)
+    try:
+        assert group.sweeping.wait(10)
+        watchdog.unwatch(group)
+        group.log.append("closed")
+        assert group.log[-2:] == ["swept", "closed"]
+    finally:
+        watchdog.close()
+
+
+class _Contested(list[Callable[[], None]]):
+    """Callbacks that another thread takes right after their number was read."""
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        self.clear()
+        return count
+
+
+def test_two_threads_may_finish_one_operation() -> None:
+    work = PendingWork((Call(OPS["barrier"], (), (), 1.0),), 1, 1, False)
+    called: list[bool] = []
+    work.callbacks = _Contested([lambda: called.append(True)])
+    work.finish()
+    work.finish()
+    assert called == [True]

@@ -1,0 +1,260 @@
+"""NCCL's transports in explain(): the expected ones by hosts and devices, and those of NCCL's log."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nccl_comm.transport_report import VARIABLES, expected, logged, settings
+from tests.nccl import nccl_jobs as jobs
+from tests.simulated_nccl.cuda import Simulation
+from tests.simulated_nccl.ranks import SimulatedJob
+from unicoll.testing.ranks import Pool, pools
+
+NOWHERE = Path("/no/such/folder")
+
+
+@pytest.fixture
+def simulation() -> Iterator[Simulation]:
+    made = Simulation(4)
+    yield made
+    made.close()
+
+
+def fact(simulation: Simulation, host: str, device: int, **more: str) -> dict[str, Any]:
+    """A member on a device that this process sees if the host is "here"."""
+    uuid = simulation.cuda.facts(device).uuid if host == "here" else f"GPU-{host}-{device}"
+    return {"host": host, "pid": 1, "device": device, "uuid": uuid, **more}
+
+
+@pytest.fixture
+def said(simulation: Simulation) -> Callable[..., str]:
+    """The transports expected on rank 0, on device 0 of host "here", for members given as (host, device)."""
+
+    def ask(
+        *others: tuple[str, int], devices: Path = NOWHERE, net_name: str | None = None, **environ: str
+    ) -> str:
+        facts = [fact(simulation, host, device) for host, device in (("here", 0), *others)]
+        return expected(0, facts, simulation.cuda, net_name, environ, devices)
+
+    return ask
+
+
+def infiniband(folder: Path, **devices: str) -> Path:
+    """A folder like the kernel's for InfiniBand devices, each with the kind of its link."""
+    for name, kind in devices.items():
+        port = folder / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "link_layer").write_text(f"{kind}\n")
+    return folder
+
+
+# --- within a host ------------------------------------------------------------------------------------------------
+
+
+def test_transports_within_a_host_follow_from_the_drivers_answers(
+    simulation: Simulation, said: Callable[..., str]
+) -> None:
+    simulation.cuda.links |= {(0, 2): (True, False), (0, 3): (False, False)}
+    assert said(("here", 1)) == "expected transports: 1 peer by P2P (NVLink)"
+    assert said(("here", 1), ("here", 2), ("here", 3)) == (
+        "expected transports: 1 peer by P2P (NVLink), 1 peer by P2P (PCIe), 1 peer by shared memory"
+    )
+
+
+def test_a_rank_alone_and_two_on_one_device(said: Callable[..., str]) -> None:
+    assert said() == "expected transports: none, there is one rank"
+    assert said(("here", 0)) == "expected transports: 1 peer by P2P (the same device)"
+
+
+def test_each_rank_expects_its_own_transports(simulation: Simulation) -> None:
+    simulation.cuda.links |= {(2, 0): (True, False)}
+    facts = [fact(simulation, "here", 0), fact(simulation, "here", 1), fact(simulation, "here", 2)]
+    assert expected(2, facts, simulation.cuda, None, {}, NOWHERE) == (
+        "expected transports: 1 peer by P2P (NVLink), 1 peer by P2P (PCIe)"
+    )
+
+
+def test_invisible_devices_give_no_guess(simulation: Simulation) -> None:
+    facts = [fact(simulation, "here", 0), {**fact(simulation, "here", 1), "uuid": "GPU-of-another-process"}]
+    assert expected(0, facts, simulation.cuda, None, {}, NOWHERE) == (
+        "expected transports: 1 peer by P2P where the devices allow it, else shared memory"
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "nvlink", "pcie"),
+    [
+        ({"NCCL_P2P_DISABLE": "1"}, "shared memory", "shared memory"),
+        ({"NCCL_P2P_DISABLE": "0"}, "P2P (NVLink)", "P2P (PCIe)"),
+        ({"NCCL_P2P_LEVEL": "LOC"}, "shared memory", "shared memory"),
+        ({"NCCL_P2P_LEVEL": "nvl"}, "P2P (NVLink)", "shared memory"),
+        ({"NCCL_P2P_LEVEL": "SYS"}, "P2P (NVLink)", "P2P (PCIe)"),
+        ({"NCCL_SHM_DISABLE": "1"}, "P2P (NVLink)", "P2P (PCIe)"),
+    ],
+)
+def test_variables_change_what_is_expected_and_are_named(
+    environ: dict[str, str], nvlink: str, pcie: str, simulation: Simulation, said: Callable[..., str]
+) -> None:
+    simulation.cuda.links[0, 2] = True, False
+    ((name, value),) = environ.items()
+    assert said(("here", 1), **environ) == f"expected transports: 1 peer by {nvlink} ({name}={value})"
+    assert said(("here", 2), **environ) == f"expected transports: 1 peer by {pcie} ({name}={value})"
+
+
+def test_variables_are_also_read_from_nccls_files(tmp_path: Path) -> None:
+    system, user = tmp_path / "nccl.conf", tmp_path / "mine.conf"
+    system.write_text("# for all\nNCCL_NET=Socket\nNCCL_P2P_DISABLE = 1\nNCCL_SHM_DISABLE=1\nother words\n")
+    user.write_text("NCCL_SHM_DISABLE=0\nNCCL_NET=IB\n")
+    environ = {"NCCL_CONF_FILE": str(user), "NCCL_NET": "mine", "HOME": str(tmp_path)}
+    assert settings(environ, system) == {
+        "NCCL_CONF_FILE": str(user),
+        "NCCL_NET": "mine",
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "0",
+    }
+    environ["NCCL_CONF_FILE"] = str(tmp_path)  # no file
+    assert settings(environ, tmp_path / "missing") == {k: v for k, v in environ.items() if k != "HOME"}
+
+
+def test_all_variables_are_named_once() -> None:
+    assert len(set(VARIABLES)) == len(VARIABLES)
+    assert all(name.startswith("NCCL_") for name in VARIABLES)
+
+
+def test_with_p2p_and_shared_memory_off_a_host_uses_the_network(
+    said: Callable[..., str], tmp_path: Path
+) -> None:
+    devices = infiniband(tmp_path, mlx5_0="InfiniBand")
+    found = said(("here", 1), ("there", 0), devices=devices, NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
+    assert found.startswith(
+        "expected transports: 1 on this host and 1 on 1 other host by network (InfiniBand mlx5_0) ("
+    )
+
+
+# --- between hosts ------------------------------------------------------------------------------------------------
+
+
+def test_hosts_are_counted_and_the_network_named(said: Callable[..., str], tmp_path: Path) -> None:
+    devices = infiniband(tmp_path, mlx5_1="InfiniBand", mlx5_0="InfiniBand", mlx5_2="Ethernet")
+    others = [("here", 1), *((host, d) for host in ("there", "yonder") for d in range(4))]
+    assert said(*others, devices=devices) == (
+        "expected transports: 1 peer by P2P (NVLink), 8 on 2 other hosts by network"
+        " (InfiniBand mlx5_0, mlx5_1; RoCE mlx5_2)"
+    )
+
+
+def test_many_devices_are_not_all_named(said: Callable[..., str], tmp_path: Path) -> None:
+    devices = infiniband(tmp_path, **{f"mlx5_{i}": "InfiniBand" for i in range(8)})
+    assert "(InfiniBand mlx5_0, mlx5_1, mlx5_2, mlx5_3 and 4 more)" in said(("there", 0), devices=devices)
+
+
+def test_sockets_are_used_without_infiniband(
+    said: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = infiniband(tmp_path, mlx5_0="InfiniBand")
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "docker0"), (3, "eth0"), (4, "eth1")])
+    assert "by network (sockets on eth0, eth1)" in said(("there", 0))
+    assert "by network (sockets on eth0, eth1)" in said(("there", 0), devices=devices, NCCL_IB_DISABLE="1")
+    assert "by network (sockets on eth0, eth1)" in said(("there", 0), devices=devices, NCCL_NET="Socket")
+    assert "by network (sockets on eth0, eth1)" in said(("there", 0), devices=devices, net_name="socket")
+    assert "by network (sockets on =eth9) (" in said(("there", 0), NCCL_SOCKET_IFNAME="=eth9")
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
+    assert "sockets on no interface but the loopback" in said(("there", 0))
+
+
+def test_other_networks_by_their_names(said: Callable[..., str]) -> None:
+    assert "by network (AWS Libfabric) (" in said(("there", 0), NCCL_NET="AWS Libfabric")
+    assert "by network (mine)" in said(("there", 0), net_name="mine", NCCL_NET="other")
+    assert "by network (plug-in libnccl-net-ofi.so) (" in said(
+        ("there", 0), NCCL_NET_PLUGIN="libnccl-net-ofi.so"
+    )
+    assert "InfiniBand, without a device on this host" in said(("there", 0), NCCL_NET="IB")
+
+
+def test_hostid_replaces_the_host_name(simulation: Simulation) -> None:
+    facts = [fact(simulation, "here", d, hostid=f"half {d // 2}") for d in range(4)]
+    found = expected(1, facts, simulation.cuda, "mine", {}, NOWHERE)
+    assert found == "expected transports: 1 peer by P2P (NVLink), 2 on 1 other host by network (mine)"
+
+
+# --- NCCL's log ---------------------------------------------------------------------------------------------------
+
+_LOG = """\
+{host}:{pid}:{pid} [0] NCCL INFO NCCL_P2P_LEVEL set by environment to NVL
+{host}:{pid}:4243 [0] NCCL INFO ncclCommInitRankConfig comm 0x55d0 rank 1 nranks 4 cudaDev 0 nvmlDev 0 busId 1000
+{host}:{pid}:4243 [0] NCCL INFO Channel 00/02 :    0   1   2   3
+{host}:{pid}:4243 [0] NCCL INFO Channel 00/0 : 1[0] -> 2[1] via P2P/CUMEM
+{host}:{pid}:4243 [0] NCCL INFO Channel 01/0 : 1[0] -> 2[1] via P2P/CUMEM
+{host}:{pid}:4243 [0] NCCL INFO Channel 02/0 : 1[0] -> 0[3] via P2P/CUMEM
+[2026-01-02 03:04:05] {host}:{pid}:4243 [0] NCCL INFO Channel 00/0 : 1[0] -> 3[2] via SHM/direct/direct
+{host}:{pid}:4243 [0] NCCL INFO Channel 00/0 : 5[4] -> 1[0] [receive] via NET/IB/0(3)/GDRDMA/Shared
+{host}:{pid}:4243 [0] NCCL INFO Channel 01/0 : 5[4] -> 1[0] [receive] via NET/IB/1/GDRDMA/Shared
+{host}:{pid}:4243 [0] NCCL INFO Channel 00 : 1[1a000] -> 6[1b000] [send] via NET/Socket/0
+{host}:{pid}:4243 [0] NCCL INFO Channel 00/0 : 1[0] -> 7[1] via P2P/direct pointer comm 0x55d0 nRanks 08
+{host}:{other}:4243 [1] NCCL INFO Channel 00/0 : 2[1] -> 9[1] via P2P/IPC
+{host}:{pid}:4243 [0] NCCL INFO Connected all rings
+"""
+
+
+def _write(path: Path) -> None:
+    path.write_text(
+        _LOG.format(host="node7", pid=os.getpid(), other=os.getpid() + 1) + "\udcff", errors="ignore"
+    )
+
+
+def test_the_log_of_this_process_is_read(tmp_path: Path) -> None:
+    name = f"nccl.{socket.gethostname().partition('.')[0]}.{os.getpid()}.%x%"
+    _write(tmp_path / name)
+    environ = {"NCCL_DEBUG": "info", "NCCL_DEBUG_FILE": f"{tmp_path}/nccl.%h.%p.%x%%"}
+    assert logged(environ) == (
+        "in NCCL's log: NET/IB/GDRDMA/Shared with 1 rank, NET/Socket with 1 rank, P2P/CUMEM with 2 ranks,"
+        " P2P/direct pointer with 1 rank, SHM/direct/direct with 1 rank"
+    )
+    assert logged({**environ, "NCCL_DEBUG": "WARN"}) == ""
+    assert logged({"NCCL_DEBUG": "INFO"}) == ""
+    assert logged({}) == ""
+
+
+def test_other_files_give_no_transports(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty").touch()
+    for name in ("pipe", "empty", "missing", ""):
+        assert logged({"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_FILE": str(tmp_path / name)}) == ""
+
+
+# --- in a job -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    with pools(partial(SimulatedJob, bound=True, backend="nccl")) as made:
+        yield made
+
+
+def test_explain_describes_groups_on_several_hosts(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    for me, found in enumerate(ranks(4).run(jobs.on_two_hosts, str(tmp_path))):
+        assert (
+            f"on cuda:{me} (Simulated GPU); expected transports: 3 peers by P2P (NVLink)" in found["before"]
+        )
+        hosts = (
+            "expected transports: 1 peer by P2P (NVLink), 2 on 1 other host by network (sockets on sim0) ("
+        )
+        assert hosts in found["four"]
+        assert f"NCCL_HOSTID=host{me // 2}" in found["four"]
+        assert "NCCL's log" not in found["four"]
+        assert found["two"].split("; ")[1].startswith("expected transports: 1 peer by P2P (NVLink) (")
+        assert (
+            found["logged"].count("; in NCCL's log: P2P/CUMEM with 1 rank") == 3
+        )  # each group's line has it
+
+
+def test_explain_works_without_a_store(ranks: Callable[[int], Pool]) -> None:
+    for found in ranks(2).run(jobs.explain_without_a_store):
+        assert "expected transports: not known (the store is gone)" in found

@@ -1,0 +1,1 @@
+"""Messages, bytes and memory against the formulas of docs/scaling.md."""

@@ -1,0 +1,29 @@
+"""Many processes on one machine. Times are printed, not asserted; a timeout detects hangs."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.scaling import scale_jobs as jobs
+from unicoll.testing.ranks import ProcessJob, end_cleanly
+from unicoll.testing.worker import enter
+
+_BOUND_S = 60.0
+
+
+@pytest.mark.slow
+def test_64_processes_initialise_and_reduce() -> None:
+    with ProcessJob(64, join="tcp") as job:
+        job.call(jobs.ready)  # the interpreters have started
+        job.results(_BOUND_S)
+        began = time.monotonic()
+        job.call(enter)
+        outcomes = job.collect(_BOUND_S, fail_fast=True)
+        assert not any(o.failure for o in outcomes), job.report()
+        print(f"64 ranks joined within {max(o.at for o in outcomes) - began:.1f} s")
+        job.call(jobs.reduce_all)
+        times = job.results(_BOUND_S)
+        print(f"three all_reduces and a barrier, the first ever: {max(times):.2f} s")
+        end_cleanly(job)

@@ -1,0 +1,1 @@
+"""A simulated CUDA device and NCCL between processes."""

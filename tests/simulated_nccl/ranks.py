@@ -1,0 +1,171 @@
+"""Ranks with a simulated GPU each: processes with a simulated CUDA device and NCCL.
+
+    with SimulatedJob(2, policy="newest") as job: ...
+    pools(partial(SimulatedJob, policy="random", seed=3))
+
+Within a rank :func:`simulation` is its simulation and :func:`nccl` its NCCL. A rank that leaves with recorded faults
+(races, memory freed too early, communicators not destroyed) fails its test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import unicoll.arrays.cuda
+from tests.simulated_nccl import (
+    arrays,
+    family,  # noqa: F401 - registers the family for the conformance suite
+)
+from tests.simulated_nccl.cuda import Simulation
+from tests.simulated_nccl.nccl import SimulatedNccl
+from unicoll.testing import cases, worker
+from unicoll.testing.ranks import ProcessJob, joined
+
+__all__ = ["Settings", "SimulatedJob", "install", "nccl", "run", "simulation", "uninstall"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the simulation.
+
+    Attributes:
+        policy, seed, patience: of the streams, see :class:`tests.simulated_nccl.streams.Scheduler`; every rank adds its
+            own number to the seed.
+        version: of NCCL.
+        prompt: see :class:`tests.simulated_nccl.nccl.SimulatedNccl`.
+        devices: "own": all ranks see the same devices, and rank r works on device r. "one": each rank sees one device,
+            another one for each. "shared": all ranks see the same one device.
+        own_stream: whether the current stream of a rank is a non-blocking one.
+        backend: backend of the default group.
+        using: options of the conformance suite's calls, as (name, value) pairs.
+        bound: whether the ranks pass their device as ``device_id`` when they join.
+        strict_threads: whether a violation of NCCL's rules for threads is a fault.
+        dwell: seconds that calls of NCCL take at least.
+    """
+
+    policy: str = "oldest"
+    seed: int = 0
+    patience: float = 0.005
+    version: int = 23007
+    prompt: bool = False
+    devices: str = "own"
+    own_stream: bool = False
+    backend: str | None = "cpu:gloo,cuda:nccl"
+    using: tuple[tuple[str, Any], ...] = ()
+    bound: bool = False
+    strict_threads: bool = True
+    dwell: float = 0.0
+
+
+_installed: tuple[Simulation, SimulatedNccl] | None = None
+_kept: list[arrays.Stream] = []
+_own: list[str] = []
+"""Streams made by :func:`install`, which need not be destroyed."""
+
+
+def simulation() -> Simulation:
+    """This rank's simulation."""
+    assert _installed is not None
+    return _installed[0]
+
+
+def nccl() -> SimulatedNccl:
+    """This rank's NCCL."""
+    assert _installed is not None
+    return _installed[1]
+
+
+def install(settings: Settings, rank: int, size: int) -> None:
+    """Replace CUDA and NCCL by the simulation in this process."""
+    global _installed
+    from nccl_comm.library import locate
+
+    uninstall()
+    count = size if settings.devices == "own" else 1
+    name = str(rank) if settings.devices == "one" else "0"
+    made = Simulation(count, name, settings.policy, settings.seed + rank, settings.patience)
+    if settings.devices == "own":
+        made.cuda.set_device(rank)
+    library = SimulatedNccl(made, settings.version, settings.prompt)
+    library.active_calls.strict = settings.strict_threads
+    if settings.dwell:
+        library.active_calls.pause = partial(time.sleep, settings.dwell)
+    unicoll.arrays.cuda.install(made.cuda)
+    locate.install(library)
+    arrays.use(made)
+    if settings.own_stream:
+        _kept.append(arrays.Stream().__enter__())
+    _installed = made, library
+    _own[:] = made.leftovers()
+
+
+def uninstall() -> None:
+    """Remove the simulation; idempotent."""
+    global _installed
+    if _installed is None:
+        return
+    from nccl_comm.library import locate
+
+    made, library = _installed
+    _installed = None
+    _kept.clear()
+    arrays.use(None)
+    locate.install(None)
+    unicoll.arrays.cuda.install(None)
+    library.close()
+    made.close()
+
+
+def prepare(settings: Settings) -> None:
+    """Prepare a rank before it joins."""
+    rank, size = worker.rank_and_size()
+    install(settings, rank, size)
+    worker.BACKEND = settings.backend
+    cases.USING = dict(settings.using)
+    if settings.bound:
+        worker.DEVICE = rank
+    worker.set_baseline(complaints)
+
+
+def complaints() -> list[str]:
+    """Faults and leftovers after the rank has left the job."""
+    found = [f"fault: {fault}" for fault in simulation().faults]
+    found += [f"mismatch: {text}" for text in nccl().machine.mismatches]
+    found += [f"communicator {comm.key} of rank {comm.rank}" for comm in nccl().communicators]
+    return found + [what for what in simulation().leftovers() if what not in _own]
+
+
+class SimulatedJob(ProcessJob):
+    """``size`` ranks with a simulated device each; keywords of :class:`Settings` and of :class:`ProcessJob`."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        join: str = "file",
+        env: dict[str, str] | None = None,
+        quiet: bool = True,
+        modules: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        made = Settings(**settings)
+        super().__init__(
+            size, join=join, env=env, quiet=quiet, prepare=(prepare, made), modules=[__name__, *modules]
+        )
+
+
+def run(size: int, job: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
+    """The results of a function on the ranks of a new job, which must leave nothing behind.
+
+    ``options`` are those of :class:`SimulatedJob`.
+    """
+    with joined(size, SimulatedJob, **options) as ranks:
+        ranks.call(job, *args)
+        values = ranks.results()
+        ranks.call(worker.leave)
+        assert ranks.results() == [[]] * size
+        return values

@@ -1,0 +1,159 @@
+"""unicoll.trace.summary: costs by the formulas of docs/scaling.md, sums, dumps, and the dry run of a program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import unicoll as dist
+from tests.scaling import formulas
+from unicoll.arrays.types import BY_NAME
+from unicoll.backend.ops import OPS
+from unicoll.errors import DistArgumentError
+from unicoll.group.recorded_calls import RecordedCall, recorded_calls
+from unicoll.testing.ranks import environment
+from unicoll.trace import summary
+
+PROGRAM = """
+import os, sys
+import numpy as np
+import unicoll as dist
+
+dist.init_process_group("nccl")
+half, _ = dist.new_subgroups(128, backend="gloo")
+for step in range(int(sys.argv[1])):
+    x = np.ones(1000, np.float32)
+    dist.all_reduce(x)
+    dist.all_gather_into_tensor(np.empty(128), np.ones(1), group=half)
+print(dist.get_rank(), dist.get_world_size(), half.ranks[0], x[0], os.environ["LOCAL_RANK"])
+dist.destroy_process_group()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", [name for name, row in OPS.items() if not row.message])
+def test_costs_are_those_of_the_scaling_page(op: str, dtype: str) -> None:
+    for n in (2, 3, 5, 8, 16, 64, 256, 4096):
+        for count in (1, 7, 100, 3 << 10, 1 << 16, 1 << 18, 5 << 20):
+            count *= n if op in formulas.WHOLE else 1  # all parts are equal
+            case = formulas.Case(op, n, count, dtype=dtype)
+            expected = formulas.cost(case)
+            wide = 2 if case.type.half else 1
+            got = summary.cost(op, n, count * case.type.itemsize, wide)
+            assert got == (expected.rounds, expected.sent), (n, count)
+
+
+def _recorded(op: str, inputs: Any, outputs: Any, n: int = 4, group: str = "world") -> RecordedCall:
+    arrays = [tuple((BY_NAME["float32"], shape) for shape in shapes) for shapes in (inputs, outputs)]
+    nbytes = sum(4 * int(np.prod(shape)) for shape in inputs or outputs)
+    where = (group, tuple(range(n)), 1, op, *arrays, nbytes)
+    return RecordedCall(*where, "", -1, -1, 0, "gloo", "x.py:1", "completed", 1.0, 1.0, 2.0, True)
+
+
+def test_sums_by_operation_and_group() -> None:
+    network = summary.Network(latency=1e-3, bandwidth=1e6)
+    calls: list[Any] = [
+        (_recorded("all_reduce", [(5,)], [(5,)]), 3),
+        _recorded("all_reduce", [(7,)], [(7,)]),
+        _recorded("all_reduce", [(7,)], [(7,)], n=2, group="pair"),
+        _recorded("send", [(250,)], []),
+        _recorded("recv", [], [(500,)]),
+        _recorded("scatter", [], [(2,)]),
+        _recorded("all_to_all_single", [(8,)], [(8,)]),
+        _recorded("barrier", [], [], n=1, group="alone"),
+    ]
+    table = summary.add_up(calls, network)
+    found = {(line.op, line.group): line for line in table.lines}
+    world = found["all_reduce", "world"]
+    assert (world.ranks, world.calls, world.nbytes) == (4, 4, 88)
+    assert world.sent == 4 * 64 + 3 * 88  # four exchanges of two headers, and of three contributions
+    assert world.seconds == pytest.approx(4 * 2e-3 + world.sent / 1e6)
+    assert found["all_reduce", "pair"].sent == 32 + 28
+    assert (found["send", "world"].sent, found["recv", "world"].sent) == (1000, 0)
+    assert found["send", "world"].seconds == pytest.approx(2e-3)
+    assert found["recv", "world"].seconds == pytest.approx(3e-3)
+    assert found["scatter", "world"].sent == 2 * (32 + 4 * 8)
+    assert found["all_to_all_single", "world"].sent == 64 + 16 * 12 + 3 * 8
+    assert (found["barrier", "alone"].sent, found["barrier", "alone"].seconds) == (0, 0)
+    assert [line.seconds for line in table.lines] == sorted(
+        (line.seconds for line in table.lines), reverse=True
+    )
+    assert table.total.calls == 10
+    assert table.total.seconds == pytest.approx(sum(line.seconds for line in table.lines))
+    assert str(table).splitlines()[0] == "latency 1 ms, bandwidth 1 MB/s"
+    assert str(table).splitlines()[-1].split()[:3] == ["total", "4", "10"]
+
+
+def test_the_summary_of_a_dry_run_has_every_call() -> None:
+    dist.init_process_group("fake", rank=3, world_size=256)
+    try:
+        recorded_before = summary.add_up(recorded_calls())
+        for _ in range(2500):
+            dist.all_reduce(np.ones(10))
+        dist.scatter(np.ones(1), None, src=0)
+    finally:
+        dist.destroy_process_group()
+    found = {line.op: line for line in summary.dry_run_summary().lines}
+    assert (found["all_reduce"].calls, found["all_reduce"].ranks) == (2500, 256)
+    assert found["all_reduce"].sent == 2500 * (8 * 32 + 255 * 80)
+    assert found["scatter"].calls == 1
+    recorded = summary.add_up(recorded_calls())
+    assert recorded.total.calls <= 2000 < summary.dry_run_summary().total.calls
+    assert recorded.total.calls >= recorded_before.total.calls
+
+
+def _run(*args: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "unicoll.trace.summary", *args]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_program_is_run_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    options = ["--dry-run", "--world-size", "256", "--rank", "130", "--nproc-per-node", "8"]
+    done = _run(*options, "--latency", "5us", "--bandwidth", "400Gbit/s", str(path), "7")
+    assert done.stderr == ""
+    assert done.returncode == 3
+    printed, heading, _, *lines = done.stdout.splitlines()
+    assert printed == "130 256 128 256.0 2"
+    assert heading == "latency 5 us, bandwidth 50 GB/s"
+    assert {tuple(line.split()[:4]) for line in lines} == {
+        ("all_reduce", "world", "256", "7"),
+        ("all_gather_into_tensor", "group-2", "128", "7"),
+        ("total", "256", "14", "28.06"),
+    }
+
+
+def test_dumps_and_wrong_arguments(tmp_path: Path) -> None:
+    dump = tmp_path / "rank_0.json"
+    call: dict[str, Any] = {
+        "group": "world",
+        "ranks": [0, 1],
+        "op": "all_reduce",
+        "bytes": 80,
+        "state": "completed",
+    }
+    call["inputs"] = call["outputs"] = [["float64", [2, 5]]]
+    dump.write_text(json.dumps({"calls": [call] * 3 + [{**call, "state": "failed"}]}))
+    done = _run(str(dump), str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[2].split()[:6] == ["all_reduce", "world", "2", "6", "480", "B"]
+    with pytest.raises(DistArgumentError, match="not a dump"):
+        summary.from_dump({"calls": [{"group": "world"}]})
+    for args, message in [
+        ([], "give a program"),
+        ([str(tmp_path / "none.json")], "No such file"),
+        (["--dry-run", "--rank", "4", "--world-size", "4", "x.py"], "--rank 4 is not below"),
+        (["--latency", "5", "x.json"], "not a time such as 20us"),
+        (["--bandwidth", "fast", "x.json"], "not a bandwidth such as"),
+    ]:
+        done = _run(*args)
+        assert done.returncode == 2
+        assert message in done.stderr

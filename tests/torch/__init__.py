@@ -1,0 +1,1 @@
+"""torch tensors and the torch.distributed plug-in."""

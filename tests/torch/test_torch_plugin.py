@@ -1,0 +1,75 @@
+"""unicoll's backends in torch.distributed: every operation, every start, errors and shutdown."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from unicoll.testing.ranks import ProcessJob
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("torch is not installed", allow_module_level=True)
+
+from tests.torch import torch_jobs as jobs
+
+pytestmark = pytest.mark.torch
+Run = Callable[..., list[Any]]
+
+
+def ended(job: ProcessJob) -> None:
+    """All ranks leave without leaked resources."""
+    job.call(jobs.leave)
+    assert job.results() == [[]] * job.size
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """``run(function, ...)``: the results of a call on ranks that all tests of the module share."""
+    with ProcessJob(request.param, join="env", quiet=False, modules=["torch"]) as job:
+        job.call(jobs.join, "unicoll-gloo")
+        assert job.results() == [(rank, job.size, "unicoll-gloo") for rank in range(job.size)]
+
+        def call(function: Callable[..., Any], *args: Any) -> list[Any]:
+            job.call(function, *args)
+            return job.results()
+
+        yield call
+        ended(job)
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("collective", jobs.COLLECTIVES, ids=lambda f: f.__name__)
+def test_collectives(run: Run, collective: Callable[[bool], None], async_op: bool) -> None:
+    run(collective, async_op)
+
+
+@pytest.mark.parametrize(
+    "job", [jobs.messages, jobs.objects, jobs.groups, jobs.futures, jobs.flight_recorder]
+)
+def test_other_operations(run: Run, job: Callable[[], None]) -> None:
+    run(job)
+
+
+def test_properties_of_a_group(run: Run) -> None:
+    for facts in run(jobs.facts):
+        assert facts["backend"] == facts["name"] == "unicoll-gloo"
+        assert facts["devices"] == ["cpu"]
+        assert "torch's tcp://127.0.0.1" in facts["explained"]
+        assert "shared memory" in facts["explained"]
+        assert facts["available"]
+        assert not facts["own world"]
+
+
+def test_invalid_arguments_raise(run: Run) -> None:
+    for said in run(jobs.refusals):
+        assert "complex" in said[0]
+        assert "DistTypeError: all_reduce: ReduceOp.BOR is not defined for float32" in said[1]
+        assert "meta" in said[2]
+        assert "DistArgumentError: all_gather_into_tensor: output" in said[3]
+        assert "sparse_csr" in said[4]
+        assert said[5].startswith("DistArgumentError: explain")
+        assert said[6].startswith("DistArgumentError: send: tag 9223372036854775808")
+        assert said[7].startswith("DistArgumentError: recv: tag -9223372036854775809")

@@ -1,0 +1,153 @@
+"""torch.distributed programs on unicoll's backends, started by unicoll's launcher and torchrun; all kinds of exit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unicoll.testing.ranks import ROOT, environment, free_port
+
+HERE = Path(__file__).parent
+
+pytestmark = pytest.mark.torch
+torch = pytest.importorskip("torch")
+c10d = pytest.importorskip("torch.distributed.distributed_c10d")
+
+PROGRAM = str(HERE / "torch_program.py")
+OURS = ["-m", "unicoll.run", "--no-prefix", "--nproc-per-node"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node"]
+LEFT = ["rank 0 of 2: left []", "rank 1 of 2: left []"]
+
+
+def launched(
+    launcher: list[str],
+    *words: str,
+    code: int | None = 0,
+    env: dict[str, str] | None = None,
+    program: str | Path = PROGRAM,
+) -> tuple[list[str], str]:
+    """(sorted output lines of two ranks, their standard error)."""
+    variables = environment({"PYTHONPATH": str(ROOT)} | (env or {}))
+    torchrun = ["--master-port", str(free_port())] if launcher is TORCHRUN else []
+    call = [sys.executable, *launcher, "2", *torchrun, str(program), *words]
+    done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    assert code is None or done.returncode == code, done.stdout + done.stderr
+    return sorted(done.stdout.splitlines()), done.stderr
+
+
+@pytest.mark.sampled("backend", "launcher", 1)
+@pytest.mark.parametrize("launcher", [OURS, TORCHRUN], ids=["unicoll.run", "torchrun"])
+@pytest.mark.parametrize("backend", ["unicoll", "cpu:unicoll-gloo"])
+def test_launchers(launcher: list[str], backend: str) -> None:
+    lines, _ = launched(launcher, backend, "explain", "torchs", "leave", "again", "leave")
+    assert [line for line in lines if "left" in line] == sorted(LEFT * 2)
+    assert any(line.startswith("cpu arrays: backend gloo") for line in lines)
+    assert any("'0' of 2: gloo over shared memory" in line for line in lines)
+    secret = next(line for line in lines if line.startswith("secret"))
+    assert ("UNICOLL_SECRET" in secret) == (launcher is OURS)
+    store = next(line for line in lines if line.startswith("store"))
+    assert ("torch's tcp://" in store) == (launcher is TORCHRUN)
+
+
+@pytest.mark.in_turn
+def test_detailed_debugging() -> None:
+    lines, _ = launched(
+        OURS, "unicoll", "detail", "mismatch", code=None, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    )
+    assert [line.split(":")[1] for line in lines if "Mismatch" in line] == [" CollectiveMismatchError"] * 2
+    places = [line for line in lines if "torch_program.py" in line]
+    assert len(places) == 4  # each rank names the lines of both ranks in the user's program
+    assert all("all_reduce(float32[" in line for line in places)
+
+
+@pytest.mark.in_turn
+def test_a_program_without_destroy_process_group() -> None:
+    lines, errors = launched(OURS, "unicoll-gloo")
+    assert lines == []
+    assert errors == ""
+
+
+def test_a_dead_rank_is_named() -> None:
+    lines, _ = launched(OURS, "unicoll-gloo", "die", code=None)
+    assert len(lines) == 1
+    assert lines[0].startswith("rank 0: RankLostError in 0 s: all_reduce(float32[1], SUM)")
+    assert "rank 1 (host" in lines[0]
+    assert "killed by SIGKILL" in lines[0]  # known from unicoll's launcher
+
+
+@pytest.mark.in_turn
+def test_a_missing_rank_is_named() -> None:
+    lines, _ = launched(OURS, "unicoll-gloo", "late")
+    assert lines[0].startswith(
+        "rank 0: OperationTimeoutError: Rank 1 failed to pass monitoredBarrier in 1000 ms: barrier() #2 on"
+    )
+    assert lines[1].startswith("rank 0: OperationTimeoutError: collective operation timeout : all_reduce(")
+    assert "missing: rank 1 (host" in lines[1]
+
+
+@pytest.mark.skipif(hasattr(c10d, "_abort_backend"), reason="this torch aborts groups of NCCL alone")
+@pytest.mark.in_turn
+def test_abort() -> None:
+    lines, _ = launched(OURS, "unicoll-gloo", "abort")
+    assert lines == [*LEFT, "rank 1: GroupAbortedError"]
+
+
+@pytest.mark.in_turn
+def test_an_exception_is_reported_to_the_other_ranks() -> None:
+    _, errors = launched(TORCHRUN, "unicoll-gloo", "raise", "mismatch", code=1)
+    assert "ValueError: an error of the program" in errors
+    assert "terminate called" not in errors
+
+
+@pytest.mark.in_turn
+def test_an_unavailable_backend_gives_the_reason() -> None:
+    _, errors = launched(OURS, "unicoll-nccl", code=1)
+    assert "BackendUnavailableError: backend 'nccl'" in errors
+
+
+def test_importing_unicoll_imports_no_torch() -> None:
+    source = "import sys, unicoll; print('torch' in sys.modules)"
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@pytest.mark.in_turn
+def test_env_init_of_other_backends_is_unchanged() -> None:
+    source = (
+        "import torch.distributed as dist, unicoll.torch_plugin\n"
+        "try: dist.init_process_group('gloo')\nexcept ValueError as e: print(e)"
+    )
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)
+    assert "environment variable RANK expected, but not set" in done.stdout
+
+
+# --- the examples ---------------------------------------------------------------------------------------------------
+
+LAST_LINES = {"torch_ddp.py": "epoch 3: ", "torch_fsdp2.py": "saved in 2 parts"}
+needs_27 = pytest.mark.skipif(torch.__version__ < "2.7", reason="this torch has FSDP2 on GPUs alone")
+
+
+@pytest.mark.sampled("example", "launcher", 1)
+@pytest.mark.parametrize("example", ["torch_ddp.py", pytest.param("torch_fsdp2.py", marks=needs_27)])
+@pytest.mark.parametrize("launcher", [OURS, TORCHRUN], ids=["unicoll.run", "torchrun"])
+@pytest.mark.in_turn
+def test_examples(launcher: list[str], example: str) -> None:
+    lines, errors = launched(launcher, program=ROOT / "examples" / example)
+    assert any(line.startswith(LAST_LINES[example]) for line in lines), errors
+
+
+@pytest.mark.in_turn
+def test_the_error_without_a_launcher_names_the_remedy() -> None:
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        [sys.executable, PROGRAM, "unicoll"], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "no launcher was recognised" in done.stderr
+    assert os.linesep in done.stderr

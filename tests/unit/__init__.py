@@ -1,0 +1,1 @@
+"""Tests of single modules, without a job or with few ranks."""

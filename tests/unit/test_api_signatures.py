@@ -1,0 +1,337 @@
+"""Names and signatures against torch.distributed's; how the functions hand over to the group's methods."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import unicoll
+from unicoll.api import barriers, coalesced, collectives, p2p
+from unicoll.arrays.types import ReduceOp
+from unicoll.backend.ops import OPS
+from unicoll.errors import DistArgumentError, DistTypeError
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+CALLS = words("""
+init_process_group destroy_process_group is_available is_initialized is_nccl_available is_mpi_available
+is_gloo_available is_xccl_available is_torchelastic_launched get_backend get_default_backend_for_device
+get_rank get_world_size new_group new_subgroups new_subgroups_by_enumeration split_group get_group_rank
+get_global_rank get_process_group_ranks init_device_mesh breakpoint
+send recv isend irecv batch_isend_irecv send_object_list recv_object_list
+broadcast all_reduce reduce all_gather all_gather_into_tensor all_gather_single gather scatter
+reduce_scatter reduce_scatter_tensor reduce_scatter_single all_to_all all_to_all_single barrier
+monitored_barrier all_reduce_coalesced all_gather_coalesced
+broadcast_object_list all_gather_object gather_object scatter_object_list
+""")
+OTHER_NAMES = words("""
+Backend GroupMember P2POp ReduceOp Work Store TCPStore FileStore HashStore PrefixStore DeviceMesh ProcessGroup
+DistError DistBackendError DistNetworkError DistStoreError group reduce_op default_pg_timeout CallOptions
+DebugLevel get_debug_level set_debug_level set_debug_level_from_env
+""")
+OURS = words("""
+broadcast_coalesced all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced spawn explain
+grow_group shrink_group Registration scan exscan
+""")
+REDUCTIONS = words("SUM AVG PRODUCT MIN MAX BAND BOR BXOR")
+WORK_METHODS = words("wait synchronize is_completed is_success exception result get_future")
+STORE_METHODS = words("""
+set get add compare_set wait check delete_key num_keys append multi_get multi_set set_timeout
+""")
+
+
+@pytest.mark.parametrize("name", CALLS + OTHER_NAMES + OURS)
+def test_name_is_public_and_documented(name):
+    thing = getattr(unicoll, name)
+    assert name in unicoll.__all__
+    if callable(thing):
+        assert inspect.getdoc(thing)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", [*CALLS, "P2POp"])
+def test_signature_takes_torchs_arguments(name):
+    """The same parameters in the same order with the same defaults; ours may add keyword-only ones."""
+    dist = pytest.importorskip("torch.distributed")
+    theirs = getattr(dist, name, None)
+    if theirs is None:
+        from torch.distributed import device_mesh
+
+        theirs = getattr(device_mesh, name)
+    expected = parameters(theirs)
+    ours = parameters(getattr(unicoll, name))
+    assert [p.name for p in ours[: len(expected)]] == [p.name for p in expected]
+    for mine, other in zip(ours, expected, strict=False):
+        assert mine.kind is other.kind
+        assert same_default(mine.default, other.default), (mine, other)
+    for extra in ours[len(expected) :]:
+        assert extra.kind is inspect.Parameter.KEYWORD_ONLY
+        assert extra.default is not inspect.Parameter.empty
+
+
+@pytest.mark.torch
+def test_device_mesh_has_torchs_methods():
+    pytest.importorskip("torch")
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+    methods = "get_group get_all_groups get_local_rank get_coordinate get_rank size from_group _flatten"
+    for name in [*words(methods), "__getitem__"]:
+        expected = parameters(getattr(TorchMesh, name))
+        ours = parameters(getattr(unicoll.DeviceMesh, name))
+        assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in expected], name
+    for name in ("mesh", "mesh_dim_names", "device_type", "ndim", "shape"):
+        assert isinstance(getattr(unicoll.DeviceMesh, name), property)
+
+
+def parameters(function):
+    """Its parameters, less those that are marked private."""
+    return [p for p in inspect.signature(function).parameters.values() if not p.name.startswith("_")]
+
+
+def same_default(mine, other) -> bool:
+    """Equal, or the same reduction, timeout or group in the other library's types."""
+    if mine is other or type(mine) is type(other):
+        return mine == other
+    if isinstance(mine, ReduceOp.Type):
+        return mine.name == getattr(other, "name", str(other).rpartition(".")[2])
+    return False
+
+
+def test_every_collective_takes_a_timeout():
+    for name in CALLS[CALLS.index("send") :] + OURS[:3]:
+        assert "timeout" in inspect.signature(getattr(unicoll, name)).parameters, name
+
+
+def test_reductions():
+    for name in REDUCTIONS:
+        assert getattr(unicoll.ReduceOp, name).name == name
+    assert unicoll.ReduceOp.PREMUL_SUM(0.5).factor == 0.5
+    for name in ("SUM", "PRODUCT", "MIN", "MAX"):
+        assert getattr(unicoll.reduce_op, name) == getattr(unicoll.ReduceOp, name)
+
+
+def test_work_and_store_methods():
+    for name in [*WORK_METHODS, "__await__"]:
+        assert inspect.getdoc(getattr(unicoll.Work, name))
+    for store in (unicoll.TCPStore, unicoll.FileStore, unicoll.HashStore, unicoll.PrefixStore):
+        assert issubclass(store, unicoll.Store)
+        for name in STORE_METHODS:
+            assert callable(getattr(store, name)), (store, name)
+
+
+def test_group_methods_go_by_the_functions_names():
+    for name in CALLS[CALLS.index("broadcast") : CALLS.index("broadcast_object_list")] + OURS[:3]:
+        if not name.endswith("_single") or name == "all_to_all_single":
+            assert callable(getattr(unicoll.ProcessGroup, name)), name
+
+
+def test_collectives_say_what_they_raise():
+    for name in CALLS[CALLS.index("broadcast") : CALLS.index("broadcast_object_list")] + OURS[:3]:
+        text = inspect.getdoc(getattr(unicoll, name))
+        assert "RankLostError" in text, name
+        assert "OperationTimeoutError" in text, name
+        assert "NotInitializedError" in text, name
+
+
+# From the functions to the group ----------------------------------------------------------------------------
+
+
+class Recorder:
+    """A group of global ranks 4, 6 and 8, of which this process is 6; remembers the call it gets."""
+
+    group_name = "recorder"
+    ranks = (4, 6, 8)
+    call = None
+
+    def rank(self):
+        return 1
+
+    def size(self):
+        return 3
+
+    def group_rank(self, rank):
+        return self.ranks.index(rank)
+
+    def global_rank(self, rank):
+        return self.ranks[rank]
+
+    def __getattr__(self, method):
+        def record(*args, **kwargs):
+            self.call = (method, args, kwargs)
+            return (
+                2 if method == "recv" else [method] if method == "batch_isend_irecv" else f"work of {method}"
+            )
+
+        return record
+
+
+@pytest.fixture
+def group(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(collectives.world, "resolve", lambda group: group)
+    return recorder
+
+
+SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
+HANDED_OVER = [
+    ("all_reduce", ("x",), {}, ("x",), {"op": SUM}),
+    ("all_reduce", ("x", MAX), {}, ("x",), {"op": MAX}),
+    ("broadcast", ("x", 8), {}, ("x",), {"src": 2}),
+    ("broadcast", ("x",), {"group_src": 0}, ("x",), {"src": 0}),
+    ("reduce", ("x", 4, MAX), {}, ("x",), {"dst": 0, "op": MAX}),
+    ("reduce", ("x",), {"group_dst": 1}, ("x",), {"dst": 1, "op": SUM}),
+    ("all_gather", (["y"], "x"), {}, (["y"], "x"), {}),
+    ("all_gather_into_tensor", ("y", "x"), {}, ("y", "x"), {}),
+    ("gather", ("x", ["y"], 6), {}, ("x", ["y"]), {"dst": 1}),
+    ("gather", ("x",), {"group_dst": 2}, ("x", None), {"dst": 2}),
+    ("scatter", ("y", ["x"], 8), {}, ("y", ["x"]), {"src": 2}),
+    ("scatter", ("y",), {"group_src": 0}, ("y", None), {"src": 0}),
+    ("scan", ("x",), {}, ("x",), {"op": SUM}),
+    ("exscan", ("x", MAX), {}, ("x",), {"op": MAX}),
+    ("reduce_scatter", ("y", ["x"]), {}, ("y", ["x"]), {"op": SUM}),
+    ("reduce_scatter_tensor", ("y", "x", MAX), {}, ("y", "x"), {"op": MAX}),
+    ("all_to_all", (["y"], ["x"]), {}, (["y"], ["x"]), {}),
+    (
+        "all_to_all_single",
+        ("y", "x", [1], [2]),
+        {},
+        ("y", "x"),
+        {"output_split_sizes": [1], "input_split_sizes": [2]},
+    ),
+    ("barrier", (), {"device_ids": [0]}, (), {}),
+    ("all_reduce_coalesced", (["x"],), {}, (["x"],), {"op": SUM}),
+    ("broadcast_coalesced", (["x"], 8), {}, (["x"],), {"src": 2}),
+    (
+        "all_gather_coalesced",
+        ([["a4", "b4"], ["a6", "b6"], ["a8", "b8"]], ["a", "b"]),
+        {},
+        ([["a4", "a6", "a8"], ["b4", "b6", "b8"]], ["a", "b"]),
+        {},
+    ),
+    ("all_gather_into_tensor_coalesced", (["y"], ["x"]), {}, (["y"], ["x"]), {}),
+    ("reduce_scatter_tensor_coalesced", (["y"], ["x"]), {}, (["y"], ["x"]), {"op": SUM}),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs", "arrays", "options"), HANDED_OVER)
+def test_collectives_hand_over(group, name, args, kwargs, arrays, options):
+    function = getattr(unicoll, name)
+    for how in ({"async_op": False, "timeout": None}, {"async_op": True, "timeout": 3.5}):
+        given = how if how["async_op"] else {}
+        assert function(*args, **kwargs, group=group, **given) == f"work of {name}"
+        assert group.call == (name, arrays, {**options, **how})
+
+
+def test_all_gather_coalesced_wants_a_list_per_rank(group):
+    for outputs in ([["y"]], [["y"], ["y"], []]):
+        with pytest.raises(DistArgumentError, match="3 lists"):
+            coalesced.all_gather_coalesced(outputs, ["x"], group)
+    assert group.call is None
+
+
+def test_aliases():
+    assert collectives.all_gather_single is collectives._all_gather_base is collectives.all_gather_into_tensor
+    assert collectives.reduce_scatter_single is collectives.reduce_scatter_tensor
+    assert collectives._reduce_scatter_base is collectives.reduce_scatter_tensor
+
+
+def test_monitored_barrier_hands_over(group):
+    assert barriers.monitored_barrier(group, 2.5, True) is None
+    assert group.call == ("monitored_barrier", (), {"timeout": 2.5, "wait_all_ranks": True})
+
+
+@pytest.mark.parametrize(
+    ("name", "root"),
+    [("broadcast", "src"), ("reduce", "dst"), ("gather", "dst"), ("scatter", "src"), ("isend", "dst")],
+)
+def test_roots_are_checked(group, name, root):
+    function = getattr(p2p if name == "isend" else collectives, name)
+    for given, error, message in (
+        ({root: 5}, DistArgumentError, f"{name}: {root}=5 is not in group 'recorder' .global ranks 4, 6, 8"),
+        ({f"group_{root}": 3}, DistArgumentError, f"{name}: group_{root}=3 is not in group"),
+        ({f"group_{root}": -1}, DistArgumentError, f"{name}: group_{root}=-1 is not in group"),
+        ({root: 4, f"group_{root}": 0}, DistArgumentError, f"{name}: give {root} or group_{root}, not both"),
+        ({root: "4"}, DistTypeError, f"{name}: {root} must be an integer"),
+        ({f"group_{root}": 1.0}, DistTypeError, f"{name}: group_{root} must be an integer"),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            function("x", group=group, **given)
+        assert (caught.value.op, caught.value.group) == (name, "recorder")
+    with pytest.raises(ValueError, match=root):
+        function("x", group=group)  # 0, the default of gather and scatter, is not a member either
+    assert group.call is None
+
+
+def test_point_to_point_hands_over(group):
+    assert p2p.send("x", 4, group, 7) is None
+    assert group.call == ("send", ("x",), {"dst": 0, "tag": 7, "timeout": None})
+    assert p2p.recv("y", 8, group, timeout=2) == 8
+    assert group.call == ("recv", ("y",), {"src": 2, "tag": 0, "timeout": 2})
+    assert p2p.recv("y", group=group) == 8
+    assert group.call == ("recv", ("y",), {"src": None, "tag": 0, "timeout": None})
+    assert p2p.isend("x", group=group, group_dst=1) == "work of isend"
+    assert group.call == ("isend", ("x",), {"dst": 1, "tag": 0, "timeout": None})
+    assert p2p.irecv("y", 4, group, 5) == "work of irecv"
+    assert group.call == ("irecv", ("y",), {"src": 0, "tag": 5, "timeout": None})
+    assert p2p.irecv("y", group=group) == "work of irecv"
+    assert group.call[2]["src"] is None
+    for blocked in (lambda: p2p.send("x", 6, group), lambda: p2p.recv("y", group=group, group_src=1)):
+        with pytest.raises(DistArgumentError, match="is this process itself"):
+            blocked()
+
+
+def test_batches(group):
+    ops = [
+        p2p.P2POp(p2p.isend, "x", 8, group, 3),
+        p2p.P2POp(p2p.irecv, "y", group=group, group_peer=0),
+    ]
+    assert (ops[0].group_peer, ops[1].peer, ops[1].group) == (2, 4, group)
+    assert "isend to 2 in 'recorder'" in repr(ops[0])
+    assert p2p.batch_isend_irecv(ops) == ["batch_isend_irecv"]
+    expected = [(True, "x", 2, 3), (False, "y", 0, 0)]
+    assert group.call == ("batch_isend_irecv", (expected,), {"timeout": None})
+    assert p2p.batch_isend_irecv([]) == []
+    with pytest.raises(DistArgumentError, match="one group"):
+        p2p.batch_isend_irecv([*ops, p2p.P2POp(p2p.isend, "x", 8, Recorder())])
+    with pytest.raises(DistTypeError, match="not a P2POp"):
+        p2p.batch_isend_irecv([ops[0], "x"])
+    for wrong in (p2p.send, print, "isend"):
+        with pytest.raises(DistArgumentError, match=r"op must be unicoll\.isend or unicoll\.irecv"):
+            p2p.P2POp(wrong, "x", 8, group)
+    for peer in ({"peer": 5}, {"group_peer": 3}, {}, {"peer": 4, "group_peer": 0}):
+        with pytest.raises(DistArgumentError, match="peer"):
+            p2p.P2POp(p2p.isend, "x", group=group, **peer)
+
+
+# Generated code ---------------------------------------------------------------------------------------------
+
+
+def test_generated_functions_and_methods_are_those_of_the_table():
+    """``scripts/generate_collectives.py`` would write nothing else."""
+    done = subprocess.run(
+        [sys.executable, "scripts/generate_collectives.py", "--check"],
+        cwd=Path(unicoll.__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("row", [row for row in OPS.values() if row.parameters], ids=lambda row: row.name)
+def test_documentation_of_a_row_is_complete(row):
+    """The function documents each of its parameters, and names MPI's counterpart; so does the method."""
+    function = getattr(unicoll, row.name)
+    text = inspect.getdoc(function)
+    for name in inspect.signature(function).parameters:
+        assert f"{name}:" in text, name
+    assert row.mpi in text
+    assert row.mpi in inspect.getdoc(getattr(unicoll.ProcessGroup, row.name))

@@ -1,0 +1,388 @@
+"""The protection of connections: data arrive unchanged, and tampering is detected."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.conformance import p2p_jobs
+from tests.unit import channel_jobs as jobs
+from tests.unit.on_path import on_path
+from unicoll.errors import AuthenticationError, DistNetworkError
+from unicoll.net import channel, tls
+from unicoll.net.channel import Channel, authenticate
+from unicoll.net.control.relay import Relay
+from unicoll.net.framed_server import frame, handshake_address, read_frame
+from unicoll.net.records import MAX_DATA, MacRecords, TamperedError
+from unicoll.net.secret import Key, Secret, new_key
+from unicoll.net.stores import TCPStore
+from unicoll.testing.ranks import Pool, ProcessJob, pools, run_ranks
+
+KEY = new_key()
+KINDS = ["mac", "tls by certificate", *(["tls by key"] if getattr(ssl, "HAS_PSK", False) else [])]
+PROTECTED = ["mac", "tls"]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param != "mac":
+        monkeypatch.setattr(ssl, "HAS_PSK", request.param == "tls by key", raising=False)
+    return str(request.param)
+
+
+def made(kind: str, key: Key = KEY, theirs: Key = KEY) -> tuple[Any, Any]:
+    """Both sides' records, before any exchange."""
+    cls = MacRecords if kind == "mac" else tls.TlsRecords
+    return cls(key, server=False), cls(theirs, server=True)
+
+
+def ready(kind: str) -> tuple[Any, Any]:
+    """Both sides' records, ready for data."""
+    client, server = made(kind)
+    for _ in range(3):
+        server.open(client.outgoing())
+        client.open(server.outgoing())
+    assert client.ready
+    assert server.ready
+    return client, server
+
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000, 1 << 20])
+def test_records_in_chunks_of_any_size(kind: str, chunk: int) -> None:
+    client, server = ready(kind)
+    for sender, receiver in ((client, server), (server, client)):
+        data = [os.urandom(size) for size in (1, 19, 20, 5000, 3, 40_000)]
+        sent = b"".join(bytes(sender.seal(d)) for d in data)
+        received = b"".join(bytes(receiver.open(sent[i : i + chunk])) for i in range(0, len(sent), chunk))
+        assert received == b"".join(data)
+    if kind.startswith("tls"):
+        assert not any(d in sent for d in data if len(d) > 100)
+
+
+def flipped(sent: list[bytes]) -> list[bytes]:
+    at = random.randrange(len(sent[1]))
+    return [
+        sent[0],
+        sent[1][:at] + bytes([sent[1][at] ^ 1 << random.randrange(8)]) + sent[1][at + 1 :],
+        *sent[2:],
+    ]
+
+
+ATTACKS: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "a bit is changed": flipped,
+    "a record is left out": lambda sent: [sent[0], *sent[2:]],
+    "a record is repeated": lambda sent: [sent[0], sent[1], sent[1], *sent[2:]],
+    "two are exchanged": lambda sent: [sent[0], sent[2], sent[1], *sent[3:]],
+    "bytes are left out": lambda sent: [sent[0], sent[1][:-3], *sent[2:]],
+    "bytes are added": lambda sent: [sent[0], sent[1] + b"xyz", *sent[2:]],
+    "a record of the other direction": lambda sent: [sent[-1], *sent[:-1]],
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_tampering_is_detected(kind: str, attack: str) -> None:
+    for seed in range(25):
+        random.seed(seed)
+        client, server = ready(kind)
+        data = [os.urandom(size) for size in (100, 100, 100, 3000)]
+        sent = [bytes(client.seal(d)) for d in data]
+        changed = ATTACKS[attack]([*sent, bytes(server.seal(data[0]))])[: len(sent) + 1]
+        got = b""
+        with pytest.raises(TamperedError, match="it has not sent"):
+            for record in [
+                *changed,
+                *([] if len(changed) > len(sent) else [bytes(server.seal(b"x"))]),
+                b"\xff" * 4000,
+            ]:
+                got += bytes(server.open(record))
+        assert b"".join(data).startswith(got)
+
+
+def test_different_keys_are_detected(kind: str) -> None:
+    client, server = made(kind, theirs=new_key())
+    with pytest.raises(TamperedError):
+        for _ in range(3):
+            server.open(client.outgoing())
+            client.open(server.outgoing())
+        server.open(client.seal(b"x"))
+
+
+class RelayEndpoint:
+    """One of the two TLS connections of a relay, which has all public data, including the certificate's key."""
+
+    def __init__(self, server: bool) -> None:
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = tls._context(Key(), server, uses_psk=False).wrap_bio(
+            self._in, self._out, server_side=server
+        )
+        self.got = b""
+        self.open(b"")
+
+    def open(self, received: bytes) -> None:
+        self._in.write(received)
+        with contextlib.suppress(ssl.SSLWantReadError):
+            self._tls.do_handshake()
+            self.got += self._tls.read(1000)
+
+    def outgoing(self) -> bytes:
+        return self._out.read()
+
+    def pass_on(self, data: bytes) -> bytes:
+        self._tls.write(data)
+        return self._out.read()
+
+
+def test_a_relay_that_terminates_tls_on_both_sides_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay forwards each side's proof to the other side."""
+    monkeypatch.setattr(ssl, "HAS_PSK", False, raising=False)
+    client, server = made("tls by certificate")
+    to_client, to_server = RelayEndpoint(server=True), RelayEndpoint(server=False)
+    for relay, side in ((to_client, client), (to_server, server)):
+        for _ in range(3):
+            relay.open(side.outgoing())
+            side.open(relay.outgoing())
+    assert len(to_client.got) == len(to_server.got) == 32
+    for side, forged in (
+        (client, to_client.pass_on(to_server.got)),
+        (server, to_server.pass_on(to_client.got)),
+    ):
+        with pytest.raises(TamperedError, match="a relay is between"):
+            side.open(forged)
+        assert not side.ready
+
+
+@pytest.mark.skipif(not getattr(ssl, "HAS_PSK", False), reason="this Python has no pre-shared keys")
+def test_a_server_with_a_certificate_instead_of_the_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = tls.TlsRecords(KEY, server=False)
+    monkeypatch.setattr(ssl, "HAS_PSK", False)
+    server = tls.TlsRecords(KEY, server=True)
+    with pytest.raises(TamperedError):
+        for _ in range(3):
+            server.open(client.outgoing())
+            client.open(server.outgoing())
+
+
+# --- over a socket --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends(kind: str) -> Iterator[tuple[Channel, Channel]]:
+    sockets = socket.socketpair()
+    for sock in sockets:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+    client, server = ready(kind)
+    yield Channel(sockets[0], client), Channel(sockets[1], server)
+    for sock in sockets:
+        sock.close()
+
+
+def test_a_blocked_send_is_continued(ends: tuple[Channel, Channel]) -> None:
+    """As on a socket whose buffer is full, except that the next data must begin with the same bytes."""
+    sender, receiver = ends
+    data, got = memoryview(os.urandom(3 * MAX_DATA + 11)), bytearray()
+    space = memoryview(bytearray(50_000))
+    sent = blocked = 0
+    while len(got) < len(data):
+        try:
+            if sent < len(data):
+                sent += sender.send(
+                    data[sent : sent + random.randrange(MAX_DATA, 3 * MAX_DATA)], socket.MSG_DONTWAIT
+                )
+        except BlockingIOError:
+            blocked += 1
+        with contextlib.suppress(BlockingIOError):
+            got += space[: receiver.recv_into(space, 0, socket.MSG_DONTWAIT)]
+    assert got == data
+    assert blocked
+    assert not receiver.pending
+    with pytest.raises(BlockingIOError):
+        receiver.recv(1, socket.MSG_DONTWAIT)
+
+
+def test_reads_of_any_size(ends: tuple[Channel, Channel]) -> None:
+    sender, receiver = ends
+    sender.sendall(b"0123456789")
+    assert receiver.recv(3) == b"012"
+    assert receiver.pending
+    space = bytearray(4)
+    assert receiver.recv_into(memoryview(space), 2) == 2
+    assert receiver.recv_into(memoryview(space)[1:]) == 3
+    assert space == b"3567"
+    sender.shutdown(socket.SHUT_WR)
+    assert receiver.recv(10) == b"89"
+    assert receiver.recv(10) == b""
+    assert receiver.recv_into(memoryview(space)) == 0
+
+
+def test_no_bytes_need_no_record(ends: tuple[Channel, Channel]) -> None:
+    """As on a socket: sending none, and receiving into an empty buffer, return at once."""
+    sender, receiver = ends
+    assert sender.send(b"") == 0
+    assert receiver.recv_into(memoryview(bytearray())) == 0
+    sender.sendall(b"x")
+    assert receiver.recv(1) == b"x"
+
+
+def test_both_directions_concurrently(ends: tuple[Channel, Channel]) -> None:
+    data = os.urandom(1 << 20)
+    got = {}
+
+    def receive(end: Channel) -> None:
+        whole = bytearray()
+        while len(whole) < len(data):
+            whole += end.recv(1 << 16)
+        got[end] = bytes(whole)
+
+    threads = [threading.Thread(target=receive, args=(end,)) for end in ends]
+    threads += [threading.Thread(target=end.sendall, args=(data,)) for end in ends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [got[end] == data for end in ends] == [True, True]
+
+
+# --- servers and their clients ----------------------------------------------------------------------------------------
+
+
+def last_byte_changed(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+@pytest.fixture(params=["plain", *PROTECTED])
+def wanted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("UNICOLL_CHANNEL", request.param)
+    monkeypatch.setenv("UNICOLL_TRANSPORT", "tcp")
+    return str(request.param)
+
+
+def test_a_store_behind_a_relay(wanted: str) -> None:
+    """Changes are detected with every protection; with TLS the data cannot be read either."""
+    secret = Secret(KEY, "test")
+    value = b"a recognizable value"
+    with (
+        TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, secret=secret) as master,
+        on_path(master.port) as path,
+        TCPStore("127.0.0.1", path.port, secret=secret) as client,
+    ):
+        client.set("k", value)
+        assert client.get("k") == value
+        assert (value in path.seen["up"]) == (value in path.seen["down"]) == (wanted != "tls")
+        path.change["down"] = last_byte_changed
+        with pytest.raises(AuthenticationError, match=r"the store server at .* bytes that it has not sent"):
+            client.get("k")
+        path.change = {"up": last_byte_changed}
+        with pytest.raises(DistNetworkError):
+            client.set("k", b"forged")
+        path.change.clear()
+        assert client.get("k") == value
+
+
+def test_a_changed_control_message_disconnects_its_rank(wanted: str) -> None:
+    """The other ranks get the reason, not that the rank has died."""
+    relay = Relay(2, KEY, "127.0.0.1")
+    host, port = relay.addresses[0]
+    try:
+        with on_path(port) as path:
+            socks = [socket.create_connection((host, p), 5) for p in (port, path.port)]
+            members = [
+                authenticate(
+                    sock,
+                    KEY,
+                    b"control",
+                    time.monotonic() + 20,
+                    rank=r,
+                    address=handshake_address(host, port),
+                )[0]
+                for r, sock in enumerate(socks)
+            ]
+            for rank, member in enumerate(members):
+                member.sendall(frame({"t": "hello", "rank": rank, "host": "h", "pid": 1}))
+            assert [read_frame(member)["t"] for member in members] == ["ready", "ready"]
+            path.change["up"] = last_byte_changed
+            members[1].sendall(frame({"t": "bye", "error": "", "how": "forged"}))
+            ((rank, why, manner),) = read_frame(members[0])["ranks"]
+            for sock in socks:
+                sock.close()
+        assert (rank, manner) == (1, "died")
+        assert "is cut off: its connection delivered bytes that it has not sent" in why
+    finally:
+        relay.close()
+
+
+def test_a_large_value_in_many_records(wanted: str) -> None:
+    value = os.urandom(5 * MAX_DATA + 1)
+    secret = Secret(KEY, "test")
+    with TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, secret=secret) as master:
+        master.set("large", value)
+        assert master.get("large") == value
+
+
+def test_different_protection_on_both_sides_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNICOLL_TRANSPORT", "tcp")
+    monkeypatch.setenv("UNICOLL_CHANNEL", "tls")
+    relay = Relay(1, KEY, "127.0.0.1")
+    monkeypatch.setenv("UNICOLL_CHANNEL", "mac")
+    host, port = relay.addresses[0]
+    real = channel.choose_protection
+
+    def choose(sock: socket.socket, minimum: str = "plain") -> str:
+        return "tls" if threading.current_thread().name == "unicoll-relay" else real(sock, minimum)
+
+    monkeypatch.setattr(channel, "choose_protection", choose)
+    try:
+        with (
+            socket.create_connection((host, port)) as sock,
+            pytest.raises(AuthenticationError, match="give all processes the same UNICOLL_CHANNEL"),
+        ):
+            authenticate(
+                sock, KEY, b"control", time.monotonic() + 20, rank=0, address=handshake_address(host, port)
+            )
+    finally:
+        relay.close()
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=PROTECTED)
+def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
+    with pools(
+        lambda n: ProcessJob(n, env={"UNICOLL_TRANSPORT": "tcp", "UNICOLL_CHANNEL": request.param})
+    ) as made:
+        yield made
+
+
+def test_collectives(pool: Callable[[int], Pool]) -> None:
+    pool(3).run(jobs.collectives)
+
+
+def test_messages(pool: Callable[[int], Pool]) -> None:
+    pool(2).run(p2p_jobs.every_type)
+    pool(2).run(p2p_jobs.both_send_first, 4)
+    pool(2).run(p2p_jobs.unexpected, 20_000)
+
+
+@pytest.mark.parametrize("wanted", ["plain", *PROTECTED])
+@pytest.mark.parametrize("what", ["all_reduce", "send"])
+def test_data_changed_between_two_ranks(wanted: str, what: str) -> None:
+    """Without protection the result is wrong; with it the ranks get an error with both ends."""
+    env = {"UNICOLL_TRANSPORT": "tcp", "UNICOLL_CHANNEL": wanted}
+    stories = run_ranks(2, jobs.changed_on_the_path, what, env=env)
+    if wanted == "plain":
+        assert "wrong" in stories
+    else:
+        assert any("AuthenticationError" in story and "it has not sent" in story for story in stories)
+        assert "wrong" not in stories

@@ -1,0 +1,618 @@
+"""CUDA's driver as unicoll calls it: every call seen by a stand-in that is called by C's rules."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import c_float, c_int, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.c_functions import StandIn, alike, compiler, header, parse, put, putting
+from tests.unit.declarations import CUDA
+from unicoll.arrays import cuda, cuda_driver
+from unicoll.arrays.cuda import Cuda, CudaError, DeviceFacts, on_device
+from unicoll.arrays.cuda_driver import SIGNATURES, CudaDriver
+from unicoll.bootstrap import environment_report
+from unicoll.errors import BackendUnavailableError, DistBackendError
+from unicoll.testing.ranks import ROOT, environment
+
+DECLARED = parse(CUDA)
+CONTEXTS = {0: 0x5555_0000_0000, 1: 0x5555_0001_0000}
+STREAM, EVENT = 0x5556_0000_0000, 0x5557_0000_0000
+INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NO_DEVICE, INVALID_CONTEXT, NOT_READY = 1, 2, 3, 100, 201, 600
+NAMES = {
+    INVALID_VALUE: (b"CUDA_ERROR_INVALID_VALUE", b"invalid argument"),
+    OUT_OF_MEMORY: (b"CUDA_ERROR_OUT_OF_MEMORY", b"out of memory"),
+    NOT_INITIALIZED: (b"CUDA_ERROR_NOT_INITIALIZED", b"initialization error"),
+    NO_DEVICE: (b"CUDA_ERROR_NO_DEVICE", b"no CUDA-capable device is detected"),
+    INVALID_CONTEXT: (b"CUDA_ERROR_INVALID_CONTEXT", b"invalid device context"),
+    NOT_READY: (b"CUDA_ERROR_NOT_READY", b"device not ready"),
+}
+
+
+class Machine(StandIn):
+    """A driver with two devices; each thread has its current context, none at first."""
+
+    def __init__(self) -> None:
+        super().__init__(DECLARED)
+        self.now = threading.local()
+        self._texts = {code: [ctypes.create_string_buffer(t) for t in texts] for code, texts in NAMES.items()}
+        self.answers |= {
+            "cuDriverGetVersion": putting(0, 12080, c_int),
+            "cuDeviceGetCount": putting(0, 2, c_int),
+            "cuDeviceGet": self._device,
+            "cuGetErrorName": lambda code, place: self._text(0, code, place),
+            "cuGetErrorString": lambda code, place: self._text(1, code, place),
+            "cuDevicePrimaryCtxRetain": lambda place, device: (
+                put(place, CONTEXTS[device - 70], c_void_p) or 0
+            ),
+            "cuCtxGetCurrent": lambda place: put(place, self.current(), c_void_p) or 0,
+            "cuCtxSetCurrent": self._set_current,
+            "cuCtxGetDevice": self._current_device,
+        }
+
+    def current(self) -> int:
+        return getattr(self.now, "context", 0)
+
+    def of(self, name: str) -> list[tuple[Any, ...]]:
+        return [arguments for called, arguments in self.calls if called == name]
+
+    def _text(self, which: int, code: int, place: int) -> int:
+        if code not in self._texts:
+            return INVALID_VALUE
+        put(place, ctypes.addressof(self._texts[code][which]), c_void_p)
+        return 0
+
+    def _device(self, place: int, ordinal: int) -> int:
+        put(place, 70 + ordinal, c_int)  # differs from the ordinal, to detect a mix-up
+        return 0 if ordinal < 2 else INVALID_VALUE
+
+    def _set_current(self, context: int) -> int:
+        self.now.context = context
+        return 0
+
+    def _current_device(self, place: int) -> int:
+        if not self.current():
+            return INVALID_CONTEXT
+        put(place, {c: d for d, c in CONTEXTS.items()}[self.current()], c_int)
+        return 0
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+def driver(machine: Machine) -> CudaDriver:
+    return CudaDriver(machine, "libcuda.so.1")
+
+
+# --- signatures -------------------------------------------------------------------------------------------------
+
+
+def _hold_to(declared: dict[str, Any], other_names: dict[str, str]) -> int:
+    held = 0
+    for name, arguments in SIGNATURES.items():
+        there = declared.get(name) or declared.get(other_names.get(name, ""))
+        if there is not None:
+            held += 1
+            assert len(arguments) == len(there.types), name
+            assert all(map(alike, arguments, there.types)), name
+    return held
+
+
+def test_signatures_are_those_that_cuda_declares() -> None:
+    assert _hold_to(DECLARED, {}) == len(SIGNATURES) == len(DECLARED)
+
+
+HEADER = header("cuda_runtime/include/cuda.h", "cu13/include/cuda.h", "cuda.h")
+
+
+@pytest.mark.skipif(HEADER is None, reason="cuda.h is not here (pip install nvidia-cuda-runtime-cu12)")
+def test_signatures_and_symbols_are_those_of_the_header() -> None:
+    assert HEADER is not None
+    text = HEADER.read_text()
+    symbols = dict(re.findall(r"^ *#define (cu\w+) +(cu\w+)$", text, flags=re.M))
+    assert _hold_to(parse(text), {symbol: name for name, symbol in symbols.items()}) == len(SIGNATURES)
+    for name, symbol in symbols.items():
+        if name.startswith("cuDeviceGetUuid"):
+            continue  # _v2 supports MIG instances; CUDA 12's header has both
+        assert name not in SIGNATURES, f"{name} is {symbol} in the library"
+
+
+# --- devices ----------------------------------------------------------------------------------------------------
+
+
+def test_description_has_the_version(driver: CudaDriver, machine: Machine) -> None:
+    assert isinstance(driver, Cuda)
+    assert driver.description == "CUDA 12.8 driver"
+    assert CudaDriver(machine, "/x/libcuda.so").description == "CUDA 12.8 driver (/x/libcuda.so)"
+    assert machine.calls[0] == ("cuInit", (0,))
+    assert driver.device_count() == 2
+
+
+def _text(words: bytes) -> Callable[..., int]:
+    def write(place: int, room: int, device: int) -> int:
+        assert room > len(words)
+        ctypes.memmove(place, words + b"\0", len(words) + 1)
+        return 0
+
+    return write
+
+
+def _identify(machine: Machine) -> None:
+    """Set the devices' properties."""
+    ident = bytes.fromhex("5f1c0d2a9b3e4c7d8e6fa1b2c3d4e5")
+    machine.answers |= {
+        "cuDeviceGetName": _text(b"NVIDIA Stand-In 80GB"),
+        "cuDeviceGetPCIBusId": _text(b"0000:3B:00.0"),
+        "cuDeviceGetUuid_v2": lambda place, device: ctypes.memmove(place, ident + bytes([device]), 16) and 0,
+        "cuDeviceTotalMem_v2": putting(0, 80 << 30, c_uint64),
+        "cuDeviceGetAttribute": lambda place, which, device: put(place, {75: 9, 76: 1}[which], c_int) or 0,
+    }
+
+
+def test_device_properties_are_queried_once(driver: CudaDriver, machine: Machine) -> None:
+    _identify(machine)
+    expected = DeviceFacts(
+        "NVIDIA Stand-In 80GB", "GPU-5f1c0d2a-9b3e-4c7d-8e6f-a1b2c3d4e547", "0000:3b:00.0", 80 << 30, (9, 1)
+    )
+    assert driver.facts(1) == expected
+    asked = len(machine.calls)
+    assert driver.facts(1) == expected
+    assert len(machine.calls) == asked
+
+
+@pytest.mark.parametrize(("access", "atomics"), [(0, 0), (1, 0), (1, 1)])
+def test_peer_access(access: int, atomics: int, driver: CudaDriver, machine: Machine) -> None:
+    machine.answers |= {
+        "cuDeviceCanAccessPeer": putting(0, access, c_int),
+        "cuDeviceGetP2PAttribute": putting(0, atomics, c_int),
+    }
+    assert driver.peer_access(1, 0) == (bool(access), bool(atomics))
+    assert [arguments[1:] for arguments in machine.of("cuDeviceCanAccessPeer")] == [(71, 70)]
+    assert [arguments[1:] for arguments in machine.of("cuDeviceGetP2PAttribute")] == [(3, 71, 70)] * access
+
+
+def test_an_invalid_device_raises_with_the_drivers_message(driver: CudaDriver) -> None:
+    with pytest.raises(CudaError, match=r"^cuDeviceGet: CUDA_ERROR_INVALID_VALUE: invalid argument$"):
+        driver.facts(2)
+    with pytest.raises(CudaError, match="cuDeviceGet: CUDA_ERROR_INVALID_VALUE"):
+        driver.set_device(2)
+
+
+def test_set_device_retains_the_context_once_and_sets_it_if_it_differs(
+    driver: CudaDriver, machine: Machine
+) -> None:
+    assert driver.current_device() == -1
+    for device in (1, 1, 0, 0, 1):
+        driver.set_device(device)
+        assert driver.current_device() == device
+    assert [d for _, d in machine.of("cuDevicePrimaryCtxRetain")] == [71, 70]
+    assert machine.of("cuCtxSetCurrent") == [(CONTEXTS[1],), (CONTEXTS[0],), (CONTEXTS[1],)]
+
+
+def test_threads_have_separate_devices_and_share_contexts(driver: CudaDriver, machine: Machine) -> None:
+    driver.set_device(1)
+    seen: list[int] = []
+
+    def work() -> None:
+        seen.append(driver.current_device())
+        driver.set_device(0)
+        seen.append(driver.current_device())
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [-1] * 6 + [0] * 6
+    assert driver.current_device() == 1
+    assert [d for _, d in machine.of("cuDevicePrimaryCtxRetain")] == [71, 70]
+
+
+def test_on_device_restores_no_device(driver: CudaDriver, machine: Machine) -> None:
+    with on_device(driver, 1):
+        assert driver.current_device() == 1
+    assert driver.current_device() == -1
+    assert machine.of("cuCtxSetCurrent") == [(CONTEXTS[1],), (0,)]
+    driver.set_device(-1)
+    assert len(machine.of("cuCtxSetCurrent")) == 2
+
+
+# --- streams and events -----------------------------------------------------------------------------------------
+
+
+def test_streams_are_non_blocking_and_have_the_requested_priority(
+    driver: CudaDriver, machine: Machine
+) -> None:
+    where: list[int] = []
+
+    def create(place: int, flags: int, priority: int) -> int:
+        where.append(machine.current())
+        put(place, STREAM + priority + 16, c_void_p)
+        return 0
+
+    def priorities(lowest: int, highest: int) -> int:
+        put(lowest, 0, c_int)
+        put(highest, -5, c_int)
+        return 0
+
+    machine.answers |= {"cuStreamCreateWithPriority": create, "cuCtxGetStreamPriorityRange": priorities}
+    driver.set_device(0)
+    assert driver.create_stream(1, high_priority=True) == STREAM + 11
+    assert driver.create_stream(0) == STREAM + 16
+    assert where == [CONTEXTS[1], CONTEXTS[0]]
+    assert driver.current_device() == 0
+    assert [a[1:] for a in machine.of("cuStreamCreateWithPriority")] == [(1, -5), (1, 0)]
+    driver.destroy_stream(STREAM)
+    assert machine.last("cuStreamDestroy_v2") == (STREAM,)
+
+
+def test_creating_objects_restores_no_device(driver: CudaDriver, machine: Machine) -> None:
+    machine.answers["cuEventCreate"] = putting(0, EVENT, c_void_p)
+    assert driver.create_event(1) == EVENT
+    assert driver.current_device() == -1
+    assert machine.last("cuEventCreate")[1] == 2  # without timing
+    assert driver.create_event(1, timing=True) == EVENT
+    assert machine.last("cuEventCreate")[1] == 0
+
+
+def test_elapsed_time_is_in_seconds(driver: CudaDriver, machine: Machine) -> None:
+    machine.answers["cuEventElapsedTime"] = putting(0, 2.5, c_float)
+    assert driver.elapsed(EVENT, EVENT + 8) == 0.0025
+    assert machine.last("cuEventElapsedTime")[1:] == (EVENT, EVENT + 8)
+
+
+def test_the_device_is_restored_after_an_error(driver: CudaDriver, machine: Machine) -> None:
+    machine.answers["cuMemAlloc_v2"] = lambda place, nbytes: OUT_OF_MEMORY
+    driver.set_device(0)
+    with pytest.raises(CudaError, match="cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY: out of memory"):
+        driver.allocate(1, 1 << 40)
+    assert driver.current_device() == 0
+
+
+def test_argument_order_of_event_calls(driver: CudaDriver, machine: Machine) -> None:
+    driver.record(EVENT, STREAM)
+    driver.wait_event(STREAM, EVENT)
+    driver.destroy_event(EVENT)
+    assert machine.calls[-3:] == [
+        ("cuEventRecord", (EVENT, STREAM)),
+        ("cuStreamWaitEvent", (STREAM, EVENT, 0)),
+        ("cuEventDestroy_v2", (EVENT,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ask", "symbol"),
+    [(lambda d: d.event_done(EVENT), "cuEventQuery"), (lambda d: d.stream_done(STREAM), "cuStreamQuery")],
+)
+def test_queries_return_a_bool_or_raise(
+    ask: Callable[[CudaDriver], bool], symbol: str, driver: CudaDriver, machine: Machine
+) -> None:
+    assert ask(driver) is True
+    machine.answers[symbol] = lambda handle: NOT_READY
+    assert ask(driver) is False
+    machine.answers[symbol] = lambda handle: 700
+    with pytest.raises(CudaError, match=f"^{symbol}: error 700$"):
+        ask(driver)
+    assert machine.last(symbol) == ((EVENT if symbol == "cuEventQuery" else STREAM),)
+
+
+@pytest.mark.parametrize(("status", "answer"), [(0, False), (1, True), (2, True)])
+def test_capture_status(status: int, answer: bool, driver: CudaDriver, machine: Machine) -> None:
+    machine.answers["cuStreamIsCapturing"] = putting(1, status, c_int)
+    assert driver.capturing(STREAM) is answer
+    assert machine.last("cuStreamIsCapturing")[0] == STREAM
+
+
+def test_ignore_captures_sets_the_relaxed_mode(driver: CudaDriver, machine: Machine) -> None:
+    modes: list[int] = []
+    machine.answers["cuThreadExchangeStreamCaptureMode"] = lambda place: (
+        modes.append(c_int.from_address(place).value) or 0
+    )
+    driver.ignore_captures()
+    assert modes == [2]
+
+
+def _with_a_context(machine: Machine, answer: Callable[..., int]) -> Callable[..., int]:
+    return lambda *arguments: answer(*arguments) if machine.current() else INVALID_CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("symbol", "call"),
+    [
+        ("cuEventRecord", lambda d: d.record(EVENT, STREAM)),
+        ("cuStreamWaitEvent", lambda d: d.wait_event(STREAM, EVENT)),
+        ("cuMemcpyAsync", lambda d: d.copy(1 << 40, 2 << 40, 64, STREAM)),
+        ("cuMemFree_v2", lambda d: d.free(1 << 40)),
+        ("cuEventDestroy_v2", lambda d: d.destroy_event(EVENT)),
+    ],
+)
+def test_calls_without_a_context_are_retried_with_one(
+    symbol: str, call: Callable[[CudaDriver], None], driver: CudaDriver, machine: Machine
+) -> None:
+    """Watchdog threads have no context; one of a device in use is taken, so that no other device is initialised."""
+    driver.set_device(1)
+    machine.now.context = 0
+    contexts: list[int] = []
+    machine.answers[symbol] = _with_a_context(machine, lambda *_: contexts.append(machine.current()) or 0)
+    call(driver)
+    assert contexts == [CONTEXTS[1]]
+    assert machine.current() == 0
+    assert [d for _, d in machine.of("cuDevicePrimaryCtxRetain")] == [71]
+
+
+def test_a_query_retried_with_a_context_may_return_false(driver: CudaDriver, machine: Machine) -> None:
+    machine.answers["cuEventQuery"] = _with_a_context(machine, lambda event: NOT_READY)
+    machine.answers["cuStreamQuery"] = _with_a_context(machine, lambda stream: 0)
+    assert driver.event_done(EVENT) is False
+    assert driver.stream_done(STREAM) is True
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_allocated_on_the_device_with_a_positive_size(driver: CudaDriver, machine: Machine) -> None:
+    where: list[int] = []
+
+    def allocate(place: int, nbytes: int) -> int:
+        where.append(machine.current())
+        put(place, 0x7F00_0000_0000, c_uint64)
+        return 0
+
+    machine.answers |= {"cuMemAlloc_v2": allocate, "cuMemHostAlloc": putting(0, 0x7E00_0000_0000, c_void_p)}
+    assert driver.allocate(1, 5 << 33) == 0x7F00_0000_0000
+    assert where == [CONTEXTS[1]]
+    assert machine.last("cuMemAlloc_v2")[1] == 5 << 33
+    assert driver.allocate(0, 0) == 0x7F00_0000_0000
+    assert machine.last("cuMemAlloc_v2")[1] == 1
+    assert driver.pin(3 << 33) == 0x7E00_0000_0000
+    assert machine.last("cuMemHostAlloc")[1:] == (3 << 33, 1)
+    driver.copy(0x7F00_0000_0000, 0x7E00_0000_0000, 3 << 33, STREAM)
+    assert machine.last("cuMemcpyAsync") == (0x7F00_0000_0000, 0x7E00_0000_0000, 3 << 33, STREAM)
+    driver.free(0x7F00_0000_0000)
+    driver.unpin(0x7E00_0000_0000)
+    assert machine.calls[-2:] == [
+        ("cuMemFree_v2", (0x7F00_0000_0000,)),
+        ("cuMemFreeHost", (0x7E00_0000_0000,)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "managed", "ordinal", "device"),
+    [(2, 0, 1, 1), (2, 0, 0, 0), (1, 0, 1, -1), (0, 0, 0, -1), (1, 1, 1, 1), (2, 1, 0, 0)],
+    ids=["device 1", "device 0", "pinned", "plain", "managed on the host", "managed"],
+)
+def test_device_of_an_address(
+    kind: int, managed: int, ordinal: int, device: int, driver: CudaDriver, machine: Machine
+) -> None:
+    answers = {2: kind, 8: managed, 9: ordinal}
+
+    def attributes(count: int, which: int, places: int, ptr: int) -> int:
+        assert (count, ptr) == (3, 0x7F00_0000_0040)
+        asked, where = (c_int * count).from_address(which), (c_void_p * count).from_address(places)
+        for attribute, place in zip(asked, where, strict=True):
+            put(place, answers[attribute], c_int)
+        return 0
+
+    machine.answers["cuPointerGetAttributes"] = attributes
+    assert driver.device_of(0x7F00_0000_0040) == device
+    machine.answers["cuPointerGetAttributes"] = lambda *_: (
+        0
+    )  # the driver may leave outputs unset for unknown addresses
+    assert driver.device_of(0x10) == -1
+
+
+# --- loading ----------------------------------------------------------------------------------------------------
+
+
+def _load_with(machine: Any, monkeypatch: pytest.MonkeyPatch) -> Cuda | str:
+    monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda path: machine)
+    return cuda_driver.load()
+
+
+def test_the_driver_is_loaded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _load_with(machine, monkeypatch)
+    assert isinstance(found, CudaDriver)
+    assert found.device_count() == 2
+
+
+def test_a_driver_that_fails_to_initialise_gives_the_reason(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.answers["cuInit"] = lambda flags: NO_DEVICE
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    expected = "cuInit: CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected"
+    assert _load_with(machine, monkeypatch) == expected
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert _load_with(machine, monkeypatch) == f"{expected} (CUDA_VISIBLE_DEVICES='')"
+
+
+def test_a_driver_without_devices_gives_the_reason(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine.answers["cuDeviceGetCount"] = putting(0, 0, c_int)
+    assert _load_with(machine, monkeypatch) == "there is no CUDA device"
+
+
+def test_a_driver_that_lacks_a_function_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = _load_with(StandIn(DECLARED, {"cuDeviceGetUuid_v2"}), monkeypatch)
+    assert isinstance(found, str)
+    assert "too old" in found
+    assert "cuDeviceGetUuid_v2" in found
+
+
+def test_without_a_driver_the_reason_names_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cuda_driver.VARIABLE, "/no/such/libcuda.so.1")
+    reason = cuda_driver.load()
+    assert isinstance(reason, str)
+    assert "NVIDIA's driver cannot be loaded" in reason
+    assert "/no/such/libcuda.so.1" in reason
+
+
+@pytest.fixture
+def _own_runtime() -> Iterator[None]:
+    cuda.install(None)
+    yield
+    cuda.install(None)
+
+
+@pytest.mark.usefixtures("_own_runtime")
+def test_the_driver_is_the_default(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "load", lambda: "no driver today")
+    assert cuda.reason_against() == "no driver today"
+    with pytest.raises(BackendUnavailableError, match="no driver today"):
+        cuda.cuda()
+    cuda.install(None)
+    monkeypatch.undo()
+    loaded = _load_with(machine, monkeypatch)
+    monkeypatch.setattr(cuda_driver, "load", lambda: loaded)
+    assert cuda.reason_against() is None
+    assert cuda.cuda() is loaded
+
+
+@pytest.mark.usefixtures("_own_runtime")
+def test_explain_names_the_driver_and_the_devices(driver: CudaDriver, machine: Machine) -> None:
+    _identify(machine)
+    cuda.install(driver)
+    said = environment_report.lines({})
+    start = said.index("CUDA 12.8 driver: 2 devices")
+    assert said[start + 1 :] == [
+        f"cuda:{n}: NVIDIA Stand-In 80GB, 80.0 GiB, compute capability 9.1, 0000:3b:00.0,"
+        f" GPU-5f1c0d2a-9b3e-4c7d-8e6f-a1b2c3d4e5{70 + n:02x}"
+        for n in (0, 1)
+    ]
+    machine.answers["cuDeviceTotalMem_v2"] = lambda place, device: NOT_INITIALIZED
+    cuda.install(CudaDriver(machine, "libcuda.so.1"))
+    assert (
+        environment_report.lines({})[-1]
+        == "CUDA: cuDeviceTotalMem_v2: CUDA_ERROR_NOT_INITIALIZED: initialization error"
+    )
+
+
+def test_waiting_for_an_event_ends_at_the_deadline(driver: CudaDriver, machine: Machine) -> None:
+    machine.answers["cuEventQuery"] = lambda event: NOT_READY
+    assert not cuda.await_event(driver, EVENT, time.monotonic() + 0.05)
+    asked = len(machine.of("cuEventQuery"))
+    assert asked > 3
+    machine.answers["cuEventQuery"] = lambda event: (
+        0 if len(machine.of("cuEventQuery")) > asked + 5 else NOT_READY
+    )
+    assert cuda.await_event(driver, EVENT, time.monotonic() + 30)
+
+
+# --- forks ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def forked(work: Callable[[], None]) -> Iterator[int]:
+    """The exit code of a forked child that runs ``work``."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    yield os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_forked_child_gets_an_error_and_does_not_hang(driver: CudaDriver, machine: Machine) -> None:
+    driver.set_device(0)
+
+    def child() -> None:
+        calls = len(machine.calls)
+        for call in (
+            lambda: driver.set_device(0),
+            lambda: driver.record(EVENT, STREAM),
+            lambda: driver.event_done(EVENT),
+            lambda: driver.allocate(0, 8),
+            driver.device_count,
+            driver.current_device,
+        ):
+            with pytest.raises(CudaError, match=r"forked after .* unicoll\.spawn"):
+                call()
+        assert len(machine.calls) == calls
+
+    with forked(child) as code:
+        assert code == 0
+    driver.record(EVENT, STREAM)
+    assert machine.last("cuEventRecord") == (EVENT, STREAM)
+
+
+def test_deleted_drivers_are_not_kept_for_forks(machine: Machine) -> None:
+    before = len(cuda_driver._drivers)
+    made = CudaDriver(machine, "libcuda.so.1")
+    assert len(cuda_driver._drivers) == before + 1
+    del made
+    gc.collect()
+    assert len(cuda_driver._drivers) == before
+
+
+def test_cuda_errors_are_dist_errors() -> None:
+    assert issubclass(CudaError, DistBackendError)
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------
+
+_C = """
+#include <stddef.h>
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int* v) { *v = 13010; return 0; }
+int cuDeviceGetCount(int* n) { *n = 1; return 0; }
+int cuDeviceGet(int* d, int i) { *d = i; return i ? 101 : 0; }
+int cuEventRecord(void* e, void* s) { return e == (void*)0x500000007ul && s == (void*)0x600000007ul ? 0 : 400; }
+int cuEventQuery(void* e) { return 600; }
+int cuEventElapsedTime(float* t, void* a, void* b) { *t = 1; return 0; }
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t n, void* s)
+{ return to == 1ull << 40 && from == 1ull << 41 && n == 1ull << 33 && s == (void*)1 ? 0 : 1; }
+int cuGetErrorName(int e, const char** s) { *s = "CUDA_ERROR_STAND_IN"; return 0; }
+int cuGetErrorString(int e, const char** s) { return 1; }
+"""
+
+
+@pytest.mark.skipif(compiler() is None, reason="there is no C compiler here")
+def test_a_compiled_library_is_loaded_by_its_path(tmp_path: Path) -> None:
+    rest = [f"int {name}(void) {{ return 801; }}" for name in SIGNATURES if f"{name}(" not in _C]
+    source, made = tmp_path / "cuda.c", tmp_path / "libcuda.so"
+    source.write_text(_C + "\n".join(rest))
+    subprocess.run([str(compiler()), "-shared", "-fPIC", "-o", made, source], check=True, timeout=60)
+    program = (
+        "from unicoll.arrays import cuda as streams\n"
+        "cuda = streams.cuda()\n"
+        "print(cuda.description, cuda.device_count(), cuda.event_done(7))\n"
+        "cuda.record(0x500000007, 0x600000007)\n"
+        "cuda.copy(1 << 40, 1 << 41, 1 << 33, streams.LEGACY_STREAM)\n"
+        "try: cuda.record(1, 2)\n"
+        "except streams.CudaError as e: print(e)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment({cuda_driver.VARIABLE: str(made)}),
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        f"CUDA 13.1 driver ({made}) 1 False",
+        "cuEventRecord: CUDA_ERROR_STAND_IN",
+    ]

@@ -1,0 +1,137 @@
+"""Arrays that are accessible by DLPack only: CPU arrays as NumPy views, CUDA arrays by their capsule."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unicoll.arrays.buffers import as_buffer
+from unicoll.errors import DistArgumentError, DistTypeError
+
+
+class Producer:
+    """An array of an unknown library; its memory is a NumPy array's, on any device that it reports."""
+
+    def __init__(self, array: Any, device: tuple[int, int] = (1, 0), old: bool = False) -> None:
+        self.array = array
+        self.device = device
+        self.streams: list[Any] = []
+        self._old = old
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        if self._old and options:
+            raise TypeError("unexpected keyword arguments")
+        self.streams.append(stream)
+        return self.array.__dlpack__(**{k: v for k, v in options.items() if k == "max_version"})
+
+
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "uint8", "complex64", "bool"])
+def test_a_cuda_array_is_read_from_its_capsule(dtype: str, old: bool) -> None:
+    array = np.zeros((3, 4), dtype)
+    producer = Producer(array, (2, 1), old)
+    buffer = as_buffer(producer)
+    assert (buffer.ptr, buffer.shape, buffer.count) == (array.ctypes.data, (3, 4), 12)
+    assert (buffer.dtype.name, str(buffer.device), buffer.flat) == (dtype, "cuda:1", None)
+    assert producer.streams == [1], "the producer must order its work before the legacy default stream"
+    assert buffer.current_stream is not None
+    assert buffer.current_stream() == buffer.stream == 0
+    assert buffer.writable
+
+
+def test_memory_is_kept_alive_by_the_buffer() -> None:
+    class Array(np.ndarray[Any, Any]):
+        pass
+
+    array = np.zeros(3).view(Array)
+    ref = weakref.ref(array)
+    producer = Producer(array, (2, 0))
+    buffer = as_buffer(producer)
+    producer.array = None
+    del array, producer
+    buffer.owner = None
+    gc.collect()
+    assert ref() is not None
+    del buffer
+    gc.collect()
+    assert ref() is None
+
+
+def test_a_cpu_array_is_a_view() -> None:
+    array = np.arange(5.0)
+    producer = Producer(array)
+    buffer = as_buffer(producer)
+    assert buffer.flat is not None
+    assert np.shares_memory(buffer.flat, array)
+    assert buffer.owner is producer
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "complex64", "bool"])
+def test_unversioned_memory_is_writable(dtype: str) -> None:
+    array = np.zeros((3, 4), dtype)
+    producer = Producer(array, old=True)
+    buffer = as_buffer(producer)
+    assert buffer.writable
+    assert buffer.owner is producer
+    assert (buffer.dtype.name, buffer.shape) == (dtype, (3, 4))
+    assert buffer.flat is not None
+    buffer.flat[:] = 1
+    assert (array == 1).all()
+    transposed = np.zeros((4, 3), dtype)
+    buffer = as_buffer(Producer(transposed.T, old=True))
+    assert buffer.flat is not None
+    buffer.flat[:] = np.arange(12) % 2
+    buffer.write_back()
+    assert (transposed.T.reshape(-1) == (np.arange(12) % 2).astype(dtype)).all()
+
+
+def test_unversioned_memory_is_kept_alive() -> None:
+    class Array(np.ndarray[Any, Any]):
+        pass
+
+    array = np.zeros(3).view(Array)
+    ref = weakref.ref(array)
+    producer = Producer(array, old=True)
+    buffer = as_buffer(producer)
+    producer.array = None
+    del array, producer
+    buffer.owner = None
+    gc.collect()
+    assert ref() is not None
+    del buffer
+    gc.collect()
+    assert ref() is None
+
+
+def test_read_only_host_memory_is_not_writable() -> None:
+    array = np.zeros(3)
+    array.flags.writeable = False
+    try:
+        buffer = as_buffer(Producer(array))
+    except BufferError:  # NumPy before 2.1 does not export it
+        pytest.skip("this NumPy does not export read-only memory")
+    assert not buffer.writable
+
+
+def test_read_only_device_memory_is_not_writable() -> None:
+    array = np.zeros(3)
+    array.flags.writeable = False
+    try:
+        buffer = as_buffer(Producer(array, (2, 0)))
+    except BufferError:  # NumPy before 2.1 does not export it
+        pytest.skip("this NumPy does not export read-only memory")
+    assert not buffer.writable
+
+
+def test_unsupported_arrays_raise() -> None:
+    with pytest.raises(DistArgumentError, match="not contiguous"):
+        as_buffer(Producer(np.zeros((4, 4))[:, ::2], (2, 0)))
+    with pytest.raises(DistTypeError, match="DLPack type 10"):
+        as_buffer(Producer(np.zeros(3), (10, 0)))

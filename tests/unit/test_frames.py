@@ -1,0 +1,77 @@
+"""A framed server that runs out of descriptors."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import time
+
+import pytest
+
+from unicoll.testing.ranks import ROOT
+
+RELAY = """
+import resource, sys, time
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))
+from unicoll.net.control.relay import Relay
+relay = Relay(100, b"k" * 32, "127.0.0.1")
+print(relay.addresses[0][1], flush=True)
+sys.stdin.readline()
+print(time.process_time(), flush=True)
+relay.close()
+"""
+
+
+def connect_clients(port: int, count: int) -> int:
+    """The number of clients, of ``count``, that authenticate; they stay connected until the process ends."""
+    program = f"""
+import socket, time
+from unicoll.net import channel, framed_server
+held, joined = [], 0
+for _ in range({count}):
+    sock = socket.create_connection(("127.0.0.1", {port}), 1.0)
+    held.append(sock)
+    try:
+        where = framed_server.handshake_address("127.0.0.1", {port})
+        channel.authenticate(sock, b"k" * 32, b"control", time.monotonic() + 1.0, address=where)
+        joined += 1
+    except Exception:
+        break
+time.sleep(0.5)
+print(joined)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("may_raise", [True, False])
+def test_more_clients_than_descriptors(may_raise: bool) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 256:
+        pytest.skip("the hard limit of open files is too low")
+    relay = subprocess.Popen(
+        [sys.executable, "-c", RELAY.format(hard="hard" if may_raise else 64)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with relay:
+        assert relay.stdout is not None
+        assert relay.stdin is not None
+        joined = connect_clients(int(relay.stdout.readline()), 100)
+        started = time.monotonic()
+        relay.stdin.write("\n")
+        relay.stdin.flush()
+        spent = float(relay.stdout.readline())
+        relay.stdin.close()
+        assert relay.wait(20) == 0
+    if may_raise:
+        assert joined == 100
+    else:
+        assert 10 < joined < 64
+        assert spent < 1.5  # it pauses between attempts while clients wait for more than a second
+    assert time.monotonic() - started < 20

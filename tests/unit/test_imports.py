@@ -1,0 +1,247 @@
+"""The direction of imports between packages, and what ``import unicoll`` must not import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from unicoll.testing.ranks import ROOT, environment
+
+BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
+SHARED = {"backend", "arrays", "net", "errors"}
+"""The packages of unicoll that a backend may import."""
+LAYERS = (
+    {"errors"},
+    {"net"},
+    {"run", "arrays"},
+    {"backend"},
+    {"staging"},
+    {"group"},
+    {"bootstrap"},
+    {"api"},
+    {"parallel", "bench", "doctor", "torch_plugin", "testing", "trace"},
+)
+"""From the lowest to the highest layer; a package imports from its own layer and those below it."""
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, *, everywhere: bool = True) -> Iterator[str]:
+    """The modules that a file imports, as absolute names; for ``from package import x`` also ``package.x``.
+
+    Imports under TYPE_CHECKING are omitted; with ``everywhere=False`` also those inside functions.
+    """
+    package = name_of(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in _nodes(ast.parse(path.read_text()), everywhere):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *(node.module or "").split(".")]).strip(".")
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _nodes(tree: ast.AST, everywhere: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield other
+                yield from _nodes(other, everywhere)
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not everywhere:
+            continue
+        yield node
+        yield from _nodes(node, everywhere)
+
+
+def subpackage(module: str) -> str | None:
+    """The subpackage of unicoll that a module belongs to; "" for unicoll itself, None for other packages."""
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] if package == "unicoll" else None
+
+
+def _subpackages() -> set[str]:
+    return {p.stem for p in (ROOT / "unicoll").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+
+
+@pytest.mark.parametrize("package", BACKENDS)
+def test_backends_import_only_lower_layers(package: str) -> None:
+    subpackages = _subpackages()
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for path in modules(package)
+        for module in imports(path)
+        if module.partition(".")[0] in set(BACKENDS) - {package}
+        or (subpackage(module) in subpackages and subpackage(module) not in SHARED)
+    ]
+    assert modules(package)
+    assert not wrong, wrong
+
+
+def test_the_launcher_imports_only_net_and_errors() -> None:
+    """``unicoll.run`` starts quickly; it loads ``net/excepthook.py`` by its path."""
+    subpackages = _subpackages()
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for path in modules("unicoll/run")
+        for module in imports(path)
+        if module.partition(".")[0] in BACKENDS
+        or (subpackage(module) in subpackages and subpackage(module) not in {"run", "net", "errors"})
+    ]
+    assert modules("unicoll/run")
+    assert not wrong, wrong
+
+
+def test_unicoll_does_not_import_its_backends() -> None:
+    wrong = [
+        f"{name_of(path)} imports {module}"
+        for path in modules("unicoll")
+        for module in imports(path)
+        if module.partition(".")[0] in BACKENDS
+    ]
+    assert not wrong, wrong
+
+
+def test_every_subpackage_has_a_layer() -> None:
+    layered = [name for layer in LAYERS for name in layer]
+    assert len(layered) == len(set(layered))
+    missing = _subpackages() - set(layered) - {"__init__"}
+    assert not missing, f"add {missing} to LAYERS and to docs/architecture.md"
+
+
+def test_imports_point_from_high_to_low_layers() -> None:
+    height = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+    wrong = []
+    for path in modules("unicoll"):
+        importer = subpackage(name_of(path))
+        if not importer:
+            continue
+        for module in imports(path):
+            imported = subpackage(module)
+            if imported in height and height[imported] > height[importer]:
+                wrong.append(f"{name_of(path)} imports {module}")
+    assert not wrong, wrong
+
+
+def test_there_is_no_import_cycle() -> None:
+    files = {name_of(p): p for package in ("unicoll", *BACKENDS) for p in modules(package)}
+    edges = {n: {m for m in imports(p) if m in files and m != n} for n, p in files.items()}
+    for name, path in files.items():
+        if path.name == "__init__.py":  # it may import the modules of its package
+            edges[name] = set()
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
+        if name not in done:
+            for other in edges[name]:
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in files:
+        visit(name, ())
+
+
+def _run(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_import_loads_no_array_library_except_numpy() -> None:
+    heavy = ["torch", "cupy", "mpi4py", "ml_dtypes", "asyncio", "subprocess", "multiprocessing", *BACKENDS]
+    out = _run(f"import sys, unicoll, unicoll.parallel; print([m for m in {heavy!r} if m in sys.modules])")
+    assert out.strip() == "[]"
+
+
+def test_import_loads_nothing_that_only_a_job_needs() -> None:
+    """Then ``import unicoll`` is quick; ``init_process_group`` and the public classes load the rest."""
+    packages = "bootstrap net.stores net.control net.logs net.auth group.process_group backend.host_backend"
+    needless = [f"unicoll.{name}" for name in packages.split()]
+    needless += [
+        "logging",
+        "socket",
+        "hashlib",
+        "hmac",
+        "secrets",
+        "json",
+        "difflib",
+        "inspect",
+        "numpy.typing",
+    ]
+    out = _run(
+        "import sys, numpy; before = set(sys.modules); import unicoll;"
+        f" print([m for m in {needless!r} if m in set(sys.modules) - before])"
+    )
+    assert out.strip() == "[]"
+
+
+def test_collectives_import_nothing() -> None:
+    """``init_process_group`` imports for all, so that no first call takes longer."""
+    program = (
+        "import sys, numpy as np, unicoll as dist; dist.init_process_group('gloo', rank=0, world_size=1);"
+        " before = set(sys.modules); x = np.ones(3); dist.all_reduce(x); dist.all_reduce(x, async_op=True).wait();"
+        " dist.all_gather_into_tensor(x, x); dist.barrier(); dist.all_gather_object([None], {'a': x});"
+        " dist.get_rank(); dist.destroy_process_group(); print(sorted(set(sys.modules) - before))"
+    )
+    assert _run(program).strip() == "[]"
+
+
+def test_import_starts_no_thread_and_opens_no_file() -> None:
+    program = (
+        "import os, threading, numpy; before = len(os.listdir('/proc/self/fd')); import unicoll;"
+        " print(threading.active_count(), len(os.listdir('/proc/self/fd')) - before)"
+    )
+    assert _run(program).split() == ["1", "0"]
+
+
+def test_numpy_arrays_load_no_other_array_library() -> None:
+    program = (
+        "import sys, numpy as np, unicoll as dist; dist.init_process_group('gloo', rank=0, world_size=1);"
+        " dist.all_reduce(np.ones(3)); dist.destroy_process_group();"
+        " print([m for m in ('torch', 'cupy', 'mpi4py', 'ml_dtypes') if m in sys.modules])"
+    )
+    assert _run(program).strip() == "[]"
+
+
+def test_all_public_names_exist() -> None:
+    import unicoll
+
+    assert sorted(set(unicoll.__all__)) == sorted(unicoll.__all__)
+    for name in unicoll.__all__:
+        assert getattr(unicoll, name) is not None
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = unicoll.nonsense
+
+
+def test_names_that_are_imported_late_can_be_listed_and_imported() -> None:
+    program = (
+        "import unicoll; from unicoll import *; import pydoc;"
+        " print(set(unicoll.__all__) <= set(dir(unicoll)), set(unicoll.__all__) <= set(globals()),"
+        " 'class TCPStore' in pydoc.plain(pydoc.render_doc(unicoll)), unicoll.group is unicoll.api.world.group)"
+    )
+    assert _run(program).split() == ["True"] * 4

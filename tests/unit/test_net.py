@@ -1,0 +1,226 @@
+"""Interfaces, addresses, and host:port as text."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unicoll.errors import DistArgumentError, DistNetworkError
+from unicoll.net import interfaces
+from unicoll.net.interfaces import Interface
+
+LO = Interface("lo", socket.AF_INET, "127.0.0.1", "host", True, True)
+LO6 = Interface("lo", socket.AF_INET6, "::1", "host", True, True)
+ETH0 = Interface("eth0", socket.AF_INET, "10.0.0.5", "global", False, True)
+ETH0_6 = Interface("eth0", socket.AF_INET6, "2001:db8::5", "global", False, True)
+ETH0_LL = Interface("eth0", socket.AF_INET6, "fe80::5", "link", False, True)
+ETH1 = Interface("eth1", socket.AF_INET, "10.1.0.5", "global", False, True)
+ETH10 = Interface("eth10", socket.AF_INET, "10.2.0.5", "global", False, True)
+IB0 = Interface("ib0", socket.AF_INET, "10.9.0.5", "global", False, True)
+DOCKER = Interface("docker0", socket.AF_INET, "172.17.0.1", "global", False, True)
+DOWN = Interface("eth9", socket.AF_INET, "10.8.0.5", "global", False, False)
+ALL = [LO, ETH0, ETH1, ETH10, DOCKER, IB0, DOWN, LO6, ETH0_6, ETH0_LL]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with the interfaces above; routes leave through eth0."""
+    monkeypatch.setattr(interfaces, "interfaces", lambda: list(ALL))
+    routes = {socket.AF_INET: "10.0.0.5", socket.AF_INET6: "2001:db8::5"}
+
+    def source(family: int, target: tuple[str, int]) -> str | None:
+        return target[0] if interfaces.is_loopback_name(target[0]) else routes[family]
+
+    monkeypatch.setattr(interfaces, "_source_address", source)
+
+
+def test_interfaces_of_this_host() -> None:
+    found = interfaces.interfaces()
+    loopback = [i for i in found if i.address == "127.0.0.1"]
+    assert [(i.family, i.scope, i.is_loopback, i.is_up) for i in loopback] == [
+        (socket.AF_INET, "host", True, True)
+    ]
+    assert {i.name for i in found} <= {name for _, name in socket.if_nameindex()}
+    for interface in found:
+        socket.inet_pton(interface.family, interface.address)
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("eth", ["eth0", "eth1", "eth10", "eth9"]),
+        ("eth1", ["eth1", "eth10"]),
+        ("=eth1", ["eth1"]),
+        ("ib,eth0", ["ib0", "eth0"]),
+        ("=ib0,eth1", ["ib0", "eth1"]),
+        (" ib , =x", ["ib0"]),
+        ("^docker,eth1", ["eth0", "ib0", "eth9"]),
+        ("^=eth1,eth9", ["eth0", "eth10", "docker0", "ib0"]),
+        ("lo", ["lo"]),
+        ("eth0,eth", ["eth0", "eth1", "eth10", "eth9"]),
+        ("wlan", []),
+    ],
+)
+def test_nccl_syntax(spec: str, names: list[str]) -> None:
+    chosen = interfaces.match_interfaces(spec, ALL)
+    assert list(dict.fromkeys(i.name for i in chosen)) == names
+    assert len(chosen) == len(set(chosen))
+
+
+@pytest.mark.parametrize("spec", ["", "^", "=", "^=", " , "])
+def test_a_spec_without_names(spec: str) -> None:
+    with pytest.raises(DistArgumentError, match="names no network interface"):
+        interfaces.match_interfaces(spec, ALL)
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("environ", "master", "addresses"),
+    [
+        ({"UNICOLL_SOCKET_IFNAME": "ib0,eth1"}, "10.0.0.1", ["10.9.0.5", "10.1.0.5", "10.2.0.5"]),
+        ({"UNICOLL_SOCKET_IFNAME": "=eth1", "GLOO_SOCKET_IFNAME": "ib0"}, "10.0.0.1", ["10.1.0.5"]),
+        ({"GLOO_SOCKET_IFNAME": "ib0,eth1"}, "10.0.0.1", ["10.9.0.5", "10.1.0.5"]),
+        ({"UNICOLL_SOCKET_IFNAME": "eth0"}, "10.0.0.1", ["10.0.0.5"]),
+        ({"UNICOLL_SOCKET_IFNAME": "eth0"}, "2001:db8::1", ["2001:db8::5"]),
+        ({"UNICOLL_SOCKET_IFNAME": "eth1"}, "2001:db8::1", ["10.1.0.5", "10.2.0.5"]),
+        ({"UNICOLL_SOCKET_IFNAME": "lo"}, "10.0.0.1", ["127.0.0.1"]),
+        ({"UNICOLL_SOCKET_IFNAME": "eth0"}, "127.0.0.1", ["10.0.0.5"]),
+        ({}, "127.0.0.1", ["127.0.0.1"]),
+        ({}, "::1", ["::1"]),
+        ({}, "10.0.0.1", ["10.0.0.5"]),
+        ({}, "2001:db8::1", ["2001:db8::5"]),
+        ({}, None, ["10.0.0.5"]),
+        ({"UNICOLL_SOCKET_IFNAME": " "}, "10.0.0.1", ["10.0.0.5"]),
+    ],
+)
+def test_listen_addresses(environ: dict[str, str], master: str | None, addresses: list[str]) -> None:
+    choice = interfaces.listen_addresses(master, environ)
+    assert choice.addresses == addresses
+    for variable in ("UNICOLL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if environ.get(variable, "").strip():
+            assert variable in choice.reason
+            break
+    else:
+        assert "loopback" in choice.reason or "route" in choice.reason
+
+
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"UNICOLL_SOCKET_IFNAME": "wlan"}, "UNICOLL_SOCKET_IFNAME=wlan: no interface that is up matches"),
+        ({"GLOO_SOCKET_IFNAME": "eth"}, "GLOO_SOCKET_IFNAME=eth: no interface that is up matches"),
+        ({"GLOO_SOCKET_IFNAME": "eth9"}, "no interface that is up matches"),
+    ],
+)
+def test_an_error_without_matching_interface_lists_all(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(DistNetworkError, match=message) as caught:
+        interfaces.listen_addresses("10.0.0.1", environ)
+    assert "eth0 10.0.0.5" in str(caught.value)
+    assert "eth9 10.8.0.5 (down)" in str(caught.value)
+
+
+def test_only_link_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "interfaces", lambda: [ETH0_LL])
+    with pytest.raises(DistNetworkError, match="only link-local addresses match"):
+        interfaces.listen_addresses("10.0.0.1", {"UNICOLL_SOCKET_IFNAME": "eth0"})
+
+
+@pytest.mark.usefixtures("host")
+def test_own_name_on_loopback_is_not_used_for_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "resolve", lambda name, port: [(socket.AF_INET, ("127.0.1.1", port))])
+    assert interfaces.listen_addresses("myhost", {}).addresses == ["10.0.0.5"]
+    assert interfaces.listen_addresses("myhost", {}, single_host=True).addresses == ["127.0.0.1"]
+
+
+def test_a_host_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "_source_address", lambda family, target: None)
+    assert interfaces.listen_addresses(None, {}).addresses == ["127.0.0.1"]
+    with pytest.raises(
+        DistNetworkError, match=r"no route to 192\.0\.2\.1.*there are|no route.*lo 127\.0\.0\.1"
+    ):
+        interfaces.listen_addresses("192.0.2.1", {})
+
+
+def test_the_route_to_loopback_is_from_loopback() -> None:
+    assert interfaces._source_address(socket.AF_INET, ("127.0.0.1", 9)) == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"),
+    [
+        ("host:80", ("host", 80)),
+        (" 10.0.0.1:0 ", ("10.0.0.1", 0)),
+        ("[::1]:29500", ("::1", 29500)),
+        ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1)),
+    ],
+)
+def test_split_hostport(text: str, pair: tuple[str, int]) -> None:
+    assert interfaces.split_hostport(text) == pair
+    assert interfaces.join_hostport(*pair) == text.strip()
+
+
+@pytest.mark.parametrize("text", ["host", "[::1]", "host:5"])
+def test_a_default_port(text: str) -> None:
+    host, port = interfaces.split_hostport(text, default_port=7)
+    assert (host, port) == (text.removesuffix(":5").strip("[]"), 5 if text.endswith(":5") else 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("host", "is not host:port"),
+        (":80", "is not host:port"),
+        ("host:", "the port must be a number"),
+        ("host:x", "the port must be a number"),
+        ("host:65536", "the port must be a number"),
+        ("host:-1", "the port must be a number"),
+        ("::1:80", "write an IPv6 address in brackets"),
+        ("[::1:80", "brackets"),
+        ("[]:80", "has no host"),
+    ],
+)
+def test_bad_hostport(text: str, message: str) -> None:
+    with pytest.raises(DistArgumentError, match=message):
+        interfaces.split_hostport(text)
+
+
+@given(st.ip_addresses(), st.integers(0, 65535))
+def test_hostport_round_trip(address: object, port: int) -> None:
+    assert interfaces.split_hostport(interfaces.join_hostport(str(address), port)) == (str(address), port)
+
+
+@pytest.mark.parametrize(
+    "name", ["localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]"]
+)
+def test_loopback(name: str) -> None:
+    assert interfaces.is_loopback_name(name)
+    assert interfaces.is_loopback(name)
+
+
+@pytest.mark.parametrize("name", ["10.0.0.1", "2001:db8::1", "no-such-host.invalid", "0.0.0.0"])
+def test_not_loopback(name: str) -> None:
+    assert not interfaces.is_loopback_name(name)
+    assert not interfaces.is_loopback(name)
+
+
+def test_mapped_loopback() -> None:
+    assert interfaces.is_loopback_name("::ffff:127.0.0.1")
+
+
+def test_local_addresses() -> None:
+    assert interfaces.is_local_address("127.0.0.1")
+    assert not interfaces.is_local_address("203.0.113.77")
+    assert not interfaces.is_local_address("no-such-host.invalid")
+
+
+def test_unresolvable() -> None:
+    with pytest.raises(DistNetworkError, match=r"cannot resolve host 'no-such-host\.invalid'"):
+        interfaces.resolve("no-such-host.invalid", 1)
+
+
+def test_hostname_is_the_kernels() -> None:
+    assert interfaces.hostname() == socket.gethostname()

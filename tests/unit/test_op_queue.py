@@ -1,0 +1,230 @@
+"""The queue of a group's operations: the thread that executes a call, and the order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from unicoll.backend.call import Call
+from unicoll.backend.op_queue import OpQueue
+from unicoll.backend.ops import OPS
+from unicoll.errors import DistError
+
+
+def a_call() -> Call:
+    return Call(OPS["barrier"], (), (), 10.0)
+
+
+class Executed:
+    """Executes calls by noting their numbers and threads; each waits for ``gate`` first."""
+
+    def __init__(self) -> None:
+        self.seqs: list[int] = []
+        self.threads: list[threading.Thread] = []
+        self.begun = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: BaseException | None = None
+
+    def __call__(self, call: Call) -> None:
+        self.begun.set()
+        assert self.gate.wait(30)
+        self.seqs.append(call.seq)
+        self.threads.append(threading.current_thread())
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def queue() -> Iterator[OpQueue]:
+    made = OpQueue("unicoll-test")
+    yield made
+    assert made.close(10)
+
+
+@pytest.fixture
+def execute() -> Executed:
+    return Executed()
+
+
+class NoThread:
+    """The queue's thread does not take a call within the block: it waits for the queue's lock."""
+
+    def __init__(self, queue: OpQueue) -> None:
+        self._queue = queue
+
+    def __enter__(self) -> None:
+        self._wake, self._queue._wake_thread = self._queue._wake_thread, lambda: None  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        self._queue._wake_thread = self._wake  # type: ignore[method-assign]
+        self._queue._resume()
+
+
+def test_a_waiting_thread_executes_the_next_call_itself(queue: OpQueue, execute: Executed) -> None:
+    with NoThread(queue):
+        works = [queue.post((a_call(),), execute) for _ in range(3)]
+        for work in works:
+            work.wait(None)
+    assert execute.seqs == [1, 2, 3]
+    assert set(execute.threads) == {threading.current_thread()}
+    assert not queue.in_background
+
+
+def test_calls_that_nothing_waits_for_are_executed_in_the_background(
+    queue: OpQueue, execute: Executed
+) -> None:
+    works = [queue.post((a_call(),), execute) for _ in range(3)]
+    deadline = time.monotonic() + 30
+    while not all(work.done() for work in works) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert execute.seqs == [1, 2, 3]
+    assert {thread.name for thread in execute.threads} == {"unicoll-test"}
+
+
+def test_the_queues_thread_still_looks_after_waiting_threads_have_executed_calls(
+    queue: OpQueue, execute: Executed
+) -> None:
+    for i in range(300):
+        work = queue.post((a_call(),), execute)
+        if i % 3:
+            work.wait(None)
+        else:
+            work.wait(30.0)  # the queue's thread executes it
+            assert execute.threads[-1].name == "unicoll-test"
+    assert execute.seqs == [*range(1, 301)]
+
+
+def test_a_waiting_thread_leaves_earlier_calls_and_those_behind_to_the_queues_thread(
+    queue: OpQueue, execute: Executed
+) -> None:
+    with NoThread(queue):
+        works = [queue.post((a_call(),), execute) for _ in range(3)]
+        works[0].wait(None)  # here
+    works[2].wait(None)  # behind the second, which nothing waits for
+    queue.run(a_call(), execute)
+    assert execute.seqs == [1, 2, 3, 4]
+    assert execute.threads[0] is threading.current_thread()
+    assert execute.threads[1].name == "unicoll-test"
+
+
+@pytest.mark.parametrize("why", ["callback", "timeout", "on_thread", "running"])
+def test_a_waiting_thread_does_not_execute_the_call(why: str, queue: OpQueue, execute: Executed) -> None:
+    if why == "running":
+        execute.gate.clear()
+    work = queue.post((a_call(),), execute, on_thread=why == "on_thread")
+    called: list[threading.Thread] = []
+    if why == "callback":
+        with NoThread(queue):
+            work = queue.post((a_call(),), execute)
+            work.add_done_callback(lambda: called.append(threading.current_thread()))
+    if why == "running":
+        assert execute.begun.wait(30)
+        threading.Timer(0.05, execute.gate.set).start()
+    work.wait(30.0 if why == "timeout" else None)
+    assert {thread.name for thread in execute.threads} == {"unicoll-test"}
+    if why == "callback":
+        deadline = time.monotonic() + 30
+        while not called and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert called == [execute.threads[-1]]
+
+
+def test_a_call_of_another_thread_during_one_of_a_waiting_thread_is_behind_it(
+    queue: OpQueue, execute: Executed
+) -> None:
+    execute.gate.clear()
+    with NoThread(queue):
+        work = queue.post((a_call(),), execute)
+        waiting = threading.Thread(target=work.wait, args=(None,))
+        waiting.start()
+        assert execute.begun.wait(30)
+        assert queue._running is work
+        other = threading.Thread(target=queue.run, args=(a_call(), execute))
+        other.start()
+        later = queue.post((a_call(),), execute)
+        assert not queue.close(0.05)  # a call is being executed
+        execute.gate.set()
+        waiting.join(30)
+    later.wait(30)
+    other.join(30)
+    assert sorted(execute.seqs) == [1, 2, 3]
+    assert execute.seqs[0] == 1
+    assert execute.threads[0] is waiting
+
+
+def test_calls_in_a_callback_come_before_those_that_are_queued(queue: OpQueue, execute: Executed) -> None:
+    """The callback is added while a waiting thread executes the call, so it runs on that thread."""
+    execute.gate.clear()
+    nested = a_call()
+    with NoThread(queue):
+        work = queue.post((a_call(),), execute)
+        last = a_call()
+        behind = queue.post((last,), execute)
+        waiting = threading.Thread(target=work.wait, args=(None,))
+        waiting.start()
+        assert execute.begun.wait(30)
+        work.add_done_callback(lambda: queue.run(nested, execute))
+        execute.gate.set()
+        waiting.join(30)
+    behind.wait(None)
+    assert (nested.seq, last.seq) == (2, 3)
+    assert execute.seqs == [1, 2, 3]
+    assert execute.threads[:2] == [waiting, waiting]
+
+
+def test_an_error_is_that_of_its_call_alone(queue: OpQueue, execute: Executed) -> None:
+    execute.error = DistError("refused")
+    with NoThread(queue):
+        work = queue.post((a_call(),), execute)
+        behind = queue.post((a_call(),), execute)
+        with pytest.raises(DistError, match="refused"):
+            work.wait(None)
+        assert not behind.done()
+        execute.error = None
+    behind.wait(None)
+    queue.run(a_call(), execute)
+    assert execute.seqs == [1, 2, 3]
+
+
+def test_when_the_group_has_failed_the_calls_behind_have_ended_with_the_wait(execute: Executed) -> None:
+    queue = OpQueue("unicoll-test", has_failed=lambda: True)
+    execute.error = DistError("the group has failed")
+    with NoThread(queue):
+        works = [queue.post((a_call(),), execute) for _ in range(3)]
+        with pytest.raises(DistError, match="the group has failed"):
+            works[0].wait(None)
+        assert all(work.exception() is execute.error for work in works)
+    assert queue.close(10)
+
+
+def test_an_interrupt_of_a_waiting_thread_ends_its_call(queue: OpQueue, execute: Executed) -> None:
+    execute.error = KeyboardInterrupt()
+    with NoThread(queue):
+        work = queue.post((a_call(),), execute)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait(None)
+    assert work.done()
+    execute.error = None
+    queue.run(a_call(), execute)  # the queue still works
+    assert execute.seqs == [1, 2]
+
+
+def test_a_completion_does_not_keep_its_group_alive(queue: OpQueue, execute: Executed) -> None:
+    work: Any = queue.post((a_call(),), execute)
+    work.wait(None)
+    assert work.before_wait is None
+
+
+def test_a_posted_call_cannot_be_withdrawn(queue: OpQueue) -> None:
+    taken_back: list[bool] = []
+    posted, blocking = a_call(), a_call()
+    with NoThread(queue):
+        queue.post((posted,), lambda call: taken_back.append(queue.withdraw(call))).wait(None)
+    queue.run(blocking, lambda call: taken_back.append(queue.withdraw(call)))
+    assert taken_back == [False, True]
+    assert queue.sequence == 1

@@ -1,0 +1,740 @@
+"""Conformance tests for every store, then tests of HashStore and FileStore."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from unicoll.errors import (
+    DistArgumentError,
+    DistStoreError,
+    DistTypeError,
+    QueueEmptyError,
+    StoreTimeoutError,
+)
+from unicoll.net.secret import Secret
+from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore, file_log, protocol
+
+SECRET = Secret(b"s" * 32, "test")
+# Some of these tests fork.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+KINDS = ("tcp", "file", "hash")
+
+
+class StoreUnderTest:
+    """Makes handles on one store, and closes them."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self.kind = kind
+        self.path = str(directory / "store")
+        self.made: list[Store] = []
+        self.master = self._first()
+        self.made.append(self.master)
+
+    def _first(self) -> Store:
+        if self.kind == "tcp":
+            return TCPStore("127.0.0.1", 0, is_master=True, timeout=20.0, secret=SECRET)
+        return FileStore(self.path) if self.kind == "file" else HashStore()
+
+    def handle(self) -> Store:
+        if isinstance(self.master, TCPStore):
+            store: Store = TCPStore("127.0.0.1", self.master.port, timeout=20.0, secret=SECRET)
+        elif self.kind == "file":
+            store = FileStore(self.path)
+        else:
+            store = self.master.clone()
+        self.made.append(store)
+        return store
+
+    def close(self) -> None:
+        for store in reversed(self.made):
+            store.close()
+
+
+@pytest.fixture(params=KINDS)
+def under_test(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StoreUnderTest]:
+    under_test = StoreUnderTest(request.param, tmp_path)
+    yield under_test
+    under_test.close()
+
+
+@pytest.fixture(params=["plain", "prefix", "nested"])
+def handle(request: pytest.FixtureRequest, under_test: StoreUnderTest) -> Callable[[], Store]:
+    def make() -> Store:
+        store = under_test.handle()
+        store.set_timeout(20.0)
+        if request.param != "plain":
+            store = PrefixStore("outer", store)
+        return PrefixStore("inner", store) if request.param == "nested" else store
+
+    return make
+
+
+@pytest.fixture
+def store(handle: Callable[[], Store]) -> Store:
+    return handle()
+
+
+@pytest.fixture
+def other(handle: Callable[[], Store]) -> Store:
+    return handle()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+# --- conformance ------------------------------------------------------------------------------------------------
+
+
+def test_set_and_get(store: Store, other: Store):
+    store.set("text", "wört")
+    store.set("bytes", b"\xff\0\r\n")
+    store.set("array", bytearray(b"abc"))  # type: ignore[arg-type]
+    store.set("empty", b"")
+    store.set("", "the empty key")
+    store.set("odd/key \udcff\n", "1")
+    assert other.get("text") == "wört".encode()
+    assert other.get("bytes") == b"\xff\0\r\n"
+    assert other.get("array") == b"abc"
+    assert other.get("empty") == b""
+    assert other.get("") == b"the empty key"
+    assert other.get("odd/key \udcff\n") == b"1"
+    other.set("text", "new")
+    assert store.get("text") == b"new"
+    assert type(store.get("text")) is bytes
+
+
+def test_large_values(store: Store, other: Store):
+    value = os.urandom(3 << 20)
+    store.set("large", value)
+    assert other.get("large") == value
+    assert other.multi_get(["large", "large"]) == [value, value]
+
+
+def test_try_get(store: Store, other: Store):
+    assert store.try_get("k") is None
+    other.set("k", "v")
+    assert store.try_get("k") == b"v"
+
+
+def test_add(store: Store, other: Store):
+    assert store.add("n", 5) == 5
+    assert other.add("n", np.int64(-7)) == -2  # type: ignore[arg-type]
+    assert store.add("n", 0) == -2
+    assert store.get("n") == b"-2"
+    store.set("n", "40")
+    assert other.add("n", 2) == 42
+    store.set("text", "abc")
+    with pytest.raises(DistStoreError, match="not a number"):
+        store.add("text", 1)
+    assert store.get("text") == b"abc"
+
+
+def test_compare_set(store: Store, other: Store):
+    assert store.compare_set("k", "expected", "desired") == b"expected"
+    assert not store.check(["k"])
+    assert store.compare_set("k", "", "first") == b"first"
+    assert other.compare_set("k", "", "second") == b"first"
+    assert other.compare_set("k", "wrong", "second") == b"first"
+    assert other.compare_set("k", "first", b"second") == b"second"
+    assert store.get("k") == b"second"
+
+
+def test_check_and_wait(store: Store, other: Store):
+    assert store.check([])
+    store.wait([])
+    store.set("a", "")
+    assert store.check(["a"])
+    assert not store.check(["a", "b"])
+    other.set("b", "")
+    assert store.check(["a", "b"])
+    store.wait(["a", "b"], timedelta(seconds=0))
+
+
+def test_delete(store: Store, other: Store):
+    store.set("k", "v")
+    assert other.delete_key("k")
+    assert not store.delete_key("k")
+    assert not store.check(["k"])
+    assert store.add("k", 1) == 1
+
+
+def test_counting_and_listing_keys(store: Store, other: Store):
+    before = store.num_keys()
+    store.set("a", "1")
+    store.add("b", 1)
+    store.set("a", "2")
+    assert other.num_keys() == before + 2
+    assert sorted(other.list_keys()) == ["a", "b"]
+    store.delete_key("a")
+    assert other.list_keys() == ["b"]
+
+
+def test_append(store: Store, other: Store):
+    store.append("k", "po")
+    first = store.get("k")
+    other.append("k", b"tato")
+    assert store.get("k") == b"potato"
+    assert first == b"po"
+    store.set("k", "x")
+    store.append("k", "y")
+    assert other.compare_set("k", "xy", "z") == b"z"
+
+
+def test_multi_set_and_get(store: Store, other: Store):
+    store.multi_set(["a", "b"], ["1", b"2"])
+    assert other.multi_get(["b", "a", "b"]) == [b"2", b"1", b"2"]
+    assert other.multi_get([]) == []
+    store.multi_set([], [])
+
+
+def test_queues(store: Store, other: Store):
+    assert store.queue_len("q") == 0
+    for value in ("1", "2", "3"):
+        store.queue_push("q", value)
+    assert other.queue_len("q") == 3
+    assert other.queue_pop("q") == b"1"
+    assert store.queue_pop("q", block=False) == b"2"
+    assert store.check(["q"])
+    store.wait(["q"])
+    assert store.queue_pop("q") == b"3"
+    assert not store.check(["q"])
+    with pytest.raises(QueueEmptyError, match="q' is empty"):
+        store.queue_pop("q", False)
+    store.set_timeout(0.05)
+    with pytest.raises(StoreTimeoutError):
+        store.queue_pop("q")
+
+
+def test_the_extended_api_is_supported(store: Store):
+    assert store.has_extended_api()
+
+
+def test_a_waiting_get_blocks_no_other_call(store: Store, pool: ThreadPoolExecutor):
+    waiting = [pool.submit(store.get, "late"), pool.submit(store.multi_get, ["late", "later"])]
+    waiting.append(pool.submit(store.wait, ["later", "late"]))
+    popping = pool.submit(store.queue_pop, "q")
+    time.sleep(0.05)
+    store.set("late", "1")
+    store.set("later", "2")
+    store.queue_push("q", "3")
+    assert [future.result(timeout=20) for future in waiting] == [b"1", [b"1", b"2"], None]
+    assert popping.result(timeout=20) == b"3"
+
+
+def test_every_pushed_value_is_popped_once(store: Store, other: Store, pool: ThreadPoolExecutor):
+    popped = [pool.submit(each.queue_pop, "q") for each in (store, other) * 3]
+    for i in range(6):
+        store.queue_push("q", str(i))
+    assert sorted(future.result(timeout=20) for future in popped) == [b"%d" % i for i in range(6)]
+
+
+def test_many_threads_on_one_handle(store: Store, pool: ThreadPoolExecutor):
+    def work(i: int) -> None:
+        for j in range(10):
+            store.add("sum", 1)
+            store.set(f"{i}/{j}", str(i * j))
+            assert store.get(f"{i}/{j}") == b"%d" % (i * j)
+
+    for future in [pool.submit(work, i) for i in range(8)]:
+        future.result(timeout=30)
+    assert store.add("sum", 0) == 80
+
+
+def test_barrier(store: Store, other: Store, pool: ThreadPoolExecutor):
+    store.barrier("alone", 1)
+    first = pool.submit(store.barrier, "both", 2, 20.0)
+    other.barrier("both", 2)
+    first.result(timeout=20)
+    with pytest.raises(StoreTimeoutError):
+        store.barrier("missing", 2, 0.05)
+
+
+def test_timeout_errors_have_the_missing_keys_and_the_store(store: Store, under_test: StoreUnderTest):
+    store.set("there", "")
+    with pytest.raises(StoreTimeoutError) as caught:
+        store.wait(["there", "absent-1", "absent-2"], 0.05)
+    message = str(caught.value)
+    assert "absent-1" in message
+    assert "absent-2" in message
+    assert "'there'" not in message
+    assert "0.05 s" in message
+    if isinstance(under_test.master, TCPStore):
+        assert f"127.0.0.1:{under_test.master.port}" in message
+    if under_test.kind == "file":
+        assert under_test.path in message
+    assert isinstance(caught.value, TimeoutError)
+    store.set_timeout(timedelta(seconds=0.02))
+    assert store.timeout == timedelta(seconds=0.02)
+    for waiting in (lambda: store.get("absent"), lambda: store.multi_get(["there", "absent"])):
+        with pytest.raises(StoreTimeoutError, match="absent"):
+            waiting()
+    with pytest.raises(StoreTimeoutError, match="and 92 more"):
+        store.wait([str(i) for i in range(100)])
+    assert store.get("there") == b""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.set(1, "v"),
+        lambda s: s.set(b"k", "v"),
+        lambda s: s.set("k", 1),
+        lambda s: s.set("k", None),
+        lambda s: s.get(None),
+        lambda s: s.add("k", "1"),
+        lambda s: s.add("k", 1.5),
+        lambda s: s.append("k", 1),
+        lambda s: s.compare_set("k", 1, "v"),
+        lambda s: s.check("k"),
+        lambda s: s.check(5),
+        lambda s: s.wait("k"),
+        lambda s: s.wait(["k"], "soon"),
+        lambda s: s.multi_get([1]),
+        lambda s: s.multi_set("k", "v"),
+        lambda s: s.queue_push("k", 1),
+        lambda s: s.set_timeout("soon"),
+    ],
+)
+def test_wrong_types_are_refused_and_nothing_changes(call: Callable[[Store], object]):
+    for store in (HashStore(), PrefixStore("p", HashStore())):
+        with pytest.raises(DistTypeError):
+            call(store)
+        assert store.num_keys() == 0
+
+
+def test_wrong_values_are_refused():
+    store = HashStore()
+    for call in (
+        lambda: store.multi_set(["a", "b"], ["1"]),
+        lambda: store.set("k" * (protocol.MAX_KEY + 1), ""),
+        lambda: store.add("k", 1 << 63),
+        lambda: store.wait(["k"], -1.0),
+        lambda: store.set_timeout(float("nan")),
+    ):
+        with pytest.raises(DistArgumentError):
+            call()
+    assert store.num_keys() == 0
+
+
+def test_the_limit_on_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("UNICOLL_STORE_MAX_VALUE", "1000")
+    for kind in KINDS:
+        under_test = StoreUnderTest(kind, tmp_path)
+        try:
+            store = under_test.handle()
+            store.set("k", b"x" * 1000)
+            with pytest.raises(DistArgumentError, match="1000"):
+                store.set("k", b"x" * 1001)
+            with pytest.raises(DistStoreError, match="limit of 1000"):
+                store.append("k", "y")
+            assert store.get("k") == b"x" * 1000
+        finally:
+            under_test.close()
+
+
+def test_clone(under_test: StoreUnderTest):
+    store = under_test.handle()
+    twin = store.clone()
+    try:
+        twin.set_timeout(3)
+        assert store.timeout == timedelta(seconds=20) or under_test.kind != "tcp"
+        store.set("k", "v")
+        assert twin.get("k") == b"v"
+        twin.close()
+        assert store.get("k") == b"v"
+    finally:
+        twin.close()
+
+
+def test_closing_is_idempotent_and_final(under_test: StoreUnderTest):
+    store = under_test.handle()
+    store.set("k", "v")
+    store.close()
+    store.close()
+    with pytest.raises(DistStoreError, match="closed"):
+        store.get("k")
+    assert under_test.master.get("k") == b"v"
+
+
+def test_closing_ends_a_wait(under_test: StoreUnderTest, pool: ThreadPoolExecutor):
+    store = under_test.handle()
+    waiting = pool.submit(store.wait, ["never"], 15.0)
+    time.sleep(0.05)
+    store.close()
+    with pytest.raises(DistStoreError, match="closed"):
+        waiting.result(timeout=20)
+
+
+# --- prefixes -----------------------------------------------------------------------------------------------------
+
+
+def test_nested_prefixes():
+    base = HashStore()
+    inner = PrefixStore("a", base)
+    outer = PrefixStore("b", inner)
+    outer.set("k", "v")
+    assert base.get("a/b/k") == b"v"
+    assert inner.list_keys() == ["b/k"]
+    assert outer.underlying_store is inner
+    outer.set_timeout(7.0)
+    assert base.timeout == timedelta(seconds=7)
+    outer.close()
+    assert outer.get("k") == b"v"
+    assert "a" in repr(outer)
+
+
+def test_a_prefix_store_needs_a_store():
+    with pytest.raises(DistTypeError):
+        PrefixStore("p", {})  # type: ignore[arg-type]
+    with pytest.raises(DistTypeError):
+        PrefixStore(1, HashStore())  # type: ignore[arg-type]
+
+
+@pytest.mark.torch
+def test_a_prefix_over_torchs_store():
+    distributed = pytest.importorskip("torch.distributed")
+    store = PrefixStore("p", distributed.HashStore())
+    store.set("k", "v")
+    assert store.get("k") == b"v"
+    assert store.try_get("k") == b"v"
+    assert store.try_get("absent") is None
+    store.wait(["k"], 1.0)
+    assert store.add("n", 2) == 2
+
+
+class Minimal(Store):
+    """A third party's store with the abstract methods only."""
+
+    def __init__(self) -> None:
+        self.inner = HashStore()
+
+    def set(self, key, value):
+        self.inner.set(key, value)
+
+    def get(self, key):
+        return self.inner.get(key)
+
+    def add(self, key, amount):
+        return self.inner.add(key, amount)
+
+    def compare_set(self, key, expected_value, desired_value):
+        return self.inner.compare_set(key, expected_value, desired_value)
+
+    def wait(self, keys, timeout=None):
+        self.inner.wait(keys, timeout)
+
+    def check(self, keys):
+        return self.inner.check(keys)
+
+    def delete_key(self, key):
+        return self.inner.delete_key(key)
+
+    def num_keys(self):
+        return self.inner.num_keys()
+
+
+def test_a_third_partys_store():
+    with Minimal() as store:
+        assert store.try_get("k") is None
+        store.multi_set(["k", "l"], ["1", "2"])
+        assert store.multi_get(["l", "k"]) == [b"2", b"1"]
+        assert store.try_get("k") == b"1"
+        store.barrier("b", 1)
+        assert not store.has_extended_api()
+        for unsupported in (store.list_keys, store.clone, lambda: store.append("k", "v")):
+            with pytest.raises(DistStoreError, match="Minimal has no"):
+                unsupported()
+        for unsupported in (
+            lambda: store.queue_push("q", "v"),
+            lambda: store.queue_pop("q"),
+            lambda: store.queue_len("q"),
+        ):
+            with pytest.raises(DistStoreError, match="Minimal has no queue"):
+                unsupported()
+
+
+# --- the names and meanings of torch ------------------------------------------------------------------------------
+
+
+@pytest.mark.torch
+def test_all_of_torchs_methods_exist():
+    distributed = pytest.importorskip("torch.distributed")
+    for ours in (Store, TCPStore, FileStore, HashStore, PrefixStore):
+        theirs = getattr(distributed, ours.__name__)
+        public = {name for name in dir(theirs) if not name.startswith("_")} - {"libuvBackend"}
+        assert public <= set(dir(ours)), ours.__name__
+
+
+@pytest.mark.torch
+def test_the_same_results_as_torchs_hash_store():
+    distributed = pytest.importorskip("torch.distributed")
+    results = []
+    for store in (distributed.HashStore(), HashStore()):
+        store.set_timeout(timedelta(seconds=5))
+        results.append(
+            [
+                store.compare_set("a", "x", "y"),
+                store.check(["a"]),
+                store.compare_set("b", "", "y"),
+                store.compare_set("b", "q", "w"),
+                store.compare_set("b", "y", "z"),
+                store.add("n", 3),
+                store.add("n", -5),
+                store.get("n"),
+                store.num_keys(),
+                store.delete_key("n"),
+                store.delete_key("n"),
+                store.append("ap", "x"),
+                store.append("ap", "y"),
+                store.get("ap"),
+                store.multi_set(["m", "n"], ["1", "2"]),
+                store.multi_get(["m", "n"]),
+                store.queue_push("q", "1"),
+                store.queue_len("q"),
+                store.queue_pop("q"),
+                store.queue_len("q"),
+                store.check(["q"]),
+                sorted(store.list_keys()),
+                store.has_extended_api(),
+                store.check([]),
+            ]
+        )
+    assert results[0] == results[1]
+
+
+# --- HashStore, FileStore -----------------------------------------------------------------------------------------
+
+
+def in_child(act: Callable[[], object]) -> int:
+    """The exit status of a forked child that runs ``act``: 0 if it returned true."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if act() else 1)
+        except BaseException:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_hash_store_is_not_shared_with_a_child():
+    store = HashStore()
+    store.set("k", "v")
+
+    def refused() -> bool:
+        try:
+            store.get("k")
+        except DistStoreError as error:
+            return "process" in str(error)
+        return False
+
+    assert in_child(refused) == 0
+
+
+def test_the_file_is_private(tmp_path: Path):
+    store = FileStore(str(tmp_path / "store"))
+    try:
+        assert stat.S_IMODE(os.stat(store.path).st_mode) == 0o600
+    finally:
+        store.close()
+
+
+def test_the_file_is_removed_with_its_last_user(tmp_path: Path):
+    path = tmp_path / "store"
+    stores = [FileStore(str(path), 2) for _ in range(2)]
+    stores[0].set("k", "v")
+    assert stores[1].get("k") == b"v"
+    assert stores[0].num_keys() == 2
+    stores[0].close()
+    assert path.exists()
+    stores[1].close()
+    assert not path.exists()
+    with FileStore(str(path)) as fresh:
+        assert fresh.try_get("k") is None
+
+
+def test_a_garbage_collected_store_is_closed(tmp_path: Path):
+    path = tmp_path / "store"
+    FileStore(str(path), 1).set("k", "v")
+    assert not path.exists()
+
+
+def test_a_file_without_a_number_of_users_is_kept(tmp_path: Path):
+    path = str(tmp_path / "store")
+    with FileStore(path) as store:
+        store.set("k", "v")
+    with FileStore(path) as store:
+        assert store.get("k") == b"v"
+
+
+def test_an_incomplete_record_is_ignored_and_truncated(tmp_path: Path):
+    path = tmp_path / "store"
+    whole = protocol.pack_request(protocol.StoreOp.SET, (b"torn", b"x" * 100))
+    with FileStore(str(path)) as writer, FileStore(str(path)) as reader:
+        for cut in (1, protocol.REQUEST.size, len(whole) - 1):
+            writer.set("k", str(cut))
+            with path.open("ab") as file:
+                file.write(whole[:cut])
+            assert reader.get("k") == b"%d" % cut
+            assert not reader.check(["torn"])
+            writer.set("after", str(cut))
+            assert reader.get("after") == b"%d" % cut
+    with FileStore(str(path)) as fresh:
+        assert sorted(fresh.list_keys()) == ["after", "k"]
+
+
+def test_an_incomplete_first_line_is_rewritten(tmp_path: Path):
+    path = tmp_path / "store"
+    path.write_bytes(b"unicoll")
+    with FileStore(str(path)) as store:
+        assert store.try_get("k") is None
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+
+
+@pytest.mark.parametrize("content", [b"root:x:0:0\n", b"unicoll file store 1\n" + b"\xff" * 100])
+def test_another_programs_file_is_not_changed(tmp_path: Path, content: bytes):
+    path = tmp_path / "store"
+    path.write_bytes(content)
+    with (
+        FileStore(str(path)) as store,
+        pytest.raises(DistStoreError, match=r"not a file of a FileStore|damaged"),
+    ):
+        store.set("k", "v")
+    assert path.read_bytes() == content
+
+
+def test_a_truncated_file_is_detected(tmp_path: Path):
+    with FileStore(str(tmp_path / "store")) as store:
+        store.set("k", "v")
+        os.truncate(store.path, 30)
+        with pytest.raises(DistStoreError, match="truncated"):
+            store.get("k")
+
+
+def test_a_timeout_reports_a_deleted_file(tmp_path: Path):
+    with FileStore(str(tmp_path / "store")) as store:
+        os.unlink(store.path)
+        with pytest.raises(StoreTimeoutError, match="deleted or replaced"):
+            store.wait(["k"], 0.05)
+
+
+def test_a_file_removed_by_its_last_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "store")
+    last = FileStore(path, 1)
+    opened = file_log.open_log
+    seen = []
+
+    def open_late(found: str) -> file_log.FileLog:
+        log = opened(found)
+        last.close()  # between opening and counting the new user
+        seen.append(log)
+        return log
+
+    monkeypatch.setattr(file_log, "open_log", open_late)
+    with FileStore(path, 2) as store:
+        assert len(seen) == 2
+        store.set("k", "v")
+        with FileStore(path, 2) as other:
+            assert other.get("k") == b"v"
+        assert os.path.exists(path)
+    assert not os.path.exists(path)
+    assert not file_log._logs
+
+
+@pytest.mark.parametrize("where", ["absent/store", "."])
+def test_a_file_that_cannot_be_opened(tmp_path: Path, where: str):
+    with pytest.raises(DistStoreError, match="cannot be opened"):
+        FileStore(str(tmp_path / where))
+
+
+def test_a_fifo_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(DistStoreError, match="regular"):
+        FileStore(str(tmp_path / "fifo"))
+
+
+def test_a_full_disk_leaves_the_file_store_readable(tmp_path: Path):
+    import resource
+
+    store = FileStore(str(tmp_path / "store"))
+
+    def fill() -> bool:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        store.set("k", "v")
+        for big in (b"x" * 20_000, b"x" * 9_990):
+            try:
+                store.set("big", big)
+                return False
+            except DistStoreError as error:
+                if store.path not in str(error):
+                    return False
+        store.set("small", "again")
+        return store.get("k") == b"v" and not store.check(["big"])
+
+    try:
+        assert in_child(fill) == 0
+        assert store.multi_get(["k", "small"]) == [b"v", b"again"]
+    finally:
+        store.close()
+
+
+def test_a_file_store_works_in_a_forked_child(tmp_path: Path):
+    path = tmp_path / "store"
+    store = FileStore(str(path), 1)
+    store.set("k", "v")
+
+    def use() -> bool:
+        store.set("from child", store.get("k"))
+        store.close()
+        return True
+
+    assert in_child(use) == 0
+    assert store.get("from child") == b"v"
+    store.close()
+    assert not path.exists()
+
+
+def test_processes_add_up_exactly(under_test: StoreUnderTest):
+    if under_test.kind == "hash":
+        pytest.skip("a HashStore has one process")
+    store = under_test.handle()
+
+    def work() -> bool:
+        for _ in range(50):
+            store.add("sum", 1)
+            store.append("text", "x")
+        return True
+
+    pids = []
+    for _ in range(4):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os._exit(0 if work() else 1)
+            except BaseException:
+                os._exit(2)
+        pids.append(pid)
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 4
+    assert store.add("sum", 0) == 200
+    assert store.get("text") == b"x" * 200
+
+
+def test_no_thread_is_left_behind():
+    before = threading.active_count()
+    store = TCPStore("127.0.0.1", 0, is_master=True, secret=SECRET)
+    store.set("k", "v")
+    store.close()
+    assert threading.active_count() == before

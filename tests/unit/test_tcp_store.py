@@ -1,0 +1,607 @@
+"""TCPStore: authentication, malformed requests, addresses, failures, forks, and many clients."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+
+from unicoll.errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistNetworkError,
+    DistStoreError,
+    DistTypeError,
+    StoreTimeoutError,
+)
+from unicoll.net import admission, channel, handshake_messages, interfaces
+from unicoll.net.secret import Secret
+from unicoll.net.stores import TCPStore, protocol, tcp, tcp_server
+
+# Some of these tests fork.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+SECRET = Secret(b"s" * 32, "test")
+OTHER = Secret(b"o" * 32, "test")
+OPEN = Secret(b"", "none")
+
+
+def has_ipv6_loopback() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+HAS_IPV6 = has_ipv6_loopback()
+
+
+def serve(host: str = "127.0.0.1", port: int = 0, secret: Secret = SECRET, **options: object) -> TCPStore:
+    return TCPStore(host, port, is_master=True, timeout=20.0, secret=secret, **options)  # type: ignore[arg-type]
+
+
+def join(
+    master: TCPStore, host: str = "127.0.0.1", secret: Secret = SECRET, timeout: float = 20.0
+) -> TCPStore:
+    return TCPStore(host, master.port, timeout=timeout, secret=secret)
+
+
+@pytest.fixture
+def master() -> Iterator[TCPStore]:
+    with serve() as store:
+        yield store
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as executor:
+        yield executor
+
+
+def raw(master: TCPStore) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", master.port), timeout=20)
+
+
+@contextlib.contextmanager
+def authenticated(master: TCPStore) -> Iterator[channel.Connection]:
+    """An authenticated connection."""
+    with raw(master) as sock:
+        yield channel.authenticate(sock, SECRET.key, tcp_server.PURPOSE, time.monotonic() + 20)[0]
+
+
+def ends(sock: channel.Connection) -> bool:
+    """True once the server has closed the connection."""
+    with contextlib.suppress(ConnectionResetError):
+        while sock.recv(4096):
+            pass
+    return True
+
+
+def child(act: Callable[[], object]) -> int:
+    """The pid of a forked process that runs ``act`` and exits."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            os._exit(2)
+    return pid
+
+
+def status(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+# --- authentication -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "message"),
+    [
+        (SECRET, OTHER, "different secrets"),
+        (SECRET, OPEN, "the client has none"),
+        (OPEN, SECRET, "the server has none"),
+    ],
+)
+def test_a_wrong_secret_is_reported_immediately(server: Secret, client: Secret, message: str):
+    with serve(secret=server) as master:
+        with pytest.raises(AuthenticationError, match=message) as caught:
+            join(master, secret=client, timeout=100.0)
+        assert "UNICOLL_SECRET" in str(caught.value)
+        assert str(master.port) in str(caught.value)
+        master.set("k", "v")
+
+
+def test_the_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("UNICOLL_SECRET", "e" * 32)
+    with TCPStore("127.0.0.1", 0, is_master=True) as master:
+        with TCPStore("127.0.0.1", master.port) as client:
+            client.set("k", "v")
+        with pytest.raises(AuthenticationError):
+            join(master)
+
+
+def test_unauthenticated_clients_do_not_disturb(
+    master: TCPStore, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
+):
+    monkeypatch.setattr(admission, "HANDSHAKE_SECONDS", 0.3)
+    with contextlib.ExitStack() as stack:
+        client = stack.enter_context(join(master))
+        waiting = pool.submit(client.get, "late")
+        clients = [stack.enter_context(raw(master)) for _ in range(6)]
+        silent, trickling, garbage, http, recorded, gone = clients
+        trickling.sendall(handshake_messages.MAGIC[:3])
+        garbage.sendall(os.urandom(100_000))
+        http.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        recorded.sendall(
+            handshake_messages.make_hello(SECRET.key, b"store", handshake_messages.PROTECTIONS["mac"])
+            + b"p" * 32
+        )
+        gone.close()
+        client.set("during", "v")
+        assert client.get("during") == b"v"
+        for other in (silent, trickling, garbage, http, recorded):
+            assert ends(other)
+        master.set("late", "v")
+        assert waiting.result(timeout=20) == b"v"
+
+
+HUGE = protocol.REQUEST.pack(1 << 62, protocol.StoreOp.SET, 0.0)
+MALFORMED = {
+    "unknown operation": protocol.REQUEST.pack(0, 99, 0.0),
+    "oversized": HUGE,
+    "cut length": protocol.REQUEST.pack(2, protocol.StoreOp.GET, 0.0) + b"ab",
+    "field beyond the end": protocol.REQUEST.pack(5, protocol.StoreOp.GET, 0.0)
+    + struct.pack("<I", 100)
+    + b"x",
+    "too few fields": protocol.pack_request(protocol.StoreOp.SET, (b"k",)),
+    "too many fields": protocol.pack_request(protocol.StoreOp.GET, (b"k", b"k")),
+    "odd pairs": protocol.pack_request(protocol.StoreOp.MULTI_SET, (b"k", b"v", b"k")),
+    "no number": protocol.pack_request(protocol.StoreOp.ADD, (b"k", b"1e3")),
+    "long key": protocol.pack_request(protocol.StoreOp.SET, (b"k" * (protocol.MAX_KEY + 1), b"v")),
+    "endless wait": protocol.pack_request(protocol.StoreOp.GET, (b"absent",), float("inf")),
+    "no time": protocol.pack_request(protocol.StoreOp.GET, (b"absent",), float("nan")),
+    "two at once": protocol.pack_request(protocol.StoreOp.NUM_KEYS, ()) * 2,
+    "bytes after a waiting request": protocol.pack_request(protocol.StoreOp.GET, (b"absent",), 60.0) + b"x",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_request_closes_its_connection_only(master: TCPStore, name: str):
+    with authenticated(master) as sock, join(master) as client:
+        sock.sendall(MALFORMED[name])
+        assert ends(sock)
+        client.set("k", "v")
+        assert client.num_keys() == 1
+
+
+def test_a_second_request_while_one_waits_closes_the_connection(master: TCPStore):
+    with authenticated(master) as sock:
+        sock.sendall(protocol.pack_request(protocol.StoreOp.GET, (b"absent",), 60.0))
+        time.sleep(0.05)
+        sock.sendall(protocol.pack_request(protocol.StoreOp.NUM_KEYS, ()))
+        assert ends(sock)
+
+
+def test_another_programs_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"220 mail.example ESMTP\r\n")
+                connection.recv(1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(AuthenticationError, match="does not speak unicoll's protocol"):
+            TCPStore("127.0.0.1", port, timeout=30.0, secret=SECRET)
+        thread.join()
+
+
+# --- addresses ------------------------------------------------------------------------------------------------------
+
+
+def test_loopback_listens_on_loopback_only(master: TCPStore):
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", master.port), timeout=5)
+
+
+def test_localhost_serves_both_families():
+    with serve("localhost") as master:
+        for host in ["127.0.0.1", "localhost"] + (["::1", "[::1]"] if HAS_IPV6 else []):
+            with join(master, host) as client:
+                client.add("n", 1)
+        assert master.add("n", 0) >= 2
+
+
+@pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6 loopback")
+def test_ipv6():
+    with serve("::1") as master, join(master, "::1") as client:
+        client.set("k", "v")
+        assert master.get("k") == b"v"
+        with pytest.raises(StoreTimeoutError, match=rf"\[::1\]:{master.port}"):
+            client.wait(["absent"], 0.01)
+
+
+def test_any_other_name_is_served_on_all_interfaces(caplog: pytest.LogCaptureFixture):
+    with serve("0.0.0.0") as master, join(master, "127.0.0.2") as client:
+        client.set("k", "v")
+        assert master.get("k") == b"v"
+    assert "OPEN" not in caplog.text
+
+
+def test_an_open_store_causes_a_warning(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "unicoll"):
+        with serve(secret=OPEN) as master, join(master, secret=OPEN) as client:
+            client.set("k", "v")
+        assert caplog.text == ""
+        serve("0.0.0.0", secret=OPEN).close()
+    assert "OPEN" in caplog.text
+    assert "UNICOLL_SECRET" in caplog.text
+
+
+def test_bind_chooses_the_interface():
+    with serve("example.invalid", bind="127.0.0.3,127.0.0.4") as master:
+        for host in ("127.0.0.3", "127.0.0.4"):
+            join(master, host).close()
+        with pytest.raises(DistNetworkError):
+            join(master, "127.0.0.1", timeout=0.1)
+
+
+def test_a_port_in_use(master: TCPStore):
+    with pytest.raises(DistNetworkError, match=f"127.0.0.1:{master.port} is in use"):
+        serve(port=master.port)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(DistNetworkError, match=f"127.0.0.1:{port} is in use"):
+            serve(port=port)
+
+
+def test_an_address_of_another_host():
+    with pytest.raises(DistNetworkError, match=r"192\.0\.2\.1"):
+        serve(bind="192.0.2.1")
+
+
+def test_an_inherited_listener():
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with serve(port=port, master_listen_fd=listener.detach()) as master, join(master) as client:
+        assert master.port == port
+        client.set("k", "v")
+
+
+def test_an_inherited_descriptor_that_is_not_a_listener():
+    with open(os.devnull) as null, pytest.raises(DistArgumentError, match="not a socket"):
+        serve(master_listen_fd=null.fileno())
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    with pytest.raises(DistArgumentError, match=f"bound to port {port}"):
+        serve(port=port % 60000 + 1, master_listen_fd=listener.detach())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((1, 2), DistTypeError),
+        (("", 2), DistArgumentError),
+        (("h", "2"), DistTypeError),
+        (("h", 0), DistArgumentError),
+        (("h", 65536), DistArgumentError),
+        (("h", 1, None, False, "soon"), DistTypeError),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[object, ...], error: type[Exception]):
+    with pytest.raises(error):
+        TCPStore(*arguments, secret=SECRET)  # type: ignore[arg-type]
+
+
+# --- startup --------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_clients_may_start_first(pool: ThreadPoolExecutor):
+    port = free_port()
+    early = pool.submit(TCPStore, "localhost", port, timeout=30.0, secret=SECRET)
+    time.sleep(0.2)
+    with serve(port=port), early.result(timeout=30) as client:
+        client.set("k", "v")
+
+
+def test_no_server():
+    port = free_port()
+    with pytest.raises(DistNetworkError, match=rf"127\.0\.0\.1:{port} within .*refused"):
+        TCPStore("127.0.0.1", port, timeout=timedelta(seconds=0.2), secret=SECRET)
+    with pytest.raises(DistNetworkError, match=r"no-such-host\.invalid"):
+        TCPStore("no-such-host.invalid", port, timeout=0.2, secret=SECRET)
+
+
+def test_waiting_for_workers(pool: ThreadPoolExecutor):
+    port = free_port()
+    options = {"timeout": 30.0, "secret": SECRET}
+    others = [pool.submit(TCPStore, "127.0.0.1", port, 3, False, **options) for _ in range(2)]
+    with TCPStore("127.0.0.1", port, 3, True, **options) as master:
+        for other in others:
+            other.result(timeout=30).close()
+        assert master.num_keys() == 1
+        assert master.list_keys() == []
+
+
+def test_the_error_has_the_number_of_joined_workers():
+    with pytest.raises(StoreTimeoutError, match="1 of 3 processes have joined"):
+        TCPStore("127.0.0.1", 0, 3, True, 0.2, secret=SECRET)
+    with TCPStore("127.0.0.1", 0, 3, True, 0.2, wait_for_workers=False, secret=SECRET) as master:
+        assert master.num_keys() == 0
+
+
+def test_multi_tenant_masters_share_a_server():
+    with serve(multi_tenant=True) as first:
+        first.set("k", "v")
+        with serve(port=first.port, multi_tenant=True) as second:
+            assert second.get("k") == b"v"
+            with pytest.raises(DistArgumentError, match="another secret"):
+                serve(port=first.port, multi_tenant=True, secret=OTHER)
+            with pytest.raises(DistNetworkError, match="in use"):
+                serve(port=first.port)
+            first.close()
+            assert second.get("k") == b"v"
+
+
+def test_lingering_until_the_last_client_has_disconnected():
+    master = serve()
+    client = join(master)
+    master.close(linger=True)
+    client.set("k", "v")
+    with serve(port=master.port) as successor:
+        assert successor.get("k") == b"v"
+        client.close()
+        assert successor.get("k") == b"v"
+    with serve(port=master.port) as fresh:
+        assert fresh.try_get("k") is None
+        fresh.close(linger=True)
+
+
+def test_a_garbage_collected_master_stops_serving():
+    master = serve()
+    port = master.port
+    del master
+    gc.collect()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_closing_the_master_ends_waiting_calls(master: TCPStore, pool: ThreadPoolExecutor):
+    with join(master, timeout=300.0) as client:
+        waiting = pool.submit(client.get, "never")
+        time.sleep(0.05)
+        master.close()
+        with pytest.raises(DistNetworkError, match=f"get: lost the store server at 127.0.0.1:{master.port}"):
+            waiting.result(timeout=20)
+        with pytest.raises(DistNetworkError, match="lost"):
+            client.set("k", "v")
+
+
+SERVER = """
+import sys
+from unicoll.net.secret import Secret
+from unicoll.net.stores import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, secret=Secret(b"s" * 32, "test"))
+print(store.port, flush=True)
+{then}
+"""
+
+
+@contextlib.contextmanager
+def server_process(then: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER.format(then=then)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_killed_server_is_detected_immediately(pool: ThreadPoolExecutor):
+    with (
+        server_process("sys.stdin.read()") as (process, port),
+        TCPStore("127.0.0.1", port, timeout=300.0, secret=SECRET) as client,
+    ):
+        waits = [pool.submit(client.get, "never"), pool.submit(client.queue_pop, "never")]
+        time.sleep(0.1)
+        process.kill()
+        for wait in waits:
+            with pytest.raises(DistNetworkError, match=f"127.0.0.1:{port}"):
+                wait.result(timeout=20)
+
+
+def test_a_stopped_server_does_not_hang_its_clients(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tcp, "_ANSWER_SECONDS", 0.3)
+    with (
+        server_process("sys.stdin.read()") as (process, port),
+        TCPStore("127.0.0.1", port, timeout=0.2, secret=SECRET) as client,
+    ):
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(DistNetworkError, match=r"has not answered for 0\.\d+ s"):
+            client.get("k")
+        process.send_signal(signal.SIGCONT)
+        client.set_timeout(20.0)
+        client.set("k", "v")
+        assert client.get("k") == b"v"
+
+
+@pytest.mark.parametrize("then", ["", "store.close(linger=True)", "raise SystemExit(0)"])
+def test_exiting_without_closing_does_not_hang(then: str):
+    with server_process("twin = store.clone(); twin.set('k', 'v')\n" + then) as (process, _):
+        assert process.wait(timeout=30) == 0
+
+
+def test_a_client_killed_while_waiting_leaves_no_waiter(master: TCPStore):
+    server = next(iter(tcp.acquire_server.__globals__["_servers"].values()))
+    with join(master) as client:
+        pid = child(lambda: client.queue_pop("q"))
+        deadline = time.monotonic() + 20
+        while not server._waiters and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        assert status(pid) == -signal.SIGKILL
+        while server._waiters and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not server._waiters
+        client.queue_push("q", "kept")
+        assert client.queue_pop("q") == b"kept"
+
+
+# --- forks and many clients -----------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_has_its_own_connections(master: TCPStore):
+    with join(master) as client:
+        client.set("k", "v")
+
+        def use() -> None:
+            assert client.get("k") == b"v"
+            assert master.get("k") == b"v"
+            client.set("from child", str(os.getpid()))
+            client.close()
+            master.close()
+
+        pid = child(use)
+        assert status(pid) == 0
+        assert client.get("from child") == str(pid).encode()
+        master.set("still", "serving")
+        assert client.get("still") == b"serving"
+
+
+def crowd_server(ready: int, stop: int) -> None:
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    with serve() as master:
+        os.write(ready, str(master.port).encode())
+        os.read(stop, 1)
+
+
+def crowd(port: int, size: int) -> None:
+    """``size`` clients in one process, all waiting for one key at once."""
+    stores = [TCPStore("127.0.0.1", port, timeout=60.0, secret=SECRET) for _ in range(size)]
+    waiting = []
+    for store in stores:
+        sock = store._pool.acquire()
+        sock.settimeout(60)
+        sock.sendall(protocol.pack_request(protocol.StoreOp.GET, (b"go",), 60.0))
+        waiting.append(sock)
+    with TCPStore("127.0.0.1", port, timeout=60.0, secret=SECRET) as extra:
+        extra.add("waiting", size)
+    for sock in waiting:
+        assert tcp._receive(sock) == (protocol.Status.OK, [b"now"])
+    stores[0].add("served", size)
+
+
+def test_two_thousand_clients():
+    import resource
+
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 3000:
+        pytest.skip("this machine does not allow 3,000 open files")
+    port_in, port_out = os.pipe()
+    stop_in, stop_out = os.pipe()
+    pids = [child(lambda: crowd_server(port_out, stop_in))]
+    try:
+        port = int(os.read(port_in, 16))
+        pids += [child(lambda: crowd(port, 500)) for _ in range(4)]
+        with TCPStore("127.0.0.1", port, timeout=60.0, secret=SECRET) as store:
+            store._execute(protocol.StoreOp.AT_LEAST, (b"waiting", b"2000"), 60.0, "test")
+            store.set("go", "now")
+            store._execute(protocol.StoreOp.AT_LEAST, (b"served", b"2000"), 60.0, "test")
+        os.write(stop_out, b"x")
+        assert [status(pids.pop()) for _ in range(5)] == [0] * 5
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for fd in (port_in, port_out, stop_in, stop_out):
+            os.close(fd)
+
+
+def test_a_server_without_descriptors_retries_later(master: TCPStore, monkeypatch: pytest.MonkeyPatch):
+    real = socket.socket.accept
+    failures = iter([OSError(24, "Too many open files")] * 3)
+
+    def accept(self: socket.socket) -> tuple[socket.socket, object]:
+        for failure in failures:
+            raise failure
+        return real(self)
+
+    monkeypatch.setattr(interfaces, "raise_descriptor_limit", lambda: False)
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with join(master) as client:
+        client.set("k", "v")
+
+
+def test_a_slow_reader_receives_all_of_a_large_value(master: TCPStore):
+    value = os.urandom(8 << 20)
+    master.set("large", value)
+    with authenticated(master) as sock:
+        sock.sendall(protocol.pack_request(protocol.StoreOp.GET, (b"large",), 1.0))
+        time.sleep(0.1)
+        master.set("meanwhile", "served")
+        code, fields = tcp._receive(sock)
+    assert (code, fields) == (protocol.Status.OK, [value])
+
+
+def test_a_request_with_too_large_values(master: TCPStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(master, "_max_value", 1000)
+    with pytest.raises(DistArgumentError, match="multi_set"):
+        master.multi_set([str(i) for i in range(200)], [b"x" * 1000] * 200)
+    master.set("k", "v")
+
+
+def test_errors_of_the_server_have_the_operation(master: TCPStore):
+    master.set("text", "abc")
+    with pytest.raises(DistStoreError, match="add: key 'text' holds") as caught:
+        master.add("text", 1)
+    assert caught.value.op == "add"
+
+
+def test_many_short_waits_leave_no_timers(master: TCPStore, pool: ThreadPoolExecutor):
+    server = next(iter(tcp.acquire_server.__globals__["_servers"].values()))
+    with join(master, timeout=300.0) as client:
+
+        def echo() -> None:
+            for _ in range(1500):
+                client.queue_push("back", client.queue_pop("there"))
+
+        echoing = pool.submit(echo)
+        for _ in range(1500):
+            master.queue_push("there", "x")
+            master.queue_pop("back")
+        echoing.result(timeout=60)
+        assert len(server._timers) < 1200
