@@ -4,7 +4,7 @@
     python -m unicoll.run --nproc-per-node 2 examples/torch_ddp.py
     mpirun -n 2 python examples/torch_ddp.py
 
-On GPUs each process takes one, and unicoll's ``nccl`` serves it; on CPUs it is ``mpi`` under mpirun, else ``gloo``.
+With GPUs each process uses one and the backend ``nccl``; on CPUs the backend is ``mpi`` under mpirun, else ``gloo``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def main() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(scores, inside).backward()
             optimizer.step()
-            right += torch.stack([(scores.argmax(1) == inside).sum(), torch.tensor(len(inside), device=device)])
+            right += torch.stack(
+                [(scores.argmax(1) == inside).sum(), torch.tensor(len(inside), device=device)]
+            )
         dist.all_reduce(right)
         if dist.get_rank() == 0:
             print(f"epoch {epoch}: {100 * (right[0] / right[1]).item():.1f} % right")

@@ -4,7 +4,7 @@
     python -m unicoll.run --nproc-per-node 2 examples/torch_fsdp2.py
     mpirun -n 2 python examples/torch_fsdp2.py
 
-The same over unicoll's ``nccl`` where each process has a GPU, over ``mpi`` or ``gloo`` on CPUs.
+The backend is ``nccl`` if each process has a GPU, else ``mpi`` or ``gloo`` on CPUs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORDS, STEPS = 50, 20
 
 
 class Copier(nn.Module):
-    """Learns to give back the words that it is given."""
+    """A transformer that learns to reproduce its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,10 +3,9 @@
     python -m unicoll.run --nproc-per-node 4 examples/train_digits.py
 
 Each process computes the gradients of its share of every batch; ``GradientBuckets`` averages them over the
-processes while the backward pass still runs. At the end the program checks what data-parallel training
-promises: all processes hold the same weights, bit for bit, and they are those of one process that trains on
-the whole batches, up to rounding. It exits with 1 when that does not hold. Any number of processes will do,
-one too.
+processes during the backward pass. At the end the program checks the result: all processes have bit-identical
+weights, and they equal those of one process that trains on the whole batches, up to rounding. Otherwise it
+exits with 1. It runs with any number of processes, including one.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ TEST_IMAGES = 360
 MOMENTUM = 0.9
 WEIGHT_DECAY = 1e-4
 # The parallel sums round differently from the single process's, and training amplifies that, epoch by epoch;
-# a wrong gradient or a lost sample shows in the first digits.
+# a wrong gradient or a lost sample changes the first digits.
 ROUNDING = 1e-9
 
 
@@ -190,17 +189,17 @@ def relative_difference(network: Network, reference: Network) -> float:
 
 
 def same_everywhere(network: Network) -> bool:
-    """Whether all processes hold the same weights, bit for bit; rank 0 prints it."""
+    """True if the weights are bit-identical on all processes; rank 0 prints the result."""
     world = dist.get_world_size()
     digests: list[str | None] = [None] * world
     dist.all_gather_object(digests, parameters_digest(network.parameters))
-    strangers = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if dist.get_rank() == 0:
-        if strangers:
-            print(f"weights: ranks {strangers} DIFFER from rank 0")
+        if different:
+            print(f"weights: ranks {different} DIFFER from rank 0")
         else:
             print(f"weights: bit-identical on all {world} processes (SHA-256 {str(digests[0])[:16]}...)")
-    return not strangers
+    return not different
 
 
 def arguments() -> argparse.Namespace:
