@@ -279,6 +279,7 @@ class NCCLBackend(Backend):
         # the options of a batch are those of its first call
         comm = connection.comm if first.options is None else connection.with_options(first.options)
         self._number(calls)
+        in_flight.issued += 1
         in_flight.issuing = first
         try:
             with connection.device_lock:

@@ -172,6 +172,7 @@ class InFlight:
     Attributes:
         operations: in the order of posting; the watchdog alone removes those that have ended.
         issuing: the call with which a thread is in NCCL, or None.
+        issued: number of calls with which a thread has entered NCCL.
         last: the last operation posted, or None.
     """
 
@@ -186,6 +187,7 @@ class InFlight:
     ) -> None:
         self.operations: deque[PendingWork] = deque()
         self.issuing: Call | None = None
+        self.issued = 0
         self.last: PendingWork | None = None
         self.streams = streams
         self.sweep_often = sweep_often

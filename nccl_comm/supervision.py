@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from nccl_comm.connection import Connection
+from nccl_comm.in_flight import InFlight
 from nccl_comm.library.api import IN_PROGRESS, SUCCESS
 from nccl_comm.state import GroupState
 from nccl_comm.watchdog_thread import Watchdog
@@ -48,7 +49,10 @@ class Supervision:
         self._state = state
         self._lock = lock
         self._connection: Connection | None = None
-        self._last_issuing: tuple[Call | None, float] = None, 0.0  # seen by the last sweep, and since when
+        self._last_issuing = (
+            0,
+            0.0,
+        )  # InFlight.issued when the last sweep saw a thread in NCCL, and since when
         self._abort_lock = threading.Lock()
         self._aborted: threading.Event | None = None  # set when an abort has been done
         self._abandoned: list[
@@ -115,7 +119,7 @@ class Supervision:
         comm, in_flight = connection.comm, connection.in_flight
         state = comm.state()
         first = in_flight.operations[0] if in_flight.operations else None
-        self._check_issuing(in_flight.issuing, now)
+        self._check_issuing(in_flight, now)
         if state not in (SUCCESS, IN_PROGRESS):
             call = first.describe_call() if first is not None else None
             comm.await_death_notice(state, call)
@@ -127,14 +131,15 @@ class Supervision:
         if overdue is not None:
             raise failure_diagnosis.timed_out(self._context, overdue.describe_call())
 
-    def _check_issuing(self, call: Call | None, now: float) -> None:
+    def _check_issuing(self, in_flight: InFlight, now: float) -> None:
         """Raise if a thread is in NCCL for longer than its call's timeout.
 
         NCCL connects ranks within their first calls, and waits there without limit for a rank that is gone.
         """
-        since = self._last_issuing[1]
-        if call is None or call is not self._last_issuing[0]:
-            self._last_issuing = call, now
+        call, number = in_flight.issuing, in_flight.issued
+        last, since = self._last_issuing
+        if call is None or number != last:
+            self._last_issuing = number if call is not None else 0, now
             return
         self._check_departures(call)
         if now - since >= call.timeout:
@@ -245,7 +250,6 @@ class Supervision:
             return
         assert self.watchdog is not None
         self.watchdog.unwatch(self)
-        self._last_issuing = None, 0.0  # it holds the call's arrays
         if aborted is not None:
             aborted.wait(_STOP_S)
         idle = locked = self._lock.acquire(timeout=_LOCK_S)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from unicoll.backend import wait_monitor
 from unicoll.backend.flight_recorder import ring
 from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 
@@ -108,9 +109,31 @@ def keeps_no_arrays() -> list[bool]:
             work.wait()
         del x, work
         dist.barrier()  # the backend keeps the last call
-        gc.collect()
-        freed.append(reference() is None)
+        freed.append(_freed(reference))
     return freed
+
+
+def keeps_no_arrays_seen_waiting() -> bool:
+    """The array of a call that the wait monitor has seen is freed, though the monitor does not look again."""
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+    else:
+        threading.Timer(0.5, setattr, (wait_monitor, "_POLL_S", 3600.0)).start()
+    x = np.ones(1000)
+    reference = weakref.ref(x)
+    dist.all_reduce(x)
+    del x
+    dist.barrier()
+    return _freed(reference)
+
+
+def _freed(reference: weakref.ref[Any]) -> bool:
+    """True once the array is freed; waits, since the monitor refers to the calls of this process while it looks."""
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    return reference() is None
 
 
 def many(size: int) -> int:

@@ -64,6 +64,14 @@ def test_arrays_are_not_kept_alive(pool: Callable[[int], Pool]) -> None:
     assert pool(2).run(jobs.keeps_no_arrays) == [[True, True]] * 2
 
 
+def test_arrays_are_not_kept_alive_by_the_monitor() -> None:
+    with joined(2) as job:
+        job.call(jobs.keeps_no_arrays_seen_waiting)
+        assert job.results() == [True] * 2
+        job.call(leave)
+        assert job.results() == [[], []]
+
+
 @pytest.mark.parametrize("size", [0, 100])
 def test_the_size_of_the_ring(size: int) -> None:
     with joined(2, env={"UNICOLL_FLIGHT_RECORDER": str(size)}) as job:

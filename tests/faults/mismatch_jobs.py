@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import unicoll as dist
 from tests.faults.refusal_jobs import Unreadable
 from tests.support.calls import invoke
 from tests.support.outcomes import CallOutcome, outcome_of
+from unicoll.backend import Call
 from unicoll.testing.worker import Failure
 
 # --- different calls ----------------------------------------------------------------------------------------
@@ -52,6 +54,27 @@ def another_order(first: str, second: str) -> CallOutcome:
     story = outcome_of(both)
     dist.destroy_process_group(group)
     return story
+
+
+def one_leaves_the_call_before_late() -> str:
+    """Ranks 0 and 1 make different calls while rank 2 is at the end of the call before; returns the error."""
+    group = dist.new_group()
+    if dist.get_rank() == 2:
+        write_back = Call.write_back
+
+        def late(call: Call) -> None:
+            Call.write_back = write_back  # type: ignore[method-assign]
+            time.sleep(0.4)
+
+        Call.write_back = late  # type: ignore[method-assign]
+    dist.all_reduce(np.ones(2), group=group, timeout=10)
+    try:
+        dist.all_reduce(np.ones(4 + (dist.get_rank() == 1)), group=group, timeout=10)
+    except dist.CollectiveMismatchError as e:
+        return str(e)
+    finally:
+        dist.destroy_process_group(group)
+    return ""
 
 
 def splits_differ(count: int) -> CallOutcome:

@@ -65,6 +65,13 @@ def test_ranks_that_call_differently_raise_the_same_error(name: str, pool: Calla
     assert not wrong, f"{len(wrong)} of {len(cases)} wrong:\n" + "\n".join(wrong[:10])
 
 
+def test_a_rank_that_is_about_to_leave_the_call_before_is_awaited(pool: Callable[[int], Pool]) -> None:
+    errors = pool(3).run(jobs.one_leaves_the_call_before_late)
+    assert len(set(errors)) == 1
+    calls = [line.rpartition(" at ")[0].strip() for line in errors[0].splitlines()[1:]]
+    assert calls == [f"rank {rank}: all_reduce(float64[{4 + (rank == 1)}], SUM) #2" for rank in range(3)]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("count", [4, 100_000])
 @pytest.mark.parametrize("name", ROOTED)

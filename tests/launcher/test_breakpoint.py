@@ -29,7 +29,7 @@ for i in range(2):
     dist.breakpoint(rank=int(sys.argv[1]), skip=1)
     y = x + 1
 dist.all_reduce(x)
-print("sum", x[0], flush=True)
+print(f"sum {x[0]}", flush=True)
 dist.destroy_process_group()
 """
 PLAIN = """

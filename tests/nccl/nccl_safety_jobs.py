@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -311,6 +312,32 @@ def a_thread_in_nccl(revokes: bool) -> list[str]:
         dist.destroy_process_group()
     del nccl.comm_abort
     return log
+
+
+def swept_in_nccl() -> bool:
+    """True if the arrays of a call are freed that a sweep has seen in NCCL, with no later sweep."""
+    connect()
+    nccl: Any = ranks.nccl()
+    supervision = backend_of().supervision
+    inner = nccl.all_reduce
+
+    def swept(*arguments: Any) -> Any:
+        supervision.sweep(time.monotonic())
+        return inner(*arguments)
+
+    assert supervision.watchdog is not None
+    supervision.watchdog.unwatch(supervision)
+    x = arrays.full(8, 1.0)
+    reference = weakref.ref(x)
+    nccl.all_reduce = swept
+    dist.all_reduce(x)
+    del nccl.all_reduce
+    ranks.simulation().synchronize()
+    del x
+    gc.collect()
+    freed = reference() is None
+    supervision.watchdog.watch(supervision)
+    return freed
 
 
 # --- symmetric memory ------------------------------------------------------------------------------------------------

@@ -106,6 +106,14 @@ def test_an_old_nccl_is_aborted_while_a_thread_is_in_it() -> None:
             assert log == ["in", "abort", "out", "OperationTimeoutError"]
 
 
+def test_a_call_that_the_watchdog_has_seen_in_nccl_is_not_kept() -> None:
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.swept_in_nccl)
+        assert job.results() == [True] * 2
+        job.call(leave)
+        assert job.results() == [[]] * 2
+
+
 # --- symmetric memory ------------------------------------------------------------------------------------------------
 
 

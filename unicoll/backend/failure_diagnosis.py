@@ -43,6 +43,8 @@ _SHOWN = 64
 """Maximum number of ranks that an error lists."""
 _UNKNOWN_S = 0.3
 """How long a rank that does not have the group is asked again: it may be creating the group."""
+_BEHIND_S = 1.0
+"""How long a rank that is in an earlier call is asked again: it may be about to leave that call."""
 LIBRARY_PACKAGES = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "torch", *sys.stdlib_module_names}
 
 Report = dict[str, Any]
@@ -122,7 +124,7 @@ def aborted(context: Context, reason: Exception) -> DistError:
 def mismatch(context: Context, call: Call, peer: int, seq: int, why: str = "") -> CollectiveMismatchError:
     """The error of ranks whose calls differ, for the reason ``why``; member ``peer`` is in its call ``seq``."""
     why = why or f"the ranks of group {context.name!r} are in different collectives"
-    reports = _request_reports(context)
+    reports = _request_reports(context, reached=call.seq)
     lines = []
     for member, rank in enumerate(context.ranks[:_SHOWN]):
         if member == context.rank:
@@ -249,19 +251,25 @@ def _list(missing: list[str]) -> str:
     return "; ".join(missing[:_SHOWN]) + more if missing else "none (all are waiting)"
 
 
-def _request_reports(context: Context, ranks: set[int] | None = None) -> dict[int, Report]:
+def _request_reports(context: Context, ranks: set[int] | None = None, reached: int = 0) -> dict[int, Report]:
+    """The reports of other ranks, or of ``ranks``; those in calls before number ``reached`` are asked again."""
     control = context.job.control
     if control is None:
         return {}
     others = set(context.ranks) - {context.job.rank} if ranks is None else ranks
     reports = _valid_reports(control.request_reports(context.name, context.backend, others), others)
-    deadline = time.monotonic() + _UNKNOWN_S
-    while unknown := {rank for rank, answer in reports.items() if answer.get("unknown")}:
-        if time.monotonic() > deadline:
-            break
+    started = time.monotonic()
+    while True:
+        age = time.monotonic() - started
+        again = {
+            rank
+            for rank, answer in reports.items()
+            if (age < _UNKNOWN_S if answer.get("unknown") else answer["seq"] < reached and age < _BEHIND_S)
+        }
+        if not again:
+            return reports
         time.sleep(0.02)
-        reports |= _valid_reports(control.request_reports(context.name, context.backend, unknown), unknown)
-    return reports
+        reports |= _valid_reports(control.request_reports(context.name, context.backend, again), again)
 
 
 def _valid_reports(answers: dict[Any, Any], ranks: set[int]) -> dict[int, Report]:

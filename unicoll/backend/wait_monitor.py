@@ -108,6 +108,7 @@ class WaitMonitor:
                     self._report(look)
                 if self._warn_s:
                     self._warn(look)
+                del look  # it refers to calls, and so to their arrays
             except Exception:  # groups begin and end at any time
                 log.debug("the state of the blocked calls is not known", exc_info=True)
 
