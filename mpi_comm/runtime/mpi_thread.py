@@ -122,6 +122,7 @@ class MPIThread:
                 return
             idle = 0
             self._start_task(task)
+            del task  # it refers to arrays
 
     def _poll_timeout(self, idle: int) -> float | None:
         if not self._requests:

@@ -67,6 +67,7 @@ class TeardownThreads:
         cuda.cuda().ignore_captures()
         while (task := self._tasks.get()) is not None:
             task()
+            del task  # it refers to the group
             with self._lock:
                 if self._closed:
                     return

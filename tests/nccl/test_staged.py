@@ -38,6 +38,10 @@ def test_messages(size: int, pool: Callable[[int], Pool]) -> None:
         assert good == [True] * 12
 
 
+def test_messages_are_not_kept_alive(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.messages_are_not_kept) == [[True, True]] * 2
+
+
 def test_it_says_how_device_arrays_go(pool: Callable[[int], Pool]) -> None:
     for facts in pool(2).run(jobs.facts):
         assert facts["sum"] == [2.0] * 3

@@ -204,3 +204,4 @@ class DeviceP2P:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
+            del task  # it refers to arrays
