@@ -22,6 +22,7 @@ import numpy as np
 from mpi_comm.runtime.communicators import WorldRanks
 from unicoll.arrays.kernels import Flat, quiet_runner
 from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend.call import EndedCall
 from unicoll.backend.options import as_options
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net.timeouts import backoff
@@ -100,7 +101,7 @@ class GroupCommunicator:
         self.mpi = members.mpi
         self.error: DistError | None = None
         self.call: Call | None = None
-        self.last: Call | None = None
+        self.last: EndedCall | None = None
         self.oversubscribed = members.oversubscribed(context)
         self._use_blocking = members.uses_blocking(context)
         self.requires_blocking = False

@@ -167,7 +167,7 @@ class Supervision:
         pending, last = in_flight.first_pending(), in_flight.last
         return failure_diagnosis.report(
             in_flight.issuing or (pending.describe_call() if pending is not None else None),
-            last.describe_call() if last is not None else None,
+            last.describe_call().ended if last is not None else None,
         )
 
     # --- failure ------------------------------------------------------------------------------------------------

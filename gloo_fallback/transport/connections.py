@@ -16,6 +16,7 @@ from gloo_fallback.transport.endpoint import COLLECTIVE, Endpoint
 from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
 from gloo_fallback.transport.striping import STRIPED, Stripe, stripes, transfer
 from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend.call import EndedCall
 from unicoll.errors import DistError, DistNetworkError, RankLostError
 from unicoll.net.channel import Connection
 from unicoll.net.records import TamperedError
@@ -43,7 +44,8 @@ class GroupConnections(Connections):
 
     Attributes:
         error: the error that ended the group, or None.
-        call, last: the operation in progress, and the previous one.
+        call: the operation in progress.
+        last: the previous one.
         deadline: of the operation, on the clock of time.monotonic; 0 until the operation first waits.
         wake: wakes the thread that sleeps in shared memory.
     """
@@ -55,7 +57,7 @@ class GroupConnections(Connections):
         self.size = context.size
         self.error: DistError | None = None
         self.call: Call | None = None
-        self.last: Call | None = None
+        self.last: EndedCall | None = None
         self._endpoint = endpoint
         self._spins = spins
         self._sockets: list[Connection | None] = [None] * self.size

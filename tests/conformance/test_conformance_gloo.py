@@ -135,4 +135,5 @@ def test_more_than_two_to_the_31_bytes(job: object) -> None:
     if _available() < _NEEDS:
         pytest.skip(f"needs {_NEEDS >> 30} GiB of free memory")
     count = _HUGE if job is jobs.huge else _HUGE // 2
-    assert run_ranks(2, job, count, timeout=240) == [[], []]  # type: ignore[arg-type]
+    quiet = {"UNICOLL_STALL_WARNING": "0"}  # on a busy machine one call may take longer than that
+    assert run_ranks(2, job, count, timeout=240, env=quiet) == [[], []]  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,12 @@ def parts(stderr: str) -> tuple[list[str], list[str]]:
 
 
 # Programs under the launcher.
+
+
+@pytest.fixture(autouse=True)
+def grace(folder: LaunchFolder, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Ranks that start late on a busy machine have the time to fail by themselves."""
+    monkeypatch.setattr(folder, "start", partial(folder.start, "--grace", "30"))
 
 
 def test_a_traceback_of_all_ranks_is_printed_once(folder: LaunchFolder) -> None:  # noqa: F811

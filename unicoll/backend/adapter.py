@@ -68,7 +68,7 @@ class _Adapter(HostBackend):
         try:
             self._inner.run(call)
         finally:
-            self._record.last, self._record.call = call, None
+            self._record.last, self._record.call = call.ended, None
 
     @property
     def staging(self) -> int:

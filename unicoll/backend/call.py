@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from unicoll.arrays.buffers import Buffer
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend.ops import Op, Sizes
 from unicoll.backend.options import CallOptions
 
-__all__ = ["Call", "OneSidedCall", "ProxyCall"]
+__all__ = ["Call", "Described", "EndedCall", "OneSidedCall", "ProxyCall"]
+
+
+class Described(Protocol):
+    """What a call, and what all calls of a kind have in common, can say."""
+
+    def describe(self) -> str:
+        """The call in words, for errors: ``all_reduce(float32[4], SUM)``."""
+
+
+EndedCall = tuple[int, Described]
+"""Sequence number and kind of a call that has ended, see :attr:`Call.ended`."""
 
 
 class Call:
@@ -91,7 +102,12 @@ class Call:
         self.compression = ""
         self.options: CallOptions | None = None
         self.timed = False
-        self.kind: object = None
+        self.kind: Described | None = None
+
+    @property
+    def ended(self) -> EndedCall:
+        """What is kept of the call when it has ended: not its arrays, unless the library made it within another one."""
+        return self.seq, self.kind or self
 
     @property
     def dtype(self) -> DType | None:

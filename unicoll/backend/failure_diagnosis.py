@@ -21,7 +21,7 @@ from unicoll.errors import (
 from unicoll.net import logs
 
 if TYPE_CHECKING:
-    from unicoll.backend.call import Call
+    from unicoll.backend.call import Call, EndedCall
     from unicoll.backend.contract import Context
 
 __all__ = [
@@ -194,13 +194,13 @@ def log_stall(context: Context, call: Call, seconds: float) -> None:
     logs.logger("backend").warning("%s", text)
 
 
-def report(call: Call | None, last: Call | None) -> Report:
+def report(call: Call | None, last: EndedCall | None) -> Report:
     """The state of this rank in the group, for errors on other ranks; called on the control thread."""
-    latest = call or last
+    seq, ended = last or (0, None)
     return {
-        "seq": latest.seq if latest is not None else 0,
+        "seq": seq if call is None else call.seq,
         "call": f"{call.describe()} #{call.seq}" if call is not None else None,
-        "last": f"{last.describe()} #{last.seq}" if last is not None and call is None else None,
+        "last": f"{ended.describe()} #{seq}" if ended is not None and call is None else None,
         "where": call.site if call is not None and call.site else where(),
     }
 

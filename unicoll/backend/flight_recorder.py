@@ -86,6 +86,7 @@ class CallKind:
     """
 
     __slots__ = (
+        "_text",
         "backend",
         "group",
         "inputs",
@@ -111,6 +112,11 @@ class CallKind:
         self.backend = backend
         self.peer = call.peer
         self.tag = call.tag
+        self._text = call.op.name if call.op.message else call.describe()  # each message is a kind of its own
+
+    def describe(self) -> str:
+        """Collectives in words, for errors: ``all_reduce(float32[4], SUM)``; messages without their arrays."""
+        return self._text
 
     def of_message(self, call: Call) -> CallKind:
         """The kind of a message, where this one is of all messages of an operation and element type."""

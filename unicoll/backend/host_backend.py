@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from unicoll.backend import failure_diagnosis, fallbacks
-from unicoll.backend.call import Call
+from unicoll.backend.call import Call, EndedCall
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.op_queue import Execute, OpQueue
@@ -53,12 +53,13 @@ class CallRecord(Protocol):
     """The collective that a rank executes, for the errors of the other ranks.
 
     Attributes:
-        call, last: the collective in progress, and the one before.
+        call: the collective in progress.
+        last: the one before.
         error: the error that has ended the group, or None.
     """
 
     call: Call | None
-    last: Call | None
+    last: EndedCall | None
     error: DistError | None
 
 
@@ -67,7 +68,7 @@ class _Record:
     """A :class:`CallRecord` of its own."""
 
     call: Call | None = None
-    last: Call | None = None
+    last: EndedCall | None = None
     error: DistError | None = None
 
 
@@ -187,7 +188,7 @@ class HostBackend(Backend):
             self.give_up(call, e)
             raise
         finally:
-            record.last, record.call = call, outer
+            record.last, record.call = call.ended, outer
 
     # --- failure -----------------------------------------------------------------------------------------------------
 
