@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gloo_fallback.algorithms.over_sockets import bounds_of
+from gloo_fallback.algorithms.operands import bounds_of
 from gloo_fallback.shm.slots import Slots
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call

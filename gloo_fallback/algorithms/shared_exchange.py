@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gloo_fallback.algorithms import direct
-from gloo_fallback.algorithms.over_sockets import check_counts, flat_of, split_blocks
+from gloo_fallback.algorithms.operands import flat_of, split_blocks
+from gloo_fallback.algorithms.over_sockets import check_counts
 from gloo_fallback.algorithms.shared_plans import WHOLE, make_plan, slices_of
 from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from gloo_fallback.algorithms import direct
-from gloo_fallback.algorithms.over_sockets import blocks_of, bounds_of, flat_of, kernel_of
+from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of
 from gloo_fallback.algorithms.shared_exchange import all_to_all
 from gloo_fallback.algorithms.shared_plans import CHUNKED, WHOLE, Plan, make_plan, slices_of
 from gloo_fallback.shm.slots import SLOT, Slots
