@@ -77,10 +77,9 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
-    join: str = "file",
 ) -> list[Any]:
     """Join, call, leave; returns each value. Raises RanksFailed on failures, hangs, leaks and output on stderr."""
-    with joined(size, join=join, env=env) as job:
+    with joined(size, env=env) as job:
         job.call(function, *args)
         values = job.results(timeout)
         end_cleanly(job)
