@@ -316,7 +316,7 @@ def measure(ranks: list[Any], pipes: list[Connection], seconds: float) -> tuple[
     return receive(pipes, seconds + CONNECT_SECONDS + TIMEOUT_SECONDS), most
 
 
-def table(calm: list[Any], flooded: list[Any]) -> str:
+def table(undisturbed: list[Any], flooded: list[Any]) -> str:
     """The times of the operations on all ranks and of new clients, without the flood and with it."""
     lines = [
         f"{'milliseconds':<16}{'without the flood':>30}{'with it':>30}",
@@ -324,17 +324,19 @@ def table(calm: list[Any], flooded: list[Any]) -> str:
     ]
     for name in (*OPERATIONS, NEW_CLIENT):
         line = f"{name:<16}"
-        for reports in (calm, flooded):
+        for reports in (undisturbed, flooded):
             took = sorted(t for one in reports for t in one["took"].get(name, ())) or [float("nan")]
             for at in (0.5, 0.99, 1.0):
                 line += f"{took[min(len(took) - 1, int(at * len(took)))] * 1000:>10.3f}"
         lines.append(line)
     for name, at, of in (("rounds", 0, OPERATIONS[-1]), ("new clients", -1, NEW_CLIENT)):
         lines.append(
-            f"{name:<16}" + "".join(f"{len(reports[at]['took'][of]):>30}" for reports in (calm, flooded))
+            f"{name:<16}"
+            + "".join(f"{len(reports[at]['took'][of]):>30}" for reports in (undisturbed, flooded))
         )
     lines.append(
-        f"{'server threads':<16}" + "".join(f"{reports[0]['threads']:>30.1%}" for reports in (calm, flooded))
+        f"{'server threads':<16}"
+        + "".join(f"{reports[0]['threads']:>30.1%}" for reports in (undisturbed, flooded))
     )
     return "\n".join(lines)
 
@@ -352,7 +354,7 @@ def flood(args: argparse.Namespace, program: Program) -> list[str]:
     pipes = [pipe for _, pipe in started]
     print(f"2 ranks with at most {args.limit} descriptors each listen on {len(ports)} ports")
 
-    calm, _ = measure(ranks, pipes, args.seconds / 2)
+    undisturbed, _ = measure(ranks, pipes, args.seconds / 2)
     shares = [
         args.connections // args.processes + (i < args.connections % args.processes)
         for i in range(args.processes)
@@ -378,8 +380,8 @@ def flood(args: argparse.Namespace, program: Program) -> list[str]:
         f" {reset / seconds:.0f} established and reset, {refused / seconds:.0f} abandoned since the queue was full),"
         f" for {seconds:.1f} s\n"
     )
-    print(table(calm, flooded), end="\n\n")
-    failures = [one["error"] for one in (*calm, *flooded) if one["error"]]
+    print(table(undisturbed, flooded), end="\n\n")
+    failures = [one["error"] for one in (*undisturbed, *flooded) if one["error"]]
     for i, (rank, peak) in enumerate(zip(joined, most, strict=True)):
         cap = min(args.limit, rank["open"] + rank["unauthenticated"] + FILES + SPARE)
         print(

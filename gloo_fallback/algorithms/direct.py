@@ -3,7 +3,7 @@
 The ranks read each other's arrays in place, so no data passes through the slots: one step of the slots before, in which
 the ranks compare signatures and tell where their arrays are, and one after, when the arrays may be changed again. Each
 function returns False, without effect on the arrays, if not all arrays are in symmetric memory; this is the same on all
-ranks. The first step is then done.
+ranks. The first step is then done; the caller may compare the signatures again in its own first step.
 
 Reductions proceed in rank order, as those through slots, so both give the same bits.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from gloo_fallback.algorithms.over_sockets import bounds_of
+from gloo_fallback.algorithms.operands import bounds_of, flat_of
 from gloo_fallback.shm.slots import Slots
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
@@ -139,16 +139,14 @@ def reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | N
     return True
 
 
-def reduce_scatter(
-    slots: Slots, call: Call, kernel: Kernel, inputs: Sequence[Flat], blocks: Sequence[Flat], out: Flat
-) -> bool:
-    """Each rank reduces its block of all arrays. ``inputs`` are the call's, ``blocks`` their part for each rank."""
+def reduce_scatter(slots: Slots, call: Call, kernel: Kernel, out: Flat) -> bool:
+    """Each rank reduces its block of all arrays."""
     rank, size = slots.rank, slots.size
     single = call.op.joined
     arrays = arrays_of_all(
         slots,
         call,
-        inputs,
+        [flat_of(b) for b in call.inputs],
         [out.size] * size,
         out.dtype,
         index=0 if single else rank,

@@ -11,7 +11,7 @@ leaders in an exchange, and the step after it signals the result to the follower
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -25,18 +25,12 @@ from gloo_fallback.algorithms.hierarchy_context import (
     PackedBlocks,
     reduce_node,
 )
-from gloo_fallback.algorithms.over_sockets import (
-    SEGMENT,
-    SMALL,
-    blocks_of,
-    bounds_of,
-    codec_of,
-    flat_of,
-    kernel_of,
-    split_blocks,
-)
+from gloo_fallback.algorithms.hierarchy_reduction import chunk_elements, reduce_in_chunks
+from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of, split_blocks
+from gloo_fallback.algorithms.over_sockets import SMALL, codec_of
+from gloo_fallback.algorithms.rings import SEGMENT, chain_broadcast, chain_reduce, chain_scan
 from gloo_fallback.algorithms.shared_exchange import exchange_blocks
-from gloo_fallback.shm.slots import SLOT, Slots
+from gloo_fallback.shm.slots import SLOT
 from gloo_fallback.transport.connections import SubsetConnections
 from gloo_fallback.transport.exchange import bytes_of
 from unicoll.arrays.compression import BLOCK
@@ -74,9 +68,7 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
         chunk = flat[start : start + step]
         if internode is not None:
             node = hierarchy.node_of(root)
-            over_sockets.chain_broadcast(
-                internode, bytes_of(chunk), (internode.rank - node) % internode.size, node
-            )
+            chain_broadcast(internode, bytes_of(chunk), (internode.rank - node) % internode.size, node)
             if arrays is None:
                 slots.slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
         slots.sync_step()
@@ -133,10 +125,10 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
         out[start : start + result.size] = result
 
     codec = codec_of(call, source)
-    step = _chunk_elements(kernel)
+    step = chunk_elements(kernel)
     arrays = _symmetric_arrays(hierarchy, call, source)
     if codec is None:
-        _pipeline(hierarchy, call, kernel, ChunkedArray(source, step), reduce_across, collect, arrays)
+        reduce_in_chunks(hierarchy, call, kernel, ChunkedArray(source, step), reduce_across, collect, arrays)
         return
     chunks = ChunkedArray(source, step - step % BLOCK)  # they begin where the codec's blocks do
     if internode is not None:
@@ -146,7 +138,7 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
     def stream_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
         stream.step(sums, result)
 
-    _pipeline(hierarchy, call, kernel, chunks, stream_across, collect, arrays, compressed.LAG)
+    reduce_in_chunks(hierarchy, call, kernel, chunks, stream_across, collect, arrays, compressed.LAG)
 
 
 def reduce(hierarchy: HierarchyContext, call: Call) -> None:
@@ -163,27 +155,25 @@ def reduce(hierarchy: HierarchyContext, call: Call) -> None:
 
     def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
         target = None if out is None else out[start : start + sums.size]
-        over_sockets.chain_reduce(internode, NodeSums(kernel, hierarchy.size), sums, target, node)
+        chain_reduce(internode, NodeSums(kernel, hierarchy.size), sums, target, node)
 
-    chunks = ChunkedArray(source, _chunk_elements(kernel))
+    chunks = ChunkedArray(source, chunk_elements(kernel))
     arrays = _symmetric_arrays(hierarchy, call, source)
-    _pipeline(hierarchy, call, kernel, chunks, reduce_across, None, arrays)
+    reduce_in_chunks(hierarchy, call, kernel, chunks, reduce_across, None, arrays)
 
 
 def scan(hierarchy: HierarchyContext, call: Call) -> None:
     """Inclusive or exclusive scan: a chain of all ranks over sockets, also within hosts."""
     hierarchy.agree(call)
     hierarchy.slots.sync_step()
-    over_sockets.chain_scan(
-        hierarchy.connections, kernel_of(call), flat_of(call.inputs[0]), call.op.exclusive
-    )
+    chain_scan(hierarchy.connections, kernel_of(call), flat_of(call.inputs[0]), call.op.exclusive)
 
 
 def reduce_scatter(hierarchy: HierarchyContext, call: Call) -> None:
     """Rank i gets block i of the reduction."""
     out, kernel = flat_of(call.outputs[0]), kernel_of(call)
     blocks = blocks_of(call.inputs, call.op.joined, hierarchy.size)
-    packed = PackedBlocks(blocks, hierarchy, max(1, _chunk_elements(kernel) // hierarchy.size))
+    packed = PackedBlocks(blocks, hierarchy, max(1, chunk_elements(kernel) // hierarchy.size))
 
     def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
         bounds = packed.node_bounds(start)
@@ -195,7 +185,7 @@ def reduce_scatter(hierarchy: HierarchyContext, call: Call) -> None:
         low, high = packed.mine(start)
         out[start : start + high - low] = result[low:high]
 
-    _pipeline(hierarchy, call, kernel, packed, reduce_across, collect)
+    reduce_in_chunks(hierarchy, call, kernel, packed, reduce_across, collect)
 
 
 def _is_small(hierarchy: HierarchyContext, kernel: Kernel, source: Flat) -> bool:
@@ -214,91 +204,6 @@ def _exchange_sums(
     plan = internode.plan((source.size * kernel.acc.itemsize,) * internode.size, kernel.acc)
     reduce_node(kernel, contributions, plan.mine)
     return internode.exchange(plan)
-
-
-def _chunk_elements(kernel: Kernel) -> int:
-    """Elements of a chunk: its contribution and its sum (or result) fit a slot."""
-    return (SLOT - 64) // (kernel.acc.itemsize + kernel.dtype.itemsize)
-
-
-ReduceAcross = Callable[[SubsetConnections, int, Flat, Flat], None]
-Collect = Callable[[int, Flat], None]
-
-
-def _pipeline(
-    hierarchy: HierarchyContext,
-    call: Call,
-    kernel: Kernel,
-    source_chunks: ChunkedArray | PackedBlocks,
-    reduce_across: ReduceAcross,
-    collect: Collect | None,
-    arrays: Sequence[Flat] | None = None,
-    lag: int = 0,
-) -> None:
-    """Pipelined reduction: all ranks contribute, followers sum, leaders reduce across nodes, all ranks collect.
-
-    In step s all ranks contribute chunk s, then the followers sum it while the leader reduces chunk s-1 across nodes,
-    and all ranks collect chunk s-2. A slot holds a contribution, and at ``result_offset`` a follower's part of the
-    sum or the leader's result.
-
-    ``reduce_across(internode, start, sums, result)`` reduces a node's sums with those of the other nodes into
-    ``result``; ``collect(start, result)`` copies from it. ``arrays`` are those of the node's ranks in symmetric memory,
-    which need not be copied to the slots. With a ``lag``, the result is that of so many chunks before; where there is
-    none, and after the last chunk, the arrays are empty.
-    """
-    slots, root = hierarchy.slots, call.root
-    leader, internode = hierarchy.leader(root), hierarchy.internode(root)
-    followers = [r for r in range(slots.size) if r != leader]
-    dtype, starts = kernel.storage, source_chunks.starts
-    sizes = [source_chunks.size(start) for start in starts]
-    result_offset = -(-max(sizes, default=0) * dtype.itemsize // 64) * 64
-    sums = np.empty(max(sizes, default=0) if internode is not None else 0, kernel.acc)
-
-    def contributions(start: int, size: int, steps: int) -> list[Flat]:
-        """The node's contributions to a chunk; without symmetric memory from the slots of the last or next step."""
-        if arrays is not None:
-            return [array[start : start + size] for array in arrays]
-        return [slots.slot(r, 0, size, dtype, steps) for r in range(slots.size)]
-
-    for s in range(len(sizes) + 2 + lag):
-        if s < len(sizes) and arrays is None:
-            source_chunks.pack(starts[s], slots.slot(slots.rank, 0, sizes[s], dtype))
-        slots.sync_step(None if s else call)
-        if s == 0 and internode is not None:
-            internode.agree()
-        if internode is None and s < len(sizes):
-            _sum_own_part(slots, kernel, followers, contributions(starts[s], sizes[s], 0), result_offset)
-        if internode is not None and 1 <= s <= len(sizes) + lag:
-            at = s - 1 - lag
-            size, length = sizes[s - 1] if s <= len(sizes) else 0, sizes[at] if at >= 0 else 0
-            if not size:
-                pass
-            elif followers:
-                _gather_sums(slots, followers, sums[:size], result_offset)
-            else:  # the contribution of the previous step
-                reduce_node(kernel, contributions(starts[s - 1], size, 1), sums[:size])
-            result = slots.slot(slots.rank, result_offset, length, dtype)
-            reduce_across(internode, starts[at] if at >= 0 else 0, sums[:size], result)
-        if collect is not None and s >= 2 + lag:
-            at = s - 2 - lag
-            collect(starts[at], slots.slot(leader, result_offset, sizes[at], dtype, 0))
-
-
-def _sum_own_part(
-    slots: Slots, kernel: Kernel, followers: Sequence[int], parts: Sequence[Flat], result_offset: int
-) -> None:
-    bounds = bounds_of(parts[0].size, len(followers))
-    i = followers.index(slots.rank)
-    low, high = bounds[i], bounds[i + 1]
-    parts = [part[low:high] for part in parts]
-    reduce_node(kernel, parts, slots.slot(slots.rank, result_offset, high - low, kernel.acc))
-
-
-def _gather_sums(slots: Slots, followers: Sequence[int], sums: Flat, result_offset: int) -> None:
-    bounds = bounds_of(sums.size, len(followers))
-    for i, r in enumerate(followers):
-        low, high = bounds[i], bounds[i + 1]
-        sums[low:high] = slots.slot(r, result_offset, high - low, sums.dtype, 0)
 
 
 # --- data movement ------------------------------------------------------------------------------------------

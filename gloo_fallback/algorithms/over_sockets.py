@@ -1,8 +1,8 @@
-"""The collectives over :class:`~gloo_fallback.transport.exchange.Connections`: one small function per algorithm.
+"""The collectives over :class:`~gloo_fallback.transport.exchange.Connections`.
 
 Small operations are one :meth:`Connections.exchange` (latency: ceil(log2 n) messages). Larger ones compare
-signatures in an empty exchange and then move bulk data: operations whose result goes to all ranks use rings for large
-blocks (bandwidth-optimal: Patarasuk and Yuan, 2009) and :mod:`~gloo_fallback.algorithms.circulant` for small ones,
+signatures in an empty exchange and then move bulk data: operations whose result goes to all ranks use rings
+(:mod:`~gloo_fallback.algorithms.rings`) for large blocks and :mod:`~gloo_fallback.algorithms.circulant` for small ones,
 rooted operations a binomial tree or a pipelined chain, and personalised exchanges direct messages. The choice depends
 only on sizes that the signature covers, so it is the same on all ranks.
 """
@@ -14,46 +14,32 @@ from collections.abc import Sequence
 import numpy as np
 
 from gloo_fallback.algorithms import circulant, compressed
+from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of, split_blocks
+from gloo_fallback.algorithms.rings import (
+    chain_broadcast,
+    chain_reduce,
+    chain_scan,
+    pair_reduce_scatter,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
 from gloo_fallback.transport.exchange import Connections, ReductionKernel, bytes_of
-from unicoll.arrays.buffers import Buffer
 from unicoll.arrays.compression import Codec, codec_for
-from unicoll.arrays.kernels import Flat, Kernel, kernel_for
-from unicoll.arrays.types import DType
+from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 from unicoll.backend.size_agreement import shape_hash
 from unicoll.errors import CollectiveMismatchError
 
 SMALL = 1 << 16
 """Maximum bytes at each rank after one exchange; larger operations use the bulk algorithms."""
-SEGMENT = 1 << 18
-"""Bytes per message of the pipelined algorithms."""
 _CHAIN = 1 << 16
 _DETERMINISTIC_BYTES = 1 << 20
 """Bytes of all ranks' contributions that a deterministic reduction holds at a time."""
 
 
-def flat_of(buffer: Buffer) -> Flat:
-    """The memory of a buffer as a 1-D array."""
-    assert buffer.flat is not None
-    return buffer.flat
-
-
-def kernel_of(call: Call) -> Kernel:
-    """The reduction kernel of a call."""
-    dtype: DType | None = call.dtype
-    assert dtype is not None
-    assert call.reduce is not None
-    return kernel_for(dtype, call.reduce)
-
-
 def codec_of(call: Call, source: Flat) -> Codec | None:
     """The codec of a call's compression; None if it has none, or is too small."""
     return codec_for(call.compression, source.dtype) if call.compression and source.nbytes > SMALL else None
-
-
-def bounds_of(count: int, parts: int) -> list[int]:
-    """The bounds of ``parts`` nearly equal blocks of ``count`` elements: ``parts + 1`` offsets."""
-    return [count * i // parts for i in range(parts + 1)]
 
 
 # --- barrier, broadcast -------------------------------------------------------------------------------------
@@ -82,17 +68,6 @@ def broadcast(connections: Connections, call: Call) -> None:
         chain_broadcast(connections, bytes_of(flat), position, root)
     else:
         _tree_broadcast(connections, bytes_of(flat), position, root)
-
-
-def chain_broadcast(connections: Connections, data: memoryview, position: int, root: int) -> None:
-    """Pipelined chain: each rank forwards the segments to the next."""
-    before, after = (root + position - 1) % connections.size, (root + position + 1) % connections.size
-    for start in range(0, len(data), SEGMENT):
-        segment = data[start : start + SEGMENT]
-        if position:
-            connections.receive(before, segment, len(segment))
-        if position < connections.size - 1:
-            connections.send(after, segment)
 
 
 def _tree_broadcast(connections: Connections, data: memoryview, position: int, root: int) -> None:
@@ -152,28 +127,6 @@ def reduce(connections: Connections, call: Call) -> None:
     reduce_to_root(connections, kernel, source, flat_of(call.outputs[0]) if call.outputs else None, call.root)
 
 
-def chain_reduce(
-    connections: Connections, kernel: ReductionKernel, source: Flat, out: Flat | None, root: int
-) -> None:
-    """Partial results travel in a ring from the rank after the root to the root, segment by segment."""
-    position = (connections.rank - root - 1) % connections.size
-    before, after = (connections.rank - 1) % connections.size, (connections.rank + 1) % connections.size
-    step = max(1, SEGMENT // kernel.acc.itemsize)
-    scratch = np.empty(min(step, source.size), kernel.acc)
-    for start in range(0, source.size, step):
-        own = source[start : start + step]
-        if position == 0:
-            connections.send(after, bytes_of(np.ascontiguousarray(kernel.widen(own), kernel.acc)))
-            continue
-        partial = scratch[: own.size]
-        connections.receive(before, bytes_of(partial), partial.nbytes)
-        kernel.fold(partial, own)
-        if out is None:
-            connections.send(after, bytes_of(partial))
-        else:
-            kernel.finish(partial, out[start : start + step], connections.size)
-
-
 def scan(connections: Connections, call: Call) -> None:
     """Inclusive scan: the reduction of the data of ranks 0 to this one; an exscan excludes this rank."""
     flat, kernel = flat_of(call.inputs[0]), kernel_of(call)
@@ -185,30 +138,6 @@ def scan(connections: Connections, call: Call) -> None:
         return
     connections.agree()
     chain_scan(connections, kernel, flat, call.op.exclusive)
-
-
-def chain_scan(connections: Connections, kernel: ReductionKernel, flat: Flat, exclusive: bool) -> None:
-    """Each rank reduces its data into the previous rank's partial result and forwards it, segment by segment.
-
-    Contributions are reduced in rank order.
-    """
-    rank, last = connections.rank, connections.rank == connections.size - 1
-    step = max(1, SEGMENT // kernel.acc.itemsize)
-    scratch = np.empty(min(step, flat.size), kernel.acc)
-    for start in range(0, flat.size, step):
-        own = flat[start : start + step]
-        partial = scratch[: own.size]
-        total = partial
-        if not rank:
-            total[...] = kernel.widen(own)
-        else:
-            connections.receive(rank - 1, bytes_of(partial), partial.nbytes)
-            total = partial.copy() if exclusive else partial
-            if not (exclusive and last):
-                kernel.fold(total, own)
-            kernel.finish(partial, own, connections.size)
-        if not last:
-            connections.send(rank + 1, bytes_of(total))
 
 
 def reduce_scatter(connections: Connections, call: Call) -> None:
@@ -236,9 +165,9 @@ def reduce_scatter_blocks(
     elif circulant.is_efficient(connections, sum(p.size for p in blocks) * kernel.acc.itemsize):
         circulant.reduce_blocks(connections, kernel, blocks, out)
     elif connections.size == 2:
-        _pair_reduce_scatter(connections, kernel, blocks, out)
+        pair_reduce_scatter(connections, kernel, blocks, out)
     else:
-        _ring_reduce_scatter(connections, kernel, blocks, out)
+        ring_reduce_scatter(connections, kernel, blocks, out)
 
 
 def _direct_reduce_scatter(
@@ -288,64 +217,6 @@ def _deterministic_reduce(
                 connections.receive(r, bytes_of(target), target.nbytes)
 
 
-def _pair_reduce_scatter(
-    connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
-) -> None:
-    """Two ranks: each sends the other rank's block and reduces the received one with its own."""
-    rank = connections.rank
-    longest = max(p.size for p in blocks)
-    step = max(1, SEGMENT // kernel.storage.itemsize)
-    staging = np.empty(min(step, longest), kernel.storage)
-    for start in range(0, longest, step):
-        outgoing, own = blocks[1 - rank][start : start + step], blocks[rank][start : start + step]
-        received = staging[: own.size]
-        connections.duplex(1 - rank, bytes_of(outgoing), 1 - rank, bytes_of(received))
-        kernel.combine((own, received) if rank == 0 else (received, own), out[start : start + step])
-
-
-def _ring_reduce_scatter(
-    connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
-) -> None:
-    """The partial result of block i starts at rank i+1 and travels round the ring to rank i.
-
-    The first hop carries a rank's own data in the element type, later hops carry sums in the accumulator type.
-    """
-    size, rank = connections.size, connections.rank
-    left, right = (rank - 1) % size, (rank + 1) % size
-    wide = kernel.acc.itemsize
-    step = max(1, SEGMENT // wide)
-    longest = max(p.size for p in blocks)
-    width = min(step, longest)
-    carry, spare = np.empty(width, kernel.acc), np.empty(width, kernel.acc)
-    narrow = None if kernel.storage == kernel.acc else np.empty(width, kernel.storage)
-    for start in range(0, longest, step):
-        parts = [p[start : start + step] for p in blocks]
-        for hop in range(1, size):
-            outgoing, own = parts[(rank - hop) % size], parts[(rank - hop - 1) % size]
-            if hop == 1:
-                received = (spare if narrow is None else narrow)[: own.size]
-                connections.duplex(right, bytes_of(outgoing), left, bytes_of(received))
-                sums = _add_first(kernel, received, own, spare)
-            else:
-                sums = spare[: own.size]
-                connections.duplex(right, bytes_of(carry[: outgoing.size]), left, bytes_of(sums))
-                kernel.fold(sums, own)
-            carry, spare = spare, carry
-        mine = out[start : start + step]
-        kernel.finish(carry[: mine.size], mine, size)
-
-
-def _add_first(kernel: ReductionKernel, received: Flat, own: Flat, staging: Flat) -> Flat:
-    """The sum of two ranks' own data, in ``staging``."""
-    sums = staging[: own.size]
-    if kernel.storage == kernel.acc and kernel.plain:
-        kernel.ufunc(received, own, out=sums)
-        return sums
-    kernel.begin(sums, received)
-    kernel.fold(sums, own)
-    return sums
-
-
 # --- gathering ----------------------------------------------------------------------------------------------
 
 
@@ -354,16 +225,7 @@ def all_gather_blocks(connections: Connections, blocks: Sequence[Flat]) -> None:
     if circulant.is_efficient(connections, sum(p.nbytes for p in blocks)):
         circulant.gather_blocks(connections, blocks)
     else:
-        _ring_gather(connections, blocks)
-
-
-def _ring_gather(connections: Connections, blocks: Sequence[Flat]) -> None:
-    """Block i from rank i to all ranks."""
-    size, rank = connections.size, connections.rank
-    left, right = (rank - 1) % size, (rank + 1) % size
-    views = [bytes_of(p) for p in blocks]
-    for hop in range(size - 1):
-        connections.duplex(right, views[(rank - hop) % size], left, views[(rank - hop - 1) % size])
+        ring_all_gather(connections, blocks)
 
 
 def all_gather(connections: Connections, call: Call) -> None:
@@ -454,27 +316,6 @@ def all_to_all(connections: Connections, call: Call) -> None:
     for distance in range(1, size):
         to, frm = (rank + distance) % size, (rank - distance) % size
         connections.duplex(to, bytes_of(sources[to]), frm, bytes_of(targets[frm]))
-
-
-def blocks_of(buffers: Sequence[Buffer], single: bool, ranks: int) -> list[Flat]:
-    """One block per rank: a list of arrays, or with ``single`` the equal parts of one array."""
-    if not single:
-        return [flat_of(b) for b in buffers]
-    flat = flat_of(buffers[0])
-    count = flat.size // ranks
-    return [flat[i * count : (i + 1) * count] for i in range(ranks)]
-
-
-def split_blocks(buffers: Sequence[Buffer], counts: Sequence[int], single: bool) -> list[Flat]:
-    """One block per rank: a list of arrays, or with ``single`` the parts of one array with ``counts`` elements."""
-    if not single:
-        return [flat_of(b) for b in buffers]
-    flat = flat_of(buffers[0])
-    blocks, start = [], 0
-    for count in counts:
-        blocks.append(flat[start : start + count])
-        start += count
-    return blocks
 
 
 def agree_on_counts(connections: Connections, in_counts: Sequence[int], out_counts: Sequence[int]) -> Flat:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gloo_fallback.algorithms import direct
-from gloo_fallback.algorithms.over_sockets import check_counts, flat_of, split_blocks
+from gloo_fallback.algorithms.operands import flat_of, split_blocks
+from gloo_fallback.algorithms.over_sockets import check_counts
 from gloo_fallback.algorithms.shared_plans import WHOLE, make_plan, slices_of
 from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat
@@ -159,14 +160,14 @@ class _BlockExchange:
     """One block for each rank: a slot holds ``head`` bytes, then ``step`` elements for each rank."""
 
     def __init__(self, slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], head: int = 0) -> None:
-        self._board, self._sources, self._targets, self._head = slots, sources, targets, head
+        self._slots, self._sources, self._targets, self._head = slots, sources, targets, head
         self._dtype = sources[0].dtype
         self.step = (SLOT - head) // slots.size // self._dtype.itemsize
         self._stride = self.step * self._dtype.itemsize
 
     def write(self, start: int) -> None:
         """Write ``step`` elements from ``start`` on of each block into this rank's slot for the next step."""
-        slots = self._board
+        slots = self._slots
         for r, source in enumerate(self._sources):
             if r != slots.rank and source.size > start:
                 part = source[start : start + self.step]
@@ -174,7 +175,7 @@ class _BlockExchange:
 
     def read(self, start: int) -> None:
         """Read the elements from ``start`` on that the other ranks wrote for this rank before the last step."""
-        slots = self._board
+        slots = self._slots
         for r, target in enumerate(self._targets):
             if r != slots.rank and target.size > start:
                 part = target[start : start + self.step]
@@ -184,5 +185,5 @@ class _BlockExchange:
         """Exchange all elements from ``start`` on."""
         for at in range(start, largest, self.step):
             self.write(at)
-            self._board.sync_step()
+            self._slots.sync_step()
             self.read(at)

@@ -1,7 +1,8 @@
 """The collectives in shared memory (:class:`~gloo_fallback.shm.slots.Slots`), for the ranks of one host.
 
 Arrays are processed in chunks that fit the slots, so the shared memory does not grow with the arrays. Reductions
-proceed in rank order, so the result does not depend on the rank that computes it.
+proceed in rank order, so the result does not depend on the rank that computes it. Large arrays are not copied to the
+slots if they are in symmetric memory (:mod:`~gloo_fallback.algorithms.direct`).
 
 Small operations are one step. What they need besides the arrays, such as views of the slots, depends only on the kind
 of call and on which slot is next, so it is made once and kept (:mod:`~gloo_fallback.algorithms.shared_plans`).
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gloo_fallback.algorithms import direct
-from gloo_fallback.algorithms.over_sockets import blocks_of, bounds_of, flat_of, kernel_of
+from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of
 from gloo_fallback.algorithms.shared_exchange import all_to_all
 from gloo_fallback.algorithms.shared_plans import CHUNKED, WHOLE, Plan, make_plan, slices_of
 from gloo_fallback.shm.slots import SLOT, Slots
@@ -45,21 +46,17 @@ def barrier(slots: Slots, call: Call) -> None:
 def broadcast(slots: Slots, call: Call) -> None:
     """The root's data to all, a slot at a time."""
     flat = flat_of(call.inputs[0])
-    first_call: Call | None = call
-    if slots.symmetric is not None and flat.nbytes > WHOLE:
-        if direct.broadcast(slots, call, flat):
-            return
-        first_call = None
+    if slots.symmetric is not None and flat.nbytes > WHOLE and direct.broadcast(slots, call, flat):
+        return
     step = SLOT // flat.itemsize
     for start in range(0, max(flat.size, 1), step):
         chunk = flat[start : start + step]
         shared = slots.slot(call.root, 0, chunk.size, flat.dtype)
         if slots.rank == call.root:
             shared[:] = chunk
-        slots.sync_step(first_call)
+        slots.sync_step(None if start else call)
         if slots.rank != call.root:
             chunk[:] = shared
-        first_call = None
 
 
 # --- reductions ---------------------------------------------------------------------------------------------
@@ -75,12 +72,8 @@ def all_reduce(slots: Slots, call: Call) -> None:
         plan.kernel.combine(plan.read, out, True)
         return
     kernel = kernel_of(call)
-    first_call: Call | None = call
-    if slots.symmetric is not None:
-        if direct.all_reduce(slots, call, kernel, source, out):
-            return
-        first_call = None
-    _reduce_in_chunks(slots, first_call, kernel, source, out)
+    if slots.symmetric is None or not direct.all_reduce(slots, call, kernel, source, out):
+        _reduce_in_chunks(slots, call, kernel, source, out)
 
 
 def _plan_all_reduce(slots: Slots, call: Call) -> Plan:
@@ -101,17 +94,11 @@ def reduce(slots: Slots, call: Call) -> None:
         if out is not None:
             kernel.combine(contributions, out, disjoint=True)
         return
-    first_call: Call | None = call
-    if slots.symmetric is not None:
-        if direct.reduce(slots, call, kernel, source, out):
-            return
-        first_call = None
-    _reduce_in_chunks(slots, first_call, kernel, source, out)
+    if slots.symmetric is None or not direct.reduce(slots, call, kernel, source, out):
+        _reduce_in_chunks(slots, call, kernel, source, out)
 
 
-def _reduce_in_chunks(
-    slots: Slots, call: Call | None, kernel: Kernel, source: Flat, out: Flat | None
-) -> None:
+def _reduce_in_chunks(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | None) -> None:
     """Each rank reduces its block of every chunk, directly from the slots of all ranks, and publishes the result.
 
     The first half of a slot holds a rank's contribution to one chunk, the second half its result for the previous
@@ -119,7 +106,6 @@ def _reduce_in_chunks(
     """
     half = SLOT // 2
     step = half // source.itemsize
-    first_call = call
     previous: tuple[int, list[int]] | None = None
     rank, size, dtype = slots.rank, slots.size, source.dtype
     for start in range(0, source.size + step, step):
@@ -130,8 +116,7 @@ def _reduce_in_chunks(
             contribution = slots.slot(rank, 0, chunk.size, dtype)
             contribution[:low] = chunk[:low]
             contribution[high:] = chunk[high:]
-        slots.sync_step(first_call)
-        first_call = None
+        slots.sync_step(None if start else call)
         if previous is not None and out is not None:
             _copy_results(slots, out, *previous, half)
         if not chunk.size:
@@ -183,12 +168,8 @@ def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
     out, kernel = flat_of(call.outputs[0]), kernel_of(call)
     blocks = blocks_of(call.inputs, call.op.joined, slots.size)
     size, rank, dtype = slots.size, slots.rank, out.dtype
-    first_call: Call | None = call
-    if slots.symmetric is not None:
-        inputs = [flat_of(b) for b in call.inputs]
-        if direct.reduce_scatter(slots, call, kernel, inputs, blocks, out):
-            return
-        first_call = None
+    if slots.symmetric is not None and direct.reduce_scatter(slots, call, kernel, out):
+        return
     stride = _stride(slots, dtype)
     step = stride // dtype.itemsize
     for start in range(0, max(1, *(p.size for p in blocks)), step):
@@ -196,8 +177,7 @@ def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
             if r != rank:
                 part = blocks[r][start : start + step]
                 slots.slot(rank, r * stride, part.size, dtype)[:] = part
-        slots.sync_step(first_call)
-        first_call = None
+        slots.sync_step(None if start else call)
         mine = blocks[rank][start : start + step]
         if mine.size:
             parts = [slots.slot(r, rank * stride, mine.size, dtype, 0) for r in range(size)]
@@ -211,17 +191,13 @@ def scan(slots: Slots, call: Call) -> None:
     Each rank reduces the slots of the ranks before it, a slot at a time.
     """
     flat, kernel = flat_of(call.inputs[0]), kernel_of(call)
-    first_call: Call | None = call
-    if slots.symmetric is not None and flat.nbytes > WHOLE:
-        if direct.scan(slots, call, kernel, flat):
-            return
-        first_call = None
+    if slots.symmetric is not None and flat.nbytes > WHOLE and direct.scan(slots, call, kernel, flat):
+        return
     step = SLOT // flat.itemsize
     for start in range(0, max(flat.size, 1), step):
         chunk = flat[start : start + step]
         slots.slot(slots.rank, 0, chunk.size, flat.dtype)[:] = chunk
-        slots.sync_step(first_call)
-        first_call = None
+        slots.sync_step(None if start else call)
         contributions = [slots.slot(r, 0, chunk.size, flat.dtype, 0) for r in range(slots.rank)]
         if not call.op.exclusive:
             contributions.append(chunk)
@@ -243,12 +219,8 @@ def all_gather(slots: Slots, call: Call) -> None:
     source = flat_of(call.inputs[0])
     if plan.write is None:
         targets = blocks_of(call.outputs, call.op.joined, slots.size)
-        first_call: Call | None = call
-        if slots.symmetric is not None:
-            if direct.all_gather(slots, call, source, targets):
-                return
-            first_call = None
-        _all_gather_chunks(slots, first_call, source, targets, max(t.size for t in targets))
+        if slots.symmetric is None or not direct.all_gather(slots, call, source, targets):
+            _all_gather_chunks(slots, call, source, targets, max(t.size for t in targets))
         return
     plan.write[...] = source
     slots.sync_step(call)
@@ -315,15 +287,13 @@ def _all_gather_chunks(
     """
     dtype, rank = source.dtype, slots.rank
     step = SLOT // dtype.itemsize
-    first_call = call
     for start in range(0, max(largest, 1), step):
         chunk = source[start : start + step]
         slots.slot(rank, 0, chunk.size, dtype)[:] = chunk
-        if value is None or first_call is None:
-            slots.sync_step(first_call)
-        elif not slots.sync_step_checked(first_call, value):
+        if start or value is None:
+            slots.sync_step(None if start else call)
+        elif not slots.sync_step_checked(call, value):
             return False
-        first_call = None
         for r, target in enumerate(targets):
             part = target[start : start + step]
             part[:] = chunk if r == rank else slots.slot(r, 0, part.size, dtype, 0)

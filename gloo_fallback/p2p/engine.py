@@ -389,9 +389,9 @@ class P2PEngine:
         control = self._context.job.control
         why = f"{self._context.who(peer)} closed its connection"
         if control is not None and self._error is None:
-            culprit = control.find_lost_rank(rank, self._context.ranks, 0.5)
-            if culprit is not None:
-                rank, why = culprit, control.departed[culprit]
+            lost_rank = control.find_lost_rank(rank, self._context.ranks, 0.5)
+            if lost_rank is not None:
+                rank, why = lost_rank, control.departed[lost_rank]
         for pending in operations:
             pending.completion.finish(self._error or lost(self._context, pending.call, rank, why))
 

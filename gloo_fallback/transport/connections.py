@@ -302,8 +302,8 @@ class GroupConnections(Connections):
         if self.error is None and control is not None:
             deadline = time.monotonic() + 0.5
             while time.monotonic() < deadline and self.error is None:
-                if (verdict := control.group_failure(context.name)) is not None:
-                    self.abort(verdict)
+                if (failure := control.group_failure(context.name)) is not None:
+                    self.abort(failure)
                 elif (rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)) is not None:
                     self.fail(self._lost(context.ranks.index(rank), control.departed[rank]))
         if self.error is not None:

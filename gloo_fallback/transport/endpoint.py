@@ -67,13 +67,13 @@ class _Listener(FrameServer):
         key = (str(message["group"]), str(message["kind"]), int(message["rank"]))
         if key[2] != client.rank:
             raise ValueError(f"rank {client.rank} claims to be rank {key[2]}")
-        verdict = self._admit(key)
+        reply = self._admit(key)
         sock = self.detach(client)
         try:
-            sock.sendall(verdict)
+            sock.sendall(reply)
         except OSError:
             sock.close()
-        if verdict == _ACCEPTED:
+        if reply == _ACCEPTED:
             self._deliver(key, sock)
         else:
             sock.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from gloo_fallback.algorithms import circulant, compressed, hierarchical, shared_memory
+from gloo_fallback.algorithms import circulant, compressed, hierarchical, rings, shared_memory
 from gloo_fallback.algorithms import over_sockets as algorithms
 from gloo_fallback.algorithms.hierarchy_context import HierarchyContext
 from gloo_fallback.shm import symmetric
@@ -112,7 +112,7 @@ def over_sockets(size: int, deterministic: bool) -> int:
     deterministic reduction needs all ranks' contributions to a chunk, and the chunk. A compressed one needs messages to
     and from all ranks.
     """
-    ring = algorithms.SEGMENT * 5 // 2
+    ring = rings.SEGMENT * 5 // 2
     direct = algorithms._DETERMINISTIC_BYTES + algorithms._DETERMINISTIC_BYTES // size
     rounds = min(circulant.LIMIT, size * circulant.BLOCK) if size > 2 else 0
     work = max(direct, rounds) if deterministic else max(ring, 2 * rounds, compressed.working_memory(size))

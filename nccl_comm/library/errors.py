@@ -59,7 +59,6 @@ def error_for(
     group: str | None,
     op: str | None,
     seq: int | None,
-    rank: int | None = None,
 ) -> DistError:
     """The exception for one of NCCL's codes.
 
@@ -68,7 +67,7 @@ def error_for(
         nccl: the library that returned it, which is asked for its last error.
         comm: the communicator, or 0.
         what: the function, or the call's description.
-        group, op, seq, rank: attributes of the exception, as far as they are entry.
+        group, op, seq: attributes of the exception, as far as they are known.
     """
     entry = CODES.get(code) or Code(f"code {code}", DistBackendError, "unknown to this version of unicoll")
     detail = _one_line(nccl.last_error(comm))
@@ -77,7 +76,7 @@ def error_for(
         f"{what}{where}: {entry.name} of NCCL {version_text(nccl.version)}: {entry.meaning};"
         f" {f'NCCL reports: {detail}' if detail else _HINT}"
     )
-    return entry.error(message, group=group, rank=rank, op=op, seq=seq)
+    return entry.error(message, group=group, op=op, seq=seq)
 
 
 def _one_line(text: str) -> str:

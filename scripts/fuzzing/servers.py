@@ -317,14 +317,14 @@ class Frames(Target):
 
     def _controlled(self, sent: bytes) -> bool:
         control = ControlClient(0, 4, KEY, "127.0.0.1")
-        control._received_reports[1] = {}
+        control._reports._received[1] = {}
         control.watch("g", "gloo", lambda error: None, lambda: {"seq": 1})
         with pair(sent) as sock:
             control._sock = sock
             control._receive_from(sock)
         if 0 not in control.departed:
             raise Found("the end of the connection is not detected")
-        self._read_reports(dict(control._received_reports[1]))
+        self._read_reports(dict(control._reports._received[1]))
         return self._single(sent)
 
     def _read_reports(self, reports: dict[Any, Any]) -> None:

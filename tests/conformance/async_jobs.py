@@ -187,10 +187,10 @@ def aborted() -> list[Failure | None]:
     if me() == 0:
         time.sleep(0.2)
         group.abort("the test says so")
-    stories = [failure_of(lambda: dist.all_reduce(np.ones(2), group=group)) for _ in range(2)]
+    failures = [failure_of(lambda: dist.all_reduce(np.ones(2), group=group)) for _ in range(2)]
     dist.destroy_process_group(group)
     assert total() == sum(range(size()))
-    return stories
+    return failures
 
 
 def blocking_calls_from_callbacks(queued: int) -> tuple[list[float], list[int]]:

@@ -63,8 +63,8 @@ def test_destroy_finishes_what_was_posted(pool: Pools) -> None:
 
 
 def test_abort_ends_the_group_everywhere(pool: Pools) -> None:
-    for stories in pool(3).run(jobs.aborted):
-        for failure in stories:
+    for failures in pool(3).run(jobs.aborted):
+        for failure in failures:
             assert failure is not None
             assert failure.type == "GroupAbortedError", failure.traceback
             assert "the test says so" in failure.message

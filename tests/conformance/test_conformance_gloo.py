@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gloo_fallback.algorithms.circulant import BLOCK
-from gloo_fallback.algorithms.over_sockets import SEGMENT, SMALL
+from gloo_fallback.algorithms.over_sockets import SMALL
+from gloo_fallback.algorithms.rings import SEGMENT
 from gloo_fallback.algorithms.shared_plans import WHOLE
 from gloo_fallback.shm.slots import SLOT
 from unicoll.backend.ops import OPS, Sizes

@@ -305,22 +305,22 @@ def test_messages_to_oneself_are_refused(run):
 # Failures reach every rank --------------------------------------------------------------------------------
 
 
-def operations(culprit, obj, size):
-    """Every operation with ``obj`` sent by ``culprit``."""
+def operations(sender, obj, size):
+    """Every operation with ``obj`` sent by ``sender``."""
 
     def all_gather(rank):
-        objects.all_gather_object([None] * size, obj if rank == culprit else rank)
+        objects.all_gather_object([None] * size, obj if rank == sender else rank)
 
     def gather(rank):
         out = [None] * size if rank == 0 else None
-        objects.gather_object(obj if rank == culprit else rank, out, group_dst=0)
+        objects.gather_object(obj if rank == sender else rank, out, group_dst=0)
 
     def broadcast(rank):
-        objects.broadcast_object_list([0, obj] if rank == culprit else [0, 0], group_src=culprit)
+        objects.broadcast_object_list([0, obj] if rank == sender else [0, 0], group_src=sender)
 
     def scatter(rank):
         everyone = [0] * (size - 1) + [obj]
-        objects.scatter_object_list([None], everyone if rank == culprit else None, group_src=culprit)
+        objects.scatter_object_list([None], everyone if rank == sender else None, group_src=sender)
 
     return {"all_gather": all_gather, "gather": gather, "broadcast": broadcast, "scatter": scatter}
 
@@ -328,16 +328,16 @@ def operations(culprit, obj, size):
 @pytest.mark.parametrize("operation", ["all_gather", "gather", "broadcast", "scatter"])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_a_refused_pickle_raises_on_all_ranks(run, operation, size):
-    culprit = size - 1
-    results, _ = run(size, operations(culprit, [Custom(1)], size)[operation], trusted=False)
+    sender = size - 1
+    results, _ = run(size, operations(sender, [Custom(1)], size)[operation], trusted=False)
     for rank, error in enumerate(results):
         assert isinstance(error, PickleRefusedError)
-        assert error.rank == 10 + culprit
+        assert error.rank == 10 + sender
         assert error.group == "threads"
         assert error.op in str(error)
         assert "Custom" in str(error)
         assert "UNICOLL_SECRET" in str(error)
-        assert rank == culprit or f"rank {10 + culprit}" in str(error)
+        assert rank == sender or f"rank {10 + sender}" in str(error)
 
 
 @pytest.mark.parametrize("operation", ["all_gather", "gather", "broadcast", "scatter"])

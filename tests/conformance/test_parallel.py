@@ -623,9 +623,9 @@ def work_on_real_processes(rank: int) -> None:
         with pytest.raises(DistArgumentError, match="not in the given group"):
             GradientBuckets(gradients, group=pair)
     else:
-        lonely = [np.full(3, float(rank))]
-        broadcast_parameters(lonely, src=2, group=pair)
-        assert lonely[0].tolist() == [2, 2, 2]
+        of_pair = [np.full(3, float(rank))]
+        broadcast_parameters(of_pair, src=2, group=pair)
+        assert of_pair[0].tolist() == [2, 2, 2]
     dist.destroy_process_group()
 
 

@@ -62,14 +62,14 @@ class Spoken(CountingBackend):
         return "libspoken 1.2 (/opt/spoken)"
 
 
-class Muttering(CountingBackend):
+class UnknownLibrary(CountingBackend):
     """A backend that cannot say what it moves data with."""
 
-    name = "muttering"
+    name = "unknown_library"
 
     @classmethod
     def library(cls) -> str:
-        raise ValueError("it mutters")
+        raise ValueError("no version")
 
 
 def make_counting() -> type[BackendBase]:
@@ -375,10 +375,10 @@ def test_an_installed_backend_that_cannot_be_imported(
 
 
 def test_explain_says_of_each_backend_what_it_uses_or_why_it_cannot_be_used() -> None:
-    for cls in (CountingBackend, Broken, Spoken, Muttering):
+    for cls in (CountingBackend, Broken, Spoken, UnknownLibrary):
         dist.Backend.register_backend(cls.name, cls)
     said = dist.explain().splitlines()
     assert "backend 'counting': available" in said
     assert "backend 'broken': its cable is not plugged in" in said
     assert "backend 'spoken': available: libspoken 1.2 (/opt/spoken)" in said
-    assert "backend 'muttering': available: ValueError: it mutters" in said
+    assert "backend 'unknown_library': available: ValueError: no version" in said

@@ -209,15 +209,15 @@ def algorithms() -> dict[str, str]:
         return arrays.full(2 * times, 1.0)
 
     ring, nvls = whole.using(algorithm="ring"), whole.using(algorithm="NVLS")
-    lenient = ring.using(force_algorithm=False)
+    unforced = ring.using(force_algorithm=False)
     found = {
         "ring": said(lambda: ring.all_reduce(x())),
         "nvls": said(lambda: nvls.all_reduce(x())),
         "messages": said(lambda: ring.all_to_all([x() for _ in range(n)], [x() for _ in range(n)])),
         "native": said(lambda: ring.all_to_all_single(x(n), x(n))),
         "uneven": said(lambda: ring.all_to_all_single(x(n), x(n), [2] * n, [2] * n)),
-        "lenient": said(lambda: lenient.all_to_all_single(x(n), x(n), [2] * n, [2] * n)),
-        "lenient native": said(lambda: lenient.all_to_all_single(x(n), x(n))),
+        "unforced": said(lambda: unforced.all_to_all_single(x(n), x(n), [2] * n, [2] * n)),
+        "unforced native": said(lambda: unforced.all_to_all_single(x(n), x(n))),
     }
     y = x()
     whole.all_reduce(y)

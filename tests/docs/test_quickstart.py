@@ -20,7 +20,7 @@ EXAMPLE = ROOT / "examples" / "train_digits.py"
 PATIENCE = 240
 
 # Trains like the example, with one injected error.
-SABOTAGE = """
+WRONG_RESULTS = """
 import sys
 sys.path.insert(0, sys.argv.pop())
 import train_digits
@@ -131,8 +131,8 @@ def test_processes_train_together(processes: int) -> None:
 
 @pytest.mark.parametrize("wrong", ["weights", "sums"])
 def test_the_check_detects_errors(wrong: str, tmp_path: Path) -> None:
-    script = tmp_path / "sabotage.py"
-    script.write_text(SABOTAGE)
+    script = tmp_path / "wrong_results.py"
+    script.write_text(WRONG_RESULTS)
     done = launch(2, str(script), "--epochs", "2", wrong, str(EXAMPLE.parent))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "VERDICT: FAILED" in done.stdout

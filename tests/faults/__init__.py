@@ -1,1 +1,1 @@
-"""Killed and stopped ranks, mismatched calls, refused arguments, hostile peers."""
+"""Killed and stopped ranks, mismatched calls, refused arguments, malformed input."""

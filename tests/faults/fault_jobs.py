@@ -134,17 +134,17 @@ def use_groups() -> None:
 
 def all_at_once(names: tuple[str, ...], timeout: float) -> dict[str, CallOutcome]:
     """Each operation on its own group from its own thread; how each ended."""
-    stories: dict[str, CallOutcome] = {}
+    outcomes: dict[str, CallOutcome] = {}
 
     def one(name: str) -> None:
-        stories[name] = outcome_of(lambda: invoke(name, _groups[name], timeout=timeout))
+        outcomes[name] = outcome_of(lambda: invoke(name, _groups[name], timeout=timeout))
 
     threads = [threading.Thread(target=one, args=(name,), name=f"test-{name}") for name in names]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    return stories
+    return outcomes
 
 
 def compute(seconds: float) -> None:
@@ -233,7 +233,7 @@ def interrupted() -> Any:
     return outcome_of(lambda: dist.all_reduce(np.ones(4), timeout=20))
 
 
-def impatient() -> dict[str, Any]:
+def wait_with_a_timeout() -> dict[str, Any]:
     """``work.wait(timeout)`` gives up waiting, not the operation; a call's own timeout ends it."""
     me = dist.get_rank()
     x = np.ones(4)
@@ -253,24 +253,24 @@ def own_timeout(name: str) -> CallOutcome | None:
     """Only rank 0 makes a call, with a timeout of its own."""
     group = dist.new_group(timeout=60)
     dist.barrier()
-    story = None
+    outcome = None
     if dist.get_rank() == 0:
         if name == "work.wait":
             work = dist.all_reduce(np.ones(4), group=group, async_op=True, timeout=0.5)
             assert work is not None
-            story = outcome_of(work.wait)
+            outcome = outcome_of(work.wait)
         elif name == "recv":
-            story = outcome_of(lambda: dist.recv(np.ones(4), src=1, group=group, timeout=0.5))
+            outcome = outcome_of(lambda: dist.recv(np.ones(4), src=1, group=group, timeout=0.5))
         elif name == "recv from any":
-            story = outcome_of(lambda: dist.recv(np.ones(4), group=group, timeout=0.5))
+            outcome = outcome_of(lambda: dist.recv(np.ones(4), group=group, timeout=0.5))
         else:
-            story = outcome_of(lambda: invoke(name, group, timeout=0.5))
+            outcome = outcome_of(lambda: invoke(name, group, timeout=0.5))
     dist.barrier()
     dist.destroy_process_group(group)
-    return story
+    return outcome
 
 
-# --- strangers and children ---------------------------------------------------------------------------------
+# --- unauthenticated clients and children --------------------------------------------------------------------
 
 
 def ports() -> list[tuple[str, int]]:

@@ -24,22 +24,22 @@ def differ(cases: list[tuple[str, dict[str, Any], str, dict[str, Any], int]]) ->
     Args:
         cases: name and options of the call of most ranks, those of the odd one's, and which rank that is.
     """
-    stories = []
+    outcomes = []
     for name, options, odd_name, odd_options, odd in cases:
         group = dist.new_group()
         mine, more = (odd_name, odd_options) if dist.get_rank() == odd else (name, options)
-        stories.append(outcome_of(lambda m=mine, o=more, g=group: invoke(m, g, timeout=10, **o)))  # type: ignore[misc]
+        outcomes.append(outcome_of(lambda m=mine, o=more, g=group: invoke(m, g, timeout=10, **o)))  # type: ignore[misc]
         dist.destroy_process_group(group)
-    return stories
+    return outcomes
 
 
 def everyone_another_root(name: str, count: int) -> CallOutcome:
     """Each rank takes the next one for the root."""
     group = dist.new_group()
     root = (dist.get_rank() + 1) % dist.get_world_size()
-    story = outcome_of(lambda: invoke(name, group, root=root, count=count, timeout=10))
+    outcome = outcome_of(lambda: invoke(name, group, root=root, count=count, timeout=10))
     dist.destroy_process_group(group)
-    return story
+    return outcome
 
 
 def another_order(first: str, second: str) -> CallOutcome:
@@ -51,9 +51,9 @@ def another_order(first: str, second: str) -> CallOutcome:
         for name in names:
             invoke(name, group, timeout=10)
 
-    story = outcome_of(both)
+    outcome = outcome_of(both)
     dist.destroy_process_group(group)
-    return story
+    return outcome
 
 
 def one_leaves_the_call_before_late() -> str:
@@ -85,9 +85,9 @@ def splits_differ(count: int) -> CallOutcome:
     if me == 1:
         take[0] += 1
     given, room = np.ones(sum(give)), np.zeros(sum(take))
-    story = outcome_of(lambda: dist.all_to_all_single(room, given, take, give, group=group, timeout=10))
+    outcome = outcome_of(lambda: dist.all_to_all_single(room, given, take, give, group=group, timeout=10))
     dist.destroy_process_group(group)
-    return story
+    return outcome
 
 
 def list_differs(name: str, counts: list[int], odd: int) -> tuple[CallOutcome, bool]:
@@ -106,10 +106,10 @@ def list_differs(name: str, counts: list[int], odd: int) -> tuple[CallOutcome, b
         several = entries if me == root else None
         getattr(dist, name)(own, several, root, group=group, timeout=10)
 
-    story = outcome_of(call)
+    outcome = outcome_of(call)
     dist.destroy_process_group(group)
     assert n == len(counts)
-    return story, not any(x.any() for x in taken)
+    return outcome, not any(x.any() for x in taken)
 
 
 def shapes_differ(name: str) -> CallOutcome:
@@ -118,9 +118,9 @@ def shapes_differ(name: str) -> CallOutcome:
     n, me = dist.get_world_size(), dist.get_rank()
     own = np.zeros((3, 2) if me == 1 else (2, 3))
     several = [np.zeros(6) for _ in range(n)] if me == 0 else None
-    story = outcome_of(lambda: getattr(dist, name)(own, several, 0, group=group, timeout=10))
+    outcome = outcome_of(lambda: getattr(dist, name)(own, several, 0, group=group, timeout=10))
     dist.destroy_process_group(group)
-    return story
+    return outcome
 
 
 # --- bad arguments ------------------------------------------------------------------------------------------
@@ -248,11 +248,11 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], str, str]]:
 
 def refuse_each(who: int) -> dict[str, Failure | None]:
     """Rank ``who`` makes all bad calls; after each, all ranks make good ones."""
-    stories: dict[str, Failure | None] = {}
+    outcomes: dict[str, Failure | None] = {}
     for name, (call, _, _) in bad_calls().items():
         if dist.get_rank() == who:
-            stories[name] = outcome_of(call)[0]
+            outcomes[name] = outcome_of(call)[0]
         x = np.ones(3)
         dist.all_reduce(x, timeout=20)
         assert (x == dist.get_world_size()).all(), name
-    return stories
+    return outcomes

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in a circle all raise DeadlockError; others are not accused.
+"""Ranks that wait for each other in a circle all raise DeadlockError; others do not.
 
 ``UNICOLL_TEST_FULL=1`` makes 1,000 circles and 1,000 programs without one. Times are printed, not judged.
 """
@@ -49,7 +49,7 @@ def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int)
     assert slowest < SOON_S
 
 
-def test_programs_without_a_circle_are_not_accused(pool: Callable[[int], Pool], seed: int) -> None:
+def test_programs_without_a_circle_are_not_reported(pool: Callable[[int], Pool], seed: int) -> None:
     for i in range(0, PROGRAMS, 10):
         seeds = [f"{seed} {i + j}" for j in range(10)]
         for failures in pool(4).run(jobs.programs, seeds, timeout=120):

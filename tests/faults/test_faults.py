@@ -211,8 +211,8 @@ def test_a_late_rank_is_named_with_the_place_where_it_is() -> None:
 
 @pytest.mark.parametrize("name", ["barrier", "all_reduce", "work.wait", "recv", "recv from any"])
 def test_a_call_has_its_own_timeout(name: str, pool: Callable[[int], Pool]) -> None:
-    story = pool(2).run(jobs.own_timeout, name)[0]
-    failure, seconds = story
+    outcome = pool(2).run(jobs.own_timeout, name)[0]
+    failure, seconds = outcome
     assert failure is not None
     assert failure.type == "OperationTimeoutError"
     assert "TimeoutError" in failure.bases
@@ -221,7 +221,7 @@ def test_a_call_has_its_own_timeout(name: str, pool: Callable[[int], Pool]) -> N
 
 
 def test_a_wait_that_times_out_does_not_end_the_operation(pool: Callable[[int], Pool]) -> None:
-    late, waiting = pool(2).run(jobs.impatient)
+    late, waiting = pool(2).run(jobs.wait_with_a_timeout)
     failure, seconds = waiting["first"]
     assert failure.type == "OperationTimeoutError"
     assert "all_reduce" in failure.message
@@ -319,7 +319,7 @@ def test_an_interrupted_rank_ends_the_waits_of_the_others() -> None:
             assert seconds < SOON_S
 
 
-# --- strangers ----------------------------------------------------------------------------------------------
+# --- unauthenticated clients ---------------------------------------------------------------------------------
 
 
 class UnauthenticatedClients:
@@ -333,7 +333,7 @@ class UnauthenticatedClients:
             threading.Thread(target=self._connect_repeatedly, args=(behave,))
             for behave in (
                 self._garbage,
-                self._silence,
+                self._no_data,
                 self._wrong_secret,
                 self._incomplete_hello,
                 self._excess_data,
@@ -368,7 +368,7 @@ class UnauthenticatedClients:
                 except (OSError, DistError):
                     self.refused += 1
                 finally:
-                    if behave != self._silence or len(self._open) > 50:
+                    if behave != self._no_data or len(self._open) > 50:
                         sock.close()
                     else:
                         self._open.append(sock)
@@ -378,7 +378,7 @@ class UnauthenticatedClients:
         sock.sendall(random.randbytes(200))
         sock.recv(100)
 
-    def _silence(self, sock: socket.socket) -> None:
+    def _no_data(self, sock: socket.socket) -> None:
         """Sends nothing and keeps the connection."""
 
     def _wrong_secret(self, sock: socket.socket) -> None:
@@ -397,14 +397,14 @@ def test_unauthenticated_clients_do_not_disturb_a_job() -> None:
         job.call(jobs.ports)
         addresses = sorted({a for found in job.results() for a in found})
         assert len(addresses) >= 4, addresses  # three listeners for data, one for control; the store
-        with UnauthenticatedClients(addresses) as strangers:
+        with UnauthenticatedClients(addresses) as clients:
             job.call(jobs.work_for, 2.0)
             rounds = job.results()
         print(
-            f"{rounds[0]} rounds beside {strangers.attempts} strangers, {strangers.refused} of them refused"
+            f"{rounds[0]} rounds beside {clients.attempts} unauthenticated clients, {clients.refused} of them refused"
         )
-        assert strangers.attempts > 20
-        assert strangers.refused > 0
+        assert clients.attempts > 20
+        assert clients.refused > 0
         job.quiet = False  # refusals may be logged
         end_cleanly(job)
 

@@ -22,7 +22,7 @@ from gloo_fallback.shm.segment import create_offer
 from unicoll.arrays.types import BY_NAME
 from unicoll.errors import DistError, DistStoreError, RankLostError
 from unicoll.net.channel import authenticate
-from unicoll.net.control.client import _unpack
+from unicoll.net.control.group_failures import unpack_error
 from unicoll.net.control.relay import Relay
 from unicoll.net.framed_server import frame, handshake_address, read_frame
 from unicoll.net.stores import HashStore
@@ -174,8 +174,8 @@ def test_malformed_frames(target: Any, body: bytes) -> None:
 def test_an_error_of_another_rank_has_a_class_of_unicoll() -> None:
     """Any object of that name in the module was called."""
     packed = {"message": "gone", "fields": {"rank": 3}}
-    assert type(_unpack(packed | {"type": "RankLostError"})) is RankLostError
-    assert type(_unpack(packed | {"type": "Sequence"})) is DistError
+    assert type(unpack_error(packed | {"type": "RankLostError"})) is RankLostError
+    assert type(unpack_error(packed | {"type": "Sequence"})) is DistError
 
 
 def test_a_message_that_becomes_too_long_is_not_forwarded() -> None:

@@ -47,9 +47,9 @@ def differences(name: str) -> list[tuple[str, dict[str, Any], str, dict[str, Any
 @pytest.mark.parametrize("name", [*COLLECTIVES, *COALESCED])
 def test_ranks_that_call_differently_raise_the_same_error(name: str, pool: Callable[[int], Pool]) -> None:
     cases = differences(name)
-    stories = pool(3).run(jobs.differ, cases, timeout=300)
+    outcomes = pool(3).run(jobs.differ, cases, timeout=300)
     wrong = []
-    for case, each in zip(cases, zip(*stories, strict=True), strict=True):
+    for case, each in zip(cases, zip(*outcomes, strict=True), strict=True):
         failures = [failure for failure, _ in each]
         texts = {f.message if f else "no error" for f in failures}
         kinds = {f.type if f else "none" for f in failures}
@@ -76,8 +76,8 @@ def test_a_rank_that_is_about_to_leave_the_call_before_is_awaited(pool: Callable
 @pytest.mark.parametrize("count", [4, 100_000])
 @pytest.mark.parametrize("name", ROOTED)
 def test_every_rank_has_another_root(name: str, count: int, size: int, pool: Callable[[int], Pool]) -> None:
-    stories = pool(size).run(jobs.everyone_another_root, name, count)
-    same_mismatch(stories)
+    outcomes = pool(size).run(jobs.everyone_another_root, name, count)
+    same_mismatch(outcomes)
 
 
 @pytest.mark.parametrize("first", COLLECTIVES)
@@ -103,7 +103,7 @@ def test_a_list_that_does_not_fit_the_others_arrays(
     name: str, odd: int, counts: list[int], pool: Callable[[int], Pool]
 ) -> None:
     answers = pool(3).run(jobs.list_differs, name, counts, odd)
-    text = same_mismatch([story for story, _ in answers])
+    text = same_mismatch([outcome for outcome, _ in answers])
     assert all(untouched for _, untouched in answers)
     n = counts[odd]
     for word in (
@@ -119,12 +119,12 @@ def test_arrays_of_one_size_have_one_shape(name: str, pool: Callable[[int], Pool
     assert "different shapes" in same_mismatch(pool(3).run(jobs.shapes_differ, name))
 
 
-def same_mismatch(stories: Sequence[CallOutcome]) -> str:
+def same_mismatch(outcomes: Sequence[CallOutcome]) -> str:
     """All ranks raised CollectiveMismatchError with one text, soon; the text."""
-    texts = {failure.message if failure else "no error" for failure, _ in stories}
+    texts = {failure.message if failure else "no error" for failure, _ in outcomes}
     assert len(texts) == 1, texts
-    assert {f.type if f else "" for f, _ in stories} == {"CollectiveMismatchError"}, texts
-    assert max(seconds for _, seconds in stories) < SOON_S
+    assert {f.type if f else "" for f, _ in outcomes} == {"CollectiveMismatchError"}, texts
+    assert max(seconds for _, seconds in outcomes) < SOON_S
     return texts.pop()
 
 

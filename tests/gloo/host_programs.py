@@ -43,7 +43,7 @@ def connections() -> list[tuple[str, int, str, int]]:
 
 
 def caught(error: BaseException) -> Report:
-    return {"error": type(error).__name__, "message": str(error), "culprit": getattr(error, "rank", None)}
+    return {"error": type(error).__name__, "message": str(error), "error_rank": getattr(error, "rank", None)}
 
 
 def everything() -> Report:

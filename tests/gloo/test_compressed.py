@@ -110,9 +110,9 @@ def test_strided_arrays(tcp: Pools) -> None:
 
 def test_calls_that_cannot_be_compressed_refuse_the_option(tcp: Pools) -> None:
     for found in tcp(2).run(jobs.refused):
-        assert [story.type for story in found] == ["DistArgumentError"] * 9
+        assert [one.type for one in found] == ["DistArgumentError"] * 9
         words = "compression='int8' needs an all_reduce by SUM or AVG of float32 or float64"
-        assert [words in story.message for story in found] == [True] * 9, found
+        assert [words in one.message for one in found] == [True] * 9, found
         assert found[0].message.startswith("all_reduce(int32[30000], SUM): ")
 
 

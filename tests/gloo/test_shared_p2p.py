@@ -157,10 +157,10 @@ def test_sender_without_memory_uses_the_socket() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_tcp_on_one_rank(rank: int) -> None:
-    stories = run_ranks(2, jobs.tcp_on_one_rank, rank)
-    assert [used for used, _ in stories] == [[NONE]] * 2
-    assert stories[rank][1] == []
-    assert len(stories[1 - rank][1]) == 1
+    outcomes = run_ranks(2, jobs.tcp_on_one_rank, rank)
+    assert [used for used, _ in outcomes] == [[NONE]] * 2
+    assert outcomes[rank][1] == []
+    assert len(outcomes[1 - rank][1]) == 1
 
 
 def test_tcp_on_all_ranks() -> None:

@@ -343,17 +343,17 @@ def test_prompts_show_on_a_terminal(folder: LaunchFolder) -> None:
             print("hello", input("name? "))
         """
     )
-    terminal, slave = os.openpty()
+    terminal, worker_end = os.openpty()
     launcher = subprocess.Popen(
         [sys.executable, "-m", "unicoll.run", "--nproc-per-node=2", script],
         cwd=folder.path,
         env=environment(),
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
+        stdin=worker_end,
+        stdout=worker_end,
+        stderr=worker_end,
     )
     folder.started.append(launcher)
-    os.close(slave)
+    os.close(worker_end)
     shown = b""
 
     def shows(text: bytes) -> bool:
@@ -783,7 +783,7 @@ def test_no_scratch_directory_is_left(folder: LaunchFolder) -> None:
 
 # What a worker is.
 
-SELF_PORTRAIT = """
+PRINTS_ITS_STATE = """
 import sys
 print(sys.argv, sys.path[0], __name__, __file__, __package__, __doc__, type(__loader__).__name__)
 print(__spec__ and __spec__.name, sorted(globals()), sys.modules["__main__"].__dict__ is globals())
@@ -793,7 +793,7 @@ print(sorted(name for name in sys.modules if name.split(".")[0] in ("unicoll", "
 
 @pytest.mark.parametrize("isolating", [{}, {"PYTHONSAFEPATH": "1"}])
 def test_a_script_runs_as_under_plain_python(folder: LaunchFolder, isolating: dict[str, str]) -> None:
-    script = folder.script(SELF_PORTRAIT, "sub/portrait.py")
+    script = folder.script(PRINTS_ITS_STATE, "sub/prints_state.py")
     (folder.path / "link.py").symlink_to(script)
     for name in (script, "link.py"):
         plain = subprocess.run(
@@ -809,9 +809,9 @@ def test_a_script_runs_as_under_plain_python(folder: LaunchFolder, isolating: di
 
 def test_a_module_and_a_directory_run_as_under_plain_python(folder: LaunchFolder) -> None:
     folder.script("", "package/__init__.py")
-    folder.script(SELF_PORTRAIT, "package/portrait.py")
-    folder.script(SELF_PORTRAIT, "package/__main__.py")
-    for target in (["-m", "package.portrait"], ["-m", "package"], ["package"]):
+    folder.script(PRINTS_ITS_STATE, "package/prints_state.py")
+    folder.script(PRINTS_ITS_STATE, "package/__main__.py")
+    for target in (["-m", "package.prints_state"], ["-m", "package"], ["package"]):
         plain = subprocess.run(
             [sys.executable, *target, "a"],
             cwd=folder.path,

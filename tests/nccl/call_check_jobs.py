@@ -35,13 +35,13 @@ def differ(async_op: bool) -> list[Failure | None]:
         several = [arrays.full(2, 1.0) for _ in range(3 if odd else 2)]
         return dist.all_reduce_coalesced(several, group=group, async_op=async_op)
 
-    stories = []
+    outcomes = []
     for attempt in (sizes, operations, splits, batches):
         group = dist.new_group()
-        stories.append(failure_of(lambda a=attempt, g=group: _finish(a(g))))  # type: ignore[misc]
-        stories.append(failure_of(lambda g=group: dist.all_reduce(arrays.full(2, 1.0), group=g)))  # type: ignore[misc]
+        outcomes.append(failure_of(lambda a=attempt, g=group: _finish(a(g))))  # type: ignore[misc]
+        outcomes.append(failure_of(lambda g=group: dist.all_reduce(arrays.full(2, 1.0), group=g)))  # type: ignore[misc]
         dist.destroy_process_group(group)
-    return stories
+    return outcomes
 
 
 def late() -> Failure | None:

@@ -128,22 +128,22 @@ def stuck(who: int) -> CallOutcome:
         holder.start()
         held.wait(20)
         x += 1
-    story = outcome_of(lambda: dist.all_reduce(x, group=group, timeout=1.0))
+    outcome = outcome_of(lambda: dist.all_reduce(x, group=group, timeout=1.0))
     go.set()
     if dist.get_rank() == who:
         holder.join()
     here.synchronize()
     dist.destroy_process_group(group)
-    return story
+    return outcome
 
 
 def differ() -> CallOutcome:
     """Ranks reduce arrays of different sizes, each of many pieces."""
     group = dist.new_group()
     x = arrays.full(50_000 + dist.get_rank(), 1.0, np.float32)
-    story = outcome_of(lambda: dist.all_reduce(x, group=group, timeout=20))
+    outcome = outcome_of(lambda: dist.all_reduce(x, group=group, timeout=20))
     dist.destroy_process_group(group)
-    return story
+    return outcome
 
 
 def _elements(give: int, take: int, much: int) -> int:
@@ -190,9 +190,9 @@ def sizes_misfit(count: int, ranks: list[int] | None) -> CallOutcome | None:
     n, me = dist.get_world_size(group), dist.get_rank(group)
     given = [arrays.full(count + (me == 0 and j == 1), 1.0) for j in range(n)]
     taken = [arrays.full(count, 0.0) for _ in range(n)]
-    story = outcome_of(lambda: dist.all_to_all(taken, given, group=group, timeout=20))
+    outcome = outcome_of(lambda: dist.all_to_all(taken, given, group=group, timeout=20))
     dist.destroy_process_group(group)
-    return story
+    return outcome
 
 
 def another_call() -> CallOutcome:
@@ -201,14 +201,14 @@ def another_call() -> CallOutcome:
     n = dist.get_world_size()
     x = [arrays.full(10, 1.0) for _ in range(n)]
     if dist.get_rank() == 0:
-        story = outcome_of(
+        outcome = outcome_of(
             lambda: dist.all_to_all([arrays.full(10, 0.0) for _ in x], x, group=group, timeout=20)
         )
     else:
         one = arrays.full(1, 1, np.int64)
-        story = outcome_of(lambda: dist.all_reduce(one, dist.ReduceOp.MAX, group=group, timeout=20))
+        outcome = outcome_of(lambda: dist.all_reduce(one, dist.ReduceOp.MAX, group=group, timeout=20))
     dist.destroy_process_group(group)
-    return story
+    return outcome
 
 
 def captured() -> CallOutcome:

@@ -12,11 +12,11 @@ DETAIL = {"UNICOLL_DEBUG": "DETAIL", "UNICOLL_LOG_LEVEL": "warning"}
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_calls_that_differ_raise_the_same_error_on_all_ranks(async_op: bool) -> None:
-    stories = run(3, jobs.differ, async_op, env=DETAIL)
-    for outcomes in zip(*stories, strict=True):
+    failures = run(3, jobs.differ, async_op, env=DETAIL)
+    for outcomes in zip(*failures, strict=True):
         assert {one.type if one else "" for one in outcomes} == {"CollectiveMismatchError"}
         assert len({one.message for one in outcomes}) == 1
-    sizes, _, operations, _, splits, _, batches, _ = [one.message for one in stories[0]]
+    sizes, _, operations, _, splits, _, batches, _ = [one.message for one in failures[0]]
     assert "rank 0: all_reduce(float64[2] on cuda:0, SUM) #1 at " in sizes
     assert "rank 1: all_reduce(float64[3] on cuda:1, SUM) #1 at " in sizes
     assert sizes.count("call_check_jobs.py:") == 3

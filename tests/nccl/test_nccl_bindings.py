@@ -484,8 +484,8 @@ def test_errors_contain_nccls_text_and_the_call(code: int) -> None:
     made, nccl = bound()
     text = ctypes.create_string_buffer(b"first line\n second line\n")
     made.answers["ncclGetLastError"] = lambda comm: ctypes.addressof(text)
-    error = errors.error_for(code, nccl, COMM, "all_reduce #3", "default", "all_reduce", 3, rank=2)
-    assert (error.group, error.op, error.seq, error.rank) == ("default", "all_reduce", 3, 2)
+    error = errors.error_for(code, nccl, COMM, "all_reduce #3", "default", "all_reduce", 3)
+    assert (error.group, error.op, error.seq) == ("default", "all_reduce", 3)
     known = errors.CODES.get(code)
     assert type(error) is (known.error if known else tree.DistBackendError)
     assert str(error).startswith("all_reduce #3 on group 'default': ")
@@ -495,7 +495,7 @@ def test_errors_contain_nccls_text_and_the_call(code: int) -> None:
     made.answers["ncclGetLastError"] = lambda comm: None
     quiet = errors.error_for(code, nccl, 0, "ncclGetUniqueId", None, None, None)
     assert "NCCL_DEBUG=WARN" in str(quiet)
-    assert (quiet.group, quiet.op, quiet.seq, quiet.rank) == (None, None, None, None)
+    assert (quiet.group, quiet.op, quiet.seq) == (None, None, None)
 
 
 # --- finding the library ----------------------------------------------------------------------------------------

@@ -459,8 +459,8 @@ def test_queries_of_other_threads_invalidate_a_global_capture_unless_they_ignore
     sim.cuda.record(event, 0)
     found: list[str] = []
 
-    def ask(politely: bool) -> None:
-        if politely:
+    def ask(ignores: bool) -> None:
+        if ignores:
             sim.cuda.ignore_captures()
         try:
             sim.cuda.event_done(event)
@@ -468,8 +468,8 @@ def test_queries_of_other_threads_invalidate_a_global_capture_unless_they_ignore
         except CudaError as e:
             found.append(str(e).partition(":")[0])
 
-    def elsewhere(politely: bool) -> None:
-        thread = threading.Thread(target=ask, args=(politely,))
+    def elsewhere(ignores: bool) -> None:
+        thread = threading.Thread(target=ask, args=(ignores,))
         thread.start()
         thread.join()
 

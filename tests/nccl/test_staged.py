@@ -80,10 +80,12 @@ def test_an_exchange_whose_sizes_do_not_fit_raises_the_same_error(
     count: int, pool: Callable[[int], Pool]
 ) -> None:
     for ranks in (None, [0, 2]):
-        stories = [story for story in pool(3).run(jobs.sizes_misfit, count, ranks) if story is not None]
-        texts = {failure.message for failure, _ in stories if failure is not None}
+        outcomes = [
+            outcome for outcome in pool(3).run(jobs.sizes_misfit, count, ranks) if outcome is not None
+        ]
+        texts = {failure.message for failure, _ in outcomes if failure is not None}
         assert len(texts) == 1, texts
-        assert {failure.type if failure else "" for failure, _ in stories} == {"CollectiveMismatchError"}
+        assert {failure.type if failure else "" for failure, _ in outcomes} == {"CollectiveMismatchError"}
         text = texts.pop()
         for words in (
             "all_to_all",

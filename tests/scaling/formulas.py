@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gloo_fallback.algorithms import circulant, compressed, over_sockets, shared_plans
+from gloo_fallback.algorithms import circulant, compressed, operands, over_sockets, rings, shared_plans
 from gloo_fallback.shm.slots import SLOT
 from gloo_fallback.transport.exchange import HEADER_SIZE
 from unicoll.arrays.compression import codec_for
@@ -147,7 +147,7 @@ class Cost(NamedTuple):
 
 
 H = HEADER_SIZE
-S = over_sockets.SEGMENT
+S = rings.SEGMENT
 
 
 def _ceil(a: int, b: int) -> int:
@@ -432,5 +432,5 @@ def _chunks(count: int, step: int) -> list[tuple[int, int]]:
 
 def _parts(count: int, parts: int) -> list[int]:
     """Lengths of the nearly equal parts."""
-    bounds = over_sockets.bounds_of(count, parts)
+    bounds = operands.bounds_of(count, parts)
     return [b - a for a, b in pairwise(bounds)]

@@ -16,7 +16,7 @@ import pytest
 
 from gloo_fallback.algorithms import over_sockets
 from gloo_fallback.algorithms.circulant import LIMIT
-from gloo_fallback.algorithms.over_sockets import SEGMENT as S
+from gloo_fallback.algorithms.rings import SEGMENT as S
 from gloo_fallback.shm.slots import SLOT
 from gloo_fallback.transport import selection
 from gloo_fallback.transport.exchange import HEADER_SIZE

@@ -171,14 +171,14 @@ def test_garbage_is_refused_at_its_first_byte():
 
 
 def test_a_server_that_cannot_prove_itself(pair, pool):
-    def impostor() -> None:
+    def serve_without_the_key() -> None:
         pair[1].sendall(handshake_messages.make_hello(KEY, b"store"))
         auth._receive(
             pair[1], handshake_messages.HELLO_SIZE + handshake_messages.PROOF_SIZE, deadline_in(), "client"
         )
         pair[1].sendall(bytes([handshake_messages.ACCEPTED]) + b"p" * handshake_messages.PROOF_SIZE)
 
-    serving = pool.submit(impostor)
+    serving = pool.submit(serve_without_the_key)
     with pytest.raises(AuthenticationError, match="cannot prove"):
         client_handshake(pair[0], KEY, b"store", deadline_in())
     assert outcome(serving) is None

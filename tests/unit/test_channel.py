@@ -380,9 +380,9 @@ def test_messages(pool: Callable[[int], Pool]) -> None:
 def test_data_changed_between_two_ranks(wanted: str, what: str) -> None:
     """Without protection the result is wrong; with it the ranks get an error with both ends."""
     env = {"UNICOLL_TRANSPORT": "tcp", "UNICOLL_CHANNEL": wanted}
-    stories = run_ranks(2, jobs.changed_on_the_path, what, env=env)
+    outcomes = run_ranks(2, jobs.changed_on_the_path, what, env=env)
     if wanted == "plain":
-        assert "wrong" in stories
+        assert "wrong" in outcomes
     else:
-        assert any("AuthenticationError" in story and "it has not sent" in story for story in stories)
-        assert "wrong" not in stories
+        assert any("AuthenticationError" in outcome and "it has not sent" in outcome for outcome in outcomes)
+        assert "wrong" not in outcomes

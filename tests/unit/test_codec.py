@@ -268,9 +268,9 @@ def test_nesting_is_bounded():
     assert object_codec.loads(object_codec.dumps(deep, allow_pickle=True), allow_pickle=True) == deep
     with pytest.raises(PickleRefusedError, match="levels deep"):
         object_codec.dumps(deep, allow_pickle=False)
-    bottomless = bytes((object_format.TYPED,)) + (b"l" + struct.pack("<Q", 1)) * 100_000 + b"N"
+    too_deep = bytes((object_format.TYPED,)) + (b"l" + struct.pack("<Q", 1)) * 100_000 + b"N"
     with pytest.raises(DistError, match="levels deep"):
-        object_codec.loads(bottomless, allow_pickle=True)
+        object_codec.loads(too_deep, allow_pickle=True)
     with pytest.raises(DistError, match="cannot pickle list: RecursionError"):
         object_codec.dumps(nested(100_000), allow_pickle=True)
 

@@ -51,7 +51,7 @@ def test_messages_wait_until_a_new_relay_knows_the_process(capfd: pytest.Capture
         def announce(client: ControlClient) -> None:
             lost = RankLostError("rank 0 died", rank=0)
             while not stop.is_set():
-                client._send({"t": "fail", "group": "none", "members": [], "error": {"type": str(lost)}})
+                client.send({"t": "fail", "group": "none", "members": [], "error": {"type": str(lost)}})
 
         threads = [threading.Thread(target=announce, args=(c,)) for c in clients[1:] for _ in range(3)]
         for thread in threads:

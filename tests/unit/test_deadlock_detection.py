@@ -87,7 +87,7 @@ def test_the_analysis_finds_what_exhaustion_finds(seed: int) -> None:
     assert STATES / 20 < found < STATES * 0.9
 
 
-def test_clean_programs_are_not_accused(seed: int) -> None:
+def test_clean_programs_are_not_reported(seed: int) -> None:
     for i in range(CLEAN):
         draw = random.Random(f"{seed} {i}")
         simulation = Simulation(clean_program(draw), draw)
@@ -101,18 +101,18 @@ def test_circles_are_named(seed: int) -> None:
         simulation = Simulation(deadlocked_program(draw), draw)
         stuck = simulation.run()
         assert stuck, f"program {i} has no deadlock"
-        accused = set()
+        reported = set()
         for group, members, error in simulation.failures:
             assert error["type"] == "DeadlockError"
             assert error["fields"]["group"] == group
-            accused |= set(members)
+            reported |= set(members)
             ranks = error["fields"]["ranks"]
             for rank, following in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
                 assert simulation.waits_for(rank, following), f"program {i}: {error}"
                 assert f"rank {rank}: call " in error["message"]
                 assert f" waits for rank {following}" in error["message"]
             assert set(ranks) <= stuck
-        assert accused, f"program {i}"
+        assert reported, f"program {i}"
 
 
 class Relay:
@@ -150,7 +150,7 @@ def waiting(lane: str, number: int, call: int = 1) -> dict[str, object]:
     return {"waits": [[lane, number, ANY, call]], "posted": {lane: number}, "groups": {lane: [[0, 2, 1]]}}
 
 
-def test_a_rank_that_goes_on_before_it_answers_is_not_accused() -> None:
+def test_a_rank_that_goes_on_before_it_answers_is_not_reported() -> None:
     relay = Relay(2)
     relay.detector.handle(0, {"t": "waiting", "state": waiting("b:x", 1)})
     relay.detector.handle(1, {"t": "waiting", "state": waiting("b:y", 1)})

@@ -67,7 +67,7 @@ def package(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 # --- the definition of a half type --------------------------------------------------------------------------------
 
 
-def ladder(name: str) -> Array:
+def magnitudes_of(name: str) -> Array:
     """The magnitude of every code from zero to infinity; infinity's is the next power after the largest number."""
     exponents, mantissas = FORMATS[name]
     codes = np.arange((((1 << exponents) - 1) << mantissas) + 1)
@@ -79,7 +79,7 @@ def ladder(name: str) -> Array:
 
 def nearest(name: str, values: Array) -> Array:
     """The codes that float32 values round to, by comparison with the midpoints of neighbouring values."""
-    steps = ladder(name)
+    steps = magnitudes_of(name)
     size = np.minimum(np.abs(values.astype(np.float64)), steps[-1])
     lower = np.minimum(np.searchsorted(steps, size, side="right") - 1, steps.size - 2)
     middle = (steps[lower] + steps[lower + 1]) / 2
@@ -90,7 +90,7 @@ def nearest(name: str, values: Array) -> Array:
 
 def decoded(name: str, codes: Array) -> Array:
     """The float32 values of codes."""
-    steps = ladder(name)
+    steps = magnitudes_of(name)
     steps[-1] = np.inf
     magnitudes = np.concatenate([steps, np.full(0x8000 - steps.size, np.nan)])
     signed: Array = np.copysign(magnitudes[codes & 0x7FFF], np.where(codes & 0x8000, -1.0, 1.0))
@@ -110,7 +110,7 @@ ALL = np.arange(1 << 16, dtype=np.uint16)
 
 def difficult(name: str) -> Array:
     """Every value of the type, every tie between two, their neighbours; infinities, many NaNs; random bits."""
-    steps = ladder(name)
+    steps = magnitudes_of(name)
     exact = np.concatenate([steps[:-1], (steps[:-1] + steps[1:]) / 2]).astype(np.float32)
     up, down = np.nextafter(exact, np.float32(np.inf)), np.nextafter(exact, np.float32(0))
     extremes = np.array([np.inf, 3.4028235e38, 65536, 65520, 65519.996, 1e-45, 1.17549435e-38], np.float32)
@@ -162,7 +162,7 @@ def test_narrowing_rounds_to_the_nearest_even(name: str, step: int, package: str
 def test_blocks_without_special_values(name: str, package: str) -> None:
     """Overflow and NaN have separate code paths; no block here contains either."""
     values = difficult(name)
-    values = values[np.abs(values) < ladder(name)[-2]]
+    values = values[np.abs(values) < magnitudes_of(name)[-2]]
     assert values.size > 100_000
     got = converted(
         half_precision.HALVES[name].narrow,
@@ -182,7 +182,7 @@ def test_flushing_subnormals_does_not_change_results(
     torch = pytest.importorskip("torch")
     use(monkeypatch, way_of_half)
     half, values = half_precision.HALVES[name], difficult("float16")
-    values = values[np.abs(values) < ladder("float16")[-2]]
+    values = values[np.abs(values) < magnitudes_of("float16")[-2]]
     expected = nearest(name, values)
     narrow, wide = stored(name, np.empty(values.size, np.uint16)), np.empty(ALL.size, np.float32)
     converted(half.narrow, values[:10000], narrow[:10000], half_precision.BLOCK)  # the package is checked now
@@ -349,7 +349,8 @@ def test_all_conversions_give_the_same_bits(
 
 @pytest.mark.parametrize("name", HALVES)
 def test_small_terms_are_not_lost(name: str) -> None:
-    one, tiny = np.float32(1), np.float32(ladder(name)[1 << FORMATS[name][1]])  # the smallest normal number
+    smallest_normal = magnitudes_of(name)[1 << FORMATS[name][1]]
+    one, tiny = np.float32(1), np.float32(smallest_normal)
     small = max(float(tiny), 2.0**-11)
     pieces = [stored(name, nearest(name, np.full(3, v, np.float32))) for v in (one, *[small] * 16)]
     out = np.empty_like(pieces[0])

@@ -89,7 +89,7 @@ class Job:
         timeout: default timeout of the world group, seconds.
         local_rank, local_size: of the processes on this host; None if the launcher does not tell.
         fake: True if there are no other processes: every group has the backend ``fake``.
-        post_mortem: asks the launcher how a rank ended; may take a fraction of a second.
+        exit_cause: asks the launcher how a rank ended; may take a fraction of a second.
         groups: the open groups, in the order in which they were created.
         hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.hooks`).
     """
@@ -105,7 +105,7 @@ class Job:
         timeout: float,
         control: ControlClient | None = None,
         local_size: int | None = None,
-        post_mortem: Callable[[int], str | None] | None = None,
+        exit_cause: Callable[[int], str | None] | None = None,
         local_rank: int | None = None,
         fake: bool = False,
     ) -> None:
@@ -122,7 +122,7 @@ class Job:
         self.fake = fake
         self.groups: list[Any] = []
         self.hooks: tuple[Any, ...] = ()
-        self._post_mortem = post_mortem
+        self._exit_cause = exit_cause
         self._shared: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -134,7 +134,7 @@ class Job:
 
     def cause_of_death(self, rank: int) -> str:
         """The launcher's report on a rank that died, as the end of a sentence; "" if no launcher tells."""
-        cause = self._post_mortem(rank) if self._post_mortem is not None else None
+        cause = self._exit_cause(rank) if self._exit_cause is not None else None
         return f" ({cause})" if cause else ""
 
     def shared(self, name: str, make: Callable[[], Any]) -> Any:

@@ -76,9 +76,9 @@ class HostCompletion(Completion):
     __slots__ = (
         "_callbacks",
         "_done",
+        "_done_lock",
         "_entries",
         "_error",
-        "_gate",
         "_started",
         "_took",
         "before_wait",
@@ -88,8 +88,8 @@ class HostCompletion(Completion):
 
     def __init__(self, calls: tuple[Call, ...]) -> None:
         self.calls = calls
-        self._gate = threading.Lock()  # held until done: a bare lock wakes a waiter faster than an Event
-        self._gate.acquire()
+        self._done_lock = threading.Lock()  # held until done: a bare lock wakes a waiter faster than an Event
+        self._done_lock.acquire()
         self._done = False
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -126,7 +126,7 @@ class HostCompletion(Completion):
         self._done = True
         self.before_wait = None  # it keeps the group alive
         flight_recorder.end(self._entries, error)
-        self._gate.release()
+        self._done_lock.release()
         while self._callbacks:
             try:
                 callback = self._callbacks.pop()
@@ -141,7 +141,7 @@ class HostCompletion(Completion):
         if timeout is None and (before_wait := self.before_wait) is not None:
             before_wait(self)
         if not self._done:
-            if not self._gate.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
+            if not self._done_lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
                 call = self.calls[0]
                 raise OperationTimeoutError(
                     f"{call.describe()} #{call.seq} was not done after waiting {timeout:g} s;"
@@ -149,7 +149,7 @@ class HostCompletion(Completion):
                     op=call.op.name,
                     seq=call.seq,
                 )
-            self._gate.release()
+            self._done_lock.release()
         if self._error is not None:
             raise self._error
 

@@ -163,7 +163,7 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
         list(rendezvous.listen_addresses),
         timeout,
         local_size=rendezvous.local_world_size,
-        post_mortem=_exit_note_reader(rendezvous),
+        exit_cause=_exit_note_reader(rendezvous),
         local_rank=rendezvous.local_rank,
         fake=rendezvous.fake,
     )

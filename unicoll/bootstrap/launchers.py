@@ -97,10 +97,10 @@ def detect(environ: Environ = os.environ) -> LaunchInfo | None:
     return None
 
 
-def from_mpi_world(rank: int, world_size: int, environ: Environ = os.environ) -> LaunchInfo:
+def from_mpi_world(rank: int, world_size: int) -> LaunchInfo:
     """The information of MPI itself, if no launcher of the table applies."""
-    address = environ.get("MASTER_ADDR", "").strip().strip("[]") or None
-    text = environ.get("MASTER_PORT", "").strip()
+    address = os.environ.get("MASTER_ADDR", "").strip().strip("[]") or None
+    text = os.environ.get("MASTER_PORT", "").strip()
     return LaunchInfo(
         name="mpi",
         rank=rank,
@@ -119,13 +119,13 @@ def from_mpi_world(rank: int, world_size: int, environ: Environ = os.environ) ->
     )
 
 
-def size_only_in_mpi(environ: Environ = os.environ) -> bool:
+def size_only_in_mpi() -> bool:
     """True if an MPI launcher has set a rank, but no size, in the environment."""
     return any(
         row.mpi
-        and _first_set((row.rank,), environ) is not None
-        and _first_set(row.size, environ) is None
-        and (row.exclude is None or row.exclude(environ) is None)
+        and _first_set((row.rank,), os.environ) is not None
+        and _first_set(row.size, os.environ) is None
+        and (row.exclude is None or row.exclude(os.environ) is None)
         for row in LAUNCHERS
     )
 

@@ -149,10 +149,10 @@ def check(environ: Environ | None = None) -> None:
     debug_level(environ)
 
 
-def warn_of_unknown(environ: Environ | None = None) -> None:
+def warn_of_unknown() -> None:
     """Log a warning for each unknown variable that begins with ``UNICOLL_``, once per process."""
     known = {*FLAGS, *CHOICES, *NUMBERS, *TEXTS}
-    given = {name for name in (os.environ if environ is None else environ) if name.startswith(_PREFIX)}
+    given = {name for name in os.environ if name.startswith(_PREFIX)}
     unknown = sorted(given - known - _warned)
     if not unknown:
         return

@@ -78,7 +78,7 @@ class Staged(Backend):
         self._size = len(ranks)
         self._group = group
         self._copier = HostCopier(cuda(), group)
-        self._direct = DirectCalls(host, self._copier, group)
+        self._direct = DirectCalls(host, self._copier)
         self._p2p = DeviceP2P(host, self._copier, self._direct, group)
 
     @classmethod

@@ -35,13 +35,11 @@ class DirectCalls:
     Args:
         host: the backend.
         copier: of the group.
-        group: its name.
     """
 
-    def __init__(self, host: HostBackend, copier: HostCopier, group: str) -> None:
+    def __init__(self, host: HostBackend, copier: HostCopier) -> None:
         self._host = host
         self._copier = copier
-        self._group = group
         self._lock = threading.Lock()
         self._pools: dict[int, DeviceMemoryPool] = {}
         self._queued: set[int] = set()  # events of calls that are not executed yet

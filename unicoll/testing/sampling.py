@@ -26,11 +26,13 @@ from typing import Any, TypeVar
 __all__ = [
     "FULL_VARIABLE",
     "HALF_VARIABLE",
+    "SEED_VARIABLE",
     "SHORT_VARIABLE",
     "cells",
     "drawn",
     "is_drawn",
     "part",
+    "sample_seed",
     "sampled",
     "share",
     "wants_all",
@@ -42,6 +44,12 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 FULL_VARIABLE = "UNICOLL_TEST_FULL"
 HALF_VARIABLE = "UNICOLL_TEST_HALF"
 SHORT_VARIABLE = "UNICOLL_TEST_SHORT"
+SEED_VARIABLE = "UNICOLL_TEST_SEED"
+
+
+def sample_seed() -> int:
+    """The seed of this run's random samples: from the environment, else random and stored there."""
+    return int(os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(1 << 24))))
 
 
 def _is_on(variable: str) -> bool:

@@ -181,16 +181,16 @@ def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = Non
             time.sleep(0.02)
 
 
-def listening_ports(pid: int | str = "self") -> list[tuple[str, int]]:
-    """Addresses on which a process accepts TCP connections over IPv4."""
+def listening_ports() -> list[tuple[str, int]]:
+    """Addresses on which this process accepts TCP connections over IPv4."""
     sockets = set()
-    for fd in os.listdir(f"/proc/{pid}/fd"):
+    for fd in os.listdir("/proc/self/fd"):
         try:
-            sockets.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
+            sockets.add(os.readlink(f"/proc/self/fd/{fd}"))
         except OSError:  # closed in the meantime, like the descriptor that listed the directory
             continue
     found = []
-    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
             address, _, port = fields[1].partition(":")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.check.process import ROOT, Runner, environment
-from tests.gpu.check.record import Document, Reporter, plain, story
+from tests.gpu.check.record import Document, Reporter, description_of, plain
 from tests.gpu.check.stages import STAGES, Stage
 from tests.nccl.device_ranks import SHARING
 
@@ -100,7 +100,7 @@ def _serve(given: argparse.Namespace) -> int:
             place = (Simulation if given.simulate else GPU)(order["kits"], given.patience, order["sharing"])
             STAGES[order["stage"]].run(reporter, place)
         except Exception as e:
-            error = story(e)
+            error = description_of(e)
         reporter.ended(error)
     return 0
 

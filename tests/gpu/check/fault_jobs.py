@@ -16,7 +16,7 @@ __all__ = ["abort", "bound", "call_alone", "first_operation", "go_on_without", "
 _COUNT = 1 << 16
 
 
-def _story(call: Callable[[], Any]) -> dict[str, Any]:
+def _outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
     """The end of a call: the error's name and text, or the result, and the seconds it took."""
     began = time.monotonic()
     error, message, value = None, "", None
@@ -37,7 +37,7 @@ def call_alone(name: str, timeout: float) -> dict[str, Any]:
         work.wait()
         work.synchronize()
 
-    return _story(call)
+    return _outcome_of(call)
 
 
 def abort(reason: str) -> None:
@@ -74,7 +74,7 @@ def leave_work_behind(name: str) -> None:
 
 def first_operation(name: str) -> dict[str, Any]:
     """An operation that connects the ranks."""
-    return _story(lambda: _total(name))
+    return _outcome_of(lambda: _total(name))
 
 
 def bound(name: str) -> dict[str, Any]:

@@ -60,26 +60,26 @@ def _warm(place: Place, job: ProcessJob, name: str) -> None:
     called(place, job, rank_jobs.warm_up, name)
 
 
-def _story(job: ProcessJob, rank: int, due: float, place: Place) -> dict[str, Any]:
+def _value_of(job: ProcessJob, rank: int, due: float, place: Place) -> dict[str, Any]:
     """The end of a call that must end within some seconds."""
     outcome = job.collect(due + place.patience, ranks=[rank])[0]
     assert outcome.failure is None, outcome.failure
-    story: dict[str, Any] = outcome.value
-    return story
+    value: dict[str, Any] = outcome.value
+    return value
 
 
-def _names(story: dict[str, Any], error: str, *words: str) -> None:
-    assert story["error"] == error, f"{story['error']} where {error} was due: {story['message']}"
+def _names(value: dict[str, Any], error: str, *words: str) -> None:
+    assert value["error"] == error, f"{value['error']} where {error} was due: {value['message']}"
     for word in words:
-        assert word in story["message"], f"{word!r} is not in: {story['message']}"
+        assert word in value["message"], f"{word!r} is not in: {value['message']}"
 
 
 def _leaves(
-    place: Place, job: ProcessJob, story: dict[str, Any], tell: Tell, ranks: Sequence[int] | None = None
+    place: Place, job: ProcessJob, value: dict[str, Any], tell: Tell, ranks: Sequence[int] | None = None
 ) -> None:
     began = time.monotonic()
     leave(place, job, ranks)
-    tell(story | {"seconds to leave": time.monotonic() - began})
+    tell(value | {"seconds to leave": time.monotonic() - began})
 
 
 def _a_missing_rank_is_named_at_the_deadline(place: Place, name: str, tell: Tell) -> None:
@@ -87,15 +87,15 @@ def _a_missing_rank_is_named_at_the_deadline(place: Place, name: str, tell: Tell
     with joined(place, 2, [name]) as job:
         _warm(place, job, name)
         job.call(jobs.call_alone, name, timeout, ranks=[0])
-        story = _story(job, 0, timeout, place)
-        story["seconds after the deadline"] = story["seconds"] - timeout
-        tell(story)
-        _names(story, "OperationTimeoutError", "rank 1", "all_reduce")
-        assert story["seconds"] >= timeout * 0.9, story
+        value = _value_of(job, 0, timeout, place)
+        value["seconds after the deadline"] = value["seconds"] - timeout
+        tell(value)
+        _names(value, "OperationTimeoutError", "rank 1", "all_reduce")
+        assert value["seconds"] >= timeout * 0.9, value
         job.call(jobs.call_alone, name, timeout, ranks=[1])
-        after = _story(job, 1, timeout, place)
+        after = _value_of(job, 1, timeout, place)
         assert after["error"] == "OperationTimeoutError", after
-        _leaves(place, job, story, tell)
+        _leaves(place, job, value, tell)
 
 
 def _others_shrink_the_group_after_the_deadline(place: Place, name: str, tell: Tell) -> None:
@@ -103,7 +103,7 @@ def _others_shrink_the_group_after_the_deadline(place: Place, name: str, tell: T
     with joined(place, 3, [name]) as job:
         _warm(place, job, name)
         job.call(jobs.call_alone, name, timeout, ranks=[0, 1])
-        errors = {_story(job, rank, timeout, place)["error"] for rank in (0, 1)}
+        errors = {_value_of(job, rank, timeout, place)["error"] for rank in (0, 1)}
         assert errors == {"OperationTimeoutError"}, errors
         _shrunk(place, job, name, tell)
 
@@ -112,11 +112,11 @@ def _shrunk(place: Place, job: ProcessJob, name: str, tell: Tell) -> None:
     """Two of three ranks continue without the third."""
     began = time.monotonic()
     job.call(jobs.go_on_without, name, [2], ranks=[0, 1])
-    sums = [_story(job, rank, 0.0, place)["sum"] for rank in (0, 1)]
-    story: dict[str, Any] = {"sums": sums, "seconds": time.monotonic() - began}
-    tell(story)
+    sums = [_value_of(job, rank, 0.0, place)["sum"] for rank in (0, 1)]
+    value: dict[str, Any] = {"sums": sums, "seconds": time.monotonic() - began}
+    tell(value)
     assert sums == [3.0, 3.0], sums
-    _leaves(place, job, story, tell, [0, 1])
+    _leaves(place, job, value, tell, [0, 1])
 
 
 def _a_killed_rank_is_named(place: Place, name: str, tell: Tell) -> None:
@@ -125,11 +125,11 @@ def _a_killed_rank_is_named(place: Place, name: str, tell: Tell) -> None:
         job.call(jobs.call_alone, name, 60.0, ranks=[0])
         time.sleep(_UNDER_WAY_S)
         killed = job.signal(1, signal.SIGKILL)
-        story = _story(job, 0, 0.0, place)
-        story["seconds after death"] = job.outcomes[0].at - killed
-        tell(story)
-        _names(story, "RankLostError", "rank 1")
-        _leaves(place, job, story, tell, [0])
+        value = _value_of(job, 0, 0.0, place)
+        value["seconds after death"] = job.outcomes[0].at - killed
+        tell(value)
+        _names(value, "RankLostError", "rank 1")
+        _leaves(place, job, value, tell, [0])
 
 
 def _an_abort_ends_what_is_in_flight(place: Place, name: str, tell: Tell) -> None:
@@ -138,11 +138,11 @@ def _an_abort_ends_what_is_in_flight(place: Place, name: str, tell: Tell) -> Non
         job.call(jobs.call_alone, name, 60.0, ranks=[0])
         time.sleep(_UNDER_WAY_S)
         job.call(jobs.abort, "enough", ranks=[1])
-        story = _story(job, 0, 0.0, place)
-        tell(story)
-        _names(story, "GroupAbortedError", "enough")
+        value = _value_of(job, 0, 0.0, place)
+        tell(value)
+        _names(value, "GroupAbortedError", "enough")
         job.collect(place.patience)
-        _leaves(place, job, story, tell)
+        _leaves(place, job, value, tell)
 
 
 def _survivors_shrink_the_group_and_go_on(place: Place, name: str, tell: Tell) -> None:
@@ -151,7 +151,7 @@ def _survivors_shrink_the_group_and_go_on(place: Place, name: str, tell: Tell) -
         job.call(jobs.call_alone, name, 60.0, ranks=[0, 1])
         time.sleep(_UNDER_WAY_S)
         job.signal(2, signal.SIGKILL)
-        errors = {_story(job, rank, 0.0, place)["error"] for rank in (0, 1)}
+        errors = {_value_of(job, rank, 0.0, place)["error"] for rank in (0, 1)}
         assert errors == {"RankLostError"}, errors
         _shrunk(place, job, name, tell)
 
@@ -161,7 +161,7 @@ def _a_group_is_shrunk_without_any_fault(place: Place, name: str, tell: Tell) ->
         _warm(place, job, name)
         began = time.monotonic()
         job.call(jobs.go_on_without, name, [1], ranks=[0])
-        found = _story(job, 0, 0.0, place)
+        found = _value_of(job, 0, 0.0, place)
         tell(found | {"seconds": time.monotonic() - began})
         assert found["sum"] == 1.0
         _leaves(place, job, found, tell)
@@ -200,28 +200,28 @@ def _who_ends_without_leaving_is_not_lost(place: Place, name: str, tell: Tell) -
         job.call(worker.end, ranks=[1])
         assert job.wait_for_exit(place.patience, [1]) == [0], job.report()
         job.call(jobs.call_alone, name, timeout, ranks=[0])
-        story = _story(job, 0, timeout, place)
-        tell(story)
-        _names(story, "OperationTimeoutError", "rank 1")
-        _leaves(place, job, story, tell, [0])
+        value = _value_of(job, 0, timeout, place)
+        tell(value)
+        _names(value, "OperationTimeoutError", "rank 1")
+        _leaves(place, job, value, tell, [0])
 
 
 def _two_ranks_on_one_device_are_refused(place: Place, name: str, tell: Tell) -> None:
     with joined(place, 2, [name], env={"UNICOLL_NCCL_SHARE_DEVICE": "0"}) as job:
-        stories = called(place, job, jobs.first_operation, name)
-        tell(stories[0])
-        for story in stories:
-            _names(story, "DistArgumentError", "rank 0", "rank 1")
-        _leaves(place, job, stories[0], tell)
+        found = called(place, job, jobs.first_operation, name)
+        tell(found[0])
+        for value in found:
+            _names(value, "DistArgumentError", "rank 0", "rank 1")
+        _leaves(place, job, found[0], tell)
 
 
 def _ranks_bound_to_their_device_connect_at_once_and_split(place: Place, name: str, tell: Tell) -> None:
     with joined(place, 2, [name], device=0) as job:
         found = called(place, job, jobs.bound, name)
-        story = {"sums": [f["sum"] for f in found], "seconds": [f["seconds"] for f in found]}
-        tell(story)
-        assert story["sums"] == [3.0, 3.0], found
-        _leaves(place, job, story, tell)
+        value = {"sums": [f["sum"] for f in found], "seconds": [f["seconds"] for f in found]}
+        tell(value)
+        assert value["sums"] == [3.0, 3.0], found
+        _leaves(place, job, value, tell)
 
 
 def _timeout(place: Place) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.gpu.check import rank_jobs
 from tests.gpu.check.forked import ForkedJob
-from tests.gpu.check.record import Skip, headline, story
+from tests.gpu.check.record import Skip, description_of, headline
 from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
 from tests.nccl.device_ranks import DeviceJob, DeviceMpiJob
 from tests.simulated_nccl import ranks as simulated_ranks
@@ -284,7 +284,7 @@ class Ranks(Pool):
                 for call in self._first:
                     called(self.place, self._job, *call)
             except BaseException as error:
-                self._useless = headline(story(error))
+                self._useless = headline(description_of(error))
                 self._drop()
                 raise
         try:

@@ -51,14 +51,14 @@ class Runner:
         try:
             if self._process is None:
                 self._start()
-            state, story = self._follow(order, deadline, take)
+            state, description = self._follow(order, deadline, take)
         except BaseException:
             self.close()
             raise
         if state != "done":
-            story = story or self._said()
+            description = description or self._said()
             self.close()
-        return state, story
+        return state, description
 
     def _start(self) -> None:
         self._reading, writing = os.pipe()

@@ -13,9 +13,9 @@ from typing import Any
 
 from unicoll.testing.ranks import RanksFailed
 
-__all__ = ["Document", "NoTime", "Reporter", "Skip", "headline", "plain", "story"]
+__all__ = ["Document", "NoTime", "Reporter", "Skip", "description_of", "headline", "plain"]
 
-_STORY = 12_000
+_MOST_CHARACTERS = 12_000
 """Characters that are kept of an error."""
 _LINE = 160
 
@@ -85,17 +85,17 @@ class Reporter:
         except NoTime as why:
             outcome, detail = "not run", str(why)
         except Exception as error:
-            outcome, detail = "failed", story(error)
+            outcome, detail = "failed", description_of(error)
         self._tell(check=name, outcome=outcome, seconds=round(time.monotonic() - began, 3), detail=detail)
         return value
 
 
-def story(error: BaseException) -> str:
+def description_of(error: BaseException) -> str:
     """A description of an exception; the error is its first line."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, RanksFailed):  # has the ranks' tracebacks
-        return text[:_STORY]
-    return (text + "\n" + "".join(traceback.format_exception(error)))[:_STORY]
+        return text[:_MOST_CHARACTERS]
+    return (text + "\n" + "".join(traceback.format_exception(error)))[:_MOST_CHARACTERS]
 
 
 def headline(detail: str) -> str:

@@ -9,7 +9,6 @@ each group, so that all ranks raise the same error. Operations that succeed do n
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import socket
@@ -20,7 +19,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unicoll import errors
 from unicoll.errors import (
     AuthenticationError,
     DistError,
@@ -31,7 +29,10 @@ from unicoll.errors import (
 from unicoll.net import logs
 from unicoll.net.channel import Connection, authenticate
 from unicoll.net.control.clock import ClockOffset, Offset
+from unicoll.net.control.departures import Departures
+from unicoll.net.control.group_failures import GroupFailures
 from unicoll.net.control.relay import Relay
+from unicoll.net.control.reports import Report, Reports
 from unicoll.net.control.standby import Standby
 from unicoll.net.fork_safety import guard
 from unicoll.net.framed_server import frame, handshake_address, read_frame
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["ControlClient", "PeerInfo"]
 
 Message = dict[str, Any]
-Report = dict[str, Any]
 
 log = logs.logger("control")
 
@@ -52,7 +52,7 @@ _TAKEOVER_S = 30.0
 """Seconds in which the ranks connect to a new relay after the relay's process has died."""
 _RETRY_S = 0.02
 _REPLY_S = 1.0
-"""Seconds to wait for reports of other ranks and for the relay's announcement of a failure."""
+"""Seconds to wait for a reply of the relay, or for the end of this process's thread."""
 
 
 class PeerInfo(NamedTuple):
@@ -90,12 +90,8 @@ class ControlClient:
         self.rank = rank
         self.size = size
         self.peers: list[PeerInfo] = []
-        self.departed: dict[int, str] = {}
-        self.left: set[int] = set()
-        self.died: set[int] = set()
         self.job_id = ""
         self.clock = ClockOffset()
-        self.failure_listeners: list[Callable[[str, DistError], None]] = []
         self._key = key
         self._address = address
         self._relay: Relay | None = None
@@ -103,16 +99,14 @@ class ControlClient:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._sending = threading.Lock()
-        self._failures: dict[str, DistError] = {}
-        self._failure_messages: dict[str, Message] = {}  # of groups that have failed, for a new relay
-        self._reported: set[str] = set()  # groups whose failure the listeners have
-        self._failure_callbacks: dict[
-            tuple[str, str], Callable[[DistError], None]
-        ] = {}  # by group and backend
-        self._report_callbacks: dict[tuple[str, str], Callable[[], Report]] = {}
-        self._received_reports: dict[int, dict[int, Report]] = {}
+        self._departures = Departures(self._changed)
+        self.departed = self._departures.reasons
+        self.left = self._departures.left
+        self.died = self._departures.died
+        self._failures = GroupFailures(self._changed, self.send, self._relay_ended)
+        self.failure_listeners = self._failures.listeners
+        self._reports = Reports(rank, self.departed, self._changed, self.send, self._relay_ended)
         self._handlers: dict[str, Callable[[Message], None]] = {}
-        self._last_request = 0
         self._ready = False
         self._closed = False
         self._goodbye: bytes | None = None  # the frame with which this process leaves the job
@@ -139,25 +133,14 @@ class ControlClient:
             self._relay = Relay(self.size, self._key, self._address)
             store.set("control", json.dumps(self._relay.addresses[0]))
         host, port = json.loads(store.get("control"))
-        bare = guard(self._connect(host, port, deadline))
-        self._sock = bare
-        bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = bare = guard(self._connect(host, port, deadline))
         try:
-            self._sock = sock = authenticate(
-                bare,
-                self._key,
-                b"control",
-                deadline,
-                rank=self.rank,
-                server=0,
-                address=handshake_address(host, port),
-            )[0]
+            self._sock = sock = self._authenticate(bare, 0, host, port, deadline)
         except AuthenticationError:
             raise
         except DistNetworkError as e:
             reason = f"rank 0 ended while rank {self.rank} joined the job: {e}"
             raise RankLostError(f"init_process_group: {reason}", rank=0, op="init_process_group") from e
-        sock.settimeout(None)
         self._thread = threading.Thread(
             target=self._receive, args=(sock,), name="unicoll-control", daemon=True
         )
@@ -172,9 +155,7 @@ class ControlClient:
         hello = {"t": "hello", **process, "address": self._address, "port": self._standby.port}
         with self._sending:
             sock.sendall(frame(hello))
-            for failure in [
-                *self._failure_messages.values()
-            ]:  # the old relay may not have sent it to all members
+            for failure in self._failures.messages():
                 sock.sendall(frame(failure))
             self._sock = sock
             if self._goodbye is not None:  # closed while there was no connection
@@ -187,6 +168,18 @@ class ControlClient:
         except OSError as e:
             raise DistNetworkError(f"rank 0's control port {host}:{port} cannot be reached: {e}") from e
 
+    def _authenticate(
+        self, bare: socket.socket, rank: int, host: str, port: int, deadline: float
+    ) -> Connection:
+        """The connection to the relay in ``rank`` at this address, without a timeout."""
+        bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        address = handshake_address(host, port)
+        sock, _ = authenticate(
+            bare, self._key, b"control", deadline, rank=self.rank, server=rank, address=address
+        )
+        sock.settimeout(None)
+        return sock
+
     def _await_ranks(self, deadline: float, timeout: float) -> None:
         with self._changed:
             done = self._changed.wait_for(lambda: self._ready or self.departed, deadline - time.monotonic())
@@ -196,7 +189,7 @@ class ControlClient:
             rank, reason = next(iter(self.departed.items()))
             raise RankLostError(f"init_process_group: {reason}", rank=rank, op="init_process_group")
         assert not done
-        self._send({"t": "joined"})
+        self.send({"t": "joined"})
         with self._changed:
             self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
         missing = sorted(set(range(self.size)) - set(self._joined))
@@ -252,23 +245,14 @@ class ControlClient:
 
     def await_departure(self, rank: int, timeout: float = 0.5) -> str | None:
         """How ``rank`` has ended, waiting up to ``timeout`` seconds; None if it has not."""
-        with self._changed:
-            self._changed.wait_for(lambda: rank in self.departed, timeout)
-            return self.departed.get(rank)
+        return self._departures.await_departure(rank, timeout)
 
     def find_lost_rank(self, peer: int, members: Iterable[int], timeout: float) -> int | None:
         """The rank that caused the end of a connection to ``peer``, waiting up to ``timeout`` seconds; None if unknown.
 
         It is the peer if it has ended, else a lost member of the group, after which the peer closed its connections.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: peer in self.departed or self._lost(members), timeout)
-            if peer in self.departed:
-                return peer
-            return next(iter(self._lost(members)), None)
-
-    def _lost(self, members: Iterable[int]) -> list[int]:
-        return [rank for rank in members if rank in self.departed and rank not in self.left]
+        return self._departures.find_lost_rank(peer, members, timeout)
 
     # --- failures of groups -----------------------------------------------------------------------------------
 
@@ -280,31 +264,17 @@ class ControlClient:
         ``on_failure`` is called on the control thread when the group fails, ``report`` when another rank asks for the
         state of this one in its calls of the same backend.
         """
-        with self._changed:
-            self._failure_callbacks[group, backend] = on_failure
-            self._report_callbacks[group, backend] = report
-            failure = self._failure_of(group)
-        if failure is not None:
-            on_failure(failure)
+        self._reports.add_source(group, backend, report)
+        self._failures.watch(group, backend, on_failure)
 
     def unwatch(self, group: str, backend: str) -> None:
         """This process has closed the backend of the group."""
-        with self._changed:
-            self._failure_callbacks.pop((group, backend), None)
-            self._report_callbacks.pop((group, backend), None)
+        self._failures.unwatch(group, backend)
+        self._reports.remove_source(group, backend)
 
     def group_failure(self, group: str, timeout: float = 0.0) -> DistError | None:
         """The error with which ``group`` failed, waiting up to ``timeout`` seconds; None if it has not failed."""
-        with self._changed:
-            # without a relay there is no announcement
-            self._changed.wait_for(
-                lambda: group in self._failures or self._relay_rank in self.departed, timeout
-            )
-            return self._failure_of(group)
-
-    def _failure_of(self, group: str) -> DistError | None:
-        """A copy: the error that is kept must not keep the frames, and with them arrays, of those who raise it."""
-        return copy.copy(self._failures.get(group))
+        return self._failures.await_failure(group, timeout)
 
     def announce_failure(self, group: str, members: Iterable[int], error: DistError) -> DistError:
         """Announce that ``group`` failed; returns the error that all its members raise.
@@ -312,42 +282,15 @@ class ControlClient:
         It is the first error that has reached the relay, or ``error`` if the relay cannot be reached. Then a relay that
         replaces it gets the error.
         """
-        failure = {"t": "fail", "group": group, "members": list(members), "error": _pack(error)}
-        with self._sending:
-            self._failure_messages.setdefault(group, failure)
-        self._send(failure)
-        announced = self.group_failure(group, _REPLY_S)
-        if announced is None:
-            self._inform_listeners(group, error)
-        return announced or error
+        return self._failures.announce(group, members, error)
 
     def measure_clock(self) -> Offset | None:
         """Rank 0's clock minus this process's, measured within a fraction of a second; None if it never was."""
-        return self.clock.measure(self._send)
+        return self.clock.measure(self.send)
 
     def request_reports(self, group: str, backend: str, ranks: Iterable[int]) -> dict[int, Report]:
         """The reports of these ranks about a backend of ``group``, without ranks that do not reply within a second."""
-        wanted = set(ranks)
-        with self._changed:
-            self._last_request += 1
-            request = self._last_request
-            reports = self._received_reports[request] = {}
-        self._send(
-            {
-                "t": "ask",
-                "group": group,
-                "backend": backend,
-                "to": sorted(wanted),
-                "from": self.rank,
-                "id": request,
-            }
-        )
-        with self._changed:
-            self._changed.wait_for(
-                lambda: wanted <= reports.keys() | self.departed.keys() or self._relay_rank in self.departed,
-                _REPLY_S,
-            )
-            return self._received_reports.pop(request)
+        return self._reports.request(group, backend, ranks)
 
     # --- messages of other modules -----------------------------------------------------------------------------
 
@@ -358,20 +301,17 @@ class ControlClient:
 
     def send(self, message: Message) -> None:
         """Send a message to the relay; without effect while there is none."""
-        self._send(message)
+        data = frame(message)
+        with self._sending, suppress(OSError):
+            # the receiving thread also sees the error and records that the relay's process has ended
+            if self._sock is not None:
+                self._sock.sendall(data)
 
     def handle(self, kind: str, handler: Callable[[Message], None]) -> None:
         """Call ``handler`` on the control thread with each message of a kind from the relay."""
         self._handlers[kind] = handler
 
     # --- the connection ----------------------------------------------------------------------------------------
-
-    def _send(self, message: Message) -> None:
-        data = frame(message)
-        with self._sending, suppress(OSError):
-            # the receiving thread also sees the error and records that the relay's process has ended
-            if self._sock is not None:
-                self._sock.sendall(data)
 
     def _receive(self, sock: Connection) -> None:
         current: Connection | None = sock
@@ -402,7 +342,8 @@ class ControlClient:
         except (OSError, EOFError, ValueError):
             pass
         if not self._closed:
-            self._record_departure(self._relay_rank, f"{self.describe(self._relay_rank)} {reason}", "died")
+            rank = self._relay_rank
+            self._departures.record(rank, f"{self.describe(rank)} {reason}", "died")
 
     # --- another relay -----------------------------------------------------------------------------------------
 
@@ -417,6 +358,9 @@ class ControlClient:
         """If ``ranks``, which the caller excludes as lost, contain the relay's rank, wait for its departure."""
         if self._relay_rank in ranks:
             self.await_departure(self._relay_rank)
+
+    def _relay_ended(self) -> bool:
+        return self._relay_rank in self.departed
 
     def _relay_settled(self) -> bool:
         """True unless this process is about to connect to a new relay."""
@@ -444,8 +388,7 @@ class ControlClient:
                     self._host_relay()
                 return self._connect_to_new_relay(rank, self.peers[rank], deadline)
             except ConnectionRefusedError:
-                reason = "died: its process ended without leaving the job"
-                self._record_departure(rank, f"{self.describe(rank)} {reason}", "died")
+                self._departures.record_death(rank, self.describe(rank))
             except Exception as e:  # this thread must continue
                 log.debug("the new relay in rank %d cannot be reached: %r", rank, e)
                 time.sleep(_RETRY_S)
@@ -455,25 +398,14 @@ class ControlClient:
         return None
 
     def _host_relay(self) -> None:
-        departures = [(r, reason, self._departure_kind(r)) for r, reason in self.departed.items()]
         expected = {r: self.peers[r] for r in range(self.size) if r not in self.departed}
-        self._standby.serve(departures, expected)
+        self._standby.serve(self._departures.all(), expected)
 
     def _connect_to_new_relay(self, rank: int, peer: PeerInfo, deadline: float) -> Connection:
         bare = guard(socket.create_connection((peer.address, peer.port), _REPLY_S))
         self._connecting = bare
         try:
-            bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock = authenticate(
-                bare,
-                self._key,
-                b"control",
-                deadline,
-                rank=self.rank,
-                server=rank,
-                address=handshake_address(peer.address, peer.port),
-            )[0]
-            sock.settimeout(None)
+            sock = self._authenticate(bare, rank, peer.address, peer.port, deadline)
         except BaseException:
             bare.close()
             raise
@@ -481,7 +413,7 @@ class ControlClient:
             self._connecting = None
         try:
             self._introduce(sock)
-            while (message := read_frame(sock))["t"] != "welcome":
+            while (message := read_frame(sock))["t"] != "state":
                 self._handle(message)
             if message["store"] is not None:
                 address, port = message["store"]
@@ -495,9 +427,6 @@ class ControlClient:
             self._changed.notify_all()
         return sock
 
-    def _departure_kind(self, rank: int) -> str:
-        return "left" if rank in self.left else "died" if rank in self.died else "failed"
-
     def _handle(self, message: Message) -> None:
         kind = message["t"]
         if kind == "ready":
@@ -506,83 +435,24 @@ class ControlClient:
                 self.job_id = message["job"]
                 self._ready = True
                 self._changed.notify_all()
-            self._send(self.clock.ping())
+            self.send(self.clock.ping())
         elif kind == "pong":
             self.clock.receive(message)
         elif kind == "gone":
             for rank, reason, manner in message["ranks"]:
-                self._record_departure(rank, reason, manner)
+                self._departures.record(rank, reason, manner)
         elif kind == "fail":
-            error = _unpack(message["error"])
-            with self._sending:
-                self._failure_messages[message["group"]] = message
-            self._on_failure(message["group"], error)
+            self._failures.receive(message)
         elif kind == "ask":
-            report = self._report_callbacks.get((message["group"], message["backend"]))
-            content = report() if report is not None else {"unknown": True}
-            self._send(
-                {
-                    "t": "tell",
-                    "to": [message["from"]],
-                    "from": self.rank,
-                    "id": message["id"],
-                    "report": content,
-                }
-            )
+            self._reports.answer(message)
         elif kind == "tell":
-            with self._changed:
-                if message["id"] in self._received_reports:
-                    self._received_reports[message["id"]][message["from"]] = message["report"]
-                    self._changed.notify_all()
+            self._reports.receive(message)
         elif kind == "joined":
             with self._changed:
                 self._joined = message["ranks"]
                 self._changed.notify_all()
         elif (handler := self._handlers.get(kind)) is not None:
             handler(message)
-
-    def _record_departure(self, rank: int, reason: str, manner: str) -> None:
-        with self._changed:
-            if rank not in self.departed:
-                self.departed[rank] = reason
-                {"left": self.left, "died": self.died}.get(manner, set()).add(rank)
-            self._changed.notify_all()
-
-    def _on_failure(self, group: str, error: DistError) -> None:
-        self._inform_listeners(group, error)
-        with self._changed:
-            if group in self._failures:
-                return
-            self._failures[group] = error
-            self._changed.notify_all()
-            callbacks = [fn for (watched, _), fn in self._failure_callbacks.items() if watched == group]
-        for callback in callbacks:
-            callback(copy.copy(error))
-
-    def _inform_listeners(self, group: str, error: DistError) -> None:
-        with self._changed:
-            if group in self._reported:
-                return
-            self._reported.add(group)
-        for listener in self.failure_listeners:
-            listener(group, error)
-
-
-_FIELDS = ("group", "rank", "op", "seq", "host", "pid", "missing", "ranks")
-
-
-def _pack(error: DistError) -> Message:
-    fields = {name: getattr(error, name) for name in _FIELDS if getattr(error, name, None) is not None}
-    return {"type": type(error).__name__, "message": str(error), "fields": fields}
-
-
-def _unpack(packed: Message) -> DistError:
-    kind = getattr(errors, packed["type"]) if packed["type"] in errors.__all__ else DistError
-    error: DistError = kind(packed["message"])
-    for name, value in packed["fields"].items():
-        if name in _FIELDS:
-            setattr(error, name, value)
-    return error
 
 
 def _ranks(ranks: list[int]) -> str:

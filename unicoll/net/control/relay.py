@@ -169,13 +169,14 @@ class Relay(FrameServer):
         self._connected[member.rank] = client
         self._members[member.rank] = member
         if self._takeover is not None:
-            self._welcome(client, member.rank, self._takeover)
+            self._send_state(client, member.rank, self._takeover)
         elif len(self._members) == self._size:
             members = [self._members[r] for r in range(self._size)]
             peers = [(m.host, m.pid, m.address, m.port) for m in members]
             self._forward(range(self._size), {"t": "ready", "peers": peers, "job": secrets.token_hex(8)})
 
-    def _welcome(self, client: Client, rank: int, takeover: Takeover) -> None:
+    def _send_state(self, client: Client, rank: int, takeover: Takeover) -> None:
+        """What a process that connects to this relay, which replaces another one, may not know yet."""
         takeover.expected.pop(rank, None)
         departures = takeover.departures
         for start in range(0, len(departures), _MAX_DEPARTURES):
@@ -183,7 +184,7 @@ class Relay(FrameServer):
         for failure in self._failures.values():  # that others have announced before this rank was connected
             if rank in failure["members"]:
                 self.send(client, failure)
-        self.send(client, {"t": "welcome", "store": takeover.store})
+        self.send(client, {"t": "state", "store": takeover.store})
 
     def _check_expected(self, takeover: Takeover) -> None:
         """Detect expected ranks that have ended: the kernel accepts connections only while the process is alive."""

@@ -1,0 +1,106 @@
+"""The reduction of arrays in chunks, within hosts and between them at the same time (:mod:`.hierarchical`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gloo_fallback.algorithms.hierarchy_context import (
+    ChunkedArray,
+    HierarchyContext,
+    PackedBlocks,
+    reduce_node,
+)
+from gloo_fallback.algorithms.operands import bounds_of
+from gloo_fallback.shm.slots import SLOT, Slots
+from gloo_fallback.transport.connections import SubsetConnections
+from unicoll.arrays.kernels import Flat, Kernel
+from unicoll.backend import Call
+
+__all__ = ["chunk_elements", "reduce_in_chunks"]
+
+
+def chunk_elements(kernel: Kernel) -> int:
+    """Elements of a chunk: its contribution and its sum (or result) fit a slot."""
+    return (SLOT - 64) // (kernel.acc.itemsize + kernel.dtype.itemsize)
+
+
+ReduceAcross = Callable[[SubsetConnections, int, Flat, Flat], None]
+Collect = Callable[[int, Flat], None]
+
+
+def reduce_in_chunks(
+    hierarchy: HierarchyContext,
+    call: Call,
+    kernel: Kernel,
+    source_chunks: ChunkedArray | PackedBlocks,
+    reduce_across: ReduceAcross,
+    collect: Collect | None,
+    arrays: Sequence[Flat] | None = None,
+    lag: int = 0,
+) -> None:
+    """Pipelined reduction: all ranks contribute, followers sum, leaders reduce across nodes, all ranks collect.
+
+    In step s all ranks contribute chunk s, then the followers sum it while the leader reduces chunk s-1 across nodes,
+    and all ranks collect chunk s-2. A slot holds a contribution, and at ``result_offset`` a follower's part of the
+    sum or the leader's result.
+
+    ``reduce_across(internode, start, sums, result)`` reduces a node's sums with those of the other nodes into
+    ``result``; ``collect(start, result)`` copies from it. ``arrays`` are those of the node's ranks in symmetric memory,
+    which need not be copied to the slots. With a ``lag``, the result is that of so many chunks before; where there is
+    none, and after the last chunk, the arrays are empty.
+    """
+    slots, root = hierarchy.slots, call.root
+    leader, internode = hierarchy.leader(root), hierarchy.internode(root)
+    followers = [r for r in range(slots.size) if r != leader]
+    dtype, starts = kernel.storage, source_chunks.starts
+    sizes = [source_chunks.size(start) for start in starts]
+    result_offset = -(-max(sizes, default=0) * dtype.itemsize // 64) * 64
+    sums = np.empty(max(sizes, default=0) if internode is not None else 0, kernel.acc)
+
+    def contributions(start: int, size: int, steps: int) -> list[Flat]:
+        """The node's contributions to a chunk; without symmetric memory from the slots of the last or next step."""
+        if arrays is not None:
+            return [array[start : start + size] for array in arrays]
+        return [slots.slot(r, 0, size, dtype, steps) for r in range(slots.size)]
+
+    for s in range(len(sizes) + 2 + lag):
+        if s < len(sizes) and arrays is None:
+            source_chunks.pack(starts[s], slots.slot(slots.rank, 0, sizes[s], dtype))
+        slots.sync_step(None if s else call)
+        if s == 0 and internode is not None:
+            internode.agree()
+        if internode is None and s < len(sizes):
+            _sum_own_part(slots, kernel, followers, contributions(starts[s], sizes[s], 0), result_offset)
+        if internode is not None and 1 <= s <= len(sizes) + lag:
+            at = s - 1 - lag
+            size, length = sizes[s - 1] if s <= len(sizes) else 0, sizes[at] if at >= 0 else 0
+            if not size:
+                pass
+            elif followers:
+                _gather_sums(slots, followers, sums[:size], result_offset)
+            else:  # the contribution of the previous step
+                reduce_node(kernel, contributions(starts[s - 1], size, 1), sums[:size])
+            result = slots.slot(slots.rank, result_offset, length, dtype)
+            reduce_across(internode, starts[at] if at >= 0 else 0, sums[:size], result)
+        if collect is not None and s >= 2 + lag:
+            at = s - 2 - lag
+            collect(starts[at], slots.slot(leader, result_offset, sizes[at], dtype, 0))
+
+
+def _sum_own_part(
+    slots: Slots, kernel: Kernel, followers: Sequence[int], parts: Sequence[Flat], result_offset: int
+) -> None:
+    bounds = bounds_of(parts[0].size, len(followers))
+    i = followers.index(slots.rank)
+    low, high = bounds[i], bounds[i + 1]
+    parts = [part[low:high] for part in parts]
+    reduce_node(kernel, parts, slots.slot(slots.rank, result_offset, high - low, kernel.acc))
+
+
+def _gather_sums(slots: Slots, followers: Sequence[int], sums: Flat, result_offset: int) -> None:
+    bounds = bounds_of(sums.size, len(followers))
+    for i, r in enumerate(followers):
+        low, high = bounds[i], bounds[i + 1]
+        sums[low:high] = slots.slot(r, result_offset, high - low, sums.dtype, 0)

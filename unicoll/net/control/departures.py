@@ -1,0 +1,67 @@
+"""The ranks that have ended, as far as this process knows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from unicoll.net.control.relay import Departure
+
+__all__ = ["Departures"]
+
+
+class Departures:
+    """How each rank that has ended did so.
+
+    Args:
+        changed: notified when a rank is recorded.
+
+    Attributes:
+        reasons: for each rank that has ended, how it ended.
+        left: the ranks that left the job without an exception.
+        died: the ranks that ended without leaving the job.
+    """
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self.reasons: dict[int, str] = {}
+        self.left: set[int] = set()
+        self.died: set[int] = set()
+        self._changed = changed
+
+    def record(self, rank: int, reason: str, manner: str) -> None:
+        """``rank`` has ended; the first report of a rank is kept. ``manner`` is that of a :data:`Departure`."""
+        with self._changed:
+            if rank not in self.reasons:
+                self.reasons[rank] = reason
+                {"left": self.left, "died": self.died}.get(manner, set()).add(rank)
+            self._changed.notify_all()
+
+    def record_death(self, rank: int, process: str) -> None:
+        """Nothing listens at the address of ``rank`` any more; ``process`` describes it for messages."""
+        self.record(rank, f"{process} died: its process ended without leaving the job", "died")
+
+    def all(self) -> list[Departure]:
+        """All departures, for a new relay."""
+        return [(rank, reason, self._manner(rank)) for rank, reason in self.reasons.items()]
+
+    def _manner(self, rank: int) -> str:
+        return "left" if rank in self.left else "died" if rank in self.died else "failed"
+
+    def await_departure(self, rank: int, timeout: float) -> str | None:
+        """How ``rank`` has ended, waiting up to ``timeout`` seconds; None if it has not."""
+        with self._changed:
+            self._changed.wait_for(lambda: rank in self.reasons, timeout)
+            return self.reasons.get(rank)
+
+    def find_lost_rank(self, peer: int, members: Iterable[int], timeout: float) -> int | None:
+        """As :meth:`ControlClient.find_lost_rank`."""
+        with self._changed:
+            self._changed.wait_for(lambda: peer in self.reasons or self._lost(members), timeout)
+            if peer in self.reasons:
+                return peer
+            return next(iter(self._lost(members)), None)
+
+    def _lost(self, members: Iterable[int]) -> list[int]:
+        return [rank for rank in members if rank in self.reasons and rank not in self.left]

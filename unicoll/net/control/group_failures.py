@@ -1,0 +1,124 @@
+"""The failures of groups: announced through the relay, which keeps the first one of each group."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from unicoll import errors
+from unicoll.errors import DistError
+
+__all__ = ["GroupFailures", "pack_error", "unpack_error"]
+
+Message = dict[str, Any]
+
+_ANNOUNCEMENT_S = 1.0
+"""Seconds to wait for the relay's announcement of a failure."""
+
+
+class GroupFailures:
+    """The error of each group that has failed, and who is called when one does.
+
+    Args:
+        changed: notified when a group has failed, or a rank has ended.
+        send: sends a message to the relay.
+        relay_ended: True if there is no relay, so that no announcement can arrive.
+
+    Attributes:
+        listeners: called with a group's name and error, once for each group, before its calls raise the error.
+    """
+
+    def __init__(
+        self, changed: threading.Condition, send: Callable[[Message], None], relay_ended: Callable[[], bool]
+    ) -> None:
+        self.listeners: list[Callable[[str, DistError], None]] = []
+        self._changed = changed
+        self._send = send
+        self._relay_ended = relay_ended
+        self._errors: dict[str, DistError] = {}
+        self._messages: dict[str, Message] = {}
+        self._reported: set[str] = set()  # groups whose failure the listeners have
+        self._callbacks: dict[tuple[str, str], Callable[[DistError], None]] = {}  # by group and backend
+
+    def watch(self, group: str, backend: str, on_failure: Callable[[DistError], None]) -> None:
+        """Call ``on_failure`` when the group fails, at once if it has."""
+        with self._changed:
+            self._callbacks[group, backend] = on_failure
+            failure = self._copy(group)
+        if failure is not None:
+            on_failure(failure)
+
+    def unwatch(self, group: str, backend: str) -> None:
+        """Do not call the function of the group and backend any more."""
+        with self._changed:
+            self._callbacks.pop((group, backend), None)
+
+    def await_failure(self, group: str, timeout: float) -> DistError | None:
+        """The error with which ``group`` failed, waiting up to ``timeout`` seconds; None if it has not failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: group in self._errors or self._relay_ended(), timeout)
+            return self._copy(group)
+
+    def _copy(self, group: str) -> DistError | None:
+        """A copy: the error that is kept must not keep the frames, and with them arrays, of those who raise it."""
+        return copy.copy(self._errors.get(group))
+
+    def announce(self, group: str, members: Iterable[int], error: DistError) -> DistError:
+        """As :meth:`ControlClient.announce_failure`."""
+        failure = {"t": "fail", "group": group, "members": list(members), "error": pack_error(error)}
+        with self._changed:
+            self._messages.setdefault(group, failure)
+        self._send(failure)
+        announced = self.await_failure(group, _ANNOUNCEMENT_S)
+        if announced is None:
+            self._inform_listeners(group, error)
+        return announced or error
+
+    def messages(self) -> list[Message]:
+        """The failures for a new relay: the old one may not have sent them to all members."""
+        with self._changed:
+            return [*self._messages.values()]
+
+    def receive(self, message: Message) -> None:
+        """The relay has announced a failure."""
+        group, error = message["group"], unpack_error(message["error"])
+        with self._changed:
+            self._messages[group] = message
+        self._inform_listeners(group, error)
+        with self._changed:
+            if group in self._errors:
+                return
+            self._errors[group] = error
+            self._changed.notify_all()
+            callbacks = [fn for (watched, _), fn in self._callbacks.items() if watched == group]
+        for callback in callbacks:
+            callback(copy.copy(error))
+
+    def _inform_listeners(self, group: str, error: DistError) -> None:
+        with self._changed:
+            if group in self._reported:
+                return
+            self._reported.add(group)
+        for listener in self.listeners:
+            listener(group, error)
+
+
+_FIELDS = ("group", "rank", "op", "seq", "host", "pid", "missing", "ranks")
+
+
+def pack_error(error: DistError) -> Message:
+    """An error as JSON."""
+    fields = {name: getattr(error, name) for name in _FIELDS if getattr(error, name, None) is not None}
+    return {"type": type(error).__name__, "message": str(error), "fields": fields}
+
+
+def unpack_error(packed: Message) -> DistError:
+    """The error of :func:`pack_error`; a :class:`DistError` if its type is not one of unicoll's."""
+    kind = getattr(errors, packed["type"]) if packed["type"] in errors.__all__ else DistError
+    error: DistError = kind(packed["message"])
+    for name, value in packed["fields"].items():
+        if name in _FIELDS:
+            setattr(error, name, value)
+    return error

@@ -1,0 +1,84 @@
+"""Reports of the ranks about their calls, on request of a rank whose call has failed or waits for long."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+__all__ = ["Report", "Reports"]
+
+Message = dict[str, Any]
+Report = dict[str, Any]
+
+_REPLY_S = 1.0
+"""Seconds to wait for reports of other ranks."""
+
+
+class Reports:
+    """Requests reports from other ranks, and answers their requests.
+
+    Args:
+        rank: this process's.
+        departed: the ranks that have ended.
+        changed: notified when a report has arrived, or a rank has ended.
+        send: sends a message to the relay.
+        relay_ended: True if there is no relay, so that no report can arrive.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        departed: Container[int],
+        changed: threading.Condition,
+        send: Callable[[Message], None],
+        relay_ended: Callable[[], bool],
+    ) -> None:
+        self._rank = rank
+        self._departed = departed
+        self._changed = changed
+        self._send = send
+        self._relay_ended = relay_ended
+        self._sources: dict[tuple[str, str], Callable[[], Report]] = {}  # by group and backend
+        self._received: dict[int, dict[int, Report]] = {}  # by request and rank
+        self._last_request = 0
+
+    def add_source(self, group: str, backend: str, report: Callable[[], Report]) -> None:
+        """``report`` gives the state of this process in calls of a backend of the group."""
+        with self._changed:
+            self._sources[group, backend] = report
+
+    def remove_source(self, group: str, backend: str) -> None:
+        """This process has closed the backend of the group."""
+        with self._changed:
+            self._sources.pop((group, backend), None)
+
+    def request(self, group: str, backend: str, ranks: Iterable[int]) -> dict[int, Report]:
+        """As :meth:`ControlClient.request_reports`."""
+        wanted = set(ranks)
+        with self._changed:
+            self._last_request += 1
+            request = self._last_request
+            reports = self._received[request] = {}
+        asked = {"t": "ask", "group": group, "backend": backend, "to": sorted(wanted)}
+        self._send({**asked, "from": self._rank, "id": request})
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(r in reports or r in self._departed for r in wanted) or self._relay_ended(),
+                _REPLY_S,
+            )
+            return self._received.pop(request)
+
+    def answer(self, message: Message) -> None:
+        """Another rank requests this one's report."""
+        source = self._sources.get((message["group"], message["backend"]))
+        report = source() if source is not None else {"unknown": True}
+        told = {"t": "tell", "to": [message["from"]], "from": self._rank}
+        self._send({**told, "id": message["id"], "report": report})
+
+    def receive(self, message: Message) -> None:
+        """A report that this process has requested."""
+        with self._changed:
+            if message["id"] in self._received:
+                self._received[message["id"]][message["from"]] = message["report"]
+                self._changed.notify_all()

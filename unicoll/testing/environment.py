@@ -1,0 +1,60 @@
+"""What ranks of tests start with: the directory of the packages, environment variables, a port."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from pathlib import Path
+
+__all__ = ["LAUNCHER_VARIABLES", "ROOT", "environment", "free_port"]
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The directory that contains the packages."""
+
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "UNICOLL_",
+    "GLOO_",
+    "GROUP_RANK",
+    "ROLE_",
+    "TORCHELASTIC_",
+    "OMPI_",
+    "PMI",
+    "MPI_",
+    "MV2_",
+    "SLURM_",
+    "PALS_",
+    "HYDRA_",
+    "NCCL_",
+)
+"""Beginnings of the variables that launchers and libraries set."""
+_TEST_OPTIONS = ("UNICOLL_TEST_", "UNICOLL_TRANSPORT", "UNICOLL_CHANNEL")
+
+
+def free_port() -> int:
+    """A free TCP port outside the range of ephemeral ports."""
+    for _ in range(100):
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise RuntimeError("no free port found")
+
+
+def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without variables of launchers."""
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k.startswith(_TEST_OPTIONS) or not k.startswith(LAUNCHER_VARIABLES)
+    }
+    kept |= {"UNICOLL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return kept | {"PYTHONFAULTHANDLER": "1"} | (extra or {})
