@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.backend import wait_monitor
+from unicoll.backend import flight_recorder, wait_monitor
 from unicoll.backend.flight_recorder import ring
+from unicoll.group import dispatcher
 from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 
 HERE = __file__
@@ -142,3 +143,28 @@ def many(size: int) -> int:
     for _ in range(size + 50):
         dist.all_reduce(x)
     return len(recorded_calls())
+
+
+def unrecorded() -> list[float]:
+    """Calls of each kind, with a recorder of no entries whose steps raise."""
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("this step is for the recorder only")
+
+    me = dist.get_rank()
+    x, y = np.ones(1), np.ones(1)
+    dispatcher.monotonic = dispatcher.user_frame = flight_recorder.entry = refuse  # type: ignore[assignment]
+    flight_recorder.PendingEntry = refuse  # type: ignore[misc, assignment]
+    dist.all_reduce(x)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    dist.gather(x, [np.empty(1), np.empty(1)] if me == 0 else None, dst=0)
+    dist.all_reduce_coalesced([x, y])
+    if me == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if me == 0 else dist.irecv, y, 1 - me)]):
+        work.wait()
+    return [x.item(), y.item(), len(recorded_calls())]

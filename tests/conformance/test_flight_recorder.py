@@ -81,6 +81,14 @@ def test_the_size_of_the_ring(size: int) -> None:
         assert job.results() == [[], []]
 
 
+def test_a_ring_of_no_entries_costs_nothing() -> None:
+    with joined(2, env={"UNICOLL_FLIGHT_RECORDER": "0"}) as job:
+        job.call(jobs.unrecorded)
+        assert job.results() == [[8.0, 2.0, 0]] * 2
+        job.call(leave)
+        assert job.results() == [[], []]
+
+
 def test_calls_on_a_device_end_when_the_device_has_ended_them() -> None:
     for found in run_simulated(2, nccl_jobs.recorded):
         assert found["enqueued"] in ([], [("all_reduce", "started", False)] * 2)

@@ -88,8 +88,9 @@ class Dispatcher:
         self._backends.close()
 
     def use_ring(self) -> None:
-        """Record later calls in the flight recorder's present ring."""
-        self._record = flight_recorder.ring().append
+        """Record later calls in the flight recorder's present ring; not at all if it keeps none."""
+        ring = flight_recorder.ring()
+        self._record = ring.append if ring.maxlen else None
 
     def add_hook(self, hook: Hook) -> Hook:
         """Have a hook called for the calls that start from now on, until it is removed; returns it."""
@@ -156,11 +157,15 @@ class Dispatcher:
         call.kind = kind
         if async_op:
             return _post(call, backend, kind)
+        record = self._record
+        if record is None:
+            backend.run(call)
+            return None
         begun = monotonic()
         try:
             enqueued = backend.run(call)
         except BaseException as e:
-            self._record((kind, call.seq, begun, monotonic(), call_site(), 0, failure_text(e)))
+            record((kind, call.seq, begun, monotonic(), call_site(), 0, failure_text(e)))
             raise
         if enqueued is not None:
             enqueued.track(flight_recorder.begin((kind,), (call,), begun))
@@ -171,7 +176,7 @@ class Dispatcher:
             frame = frame.f_back
         else:
             frame = user_frame(frame)
-        self._record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
+        record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
         return None
 
     def start_rooted(
@@ -244,11 +249,15 @@ class Dispatcher:
 
     def _run(self, call: Call, backend: Backend, kind: CallKind) -> None:
         """Do a call for a function that a method of ProcessGroup has called, and record it."""
+        record = self._record
+        if record is None:
+            backend.run(call)
+            return
         begun = monotonic()
         try:
             enqueued = backend.run(call)
         except BaseException as e:
-            self._record(flight_recorder.entry(kind, call, begun, user_frame(_getframe(2)), failure_text(e)))
+            record(flight_recorder.entry(kind, call, begun, user_frame(_getframe(2)), failure_text(e)))
             raise
         if enqueued is not None:
             enqueued.track(flight_recorder.begin((kind,), (call,), begun))
@@ -258,7 +267,7 @@ class Dispatcher:
             frame = frame.f_back
         else:
             frame = user_frame(frame)
-        self._record(flight_recorder.entry(kind, call, begun, frame))
+        record(flight_recorder.entry(kind, call, begun, frame))
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -300,9 +309,9 @@ class Dispatcher:
             except BaseException as e:
                 flight_recorder.end(pending, e)
                 raise
-            for call, entry, completion in zip(calls, pending, completions, strict=True):
+            for entry, completion in zip(pending, completions, strict=False):  # none if nothing is recorded
                 completion.track((entry,))
-                works.append(Work(completion, (call,)))
+            works += [Work(each, (call,)) for call, each in zip(calls, completions, strict=True)]
         return works
 
     def _message(
@@ -466,9 +475,11 @@ def _post_recorded(backend: Backend, calls: tuple[Call, ...], kinds: Sequence[Ca
     except BaseException as e:
         flight_recorder.end(pending, e)
         raise
-    completion.track(pending)
+    if pending:
+        completion.track(pending)
     return completion
 
 
 RUNNING = frozenset((Dispatcher.start.__code__, Dispatcher._run.__code__))
-"""Functions that are on a thread's stack during a blocking call, with the variables ``call``, ``kind``, ``begun``."""
+"""Functions that are on a thread's stack during a blocking call, with the variables ``call``, ``kind``, and
+``begun`` if calls are recorded."""
