@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import threading
 import time
@@ -57,6 +58,43 @@ def several() -> dict[str, Any]:
         "ordered": ordered,
         "groups": {(c.group, c.ranks, c.backend) for c in calls},
     }
+
+
+def lines_of_functions_and_methods() -> tuple[list[str], list[str]]:
+    """The recorded lines of blocking calls, and what they should begin with."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    x, all_x = np.ones(n), [np.ones(n) for _ in range(n)]
+    ring().clear()
+    for group in (None, dist.group.WORLD, dist.new_group()):
+        dist.reduce(x, 0, group=group)
+        dist.all_to_all(all_x, all_x, group=group)
+        dist.gather(x, all_x if me == 0 else None, 0, group=group)
+        dist.scatter(x, all_x if me == 0 else None, 0, group=group)
+        if me == 0:
+            dist.send(x, 1, group=group)
+        else:
+            dist.recv(x, 0, group=group)
+    whole = dist.group.WORLD
+    assert whole is not None
+    whole.scan(x)
+    whole.gather(x, all_x if me == 0 else None, 0)
+    whole.using(timeout=20).barrier()
+    message = "send" if me == 0 else "recv"
+    functions = [f"dist.{op}(" for op in ("reduce", "all_to_all", "gather", "scatter", message)] * 3
+    methods = ["whole.scan(", "whole.gather(", "whole.using("]
+    return [
+        _line(c) for c in recorded_calls() if c.group == "world" or c.op != "barrier"
+    ], functions + methods
+
+
+def called_by_no_python_code() -> int:
+    """A thread that runs nothing but a public function; the number of calls recorded."""
+    ring().clear()
+    _thread.start_new_thread(dist.all_reduce, (np.ones(1),))
+    deadline = time.monotonic() + 60
+    while not ring() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(recorded_calls())
 
 
 def failing() -> list[Any]:

@@ -36,6 +36,17 @@ def test_calls_of_each_kind(pool: Callable[[int], Pool]) -> None:
         assert found["groups"] == {("world", (0, 1, 2), "gloo")}
 
 
+def test_call_sites_of_functions_and_methods(pool: Callable[[int], Pool]) -> None:
+    for lines, beginnings in pool(2).run(jobs.lines_of_functions_and_methods):
+        assert len(lines) == len(beginnings)
+        for line, beginning in zip(lines, beginnings, strict=True):
+            assert line.startswith(beginning)
+
+
+def test_a_call_without_a_call_site(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.called_by_no_python_code) == [1, 1]
+
+
 def test_calls_that_fail() -> None:
     with joined(2) as job:
         job.call(jobs.failing)

@@ -31,7 +31,7 @@ from unicoll.group.compression import compress
 from unicoll.group.hooks import Hook, HookedBackend
 from unicoll.group.members import GroupMembers
 
-__all__ = ["RUNNING", "Buffers", "Dispatcher", "set_functions", "set_message_functions"]
+__all__ = ["RUNNING", "Buffers", "Dispatcher"]
 
 Buffers = tuple[Buffer, ...]
 Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -41,27 +41,12 @@ _Checked = tuple[int, Backend, CallKind, Splits]
 from each rank."""
 
 _getframe = sys._getframe
-_functions: dict[str, Any] = {}
-_message_functions: dict[str, Any] = {}
-"""Globals of the modules of the public functions, which call the methods."""
 _TAGS = range(-(1 << 63), 1 << 63)
 """Tags are signed 64-bit integers in the frames of all backends. NCCL takes only 0."""
 _EVEN: Splits = (None, None)
 _GATHERED, _ONE = Sizes.GATHERED, Arity.ONE  # members of an enumeration are slow to look up
 _MAX_KINDS = 1024
 """Kinds of calls whose validation is cached."""
-
-
-def set_functions(module: dict[str, Any]) -> None:
-    """Have the callers of the functions for collectives recorded as call sites, instead of the functions."""
-    global _functions
-    _functions = module
-
-
-def set_message_functions(module: dict[str, Any]) -> None:
-    """:func:`set_functions` for sends and receives."""
-    global _message_functions
-    _message_functions = module
 
 
 class Dispatcher:
@@ -170,12 +155,10 @@ class Dispatcher:
         if enqueued is not None:
             enqueued.track(flight_recorder.begin((kind,), (call,), begun))
             return None
-        # this frame's caller is a method of ProcessGroup
-        frame: Any = _getframe(2)
-        if frame.f_globals is _functions:
-            frame = frame.f_back
-        else:
-            frame = user_frame(frame)
+        try:  # a method has called this one
+            frame = _getframe(3) if settings.by_functions else user_frame(_getframe(2))
+        except ValueError:  # no Python code has called the public function
+            frame = _getframe(2)
         record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
         return None
 
@@ -210,7 +193,7 @@ class Dispatcher:
             raise
         if async_op:
             return _post(call, backend, kind)
-        self._run(call, backend, kind)
+        self._run(settings, call, backend, kind)
         return None
 
     def start_batch(
@@ -247,7 +230,7 @@ class Dispatcher:
         work.wait()
         return None
 
-    def _run(self, call: Call, backend: Backend, kind: CallKind) -> None:
+    def _run(self, settings: CallSettings, call: Call, backend: Backend, kind: CallKind) -> None:
         """Do a call for a function that a method of ProcessGroup has called, and record it."""
         record = self._record
         if record is None:
@@ -262,11 +245,10 @@ class Dispatcher:
         if enqueued is not None:
             enqueued.track(flight_recorder.begin((kind,), (call,), begun))
             return
-        frame: Any = _getframe(3)  # the caller of the method
-        if frame.f_globals is _functions or frame.f_globals is _message_functions:
-            frame = frame.f_back
-        else:
-            frame = user_frame(frame)
+        try:
+            frame = _getframe(4) if settings.by_functions else user_frame(_getframe(3))
+        except ValueError:
+            frame = _getframe(3)
         record(flight_recorder.entry(kind, call, begun, frame))
 
     # --- messages -----------------------------------------------------------------------------------------------
@@ -276,7 +258,7 @@ class Dispatcher:
     ) -> Call:
         """Send or receive one message; returns the call when it is done."""
         call, backend, kind = self._message(settings, op, tensor, peer, tag, timeout)
-        self._run(call, backend, kind)
+        self._run(settings, call, backend, kind)
         return call
 
     def start_message(
