@@ -30,6 +30,7 @@ from unicoll.group.call_settings import CallSettings, Timeout
 from unicoll.group.compression import compress
 from unicoll.group.hooks import Hook, HookedBackend
 from unicoll.group.members import GroupMembers
+from unicoll.net import debug_level
 
 __all__ = ["RUNNING", "Buffers", "Dispatcher"]
 
@@ -63,6 +64,7 @@ class Dispatcher:
         self._hooks: tuple[Hook, ...] = members.job.hooks
         self._hooked: dict[Backend, HookedBackend] = {}
         self.use_ring()
+        debug_level.on_change(self._debug_level_changed)
 
     def close(self) -> None:
         """Refuse later calls and close the backends; idempotent."""
@@ -76,6 +78,10 @@ class Dispatcher:
         """Record later calls in the flight recorder's present ring; not at all if it keeps none."""
         ring = flight_recorder.ring()
         self._record = ring.append if ring.maxlen else None
+
+    def _debug_level_changed(self) -> None:
+        self._backends.debug_level_changed()
+        self._checked.clear()  # it has backends with, or without, the logging of calls
 
     def add_hook(self, hook: Hook) -> Hook:
         """Have a hook called for the calls that start from now on, until it is removed; returns it."""
