@@ -87,7 +87,7 @@ def function(row: Op) -> str:
     parameters += ["*", "timeout: Timeout = None"]
     lines = [f'@documented("{row.name}")\n', _signature(row.name, parameters, "Work | None")]
     lines += [f'    """{row.summary}\n\n', "    Args:\n", *_arguments(row), '    """\n']
-    lines += ["    pg = world.resolve(group)\n", "    if pg is None:\n", "        return None\n"]
+    lines += ["    pg = world.resolve(group, True)\n", "    if pg is None:\n", "        return None\n"]
     passed = [p.public_name if p.side != "splits" else f"{p.name}={p.public_name}" for p in row.parameters]
     if root:
         given = f"*root_or_zero({root}, group_{root})" if row.root_is_optional else f"{root}, group_{root}"
@@ -152,8 +152,6 @@ if TYPE_CHECKING:
 
 __all__ = [
 {"".join(f'    "{name}",{chr(10)}' for name in names)}]
-
-world.set_functions(globals())
 
 
 '''

@@ -123,6 +123,8 @@ class OperationTimeoutError(DistBackendError, TimeoutError):
 class DeadlockError(DistBackendError):
     """Ranks wait for each other in a circle through one or several groups; the message has each one's call and line.
 
+    ``op`` and ``seq`` are of the call in which this rank waits; ``op`` is None if it does not wait in this group.
+
     Attributes:
         ranks: global ranks of the circle; each waits for the next one, and the last for the first.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import threading
 import time
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.backend import wait_monitor
+from unicoll.backend import flight_recorder, wait_monitor
 from unicoll.backend.flight_recorder import ring
+from unicoll.group import dispatcher
 from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 
 HERE = __file__
@@ -56,6 +58,43 @@ def several() -> dict[str, Any]:
         "ordered": ordered,
         "groups": {(c.group, c.ranks, c.backend) for c in calls},
     }
+
+
+def lines_of_functions_and_methods() -> tuple[list[str], list[str]]:
+    """The recorded lines of blocking calls, and what they should begin with."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    x, all_x = np.ones(n), [np.ones(n) for _ in range(n)]
+    ring().clear()
+    for group in (None, dist.group.WORLD, dist.new_group()):
+        dist.reduce(x, 0, group=group)
+        dist.all_to_all(all_x, all_x, group=group)
+        dist.gather(x, all_x if me == 0 else None, 0, group=group)
+        dist.scatter(x, all_x if me == 0 else None, 0, group=group)
+        if me == 0:
+            dist.send(x, 1, group=group)
+        else:
+            dist.recv(x, 0, group=group)
+    whole = dist.group.WORLD
+    assert whole is not None
+    whole.scan(x)
+    whole.gather(x, all_x if me == 0 else None, 0)
+    whole.using(timeout=20).barrier()
+    message = "send" if me == 0 else "recv"
+    functions = [f"dist.{op}(" for op in ("reduce", "all_to_all", "gather", "scatter", message)] * 3
+    methods = ["whole.scan(", "whole.gather(", "whole.using("]
+    return [
+        _line(c) for c in recorded_calls() if c.group == "world" or c.op != "barrier"
+    ], functions + methods
+
+
+def called_by_no_python_code() -> int:
+    """A thread that runs nothing but a public function; the number of calls recorded."""
+    ring().clear()
+    _thread.start_new_thread(dist.all_reduce, (np.ones(1),))
+    deadline = time.monotonic() + 60
+    while not ring() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(recorded_calls())
 
 
 def failing() -> list[Any]:
@@ -140,3 +179,28 @@ def many(size: int) -> int:
     for _ in range(size + 50):
         dist.all_reduce(x)
     return len(recorded_calls())
+
+
+def unrecorded() -> list[float]:
+    """Calls of each kind, with a recorder of no entries whose steps raise."""
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("this step is for the recorder only")
+
+    me = dist.get_rank()
+    x, y = np.ones(1), np.ones(1)
+    dispatcher.monotonic = dispatcher.user_frame = flight_recorder.entry = refuse  # type: ignore[assignment]
+    flight_recorder.PendingEntry = refuse  # type: ignore[misc, assignment]
+    dist.all_reduce(x)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    work.wait()
+    dist.gather(x, [np.empty(1), np.empty(1)] if me == 0 else None, dst=0)
+    dist.all_reduce_coalesced([x, y])
+    if me == 0:
+        dist.send(x, 1)
+    else:
+        dist.recv(x, 0)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend if me == 0 else dist.irecv, y, 1 - me)]):
+        work.wait()
+    return [x.item(), y.item(), len(recorded_calls())]

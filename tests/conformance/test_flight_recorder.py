@@ -36,6 +36,17 @@ def test_calls_of_each_kind(pool: Callable[[int], Pool]) -> None:
         assert found["groups"] == {("world", (0, 1, 2), "gloo")}
 
 
+def test_call_sites_of_functions_and_methods(pool: Callable[[int], Pool]) -> None:
+    for lines, beginnings in pool(2).run(jobs.lines_of_functions_and_methods):
+        assert len(lines) == len(beginnings)
+        for line, beginning in zip(lines, beginnings, strict=True):
+            assert line.startswith(beginning)
+
+
+def test_a_call_without_a_call_site(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(jobs.called_by_no_python_code) == [1, 1]
+
+
 def test_calls_that_fail() -> None:
     with joined(2) as job:
         job.call(jobs.failing)
@@ -77,6 +88,14 @@ def test_the_size_of_the_ring(size: int) -> None:
     with joined(2, env={"UNICOLL_FLIGHT_RECORDER": str(size)}) as job:
         job.call(jobs.many, size)
         assert job.results() == [size, size]
+        job.call(leave)
+        assert job.results() == [[], []]
+
+
+def test_a_ring_of_no_entries_costs_nothing() -> None:
+    with joined(2, env={"UNICOLL_FLIGHT_RECORDER": "0"}) as job:
+        job.call(jobs.unrecorded)
+        assert job.results() == [[8.0, 2.0, 0]] * 2
         job.call(leave)
         assert job.results() == [[], []]
 

@@ -31,6 +31,10 @@ def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int)
             assert failure is not None, f"circle {i}: rank {rank} did not fail: {found}"
             assert failure.type == "DeadlockError", failure.traceback
             assert failure.fields["group"] == found[rank]["group"]
+            own = next(line for line in failure.message.split("\n  ") if line.startswith(f"rank {rank} "))
+            seq = failure.fields.get("seq")
+            assert f": {failure.fields['op']}(" in own
+            assert (f" #{seq} on group" in own) if seq else " #" not in own
             first, *lines = failure.message.split("\n  ")
             assert first == f"deadlock: {len(circle)} ranks wait for each other in a circle:"
             lowest = circle.index(min(circle))

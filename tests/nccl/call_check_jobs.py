@@ -102,6 +102,26 @@ def other_level() -> Failure | None:
     return failure_of(attempt)
 
 
+def later_level(made_with: str, later: str) -> tuple[list[Any], Failure | None]:
+    """Rank 1 alone changes its level after a group was made: results of the group, and what a wrong call raises."""
+    try:
+        dist.set_debug_level(dist.DebugLevel[made_with])
+        group = dist.new_group()
+        results = []
+        for _ in range(2):
+            x = arrays.full(2, 1.0)
+            _finish(dist.all_reduce(x, group=group, async_op=True))
+            results.append(x.numpy().tolist())
+            if dist.get_rank() == 1:
+                dist.set_debug_level(dist.DebugLevel[later])
+        if made_with != "DETAIL":
+            return results, None
+        wrong = arrays.full(2 + dist.get_rank(), 1.0)
+        return results, failure_of(lambda: dist.all_reduce(wrong, group=group))
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
 def _finish(work: Any) -> None:
     if work is not None:
         work.synchronize()

@@ -52,3 +52,13 @@ def test_a_level_that_differs_between_ranks_is_refused_on_all(backend: str, boun
         assert failure is not None
         assert failure.type == "DistArgumentError"
         assert "(rank 0: OFF, rank 1: DETAIL, rank 2: OFF)" in failure.message
+
+
+@pytest.mark.parametrize(("made_with", "later"), [("OFF", "DETAIL"), ("DETAIL", "OFF")])
+def test_a_later_level_of_one_rank_leaves_the_comparison_as_it_was(made_with: str, later: str) -> None:
+    env = {"UNICOLL_LOG_LEVEL": "warning"}
+    for results, failure in run(2, jobs.later_level, made_with, later, env=env):
+        assert results == [[2.0] * 2] * 2
+        assert (failure.type if failure else "") == (
+            "CollectiveMismatchError" if made_with == "DETAIL" else ""
+        )

@@ -73,6 +73,13 @@ def enter_with_signal() -> bool:
     return signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
 
 
+def enter_in(directory: str) -> None:
+    """Join in a working directory, then change it."""
+    os.chdir(directory)
+    enter()
+    os.chdir("/")
+
+
 def _own_handler(number: int, frame: Any) -> None:
     pass
 

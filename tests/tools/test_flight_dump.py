@@ -192,6 +192,16 @@ def test_no_failure_is_dumped_without_the_variable(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("unicoll_trace*"))
 
 
+def test_a_relative_directory_is_that_of_init(tmp_path: Path) -> None:
+    with ProcessJob(2, env={"UNICOLL_TRACE_DIR": "dumps"}) as job:
+        job.call(jobs.enter_in, str(tmp_path))
+        job.results()
+        job.call(jobs.one_calls_another)
+        assert job.results() == ["CollectiveMismatchError"] * 2
+        end_cleanly(job)
+    assert sorted(read(str(tmp_path / "dumps")).dumps) == [0, 1]
+
+
 def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()

@@ -175,7 +175,7 @@ class Recorder:
 @pytest.fixture
 def group(monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(collectives.world, "resolve", lambda group: group)
+    monkeypatch.setattr(collectives.world, "resolve", lambda group, *_: group)
     return recorder
 
 

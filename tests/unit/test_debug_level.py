@@ -136,6 +136,21 @@ def test_detail_logs_each_call_before_it_starts(monkeypatch: pytest.MonkeyPatch)
     assert f"{__file__}:" in lines[0]
 
 
+def test_the_level_of_an_existing_group_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    dist.init_process_group(init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
+    try:
+        for count, level in enumerate(("OFF", "DETAIL", "INFO", "DETAIL", "OFF"), 1):
+            dist.set_debug_level(dist.DebugLevel[level])
+            for _ in range(2):
+                dist.all_reduce(np.ones(count))
+    finally:
+        dist.destroy_process_group()
+    text: str = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    logged = re.findall(r"DEBUG unicoll\.calls: all_reduce\(float64\[(\d)\]", text)
+    assert logged == ["2", "2", "4", "4"]
+
+
 def test_the_log_level_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNICOLL_DEBUG", "DETAIL")
     monkeypatch.setenv("UNICOLL_LOG_LEVEL", "Warning")

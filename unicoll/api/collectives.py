@@ -37,8 +37,6 @@ __all__ = [
     "scatter",
 ]
 
-world.set_functions(globals())
-
 
 @documented("broadcast")
 def broadcast(
@@ -57,7 +55,7 @@ def broadcast(
         src: the source's global rank.
         group_src: the source's rank in the group; give this or ``src``.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     root = rank_in_group(pg, "broadcast", "src", src, group_src)
@@ -79,7 +77,7 @@ def all_reduce(
         tensor: array of any shape, equal on all ranks; input and output.
         op: a :class:`~unicoll.arrays.types.ReduceOp`. Half-precision floats are accumulated in float32.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     return pg.all_reduce(tensor, op=op, async_op=async_op, timeout=timeout)
@@ -104,7 +102,7 @@ def reduce(
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
         group_dst: the destination's rank in the group; give this or ``dst``.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     root = rank_in_group(pg, "reduce", "dst", dst, group_dst)
@@ -127,7 +125,7 @@ def all_gather(
             entry i has as many elements as rank i's ``tensor``, on all ranks alike.
         tensor: this rank's input, of any shape.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     return pg.all_gather(tensor_list, tensor, async_op=async_op, timeout=timeout)
@@ -149,7 +147,7 @@ def all_gather_into_tensor(
             (``(n, d0, d1, ...)``), which have the same layout in memory.
         input_tensor: this rank's input ``(d0, d1, ...)``, of equal shape on all ranks.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     return pg.all_gather_into_tensor(output_tensor, input_tensor, async_op=async_op, timeout=timeout)
@@ -175,7 +173,7 @@ def gather(
         dst: the destination's global rank; 0 when neither it nor ``group_dst`` is given.
         group_dst: the destination's rank in the group.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     root = rank_in_group(pg, "gather", "dst", *root_or_zero(dst, group_dst))
@@ -202,7 +200,7 @@ def scatter(
         src: the source's global rank; 0 when neither it nor ``group_src`` is given.
         group_src: the source's rank in the group.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     root = rank_in_group(pg, "scatter", "src", *root_or_zero(src, group_src))
@@ -227,7 +225,7 @@ def reduce_scatter(
             has the same size on all ranks.
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     return pg.reduce_scatter(output, input_list, op=op, async_op=async_op, timeout=timeout)
@@ -250,7 +248,7 @@ def reduce_scatter_tensor(
         input: world size times the output's elements: the parts concatenated or stacked, in group order.
         op: a :class:`~unicoll.arrays.types.ReduceOp`.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     return pg.reduce_scatter_tensor(output, input, op=op, async_op=async_op, timeout=timeout)
@@ -271,7 +269,7 @@ def all_to_all(
         output_tensor_list: outputs, one per rank in group order; entry i is as large as what rank i sends here.
         input_tensor_list: inputs, one per rank in group order, of any sizes.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     return pg.all_to_all(output_tensor_list, input_tensor_list, async_op=async_op, timeout=timeout)
@@ -298,7 +296,7 @@ def all_to_all_single(
         input_split_sizes: rows that go to each rank; their sum is the input's dimension 0. None for equal parts. On
             NCCL, which compares nothing, all ranks give sizes or none does.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     return pg.all_to_all_single(
@@ -326,7 +324,7 @@ def scan(
         tensor: array of any shape, equal on all ranks; input and output.
         op: a :class:`~unicoll.arrays.types.ReduceOp`. Not AVG and PREMUL_SUM, which MPI_Scan lacks: DistTypeError.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     return pg.scan(tensor, op=op, async_op=async_op, timeout=timeout)
@@ -347,7 +345,7 @@ def exscan(
         tensor: array of any shape, equal on all ranks; input and output.
         op: a :class:`~unicoll.arrays.types.ReduceOp`. Not AVG and PREMUL_SUM, which MPI_Exscan lacks: DistTypeError.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return None
     return pg.exscan(tensor, op=op, async_op=async_op, timeout=timeout)

@@ -17,8 +17,8 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> str
     in any order, with a directory that they share. ``UNICOLL_FLIGHT_RECORDER`` is the number of calls that are kept.
 
     Args:
-        directory: made if it does not exist. None is the directory in ``UNICOLL_TRACE_DIR``, or if that is not set
-            a directory of the job's own among the temporary files of this host.
+        directory: made if it does not exist. None is the directory that ``UNICOLL_TRACE_DIR`` had in
+            init_process_group, or if it was not set a directory of the job's own among this host's temporary files.
 
     Raises:
         NotInitializedError: before init_process_group.

@@ -28,8 +28,6 @@ __all__ = [
     "send_object_list",
 ]
 
-world.set_message_functions(globals())
-
 Array = Any
 Timeout = timedelta | float | None
 
@@ -62,7 +60,7 @@ def send(
 
     MPI's counterpart: MPI_Send.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is not None:
         pg.send(tensor, dst=_other(pg, "send", "dst", dst, group_dst), tag=tag, timeout=timeout)
 
@@ -94,7 +92,7 @@ def recv(
 
     MPI's counterpart: MPI_Recv.
     """
-    pg = world.resolve(group)
+    pg = world.resolve(group, True)
     if pg is None:
         return -1
     sender = _sender(pg, "recv", src, group_src)

@@ -67,6 +67,7 @@ class World:
         self.membership = membership
         self.job = membership.job
         self.default = default
+        self.callee = default._callee  # the group's view for public functions
         self.groups = membership.groups
         self.groups.append(default)
         self.notes = membership.notes
@@ -78,20 +79,6 @@ class World:
 
 
 _world: World | None = None
-_functions: dict[str, Any] = {}
-_message_functions: dict[str, Any] = {}
-
-
-def set_functions(module: dict[str, Any]) -> None:
-    """Have the callers of a module's functions recorded as call sites; takes effect in ``init_process_group``."""
-    global _functions
-    _functions = module
-
-
-def set_message_functions(module: dict[str, Any]) -> None:
-    """:func:`set_functions` for sends and receives."""
-    global _message_functions
-    _message_functions = module
 
 
 class _GroupMeta(type):
@@ -111,8 +98,13 @@ class group(metaclass=_GroupMeta):
     """``group.WORLD``: the default process group, or None before init_process_group."""
 
 
-def resolve(pg: ProcessGroup | _NonMember | None) -> ProcessGroup | None:
+def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> ProcessGroup | None:
     """The group of an argument; None means the default group. Returns None, with a warning, for non-members.
+
+    Args:
+        pg: the argument.
+        by_function: True gives the group's view for a public function, whose caller is the call site of the one method
+            that it calls.
 
     Raises:
         NotInitializedError: there is no default group.
@@ -120,12 +112,14 @@ def resolve(pg: ProcessGroup | _NonMember | None) -> ProcessGroup | None:
     if pg is None:
         if _world is None:
             raise NotInitializedError("there is no default process group: call init_process_group first")
-        return _world.default
+        return _world.callee if by_function else _world.default
     if isinstance(pg, _NonMember):
         warnings.warn("this process is not in the given group: the call does nothing here", stacklevel=3)
         return None
     if not hasattr(pg, "size"):  # duck typing: torch's groups over ours, and test doubles
         raise DistTypeError(f"group: expected a process group, got {pg!r}")
+    if by_function and _world is not None and isinstance(pg, type(_world.default)):
+        return pg._callee
     return pg
 
 
@@ -173,11 +167,8 @@ def init_process_group(
         )
     # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
     from unicoll.bootstrap.join import join, register_exit_handler
-    from unicoll.group import dispatcher
     from unicoll.group.process_group import ProcessGroup
 
-    dispatcher.set_functions(_functions)
-    dispatcher.set_message_functions(_message_functions)
     rank = as_integer("init_process_group: rank", rank)
     world_size = as_integer("init_process_group: world_size", world_size)
     limit = seconds(timeout, default_pg_timeout.total_seconds())

@@ -161,14 +161,17 @@ class PendingEntry:
 
 
 def begin(kinds: Sequence[CallKind], calls: Sequence[Call], started: float = 0.0) -> list[PendingEntry]:
-    """Record calls that a backend gets now, or that it got at the time ``started``."""
+    """Record calls that a backend gets now, or that it got at the time ``started``; none if the ring keeps none."""
+    calls_ring = ring()
+    if not calls_ring.maxlen:
+        return []
     created = started or monotonic()
     site = calls[0].site or _site(user_frame(sys._getframe(1)))
     pending = []
     for kind, call in zip(kinds, calls, strict=True):
         own = kind.of_message(call) if call.op.message else kind
         pending.append(PendingEntry(own, call, created, started, site))
-    ring().extend(pending)
+    calls_ring.extend(pending)
     return pending
 
 

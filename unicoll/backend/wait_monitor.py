@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend import failure_diagnosis
@@ -17,6 +18,7 @@ from unicoll.backend.blocked_calls import BlockedCall, MessageQueues, find_block
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Job
 from unicoll.backend.host_backend import HostBackend
+from unicoll.errors import DeadlockError, DistError
 from unicoll.net import settings
 from unicoll.net.control.wait_graph import ANY, compress, lane_of
 
@@ -90,6 +92,7 @@ class WaitMonitor:
         self._granted: set[int] = set()  # numbers of the calls to warn about
         self._closing = threading.Event()
         self._control.handle("confirm", self._confirm)
+        self._control.failure_listeners.append(self._name_call)
         self._control.handle("stalled", lambda message: self._granted.add(message["id"]))
         self._thread = threading.Thread(target=self._run, name="unicoll-monitor", daemon=True)
         self._thread.start()
@@ -97,6 +100,8 @@ class WaitMonitor:
     def close(self) -> None:
         """End the thread; idempotent."""
         self._closing.set()
+        with suppress(ValueError):
+            self._control.failure_listeners.remove(self._name_call)
         if self._thread is not threading.current_thread():
             self._thread.join(3.0)
 
@@ -174,6 +179,20 @@ class WaitMonitor:
             # the relay takes the answer for the state, so a thread that ran just now must not hide the next report
             self._sent = None if look.state is None else (self._control.relay_rank, look.state)
             self._control.send({"t": "confirmed", **answer})
+
+    def _name_call(self, group: str, error: DistError) -> None:
+        """Complete the error of a deadlock, which all members get, by the call that this rank waits in."""
+        if not isinstance(error, DeadlockError):
+            return
+        try:
+            blocked, _ = find_blocked_calls(self._backends())
+        except Exception:  # groups begin and end at any time
+            log.debug("the blocked calls are not known", exc_info=True)
+            return
+        call = next((one.call for one in blocked if one.backend.context.name == group), None)
+        if call is not None:
+            error.op = (call.of if isinstance(call, ProxyCall) else call).op.name
+            error.seq = call.seq or None
 
     # --- warnings ---------------------------------------------------------------------------------------------------
 

@@ -43,8 +43,8 @@ def current() -> FlightDumper | None:
 class FlightDumper:
     """The dumps of one job; :meth:`close` ends it.
 
-    Failures of groups are dumped if UNICOLL_TRACE_DIR is set. In the main thread of a process that has no handler of
-    SIGUSR1, the signal is handled.
+    Failures of groups are dumped if UNICOLL_TRACE_DIR is set now. In the main thread of a process that has no handler
+    of SIGUSR1, the signal is handled.
 
     Args:
         job: a job that has been joined.
@@ -55,6 +55,9 @@ class FlightDumper:
         self._id = job.control.job_id if job.control is not None else secrets.token_hex(8)
         self._writers: list[threading.Thread] = []
         self._failures: list[dict[str, object]] = []
+        self._directory = os.environ.get("UNICOLL_TRACE_DIR", "")
+        with suppress(OSError):  # the working directory does not exist
+            self._directory = self._directory and os.path.abspath(self._directory)
         if job.control is not None:
             job.control.failure_listeners.append(self._on_failure)
         if _sigusr1_is_free():
@@ -151,14 +154,13 @@ class FlightDumper:
         """A group has failed; its calls have not ended yet."""
         text = failure_text(error)
         self._failures.append({"group": group, "error": text, "at": time.monotonic()})
-        if os.environ.get("UNICOLL_TRACE_DIR"):
+        if self._directory:
             self.start(f"group {group!r} failed: {text}", True)
 
     def _default_directory(self) -> str:
         import tempfile
 
-        given = os.environ.get("UNICOLL_TRACE_DIR")
-        return given or os.path.join(tempfile.gettempdir(), f"unicoll_trace_{self._id}")
+        return self._directory or os.path.join(tempfile.gettempdir(), f"unicoll_trace_{self._id}")
 
     def _write(self, directory: str, reason: str, failure: bool, copied: Callable[[], None]) -> str:
         calls = recorded_calls()  # first: they may end at any time

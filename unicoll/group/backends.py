@@ -63,10 +63,9 @@ class GroupBackends:
         self._staged: Staged | None = None
         self._call_checks: CallChecks | None = None
         self.check_compression("pg_options", compression_of(options))
-        if get_debug_level() is DebugLevel.DETAIL:
-            from unicoll.group.call_checks import CallChecks
-
-            self._call_checks = CallChecks(members, timeout, self.fail)
+        self._compare_calls = get_debug_level() is DebugLevel.DETAIL
+        self._timeout = timeout
+        self.debug_level_changed()
         if members.size > 1 and not all(choice.cls.compares for choice in choices):
             from unicoll.group import call_checks
 
@@ -99,6 +98,13 @@ class GroupBackends:
             beside.prepare(members.job)
             self._by_class[beside] = made = beside.create(context_of(beside, False))
             self.host.use(made)
+
+    def debug_level_changed(self) -> None:
+        """Have later calls logged at debug level DETAIL; they are compared if the group was made at that level."""
+        if self._call_checks is None and get_debug_level() is DebugLevel.DETAIL:
+            from unicoll.group.call_checks import CallChecks
+
+            self._call_checks = CallChecks(self._members, self._timeout, self.fail, self._compare_calls)
 
     def _beside(self, backend: Backend) -> type[Backend] | None:
         """The class of the backend that a backend has beside it; None if it has none, or there is one already."""

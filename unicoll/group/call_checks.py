@@ -52,19 +52,24 @@ class CallChecks:
         members: of the group.
         timeout: default timeout of the group's operations, seconds.
         fail: ends the group with an error, on all members.
+        compare: True if all members had DETAIL when the group was made; else calls are only logged.
     """
 
-    def __init__(self, members: GroupMembers, timeout: float, fail: Fail) -> None:
+    def __init__(self, members: GroupMembers, timeout: float, fail: Fail, compare: bool) -> None:
         self._members = members
         self._timeout = timeout
         self._fail = fail
+        self._compare = compare
         self._wrapped: dict[Backend, _Checked] = {}
 
     def of(self, backend: Backend) -> Backend:
-        """The wrapped backend; the same object for each call with one backend."""
+        """The wrapped backend, the same object for each call with one backend; the backend if nothing is to be done."""
+        compare = self._compare and self._members.size > 1 and not backend.compares
+        if not compare and get_debug_level() is not DebugLevel.DETAIL:
+            return backend
         if backend not in self._wrapped:
             comparison = None
-            if self._members.size > 1 and not backend.compares:
+            if compare:
                 comparison = _Comparison(self._members, backend.name, self._timeout, self._fail)
             self._wrapped[backend] = _Checked(backend, self._members, comparison)
         return self._wrapped[backend]
@@ -90,11 +95,10 @@ class _Checked(Backend):
         comparison: compares the calls; None if the backend does.
     """
 
-    compares = True
-
     def __init__(self, inner: Backend, members: GroupMembers, comparison: _Comparison | None) -> None:
         self.name = inner.name  # type: ignore[misc]
         self.caps = inner.caps  # type: ignore[misc]
+        self.compares = inner.compares or comparison is not None  # type: ignore[misc]
         self.comparison = comparison
         self._inner = inner
         self._members = members

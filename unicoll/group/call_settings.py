@@ -23,6 +23,7 @@ class CallSettings:
         timeout: default timeout, seconds.
         timed: True if the duration of asynchronous calls is recorded.
         options: options of each call, or None.
+        by_functions: True if only public functions call the methods, which user code has called.
         compression: of the group's all_reduces, or "".
         compressed: True if calls may have a compression.
         passed: the options that the backend gets, or None.
@@ -33,6 +34,7 @@ class CallSettings:
     timed: bool = False
     options: CallOptions | None = None
     compression: str = ""
+    by_functions: bool = False
     compressed: bool = field(init=False)
     passed: CallOptions | None = field(init=False)
     special: bool = field(init=False)

@@ -30,8 +30,9 @@ from unicoll.group.call_settings import CallSettings, Timeout
 from unicoll.group.compression import compress
 from unicoll.group.hooks import Hook, HookedBackend
 from unicoll.group.members import GroupMembers
+from unicoll.net import debug_level
 
-__all__ = ["RUNNING", "Buffers", "Dispatcher", "set_functions", "set_message_functions"]
+__all__ = ["RUNNING", "Buffers", "Dispatcher"]
 
 Buffers = tuple[Buffer, ...]
 Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -41,27 +42,12 @@ _Checked = tuple[int, Backend, CallKind, Splits]
 from each rank."""
 
 _getframe = sys._getframe
-_functions: dict[str, Any] = {}
-_message_functions: dict[str, Any] = {}
-"""Globals of the modules of the public functions, which call the methods."""
 _TAGS = range(-(1 << 63), 1 << 63)
 """Tags are signed 64-bit integers in the frames of all backends. NCCL takes only 0."""
 _EVEN: Splits = (None, None)
 _GATHERED, _ONE = Sizes.GATHERED, Arity.ONE  # members of an enumeration are slow to look up
 _MAX_KINDS = 1024
 """Kinds of calls whose validation is cached."""
-
-
-def set_functions(module: dict[str, Any]) -> None:
-    """Have the callers of the functions for collectives recorded as call sites, instead of the functions."""
-    global _functions
-    _functions = module
-
-
-def set_message_functions(module: dict[str, Any]) -> None:
-    """:func:`set_functions` for sends and receives."""
-    global _message_functions
-    _message_functions = module
 
 
 class Dispatcher:
@@ -78,6 +64,7 @@ class Dispatcher:
         self._hooks: tuple[Hook, ...] = members.job.hooks
         self._hooked: dict[Backend, HookedBackend] = {}
         self.use_ring()
+        debug_level.on_change(self._debug_level_changed)
 
     def close(self) -> None:
         """Refuse later calls and close the backends; idempotent."""
@@ -88,8 +75,13 @@ class Dispatcher:
         self._backends.close()
 
     def use_ring(self) -> None:
-        """Record later calls in the flight recorder's present ring."""
-        self._record = flight_recorder.ring().append
+        """Record later calls in the flight recorder's present ring; not at all if it keeps none."""
+        ring = flight_recorder.ring()
+        self._record = ring.append if ring.maxlen else None
+
+    def _debug_level_changed(self) -> None:
+        self._backends.debug_level_changed()
+        self._checked.clear()  # it has backends with, or without, the logging of calls
 
     def add_hook(self, hook: Hook) -> Hook:
         """Have a hook called for the calls that start from now on, until it is removed; returns it."""
@@ -156,22 +148,24 @@ class Dispatcher:
         call.kind = kind
         if async_op:
             return _post(call, backend, kind)
+        record = self._record
+        if record is None:
+            backend.run(call)
+            return None
         begun = monotonic()
         try:
             enqueued = backend.run(call)
         except BaseException as e:
-            self._record((kind, call.seq, begun, monotonic(), call_site(), 0, failure_text(e)))
+            record((kind, call.seq, begun, monotonic(), call_site(), 0, failure_text(e)))
             raise
         if enqueued is not None:
             enqueued.track(flight_recorder.begin((kind,), (call,), begun))
             return None
-        # this frame's caller is a method of ProcessGroup
-        frame: Any = _getframe(2)
-        if frame.f_globals is _functions:
-            frame = frame.f_back
-        else:
-            frame = user_frame(frame)
-        self._record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
+        try:  # a method has called this one
+            frame = _getframe(3) if settings.by_functions else user_frame(_getframe(2))
+        except ValueError:  # no Python code has called the public function
+            frame = _getframe(2)
+        record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
         return None
 
     def start_rooted(
@@ -205,7 +199,7 @@ class Dispatcher:
             raise
         if async_op:
             return _post(call, backend, kind)
-        self._run(call, backend, kind)
+        self._run(settings, call, backend, kind)
         return None
 
     def start_batch(
@@ -242,23 +236,26 @@ class Dispatcher:
         work.wait()
         return None
 
-    def _run(self, call: Call, backend: Backend, kind: CallKind) -> None:
+    def _run(self, settings: CallSettings, call: Call, backend: Backend, kind: CallKind) -> None:
         """Do a call for a function that a method of ProcessGroup has called, and record it."""
+        record = self._record
+        if record is None:
+            backend.run(call)
+            return
         begun = monotonic()
         try:
             enqueued = backend.run(call)
         except BaseException as e:
-            self._record(flight_recorder.entry(kind, call, begun, user_frame(_getframe(2)), failure_text(e)))
+            record(flight_recorder.entry(kind, call, begun, user_frame(_getframe(2)), failure_text(e)))
             raise
         if enqueued is not None:
             enqueued.track(flight_recorder.begin((kind,), (call,), begun))
             return
-        frame: Any = _getframe(3)  # the caller of the method
-        if frame.f_globals is _functions or frame.f_globals is _message_functions:
-            frame = frame.f_back
-        else:
-            frame = user_frame(frame)
-        self._record(flight_recorder.entry(kind, call, begun, frame))
+        try:
+            frame = _getframe(4) if settings.by_functions else user_frame(_getframe(3))
+        except ValueError:
+            frame = _getframe(3)
+        record(flight_recorder.entry(kind, call, begun, frame))
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -267,7 +264,7 @@ class Dispatcher:
     ) -> Call:
         """Send or receive one message; returns the call when it is done."""
         call, backend, kind = self._message(settings, op, tensor, peer, tag, timeout)
-        self._run(call, backend, kind)
+        self._run(settings, call, backend, kind)
         return call
 
     def start_message(
@@ -300,9 +297,9 @@ class Dispatcher:
             except BaseException as e:
                 flight_recorder.end(pending, e)
                 raise
-            for call, entry, completion in zip(calls, pending, completions, strict=True):
+            for entry, completion in zip(pending, completions, strict=False):  # none if nothing is recorded
                 completion.track((entry,))
-                works.append(Work(completion, (call,)))
+            works += [Work(each, (call,)) for call, each in zip(calls, completions, strict=True)]
         return works
 
     def _message(
@@ -466,9 +463,11 @@ def _post_recorded(backend: Backend, calls: tuple[Call, ...], kinds: Sequence[Ca
     except BaseException as e:
         flight_recorder.end(pending, e)
         raise
-    completion.track(pending)
+    if pending:
+        completion.track(pending)
     return completion
 
 
 RUNNING = frozenset((Dispatcher.start.__code__, Dispatcher._run.__code__))
-"""Functions that are on a thread's stack during a blocking call, with the variables ``call``, ``kind``, ``begun``."""
+"""Functions that are on a thread's stack during a blocking call, with the variables ``call``, ``kind``, and
+``begun`` if calls are recorded."""

@@ -8,6 +8,7 @@ methods. Methods of a kind are functions of a module of their own: :mod:`unicoll
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from unicoll.backend.contract import Backend, Job
@@ -69,6 +70,7 @@ class ProcessGroup:
         self._settings = settings
         self._whole = whole
         self._one_sided = OneSidedOperations(members, backends)
+        self._by_functions: ProcessGroup | None = None
 
     @classmethod
     def create(
@@ -161,6 +163,14 @@ class ProcessGroup:
                 for backend in self._backends.all:
                     backend.refuse_options(settings.passed)
         return ProcessGroup(self._members, self._backends, self._dispatcher, settings, self.whole)
+
+    @property
+    def _callee(self) -> ProcessGroup:
+        """A view for public functions: the call site of a call is the caller of the function, not of the method."""
+        if self._by_functions is None:
+            settings = replace(self._settings, by_functions=True)
+            self._by_functions = ProcessGroup(self._members, self._backends, self._dispatcher, settings)
+        return self._by_functions
 
     def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.shrink_group` of this group: the remaining members call it and get a group of their own."""

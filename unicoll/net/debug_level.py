@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from enum import Enum, IntEnum
+from weakref import WeakMethod
 
 from unicoll.errors import DistTypeError
 from unicoll.net import logs, settings
 
-__all__ = ["DebugLevel", "apply", "get_debug_level", "set_debug_level", "set_debug_level_from_env"]
+__all__ = [
+    "DebugLevel",
+    "apply",
+    "get_debug_level",
+    "on_change",
+    "set_debug_level",
+    "set_debug_level_from_env",
+]
 
 
 class DebugLevel(IntEnum):
@@ -27,6 +36,7 @@ class DebugLevel(IntEnum):
 
 _SHOWN = {DebugLevel.OFF: None, DebugLevel.INFO: logging.INFO, DebugLevel.DETAIL: logging.DEBUG}
 
+_on_change: list[WeakMethod[Callable[[], None]]] = []
 _level: DebugLevel | None = None  # None: not yet read from the environment
 
 
@@ -46,10 +56,11 @@ def get_debug_level() -> DebugLevel:
 
 
 def set_debug_level(level: DebugLevel) -> None:
-    """Set the debug level of this process.
+    """Set the debug level of this process; what is logged changes at once, also for the calls of existing groups.
 
-    What is logged per call, and the comparison of calls, applies to groups that are made afterwards. A group of NCCL
-    must be made with the same level on all its ranks, if one of them has DETAIL.
+    Whether the ranks of a group of NCCL compare their calls is decided when the group is made, by the level at that
+    time, and a later level does not change it: a rank that compares waits for all others to do so. If one rank of such
+    a group has DETAIL then, all must have it. Calls in progress are not affected.
 
     Raises:
         DistTypeError: not a DebugLevel.
@@ -59,6 +70,15 @@ def set_debug_level(level: DebugLevel) -> None:
         raise DistTypeError(f"set_debug_level: expected a DebugLevel, got {level!r}")
     _level = level
     apply()
+    for reference in [*_on_change]:
+        change = reference()
+        if change is not None:
+            change()
+
+
+def on_change(method: Callable[[], None]) -> None:
+    """Have a bound method called after the level was set, as long as its object exists."""
+    _on_change.append(WeakMethod(method, _on_change.remove))
 
 
 def set_debug_level_from_env() -> None:
