@@ -499,6 +499,24 @@ def test_overlap(alone: Callable[..., int], capsys: pytest.CaptureFixture[str], 
     assert entry["speedup"] == pytest.approx(entry["serial_us"] / entry["overlapped_us"], rel=1e-2)
 
 
+@pytest.mark.parametrize("overlap", [(), ("--overlap",)])
+@pytest.mark.parametrize(
+    ("op", "place", "text"), [("all_reduce", "out", "out of place"), ("all_to_all", "in", "in place")]
+)
+def test_a_placement_that_an_operation_does_not_have(
+    alone: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    op: str,
+    place: str,
+    text: str,
+    overlap: tuple[str, ...],
+) -> None:
+    assert alone(op, "--place", place, "--sizes", "64,1K", "--iters", "3", *overlap) == 1
+    out = capsys.readouterr().out
+    assert out.count(f"# gloo does not support {op} {text}") == 1
+    assert "# nothing was measured" in out
+
+
 PLACEMENT_KEYS = {"time", "alg_bw", "bus_bw", "nwrong", "iterations", "calls", "us", "us_by_rank"}
 RESULT_KEYS = {
     "size",
