@@ -102,8 +102,9 @@ class Session:
 
     def _open(self) -> None:
         self.progress.label = "opening"
+        options = self.options
         self.contenders, self.skipped = open_contenders(
-            self.options.contenders, self.options.timeout, self.progress.show
+            options.contenders, options.timeout, self.progress.show, options.compression
         )
 
     def close(self) -> None:
