@@ -241,6 +241,28 @@ def test_all_gather(run, size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("large", [0, 1000, 1 << 20])
+@pytest.mark.parametrize("equal", [True, False])
+def test_all_gather_of_large_objects(run, size, large, equal):
+    """Small objects are in the headers; others are padded, unless that would be more than 64 KiB."""
+
+    def body(rank):
+        out = [None] * size
+        objects.all_gather_object(out, (rank, bytes(large) if equal or rank == 0 else b""))
+        return out
+
+    results, calls = run(size, body)
+    expected = [(rank, bytes(large) if equal or rank == 0 else b"") for rank in range(size)]
+    assert results == [expected] * size
+    bodies = (
+        []
+        if not large
+        else ["all_gather" if large > 1000 and not equal and size > 1 else "all_gather_into_tensor"]
+    )
+    assert calls == [["all_gather_into_tensor", *bodies]] * size
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("large", [0, 1000, 1 << 20])
 def test_gather_and_scatter_back(run, size, large):
     """Small pieces are in the headers; pieces of similar size are padded; one that is much larger moves no padding."""
     dst = size - 1

@@ -19,7 +19,8 @@ import pytest
 import unicoll as dist
 from tests.simulated_nccl.ranks import SimulatedJob
 from tests.tools import bench_jobs
-from unicoll.arrays.types import BY_NAME
+from unicoll.arrays.compression import codec_for
+from unicoll.arrays.types import BY_NAME, COMPRESSIONS
 from unicoll.bench import contenders, launch, main, plot, table
 from unicoll.bench.args import TYPES, parse
 from unicoll.bench.contract import BenchCase
@@ -291,6 +292,10 @@ def test_the_sweep(alone: object, arguments: list[str], sizes: Sequence[int], st
         (["all_reduce", "--overlap", "--plot", "x.png"], "--plot shows"),
         (["barrier", "--overlap"], "no asynchronous form"),
         (["all_reduce", "--json", "/nonexistent/x.json"], "cannot be written"),
+        (["all_reduce", "--compression", "int4"], "invalid choice: 'int4'"),
+        (["broadcast", "--compression", "int8"], "--compression needs all_reduce"),
+        (["all_reduce", "--compression", "int8", "-d", "half"], "-d float or double"),
+        (["all_reduce", "--compression", "int8", "-o", "all"], "-o sum or avg"),
         (["all_reduce", "--no-such-flag"], "unrecognized arguments"),
     ],
 )
@@ -386,6 +391,28 @@ def test_many_ranks_use_a_tolerance() -> None:
     assert values.tolerance > 0
     assert Values(BY_NAME["float32"], "sum", 1000).tolerance == 0
     assert Values(BY_NAME["int8"], "sum", 1000).tolerance == 0
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("redop", ["sum", "avg"])
+def test_compressed_results_have_the_documented_error(redop: str, compression: str) -> None:
+    dtype, count, ranks = BY_NAME["float32"], 5000, 3
+    values = Values(dtype, redop, ranks, compression)
+    codec = codec_for(compression, dtype.storage)
+
+    def compressed(x: Any) -> Any:
+        data, result = np.empty(codec.nbytes(count), np.uint8), np.empty(count, np.float32)
+        codec.encode(x, data)
+        codec.decode(data, result)
+        return result
+
+    sent = [values.elements([SourceRange(r, 0, count)], 1) for r in range(ranks)]
+    divisor = np.float32(ranks if redop == "avg" else 1)
+    result = compressed(np.add.reduce([compressed(x) for x in sent]) / divisor)
+    segments = [SourceRange(REDUCED, 0, count)]
+    assert values.wrong(result, segments, 1) == 0
+    assert Values(dtype, redop, ranks).wrong(result, segments, 1) > count / 10
+    assert values.wrong(compressed((sent[0] + sent[1]) / divisor), segments, 1) > count / 2
 
 
 class Broken(Unicoll):
@@ -497,6 +524,24 @@ def test_overlap(alone: Callable[..., int], capsys: pytest.CaptureFixture[str], 
     assert [line[0], line[1], line[2], line[-2], line[-1]] == ["65536", "float", "sum", "0", "gloo"]
     (entry,) = json.loads(out.read_text())["results"]
     assert entry["speedup"] == pytest.approx(entry["serial_us"] / entry["overlapped_us"], rel=1e-2)
+
+
+@pytest.mark.parametrize("overlap", [(), ("--overlap",)])
+@pytest.mark.parametrize(
+    ("op", "place", "text"), [("all_reduce", "out", "out of place"), ("all_to_all", "in", "in place")]
+)
+def test_a_placement_that_an_operation_does_not_have(
+    alone: Callable[..., int],
+    capsys: pytest.CaptureFixture[str],
+    op: str,
+    place: str,
+    text: str,
+    overlap: tuple[str, ...],
+) -> None:
+    assert alone(op, "--place", place, "--sizes", "64,1K", "--iters", "3", *overlap) == 1
+    out = capsys.readouterr().out
+    assert out.count(f"# gloo does not support {op} {text}") == 1
+    assert "# nothing was measured" in out
 
 
 PLACEMENT_KEYS = {"time", "alg_bw", "bus_bw", "nwrong", "iterations", "calls", "us", "us_by_rank"}
@@ -611,6 +656,25 @@ def test_two_ranks_without_a_launcher(tmp_path: Path) -> None:
     assert staging["bytes_per_rank"] == staging["bytes_per_rank_after"] > 0
     assert not HAS_MATPLOTLIB or plot_file.read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(Path(p).name for p in (out, *plot_flags[1:]))
+
+
+def test_compression(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = ("all_reduce", "--compression", "int8", "--sizes", "8,256K", *QUICK, "--json", str(out))
+    done = bench(
+        *arguments, "--backend", "gloo,torch-unicoll-gloo", "--peer", "floor", UNICOLL_TRANSPORT="tcp"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch-unicoll-gloo is not measured" in done.stderr
+    assert [(row[0], row[12], row[13]) for row in rows(done.stdout)] == [
+        ("8", "0", "gloo"),
+        ("8", "N/A", "floor"),
+        ("262144", "0", "gloo"),
+        ("262144", "N/A", "floor"),
+    ]
+    data = json.loads(out.read_text())
+    assert data["config"]["compression"] == "int8"
+    assert "compression int8" in data["contenders"]["gloo"]["transport"]
 
 
 def test_point_to_point_under_our_launcher() -> None:

@@ -38,6 +38,7 @@ def call(seq: int, op: str = "all_reduce", **changed: Any) -> Call:
         "outputs": [["float32", shape]],
         "bytes": 16,
         "reduce": "SUM" if op == "all_reduce" else "",
+        "compression": "",
         "root": 0 if op == "broadcast" else -1,
         "peer": -1,
         "tag": 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import numpy as np
 import pytest
 
 import unicoll as dist
+from gloo_fallback.algorithms import over_sockets
 from tests.scaling import formulas
-from unicoll.arrays.types import BY_NAME
+from unicoll.arrays.compression import BLOCK, codec_for
+from unicoll.arrays.types import BY_NAME, COMPRESSED, COMPRESSIONS
 from unicoll.backend.ops import OPS
+from unicoll.bootstrap import dump_format
 from unicoll.errors import DistArgumentError
 from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 from unicoll.testing.ranks import environment
@@ -48,6 +52,33 @@ def test_costs_are_those_of_the_scaling_page(op: str, dtype: str) -> None:
             wide = 2 if case.type.half else 1
             got = summary.cost(op, n, count * case.type.itemsize, wide)
             assert got == (expected.rounds, expected.sent), (n, count)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("dtype", COMPRESSED)
+def test_costs_of_compressed_reductions_are_those_of_the_scaling_page(dtype: str, compression: str) -> None:
+    kind = BY_NAME[dtype]
+    for n in (2, 3, 8, 64):
+        for blocks in (1, 5, 60, 128, 1000, 5000):  # of the codec, in each rank's part
+            count = n * blocks * BLOCK
+            case = formulas.Case("all_reduce", n, count, dtype=dtype, compression=compression)
+            expected = formulas.cost(case)
+            if count * kind.itemsize <= over_sockets.SMALL < (n - 1) * count * kind.itemsize:
+                continue  # neither in an exchange nor compressed
+            got = summary.compressed_cost(n, count * kind.itemsize, compression, kind)
+            assert got == (expected.rounds, expected.sent), (n, blocks)
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_compressed_parts_that_are_not_equal(compression: str) -> None:
+    kind = BY_NAME["float32"]
+    nbytes = codec_for(compression, kind.storage).nbytes
+    size = 4 * (65 * BLOCK - 5)
+    # of 65 blocks the ranks reduce 17, 16, 16, 16; in a group of 1000, one each as long as there are any
+    assert summary.compressed_cost(4, size, compression, kind).sent == (
+        2 * 32 + 3 * nbytes(16 * BLOCK) + 3 * nbytes(17 * BLOCK)
+    )
+    assert summary.compressed_cost(1000, size, compression, kind).sent == 10 * 32 + (64 + 999) * nbytes(BLOCK)
 
 
 def _recorded(op: str, inputs: Any, outputs: Any, n: int = 4, group: str = "world") -> RecordedCall:
@@ -91,6 +122,25 @@ def test_sums_by_operation_and_group() -> None:
     assert str(table).splitlines()[-1].split()[:3] == ["total", "4", "10"]
 
 
+def test_a_compression_has_a_line_of_its_own() -> None:
+    exact = _recorded("all_reduce", [(1 << 20,)], [(1 << 20,)], n=2)
+    calls = [(exact, 2), *[replace(exact, compression=name) for name in COMPRESSIONS]]
+    table = summary.add_up(calls)
+    found = {line.compression: line for line in table.lines}
+    assert {name: line.calls for name, line in found.items()} == {"": 2, "bfloat16": 1, "int8": 1}
+    assert {line.nbytes // line.calls for line in table.lines} == {4 << 20}
+    assert found["bfloat16"].sent == 32 + (2 << 20)
+    assert found["int8"].sent == 32 + (260 << 12)
+    assert found[""].sent == 2 * (32 + (4 << 20))
+    assert found[""].seconds / 2 > found["bfloat16"].seconds > found["int8"].seconds
+    assert {line.split("  ")[0] for line in str(table).splitlines()[2:]} == {
+        "all_reduce",
+        "all_reduce, bfloat16",
+        "all_reduce, int8",
+        "total",
+    }
+
+
 def test_the_summary_of_a_dry_run_has_every_call() -> None:
     dist.init_process_group("fake", rank=3, world_size=256)
     try:
@@ -107,6 +157,31 @@ def test_the_summary_of_a_dry_run_has_every_call() -> None:
     recorded = summary.add_up(recorded_calls())
     assert recorded.total.calls <= 2000 < summary.dry_run_summary().total.calls
     assert recorded.total.calls >= recorded_before.total.calls
+
+
+def test_compressed_calls_of_a_dry_run() -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, pg_options={"compression": "int8"})
+    try:
+        x = np.ones(1 << 20, np.float32)
+        dist.all_reduce(x)
+        work: Any = dist.all_reduce(x, async_op=True)
+        work.wait()
+        dist.all_reduce(x, op="MAX")
+        group: Any = dist.group.WORLD
+        group.using(compression="none").all_reduce(x)
+        calls = recorded_calls()[-4:]
+    finally:
+        dist.destroy_process_group()
+    assert [call.describe() for call in calls] == [
+        "all_reduce(float32[1048576], SUM, compression=int8)",
+        "all_reduce(float32[1048576], SUM, compression=int8)",
+        "all_reduce(float32[1048576], MAX)",
+        "all_reduce(float32[1048576], SUM)",
+    ]
+    dumped = summary.from_dump({"calls": [dump_format._call(call) for call in calls]})
+    for table in (summary.dry_run_summary(), summary.add_up(calls), summary.add_up(dumped)):
+        found = {line.compression: (line.calls, line.sent) for line in table.lines}
+        assert found == {"int8": (2, 2 * (32 + (260 << 12))), "": (2, 2 * (32 + (4 << 20)))}
 
 
 def _run(*args: str) -> subprocess.CompletedProcess[str]:

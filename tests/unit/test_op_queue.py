@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from unicoll.backend import op_queue
 from unicoll.backend.call import Call
 from unicoll.backend.op_queue import OpQueue
 from unicoll.backend.ops import OPS
@@ -97,6 +99,24 @@ def test_the_queues_thread_still_looks_after_waiting_threads_have_executed_calls
             work.wait(30.0)  # the queue's thread executes it
             assert execute.threads[-1].name == "unicoll-test"
     assert execute.seqs == [*range(1, 301)]
+
+
+def test_the_queues_thread_looks_less_often_while_waiting_threads_execute_calls(
+    queue: OpQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, pauses = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+        if len(pauses) <= 8:
+            queue._posted += 1
+
+    with monkeypatch.context() as patched:
+        patched.setattr(op_queue, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+        queue._poll()
+    assert pauses[:8] == pytest.approx([1e-4, 2e-4, 4e-4, 8e-4, 1e-3, 1e-3, 1e-3, 1e-3])
+    assert sum(pauses[8:]) == pytest.approx(2e-3, abs=1e-3)  # after the last call that was posted
 
 
 def test_a_waiting_thread_leaves_earlier_calls_and_those_behind_to_the_queues_thread(

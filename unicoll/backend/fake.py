@@ -52,7 +52,7 @@ _lock = threading.Lock()
 def counts() -> list[tuple[CallKind, int]]:
     """What was called how often since the last ``init_process_group("fake")``, whatever the flight recorder keeps.
 
-    Calls count as equal if group, operation, arrays, reduction and root are.
+    Calls count as equal if group, operation, arrays, reduction, compression and root are.
     """
     with _lock:
         return list(_counts.values())
@@ -119,7 +119,8 @@ class FakeBackend(Backend):
         context = self._context
         for call in calls:
             kind = CallKind(call, context.name, context.ranks, self.name)
-            key = (kind.group, kind.op, kind.inputs, kind.outputs, kind.reduce, kind.root)
+            arrays = kind.inputs, kind.outputs
+            key = (kind.group, kind.op, arrays, kind.reduce, kind.compression, kind.root)
             with _lock:
                 first, number = _counts.get(key, (kind, 0))
                 _counts[key] = first, number + 1

@@ -80,6 +80,7 @@ class CallKind:
         inputs, outputs: element type and shape of each array; the same tuple for operations in place.
         nbytes: bytes of the inputs, or of the outputs where a rank has no inputs.
         reduce: the reduction in words, or "".
+        compression: of what is sent between hosts, or "".
         root: rank in the group, or -1.
         backend: name of the backend.
         peer, tag: of a message; else -1 and 0.
@@ -88,6 +89,7 @@ class CallKind:
     __slots__ = (
         "_text",
         "backend",
+        "compression",
         "group",
         "inputs",
         "nbytes",
@@ -108,6 +110,7 @@ class CallKind:
         self.outputs = self.inputs if call.outputs is call.inputs else _arrays(call.outputs)
         self.nbytes = sum([b.count * b.dtype.itemsize for b in call.inputs or call.outputs])
         self.reduce = "" if call.reduce is None else str(call.reduce)
+        self.compression = call.compression
         self.root = call.root
         self.backend = backend
         self.peer = call.peer

@@ -18,15 +18,17 @@ from threading import get_ident
 from unicoll.backend.call import Call
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistError
+from unicoll.net.timeouts import backoff
 
 __all__ = ["Execute", "OpQueue"]
 
 Execute = Callable[[Call], None]
 """Executes one call, or raises."""
 
-_POLL_S = 1e-4
-_POLLS = 20
-"""The thread looks at the queue this often if a waiting thread has executed the call for which it was woken."""
+_POLL_S, _LONGEST_POLL_S = 1e-4, 1e-3
+"""Pauses between looks at the queue if a waiting thread has executed the call for which the thread was woken."""
+_POLLED_S = 2e-3
+"""How long the thread looks at the queue after the last call that was posted."""
 
 log = logging.getLogger("unicoll")
 
@@ -289,14 +291,15 @@ class OpQueue:
         """Look at the queue now and then, until there is something or nothing more is posted.
 
         The thread was woken for nothing: a waiting thread has executed the call. To be woken for each of such calls,
-        and to take the interpreter from the waiting thread, would cost several times what a small call does.
+        and to take the interpreter from the waiting thread, would cost several times what a small call does. The pauses
+        grow, because a look takes the interpreter, too, where the waiting thread releases it, as in calls of MPI.
         """
-        posted, left = self._posted, _POLLS
-        while left and self._wake.empty() and not self._drain():
-            time.sleep(_POLL_S)
-            left -= 1
+        pauses = backoff(_POLL_S, _LONGEST_POLL_S)
+        posted, until = self._posted, time.monotonic() + _POLLED_S
+        while time.monotonic() < until and self._wake.empty() and not self._drain():
+            time.sleep(next(pauses))
             if posted != self._posted:
-                posted, left = self._posted, _POLLS
+                posted, until = self._posted, time.monotonic() + _POLLED_S
 
     def _execute(self, completion: HostCompletion, execute: Execute) -> None:
         """Execute a posted batch that the calling thread has taken, and run its callbacks."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from unicoll.arrays.types import BY_NAME, DType
+from unicoll.arrays.types import BY_NAME, COMPRESSED, COMPRESSIONS, DType
 from unicoll.bench.contenders import TABLE
 from unicoll.bench.measure import Pace
 from unicoll.bench.operations import OPERATIONS, Operation, find_operation
@@ -80,6 +80,7 @@ class BenchOptions:
     timeout: float
     unalign: int
     array: str | None
+    compression: str
     placements: str
     timestamps: bool
     osu: bool
@@ -162,6 +163,12 @@ def _add_rank_flags(parser: _BenchParser) -> None:
         "--array",
         choices=("numpy", "torch", "cupy"),
         help="array library for unicoll's backends (default numpy; cupy on CUDA)",
+    )
+    group.add_argument(
+        "--compression",
+        choices=tuple(COMPRESSIONS),
+        default="",
+        help="of what unicoll's backends send between hosts in an all_reduce of float or double by sum or avg",
     )
 
 
@@ -286,14 +293,18 @@ def _options(flags: argparse.Namespace, arguments: tuple[str, ...]) -> BenchOpti
         raise ValueError("--plot shows latency and bandwidth, which --overlap does not measure")
     if flags.overlap and not op.has_async:
         raise ValueError(f"--overlap: {op.name} has no asynchronous form")
+    types = _selected(flags.datatype, TYPES, "-d", {ours: theirs for theirs, ours in TYPES.items()})
+    redops = _selected(flags.redop, REDOPS, "-o", {"product": "prod", "premul_sum": "mulsum"})
+    if flags.compression:
+        _check_compression(op, types, redops)
     return BenchOptions(
         op=op,
         ranks=_ranks(flags.ranks, op),
         backends=_backends(flags),
         peers=_peers(flags.peer),
         sweep=_sweep(flags, op),
-        types=_selected(flags.datatype, TYPES, "-d", {ours: theirs for theirs, ours in TYPES.items()}),
-        redops=_selected(flags.redop, REDOPS, "-o", {"product": "prod", "premul_sum": "mulsum"}),
+        types=types,
+        redops=redops,
         roots=None if flags.root == "all" else (_root(flags.root),),
         pace=_pace(flags),
         cycles=flags.run_cycles,
@@ -303,6 +314,7 @@ def _options(flags: argparse.Namespace, arguments: tuple[str, ...]) -> BenchOpti
         timeout=_positive("--timeout", flags.timeout) if flags.timeout else 300.0,
         unalign=flags.unalign,
         array=flags.array,
+        compression=flags.compression,
         placements=flags.place,
         timestamps=bool(flags.report_timestamps),
         osu=osu,
@@ -312,6 +324,12 @@ def _options(flags: argparse.Namespace, arguments: tuple[str, ...]) -> BenchOpti
         plot=flags.plot,
         argv=arguments,
     )
+
+
+def _check_compression(op: Operation, types: Sequence[str], redops: Sequence[str]) -> None:
+    compressed = op.name == "all_reduce" and {"sum", "avg"}.issuperset(redops)
+    if not compressed or any(TYPES[name] not in COMPRESSED for name in types):
+        raise ValueError("--compression needs all_reduce, -d float or double, and -o sum or avg")
 
 
 def _check_fixed_flags(flags: argparse.Namespace) -> None:

@@ -58,7 +58,7 @@ def make_contender(name: str) -> Contender:
 
 
 def open_contenders(
-    names: Sequence[str], timeout: float, show: Callable[[str], None]
+    names: Sequence[str], timeout: float, show: Callable[[str], None], compression: str = ""
 ) -> tuple[list[Contender], dict[str, str]]:
     """Create and open contenders; called on all ranks.
 
@@ -66,6 +66,7 @@ def open_contenders(
         names: names on the command line.
         timeout: timeout of an operation, in seconds.
         show: displays the progress.
+        compression: of unicoll's all_reduce, or "".
 
     Returns:
         The open contenders, and for the others the reason why they cannot be measured; equal on all ranks.
@@ -77,7 +78,7 @@ def open_contenders(
     local = launched.local_rank if launched is not None else None
     if local is None:
         local = hosts[:rank].count(hosts[rank])
-    job = BenchJob(rank, size, local, tuple(hosts), timeout)
+    job = BenchJob(rank, size, local, tuple(hosts), timeout, compression)
     opened: list[Contender] = []
     skipped: dict[str, str] = {}
     for name in names:

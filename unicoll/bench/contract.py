@@ -57,6 +57,7 @@ class BenchJob:
         local_rank: this rank's number among the ranks of its host; it selects the CUDA device.
         hosts: the host name of each rank.
         timeout: timeout of an operation, in seconds.
+        compression: of unicoll's all_reduce, or "".
     """
 
     rank: int
@@ -64,6 +65,7 @@ class BenchJob:
     local_rank: int
     hosts: tuple[str, ...]
     timeout: float
+    compression: str = ""
 
 
 class Contender(ABC):
@@ -73,10 +75,12 @@ class Contender(ABC):
         name: its name on the command line and in the table.
         device: ``"cpu"`` or ``"cuda:N"``, set by :meth:`open`.
         refusals: exceptions that mean that it does not support an operation for a type.
+        compression: of what it sends, set by :meth:`open`; "" if its results are exact.
         checked: False if it does not compute the operation's result, so that there is nothing to check.
     """
 
     device = "cpu"
+    compression = ""
     checked = True
     refusals: tuple[type[Exception], ...] = (Unsupported,)
 

@@ -121,7 +121,14 @@ class Unicoll(_Distributed):
         kind = "cpu" if "cpu" in devices else "cuda"
         self.device = "cpu" if kind == "cpu" else use_cuda(job)
         device = None if kind == "cpu" else self.device
-        self.group = dist.new_group(backend=f"{kind}:{self.name}", timeout=job.timeout, device_id=device)
+        self._open(job, f"{kind}:{self.name}", device)
+
+    def _open(self, job: BenchJob, backend: str, device: str | None) -> None:
+        self.compression = job.compression
+        options = {"compression": job.compression} if job.compression else None
+        self.group = dist.new_group(
+            backend=backend, timeout=job.timeout, pg_options=options, device_id=device
+        )
         self.group.barrier()  # the first collective selects the transport
 
     def close(self) -> None:
@@ -150,8 +157,7 @@ class Symmetric(Unicoll):
         return registry.reason_against(self._backend)
 
     def open(self, job: BenchJob) -> None:
-        self.group = dist.new_group(backend=f"cpu:{self._backend}", timeout=job.timeout)
-        self.group.barrier()  # the first collective selects the transport
+        self._open(job, f"cpu:{self._backend}", None)
 
     def describe(self) -> str:
         return f"{super().describe()}; arrays in symmetric memory"
@@ -221,6 +227,8 @@ class TorchOnUnicoll(Torch):
         return registry.reason_against(self.backend.removeprefix("unicoll-"))
 
     def open(self, job: BenchJob) -> None:
+        if job.compression:
+            raise Unsupported("--compression is for the groups of unicoll's own functions")
         import_module("unicoll.torch_plugin")
         if self.backend == "unicoll-nccl":
             self.device = use_cuda(job)

@@ -129,7 +129,8 @@ class Series:
         """
         family = contender.family(array_name, case.dtype)
         send, recv = _arrays(family, case, unalign)
-        values = Values(case.dtype, case.redop if case.op.reduces else None, case.size)
+        redop = case.redop if case.op.reduces else None
+        values = Values(case.dtype, redop, case.size, contender.compression)
         series = cls(contender, case, family, values, send, recv, contender.call(case, send, recv))
         series.fill_idle()
         return series

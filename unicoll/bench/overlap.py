@@ -17,7 +17,6 @@ import numpy as np
 
 import unicoll as dist
 from unicoll.bench.measure import Series, agree, attempt, over_ranks
-from unicoll.bench.operations import IN, OUT
 
 if TYPE_CHECKING:
     from unicoll.bench.session import Session
@@ -26,7 +25,6 @@ __all__ = ["Computation", "sweep"]
 
 _ELEMENTS = 1 << 15
 _COLUMNS = ("comm", "compute", "serial", "overlapped")
-_PLACES = {"both": (OUT, IN), "out": (OUT,), "in": (IN,)}
 
 
 class Computation:
@@ -100,12 +98,8 @@ def sweep(session: Session) -> bool:
         session.progress.label = f"{session.options.op.name} {type_name} {size} bytes"
         pairs = []
         for contender in session.contenders:
-            placement = next(
-                p
-                for p in contender.placements(session.options.op)
-                if p in _PLACES[session.options.placements]
-            )
-            case = session.case(size, dtype, redop, root, placement)
+            placements = session.placements(contender)
+            case = session.case(size, dtype, redop, root, placements[0]) if placements else None
             if case is not None:
                 session.progress.show(contender.name)
                 series, problem = attempt(contender, case, session.options.array, session.options.unalign)

@@ -196,6 +196,7 @@ class BenchReport:
             "statistic": options.statistic,
             "average": options.average,
             "osu_sizes": _bool_text(options.osu),
+            "compression": options.compression or None,
         }
 
     def add(self, row: TableRow) -> None:

@@ -12,7 +12,7 @@ from unicoll.arrays.types import DType
 from unicoll.bench import report, table
 from unicoll.bench.args import BenchOptions
 from unicoll.bench.contenders import open_contenders
-from unicoll.bench.contract import BenchCase
+from unicoll.bench.contract import BenchCase, Contender
 from unicoll.bench.measure import Series, Stats, attempt, check, measure
 from unicoll.bench.operations import IN, OUT
 from unicoll.bench.progress import Progress, is_wanted
@@ -102,8 +102,9 @@ class Session:
 
     def _open(self) -> None:
         self.progress.label = "opening"
+        options = self.options
         self.contenders, self.skipped = open_contenders(
-            self.options.contenders, self.options.timeout, self.progress.show
+            options.contenders, options.timeout, self.progress.show, options.compression
         )
 
     def close(self) -> None:
@@ -285,14 +286,19 @@ class Session:
         self._check_staging()
         return True
 
+    def placements(self, contender: Contender) -> list[str]:
+        """The placements of ``--place`` that a contender supports; if there are none, a line says so."""
+        options = self.options
+        placements = [p for p in contender.placements(options.op) if p in _PLACES[options.placements]]
+        if not placements:
+            text = "in place" if options.placements == "in" else "out of place"
+            self.print_once(f"{contender.name} does not support {options.op.name} {text}")
+        return placements
+
     def _make_series(self, size: int, dtype: DType, redop: str, root: int) -> Iterator[Series]:
         options = self.options
         for contender in self.contenders:
-            placements = [p for p in contender.placements(options.op) if p in _PLACES[options.placements]]
-            if not placements:
-                text = "in place" if options.placements == "in" else "out of place"
-                self.print_once(f"{contender.name} does not support {options.op.name} {text}")
-            for placement in placements:
+            for placement in self.placements(contender):
                 case = self.case(size, dtype, redop, root, placement)
                 if case is None:
                     continue

@@ -3,7 +3,7 @@
 Source data depends on the rank, the element index and the iteration, so that a result of the previous iteration, a
 duplicated contribution or misplaced elements are detected. The numbers are small integers (powers of two for products),
 chosen so that the result is exact in the element type if the number of ranks allows it; then it is compared exactly.
-Otherwise (averages, many ranks with a short type) the tolerance is a few rounding errors.
+Otherwise (averages, many ranks with a short type, compression) the tolerance is a few rounding errors.
 
 Data repeats after :data:`PERIOD` elements, a prime, so that large arrays are generated and compared quickly, and
 elements that are misplaced by any power of two are still detected.
@@ -32,6 +32,8 @@ REDOPS = ("sum", "prod", "max", "min", "avg", "mulsum")
 FACTOR = 2
 """The factor of every rank's contribution in ``mulsum``."""
 _ROWS = 16
+_ROUNDING = {"bfloat16": 1 / 256, "int8": 1 / 254}
+"""Largest error of a value's compression, relative to the largest value."""
 _BITS = {"bfloat16": (8, 7), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
 """Widths of exponent and mantissa of the types that NumPy lacks."""
 _PRODUCT_RANKS = 6
@@ -106,9 +108,10 @@ class Values:
         dtype: element type.
         redop: one of :data:`REDOPS`; None for an operation without reduction.
         ranks: number of ranks.
+        compression: of the contributions and of the result of a sum or average, or "".
     """
 
-    def __init__(self, dtype: DType, redop: str | None, ranks: int) -> None:
+    def __init__(self, dtype: DType, redop: str | None, ranks: int, compression: str = "") -> None:
         self.dtype = dtype
         self.redop = redop
         self.ranks = ranks
@@ -117,6 +120,11 @@ class Values:
         exact = (1 << min(_mantissa(dtype), 31)) - 1
         self._max_value = max(1, min(250, exact // share))
         self.tolerance = 0.0
+        self.error = 0.0
+        if compression:
+            part = _ROUNDING[compression]
+            total = self._max_value * (1 if redop == "avg" else ranks)
+            self.error = total * (part + part * (1 + part)) * 1.001  # of the contributions, and of the result
         if dtype.kind == "f":
             rounding = 2.0 ** -_mantissa(dtype)  # of one operation, relative to its result
             if sums and share > exact:
@@ -199,9 +207,10 @@ class Values:
         return found
 
     def _count(self, got: Flat, expected: Flat) -> int:
-        if self.tolerance == 0.0:
+        if self.tolerance == self.error == 0.0:
             return int(np.count_nonzero(got != expected))
-        return int(np.count_nonzero(~(np.abs(got - expected) <= self.tolerance * np.abs(expected))))
+        limit = self.tolerance * np.abs(expected) + self.error
+        return int(np.count_nonzero(~(np.abs(got - expected) <= limit)))
 
 
 _FOLD: dict[str, np.ufunc] = {

@@ -90,6 +90,7 @@ def _call(call: RecordedCall) -> Content:
         "outputs": [[dtype.name, list(shape)] for dtype, shape in call.outputs],
         "bytes": call.nbytes,
         "reduce": call.reduce,
+        "compression": call.compression,
         "root": call.root,
         "peer": call.peer,
         "tag": call.tag,

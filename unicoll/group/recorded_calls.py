@@ -35,6 +35,7 @@ class RecordedCall:
         created, started, ended: seconds on the clock of ``time.monotonic``; 0 if not yet.
         blocking: True if the caller was blocked until it ended.
         error: text, or "".
+        compression: of what is sent between hosts, or "".
     """
 
     group: str
@@ -56,11 +57,13 @@ class RecordedCall:
     ended: float
     blocking: bool
     error: str = ""
+    compression: str = ""
 
     def describe(self) -> str:
         """The call in words: ``all_reduce(float32[4], SUM)``."""
         parts = [f"{dtype.name}{list(shape)}" for dtype, shape in (self.inputs or self.outputs)[:1]]
         parts += [self.reduce] if self.reduce else []
+        parts += [f"compression={self.compression}"] if self.compression else []
         parts += [f"root={self.root}"] if self.root >= 0 else []
         if self.op in ("send", "recv"):
             parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}, tag={self.tag}")
@@ -159,6 +162,7 @@ def _record(
         *times,
         blocking,
         error,
+        kind.compression,
     )
 
 

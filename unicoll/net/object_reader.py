@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Reader"]
 
 T = TypeVar("T")
+_UNPACK_INT, _UNPACK_FLOAT, _UNPACK_LENGTH = INT.unpack_from, FLOAT.unpack_from, LENGTH.unpack_from
 
 
 class Reader:
@@ -46,14 +47,21 @@ class Reader:
         raise DistError(f"malformed object data at byte {self.at} of {len(self.view)}: {reason}")
 
     def read(self, depth: int) -> Any:
-        tag = self.view[self._advance(1)]
-        read = _READERS.get(tag)
+        at = self.at
+        if at >= self._end:
+            self._advance(1)  # raises; where it would not, the steps of it here are faster than a call
+        self.at = at + 1
+        read = _READERS.get(self.view[at])
         if read is None:
-            self.fail(f"unknown tag {tag}")
+            self.fail(f"unknown tag {self.view[at]}")
         return read(self, depth)
 
     def read_int(self, depth: int) -> int:
-        value: int = INT.unpack_from(self.view, self._advance(8))[0]
+        at = self.at
+        if at + 8 > self._end:
+            self._advance(8)  # raises
+        self.at = at + 8
+        value: int = _UNPACK_INT(self.view, at)[0]
         return value
 
     def read_long(self, depth: int) -> int:
@@ -61,7 +69,11 @@ class Reader:
         return self._add_shared_if_long(int.from_bytes(body, "little", signed=True), len(body))
 
     def read_float(self, depth: int) -> float:
-        value: float = FLOAT.unpack_from(self.view, self._advance(8))[0]
+        at = self.at
+        if at + 8 > self._end:
+            self._advance(8)  # raises
+        self.at = at + 8
+        value: float = _UNPACK_FLOAT(self.view, at)[0]
         return value
 
     def read_complex(self, depth: int) -> complex:
@@ -69,7 +81,10 @@ class Reader:
 
     def read_str(self, depth: int) -> str:
         body = self._body()
-        return self._add_shared_if_long(str(body, "utf-8", "surrogatepass"), len(body))
+        text = str(body, "utf-8", "surrogatepass")
+        if len(body) >= MIN_SHARED_SIZE:
+            self._shared.append(text)
+        return text
 
     def read_bytes(self, depth: int) -> bytes:
         body = self._body()
@@ -90,13 +105,15 @@ class Reader:
         return result
 
     def read_dict(self, depth: int) -> dict[Any, Any]:
-        result: dict[Any, Any] = self._add_shared({})
-        count = self._count(depth)
+        result: dict[Any, Any] = {}
+        self._shared.append(result)
+        count, read = self._count(depth), self.read
+        depth += 1
         for _ in range(count):
             self._hashed_depth += 1
-            key = self.read(depth + 1)
+            key = read(depth)
             self._hashed_depth -= 1
-            result[key] = self.read(depth + 1)
+            result[key] = read(depth)
         if len(result) != count:
             self.fail("a key occurs twice")
         return result
@@ -144,7 +161,13 @@ class Reader:
         return length
 
     def _body(self) -> memoryview:
-        return self._read_bytes(self._length())
+        start = self.at + 8
+        if start <= self._end:
+            end: int = start + _UNPACK_LENGTH(self.view, self.at)[0]
+            if end <= self._end:
+                self.at = end
+                return self.view[start:end]
+        return self._read_bytes(self._length())  # raises
 
     def _count(self, depth: int) -> int:
         """The number of items that follow; each has at least one byte."""

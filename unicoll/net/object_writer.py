@@ -10,8 +10,6 @@ import numpy as np
 
 from unicoll.net.object_format import (
     COMPLEX,
-    FLOAT,
-    INT,
     LENGTH,
     MAX_DEPTH,
     MIN_SHARED_SIZE,
@@ -26,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Writer"]
 
+_FIRST = bytes((TYPED,))
+_PACK_INT, _PACK_FLOAT, _PACK_LENGTH = [struct.Struct(f"<c{code}").pack for code in "qdQ"]  # with the tag
+
 
 class Writer:
     """Collects the parts of one typed message; :meth:`write` dispatches on the exact type.
@@ -35,7 +36,7 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self.parts: list[Any] = [bytes((TYPED,))]
+        self.parts: list[Any] = [_FIRST]
         self._numbers: dict[
             int, int
         ] = {}  # id -> number; the root object keeps all objects, and so the ids, alive
@@ -58,18 +59,22 @@ class Writer:
 
     def write_int(self, obj: int, depth: int) -> None:
         if -(1 << 63) <= obj < 1 << 63:
-            self.parts.append(b"i" + INT.pack(obj))
+            self.parts.append(_PACK_INT(b"i", obj))
         else:
             self._write_shared(b"I", obj, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
 
     def write_float(self, obj: float, depth: int) -> None:
-        self.parts.append(b"f" + FLOAT.pack(obj))
+        self.parts.append(_PACK_FLOAT(b"f", obj))
 
     def write_complex(self, obj: complex, depth: int) -> None:
         self.parts.append(b"c" + COMPLEX.pack(obj.real, obj.imag))
 
     def write_str(self, obj: str, depth: int) -> None:
-        self._write_shared(b"s", obj, obj.encode("utf-8", "surrogatepass"))
+        body = obj.encode("utf-8", "surrogatepass")
+        if len(body) < MIN_SHARED_SIZE:
+            self.parts += (_PACK_LENGTH(b"s", len(body)), body)
+        else:
+            self._write_shared(b"s", obj, body)
 
     def write_bytes(self, obj: bytes, depth: int) -> None:
         self._write_shared(b"b", obj, obj)
@@ -96,12 +101,14 @@ class Writer:
             return
         self._number(obj)
         self._check_depth(obj, depth)
-        self.parts.append(b"d" + LENGTH.pack(len(obj)))
+        self.parts.append(_PACK_LENGTH(b"d", len(obj)))
+        write = self.write
+        depth += 1
         for key, value in obj.items():
             self._hashed_depth += 1
-            self.write(key, depth + 1)
+            write(key, depth)
             self._hashed_depth -= 1
-            self.write(value, depth + 1)
+            write(value, depth)
 
     def write_tuple(self, obj: tuple[Any, ...], depth: int) -> None:
         self._write_frozen(b"t", obj, depth, 0)
@@ -151,7 +158,7 @@ class Writer:
             if self._write_reference(obj):
                 return
             self._number(obj)
-        self.parts += (tag + LENGTH.pack(len(body)), body)
+        self.parts += (_PACK_LENGTH(tag, len(body)), body)
 
     def _write_reference(self, obj: Any) -> bool:
         number = self._numbers.get(id(obj))

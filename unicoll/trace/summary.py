@@ -5,9 +5,9 @@ size with the backend ``fake`` (:mod:`unicoll.backend.fake`) and prints the tabl
 directory, in place of a program it prints the sums over those. :func:`add_up` and :func:`dry_run_summary` return it.
 
 Rounds and bytes are those of docs/scaling.md for the rank that sends most, with one rank per host and the algorithms of
-the CPU backend ("Over sockets"). The time of a call is ``latency * rounds + bytes sent / bandwidth``; a receive takes
-as long as its send. It is an estimate for a network without congestion, of calls one after another: without
-computation, overlap, or waiting for other ranks. Coalesced calls are counted one by one.
+the CPU backend ("Over sockets"), with the call's compression. The time of a call is ``latency * rounds + bytes sent /
+bandwidth``; a receive takes as long as its send. It is an estimate for a network without congestion, of calls one after
+another: without computation, overlap, or waiting for other ranks. Coalesced calls are counted one by one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from unicoll.arrays.compression import BLOCK, codec_for
 from unicoll.arrays.types import BY_NAME, DType
 from unicoll.backend import fake
 from unicoll.backend.ops import OPS, Sizes
 from unicoll.bootstrap import fake_job
 from unicoll.errors import DistArgumentError
 
-__all__ = ["Cost", "Line", "Network", "Summary", "add_up", "cost", "dry_run_summary", "from_dump", "main"]
+__all__ = [
+    "Cost",
+    "Line",
+    "Network",
+    "Summary",
+    "add_up",
+    "compressed_cost",
+    "cost",
+    "dry_run_summary",
+    "from_dump",
+    "main",
+]
 
 _SMALL = 64 << 10
 """Contributions of up to this many bytes, all ranks together, are part of the exchange."""
 _SEGMENT = 256 << 10
 _CIRCULANT, _CIRCULANT_BLOCK = 4 << 20, 64 << 10
 _HEADER = 32
+_CHUNKS, _CHUNK_LEAST, _CHUNK_MOST, _CHUNKS_MOST = 8, 1 << 15, 1 << 17, 1 << 19
+"""Of a compressed block: usual number, limits of their elements, and of those of the chunks to all ranks together."""
 
 Arrays = Sequence[tuple[DType, tuple[int, ...]]]
 
@@ -56,6 +70,8 @@ class Recorded(Protocol):
     def outputs(self) -> Arrays: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def compression(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -85,7 +101,7 @@ class Cost(NamedTuple):
 
 @dataclass
 class Line:
-    """The calls of one operation in one group.
+    """The calls of one operation and compression in one group.
 
     Attributes:
         op, group: names.
@@ -94,6 +110,7 @@ class Line:
         nbytes: bytes of the inputs, or of the outputs where a rank has no inputs.
         sent: bytes that the rank sends that sends most.
         seconds: estimated time.
+        compression: of what is sent, or "".
     """
 
     op: str
@@ -103,6 +120,7 @@ class Line:
     nbytes: int = 0
     sent: int = 0
     seconds: float = 0.0
+    compression: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +128,7 @@ class Summary:
     """The table.
 
     Attributes:
-        lines: one for each operation and group, the longest time first.
+        lines: one for each operation, compression and group, the longest time first.
         network: of the estimated times.
     """
 
@@ -134,8 +152,9 @@ class Summary:
     def __str__(self) -> str:
         rows = [("operation", "group", "ranks", "calls", "bytes", "sent", "time")]
         for line in (*self.lines, self.total):
+            op = f"{line.op}, {line.compression}" if line.compression else line.op
             rows.append(
-                (line.op, line.group, str(line.ranks), str(line.calls))
+                (op, line.group, str(line.ranks), str(line.calls))
                 + (_bytes(line.nbytes), _bytes(line.sent), _seconds(line.seconds))
             )
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -158,13 +177,14 @@ def add_up(calls: Iterable[Recorded | tuple[Recorded, int]], network: Network | 
         network: for the times; None is 20 us and 10 GB/s.
     """
     network = network or Network()
-    lines: dict[tuple[str, str], Line] = {}
+    lines: dict[tuple[str, str, str], Line] = {}
     for item in calls:
         call, number = item if isinstance(item, tuple) else (item, 1)
         if getattr(call, "state", "") == "failed":
             continue
         found = _cost_of(call)
-        line = lines.setdefault((call.op, call.group), Line(call.op, call.group, len(call.ranks)))
+        key = call.op, call.group, call.compression
+        line = lines.setdefault(key, Line(call.op, call.group, len(call.ranks), compression=call.compression))
         line.calls += number
         line.nbytes += number * call.nbytes
         line.sent += number * (found.sent if call.op != "recv" else 0)
@@ -193,6 +213,7 @@ def from_dump(content: dict[str, Any]) -> list[Recorded]:
                 _arrays(c["outputs"]),
                 c["bytes"],
                 c["state"],
+                c.get("compression", ""),  # older dumps have none
             )
             for c in content["calls"]
         ]
@@ -211,6 +232,7 @@ class _Call:
     outputs: Arrays
     nbytes: int
     state: str
+    compression: str
 
 
 def _arrays(listed: Any) -> Arrays:
@@ -229,6 +251,9 @@ def _cost_of(call: Recorded) -> Cost:
     elif sizes is Sizes.EXCHANGED:
         size = -(-given // n)
     wide = 2 if any(dtype.half for dtype, _ in call.inputs) else 1
+    if call.compression:
+        dtype, _ = call.inputs[0]
+        return compressed_cost(n, size, call.compression, dtype)
     return cost(call.op, n, size, wide)
 
 
@@ -262,6 +287,27 @@ def cost(op: str, n: int, size: int, wide: int = 1) -> Cost:
         return Cost(k, k * _HEADER + sent)
     more = _after_agreement(op, n, size, wide)
     return Cost(k + more.rounds, k * _HEADER + more.sent)
+
+
+def compressed_cost(n: int, size: int, compression: str, dtype: DType) -> Cost:
+    """The cost of an all_reduce that is compressed if it is large; arguments as of :func:`cost`."""
+    if n == 1 or size <= _SMALL:
+        return cost("all_reduce", n, size)
+    most = max(BLOCK, min(_CHUNK_MOST, _CHUNKS_MOST // (n - 1) // BLOCK * BLOCK))
+    units = -(-size // dtype.itemsize // BLOCK)
+    least, more = divmod(units, n)  # the ranks' blocks have so many units, those of some ranks one more
+    longest = (least + bool(more)) * BLOCK
+    chunk = min(longest, most, max(_CHUNK_LEAST, -(-longest // _CHUNKS // BLOCK) * BLOCK))
+    nbytes = codec_for(compression, dtype.storage).nbytes
+
+    def sent(elements: int) -> int:
+        return elements // chunk * nbytes(chunk) + nbytes(elements % chunk)
+
+    contributions = ((more or n) - 1) * sent(longest) + (n - more if more else 0) * sent(least * BLOCK)
+    chunks = -(-longest // chunk)
+    k = (n - 1).bit_length()
+    rounds = (n - 1) * (chunks + 2 if chunks > 1 else 2)
+    return Cost(k + rounds, k * _HEADER + contributions + (n - 1) * sent(longest))
 
 
 def _after_agreement(op: str, n: int, size: int, wide: int) -> Cost:
