@@ -20,6 +20,7 @@ from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import OpQueue
+from unicoll.backend.thread_frames import thread_frames
 from unicoll.backend.work import Completion, HostCompletion, Work
 
 __all__ = ["BlockedCall", "MessageQueues", "find_blocked_calls"]
@@ -81,29 +82,29 @@ def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCal
     joining: list[threading.Thread] = []
     of_future = ignored = False
     all_blocked = not any(signal.getitimer(timer)[0] for timer in _TIMERS)
-    frames = sys._current_frames()
-    del frames[threading.get_ident()]  # a reference to the own frame would keep everything here alive
-    for ident, frame in frames.items():
-        thread = threads.get(ident)
-        ours = thread is not None and thread.name.startswith("unicoll")
-        if ours and not _runs_callback(frame):
-            continue
-        call = _blocked_call(frame, queues, engines, backends)
-        if call is not None:
-            found.append(call)
-            blocked.add(ident)
-        elif (joined := _joins(frame)) is not None:
-            joining.append(joined)
-            blocked.add(ident)
-        elif _waits_for_future(frame):
-            of_future = True
-            blocked.add(ident)
-        elif _is_idle(frame):
-            continue
-        elif _cannot_call(thread, frame):
-            ignored = True
-        else:
-            all_blocked = False
+    with thread_frames() as frames:
+        del frames[threading.get_ident()]  # a reference to the own frame would keep everything here alive
+        for ident, frame in frames.items():
+            thread = threads.get(ident)
+            ours = thread is not None and thread.name.startswith("unicoll")
+            if ours and not _runs_callback(frame):
+                continue
+            call = _blocked_call(frame, queues, engines, backends)
+            if call is not None:
+                found.append(call)
+                blocked.add(ident)
+            elif (joined := _joins(frame)) is not None:
+                joining.append(joined)
+                blocked.add(ident)
+            elif _waits_for_future(frame):
+                of_future = True
+                blocked.add(ident)
+            elif _is_idle(frame):
+                continue
+            elif _cannot_call(thread, frame):
+                ignored = True
+            else:
+                all_blocked = False
     if any(thread.ident not in blocked for thread in joining) or (of_future and ignored):
         all_blocked = False
     for backend in backends:

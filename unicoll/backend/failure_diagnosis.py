@@ -11,6 +11,7 @@ import time
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from unicoll.backend.thread_frames import thread_frames
 from unicoll.errors import (
     CollectiveMismatchError,
     DistError,
@@ -207,12 +208,13 @@ def report(call: Call | None, last: EndedCall | None) -> Report:
 
 def where() -> str:
     """``file:line`` of the user's code that the main thread runs; called from any thread."""
-    main = threading.main_thread().ident
-    frame = sys._current_frames().get(main) if main is not None else None
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARY_PACKAGES:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
+    with thread_frames() as frames:
+        frame = frames.get(threading.main_thread().ident or 0)
+        del frames
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARY_PACKAGES:
+                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            frame = frame.f_back
     return ""
 
 

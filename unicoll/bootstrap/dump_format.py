@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import sysconfig
 import threading
 import time
@@ -17,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from unicoll.backend.contract import Job
+from unicoll.backend.thread_frames import thread_frames
 from unicoll.group.recorded_calls import RecordedCall
 from unicoll.net.control.clock import Offset, now
 
@@ -116,22 +116,22 @@ def threads(omitted: str) -> list[Content]:
     main = threading.main_thread().ident
     library = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     found = []
-    frames = sys._current_frames()
-    for ident in sorted(frames, key=lambda each: each != main):
-        if names.get(ident) == omitted:
-            continue
-        stack = list(_outwards(frames[ident]))
-        users = [frame for frame in stack if _is_users(frame, library)]
-        found.append(
-            {
-                "name": names.get(ident, str(ident)),
-                "main": ident == main,
-                "at": _position(users[0]) if users else None,
-                "stack": [_position(frame) for frame in reversed(stack)],
-            }
-        )
-        del stack, users
-    del frames  # the frames keep their arrays alive
+    with thread_frames() as frames:
+        for ident in sorted(frames, key=lambda each: each != main):
+            if names.get(ident) == omitted:
+                continue
+            stack = list(_outwards(frames[ident]))
+            users = [frame for frame in stack if _is_users(frame, library)]
+            found.append(
+                {
+                    "name": names.get(ident, str(ident)),
+                    "main": ident == main,
+                    "at": _position(users[0]) if users else None,
+                    "stack": [_position(frame) for frame in reversed(stack)],
+                }
+            )
+            del stack, users
+        del frames  # the frames keep their arrays alive
     return found
 
 

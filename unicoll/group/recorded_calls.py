@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.backend.flight_recorder import ArrayKind, CallKind, PendingEntry, line_of, ring, user_frame
+from unicoll.backend.thread_frames import thread_frames
 from unicoll.group.dispatcher import RUNNING
 
 __all__ = ["RecordedCall", "recorded_calls"]
@@ -111,21 +111,24 @@ def _pending(entry: PendingEntry) -> RecordedCall:
 def _running() -> list[RecordedCall]:
     """The blocking calls that threads are in."""
     found = []
-    frames = sys._current_frames()
-    for top in frames.values():
-        frame: Any = top
-        while frame is not None:
-            if frame.f_code in RUNNING and "begun" in (names := frame.f_locals):
-                call, kind, begun = names["call"], names["kind"], names["begun"]
-                user = user_frame(frame)
-                site = f"{user.f_code.co_filename}:{user.f_lineno}"
-                detail = (
-                    ((call.inputs or call.outputs)[0].shape, call.peer, call.tag) if call.op.message else None
-                )
-                found.append(_record(kind, call.seq, site, "started", (begun, begun, 0.0), True, "", detail))
-            frame = frame.f_back
-    del frames, top, frame  # the frames keep themselves and their arrays alive
+    with thread_frames() as frames:
+        for top in frames.values():
+            frame: Any = top
+            while frame is not None:
+                if frame.f_code in RUNNING and "begun" in (names := frame.f_locals):
+                    found.append(_running_call(frame, names))
+                frame = frame.f_back
+        del frames, top  # the frames keep themselves and their arrays alive
     return found
+
+
+def _running_call(frame: FrameType, names: dict[str, Any]) -> RecordedCall:
+    """The call that a frame of the dispatcher, with these local names, waits for."""
+    call, kind, begun = names["call"], names["kind"], names["begun"]
+    user = user_frame(frame)
+    site = f"{user.f_code.co_filename}:{user.f_lineno}"
+    detail = ((call.inputs or call.outputs)[0].shape, call.peer, call.tag) if call.op.message else None
+    return _record(kind, call.seq, site, "started", (begun, begun, 0.0), True, "", detail)
 
 
 def _record(

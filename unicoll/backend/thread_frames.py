@@ -1,0 +1,62 @@
+"""The frames of other threads.
+
+To walk along them is not safe in Python 3.11: ``f_back`` allocates a frame object, the allocation may start the garbage
+collector, and a finalizer that releases the interpreter's lock lets the thread return from that frame, whose memory is
+then used by another one. The interpreter crashes. Earlier versions have an object for each frame; later ones collect
+garbage between instructions only. In 3.11 the collector is therefore paused.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["thread_frames"]
+
+_PAUSES = (3, 11) <= sys.version_info < (3, 12)
+
+_lock = threading.RLock()
+_walks = 0  # threads that are in thread_frames()
+_enabled = False  # the collector was, before the first of them
+
+
+@contextmanager
+def thread_frames() -> Iterator[dict[int, FrameType]]:
+    """The innermost frame of each thread, by the thread's id, to walk along while the context is open.
+
+    A reference to a frame keeps its arrays alive, and one to the own frame keeps everything: delete them.
+    """
+    if not _PAUSES:
+        yield sys._current_frames()
+        return
+    global _walks, _enabled
+    with _lock:
+        if not _walks:
+            _enabled = gc.isenabled()
+            gc.disable()
+        _walks += 1
+    try:
+        yield sys._current_frames()
+    finally:
+        with _lock:
+            _walks -= 1
+            if not _walks and _enabled:
+                gc.enable()
+
+
+def _after_fork() -> None:
+    """In the child of a fork no thread walks along frames."""
+    global _lock, _walks
+    _lock = threading.RLock()
+    if _walks and _enabled:
+        gc.enable()
+    _walks = 0
+
+
+if _PAUSES:
+    os.register_at_fork(after_in_child=_after_fork)
