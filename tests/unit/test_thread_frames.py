@@ -11,11 +11,11 @@ import threading
 import pytest
 
 from unicoll.backend import thread_frames as module
-from unicoll.backend.thread_frames import thread_frames
+from unicoll.backend.thread_frames import ThreadFrames
 
 PROGRAM = """
 import gc, random, sys, threading, time
-from unicoll.backend.thread_frames import thread_frames
+from unicoll.backend.thread_frames import ThreadFrames
 
 SECONDS = 2.0
 walker = threading.get_ident()
@@ -48,7 +48,7 @@ gc.set_threshold(5)
 end = time.monotonic() + SECONDS
 walked = 0
 while time.monotonic() < end:
-    with thread_frames() as frames:
+    with ThreadFrames() as frames:
         del frames[walker]
         for frame in frames.values():
             while frame is not None:
@@ -78,11 +78,17 @@ def test_frames_of_running_threads() -> None:
     assert int(done.stdout) > 100
 
 
+def test_the_own_thread() -> None:
+    with ThreadFrames() as frames:
+        assert frames[threading.get_ident()] is sys._getframe()
+        del frames
+
+
 def test_the_collector_is_as_before() -> None:
     for enabled in (True, False):
         (gc.enable if enabled else gc.disable)()
         try:
-            with thread_frames() as outer, thread_frames() as inner:
+            with ThreadFrames() as outer, ThreadFrames() as inner:
                 assert threading.get_ident() in outer
                 assert threading.get_ident() in inner
                 assert gc.isenabled() == (enabled and not module._PAUSES)
@@ -94,7 +100,7 @@ def test_the_collector_is_as_before() -> None:
 
 @pytest.mark.skipif(not module._PAUSES, reason="the collector is paused in Python 3.11 only")
 def test_a_child_of_a_fork_collects() -> None:
-    with thread_frames() as frames:
+    with ThreadFrames() as frames:
         del frames
         child = os.fork()
         if child == 0:

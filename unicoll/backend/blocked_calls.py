@@ -20,7 +20,7 @@ from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import OpQueue
-from unicoll.backend.thread_frames import thread_frames
+from unicoll.backend.thread_frames import ThreadFrames
 from unicoll.backend.work import Completion, HostCompletion, Work
 
 __all__ = ["BlockedCall", "MessageQueues", "find_blocked_calls"]
@@ -82,7 +82,7 @@ def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCal
     joining: list[threading.Thread] = []
     of_future = ignored = False
     all_blocked = not any(signal.getitimer(timer)[0] for timer in _TIMERS)
-    with thread_frames() as frames:
+    with ThreadFrames() as frames:
         del frames[threading.get_ident()]  # a reference to the own frame would keep everything here alive
         for ident, frame in frames.items():
             thread = threads.get(ident)

@@ -11,7 +11,7 @@ import time
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from unicoll.backend.thread_frames import thread_frames
+from unicoll.backend.thread_frames import ThreadFrames
 from unicoll.errors import (
     CollectiveMismatchError,
     DistError,
@@ -208,7 +208,7 @@ def report(call: Call | None, last: EndedCall | None) -> Report:
 
 def where() -> str:
     """``file:line`` of the user's code that the main thread runs; called from any thread."""
-    with thread_frames() as frames:
+    with ThreadFrames() as frames:
         frame = frames.get(threading.main_thread().ident or 0)
         del frames
         while frame is not None:

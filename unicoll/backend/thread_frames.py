@@ -12,41 +12,43 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["thread_frames"]
+__all__ = ["ThreadFrames"]
 
 _PAUSES = (3, 11) <= sys.version_info < (3, 12)
 
 _lock = threading.RLock()
-_walks = 0  # threads that are in thread_frames()
+_walks = 0  # threads that are in ThreadFrames()
 _enabled = False  # the collector was, before the first of them
 
 
-@contextmanager
-def thread_frames() -> Iterator[dict[int, FrameType]]:
-    """The innermost frame of each thread, by the thread's id, to walk along while the context is open.
+class ThreadFrames:
+    """A context in which other threads' frames may be walked along; gives each thread's innermost one, by its id.
 
-    A reference to a frame keeps its arrays alive, and one to the own frame keeps everything: delete them.
+    For the calling thread that is the frame of the ``with`` statement. A reference to a frame keeps its arrays alive,
+    and one to the own frame keeps everything: delete them.
     """
-    if not _PAUSES:
-        yield sys._current_frames()
-        return
-    global _walks, _enabled
-    with _lock:
-        if not _walks:
-            _enabled = gc.isenabled()
-            gc.disable()
-        _walks += 1
-    try:
-        yield sys._current_frames()
-    finally:
-        with _lock:
-            _walks -= 1
-            if not _walks and _enabled:
-                gc.enable()
+
+    def __enter__(self) -> dict[int, FrameType]:
+        global _walks, _enabled
+        if _PAUSES:
+            with _lock:
+                if not _walks:
+                    _enabled = gc.isenabled()
+                    gc.disable()
+                _walks += 1
+        frames = sys._current_frames()
+        frames[threading.get_ident()] = sys._getframe(1)
+        return frames
+
+    def __exit__(self, *raised: object) -> None:
+        global _walks
+        if _PAUSES:
+            with _lock:
+                _walks -= 1
+                if not _walks and _enabled:
+                    gc.enable()
 
 
 def _after_fork() -> None:

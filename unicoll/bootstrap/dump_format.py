@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from unicoll.backend.contract import Job
-from unicoll.backend.thread_frames import thread_frames
+from unicoll.backend.thread_frames import ThreadFrames
 from unicoll.group.recorded_calls import RecordedCall
 from unicoll.net.control.clock import Offset, now
 
@@ -116,7 +116,7 @@ def threads(omitted: str) -> list[Content]:
     main = threading.main_thread().ident
     library = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     found = []
-    with thread_frames() as frames:
+    with ThreadFrames() as frames:
         for ident in sorted(frames, key=lambda each: each != main):
             if names.get(ident) == omitted:
                 continue

@@ -8,7 +8,7 @@ from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.backend.flight_recorder import ArrayKind, CallKind, PendingEntry, line_of, ring, user_frame
-from unicoll.backend.thread_frames import thread_frames
+from unicoll.backend.thread_frames import ThreadFrames
 from unicoll.group.dispatcher import RUNNING
 
 __all__ = ["RecordedCall", "recorded_calls"]
@@ -111,7 +111,7 @@ def _pending(entry: PendingEntry) -> RecordedCall:
 def _running() -> list[RecordedCall]:
     """The blocking calls that threads are in."""
     found = []
-    with thread_frames() as frames:
+    with ThreadFrames() as frames:
         for top in frames.values():
             frame: Any = top
             while frame is not None:
