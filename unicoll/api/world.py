@@ -113,6 +113,8 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
         if _world is None:
             raise NotInitializedError("there is no default process group: call init_process_group first")
         return _world.callee if by_function else _world.default
+    if by_function and (callee := getattr(pg, "_by_functions", None)) is not None:
+        return callee  # type: ignore[no-any-return]
     if isinstance(pg, _NonMember):
         warnings.warn("this process is not in the given group: the call does nothing here", stacklevel=3)
         return None
