@@ -180,7 +180,7 @@ def test_only_some_ratios(given: GivenTimes, tmp_path: Path) -> None:
         main(("suite", *FEW, "--only", "recorder", "--against", str(saved(tmp_path)), "--save", str(out)))
         == 0
     )
-    assert set(given.jobs) == {"one rank", "one rank without recorder"}
+    assert set(given.jobs) == {"one rank"}
     assert [name.rpartition(" ")[2] for name in json.loads(out.read_text())["ratios"]] == ["recorder"]
 
 

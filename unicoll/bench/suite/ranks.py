@@ -9,6 +9,7 @@ import numpy as np
 
 import unicoll as dist
 from unicoll.arrays.types import BY_NAME
+from unicoll.backend import flight_recorder
 from unicoll.bench.contenders import open_contenders
 from unicoll.bench.contract import BenchCase, Contender
 from unicoll.bench.measure import Pace, Series, attempt, measure
@@ -38,15 +39,23 @@ def run(timings: Sequence[Timing], factor: float, path: str) -> int:
 
 
 def _measure(timings: Sequence[Timing], factor: float, path: str) -> int:
-    names = list(dict.fromkeys(timing.contender for timing in timings))
-    contenders, skipped = open_contenders(names, _TIMEOUT_S, _show_nothing)
-    opened = {contender.name: contender for contender in contenders}
+    contenders: list[Contender] = []
+    opened: dict[tuple[str, bool], Contender] = {}
+    skipped: dict[str, str] = {}
+    for recorded in (True, False):
+        names = list(dict.fromkeys(t.contender for t in timings if t.recorded == recorded))
+        if names:
+            made, missing = _open(names, recorded)
+            contenders += made
+            opened |= {(contender.name, recorded): contender for contender in made}
+            skipped |= missing
     us: dict[str, float] = {}
     for size in sorted({timing.size for timing in timings}):
         series: dict[Timing, Series] = {}
         for timing in timings:
-            if timing.size == size and timing.contender in opened:
-                found, problem = _series(opened[timing.contender], timing)
+            contender = opened.get((timing.contender, timing.recorded))
+            if timing.size == size and contender is not None:
+                found, problem = _series(contender, timing)
                 if found is not None:
                     series[timing] = found
                 else:
@@ -64,6 +73,17 @@ def _measure(timings: Sequence[Timing], factor: float, path: str) -> int:
     if dist.get_rank() == 0:
         write(data, path)
     return 0
+
+
+def _open(names: Sequence[str], recorded: bool) -> tuple[list[Contender], dict[str, str]]:
+    """Open contenders; groups that are made while the flight recorder keeps nothing do not record their calls."""
+    if recorded:
+        return open_contenders(names, _TIMEOUT_S, _show_nothing)
+    flight_recorder.replace_ring(0)
+    try:
+        return open_contenders(names, _TIMEOUT_S, _show_nothing)
+    finally:
+        flight_recorder.replace_ring(None)
 
 
 def _series(contender: Contender, timing: Timing) -> tuple[Series | None, str | None]:
