@@ -81,7 +81,7 @@ class Dispatcher:
 
     def _debug_level_changed(self) -> None:
         self._backends.debug_level_changed()
-        self._checked.clear()  # it has backends with, or without, the logging of calls
+        self._checked = {}  # the old one, to which a thread may be adding, has backends with or without logging
 
     def add_hook(self, hook: Hook) -> Hook:
         """Have a hook called for the calls that start from now on, until it is removed; returns it."""
@@ -95,7 +95,7 @@ class Dispatcher:
 
     def _set_hooks(self, hooks: tuple[Hook, ...]) -> None:
         self._hooks, self._hooked = hooks, {}
-        self._checked.clear()  # it has the backends without hooks, or with others
+        self._checked = {}  # the old one, to which a thread may be adding, has backends with other hooks
 
     # --- collectives --------------------------------------------------------------------------------------------
 
@@ -373,16 +373,16 @@ class Dispatcher:
 
     def _check(self, call: Call, key: Any) -> _Checked:
         """Validate a call; the result is kept under ``key``."""
-        members = self._members
+        known, members = self._checked, self._members
         check(call, members.rank, members.size)
         backend = self._backends.route(call)
         if self._hooks:
             backend = self._hooked.setdefault(backend, HookedBackend(backend, members, self._hooks))
         kind = CallKind(call, members.name, members.ranks, backend.name)
         checked = sign(call), backend, kind, (call.in_counts, call.out_counts)
-        if len(self._checked) >= _MAX_KINDS:
-            self._checked.clear()
-        self._checked[key] = checked
+        if len(known) >= _MAX_KINDS:
+            known.clear()
+        known[key] = checked
         return checked
 
     def _refuse(
