@@ -101,7 +101,7 @@ class GlooBackend(HostBackend):
             raise
         finally:
             if not withdrawn:
-                connections.last = call.seq, call.kind or call
+                connections.last = call.seq, call.kind or call  # as call.ended, which costs more
             connections.call = None
 
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:

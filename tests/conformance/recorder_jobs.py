@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import gc
 import threading
 import time
 import weakref
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from tests.support.memory import freed
 from unicoll.backend import flight_recorder, wait_monitor
 from unicoll.backend.flight_recorder import ring
 from unicoll.group import dispatcher
@@ -139,7 +139,7 @@ def in_progress() -> list[tuple[Any, ...]]:
 
 def keeps_no_arrays() -> list[bool]:
     """Arrays of calls that have ended are freed, though the calls are recorded."""
-    freed = []
+    found = []
     for start in (False, True):
         x = np.ones(1000)
         reference = weakref.ref(x)
@@ -147,8 +147,8 @@ def keeps_no_arrays() -> list[bool]:
         if work is not None:
             work.wait()
         del x, work
-        freed.append(_freed(reference))
-    return freed
+        found += freed(reference)
+    return found
 
 
 def keeps_no_arrays_seen_waiting() -> bool:
@@ -161,16 +161,7 @@ def keeps_no_arrays_seen_waiting() -> bool:
     reference = weakref.ref(x)
     dist.all_reduce(x)
     del x
-    return _freed(reference)
-
-
-def _freed(reference: weakref.ref[Any]) -> bool:
-    """True once the array is freed; waits, since the monitor refers to the calls of this process while it looks."""
-    deadline = time.monotonic() + 10
-    while reference() is not None and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
-    return reference() is None
+    return freed(reference) == [True]
 
 
 def many(size: int) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -13,6 +11,7 @@ import numpy as np
 import unicoll as dist
 from tests.simulated_nccl import arrays
 from tests.simulated_nccl import ranks as simulated_ranks
+from tests.support.memory import freed
 from tests.support.outcomes import CallOutcome, outcome_of
 
 
@@ -89,11 +88,7 @@ def messages_are_not_kept() -> list[bool]:
     for work in works:
         work.synchronize()
     del x, y, work, works
-    deadline = time.monotonic() + 10
-    while any(one() is not None for one in references) and time.monotonic() < deadline:
-        gc.collect()  # a monitoring thread may look at the calls just now
-        time.sleep(0.01)
-    return [one() is None for one in references]
+    return freed(*references)
 
 
 def facts() -> dict[str, Any]:

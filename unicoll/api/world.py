@@ -67,7 +67,7 @@ class World:
         self.membership = membership
         self.job = membership.job
         self.default = default
-        self.callee = default._callee  # the group's view for public functions
+        self.function_view = default._function_view  # the group's view for public functions
         self.groups = membership.groups
         self.groups.append(default)
         self.notes = membership.notes
@@ -112,16 +112,16 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
     if pg is None:
         if _world is None:
             raise NotInitializedError("there is no default process group: call init_process_group first")
-        return _world.callee if by_function else _world.default
-    if by_function and (callee := getattr(pg, "_by_functions", None)) is not None:
-        return callee  # type: ignore[no-any-return]
+        return _world.function_view if by_function else _world.default
+    if by_function and (view := getattr(pg, "_made_function_view", None)) is not None:
+        return view  # type: ignore[no-any-return]
     if isinstance(pg, _NonMember):
         warnings.warn("this process is not in the given group: the call does nothing here", stacklevel=3)
         return None
     if not hasattr(pg, "size"):  # duck typing: torch's groups over ours, and test doubles
         raise DistTypeError(f"group: expected a process group, got {pg!r}")
     if by_function and _world is not None and isinstance(pg, type(_world.default)):
-        return pg._callee
+        return pg._function_view
     return pg
 
 

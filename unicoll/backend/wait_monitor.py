@@ -108,14 +108,17 @@ class WaitMonitor:
     def _run(self) -> None:
         while not self._closing.wait(_POLL_S):
             try:
-                with self._lock:
-                    look = self._look()
-                    self._report(look)
-                if self._warn_s:
-                    self._warn(look)
-                del look  # it refers to calls, and so to their arrays
+                self._check()
             except Exception:  # groups begin and end at any time
                 log.debug("the state of the blocked calls is not known", exc_info=True)
+
+    def _check(self) -> None:
+        """Look once. Nothing keeps what was seen, the calls with their arrays, until the next time."""
+        with self._lock:
+            look = self._look()
+            self._report(look)
+        if self._warn_s:
+            self._warn(look)
 
     # --- looking ----------------------------------------------------------------------------------------------------
 

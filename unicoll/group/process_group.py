@@ -70,7 +70,7 @@ class ProcessGroup:
         self._settings = settings
         self._whole = whole
         self._one_sided = OneSidedOperations(members, backends)
-        self._by_functions: ProcessGroup | None = None
+        self._made_function_view: ProcessGroup | None = None
 
     @classmethod
     def create(
@@ -165,12 +165,12 @@ class ProcessGroup:
         return ProcessGroup(self._members, self._backends, self._dispatcher, settings, self.whole)
 
     @property
-    def _callee(self) -> ProcessGroup:
+    def _function_view(self) -> ProcessGroup:
         """A view for public functions: the call site of a call is the caller of the function, not of the method."""
-        if self._by_functions is None:
+        if self._made_function_view is None:
             settings = replace(self._settings, by_functions=True)
-            self._by_functions = ProcessGroup(self._members, self._backends, self._dispatcher, settings)
-        return self._by_functions
+            self._made_function_view = ProcessGroup(self._members, self._backends, self._dispatcher, settings)
+        return self._made_function_view
 
     def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.shrink_group` of this group: the remaining members call it and get a group of their own."""
