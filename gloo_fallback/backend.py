@@ -182,11 +182,13 @@ class GlooBackend(HostBackend):
         super().abort(error)
 
     def release(self, clean: bool, destroyed: DistError) -> None:
-        if self._connections is not None:
-            self._connections.abort(destroyed)
+        if self._connections is None:
+            return
+        self._connections.abort(destroyed)
+        if self._idle():  # else an operation still uses them: the sockets are closed with the job
             self._connections.close()
-        if self._transport is not None and self._idle():  # else it goes when the last operation has
-            self._transport.close()
+            if self._transport is not None:
+                self._transport.close()
 
 
 def _oversubscribed(context: Context) -> bool:

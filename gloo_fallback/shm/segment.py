@@ -69,9 +69,9 @@ class SharedSegment:
 
     def close_descriptor(self) -> None:
         """Close the descriptor: no other process can map the segment any more. Idempotent."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Release the memory: it is unmapped with the last view."""

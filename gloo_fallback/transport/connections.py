@@ -9,6 +9,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from gloo_fallback.p2p.errors import tampered
@@ -277,18 +278,21 @@ class GroupConnections(Connections):
         with self._aborting:
             if self.error is None:
                 self.error = error
-            sockets = [s for s in (*self._sockets, *self._more_sockets) if s is not None]
             wake = self.wake
         wake()
-        for sock in sockets:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that sleeps in send or recv
-            except OSError:
-                pass
+        with self._aborting:
+            for sock in (*self._sockets, *self._more_sockets):
+                if sock is not None:
+                    with suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that sleeps in send or recv
 
     def close(self) -> None:
-        """Close the group's connections."""
-        self._endpoint.close_group(self.context.name)
+        """Close the group's connections, which no operation uses any more.
+
+        The system gives a closed socket's descriptor to the next one, which :meth:`abort` must not shut down.
+        """
+        with self._aborting:
+            self._endpoint.close_group(self.context.name)
 
     def fail(self, error: DistError) -> NoReturn:
         failure_diagnosis.fail_group(self, error)

@@ -21,6 +21,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -144,6 +145,7 @@ class Server(ABC):
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = (guard(s) for s in socket.socketpair())
         self._wake_out.setblocking(False)
+        self._waking = threading.RLock()  # a finalizer may wake the thread, too
         for sock in (*self._listeners, self._wake_in):
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
@@ -155,10 +157,8 @@ class Server(ABC):
 
     def wake(self) -> None:
         """Wake the thread, which then checks :meth:`should_stop` (any thread)."""
-        try:
+        with self._waking, suppress(OSError):  # full: the thread is awake; closed: it has ended
             self._wake_out.send(b"x")
-        except OSError:
-            pass  # full: the thread is awake; closed: it has ended
 
     # --- for subclasses (called on the server's thread) -------------------------------------------------------------
 
@@ -207,8 +207,10 @@ class Server(ABC):
         except Exception:
             log.exception("%s failed", self._thread.name)
         finally:
-            for sock in (*(c.sock for c in self._clients), *self._listeners, self._wake_in, self._wake_out):
+            for sock in (*(c.sock for c in self._clients), *self._listeners, self._wake_in):
                 sock.close()
+            with self._waking:  # its descriptor's number may be a new socket's at once
+                self._wake_out.close()
             self._selector.close()
 
     def _select_timeout(self) -> float | None:

@@ -215,23 +215,26 @@ class ControlClient:
         goodbye = frame({"t": "bye", "error": failure[:2000], "how": how[:2000]})
         with self._sending:
             self._goodbye = goodbye
-            sock = self._sock
-            if sock is not None:
-                with suppress(OSError):
-                    sock.sendall(goodbye)
+            with suppress(OSError):
+                if self._sock is not None:
+                    self._sock.sendall(goodbye)
+                    self._sock.shutdown(socket.SHUT_WR)  # the relay closes its end once it has read everything
+            with suppress(OSError):
+                if self._connecting is not None:
+                    self._connecting.shutdown(socket.SHUT_RDWR)
         with self._changed:
             self._changed.notify_all()
-        connecting = self._connecting
-        for each, direction in ((sock, socket.SHUT_WR), (connecting, socket.SHUT_RDWR)):
-            if each is not None:
-                with suppress(OSError):
-                    each.shutdown(direction)  # the relay closes its end once it has read everything
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_REPLY_S)
         if self._relay is not None:
             self._relay.close()
-        if sock is not None:
-            sock.close()
+        with self._sending:
+            if self._sock is not None:
+                if self._thread is None:
+                    self._sock.close()
+                else:
+                    with suppress(OSError):
+                        self._sock.shutdown(socket.SHUT_RDWR)  # the thread that reads from it closes it
         self._standby.close()
 
     # --- ranks -------------------------------------------------------------------------------------------------
@@ -317,13 +320,23 @@ class ControlClient:
         current: Connection | None = sock
         while current is not None:
             self._receive_from(current)
-            self._sock = None
-            current.close()
+            self._disconnect(current)
             if self._closed:
                 break
             current = self._await_new_relay()
         if self._closed:
             self._standby.close()
+
+    def _disconnect(self, sock: Connection) -> None:
+        """Close a connection that this thread reads from, while no other thread sends to it.
+
+        The system gives its descriptor's number to the next socket, which other threads must not use for this one.
+        """
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # a thread that waits to send gets an error
+        with self._sending:
+            self._sock = None
+            sock.close()
 
     def _receive_from(self, sock: Connection) -> None:
         """Handle messages until the connection ends; then the process that hosts the relay has ended."""
@@ -407,10 +420,11 @@ class ControlClient:
         try:
             sock = self._authenticate(bare, rank, peer.address, peer.port, deadline)
         except BaseException:
-            bare.close()
+            with self._sending:
+                self._connecting = None
+                bare.close()
             raise
-        finally:
-            self._connecting = None
+        self._connecting = None
         try:
             self._introduce(sock)
             while (message := read_frame(sock))["t"] != "state":
@@ -419,8 +433,7 @@ class ControlClient:
                 address, port = message["store"]
                 self._standby.use_store((str(address), int(port)), self._store_timeout)
         except BaseException:
-            self._sock = None
-            sock.close()
+            self._disconnect(sock)
             raise
         with self._changed:
             self._relay_rank = rank

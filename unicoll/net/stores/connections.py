@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from unicoll.errors import AuthenticationError, DistNetworkError
 from unicoll.net import peer_credentials
@@ -55,6 +57,7 @@ class ConnectionPool:
         self._pid = os.getpid()
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
+        self._closing = threading.RLock()  # else a shutdown could reach a new socket with the same descriptor
 
     def connect(self, deadline: float) -> None:
         """Makes the first connection; retries until the deadline, since the server may start later.
@@ -106,8 +109,9 @@ class ConnectionPool:
 
     def discard(self, sock: Connection) -> None:
         """Closes a connection whose state is unknown."""
-        self._all.discard(sock)
-        sock.close()
+        with self._closing:
+            self._all.discard(sock)
+            sock.close()
 
     def close(self) -> None:
         """Closes all connections; a request in progress in another thread fails."""
@@ -116,11 +120,10 @@ class ConnectionPool:
             self._reset()
         while self._idle:
             self.discard(self._idle.pop())
-        for sock in list(self._all):
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
+        with self._closing:
+            for sock in list(self._all):
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def _connect(self, deadline: float) -> Connection:
         """Tries every address of the server once."""
