@@ -1,23 +1,25 @@
-"""Collectives of large arrays in symmetric memory (:mod:`gloo_fallback.shm.symmetric`), for the ranks of one host.
+"""Collectives of large arrays that the ranks of one host read from each other, without copies to the slots.
 
-The ranks read each other's arrays in place, so no data passes through the slots: one step of the slots before, in which
-the ranks compare signatures and tell where their arrays are, and one after, when the arrays may be changed again. Each
-function returns False, without effect on the arrays, if not all arrays are in symmetric memory; this is the same on all
-ranks. The first step is then done; the caller may compare the signatures again in its own first step.
+Arrays in symmetric memory (:mod:`gloo_fallback.shm.symmetric`) are read and written in place, others are copied from
+the memory of their process (:mod:`gloo_fallback.shm.peer_memory`). There is one step of the slots before, in which the
+ranks compare signatures and tell where their arrays are, and one after, when the arrays may be changed again. Each
+function returns False, without effect on the arrays, if not all arrays can be read; this is the same on all ranks. The
+first step is then done; the caller may compare the signatures again in its own first step.
 
 Reductions proceed in rank order, as those through slots, so both give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from gloo_fallback.algorithms.operands import bounds_of, flat_of
-from gloo_fallback.shm.slots import Slots
+from gloo_fallback.shm.peer_memory import PeerArray, address_of, is_readable
+from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
 
@@ -35,7 +37,13 @@ __all__ = [
 
 _BLOCK = 1 << 16
 """Bytes of a block: its result stays in the cache until it has been written everywhere."""
+_READ_BLOCK = 1 << 18
+"""Bytes of a block that is copied from another process: the call of the system costs little, and all ranks' blocks stay
+in the cache."""
 _LOCATIONS = np.dtype(np.int64)
+
+_Array = Any
+"""An array of this process, or a :class:`PeerArray`."""
 
 
 def arrays_of_all(
@@ -47,9 +55,11 @@ def arrays_of_all(
     *,
     index: int = 0,
     starts: Sequence[int] | None = None,
-    suitable: bool = True,
-) -> list[Flat] | None:
-    """One array of each rank, in place; None on all ranks if the data has to go through the slots.
+    in_place: bool = True,
+    nbytes: int = 0,
+    also: Flat | None = None,
+) -> list[_Array] | None:
+    """One array of each rank; None on all ranks if the data has to go through the slots.
 
     Args:
         call: compared between the ranks; None if they have agreed on it.
@@ -58,78 +68,140 @@ def arrays_of_all(
         dtype: their element type.
         index: the array of each rank that this one needs.
         starts: element of each rank's array to begin at.
-        suitable: False if this rank's array has to be copied first.
+        in_place: False if this rank's array would have to be copied before others may write to it.
+        nbytes: of the collective, equal on all ranks: if enough, arrays that are not all in symmetric memory are read
+            from the processes' memory.
+        also: another array that the other ranks will read from this process's memory.
     """
-    memory, size = slots.symmetric, slots.size
-    assert memory is not None
-    found = [memory.locate(array) for array in own]
-    table = slots.slot(slots.rank, 0, 1 + size, _LOCATIONS)
-    table[0] = -1 if -1 in found or not suitable else len(found)
-    table[1 : 1 + len(found)] = found
+    memory, size, rank = slots.symmetric, slots.size, slots.rank
+    may_read = slots.may_read(nbytes)
+    found = [memory.locate(array) for array in own] if memory is not None else [-1]
+    readable = may_read and all(map(is_readable, own if also is None else (*own, also)))
+    row = slots.slot(rank, 0, 2 + 2 * size, _LOCATIONS)
+    row[0] = len(own) if in_place and -1 not in found else -1
+    row[1] = len(own) if readable else -1
+    row[2 : 2 + len(found)] = found
+    row[2 + size : 2 + size + len(own)] = [address_of(array) for array in own]
     slots.sync_step(call)
-    tables = [slots.slot(r, 0, 1 + size, _LOCATIONS, 0).tolist() for r in range(size)]
-    numbers = [table[0] for table in tables]
-    if min(numbers) < 0:
-        return None
+    rows = [slots.slot(r, 0, 2 + 2 * size, _LOCATIONS, 0).tolist() for r in range(size)]
+    offsets = [0] * size if starts is None else [start * dtype.itemsize for start in starts]
+    numbers = [row[0] for row in rows]
+    if memory is None or min(numbers) < 0:
+        if min(row[1] for row in rows) < 0:
+            return None
+        addresses = [row[2 + size + index] + offset for row, offset in zip(rows, offsets, strict=True)]
+        found_there = _peer_arrays(slots, addresses, counts, dtype)
+        if own:
+            start = offsets[rank] // dtype.itemsize
+            found_there[rank] = own[index][start : start + counts[rank]]
+        return found_there
     arrays = []
-    for rank, (table, count) in enumerate(zip(tables, counts, strict=True)):
-        start = 0 if starts is None else starts[rank] * dtype.itemsize
-        arrays.append(memory.view(table[1 + index] + start, rank, count, dtype) if table[0] else None)
+    for r, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        arrays.append(memory.view(row[2 + index] + offsets[r], r, count, dtype) if row[0] else None)
     # a rank that passes no array of a region may have dropped its own, and with it the mapping
-    regions = {memory.region_of(location) for table in tables for location in table[1 : 1 + table[0]]}
+    regions = {memory.region_of(location) for row in rows for location in row[2 : 2 + row[0]]}
     if len(regions) > 1 or min(numbers) == 0:
         missing = any(a is None and n for a, n in zip(arrays, numbers, strict=True))
         if not slots.sync_step_checked(None, -1 if missing else 0):
             return None
-    return arrays  # type: ignore[return-value]
+    return arrays
 
 
-def _address(array: Flat) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+def _peer_arrays(
+    slots: Slots, addresses: Sequence[int], counts: Sequence[int], dtype: np.dtype[Any]
+) -> list[_Array]:
+    assert slots.peers is not None
+    return [
+        slots.peers.array(r, address, count, dtype)
+        for r, (address, count) in enumerate(zip(addresses, counts, strict=True))
+    ]
 
 
-def _copy(target: Flat, source: Flat) -> None:
-    if _address(target) != _address(source):
-        target[:] = source
+def _fetch(slots: Slots, target: Flat, rank: int, array: _Array) -> None:
+    """Copy a rank's array to one of this rank, unless it is the same one."""
+    if not isinstance(array, PeerArray):
+        if address_of(target) != address_of(array):
+            target[:] = array
+        return
+    try:
+        array.copy_to(target)
+    except OSError as error:
+        slots.connections.unreadable(slots.members[rank], error)
+
+
+def _must_read(slots: Slots, arrays: Sequence[_Array]) -> bool:
+    """True if the arrays of the other ranks are in the memory of their processes."""
+    return isinstance(arrays[slots.rank - 1], PeerArray)
+
+
+def _reduce(
+    slots: Slots, kernel: Kernel, arrays: Sequence[_Array], start: int, out: Flat
+) -> Iterator[tuple[int, Flat]]:
+    """Reduce the elements of all ranks' arrays from ``start`` on into ``out``, block by block.
+
+    Yields:
+        the first element and the result of each block.
+    """
+    block = min(_READ_BLOCK, SLOT // slots.size // 64 * 64) if _must_read(slots, arrays) else _BLOCK
+    step = block // out.itemsize
+    for at in range(0, out.size, step):
+        result = out[at : at + step]
+        parts = [array[start + at : start + at + result.size] for array in arrays]
+        for r, part in enumerate(parts):
+            if isinstance(part, PeerArray):  # this rank's slot is free until the next step
+                parts[r] = slots.slot(slots.rank, r * block, part.size, part.dtype)
+                _fetch(slots, parts[r], r, part)
+        kernel.combine(parts, result)
+        yield start + at, result
 
 
 def broadcast(slots: Slots, call: Call, flat: Flat) -> bool:
     """Each rank copies the root's array."""
-    arrays = arrays_of_all(slots, call, [flat], [flat.size] * slots.size, flat.dtype)
+    arrays = arrays_of_all(slots, call, [flat], [flat.size] * slots.size, flat.dtype, nbytes=flat.nbytes)
     if arrays is None:
         return False
     if slots.rank != call.root:
-        flat[:] = arrays[call.root]
+        _fetch(slots, flat, call.root, arrays[call.root])
     slots.sync_step()
     return True
 
 
 def all_reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat) -> bool:
-    """Each rank reduces its part of all arrays, and writes it to all, block by block."""
-    suitable = _address(source) == _address(out)
-    arrays = arrays_of_all(slots, call, [out], [out.size] * slots.size, out.dtype, suitable=suitable)
+    """Each rank reduces its part of all arrays, block by block.
+
+    It writes the result to all arrays in symmetric memory; otherwise the ranks read each other's results in the end.
+    """
+    in_place = address_of(source) == address_of(out)
+    rank, size, dtype = slots.rank, slots.size, out.dtype
+    counts = [out.size] * size
+    arrays = arrays_of_all(
+        slots, call, [source], counts, dtype, in_place=in_place, nbytes=out.nbytes, also=out
+    )
     if arrays is None:
         return False
-    rank, size = slots.rank, slots.size
-    low, high = bounds_of(out.size, size)[rank : rank + 2]
-    others = [array for r, array in enumerate(arrays) if r != rank]
-    step = _BLOCK // out.itemsize
-    for start in range(low, high, step):
-        stop = min(start + step, high)
-        result = out[start:stop]
-        kernel.combine([array[start:stop] for array in arrays], result)
+    bounds = bounds_of(out.size, size)
+    low, high = bounds[rank : rank + 2]
+    reads = _must_read(slots, arrays)
+    others = [] if reads else [array for r, array in enumerate(arrays) if r != rank]
+    for start, result in _reduce(slots, kernel, arrays, low, out[low:high]):
         for array in others:
-            array[start:stop] = result
+            array[start : start + result.size] = result
+    if reads:
+        slots.publish_value(address_of(out))
+        slots.sync_step()
+        outs = _peer_arrays(slots, [slots.published_value(r) for r in range(size)], counts, dtype)
+        for r in _others(slots):
+            part = slice(bounds[r], bounds[r + 1])
+            _fetch(slots, out[part], r, outs[r][part])
     slots.sync_step()
     return True
 
 
 def reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | None) -> bool:
     """Each rank reduces its part of all arrays, into the root's."""
-    suitable = out is None or _address(source) == _address(out)
+    in_place = out is None or address_of(source) == address_of(out)
     counts = [source.size] * slots.size
-    arrays = arrays_of_all(slots, call, [source], counts, source.dtype, suitable=suitable)
+    arrays = arrays_of_all(slots, call, [source], counts, source.dtype, in_place=in_place)
     if arrays is None:
         return False
     low, high = bounds_of(source.size, slots.size)[slots.rank : slots.rank + 2]
@@ -140,7 +212,7 @@ def reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | N
 
 
 def reduce_scatter(slots: Slots, call: Call, kernel: Kernel, out: Flat) -> bool:
-    """Each rank reduces its block of all arrays."""
+    """Each rank reduces its block of all arrays in symmetric memory; reading other memory is no faster than slots."""
     rank, size = slots.rank, slots.size
     single = call.op.joined
     arrays = arrays_of_all(
@@ -187,17 +259,20 @@ def scan(slots: Slots, call: Call, kernel: Kernel, flat: Flat) -> bool:
     return True
 
 
-def all_gather(slots: Slots, call: Call | None, source: Flat, targets: Sequence[Flat]) -> bool:
-    """Each rank copies the arrays of all ranks to its ``targets``, which are empty on a rank that gets nothing."""
+def all_gather(slots: Slots, call: Call | None, source: Flat, targets: Sequence[Flat], nbytes: int) -> bool:
+    """Each rank copies the arrays of all ranks to its ``targets``, which are empty on a rank that gets nothing.
+
+    ``nbytes`` is the size of all arrays together.
+    """
     rank, size = slots.rank, slots.size
     counts = [target.size for target in targets] or [0] * size
-    arrays = arrays_of_all(slots, call, [source], counts, source.dtype)
+    arrays = arrays_of_all(slots, call, [source], counts, source.dtype, nbytes=nbytes)
     if arrays is None:
         return False
     if targets:
-        _copy(targets[rank], source)
+        _fetch(slots, targets[rank], rank, source)
         for r in _others(slots):
-            targets[r][:] = arrays[r]
+            _fetch(slots, targets[r], r, arrays[r])
     slots.sync_step()
     return True
 
@@ -207,10 +282,12 @@ def scatter(slots: Slots, sources: Sequence[Flat], out: Flat, root: int, start: 
     rank, size = slots.rank, slots.size
     counts = [out.size - start if r == root else 0 for r in range(size)]
     own = [source[start:] for source in sources]
-    arrays = arrays_of_all(slots, None, own, counts, out.dtype, index=rank)
+    arrays = arrays_of_all(
+        slots, None, own, counts, out.dtype, index=rank, nbytes=counts[root] * out.itemsize * size
+    )
     if arrays is None:
         return False
-    _copy(out[start:], arrays[root])
+    _fetch(slots, out[start:], root, arrays[root])
     slots.sync_step()
     return True
 
@@ -222,6 +299,7 @@ def all_to_all(
     targets: Sequence[Flat],
     table: Sequence[Sequence[int]],
     start: int,
+    nbytes: int,
 ) -> bool:
     """Each rank copies its block of all arrays, from element ``start`` of the block on.
 
@@ -230,6 +308,7 @@ def all_to_all(
         targets: a block for each rank.
         table: for each rank, the elements that it sends to each rank.
         start: elements of each block that have been exchanged.
+        nbytes: of the blocks of a rank, if all were as large as the largest.
     """
     rank, single = slots.rank, call.op.joined
     first = [list(accumulate(row, initial=0))[rank] if single else 0 for row in table]
@@ -241,12 +320,13 @@ def all_to_all(
         targets[rank].dtype,
         index=0 if single else rank,
         starts=[at + start for at in first],
+        nbytes=nbytes,
     )
     if arrays is None:
         return False
     for r in _others(slots):
         if targets[r].size > start:
-            targets[r][start:] = arrays[r]
+            _fetch(slots, targets[r][start:], r, arrays[r])
     slots.sync_step()
     return True
 

@@ -46,7 +46,7 @@ def all_to_all(slots: Slots, call: Call) -> None:
             outputs[rank].flat[...] = inputs[rank].flat
             for r, view in plan.read:
                 outputs[r].flat[...] = view
-        if largest > plan.step and not _exchanged_directly(slots, call, plan, plan.step):
+        if largest > plan.step and not _exchanged_directly(slots, call, plan, plan.step, largest):
             for _ in range(plan.step, largest, plan.step):  # blocks of other ranks
                 slots.sync_step()
         return
@@ -57,7 +57,7 @@ def all_to_all(slots: Slots, call: Call) -> None:
     largest = _agree_on_counts(slots, plan)
     targets[rank][:] = sources[rank]
     parts.read(0)
-    if largest > parts.step and not _exchanged_directly(slots, call, plan, parts.step):
+    if largest > parts.step and not _exchanged_directly(slots, call, plan, parts.step, largest):
         parts.exchange(parts.step, largest)
 
 
@@ -71,12 +71,14 @@ def _blocks(call: Call) -> tuple[list[Flat], list[Flat]]:
     )
 
 
-def _exchanged_directly(slots: Slots, call: Call, plan: _ExchangePlan, start: int) -> bool:
-    """Exchange all blocks from element ``start`` on in symmetric memory; False, on all ranks, if not all are there."""
-    if slots.symmetric is None:
+def _exchanged_directly(slots: Slots, call: Call, plan: _ExchangePlan, start: int, largest: int) -> bool:
+    """Exchange all blocks from element ``start`` on without slots; False, on all ranks, if that is impossible."""
+    inputs = [flat_of(b) for b in call.inputs]
+    nbytes = largest * slots.size * inputs[0].itemsize
+    if not slots.may_be_direct(nbytes):
         return False
     table = plan.seen[2][:, : slots.size].tolist()
-    return direct.all_to_all(slots, call, [flat_of(b) for b in call.inputs], _blocks(call)[1], table, start)
+    return direct.all_to_all(slots, call, inputs, _blocks(call)[1], table, start, nbytes)
 
 
 _COUNTS = np.dtype(np.int64)

@@ -46,7 +46,7 @@ def barrier(slots: Slots, call: Call) -> None:
 def broadcast(slots: Slots, call: Call) -> None:
     """The root's data to all, a slot at a time."""
     flat = flat_of(call.inputs[0])
-    if slots.symmetric is not None and flat.nbytes > WHOLE and direct.broadcast(slots, call, flat):
+    if flat.nbytes > WHOLE and slots.may_be_direct(flat.nbytes) and direct.broadcast(slots, call, flat):
         return
     step = SLOT // flat.itemsize
     for start in range(0, max(flat.size, 1), step):
@@ -72,7 +72,7 @@ def all_reduce(slots: Slots, call: Call) -> None:
         plan.kernel.combine(plan.read, out, True)
         return
     kernel = kernel_of(call)
-    if slots.symmetric is None or not direct.all_reduce(slots, call, kernel, source, out):
+    if not (slots.may_be_direct(out.nbytes) and direct.all_reduce(slots, call, kernel, source, out)):
         _reduce_in_chunks(slots, call, kernel, source, out)
 
 
@@ -219,7 +219,8 @@ def all_gather(slots: Slots, call: Call) -> None:
     source = flat_of(call.inputs[0])
     if plan.write is None:
         targets = blocks_of(call.outputs, call.op.joined, slots.size)
-        if slots.symmetric is None or not direct.all_gather(slots, call, source, targets):
+        nbytes = sum(target.nbytes for target in targets)
+        if not (slots.may_be_direct(nbytes) and direct.all_gather(slots, call, source, targets, nbytes)):
             _all_gather_chunks(slots, call, source, targets, max(t.size for t in targets))
         return
     plan.write[...] = source
@@ -297,10 +298,11 @@ def _all_gather_chunks(
         for r, target in enumerate(targets):
             part = target[start : start + step]
             part[:] = chunk if r == rank else slots.slot(r, 0, part.size, dtype, 0)
+        nbytes = largest * dtype.itemsize * slots.size
         if (
             (value is not None and start == 0 and largest > step)
-            and slots.symmetric is not None
-            and direct.all_gather(slots, None, source[step:], [target[step:] for target in targets])
+            and slots.may_be_direct(nbytes)
+            and direct.all_gather(slots, None, source[step:], [target[step:] for target in targets], nbytes)
         ):
             break
     return True
@@ -337,7 +339,7 @@ def scatter(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bo
         mine[:] = slots.slot(root, rank * stride, mine.size, dtype, 0)
         if (
             (counts is None and start == 0 and largest > step)
-            and slots.symmetric is not None
+            and slots.may_be_direct((largest - step) * dtype.itemsize * slots.size)
             and direct.scatter(slots, sources, out, root, step)
         ):
             break

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from gloo_fallback.shm import futex
+from gloo_fallback.shm.peer_memory import PeerMemory
 from gloo_fallback.shm.segment import SharedSegment
 from gloo_fallback.shm.symmetric import SymmetricMemory
 from gloo_fallback.transport.connections import GroupConnections
@@ -72,6 +73,7 @@ class Slots:
         background: True while a background thread runs the operation: it sleeps sooner, which frees the interpreter.
         plans: the algorithms' cache for small operations.
         symmetric: the group's symmetric memory; None until the group has some.
+        peers: the memory of the other ranks; None if it cannot be read.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Slots:
         self.step = 0
         self.plans: dict[Any, Any] = {}
         self.symmetric: SymmetricMemory | None = None
+        self.peers: PeerMemory | None = None
         lock = threading.Lock()
         lock.acquire()
         self._release, self._acquire = lock.release, lock.acquire
@@ -136,6 +139,18 @@ class Slots:
             rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
             found = self._rows[key] = (rows[self.rank], rows)
         return found
+
+    def may_be_direct(self, nbytes: int) -> bool:
+        """True if a large collective may need no slots, which :mod:`gloo_fallback.algorithms.direct` finds out.
+
+        Args:
+            nbytes: of the collective, equal on all ranks.
+        """
+        return self.symmetric is not None or self.may_read(nbytes)
+
+    def may_read(self, nbytes: int) -> bool:
+        """True if the memory of the other ranks can be read, and ``nbytes`` are enough for that to be faster."""
+        return self.peers is not None and nbytes >= self.peers.minimum
 
     def begun(self, call: Call) -> bool:
         """True if the first step of a call has begun: other ranks may have received its signal."""

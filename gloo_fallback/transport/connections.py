@@ -297,7 +297,13 @@ class GroupConnections(Connections):
     def fail(self, error: DistError) -> NoReturn:
         failure_diagnosis.fail_group(self, error)
 
-    def _connection_broken(self, peer: int, cause: Exception | None) -> NoReturn:
+    def unreadable(self, peer: int, cause: OSError) -> NoReturn:
+        """Raise the error for a member whose memory cannot be read: it died, or left the call and freed its arrays."""
+        self._connection_broken(peer, cause, "has no array where its call had one")
+
+    def _connection_broken(
+        self, peer: int, cause: Exception | None, what: str = "closed its connection"
+    ) -> NoReturn:
         """Raise the error for a connection that ended: a rank died, left the group, or failed and closed it."""
         context, control = self.context, self.context.job.control
         if isinstance(cause, TamperedError):
@@ -312,7 +318,7 @@ class GroupConnections(Connections):
                     self.fail(self._lost(context.ranks.index(rank), control.departed[rank]))
         if self.error is not None:
             raise self.error.with_traceback(None) from None
-        reason = f"{self.context.who(peer)} closed its connection" + (f": {cause}" if cause else "")
+        reason = f"{self.context.who(peer)} {what}" + (f": {cause}" if cause else "")
         self.fail(self._lost(peer, reason))
 
     def _lost(self, peer: int, reason: str) -> RankLostError:

@@ -15,6 +15,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from gloo_fallback.shm.peer_memory import find_peer_memory
 from gloo_fallback.shm.segment import (
     SharedSegment,
     boot_id,
@@ -151,7 +152,9 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
         if topology.all_separate:
             return topology, None
         kind = Slots if all(b.strong_ordering for b in infos) else SemaphoreSlots
-        return topology, _make_slots(connections, topology.of(connections.rank), kind, segment, spins)
+        slots = _make_slots(connections, topology.of(connections.rank), kind, segment, spins)
+        slots.peers = find_peer_memory(slots, not spins)
+        return topology, slots
     finally:
         if segment is not None:
             segment.close_descriptor()

@@ -12,6 +12,7 @@ import numpy as np
 
 import unicoll as dist
 from gloo_fallback.algorithms import direct
+from gloo_fallback.shm.peer_memory import is_readable
 from unicoll.arrays.types import BY_NAME
 from unicoll.testing.worker import send_note
 
@@ -160,14 +161,33 @@ def equal_results_between_hosts(name: str, count: int, dtype: str, reduction: st
     return sum(found)
 
 
-def equal_results(
-    name: str, count: int, dtype: str, reduction: str, root: int, even: bool, ordinary_rank: int | None
-) -> list[str]:
-    """One operation on symmetric and on ordinary arrays gives the same bytes; returns the direct functions that ran.
+def read_from(nbytes: int) -> None:
+    """Let collectives of the world from a number of bytes on read the memory of other processes."""
+    dist.barrier()
+    backends: Any = dist.group.WORLD._dispatcher._backends
+    slots = backends.host._transport.slots
+    if slots is not None and slots.peers is not None:
+        slots.peers.minimum = nbytes
 
-    One rank may have ordinary arrays both times.
+
+def equal_results(
+    name: str,
+    count: int,
+    dtype: str,
+    reduction: str,
+    root: int,
+    even: bool,
+    ordinary_rank: int | None,
+    reads: bool = False,
+) -> list[str]:
+    """One operation through the slots and without them gives the same bytes; returns the direct functions that ran.
+
+    Args:
+        ordinary_rank: a rank that has ordinary arrays both times; with ``reads`` arrays that others cannot read.
+        reads: the arrays are read from the processes' memory; False: they are in symmetric memory.
     """
     _watch()
+    read_from(1 << 60)
     rank, size = dist.get_rank(), dist.get_world_size()
     counts, call = _programs(count, dtype, getattr(dist.ReduceOp, reduction), root, even)[name]
     storage = BY_NAME[dtype].storage
@@ -176,7 +196,10 @@ def equal_results(
     results: list[list[Array]] = []
     _TAKEN.clear()
     for symmetric in (False, True):
-        ordinary = not symmetric or rank == ordinary_rank
+        ordinary = not symmetric or reads or rank == ordinary_rank
+        if symmetric and reads:
+            read_from(1)
+            direct.is_readable = is_readable if rank != ordinary_rank else lambda array: False
         arrays = [np.empty(n, storage) if ordinary else cut(n, storage) for n in counts]
         for i, array in enumerate(arrays):
             array[:] = _values(array.size, dtype, 100 * rank + i).view(storage)
@@ -184,6 +207,7 @@ def equal_results(
         results.append([array.copy() for array in arrays])
         if not symmetric:
             assert not _TAKEN, _TAKEN
+    direct.is_readable = is_readable
     for ordinary_array, symmetric_array in zip(*results, strict=True):
         np.testing.assert_array_equal(ordinary_array.view("u1"), symmetric_array.view("u1"))
     return list(_TAKEN)

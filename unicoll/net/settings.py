@@ -49,6 +49,7 @@ CHOICES = {
     "UNICOLL_LOG_LEVEL": ("off", ("off", "debug", "info", "warning", "error")),
     "UNICOLL_MEMORY_ORDER": ("auto", ("auto", "weak")),
     "UNICOLL_MPI_THREAD_LEVEL": ("multiple", ("single", "funneled", "serialized", "multiple")),
+    "UNICOLL_PEER_MEMORY": ("auto", ("auto", "off")),
     "UNICOLL_TRANSPORT": ("auto", ("auto", "tcp", "shm", "hierarchical")),
 }
 """Variables with a choice: the default, and all accepted values."""

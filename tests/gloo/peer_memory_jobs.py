@@ -1,0 +1,171 @@
+"""What the ranks of test_peer_memory.py do."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import unicoll as dist
+from gloo_fallback.shm import peer_memory
+from gloo_fallback.shm.peer_memory import PeerArray
+from tests.gloo.symmetric_jobs import read_from
+from unicoll.arrays.buffers import as_buffer
+from unicoll.backend.ops import OPS
+from unicoll.testing.worker import send_note
+
+_READS: list[int] = []
+"""Bytes of each array that was copied from another process."""
+
+
+def _watch() -> None:
+    """Note in _READS what is copied from other processes."""
+    if hasattr(PeerArray.copy_to, "watched"):
+        return
+    copy_to = PeerArray.copy_to
+
+    def watched(self: PeerArray, target: Any) -> None:
+        copy_to(self, target)
+        _READS.append(target.nbytes)
+
+    watched.watched = True  # type: ignore[attr-defined]
+    PeerArray.copy_to = watched  # type: ignore[method-assign]
+
+
+def bytes_read(nbytes: int, minimum: int | None = None) -> int:
+    """Bytes that this rank copies from other processes in an all_gather of ``nbytes``, with the usual threshold."""
+    _watch()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if minimum is not None:
+        read_from(minimum)
+    whole, part = np.empty(nbytes, np.uint8), np.full(nbytes // size, rank, np.uint8)
+    _READS.clear()
+    dist.all_gather_into_tensor(whole, part)
+    assert (whole == np.repeat(np.arange(size, dtype=np.uint8), nbytes // size)).all()
+    return sum(_READS)
+
+
+def out_of_place(count: int) -> int:
+    """An all_reduce whose output is another array, as device arrays in host memory have it; returns the bytes read."""
+    _watch()
+    read_from(1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    _READS.clear()
+    group = dist.group.WORLD
+    source = np.arange(count) * (rank + 1)
+    out = np.empty_like(source)
+    buffers = [(as_buffer(array, "test"),) for array in (source, out)]
+    group._dispatcher.start(group._settings, OPS["all_reduce"], *buffers, False, None, dist.ReduceOp.SUM)
+    assert (source == np.arange(count) * (rank + 1)).all()
+    assert (out == np.arange(count) * (size * (size + 1) // 2)).all()
+    return sum(_READS)
+
+
+def refused_by_the_system(rank: int, size: int, folder: str, odd: int) -> tuple[int, str]:
+    """The kernel forbids one rank to read the others' memory; bytes read then, and how the group works."""
+    _watch()
+
+    def refused(*args: Any) -> int:
+        peer_memory.ctypes.set_errno(1)
+        return -1
+
+    if rank == odd:
+        peer_memory._read = refused
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    dist.barrier()
+    read_from(1)
+    found = bytes_read(6 << 20)
+    text = dist.explain()
+    dist.destroy_process_group()
+    return found, text
+
+
+def unusual_memory() -> list[int]:
+    """Arrays in a file, in shared and in private memory, not at the start of a page; bytes read of each."""
+    _watch()
+    read_from(1)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, 2 << 20)
+    for memory in (
+        mmap.mmap(descriptor, 2 << 20),
+        mmap.mmap(-1, 2 << 20),
+        mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+    ):
+        array = np.frombuffer(memory, np.float32)[1:]
+        array[:] = rank + 1
+        _READS.clear()
+        dist.all_reduce(array)
+        assert (array == size * (size + 1) / 2).all()
+        found.append(sum(_READS))
+    os.close(descriptor)
+    return found
+
+
+def array_is_gone(odd: int) -> str:
+    """One rank's read fails in the middle, as if the other one had freed its array; returns the error."""
+    read_from(1)
+    group = dist.new_group()
+    dist.barrier(group=group)
+    backends: Any = group._dispatcher._backends
+    backends.host._transport.slots.peers.minimum = 1
+    if dist.get_rank() == odd:
+        copy_to = PeerArray.copy_to
+
+        def failing(self: PeerArray, target: Any) -> None:
+            PeerArray.copy_to = copy_to  # type: ignore[method-assign]
+            PeerArray(self.pid, 4096, self.size, self.dtype).copy_to(target)
+
+        PeerArray.copy_to = failing  # type: ignore[method-assign]
+    try:
+        dist.all_reduce(np.ones(1 << 20, np.float32), group=group, timeout=20)
+        return "none"
+    except dist.DistError as e:
+        return f"{type(e).__name__}: {e}"
+    finally:
+        dist.destroy_process_group(group)
+
+
+def mismatch(how: str) -> str:
+    """One rank makes another call on a large array."""
+    group = dist.new_group()
+    dist.barrier(group=group)
+    backends: Any = group._dispatcher._backends
+    backends.host._transport.slots.peers.minimum = 1
+    array = np.ones(200_000, np.float32)
+    try:
+        if dist.get_rank() != 1:
+            dist.all_reduce(array, group=group)
+        elif how == "operation":
+            dist.broadcast(array, src=0, group=group)
+        elif how == "size":
+            dist.all_reduce(array[:-1], group=group)
+        else:
+            dist.all_reduce(array[:8], group=group)
+        return "none"
+    except dist.CollectiveMismatchError as e:
+        return str(e)
+    finally:
+        dist.destroy_process_group(group)
+
+
+def loop(name: str, timeout: float) -> str:
+    """One operation on large arrays again and again, until it fails; returns the error."""
+    group, size = dist.group.WORLD, dist.get_world_size()
+    read_from(1)
+    array, whole, other = np.zeros(1 << 20), np.zeros(size << 20), np.zeros(size << 20)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: group.all_reduce(array, timeout=timeout),
+        "all_gather_into_tensor": lambda: group.all_gather_into_tensor(whole, array, timeout=timeout),
+        "all_to_all_single": lambda: group.all_to_all_single(whole, other, None, None, timeout=timeout),
+    }
+    send_note("looping")
+    try:
+        while True:
+            calls[name]()
+    except dist.DistError as e:
+        return f"{type(e).__name__}: {e}"
