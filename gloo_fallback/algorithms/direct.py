@@ -211,8 +211,8 @@ def reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | N
     return True
 
 
-def reduce_scatter(slots: Slots, call: Call, kernel: Kernel, out: Flat) -> bool:
-    """Each rank reduces its block of all arrays in symmetric memory; reading other memory is no faster than slots."""
+def reduce_scatter(slots: Slots, call: Call, kernel: Kernel, out: Flat, nbytes: int) -> bool:
+    """Each rank reduces its block of all arrays."""
     rank, size = slots.rank, slots.size
     single = call.op.joined
     arrays = arrays_of_all(
@@ -223,11 +223,12 @@ def reduce_scatter(slots: Slots, call: Call, kernel: Kernel, out: Flat) -> bool:
         out.dtype,
         index=0 if single else rank,
         starts=[rank * out.size if single else 0] * size,
+        nbytes=nbytes,
     )
     if arrays is None:
         return False
-    if out.size:
-        kernel.combine(arrays, out)
+    for _ in _reduce(slots, kernel, arrays, 0, out):
+        pass
     slots.sync_step()
     return True
 

@@ -168,7 +168,8 @@ def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
     out, kernel = flat_of(call.outputs[0]), kernel_of(call)
     blocks = blocks_of(call.inputs, call.op.joined, slots.size)
     size, rank, dtype = slots.size, slots.rank, out.dtype
-    if slots.symmetric is not None and direct.reduce_scatter(slots, call, kernel, out):
+    nbytes = sum(block.nbytes for block in blocks) // size  # reading a small block is slower than the slots
+    if slots.may_be_direct(nbytes) and direct.reduce_scatter(slots, call, kernel, out, nbytes):
         return
     stride = _stride(slots, dtype)
     step = stride // dtype.itemsize

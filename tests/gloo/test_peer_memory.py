@@ -21,8 +21,8 @@ from unicoll.testing.ranks import Pool, ProcessJob, run_ranks
 Pools = Callable[[int], Pool]
 
 READING = ["broadcast", "all_reduce", "all_gather_into_tensor", "all_gather", "gather", "scatter"]
-READING += ["all_to_all", "all_to_all_single"]
-SLOTS = ["reduce", "scan", "exscan", "reduce_scatter_tensor", "reduce_scatter"]
+READING += ["reduce_scatter_tensor", "reduce_scatter", "all_to_all", "all_to_all_single"]
+SLOTS = ["reduce", "scan", "exscan"]
 
 
 @pytest.mark.sampled("name", "kind", 1)
