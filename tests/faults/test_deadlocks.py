@@ -61,6 +61,29 @@ def test_programs_without_a_circle_are_not_reported(pool: Callable[[int], Pool],
         pool(4).run(jobs.end_groups)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_send_that_waits_for_room_in_shared_memory(pool: Callable[[int], Pool], asynchronous: bool) -> None:
+    first, second = pool(2).run(jobs.send_through_rings, asynchronous)
+    assert first["sent"] > 1
+    for found, call in ((first, "send(uint8[65536]"), (second, "barrier()")):
+        assert found["failure"] is not None
+        assert found["failure"].type == "DeadlockError", found["failure"].traceback
+        assert f": {call}" in found["failure"].message
+    pool(2).run(jobs.end_groups)
+
+
+def test_sends_that_a_waiting_rank_reads_are_not_reported(pool: Callable[[int], Pool]) -> None:
+    assert pool(3).run(jobs.sends_that_are_read, 12 if sampling.wants_full() else 3)[1] == [3.0, 3.0]
+    pool(3).run(jobs.end_groups)
+
+
+def test_a_message_that_the_other_rank_has_not_read_hides_no_circle(pool: Callable[[int], Pool]) -> None:
+    for failure in pool(2).run(jobs.receive_what_was_sent_before):
+        assert failure is not None
+        assert failure.type == "DeadlockError", failure.traceback
+    pool(2).run(jobs.end_groups)
+
+
 def test_messages_to_and_fro_are_not_a_circle(pool: Callable[[int], Pool]) -> None:
     first, second = pool(2).run(jobs.ping_pong, 5.0 if sampling.wants_full() else 1.5)
     assert first == second > 10
