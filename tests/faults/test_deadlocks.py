@@ -18,6 +18,7 @@ from unicoll.testing.worker import leave
 
 CIRCLES, PROGRAMS = (1000, 1000) if sampling.wants_full() else (24, 40)
 SOON_S = 5.0
+TRANSPORTS = [("tcp", "plain"), ("hierarchical", "plain"), ("tcp", "mac"), ("tcp", "tls")]
 
 
 def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int) -> None:
@@ -114,11 +115,12 @@ def test_a_wait_with_a_shorter_timeout_is_not_a_deadlock() -> None:
         assert job.results() == [[]] * 2
 
 
-@pytest.mark.parametrize("transport", ["tcp", "hierarchical"])
-def test_circles_over_other_transports(transport: str, seed: int) -> None:
-    with joined(3, env={"UNICOLL_TRANSPORT": transport}) as job:
+@pytest.mark.parametrize(("transport", "channel"), TRANSPORTS)
+def test_circles_over_other_transports(transport: str, channel: str, seed: int) -> None:
+    with joined(3, env={"UNICOLL_TRANSPORT": transport, "UNICOLL_CHANNEL": channel}) as job:
         for i in range(4):
-            job.call(jobs.circle, f"{transport} {seed} {i}")
+            kinds = jobs.CALLS if channel == "plain" else (*jobs.SENDS, "recv")
+            job.call(jobs.circle, f"{transport} {seed} {i}", kinds)
             found = job.results()
             for rank in found[0]["stuck"]:
                 assert found[rank]["failure"].type == "DeadlockError", found[rank]["failure"]
