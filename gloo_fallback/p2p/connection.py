@@ -45,7 +45,19 @@ _DONTWAIT = socket.MSG_DONTWAIT
 _SYSCALL_BYTES = 1 << 20
 """Maximum bytes per system call."""
 _MAX_OFFER = 4096
+_MORE_THAN_ANY = 1 << 60
+_SLACK = 1 << 20
+"""Bytes by which the system may exceed its limit."""
 _MAX_ERRNO = 4095
+
+
+def _most_buffered(setting: str) -> int:
+    """Bytes that the system buffers at most in one direction of a TCP connection; more than any if it is not known."""
+    try:
+        with open(f"/proc/sys/net/ipv4/{setting}", encoding="ascii") as file:
+            return int(file.read().split()[2]) + _SLACK
+    except (OSError, ValueError, IndexError):
+        return _MORE_THAN_ANY
 
 
 class ConnectionOwner(Protocol):
@@ -127,12 +139,36 @@ class PeerConnection:
         return self._queued(termios.TIOCOUTQ) > 0
 
     @property
-    def quiet(self) -> bool:
-        """True if what was sent has reached the peer's host, and all that has come was read."""
+    def delivered(self) -> bool:
+        """True if all that was queued has reached the peer's host."""
+        queued = self.outbox or self._remainder or self._control_frames
+        return not (queued or self._queued(termios.TIOCOUTQ) > 0)
+
+    @property
+    def all_read(self) -> bool:
+        """True if all that has come was read, and no message is incomplete."""
         unread = self._partial_header or (self._channel is not None and self._channel.pending)
-        return not (
-            self.busy or unread or self._queued(termios.TIOCOUTQ) > 0 or self._queued(termios.FIONREAD) > 0
-        )
+        return not (self.message or unread or self._queued(termios.FIONREAD) > 0)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of the first queued send that the system does not take while the peer reads nothing."""
+        if not self.outbox or self._send_closed:
+            return 0
+        first, writer = self.outbox[0], self.writer
+        left = len(first.view) - first.offset
+        ready = writer is not None and writer.ready and len(first.view) >= ring.SHARED_THRESHOLD
+        if not ready or (first.begun and not first.shared):
+            return max(0, left - _most_buffered("tcp_wmem"))
+        assert writer is not None
+        moves = self._remainder or self._control_frames or not self.all_read
+        full = left > 0 and not moves and not writer.next_chunk(left, len(first.view))
+        return _MORE_THAN_ANY if full else 0
+
+    @property
+    def takes(self) -> int:
+        """Bytes that the system takes from the peer while this rank does not read; -1 if credit is on its way to it."""
+        return -1 if self._queued(termios.TIOCOUTQ) > 0 else _most_buffered("tcp_rmem")
 
     def _queued(self, request: int) -> int:
         """Bytes in the socket's buffer for sends or receives."""

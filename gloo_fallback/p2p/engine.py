@@ -25,6 +25,7 @@ from gloo_fallback.shm.ring import SHARED_THRESHOLD
 from gloo_fallback.transport.endpoint import MESSAGES, Endpoint
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
 from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend.blocked_calls import LinkState
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistError, DistNetworkError, RankLostError
 from unicoll.net.channel import Connection
@@ -432,30 +433,28 @@ class P2PEngine:
 
     # --- for the search of deadlocks (MessageQueues) ----------------------------------------------------------------
 
-    def is_unmatched(self, call: Call) -> bool:
-        """True for a receive whose message has not come, not even its header."""
+    def awaits_peer(self, call: Call) -> bool:
+        """True for a receive of which nothing has come, and for a queued send that needs the receiver to read."""
         with self._lock:
-            return any(pending.call is call for pending in self._matcher.posted)
+            queues = [c.outbox for c in self._open.values() if c.unsent > 0]
+            return any(pending.call is call for queue in (self._matcher.posted, *queues) for pending in queue)
 
-    def link(self, peer: int) -> tuple[bool, bool]:
-        """Whether there is a connection to a member, and whether nothing is on its way as far as this rank knows."""
+    def link(self, peer: int) -> LinkState:
+        """The state of the messages to and from a member."""
         with self._lock:
-            connection = self._connections[peer]
+            connection, dials = self._connections[peer], self._awaits_connection(peer)
             if connection is None or connection.closed:
-                return False, not self._awaits_connection(peer)
-            return True, connection.quiet and not self._awaits_connection(peer)
+                return LinkState(delivered=not dials)
+            delivered = connection.delivered and not dials
+            takes = -1 if self._progress.active or self.pending() else connection.takes
+            return LinkState(1, 1, delivered, connection.all_read, connection.unsent, takes)
 
     @property
     def has_callbacks(self) -> bool:
         """True if callbacks are attached to messages in flight."""
         with self._lock:
             pending = [*self._matcher.posted, *self._to_connect]
-            pending += [
-                p
-                for connection in self._open.values()
-                for p in (*connection.outbox, _receiver(connection))
-                if p
-            ]
+            pending += [p for c in self._open.values() for p in (*c.outbox, _receiver(c)) if p is not None]
             return any(p.completion._callbacks for p in pending)
 
     def close(self, timeout: float) -> bool:

@@ -177,6 +177,11 @@ class ProgressEngine:
                     return events
         return self.poll.poll(_TICK_S, _EVENTS)
 
+    @property
+    def active(self) -> bool:
+        """True if a thread runs progress, or is about to."""
+        return self._thread_active or self._progress_owner != 0
+
     def wake(self) -> None:
         """Wake the thread that runs progress."""
         self._waker.wake()

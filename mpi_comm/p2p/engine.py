@@ -17,6 +17,7 @@ from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
 from mpi_comm.p2p.matcher import EAGER_LIMIT, PACK, RequestMatcher
 from mpi_comm.p2p.requests import PendingRequest
 from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend.blocked_calls import LinkState
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistBackendError, DistError, GroupAbortedError, OperationTimeoutError
 from unicoll.net import logs
@@ -91,6 +92,7 @@ class MPIP2PEngine:
     def _send_small(self, call: Call, flat: Any, code: int, size: int) -> None:
         """Send a message together with its header; usually this is done at once."""
         packed = PACK(call.tag, code, size, 0) + flat.tobytes()
+        next(self._matcher.sent[call.peer])
         mpi_request = self._communicator.comm.Isend([packed, self._byte], call.peer, HEADER_TAG)
         if mpi_request.Test():
             return
@@ -245,6 +247,16 @@ class MPIP2PEngine:
     def _end(self, request: PendingRequest, error: BaseException) -> None:
         self._matcher.withdraw(request)
         request.completion.finish(error)
+
+    # --- for the search of deadlocks (MessageQueues) -------------------------------------------------------------
+
+    def awaits_peer(self, call: Call) -> bool:
+        """True for a receive whose message has not come; False for a send, which MPI may end without the receiver."""
+        return self._matcher.awaits_peer(call)
+
+    def link(self, peer: int) -> LinkState:
+        """The state of the messages to and from a member."""
+        return self._matcher.link(peer)
 
     # --- ends ----------------------------------------------------------------------------------------------------
 

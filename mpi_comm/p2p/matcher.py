@@ -11,6 +11,7 @@ thread that may call it; the other methods run on any thread.
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
 import time
@@ -25,7 +26,8 @@ from mpi_comm.p2p.requests import ArrivedMessage, PendingRequest, all_done
 from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
 from unicoll.arrays.kernels import Flat
 from unicoll.arrays.types import DTYPES
-from unicoll.backend import Context
+from unicoll.backend import Call, Context
+from unicoll.backend.blocked_calls import LinkState
 from unicoll.errors import MessageMismatchError
 
 __all__ = ["EAGER_LIMIT", "PACK", "RequestMatcher"]
@@ -43,7 +45,11 @@ _MATCH_WAIT_S = 0.002
 
 
 class RequestMatcher:
-    """Sends, posted receives and unexpected messages of one group."""
+    """Sends, posted receives and unexpected messages of one group.
+
+    Attributes:
+        sent: for each member a counter of the messages to it, which every send advances.
+    """
 
     def __init__(self, context: Context, group: GroupCommunicator) -> None:
         self._context = context
@@ -58,6 +64,10 @@ class RequestMatcher:
         self._unexpected: list[deque[ArrivedMessage]] = [deque() for _ in range(context.size)]
         self._serials = [0] * context.size
         self._arrivals = 0
+        # headers to and from each member: several threads send at once, so counters that are advanced without a lock
+        self.sent = [itertools.count() for _ in range(context.size)]
+        self._received = [0] * context.size
+        self._links = [0] * context.size  # how often link() has advanced a counter to read it
         self._tag_span = group.mpi.largest_tag // 2 - PAYLOAD_TAGS
         self._header_buffer = bytearray(_HEADER.size + EAGER_LIMIT)
         self._header_receive: Any = None  # MPI's persistent receive of headers
@@ -88,6 +98,7 @@ class RequestMatcher:
         comm, byte, call = self._group.comm, self._mpi.MPI.BYTE, request.call
         size, peer = request.view.size, call.peer
         code = call.inputs[0].dtype.code
+        next(self.sent[peer])
         if size <= EAGER_LIMIT:
             packed = _HEADER.pack(call.tag, code, size, 0) + request.view.tobytes()
             request.mpi_requests.append(comm.Isend([packed, byte], peer, HEADER_TAG))
@@ -209,6 +220,7 @@ class RequestMatcher:
             data = None if payload else np.frombuffer(buffer, np.uint8, size, _HEADER.size).copy()
             receive.Start()
             self._arrivals += 1
+            self._received[peer] += 1
             message = ArrivedMessage(peer, tag, code, size, payload, self._arrivals)
             message.data = data
             self._match_posted(message)
@@ -264,6 +276,18 @@ class RequestMatcher:
         with self._lock:
             incoming = [m.receiver for m in self._incoming if m.receiver is not None]
             return [*self._posted, *self._sending, *incoming]
+
+    def awaits_peer(self, call: Call) -> bool:
+        """True for a receive whose message has not come."""
+        with self._lock:
+            return any(request.call is call for request in self._posted)
+
+    def link(self, peer: int) -> LinkState:
+        """The numbers of messages to and from a member."""
+        with self._lock:
+            sent = next(self.sent[peer]) - self._links[peer]
+            self._links[peer] += 1
+            return LinkState(sent, self._received[peer])
 
     def pending(self) -> bool:
         """True if any operation or payload is pending."""

@@ -32,7 +32,10 @@ class _Task:
         self.request: Any = None
         self.value: Any = None
         self.error: BaseException | None = None
-        self.done = threading.Event()
+        self.done = (
+            threading.Lock()
+        )  # held until done; a bare lock, which adds no frames of other modules to the stack
+        self.done.acquire()
 
 
 class MPIThread:
@@ -56,7 +59,7 @@ class MPIThread:
             return fn(*args)
         task = _Task(fn, args, False)
         self._submit(task)
-        task.done.wait()
+        task.done.acquire()
         if task.error is not None:
             raise task.error
         return task.value
@@ -65,7 +68,7 @@ class MPIThread:
         """Wait until the request of ``start(*args)`` is done; ``tick`` is called ten times a second and may raise."""
         task = _Task(start, args, True)
         self._submit(task)
-        while not task.done.wait(_TICK_S):
+        while not task.done.acquire(timeout=_TICK_S):
             tick()
         if task.error is not None:
             if self.failed:
@@ -108,7 +111,8 @@ class MPIThread:
                     tasks.append(task)
         for task in tasks:
             task.error = DistError(reason)
-            task.done.set()
+            with suppress(RuntimeError):  # another thread has ended it
+                task.done.release()
 
     def _serve(self) -> None:
         idle = 0
@@ -134,14 +138,14 @@ class MPIThread:
             result = task.fn(*task.args)
         except BaseException as e:
             task.error = e
-            task.done.set()
+            task.done.release()
             return
         if task.is_request:
             task.request = result
             self._requests.append(task)
         else:
             task.value = result
-            task.done.set()
+            task.done.release()
 
     def _test_requests(self) -> bool:
         """Test all requests; returns True if any is done."""
@@ -155,5 +159,5 @@ class MPIThread:
                 ended.append(task)
         for task in ended:
             self._requests.remove(task)
-            task.done.set()
+            task.done.release()
         return bool(ended)

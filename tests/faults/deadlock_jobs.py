@@ -8,16 +8,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import unicoll as dist
 from tests.support.outcomes import outcome_of
-from tests.unit.simulated_programs import ANY, COLLECTIVE, POST, RECV, SEND, SLEEP, clean_program
+from tests.unit.simulated_programs import ANY, COLLECTIVE, LARGE, POST, RECV, SEND, SLEEP, clean_program
 from unicoll.testing.worker import Failure
 
-CALLS = (
+_BUFFERS = [int(Path(f"/proc/sys/net/ipv4/tcp_{which}mem").read_text().split()[2]) for which in "rw"]
+UNBUFFERED = 2 * sum(_BUFFERS) + (4 << 20)
+"""Bytes of a message of which the hosts' buffers, once they are full, do not take the rest in any case."""
+SENDS = ("send", "isend") if UNBUFFERED <= 1 << 28 else ()
+CALLS_OF_MPI = (
     "all_reduce",
     "broadcast",
     "all_gather_object",
@@ -27,7 +32,11 @@ CALLS = (
     "irecv",
     "coalesced",
 )
+"""Calls that are known to wait, with the backend mpi, too."""
+CALLS = (*CALLS_OF_MPI, *SENDS)
 THREADS = ("main", "joined thread", "pool")
+LARGE_ELEMENTS = 1 << 19
+"""Of messages that are larger than the shared memory between two ranks."""
 
 
 def block(kind: str, group: Any, peer: int) -> None:
@@ -50,6 +59,16 @@ def block(kind: str, group: Any, peer: int) -> None:
         received = dist.irecv(x, src=peer, group=group)
         assert received is not None
         received.wait()
+    elif kind == "send":
+        dist.send(np.zeros(UNBUFFERED, np.uint8), peer, group=group)
+    elif kind == "isend":
+        works = [
+            dist.isend(x, peer, group=group),
+            dist.isend(np.zeros(UNBUFFERED, np.uint8), peer, group=group),
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
     else:
         dist.recv(x, src=None if kind == "recv from any" else peer, group=group)
 
@@ -69,7 +88,7 @@ def run_in(where: str, call: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def circle(draw: str) -> dict[str, Any]:
+def circle(draw: str, kinds: Sequence[str] = CALLS) -> dict[str, Any]:
     """Some ranks wait for each other in a circle, others for one of them, others sleep; what becomes of this rank."""
     rng, size, me = random.Random(draw), dist.get_world_size(), dist.get_rank()
     ranks = rng.sample(range(size), rng.randint(2, size))
@@ -78,13 +97,13 @@ def circle(draw: str) -> dict[str, Any]:
     for i, rank in enumerate(ranks):
         following = ranks[(i + 1) % len(ranks)]
         made = dist.new_group(sorted((rank, following)))
-        calls[rank] = rng.choice(CALLS), made, following, rng.choice(THREADS), rng.random() * 0.5
+        calls[rank] = rng.choice(kinds), made, following, rng.choice(THREADS), rng.random() * 0.5
         if used and me in (rank, following):
             dist.barrier(made)
     for rank in set(range(size)) - calls.keys():
         made = dist.new_group(sorted((rank, ranks[0])))
         if rng.random() < 0.3:
-            calls[rank] = rng.choice(CALLS), made, ranks[0], "main", rng.random() * 0.2
+            calls[rank] = rng.choice(kinds), made, ranks[0], "main", rng.random() * 0.2
     if len(calls) > len(ranks):  # the circle closes when those who wait for it are known to be blocked
         calls[ranks[0]] = (*calls[ranks[0]][:-1], 1.2)
     found: dict[str, Any] = {"circle": ranks, "stuck": sorted(calls), "failure": None}
@@ -113,12 +132,14 @@ def programs(seeds: Sequence[str]) -> list[Failure | None]:
 
 def _program(seed: str) -> Failure | None:
     draw = random.Random(seed)
-    program = clean_program(draw, size=dist.get_world_size())
+    program = clean_program(draw, size=dist.get_world_size(), buffered=False)
     groups = {name: dist.new_group(list(members)) for name, members in program.groups.items()}
+    large = {step[1] for rank in program.ranks for steps in rank for step in steps if step[0] == LARGE}
+    messages = {name: np.ones(LARGE_ELEMENTS if name in large else 3) for name in groups}
     failures: list[Failure | None] = []
 
     def run(steps: list[Any]) -> None:
-        failures.append(outcome_of(lambda: _steps(steps, groups))[0])
+        failures.append(outcome_of(lambda: _steps(steps, groups, messages))[0])
 
     threads = [
         threading.Thread(target=run, args=(steps,), name=f"test-{i}")
@@ -131,7 +152,7 @@ def _program(seed: str) -> Failure | None:
     return next((failure for failure in failures if failure is not None), None)
 
 
-def _steps(steps: list[Any], groups: dict[str, Any]) -> None:
+def _steps(steps: list[Any], groups: dict[str, Any], messages: dict[str, np.ndarray]) -> None:
     posted: deque[Any] = deque()
     x = np.ones(3)
     for kind, *args in steps:
@@ -143,10 +164,10 @@ def _steps(steps: list[Any], groups: dict[str, Any]) -> None:
             assert work is not None
             work.add_done_callback(int)
             posted.append(work)
-        elif kind == SEND:
-            dist.send(x, args[1], group=group)
+        elif kind in (SEND, LARGE):
+            dist.send(messages[args[0]], args[1], group=group)
         elif kind == RECV:
-            dist.recv(x, None if args[1] == ANY else args[1], group=group)
+            dist.recv(messages[args[0]], None if args[1] == ANY else args[1], group=group)
         elif kind == SLEEP:
             time.sleep(args[0] / 60)
         else:
@@ -280,3 +301,64 @@ def circle_beside_a_daemon_thread() -> Failure | None:
     end.set()
     thread.join()
     return failure
+
+
+def send_through_rings(asynchronous: bool) -> dict[str, Any]:
+    """Rank 0 sends more than the shared memory between the ranks holds, rank 1 waits for another call of rank 0."""
+    group, other, me = dist.new_group(), dist.new_group(), dist.get_rank()
+    x = np.ones(1 << 16, np.uint8)
+    for _ in range(3):  # the shared memory is used from the second message on
+        if me == 0:
+            dist.send(x, 1, group=group)
+        else:
+            dist.recv(x, 0, group=group)
+        dist.barrier(group)
+    sent = 0
+
+    def run() -> None:
+        nonlocal sent
+        if me == 1:
+            dist.barrier(other)
+        for sent in range(1000):  # noqa: B007
+            if asynchronous:
+                work = dist.isend(x, 1, group=group)
+                assert work is not None
+                work.wait()
+            else:
+                dist.send(x, 1, group=group)
+
+    failure, _ = outcome_of(run)
+    return {"failure": failure, "sent": sent}
+
+
+def sends_that_are_read(count: int) -> list[float]:
+    """Rank 0 sends to rank 1, which first receives from rank 2, which waits for a call of rank 0 after its sends."""
+    group, pair, me = dist.new_group(), dist.new_group([0, 2]), dist.get_rank()
+    x, y = np.full(min(UNBUFFERED, 1 << 28) >> 3, 3.0), np.ones(1)
+    for _ in range(count):
+        if me == 0:
+            for _ in range(2):
+                dist.send(x, 1, group=group)
+            dist.barrier(pair)
+        elif me == 2:
+            dist.barrier(pair)
+            dist.send(y, 1, group=group)
+        else:
+            dist.recv(y, 2, group=group)
+            for _ in range(2):
+                dist.recv(x, 0, group=group)
+    return [x[0], x[-1]]
+
+
+def receive_what_was_sent_before() -> Failure | None:
+    """Rank 0 sends and receives, rank 1 first waits for another call of rank 0: the message that it has not read."""
+    group, other = dist.new_group(), dist.new_group()
+
+    def run() -> None:
+        if dist.get_rank() == 0:
+            dist.send(np.ones(3), 1, group=group)
+            dist.recv(np.ones(3), 1, group=group)
+        else:
+            dist.barrier(other)
+
+    return outcome_of(run)[0]

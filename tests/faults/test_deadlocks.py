@@ -18,6 +18,7 @@ from unicoll.testing.worker import leave
 
 CIRCLES, PROGRAMS = (1000, 1000) if sampling.wants_full() else (24, 40)
 SOON_S = 5.0
+TRANSPORTS = [("tcp", "plain"), ("hierarchical", "plain"), ("tcp", "mac"), ("tcp", "tls")]
 
 
 def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int) -> None:
@@ -61,6 +62,29 @@ def test_programs_without_a_circle_are_not_reported(pool: Callable[[int], Pool],
         pool(4).run(jobs.end_groups)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_send_that_waits_for_room_in_shared_memory(pool: Callable[[int], Pool], asynchronous: bool) -> None:
+    first, second = pool(2).run(jobs.send_through_rings, asynchronous)
+    assert first["sent"] > 1
+    for found, call in ((first, "send(uint8[65536]"), (second, "barrier()")):
+        assert found["failure"] is not None
+        assert found["failure"].type == "DeadlockError", found["failure"].traceback
+        assert f": {call}" in found["failure"].message
+    pool(2).run(jobs.end_groups)
+
+
+def test_sends_that_a_waiting_rank_reads_are_not_reported(pool: Callable[[int], Pool]) -> None:
+    assert pool(3).run(jobs.sends_that_are_read, 12 if sampling.wants_full() else 3)[1] == [3.0, 3.0]
+    pool(3).run(jobs.end_groups)
+
+
+def test_a_message_that_the_other_rank_has_not_read_hides_no_circle(pool: Callable[[int], Pool]) -> None:
+    for failure in pool(2).run(jobs.receive_what_was_sent_before):
+        assert failure is not None
+        assert failure.type == "DeadlockError", failure.traceback
+    pool(2).run(jobs.end_groups)
+
+
 def test_messages_to_and_fro_are_not_a_circle(pool: Callable[[int], Pool]) -> None:
     first, second = pool(2).run(jobs.ping_pong, 5.0 if sampling.wants_full() else 1.5)
     assert first == second > 10
@@ -91,11 +115,12 @@ def test_a_wait_with_a_shorter_timeout_is_not_a_deadlock() -> None:
         assert job.results() == [[]] * 2
 
 
-@pytest.mark.parametrize("transport", ["tcp", "hierarchical"])
-def test_circles_over_other_transports(transport: str, seed: int) -> None:
-    with joined(3, env={"UNICOLL_TRANSPORT": transport}) as job:
+@pytest.mark.parametrize(("transport", "channel"), TRANSPORTS)
+def test_circles_over_other_transports(transport: str, channel: str, seed: int) -> None:
+    with joined(3, env={"UNICOLL_TRANSPORT": transport, "UNICOLL_CHANNEL": channel}) as job:
         for i in range(4):
-            job.call(jobs.circle, f"{transport} {seed} {i}")
+            kinds = jobs.CALLS if channel == "plain" else (*jobs.SENDS, "recv")
+            job.call(jobs.circle, f"{transport} {seed} {i}", kinds)
             found = job.results()
             for rank in found[0]["stuck"]:
                 assert found[rank]["failure"].type == "DeadlockError", found[rank]["failure"]

@@ -175,3 +175,34 @@ def dump_of_barriers(directory: str) -> None:
 def existing(directory: str) -> list[str]:
     """The files of a directory."""
     return sorted(path.name for path in Path(directory).iterdir())
+
+
+def pair_fails(directory: str) -> list[str]:
+    """Rank 0 times out in two groups with rank 1, which waits for rank 2, which is in neither; the errors' types."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    found = []
+    if dist.get_rank() == 0:
+        for group in groups:
+            try:
+                dist.all_reduce(np.ones(4), group=group, timeout=1.0)
+            except dist.DistError as error:
+                found.append(type(error).__name__)
+    elif dist.get_rank() == 2:
+        _await_file(os.path.join(directory, "rank_2.json"))
+    dist.barrier()
+    return found
+
+
+def pair_differs() -> str:
+    """Ranks 0 and 1 make different calls in a group of their own; the error's type."""
+    group = dist.new_group([0, 1])
+    found = ""
+    try:
+        if dist.get_rank() == 0:
+            dist.all_reduce(np.ones(4), group=group)
+        elif dist.get_rank() == 1:
+            dist.barrier(group)
+    except dist.DistError as error:
+        found = type(error).__name__
+    dist.barrier()
+    return found

@@ -184,6 +184,29 @@ def test_a_failure_is_dumped(
         assert trace.dumps[2].place.endswith("in _await_file")
 
 
+def test_a_rank_outside_of_a_group_that_hangs_dumps_once(tmp_path: Path) -> None:
+    with joined(3, env={"UNICOLL_TRACE_DIR": str(tmp_path)}) as job:
+        job.call(jobs.pair_fails, str(tmp_path))
+        assert job.results() == [["OperationTimeoutError"] * 2, [], []]
+        end_cleanly(job)
+    trace = read(str(tmp_path))
+    assert tuple(trace.dumps) == (0, 1, 2)
+    reasons = [trace.dumps[rank].reason for rank in range(3)]
+    assert reasons[0] == reasons[1] != reasons[2]  # those of the last group, and of the first
+    for reason in reasons:
+        assert "failed: OperationTimeoutError: " in reason
+    assert trace.dumps[2].place.endswith("in _await_file")
+    assert [len(trace.dumps[rank].content["failures"]) for rank in range(3)] == [2, 2, 1]
+
+
+def test_a_rank_outside_of_a_group_whose_calls_differ_does_not_dump(tmp_path: Path) -> None:
+    with joined(3, env={"UNICOLL_TRACE_DIR": str(tmp_path)}) as job:
+        job.call(jobs.pair_differs)
+        assert job.results() == ["CollectiveMismatchError"] * 2 + [""]
+        end_cleanly(job)
+    assert tuple(read(str(tmp_path)).dumps) == (0, 1)
+
+
 def test_no_failure_is_dumped_without_the_variable(tmp_path: Path) -> None:
     with joined(2, env={"UNICOLL_TRACE_DIR": "", "TMPDIR": str(tmp_path)}) as job:
         job.call(jobs.one_calls_another)

@@ -23,7 +23,7 @@ from unicoll.backend.op_queue import OpQueue
 from unicoll.backend.thread_frames import ThreadFrames
 from unicoll.backend.work import Completion, HostCompletion, Work
 
-__all__ = ["BlockedCall", "MessageQueues", "find_blocked_calls"]
+__all__ = ["BlockedCall", "LinkState", "MessageQueues", "find_blocked_calls"]
 
 _OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
@@ -40,18 +40,35 @@ _MAX_FRAMES = 60
 """Frames of unicoll in one stack at most; deeper stacks count as not blocked."""
 
 
+class LinkState(NamedTuple):
+    """The messages between this rank and another one, as they are known here.
+
+    Attributes:
+        outgoing, incoming: the peer's ``incoming`` equals this rank's ``outgoing``, and the reverse, unless a message
+            or a connection is on its way.
+        delivered: True if what this rank has sent has reached the peer's host.
+        read: True if all that has come from the peer was read.
+        unsent: bytes of the first queued send that this rank's host does not take while the peer reads nothing.
+        takes: bytes from the peer that this rank's host takes while no thread reads; -1 if one does.
+    """
+
+    outgoing: int = 0
+    incoming: int = 0
+    delivered: bool = True
+    read: bool = True
+    unsent: int = 0
+    takes: int = -1
+
+
 @runtime_checkable
 class MessageQueues(Protocol):
     """An engine of sends and receives that shows which messages are in flight."""
 
-    def is_unmatched(self, call: Call) -> bool:
-        """True for a receive whose message has not come, not even its header."""
+    def awaits_peer(self, call: Call) -> bool:
+        """True for a receive of which nothing has come, and for a queued send that needs the receiver to read."""
 
-    def link(self, peer: int) -> tuple[bool, bool]:
-        """Whether there is a connection to a member, and whether nothing is on its way on it as far as is known here.
-
-        Nothing is on its way if what this rank has sent has reached the peer's host, and all that has come was read.
-        """
+    def link(self, peer: int) -> LinkState:
+        """The state of the messages to and from a member."""
 
 
 class BlockedCall(NamedTuple):
@@ -61,9 +78,9 @@ class BlockedCall(NamedTuple):
         backend: of its group.
         call: the last one of the batch.
         where: ``file:line`` of the user's code that waits; "" for a callback.
-        ends_alone: True if the call may end without a call of another rank: a send, a receive whose message has begun
-            to come or may come from very many ranks, messages of backends without :class:`MessageQueues`, and calls
-            with a shorter timeout than their group's, after which the program may go on.
+        ends_alone: True if the call may end without a call of another rank: a message for which ``awaits_peer`` is
+            False or that may come from very many ranks, messages of backends without :class:`MessageQueues`, and
+            calls with a shorter timeout than their group's, after which the program may go on.
     """
 
     backend: HostBackend
@@ -170,7 +187,7 @@ def _owner(completion: Completion, backends: Sequence[HostBackend]) -> tuple[Hos
         if any(inner is waiting for waiting, _ in _in_background(backend)):
             return backend, call
         engine = backend._p2p
-        if len(inner.calls) == 1 and isinstance(engine, MessageQueues) and engine.is_unmatched(call):
+        if len(inner.calls) == 1 and isinstance(engine, MessageQueues) and engine.awaits_peer(call):
             return backend, call
     return None
 
@@ -183,7 +200,7 @@ def _ends_alone(backend: HostBackend, call: Call) -> bool:
         return False
     if call.peer < 0 and backend.context.size > _MOST_SENDERS:
         return True
-    return not isinstance(engine, MessageQueues) or not engine.is_unmatched(call)
+    return not isinstance(engine, MessageQueues) or not engine.awaits_peer(call)
 
 
 def _joins(top: FrameType) -> threading.Thread | None:

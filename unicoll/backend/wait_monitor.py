@@ -14,13 +14,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend import failure_diagnosis
-from unicoll.backend.blocked_calls import BlockedCall, MessageQueues, find_blocked_calls
+from unicoll.backend.blocked_calls import BlockedCall, LinkState, MessageQueues, find_blocked_calls
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Job
 from unicoll.backend.host_backend import HostBackend
 from unicoll.errors import DeadlockError, DistError
 from unicoll.net import settings
-from unicoll.net.control.wait_graph import ANY, compress, lane_of
+from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, compress, lane_of
 
 __all__ = ["WaitMonitor"]
 
@@ -64,12 +64,14 @@ class _Look(NamedTuple):
         state: the message of :mod:`unicoll.net.control.wait_graph`; None if a thread is not blocked.
         texts: descriptions of the calls in it.
         since: when the youngest of these calls was first seen.
+        calls: for each group operation and sequence number of the first of these calls in it.
         stalled: for each call that waits its backend, the time when it was first seen, and where the user waits.
     """
 
     state: Message | None
     texts: list[str]
     since: float
+    calls: dict[str, tuple[str, int]]
     stalled: list[tuple[HostBackend, Call, _Seen]]
 
 
@@ -89,6 +91,7 @@ class WaitMonitor:
         self._seen: dict[int, _Seen] = {}  # by id of the call
         self._last_number = 0
         self._sent: tuple[int, Message] | None = None  # the relay's rank and the state that it has
+        self._asked: dict[str, tuple[str, int]] = {}  # the calls of the last answer to the relay
         self._granted: set[int] = set()  # numbers of the calls to warn about
         self._closing = threading.Event()
         self._control.handle("confirm", self._confirm)
@@ -143,7 +146,7 @@ class WaitMonitor:
                 stalled.append((backend, call, self._entry(call, "", seen)))
         self._seen = seen
         if not all_blocked or not blocked or any(one.ends_alone for one in blocked):
-            return _Look(None, [], 0.0, stalled)
+            return _Look(None, [], 0.0, {}, stalled)
         entries.sort(key=lambda pair: (not pair[0].where, pair[1].number))  # callbacks are last
         state = {
             "waits": [_wait(one, entry.number) for one, entry in entries],
@@ -151,7 +154,8 @@ class WaitMonitor:
             "groups": {_lane(one.backend): compress(one.backend.context.ranks) for one in blocked},
         }
         since = max(entry.since for _, entry in entries)
-        return _Look(state, [_describe(one) for one, _ in entries], since, stalled)
+        calls = {one.backend.context.name: _name(one) for one, _ in reversed(entries)}
+        return _Look(state, [_describe(one) for one, _ in entries], since, calls, stalled)
 
     def _entry(self, call: Call, where: str, seen: dict[int, _Seen]) -> _Seen:
         entry = seen.get(id(call)) or self._seen.get(id(call))
@@ -181,6 +185,7 @@ class WaitMonitor:
             answer = {"id": message["id"], "state": look.state, "texts": look.texts, "links": links}
             # the relay takes the answer for the state, so a thread that ran just now must not hide the next report
             self._sent = None if look.state is None else (self._control.relay_rank, look.state)
+            self._asked = look.calls
             self._control.send({"t": "confirmed", **answer})
 
     def _name_call(self, group: str, error: DistError) -> None:
@@ -192,10 +197,10 @@ class WaitMonitor:
         except Exception:  # groups begin and end at any time
             log.debug("the blocked calls are not known", exc_info=True)
             return
-        call = next((one.call for one in blocked if one.backend.context.name == group), None)
-        if call is not None:
-            error.op = (call.of if isinstance(call, ProxyCall) else call).op.name
-            error.seq = call.seq or None
+        last = self._asked.get(group)  # the end of another rank may have ended a message meanwhile
+        named = next((_name(one) for one in blocked if one.backend.context.name == group), last)
+        if named is not None:
+            error.op, error.seq = named[0], named[1] or None
 
     # --- warnings ---------------------------------------------------------------------------------------------------
 
@@ -223,14 +228,20 @@ def _wait(one: BlockedCall, number: int) -> list[Any]:
     call, ranks = one.call, one.backend.context.ranks
     if not call.op.message:
         return [_lane(one.backend), call.seq, ANY, number]
-    return [_lane(one.backend), 0, ranks[call.peer] if call.peer >= 0 else ANY, number]
+    kind = SEND if call.inputs else RECEIVE
+    return [_lane(one.backend), kind, ranks[call.peer] if call.peer >= 0 else ANY, number]
 
 
-def _link(backend: HostBackend | None, peer: int) -> tuple[bool, bool]:
+def _link(backend: HostBackend | None, peer: int) -> LinkState:
     engine = backend._p2p if backend is not None else None
     if backend is None or not isinstance(engine, MessageQueues):
-        return False, True
+        return LinkState()
     return engine.link(backend.context.ranks.index(peer))
+
+
+def _name(one: BlockedCall) -> tuple[str, int]:
+    call = one.call
+    return (call.of if isinstance(call, ProxyCall) else call).op.name, call.seq
 
 
 def _describe(one: BlockedCall) -> str:

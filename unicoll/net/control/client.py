@@ -81,7 +81,7 @@ class ControlClient:
         job_id: random text, equal on all ranks, once all have joined.
         clock: the offset to rank 0's clock.
         failure_listeners: functions that are called with a group's name and error, once for each group that fails,
-            before its calls raise the error.
+            before its calls raise the error; also for groups of other ranks whose failure the relay announces here.
     """
 
     def __init__(
@@ -457,7 +457,7 @@ class ControlClient:
             for rank, reason, manner in message["ranks"]:
                 self._departures.record(rank, reason, manner)
         elif kind == "fail":
-            self._failures.receive(message)
+            self._failures.receive(message, self.rank in message["members"])
         elif kind == "ask":
             self._reports.answer(message)
         elif kind == "tell":

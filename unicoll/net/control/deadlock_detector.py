@@ -5,17 +5,20 @@ could only be woken by each other, the relay asks each of them twice for its pre
 own, so a rank that answers with the state that was analysed was blocked in the same calls since it sent that, and all
 of them were blocked at the time of the question. A receive needs the second question: a message that was posted before
 all ranks were blocked, and that has left the sender's host at the first question, has reached the receiver's process at
-the second, so it cannot match the receive if that still waits and nothing is unread.
+the second, so it cannot match the receive if that still waits and nothing is unread. A send is stuck if its receiver's
+process does not read from the connection, which only a call there would change, and more of it is unsent than the
+receiver's host takes unread; the second question finds the room that the receiver had announced before the first.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from unicoll.net.control.wait_graph import (
     ANY,
+    SEND,
     State,
     find_circle,
     find_stuck,
@@ -42,6 +45,22 @@ _SHOWN = 32
 """Most ranks that an error lists."""
 
 
+class _LinkState(NamedTuple):
+    """As :class:`unicoll.backend.blocked_calls.LinkState`."""
+
+    outgoing: int
+    incoming: int
+    delivered: bool
+    read: bool
+    unsent: int
+    takes: int
+
+
+def _reverse(link: Link) -> Link:
+    lane, rank, peer = link
+    return lane, peer, rank
+
+
 class _Check:
     """The questions to the ranks of one possible deadlock."""
 
@@ -52,13 +71,16 @@ class _Check:
         self.last = False  # True for the second question
         self.answers: dict[int, Message] = {}
         self.links: dict[int, list[Link]] = {rank: [] for rank in states}
-        links: set[Link] = set()
+        self._receives: set[Link] = set()
+        self._sends: set[Link] = set()
         for rank, wait in stuck_waits(states, set(states)):
-            if not wait.number:
+            if wait.number <= 0:
                 members = states[rank].members(wait.lane)
-                for peer in [m for m in members if m != rank] if wait.peer == ANY else [wait.peer]:
-                    links |= {(wait.lane, rank, peer), (wait.lane, peer, rank)}
-        for link in sorted(links):
+                peers = [m for m in members if m != rank] if wait.peer == ANY else [wait.peer]
+                links = self._sends if wait.number == SEND else self._receives
+                links |= {(wait.lane, rank, peer) for peer in peers}
+        asked = self._receives | self._sends
+        for link in sorted(asked | {_reverse(link) for link in asked}):
             self.links[link[1]].append(link)
 
     def question(self, rank: int) -> Message:
@@ -67,14 +89,16 @@ class _Check:
         return {"t": "confirm", "id": self.number, "links": links}
 
     def messages_in_flight(self) -> bool:
-        """True if the answers leave open whether a message is on its way to one of the receives."""
-        connected: dict[Link, bool] = {}
+        """True if the answers leave open whether a message may still reach a receive, or a send end."""
+        known: dict[Link, _LinkState] = {}
         for rank, links in self.links.items():
-            for link, (there, quiet) in zip(links, self.answers[rank]["links"], strict=True):
-                if not quiet:
-                    return True
-                connected[link] = bool(there)
-        return any(there != connected[lane, b, a] for (lane, a, b), there in connected.items())
+            for link, answer in zip(links, self.answers[rank]["links"], strict=True):
+                known[link] = _LinkState(*answer)
+        for link in self._receives:
+            receiver, sender = known[link], known[_reverse(link)]
+            if not (sender.delivered and receiver.read) or sender.outgoing != receiver.incoming:
+                return True
+        return any(not 0 <= known[_reverse(link)].takes < known[link].unsent for link in self._sends)
 
 
 class DeadlockDetector:
@@ -208,7 +232,7 @@ class DeadlockDetector:
             self._states.pop(rank, None)
         for group, members in groups.items():
             fields: Message = {"group": group, "rank": ranks[0], "ranks": ranks[:_SHOWN]}
-            if operations[group]:
+            if operations[group] > 0:
                 fields["seq"] = operations[group]
             error = {"type": "DeadlockError", "message": text, "fields": fields}
             self._fail(group, members, error)

@@ -27,7 +27,8 @@ class GroupFailures:
         relay_ended: True if there is no relay, so that no announcement can arrive.
 
     Attributes:
-        listeners: called with a group's name and error, once for each group, before its calls raise the error.
+        listeners: called with a group's name and error, once for each group, before its calls raise the error; also for
+            groups of other ranks whose failure the relay announces here.
     """
 
     def __init__(
@@ -81,9 +82,12 @@ class GroupFailures:
         with self._changed:
             return [*self._messages.values()]
 
-    def receive(self, message: Message) -> None:
-        """The relay has announced a failure."""
+    def receive(self, message: Message, is_member: bool) -> None:
+        """The relay has announced a failure, of a group of this process or of other ranks."""
         group, error = message["group"], unpack_error(message["error"])
+        if not is_member:
+            self._inform_listeners(group, error)
+            return
         with self._changed:
             self._messages[group] = message
         self._inform_listeners(group, error)

@@ -29,6 +29,11 @@ _MAX_CHARACTERS = 2000
 _MAX_WARNINGS = 1000
 """Calls whose last warning is remembered."""
 
+_HANGS = ("OperationTimeoutError", "RankLostError", "DeadlockError")
+"""Errors of groups whose cause may be a call of a rank that is not in the group."""
+_TOLD_S = 60.0
+"""Shortest time between such a failure and the next one that a rank outside of the group is told."""
+
 _CHECK_S = 0.5
 """Seconds between checks of the ranks that have not connected to a relay that replaces another one."""
 
@@ -120,6 +125,7 @@ class Relay(FrameServer):
         self._connected: dict[int, Client] = {}
         self._members: dict[int, _Member] = {}
         self._failures: dict[str, dict[str, Any]] = {}  # the first of each group
+        self._told: dict[int, float] = {}  # for each rank when it was told the last of _HANGS
         self._unannounced: list[Departure] = []
         self._deadlocks = DeadlockDetector(
             size,
@@ -160,7 +166,19 @@ class Relay(FrameServer):
         if group not in self._failures:  # all ranks raise the first failure of a group
             failure = {"t": "fail", "group": group, "members": list(members), "error": error}
             self._failures[group] = failure
-            self._forward(members, failure)
+            others = self._others(members) if error["type"] in _HANGS else []
+            self._forward([*members, *others], failure)
+
+    def _others(self, members: Sequence[int]) -> list[int]:
+        """The ranks outside of a group that are told its failure; all are told one of a group of their own."""
+        now, inside = time.monotonic(), set(members)
+        others = [
+            rank
+            for rank in self._connected
+            if rank not in inside and now - self._told.get(rank, -_TOLD_S) >= _TOLD_S
+        ]
+        self._told.update(dict.fromkeys([*members, *others], now))
+        return others
 
     def _register(self, client: Client, member: _Member) -> None:
         if not 0 <= member.rank < self._size or member.rank != client.rank:

@@ -2,8 +2,9 @@
 
 A rank is blocked if every one of its threads that could call unicoll is in a blocking call. Its state says what each of
 these threads waits for, and the number of the last collective that it has posted in each of its groups. A collective
-ends once every member has posted it, and a receive once its message has come, so a rank that is not blocked can still
-end any wait. :func:`find_stuck` computes the greatest set of ranks that only ranks of the set could wake.
+ends once every member has posted it, a receive once its message has come, and a send once its receiver has read it, so
+a rank that is not blocked can still end any wait. :func:`find_stuck` computes the greatest set of ranks that only
+ranks of the set could wake.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 
 __all__ = [
     "ANY",
+    "RECEIVE",
+    "SEND",
     "Edge",
     "State",
     "Wait",
@@ -29,6 +32,8 @@ __all__ = [
 
 ANY = -1
 """The peer of a receive from any member."""
+RECEIVE, SEND = 0, -1
+"""The numbers of messages, which have no sequence number."""
 
 Ranges = tuple[tuple[int, int, int], ...]
 
@@ -38,8 +43,8 @@ class Wait(NamedTuple):
 
     Attributes:
         lane: the order of collectives that it belongs to: a backend of a group (:func:`lane_of`).
-        number: the collective's sequence number in it; 0 for a receive.
-        peer: for a receive the sender's global rank, or :data:`ANY`.
+        number: the collective's sequence number in it; or :data:`RECEIVE`, or :data:`SEND`.
+        peer: for a message the other global rank, or :data:`ANY`.
         call: distinguishes the calls of one rank.
     """
 
@@ -127,7 +132,7 @@ def parse(message: Any, size: int) -> State:
 def _blockers(states: Mapping[int, State], rank: int, wait: Wait) -> tuple[set[int], bool]:
     """The blocked ranks that could end a wait, and True if all of them, together with no other rank, are needed."""
     members = states[rank].members(wait.lane)
-    if wait.number:
+    if wait.number > 0:
         return {m for m in members if m in states and states[m].posted.get(wait.lane, 0) < wait.number}, False
     senders = {m for m in members if m != rank} if wait.peer == ANY else {wait.peer}
     return (senders if senders <= states.keys() else set()), True
@@ -136,7 +141,7 @@ def _blockers(states: Mapping[int, State], rank: int, wait: Wait) -> tuple[set[i
 def find_stuck(states: Mapping[int, State]) -> set[int]:
     """The ranks that wait for each other for ever: none of them can be woken by a rank outside the set.
 
-    Receives count as if no message to them were in flight, which the caller checks.
+    Messages count as if nothing of them were in flight, which the caller checks.
     """
     keys: dict[Any, tuple[set[int], bool]] = {}
     waiting: dict[Any, list[int]] = defaultdict(list)  # operation -> ranks, one entry for each waiting thread
@@ -145,7 +150,7 @@ def find_stuck(states: Mapping[int, State]) -> set[int]:
     freed: list[Any] = []
     for rank, state in states.items():
         for wait in state.waits:
-            key: Any = (wait.lane, wait.number) if wait.number else (wait.lane, 0, rank, wait.peer)
+            key: Any = (wait.lane, wait.number) if wait.number > 0 else (*wait[:3], rank)
             waiting[key].append(rank)
             if key in keys:
                 continue
