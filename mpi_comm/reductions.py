@@ -20,7 +20,7 @@ import numpy as np
 
 from mpi_comm import flat_memory
 from mpi_comm.group_communicator import GroupCommunicator
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Call

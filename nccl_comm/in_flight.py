@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from nccl_comm.state import GroupState
 from nccl_comm.stream_order import StreamOrder
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.cuda import LEGACY_STREAM, SPIN_S, Cuda, backoff
 from unicoll.backend import Call, flight_recorder
 from unicoll.backend.flight_recorder import PendingEntry

@@ -243,7 +243,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.group.arguments import buffers_of, splits_of

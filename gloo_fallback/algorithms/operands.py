@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import DType
 from unicoll.backend import Call

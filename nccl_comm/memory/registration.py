@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.library.api import IN_PROGRESS
 from nccl_comm.library.structs import version_text
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.backend import Registration
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistTypeError
 

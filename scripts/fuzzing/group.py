@@ -32,7 +32,7 @@ from gloo_fallback.shm import ring, segment
 from gloo_fallback.shm.ring import SHARED_THRESHOLD, RingReader, RingWriter
 from gloo_fallback.transport import exchange, topology
 from gloo_fallback.transport.endpoint import MESSAGES, Key
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import BY_NAME, ReduceOp
 from unicoll.backend import Call, Context
 from unicoll.backend.ops import OPS

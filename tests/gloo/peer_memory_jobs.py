@@ -13,7 +13,7 @@ import unicoll as dist
 from gloo_fallback.shm import peer_memory
 from gloo_fallback.shm.peer_memory import PeerArray
 from tests.gloo.symmetric_jobs import read_from
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.backend.ops import OPS
 from unicoll.testing.worker import send_note
 

@@ -15,7 +15,7 @@ from tests.simulated_nccl import arrays
 from tests.simulated_nccl import family as simulated_family  # noqa: F401 - registers the family
 from tests.simulated_nccl.cuda import Simulation
 from unicoll.arrays import cuda as streams
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.cuda import CudaError
 from unicoll.testing.families import family
 

@@ -27,8 +27,8 @@ from gloo_fallback.transport.connections import GroupConnections
 from gloo_fallback.transport.exchange import HEADER_SIZE, Connections, ExchangePlan
 from tests.scaling.formulas import ROOTED, Case
 from tests.support.calls import invoke
-from unicoll.arrays.buffers import Buffer
 from unicoll.arrays.compression import Codec
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.call import Call

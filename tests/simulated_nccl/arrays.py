@@ -23,7 +23,7 @@ from tests.simulated_nccl.cuda import SimulatedCuda, Simulation
 from tests.simulated_nccl.memory import Chunk, Memory
 from tests.simulated_nccl.streams import Op, Range
 from unicoll.arrays.buffer import Buffer, register_current_stream
-from unicoll.arrays.buffers import register_family
+from unicoll.arrays.conversion import register_family
 from unicoll.arrays.types import BY_NAME, Device, DType
 from unicoll.errors import DistTypeError
 

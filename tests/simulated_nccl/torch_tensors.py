@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from tests.simulated_nccl import arrays, ranks
-from unicoll.arrays.buffers import Buffer, register_family
+from unicoll.arrays.conversion import Buffer, register_family
 
 __all__ = ["Tensor", "captured", "full", "install", "values"]
 

@@ -16,7 +16,7 @@ import pytest
 
 from unicoll.arrays import cuda
 from unicoll.arrays.cuda import DeviceFacts
-from unicoll.doctor import hints, host, page, pairs, probes, software
+from unicoll.doctor import hints, host, output, pairs, probes, software
 from unicoll.doctor.pairs import LARGE, RankPair
 from unicoll.errors import DistArgumentError
 from unicoll.net import settings
@@ -101,7 +101,7 @@ def test_the_report_has_every_section_and_the_choice(modules: Path) -> None:
 def test_json(modules: Path) -> None:
     report = found(doctor(modules, "--json"))
     assert set(report) == {"layout", "unicoll", "host", "sections", "hints", "exit_status"}
-    assert report["layout"] == page.LAYOUT
+    assert report["layout"] == output.LAYOUT
     assert list(report["sections"]) == SECTIONS
     assert report["sections"]["choice"]["chosen"]["cpu"] == {
         "backend": "gloo",
@@ -352,7 +352,7 @@ def healthy() -> dict[str, Any]:
 
 def test_a_healthy_host_has_no_hints() -> None:
     assert hints.hints(healthy()) == []
-    assert page.HostReport(healthy(), []).status == 0
+    assert output.HostReport(healthy(), []).status == 0
 
 
 @pytest.mark.parametrize(
@@ -409,7 +409,7 @@ def test_each_fault_gives_one_hint(section: str, changes: dict[str, Any], level:
     assert (hint.level, hint.about) == (level, section.split()[-1])
     assert text in hint.text
     assert hint.do
-    assert page.HostReport(sections, [hint]).status == hints.LEVELS.index(level)
+    assert output.HostReport(sections, [hint]).status == hints.LEVELS.index(level)
 
 
 def test_one_host_has_no_hints_for_several_hosts() -> None:

@@ -16,8 +16,8 @@ import unicoll as dist
 from tests.tools import dump_jobs as jobs
 from unicoll.testing.ranks import ProcessJob, end_cleanly, joined
 from unicoll.testing.worker import leave
+from unicoll.trace.diagnosis import diagnose
 from unicoll.trace.dumps import read
-from unicoll.trace.verdict import judge
 
 
 def load(directory: Path, rank: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def test_a_world_of_one(tmp_path: Path) -> None:
     finally:
         dist.destroy_process_group()
     assert [call["op"] for call in load(tmp_path, 0)["calls"]][-1] == "barrier"
-    assert judge(read(str(tmp_path)))[0].kind == "completed"
+    assert diagnose(read(str(tmp_path)))[0].kind == "completed"
 
 
 def has_started(directory: Path) -> bool:
@@ -167,10 +167,10 @@ def test_a_failure_is_dumped(
         assert [outcome.value for outcome in job.collect(ranks=alive)] == [[]] * len(alive)
     trace = read(str(tmp_path))
     assert tuple(trace.dumps) == written
-    (verdict, *_) = judge(trace)
-    assert verdict.kind == kind
-    assert verdict.ranks == (2,)
-    assert (verdict.group, verdict.seq) == ("world", 2)
+    (diagnosis, *_) = diagnose(trace)
+    assert diagnosis.kind == kind
+    assert diagnosis.ranks == (2,)
+    assert (diagnosis.group, diagnosis.seq) == ("world", 2)
     for rank in range(2):
         dump = trace.dumps[rank]
         assert dump.reason.startswith(f"group 'world' failed: {error}: ")

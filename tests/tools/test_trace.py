@@ -15,8 +15,8 @@ import pytest
 from tests.tools import dump_jobs
 from unicoll.testing.ranks import ROOT, environment, joined
 from unicoll.testing.worker import leave
+from unicoll.trace.diagnosis import diagnose
 from unicoll.trace.dumps import name_ranks, read
-from unicoll.trace.verdict import judge
 
 END = 1000.0
 """When the dumps of these tests are written, on each rank's clock."""
@@ -82,7 +82,7 @@ def dump(directory: Path, rank: int, calls: list[Call], size: int = 4, **changed
 
 
 def sentence(directory: Path) -> str:
-    return judge(read(str(directory)))[0].sentence
+    return diagnose(read(str(directory)))[0].sentence
 
 
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -109,7 +109,7 @@ def test_the_dumps_of_these_tests_have_the_fields_of_real_ones(tmp_path: Path) -
         assert real[name].keys() == made[name].keys()
     for name in ("groups", "threads", "calls"):
         assert real[name][0].keys() == made[name][0].keys()
-    assert judge(read(str(tmp_path / "real")))[0].kind == "completed"
+    assert diagnose(read(str(tmp_path / "real")))[0].kind == "completed"
 
 
 def test_a_rank_that_has_not_called(tmp_path: Path) -> None:
@@ -132,14 +132,14 @@ def test_a_rank_that_has_not_called(tmp_path: Path) -> None:
     assert " ".join(rows[-1]) == "17 2 not called train.py:40 in step"
     assert len(tool(str(tmp_path), "--all").stdout.splitlines()) == len(lines) + 11
     found = json.loads(tool(str(tmp_path), "--json").stdout)
-    verdict = found["verdicts"][0]
-    assert (verdict["kind"], verdict["group"], verdict["seq"], verdict["ranks"]) == (
+    diagnosis = found["diagnoses"][0]
+    assert (diagnosis["kind"], diagnosis["group"], diagnosis["seq"], diagnosis["ranks"]) == (
         "missing_call",
         "world",
         17,
         [2],
     )
-    assert verdict["since"] == END - 12.3
+    assert diagnosis["since"] == END - 12.3
     assert [len(found["ranks"][str(rank)]["calls"]) for rank in range(4)] == [17, 17, 16, 17]
     assert found["clock_error"] == pytest.approx(0.002)
 
@@ -149,7 +149,7 @@ def test_a_rank_in_a_call_of_another_group(tmp_path: Path) -> None:
         dump(tmp_path, rank, [*GOOD, WAITS])
     inside = call(3, "broadcast", group=("pair", [2, 3]), ago=5.0, state="started", site="/x/pair.py:7")
     dump(tmp_path, 2, [*GOOD, inside])
-    first, second = judge(read(str(tmp_path)))
+    first, second = diagnose(read(str(tmp_path)))
     assert "rank 2 is in broadcast(float32[4], root=0) #3 of group 'pair' at pair.py:7" in first.sentence
     assert second.sentence == (
         "rank 3 has not called broadcast #3 of group 'pair' (float32[4], root=0); rank 2 has waited for 5 s"
@@ -161,7 +161,7 @@ def test_a_rank_without_a_dump_besides(tmp_path: Path) -> None:
     for rank in (0, 1):
         dump(tmp_path, rank, [*GOOD, WAITS])
     dump(tmp_path, 2, GOOD)
-    first, second = judge(read(str(tmp_path)))
+    first, second = diagnose(read(str(tmp_path)))
     assert (first.kind, first.ranks) == ("missing_call", (2,))
     assert second.sentence == "rank 3 left no dump: it died or was not reached"
     assert f"\nalso: {second.sentence}\n" in tool(str(tmp_path)).stdout
@@ -191,9 +191,11 @@ def test_ranks_that_called_different_operations(tmp_path: Path, other: Call, tex
 def test_sizes_may_differ_in_operations_that_allow_it(tmp_path: Path) -> None:
     for rank in range(4):
         dump(tmp_path, rank, [call(1, "all_gather", ago=9.0 - rank, state="started", shape=[rank])])
-    (verdict,) = judge(read(str(tmp_path)))
-    assert (verdict.kind, verdict.ranks) == ("in_progress", (3,))
-    assert "rank 3 was the last, 3 s after the first; ranks 0-3 have waited for 9 s in it" in verdict.sentence
+    (diagnosis,) = diagnose(read(str(tmp_path)))
+    assert (diagnosis.kind, diagnosis.ranks) == ("in_progress", (3,))
+    assert (
+        "rank 3 was the last, 3 s after the first; ranks 0-3 have waited for 9 s in it" in diagnosis.sentence
+    )
 
 
 @pytest.mark.parametrize("how", ["", "rank 2 (host node1, pid 102) died: its process ended"])
@@ -230,9 +232,11 @@ def test_a_slow_rank(tmp_path: Path) -> None:
     for rank in range(4):
         late = 0.8 if rank == 2 else 0.0
         dump(tmp_path, rank, [call(s, ago=100.0 - s - late, took=0.9 - late) for s in range(1, 17)])
-    (verdict,) = judge(read(str(tmp_path)))
-    assert (verdict.kind, verdict.ranks) == ("slow", (2,))
-    assert "rank 2 is slow: the other ranks have waited for it alone for 12.8 s of 15.9 s" in verdict.sentence
+    (diagnosis,) = diagnose(read(str(tmp_path)))
+    assert (diagnosis.kind, diagnosis.ranks) == ("slow", (2,))
+    assert (
+        "rank 2 is slow: the other ranks have waited for it alone for 12.8 s of 15.9 s" in diagnosis.sentence
+    )
     assert tool(str(tmp_path)).returncode == 0
 
 

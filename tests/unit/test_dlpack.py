@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.errors import DistArgumentError, DistTypeError
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tests.unit import subclass_jobs as jobs
-from unicoll.arrays import buffers
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays import conversion
+from unicoll.arrays.conversion import as_buffer
 from unicoll.errors import DistTypeError
 from unicoll.testing.ranks import Pool, ProcessJob, pools
 
@@ -137,7 +137,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
         get_current_stream=lambda index: types.SimpleNamespace(ptr=7), Device=device
     )
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(buffers, "_ADAPTERS", dict(buffers._ADAPTERS))
+    monkeypatch.setattr(conversion, "_ADAPTERS", dict(conversion._ADAPTERS))
     return module
 
 

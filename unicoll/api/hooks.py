@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from unicoll.api import world
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 from unicoll.group.hooks import Hook, HookedCall, add_to_job
 

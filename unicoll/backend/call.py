@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend.ops import Op, Sizes
 from unicoll.backend.options import CallOptions

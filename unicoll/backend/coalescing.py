@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.backend.call import Call
 from unicoll.backend.ops import OPS
 from unicoll.backend.validation import sign

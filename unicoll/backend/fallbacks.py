@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, IgnoreFPErrors, Kernel, kernel_for
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend import failure_diagnosis

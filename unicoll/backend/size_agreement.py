@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import BY_NAME, ReduceOp
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.ops import OPS, Sizes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import COMPRESSIONS
 from unicoll.backend.call import Call
 from unicoll.backend.ops import Arity, Op, Sizes

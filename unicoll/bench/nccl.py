@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 import unicoll as dist
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.bench.arrays import Unsupported
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
 from unicoll.bench.cuda import use_cuda

@@ -7,7 +7,7 @@ exchange data between all pairs; rank 0 prints common results once, differences 
 
     probes.py    probes in child processes with deadlines
     software.py, host.py    tables of probes: libraries and the choice of backends; host and environment
-    hints.py     hints                          page.py    text and JSON
+    hints.py     hints                          output.py  text and JSON
     job.py       the report of a job            pairs.py   data exchange between all pairs of ranks
 """
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.deadline is not None and not 0 < options.deadline < 1e6:
         parser.error(f"argument --deadline: {options.deadline:g} is not a valid number of seconds")
-    from unicoll.doctor import host, page, probes, software
+    from unicoll.doctor import host, output, probes, software
     from unicoll.doctor.hints import hints
 
     launched = host.launched_or_none()
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(options.deadline or _RANK_S, options.json)
     sections = probes.run_probes({**software.PROBES, **host.PROBES}, options.deadline or _PROCESS_S)
-    report = page.HostReport(sections, hints(sections))
-    print(page.as_json(report) if options.json else page.as_text(report))
+    report = output.HostReport(sections, hints(sections))
+    print(output.as_json(report) if options.json else output.as_text(report))
     sys.stdout.flush()
     return report.status

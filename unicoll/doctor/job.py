@@ -14,7 +14,7 @@ import unicoll as dist
 from unicoll.api import world
 from unicoll.doctor import host, pairs, probes, software
 from unicoll.doctor.hints import LEVELS, Hint, hints
-from unicoll.doctor.page import dumped, entry, hint_lines, unicoll_version
+from unicoll.doctor.output import dumped, entry, hint_lines, unicoll_version
 from unicoll.doctor.pairs import PairSummary, RankPair
 from unicoll.doctor.probes import Facts
 from unicoll.group import registry

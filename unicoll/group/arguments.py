@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from unicoll.arrays.buffers import Buffer, as_buffers
+from unicoll.arrays.conversion import Buffer, as_buffers
 from unicoll.backend.flight_recorder import user_frame
 from unicoll.errors import DistArgumentError, DistTypeError
 

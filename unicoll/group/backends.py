@@ -16,7 +16,7 @@ from unicoll.group.registry import BackendChoice, load, reason_against
 from unicoll.net.debug_level import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
-    from unicoll.group.call_checks import CallChecks
+    from unicoll.group.call_comparison import CallChecks
     from unicoll.staging.backend import Staged
 
 __all__ = ["GroupBackends"]
@@ -67,10 +67,10 @@ class GroupBackends:
         self._timeout = timeout
         self.debug_level_changed()
         if members.size > 1 and not all(choice.cls.compares for choice in choices):
-            from unicoll.group import call_checks
+            from unicoll.group import call_comparison
 
             connects = device is not None and not grown  # a grown group connects only if its parent has
-            call_checks.agree_on_level(members, timeout, connects)
+            call_comparison.agree_on_level(members, timeout, connects)
 
         def context_of(cls: type[Backend], explicit: bool) -> Context:
             return Context(
@@ -102,7 +102,7 @@ class GroupBackends:
     def debug_level_changed(self) -> None:
         """Have later calls logged at debug level DETAIL; they are compared if the group was made at that level."""
         if self._call_checks is None and get_debug_level() is DebugLevel.DETAIL:
-            from unicoll.group.call_checks import CallChecks
+            from unicoll.group.call_comparison import CallChecks
 
             self._call_checks = CallChecks(self._members, self._timeout, self.fail, self._compare_calls)
 

@@ -13,7 +13,7 @@ from operator import itemgetter
 from time import monotonic
 from typing import Any
 
-from unicoll.arrays.buffers import Buffer, as_buffer
+from unicoll.arrays.conversion import Buffer, as_buffer
 from unicoll.arrays.types import Reduction
 from unicoll.backend import flight_recorder
 from unicoll.backend.call import Call

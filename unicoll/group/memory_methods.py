@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import BY_NAME, DType
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.group.arguments import as_integer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.backend.call import OneSidedCall
 from unicoll.backend.ops import Arity, Op, Sizes
 from unicoll.errors import DistArgumentError

@@ -8,7 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from unicoll.parallel.buckets import GradientBuckets
-from unicoll.parallel.ddp import average_gradients, broadcast_parameters, check_identical, parameters_digest
+from unicoll.parallel.parameters import (
+    average_gradients,
+    broadcast_parameters,
+    check_identical,
+    parameters_digest,
+)
 from unicoll.parallel.sampler import DistributedSampler
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unicoll.api.world import GroupMember, resolve
-from unicoll.arrays.buffers import as_buffer
+from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import BY_NAME, DType
 from unicoll.errors import (
     BackendUnavailableError,

@@ -18,7 +18,7 @@ from typing import Any
 from unicoll.errors import DistError
 from unicoll.net import logs
 from unicoll.run.args import LaunchOptions
-from unicoll.run.dumps import TraceDirectory
+from unicoll.run.dump_directory import TraceDirectory
 from unicoll.run.failure import (
     DETECTION_DELAY,
     ExceptionRecord,

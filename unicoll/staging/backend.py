@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.cuda import cuda, on_device
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Backend, Caps, Context

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.backend.call import Call
 from unicoll.backend.ops import Sizes
 

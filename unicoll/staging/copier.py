@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.cuda import LEGACY_STREAM, PER_THREAD_STREAM, Cuda, await_event, on_device
 from unicoll.backend.call import Call
 from unicoll.errors import DistArgumentError, OperationTimeoutError

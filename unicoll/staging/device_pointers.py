@@ -15,7 +15,7 @@ import time
 from functools import partial
 from typing import Any
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.cuda import await_event, on_device
 from unicoll.arrays.device_memory import DeviceMemory, DeviceMemoryPool
 from unicoll.backend.call import Call, ProxyCall

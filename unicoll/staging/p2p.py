@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from unicoll.arrays.buffers import Buffer
+from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.cuda import on_device
 from unicoll.arrays.device_memory import DeviceFlat
 from unicoll.backend.call import Call, ProxyCall

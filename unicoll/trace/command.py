@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from unicoll.trace import perfetto
+from unicoll.trace.diagnosis import Diagnosis, diagnose
 from unicoll.trace.dumps import Trace, read
 from unicoll.trace.table import tables
-from unicoll.trace.verdict import Verdict, judge
 
 __all__ = ["main"]
 
@@ -31,15 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"python -m unicoll.trace: {error}", file=sys.stderr)
         return 2
-    verdicts = judge(trace)
+    diagnoses = diagnose(trace)
     for text in trace.skipped:
         print(f"python -m unicoll.trace: {text}", file=sys.stderr)
     path = _write_trace(trace, options.perfetto or os.path.join(options.directory, "trace.json"))
     if options.json:
-        print(json.dumps(_as_json(trace, verdicts, path)))
+        print(json.dumps(_as_json(trace, diagnoses, path)))
     else:
-        print(_as_text(trace, verdicts, path, options.all))
-    return 0 if verdicts[0].is_good else 1
+        print(_as_text(trace, diagnoses, path, options.all))
+    return 0 if diagnoses[0].is_good else 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -70,10 +70,10 @@ def _write_trace(trace: Trace, path: str) -> str:
     return path
 
 
-def _as_text(trace: Trace, verdicts: Sequence[Verdict], path: str, everything: bool) -> str:
-    parts = [verdicts[0].sentence]
-    parts += [f"also: {verdict.sentence}" for verdict in verdicts[1:]]
-    if table := tables(trace, verdicts[0], everything):
+def _as_text(trace: Trace, diagnoses: Sequence[Diagnosis], path: str, everything: bool) -> str:
+    parts = [diagnoses[0].sentence]
+    parts += [f"also: {diagnosis.sentence}" for diagnosis in diagnoses[1:]]
+    if table := tables(trace, diagnoses[0], everything):
         parts += ["", table, "", _notes(trace)]
     if path:
         parts.append(f"trace of all ranks for https://ui.perfetto.dev: {path}")
@@ -88,9 +88,9 @@ def _notes(trace: Trace) -> str:
     return f"begun: seconds before the last dump; took: seconds until the end, or the rank's dump; {clocks}"
 
 
-def _as_json(trace: Trace, verdicts: Sequence[Verdict], path: str) -> dict[str, Any]:
+def _as_json(trace: Trace, diagnoses: Sequence[Diagnosis], path: str) -> dict[str, Any]:
     return {
-        "verdicts": [verdict._asdict() for verdict in verdicts],
+        "diagnoses": [diagnosis._asdict() for diagnosis in diagnoses],
         "missing": list(trace.missing),
         "skipped": list(trace.skipped),
         "clock_error": trace.clock_error,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from unicoll.trace.diagnosis import Diagnosis, numbered
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
-from unicoll.trace.verdict import Verdict, numbered
 
 __all__ = ["tables"]
 
@@ -25,11 +25,11 @@ class _Row(NamedTuple):
     place: str
 
 
-def tables(trace: Trace, verdict: Verdict, everything: bool = False) -> str:
+def tables(trace: Trace, diagnosis: Diagnosis, everything: bool = False) -> str:
     """A table for each group: the calls around the failed one, or its last calls, or with ``everything`` all calls."""
     parts = []
     for group in trace.groups.values():
-        rows = _collectives(trace, group, verdict, everything)
+        rows = _collectives(trace, group, diagnosis, everything)
         messages = _messages(trace, group, everything)
         if rows or messages:
             title = f"group {group.name!r} ({name_ranks(group.ranks)}; {group.backends})"
@@ -37,7 +37,7 @@ def tables(trace: Trace, verdict: Verdict, everything: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def _collectives(trace: Trace, group: Group, verdict: Verdict, everything: bool) -> list[_Row]:
+def _collectives(trace: Trace, group: Group, diagnosis: Diagnosis, everything: bool) -> list[_Row]:
     by_rank = {
         rank: numbered(call for call in dump.calls if call.group == group.name)
         for rank, dump in trace.dumps.items()
@@ -46,7 +46,9 @@ def _collectives(trace: Trace, group: Group, verdict: Verdict, everything: bool)
     numbers = sorted({seq for calls in by_rank.values() for seq in calls})
     if not everything:
         unfinished = [seq for calls in by_rank.values() for seq, call in calls.items() if call.is_open]
-        center = verdict.seq if verdict.group == group.name and verdict.seq else min(unfinished, default=0)
+        center = (
+            diagnosis.seq if diagnosis.group == group.name and diagnosis.seq else min(unfinished, default=0)
+        )
         if center:
             numbers = [seq for seq in numbers if center - _BEFORE <= seq <= center + _AFTER]
         else:

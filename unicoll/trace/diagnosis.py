@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from unicoll.backend.ops import OPS
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
 
-__all__ = ["Verdict", "judge", "numbered"]
+__all__ = ["Diagnosis", "diagnose", "numbered"]
 
 _SLOW_SHARE, _SLOW_S = 0.2, 0.1
 """A rank is slow if the others wait for it alone for this share of the time, and for so many seconds."""
 
 
-class Verdict(NamedTuple):
+class Diagnosis(NamedTuple):
     """What happened.
 
     Attributes:
@@ -39,24 +39,24 @@ class Verdict(NamedTuple):
         return self.kind in ("completed", "slow")
 
 
-def judge(trace: Trace) -> list[Verdict]:
+def diagnose(trace: Trace) -> list[Diagnosis]:
     """What happened first, then what else has not completed."""
-    found = [_judge_group(trace, group) for group in trace.groups.values()]
-    verdicts = sorted((v for v in found if v is not None), key=lambda verdict: verdict.since)
-    verdicts.sort(key=lambda verdict: verdict.kind == "in_progress")
+    found = [_diagnose_group(trace, group) for group in trace.groups.values()]
+    diagnoses = sorted((v for v in found if v is not None), key=lambda diagnosis: diagnosis.since)
+    diagnoses.sort(key=lambda diagnosis: diagnosis.kind == "in_progress")
     # a rank that waits for a message makes others wait in the collective that it has not reached
-    if not verdicts and (waiting := _judge_messages(trace)):
-        verdicts = [waiting]
-    named = {rank for verdict in verdicts for rank in verdict.ranks}
+    if not diagnoses and (waiting := _diagnose_messages(trace)):
+        diagnoses = [waiting]
+    named = {rank for diagnosis in diagnoses for rank in diagnosis.ranks}
     missing = tuple(rank for rank in trace.missing if rank not in named)
-    if verdicts and missing:
-        return [*verdicts, Verdict("missing_dump", _no_dump(trace, missing), ranks=missing)]
-    if verdicts:
-        return verdicts
+    if diagnoses and missing:
+        return [*diagnoses, Diagnosis("missing_dump", _no_dump(trace, missing), ranks=missing)]
+    if diagnoses:
+        return diagnoses
     if missing:
         sentence = f"{_no_dump(trace, missing)}; all calls of the other ranks have completed"
-        return [Verdict("missing_dump", sentence, ranks=missing)]
-    return [_slow(trace) or Verdict("completed", f"all calls have completed: {_count(trace)}")]
+        return [Diagnosis("missing_dump", sentence, ranks=missing)]
+    return [_slow(trace) or Diagnosis("completed", f"all calls have completed: {_count(trace)}")]
 
 
 def numbered(calls: Iterable[Call]) -> dict[int, Call]:
@@ -71,7 +71,7 @@ def numbered(calls: Iterable[Call]) -> dict[int, Call]:
     return found
 
 
-def _judge_group(trace: Trace, group: Group) -> Verdict | None:
+def _diagnose_group(trace: Trace, group: Group) -> Diagnosis | None:
     """The first collective of the group that has not completed on all ranks; None if there is none."""
     by_rank = {
         rank: numbered(call for call in dump.calls if call.group == group.name)
@@ -90,25 +90,25 @@ def _judge_group(trace: Trace, group: Group) -> Verdict | None:
     name = f"{first.op} #{seq} of group {group.name!r} ({first.arguments})"
     waited = _waited(trace, waiting)
 
-    def verdict(kind: str, sentence: str, ranks: Sequence[int]) -> Verdict:
-        return Verdict(kind, sentence, group.name, seq, tuple(ranks), first.created)
+    def diagnosis(kind: str, sentence: str, ranks: Sequence[int]) -> Diagnosis:
+        return Diagnosis(kind, sentence, group.name, seq, tuple(ranks), first.created)
 
     if len(sides := _sides(there.values())) > 1:
         texts = [f"{name_ranks([c.rank for c in side])} {side[0].text} at {side[0].place}" for side in sides]
         called = f"the ranks called different operations as #{seq} of group {group.name!r}"
         smallest = min(sides, key=len)
-        return verdict("mismatch", f"{called}: {'; '.join(texts)}", [c.rank for c in smallest])
+        return diagnosis("mismatch", f"{called}: {'; '.join(texts)}", [c.rank for c in smallest])
     died = [rank for rank in lost if rank in trace.departed]
     if died or (lost and not absent):
         ranks = died or lost
-        return verdict("missing_dump", f"{_no_dump(trace, ranks)}; {waited} in {name}", ranks)
+        return diagnosis("missing_dump", f"{_no_dump(trace, ranks)}; {waited} in {name}", ranks)
     if absent:
         called = f"{name_ranks(absent)} {_have(absent)} not called {name}"
         parts = [called, f"{waited} in it", *[_where(trace, rank) for rank in absent[:4]]]
-        return verdict("missing_call", "; ".join(parts), absent)
+        return diagnosis("missing_call", "; ".join(parts), absent)
     last = max(there.values(), key=lambda call: call.created)
     came = f"{name_ranks([last.rank])} was the last, {last.created - first.created:.3g} s after the first"
-    return verdict("in_progress", f"all ranks have called {name}; {came}; {waited} in it", [last.rank])
+    return diagnosis("in_progress", f"all ranks have called {name}; {came}; {waited} in it", [last.rank])
 
 
 def _key(call: Call) -> Any:
@@ -127,7 +127,7 @@ def _sides(calls: Iterable[Call]) -> list[list[Call]]:
     return sorted(found.values(), key=lambda side: (-len(side), side[0].rank))
 
 
-def _judge_messages(trace: Trace) -> Verdict | None:
+def _diagnose_messages(trace: Trace) -> Diagnosis | None:
     """The messages that wait, if no collective does."""
     waiting = [c for d in trace.dumps.values() for c in d.calls if c.is_message and c.is_open]
     if not waiting:
@@ -142,7 +142,9 @@ def _judge_messages(trace: Trace) -> Verdict | None:
     peers = {c.ranks[c.peer] for c in waiting[:4] if c.peer >= 0} - ranks
     parts += [_where(trace, rank) for rank in sorted(peers & trace.dumps.keys())]
     parts += [_no_dump(trace, sorted(peers - trace.dumps.keys()))] if peers - trace.dumps.keys() else []
-    return Verdict("message", "; ".join(parts), first.group, 0, tuple(sorted(peers or ranks)), first.created)
+    return Diagnosis(
+        "message", "; ".join(parts), first.group, 0, tuple(sorted(peers or ranks)), first.created
+    )
 
 
 def _where(trace: Trace, rank: int) -> str:
@@ -186,7 +188,7 @@ def _count(trace: Trace) -> str:
     return f"{calls} of {name_ranks(list(trace.dumps))}"
 
 
-def _slow(trace: Trace) -> Verdict | None:
+def _slow(trace: Trace) -> Diagnosis | None:
     """The rank for which the others wait, if there is one."""
     alone: Counter[int] = Counter()
     times: list[float] = []
@@ -211,4 +213,4 @@ def _slow(trace: Trace) -> Verdict | None:
         return None
     waited = f"the other ranks have waited for it alone for {seconds:.3g} s of {span:.3g} s"
     sentence = f"all calls have completed: {_count(trace)}; rank {rank} is slow: {waited}"
-    return Verdict("slow", sentence, ranks=(rank,))
+    return Diagnosis("slow", sentence, ranks=(rank,))
