@@ -1,7 +1,7 @@
 """Simple plain objects as JSON, which Python writes and reads in C: several times faster than the typed format.
 
 Only objects that JSON gives back exactly are written so: lists, and dicts whose keys are strings, of None, bool, 64-bit
-int, finite float and short str, of few containers, none of which occurs twice.
+int, float but NaN (whose bits would change) and short str, of few containers, none of which occurs twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from unicoll.net.object_format import MAX_DEPTH, MIN_SHARED_SIZE, TEXT
 
 __all__ = ["read", "write"]
 
-_OTHERS = frozenset((bool, float, type(None)))
+_OTHERS = frozenset((bool, type(None)))
 _FIRST = bytes((TEXT,))
 
 
@@ -23,9 +23,7 @@ def _json() -> tuple[Callable[[Any], str], Callable[[str], tuple[Any, int]]]:
     """The functions that write a text, and that read one and say where it ends."""
     import json  # in a job it is there already; ``import unicoll`` does without it
 
-    encoder = json.JSONEncoder(
-        ensure_ascii=False, check_circular=False, allow_nan=False, separators=(",", ":")
-    )
+    encoder = json.JSONEncoder(ensure_ascii=False, check_circular=False, separators=(",", ":"))
     return encoder.encode, json.JSONDecoder().raw_decode
 
 
@@ -35,7 +33,7 @@ def write(obj: Any) -> bytes | None:
         return None
     try:
         text = _json()[0](obj)
-    except (ValueError, RecursionError):  # NaN or infinite; a stack that was deep before the call
+    except RecursionError:  # the stack was deep before the call
         return None
     return _FIRST + text.encode("utf-8", "surrogatepass") if _is_flat(text) else None
 
@@ -63,7 +61,7 @@ def _is_flat(text: str) -> bool:
 
 
 def _is_simple(root: Any) -> bool:
-    """True if JSON holds a list or dict exactly, unless a float in it is not finite."""
+    """True if JSON holds a list or dict exactly."""
     containers = [root]
     for container in containers:  # which grows
         values = container
@@ -79,6 +77,9 @@ def _is_simple(root: Any) -> bool:
                     return False
             elif kind is int:
                 if not -(1 << 63) <= value < 1 << 63:
+                    return False
+            elif kind is float:
+                if value != value:
                     return False
             elif kind is dict or kind is list:
                 if len(containers) == MAX_DEPTH:
