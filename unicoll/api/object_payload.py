@@ -87,7 +87,7 @@ class Payload:
             wrapped.__cause__ = error
             return cls((), wrapped)
         if len(parts) == 1:
-            return cls((_ONE.pack(1, len(parts[0])), *parts))
+            return cls((_ONE.pack(1, len(parts[0])), parts[0]))
         return cls((struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts)), *parts))
 
     @property
@@ -102,15 +102,14 @@ class Payload:
 
     def header(self) -> ByteArray:
         """The header, with the body if it is small."""
-        packed = bytearray(HEADER.size)
         if self.error is None:
             body = b"".join(self._parts) if self.size <= _ROOM else b""
-            HEADER.pack_into(packed, 0, _OK, self.size, body)
+            packed = HEADER.pack(_OK, self.size, body)
         else:
             status = _REFUSED if isinstance(self.error, PickleRefusedError) else _FAILED
             reason = str(self.error).partition(": ")[2].removesuffix(object_codec.HOW_TO_ALLOW).rstrip()
-            HEADER.pack_into(packed, 0, status, 0, reason.encode("utf-8", "replace")[:_ROOM])
-        return np.frombuffer(packed, np.uint8)
+            packed = HEADER.pack(status, 0, reason.encode("utf-8", "replace")[:_ROOM])
+        return np.frombuffer(bytearray(packed), np.uint8)
 
 
 def read_headers(
@@ -152,8 +151,8 @@ def pickle_allowed(group: ProcessGroup) -> bool:
 
 def load_all(pg: ProcessGroup, body: Body, sender: int, op: str, allowed: object_codec.Allowed) -> list[Any]:
     """The objects of a body, pickled ones if that is ``allowed``."""
+    data = memoryview(body) if isinstance(body, bytes) else body.data
     try:
-        data = memoryview(body) if isinstance(body, bytes) else body.data
         if len(data) > _ONE.size and _ONE.unpack_from(data) == (1, len(data) - _ONE.size):
             return [object_codec.loads(data[_ONE.size :], allowed)]
         count = _SIZE.unpack_from(data)[0] if len(data) >= _SIZE.size else 1

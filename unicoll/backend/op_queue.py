@@ -77,7 +77,7 @@ class OpQueue:
 
         In a callback of the group's own work the call is executed at once, before what is queued (see :meth:`_nest`).
         """
-        if self._server == get_ident():
+        if self._server and self._server == get_ident():
             self._nest((call,))
             execute(call)
             return

@@ -1,4 +1,4 @@
-"""Objects as bytes: a typed format for plain objects, pickle for other ones.
+"""Objects as bytes: a typed format for plain objects, or JSON for small ones; pickle for other objects.
 
 Plain objects are None, bool, int (any size), float, complex, str, bytes, bytearray, list, tuple, dict, set,
 frozenset, and NumPy arrays and scalars of bool, integer, float, complex and datetime dtypes, in any nesting, with
@@ -6,7 +6,7 @@ shared and cyclic references. They never use pickle, so reading them runs no cod
 of these types (an IntEnum, a namedtuple, an OrderedDict) or another type is pickled whole, if pickle is allowed.
 
 :mod:`unicoll.net.object_writer` and :mod:`~unicoll.net.object_reader` write and read the typed format, which
-:mod:`~unicoll.net.object_format` defines.
+:mod:`~unicoll.net.object_format` defines, and :mod:`~unicoll.net.object_text` the JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from unicoll.errors import DistError, PickleRefusedError
-from unicoll.net.object_format import MAX_DEPTH, PICKLED, TYPED, NotPlainError, type_name
+from unicoll.net import object_text
+from unicoll.net.object_format import MAX_DEPTH, PICKLED, TEXT, TYPED, NotPlainError, type_name
 from unicoll.net.object_reader import Reader
 from unicoll.net.object_writer import Writer
 
@@ -32,6 +33,8 @@ HOW_TO_ALLOW = (
 Bytes = bytes | bytearray | memoryview
 Allowed = bool | Callable[[], bool]
 """True if pickle may be used, or a function that says so, which is called only if it matters."""
+_CONTAINERS = frozenset((dict, list))
+"""Types of objects that may be written as JSON."""
 
 
 def dumps(obj: object, allow_pickle: Allowed) -> bytes:
@@ -45,6 +48,8 @@ def dumps(obj: object, allow_pickle: Allowed) -> bytes:
         PickleRefusedError: the object needs pickle and ``allow_pickle`` is false; the message has the type.
         DistError: pickle cannot serialise the object.
     """
+    if type(obj) in _CONTAINERS and (text := object_text.write(obj)) is not None:
+        return text
     writer = Writer()
     try:
         writer.write(obj, 0)
@@ -68,10 +73,13 @@ def loads(data: Bytes, allow_pickle: Allowed) -> Any:
     if view.nbytes == 0:
         raise DistError("malformed object data: it is empty")
     view = view.cast("B")
-    if view[0] == TYPED:
+    kind = view[0]
+    if kind == TEXT:
+        return _load_text(view)
+    if kind == TYPED:
         return _load_typed(view)
-    if view[0] != PICKLED:
-        raise DistError(f"malformed object data: unknown format {view[0]}")
+    if kind != PICKLED:
+        raise DistError(f"malformed object data: unknown format {kind}")
     if not _is(allow_pickle):
         raise PickleRefusedError(f"received a pickled object of {len(view) - 1} bytes. {HOW_TO_ALLOW}")
     try:
@@ -91,6 +99,13 @@ def _pickle(obj: object, allowed: Allowed, reason: str) -> bytes:
         return bytes((PICKLED,)) + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise DistError(f"cannot pickle {type_name(obj)}: {type(error).__name__}: {error}") from error
+
+
+def _load_text(view: memoryview) -> Any:
+    try:
+        return object_text.read(view)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise DistError(f"malformed object data in JSON: {error}") from error
 
 
 def _load_typed(view: memoryview) -> Any:
