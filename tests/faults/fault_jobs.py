@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -148,9 +149,9 @@ def all_at_once(names: tuple[str, ...], timeout: float) -> dict[str, CallOutcome
     return outcomes
 
 
-def compute(seconds: float) -> None:
-    """What a rank is busy with while the others wait for it."""
-    time.sleep(seconds)
+def compute(fifo: str) -> None:
+    """What a rank is busy with while the others wait for it, until the test opens a named pipe."""
+    Path(fifo).read_bytes()
 
 
 # --- ends ---------------------------------------------------------------------------------------------------

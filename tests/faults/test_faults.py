@@ -18,6 +18,7 @@ import pytest
 
 from tests.faults import fault_jobs as jobs
 from tests.support.calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row_name
+from tests.support.order import named_pipe, tell
 from unicoll.errors import DistError
 from unicoll.net import auth
 from unicoll.testing.ranks import Outcome, Pool, end_cleanly, joined
@@ -195,15 +196,17 @@ def test_a_stopped_rank_is_named_when_time_is_up(connected: bool) -> None:
         check_timeouts(job.collect(60, [0, 1]), 1.0, words)
 
 
-def test_a_late_rank_is_named_with_the_place_where_it_is() -> None:
+def test_a_late_rank_is_named_with_the_place_where_it_is(tmp_path: Path) -> None:
+    told = named_pipe(tmp_path)
     with joined(3) as job:
         job.call(jobs.make_groups)
         job.results()
-        job.call(jobs.compute, 8.0, ranks=[2])
+        job.call(jobs.compute, told, ranks=[2])
         job.call(jobs.all_at_once, TIMED, 1.0, ranks=[0, 1])
         line = jobs.compute.__code__.co_firstlineno + 2
         words = ["missing: rank 2", "in no collective", f"fault_jobs.py:{line}", "arrived: ranks 0, 1"]
         check_timeouts(job.collect(60, [0, 1]), 1.0, words)
+        tell(told)
         job.collect(60, [2])
         job.call(leave)
         assert [o.value for o in job.collect()] == [[]] * 3

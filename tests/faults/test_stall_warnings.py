@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 from tests.faults import deadlock_jobs as jobs
+from tests.support.order import named_pipe, tell
 from unicoll.testing.ranks import ProcessJob, joined
 from unicoll.testing.worker import leave
 
 ENV = {"UNICOLL_STALL_WARNING": "1"}
-
-
-@pytest.fixture
-def told(tmp_path: Path) -> str:
-    """A named pipe at which a rank waits for :func:`tell`."""
-    path = str(tmp_path / "told")
-    os.mkfifo(path)
-    return path
-
-
-def tell(fifo: str) -> None:
-    """Let the rank that reads from a named pipe go on."""
-    os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def warnings(job: ProcessJob, ranks: Sequence[int], count: int, timeout: float = 20.0) -> list[str]:
@@ -66,7 +51,8 @@ def test_one_rank_warns_of_a_stopped_rank_and_again_later() -> None:
         assert job.results() == [[]] * 4
 
 
-def test_a_dead_rank_and_a_busy_one_are_described(told: str) -> None:
+def test_a_dead_rank_and_a_busy_one_are_described(tmp_path: Path) -> None:
+    told = named_pipe(tmp_path)
     with joined(3, env=ENV | {"UNICOLL_TRANSPORT": "shm"}, quiet=False) as job:
         job.call(jobs.reduce_once)
         job.results()
@@ -86,7 +72,8 @@ def test_a_dead_rank_and_a_busy_one_are_described(told: str) -> None:
             assert outcome.failure.type == "RankLostError"
 
 
-def test_a_receive_says_what_the_sender_does(told: str) -> None:
+def test_a_receive_says_what_the_sender_does(tmp_path: Path) -> None:
+    told = named_pipe(tmp_path)
     with joined(2, env=ENV, quiet=False) as job:
         job.call(jobs.send_when_told, told, ranks=[1])
         job.call(jobs.receive_once, ranks=[0])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import unicoll as dist
 from unicoll.group.recorded_calls import recorded_calls
 
-__all__ = ["await_true", "await_word", "in_a_call", "send_word"]
+__all__ = ["await_true", "await_word", "in_a_call", "named_pipe", "send_word", "tell"]
 
 PATIENCE_S = 60.0
 
@@ -39,3 +41,15 @@ def await_true(condition: Callable[[], object]) -> None:
 def in_a_call() -> bool:
     """True if a thread of this process is in a call."""
     return any(call.state == "started" for call in recorded_calls())
+
+
+def named_pipe(folder: Path) -> str:
+    """A named pipe; a rank that reads from it waits until the test calls :func:`tell`."""
+    path = str(folder / "told")
+    os.mkfifo(path)
+    return path
+
+
+def tell(path: str) -> None:
+    """Let the rank that reads from a named pipe go on."""
+    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
