@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -16,6 +17,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
 from unicoll.testing import forkserver, ranks, sampling, worker  # noqa: E402 - needs the path
+
+with suppress(ImportError):  # it is not in all environments
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes depends on the machine's load; in the first one modules may be imported.
+    settings.register_profile("unicoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("unicoll")
 
 resource_tracker.ensure_running()  # it stays until the end of the run, and holds a pipe
 

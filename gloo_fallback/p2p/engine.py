@@ -462,9 +462,9 @@ class P2PEngine:
         deadline = time.monotonic() + timeout
         while (unsent := self._unsent()) and time.monotonic() < deadline:
             time.sleep(0.005)
-        self.abort(DistNetworkError(f"group {self._context.name!r} was closed", group=self._context.name))
         with self._lock:
-            self._closed = True
+            self._closed = True  # a connection that arrives from now on would not be ended
+        self.abort(DistNetworkError(f"group {self._context.name!r} was closed", group=self._context.name))
         self._progress.close()
         return not unsent
 

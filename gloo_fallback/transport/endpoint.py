@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend import Job
@@ -69,10 +70,8 @@ class _Listener(FrameServer):
             raise ValueError(f"rank {client.rank} claims to be rank {key[2]}")
         reply = self._admit(key)
         sock = self.detach(client)
-        try:
+        with suppress(OSError):  # the peer has given up: who uses an accepted connection sees its end
             sock.sendall(reply)
-        except OSError:
-            sock.close()
         if reply == _ACCEPTED:
             self._deliver(key, sock)
         else:
@@ -143,21 +142,25 @@ class Endpoint:
             RankLostError: the peer has ended or left.
             AuthenticationError: another process answers at the peer's address.
         """
-        with self._changed:
-            if key in self._open:
-                return self._open[key]
-            dial = key not in self._arriving
+        while True:
+            with self._changed:
+                if key in self._open:
+                    return self._open[key]
+                dial = key not in self._arriving
+                if dial:
+                    self._dialing.add(key)
             if dial:
-                self._dialing.add(key)
-        if dial:
-            try:
-                sock = self._dial(key, check)
-                if sock is not None:
-                    self._deliver(key, sock)
-            finally:
-                with self._changed:
-                    self._dialing.discard(key)
-        return self._await_connection(key, check)
+                try:
+                    sock = self._dial(key, check)
+                    if sock is not None:
+                        self._deliver(key, sock)
+                finally:
+                    with self._changed:
+                        self._dialing.discard(key)
+            found = self._await_connection(key, check)
+            if found is not None:
+                return found
+            # the peer may have refused this one because it had not yet noticed the end of an earlier one
 
     # --- accepting ------------------------------------------------------------------------------------------
 
@@ -184,16 +187,16 @@ class Endpoint:
         if arrived is not None:
             arrived(key[2], sock)
 
-    def _await_connection(self, key: Key, check: Callable[[], None]) -> Connection:
-        """Wait for the connection that either side is making."""
-        while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: key in self._open, _TICK_S):
-                    return self._open[key]
-                if key[0] in self._closed_groups:
-                    raise GroupAbortedError(f"group {key[0]!r} was closed while connecting", group=key[0])
-            check()
-            self._check_alive(key[2])
+    def _await_connection(self, key: Key, check: Callable[[], None]) -> Connection | None:
+        """The connection that either side is making, after waiting a tick at most; None if it is not there yet."""
+        with self._changed:
+            if self._changed.wait_for(lambda: key in self._open, _TICK_S):
+                return self._open[key]
+            if key[0] in self._closed_groups:
+                raise GroupAbortedError(f"group {key[0]!r} was closed while connecting", group=key[0])
+        check()
+        self._check_alive(key[2])
+        return None
 
     # --- connecting -----------------------------------------------------------------------------------------
 

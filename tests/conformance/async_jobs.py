@@ -13,6 +13,7 @@ import numpy as np
 
 import unicoll as dist
 from tests.conformance.group_jobs import me, size, total
+from tests.support.order import await_word, send_word
 from tests.support.outcomes import failure_of
 from unicoll.testing.worker import Failure
 
@@ -39,10 +40,12 @@ def in_background() -> tuple[bool, bool]:
     """The call returns before the other ranks make it, and completes while this rank computes."""
     x = np.ones(10)
     if me() != 0:
-        time.sleep(0.5)
+        await_word()
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
     early = work.is_completed()
+    if me() == 0:
+        send_word(1)
     deadline = time.monotonic() + 30
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.005)

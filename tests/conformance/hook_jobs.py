@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from tests.support.order import await_word, send_word
 
 
 def calls_around() -> dict[str, Any]:
@@ -133,7 +134,10 @@ def counted() -> dict[str, Any]:
     dist.broadcast(x, 0)
     dist.all_reduce_coalesced([x, x])
     if me == 1:
-        time.sleep(0.2)
+        await_word()
+        time.sleep(1.0)
+    elif me == 0:
+        send_word(1)
     dist.barrier()
     dist.metrics.disable()
     dist.all_reduce(x)

@@ -32,7 +32,7 @@ def late_rank(directory: str, delays: dict[int, float]) -> dict[str, Any]:
     }
 
 
-def late_sender(directory: str) -> list[Any]:
+def late_sender(directory: str, delay: float) -> list[Any]:
     """Rank 1 waits for a message of rank 0."""
     x = np.zeros(100)
     dist.barrier()
@@ -40,7 +40,7 @@ def late_sender(directory: str) -> list[Any]:
         for step in range(5):
             if dist.get_rank() == 0:
                 if step == 3:
-                    time.sleep(0.05)
+                    time.sleep(delay)
                 dist.send(x, 1)
             else:
                 dist.recv(x, 0)

@@ -12,6 +12,7 @@ import numpy as np
 
 import unicoll as dist
 from tests.support.memory import freed
+from tests.support.order import await_true, await_word, send_word
 from unicoll.backend import flight_recorder, wait_monitor
 from unicoll.backend.flight_recorder import ring
 from unicoll.group import dispatcher
@@ -118,7 +119,7 @@ def failing() -> list[Any]:
 def in_progress() -> list[tuple[Any, ...]]:
     """What a thread sees of a call in which another thread waits, and of the calls behind it."""
     if dist.get_rank() != 0:
-        time.sleep(0.5)
+        await_word()
         dist.all_reduce(np.ones(5))
         dist.all_reduce(np.ones(6), async_op=True).wait()
         dist.barrier()
@@ -126,10 +127,11 @@ def in_progress() -> list[tuple[Any, ...]]:
     ring().clear()
     thread = threading.Thread(target=dist.all_reduce, args=(np.ones(5),))
     thread.start()
-    time.sleep(0.1)
+    await_true(lambda: [c.seq for c in recorded_calls() if c.seq])
     work = dist.all_reduce(np.ones(6), async_op=True)
     time.sleep(0.1)
     seen = [(c.describe(), c.state, c.seq, c.ended) for c in recorded_calls()]
+    send_word(1)
     thread.join()
     work.wait()
     dist.barrier()

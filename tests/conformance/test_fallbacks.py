@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -24,6 +23,7 @@ from tests.faults.test_refusals import (
     test_all_ranks_raise_and_the_group_goes_on,  # noqa: F401
     test_refusals_take_their_place_in_the_order,  # noqa: F401
 )
+from tests.support.order import await_word, send_word
 from tests.support.outcomes import CallOutcome, outcome_of
 from unicoll.backend import Caps
 from unicoll.backend.fallbacks import FALLBACKS, available
@@ -96,15 +96,19 @@ def test_a_killed_rank_is_named(name: str) -> None:
         check_lost(ranks.collect(30, [0, 2]), 1, ranks.pids[1], name, killed)
 
 
-def late(seconds: float) -> CallOutcome:
-    """Rank 1 comes to an all_reduce later than its deadline allows."""
+def late() -> CallOutcome:
+    """Rank 1 comes to an all_reduce when the two others have given up."""
     if dist.get_rank() == 1:
-        time.sleep(seconds)
-    return outcome_of(lambda: dist.all_reduce(np.ones(4), group=dist.new_group(), timeout=1.0))
+        await_word()
+        await_word()
+    outcome = outcome_of(lambda: dist.all_reduce(np.ones(4), group=dist.new_group(), timeout=1.0))
+    if dist.get_rank() != 1:
+        send_word(1)
+    return outcome
 
 
 def test_a_deadline_names_the_ranks_that_are_missing(pool: Callable[[int], Pool]) -> None:
-    first, second, third = (failure for failure, _ in pool(3).run(late, 2.5))
+    first, second, third = (failure for failure, _ in pool(3).run(late))
     for failure in (first, third):
         assert failure is not None
         assert failure.type == "OperationTimeoutError"

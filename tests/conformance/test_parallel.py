@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import unicoll as dist
@@ -161,7 +161,6 @@ def test_dtypes_do_not_mix_and_buckets_are_sorted_by_completion() -> None:
     st.integers(1, 40),
     st.integers(1, 40),
 )
-@settings(deadline=None)
 def test_every_plan_is_a_sorted_partition_within_its_caps(
     arrays: list[tuple[str, int]], first_cap: int, cap: int
 ) -> None:

@@ -259,10 +259,16 @@ def receive_once() -> int:
     return dist.recv(x, 1)
 
 
-def send_once(seconds: float) -> None:
-    """Send to rank 0, late."""
-    time.sleep(seconds)
+def send_when_told(fifo: str) -> None:
+    """Send to rank 0 once the test opens a named pipe."""
+    Path(fifo).read_bytes()
     dist.send(np.ones(1), 0)
+
+
+def reduce_when_told(fifo: str) -> list[float]:
+    """Make the call that the others are in once the test opens a named pipe."""
+    Path(fifo).read_bytes()
+    return reduce_once()
 
 
 def late(seconds: float) -> list[float]:

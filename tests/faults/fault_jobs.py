@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import unicoll as dist
 from tests.support.calls import COLLECTIVES, EVERYTHING, invoke
+from tests.support.order import await_true, await_word, in_a_call, send_word
 from tests.support.outcomes import CallOutcome, outcome_of
 from unicoll.testing import worker
 from unicoll.testing.worker import send_note
@@ -147,9 +149,9 @@ def all_at_once(names: tuple[str, ...], timeout: float) -> dict[str, CallOutcome
     return outcomes
 
 
-def compute(seconds: float) -> None:
-    """What a rank is busy with while the others wait for it."""
-    time.sleep(seconds)
+def compute(fifo: str) -> None:
+    """What a rank is busy with while the others wait for it, until the test opens a named pipe."""
+    Path(fifo).read_bytes()
 
 
 # --- ends ---------------------------------------------------------------------------------------------------
@@ -221,10 +223,11 @@ def interrupted() -> Any:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.barrier()
     if dist.get_rank() == 0:
-        time.sleep(1.0)
+        world: Any = dist.group.WORLD
+        await_true(lambda: world.job.control.group_failure(world.name))
         return outcome_of(lambda: dist.all_reduce(np.ones(4), timeout=20))
     if dist.get_rank() == 1:
-        send_note("in the collective")
+        threading.Thread(target=_note_in_a_call).start()
         try:
             dist.all_reduce(np.ones(4), timeout=20)
         except KeyboardInterrupt:
@@ -233,18 +236,24 @@ def interrupted() -> Any:
     return outcome_of(lambda: dist.all_reduce(np.ones(4), timeout=20))
 
 
+def _note_in_a_call() -> None:
+    await_true(in_a_call)
+    send_note("in the collective")
+
+
 def wait_with_a_timeout() -> dict[str, Any]:
     """``work.wait(timeout)`` gives up waiting, not the operation; a call's own timeout ends it."""
     me = dist.get_rank()
     x = np.ones(4)
     if me == 0:
-        time.sleep(1.0)
+        await_word()
         dist.all_reduce(x)
         return {"sum": x.tolist()}
     work = dist.all_reduce(x, async_op=True)
     assert work is not None
     first = outcome_of(lambda: work.wait(0.2))
     state = (work.is_completed(), work.exception())
+    send_word(0)
     work.wait()
     return {"first": first, "state": state, "sum": x.tolist()}
 

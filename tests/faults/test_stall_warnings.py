@@ -6,8 +6,10 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from tests.faults import deadlock_jobs as jobs
+from tests.support.order import named_pipe, tell
 from unicoll.testing.ranks import ProcessJob, joined
 from unicoll.testing.worker import leave
 
@@ -49,18 +51,20 @@ def test_one_rank_warns_of_a_stopped_rank_and_again_later() -> None:
         assert job.results() == [[]] * 4
 
 
-def test_a_dead_rank_and_a_busy_one_are_described() -> None:
+def test_a_dead_rank_and_a_busy_one_are_described(tmp_path: Path) -> None:
+    told = named_pipe(tmp_path)
     with joined(3, env=ENV | {"UNICOLL_TRANSPORT": "shm"}, quiet=False) as job:
         job.call(jobs.reduce_once)
         job.results()
         job.signal(2, signal.SIGKILL)
-        job.call(jobs.late, 4.0, ranks=[1])
+        job.call(jobs.reduce_when_told, told, ranks=[1])
         job.call(jobs.reduce_once, ranks=[0])
         (line, *more) = warnings(job, [0, 1], 1)
+        tell(told)
         assert not more
         assert "arrived: rank 0; missing: rank 1 " in line
         assert "in no collective of this group, now at " in line
-        line_number = jobs.late.__code__.co_firstlineno + 2
+        line_number = jobs.reduce_when_told.__code__.co_firstlineno + 2
         assert f"deadlock_jobs.py:{line_number}" in line
         assert re.search(r"; rank 2 \(host \S+, pid \d+\): rank 2 .* died", line), line
         for outcome in job.collect(30, [0, 1]):
@@ -68,18 +72,20 @@ def test_a_dead_rank_and_a_busy_one_are_described() -> None:
             assert outcome.failure.type == "RankLostError"
 
 
-def test_a_receive_says_what_the_sender_does() -> None:
+def test_a_receive_says_what_the_sender_does(tmp_path: Path) -> None:
+    told = named_pipe(tmp_path)
     with joined(2, env=ENV, quiet=False) as job:
-        job.call(jobs.send_once, 2.5, ranks=[1])
+        job.call(jobs.send_when_told, told, ranks=[1])
         job.call(jobs.receive_once, ranks=[0])
+        line = warnings(job, [0, 1], 1)[0]
+        tell(told)
         job.results()
-        line = job.stderr(0).splitlines()[0]
         assert line.startswith("recv(float64[1], peer=1, tag=0) on group 'world' at ")
         assert (
             f"; rank 1 (host {line.partition('(host ')[2].partition(',')[0]}, pid {job.pids[1]}): in no"
             in line
         )
-        assert f"deadlock_jobs.py:{jobs.send_once.__code__.co_firstlineno + 2}" in line
+        assert f"deadlock_jobs.py:{jobs.send_when_told.__code__.co_firstlineno + 2}" in line
         assert not job.stderr(1)
         job.call(leave)
         assert job.results() == [[]] * 2

@@ -379,6 +379,24 @@ def timed_out_in_the_queue() -> list[Failure | None]:
     return failures
 
 
+def send_after_a_cut_one() -> list[Failure | None]:
+    """A send times out within its message; the next one waits until rank 1 notices that the connection has ended."""
+    create_rings()
+    x = np.zeros(3)
+    if me() == 0:
+        cut = failure_of(lambda: dist.send(np.zeros(LARGE, np.uint8), 1, timeout=0.5))
+        dist.barrier()
+        dist.send(np.full(3, 7.0), 1)
+    else:
+        dist.barrier()
+        time.sleep(0.5)  # rank 0's new connection is refused meanwhile
+        cut = failure_of(lambda: dist.recv(np.zeros(LARGE, np.uint8), 0))
+        dist.recv(x, 0)
+        assert (x == 7).all()
+    exchange(LARGE)
+    return [cut]
+
+
 def messages_before_leaving(count: int) -> list[int]:
     """Rank 0 sends large and small messages and leaves; rank 1 receives them afterwards."""
     create_rings()

@@ -260,6 +260,15 @@ def test_send_that_timed_out_before_it_began_has_no_effect(pool: Pools) -> None:
     assert "has not taken part" in failures[0].message
 
 
+def test_a_send_after_one_that_was_cut_off_makes_a_new_connection(pool: Pools) -> None:
+    (sent,), (received,) = pool(2).run(jobs.send_after_a_cut_one)
+    assert sent is not None
+    assert sent.type == "OperationTimeoutError"
+    assert "only part of it" in sent.message
+    assert received is not None
+    assert received.type == "RankLostError"
+
+
 @pytest.mark.parametrize("count", [10, 300])
 def test_last_messages_of_a_leaving_rank_arrive(count: int) -> None:
     with joined(2) as job:

@@ -23,7 +23,7 @@ import sys
 import numpy as np
 import unicoll as dist
 
-dist.init_process_group(timeout=2.0)
+dist.init_process_group(timeout=4.0)
 for i in range(2):
     x = np.full(3, 40 + dist.get_rank() + i)
     dist.breakpoint(rank=int(sys.argv[1]), skip=1)
@@ -95,7 +95,7 @@ def folder(tmp_path: Path) -> Path:
 def test_under_the_launcher(rank: int, folder: Path) -> None:
     """Pauses of more than the group's timeout do no harm."""
     output, answers, status = talk(
-        folder, [*LAUNCHER, "program.py", str(rank)], ("p x", 2.5), ("n", 0), ("n", 0), ("p y", 0), ("c", 0)
+        folder, [*LAUNCHER, "program.py", str(rank)], ("p x", 4.5), ("n", 0), ("n", 0), ("p y", 0), ("c", 0)
     )
     assert status == 0, output
     assert f"rank {rank} of 2 (pid " in answers[0]

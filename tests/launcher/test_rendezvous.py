@@ -534,7 +534,7 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_wrong_secret(pool: ProcessPoolExecutor) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    server = pool.submit(take_part, init_method=url, rank=0, world_size=2, environ=SECRET, timeout=8.0)
+    server = pool.submit(take_part, init_method=url, rank=0, world_size=2, environ=SECRET, timeout=60.0)
     for environ in (OTHER_SECRET, {}):
         (text,) = errors([pool.submit(take_part, init_method=url, rank=1, world_size=2, environ=environ)])
         assert text.startswith("AuthenticationError")

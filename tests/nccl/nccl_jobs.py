@@ -14,6 +14,7 @@ import numpy as np
 
 import unicoll as dist
 from tests.simulated_nccl import arrays, ranks
+from tests.support.order import await_true, await_word, send_word
 from unicoll.api import world
 from unicoll.backend.flight_recorder import ring
 from unicoll.group.recorded_calls import recorded_calls
@@ -220,12 +221,12 @@ def connect() -> None:
     x.numpy()
 
 
-def miss(late: int, seconds: float) -> list[str]:
+def miss(late: int) -> list[str]:
     """All but one rank call an all_reduce with a deadline; the errors of the wait and of the next call."""
     connect()
     if dist.get_rank() == late:
-        worker.send_note("late")
-        time.sleep(seconds)
+        group: Any = dist.group.WORLD
+        await_true(lambda: group.backend_for("cuda")._state.error)
         errors = []
     else:
         x = arrays.full(2, 1.0)
@@ -735,12 +736,13 @@ def recorded() -> dict[str, Any]:
     ring().clear()
     found: dict[str, Any] = {"enqueued": []}
     if me == 1:
-        time.sleep(0.5)
+        await_word()
     dist.all_reduce(x)
     work = dist.all_reduce(x, async_op=True)
     if me == 0:
         time.sleep(0.1)
         found["enqueued"] = [(c.op, c.state, c.blocking) for c in recorded_calls()]
+        send_word(1)
     work.synchronize()
     deadline = time.monotonic() + 10  # the watchdog notices the end of calls for which no thread waits
     while any(c.state == "started" for c in recorded_calls()) and time.monotonic() < deadline:

@@ -108,13 +108,13 @@ plain = st.recursive(
 
 
 @given(plain)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_plain_objects_round_trip_without_pickle(obj):
     assert same(again(obj), obj)
 
 
 @given(arrays)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_scalars_keep_their_type(array):
     for scalar in array.reshape(-1)[:3]:
         assert same(again(scalar), scalar)
@@ -377,14 +377,14 @@ def test_malformed_data(data, message):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_noise_is_refused_or_read(noise):
     check_harmless(bytes((object_format.TYPED,)) + noise)
     check_harmless(bytes((object_format.TEXT,)) + b"[" + noise + b"]")
 
 
 @given(plain, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_damaged_data_is_refused_or_read(obj, data):
     damaged = bytearray(object_codec.dumps(obj, allow_pickle=False))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -408,7 +408,7 @@ def check_harmless(data: bytes) -> None:
 
 
 @given(plain)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_truncation_is_refused(obj):
     data = object_codec.dumps(obj, allow_pickle=False)
     for end in range(0, len(data), max(1, len(data) // 50)):  # that of a list or dict in JSON lacks its end

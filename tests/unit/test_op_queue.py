@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unicoll.backend import op_queue
+from unicoll.backend import op_queue, work
 from unicoll.backend.call import Call
 from unicoll.backend.op_queue import OpQueue
 from unicoll.backend.ops import OPS
@@ -248,3 +248,21 @@ def test_a_posted_call_cannot_be_withdrawn(queue: OpQueue) -> None:
     queue.run(blocking, lambda call: taken_back.append(queue.withdraw(call)))
     assert taken_back == [False, True]
     assert queue.sequence == 1
+
+
+def test_a_timed_call_that_two_threads_end_at_once_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = a_call()
+    call.timed = True
+    completion = work.HostCompletion((call,))
+    interrupting = [lambda: completion.finish(DistError("aborted"))]
+
+    def clock() -> float:
+        """Another thread ends the call while this one reads the clock."""
+        if interrupting:
+            interrupting.pop()()
+        return 0.0
+
+    monkeypatch.setattr(work, "time", SimpleNamespace(perf_counter=clock))
+    completion.finish()
+    assert completion.done()
+    assert isinstance(completion.exception(), DistError)

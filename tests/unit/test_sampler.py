@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unicoll.errors import DistArgumentError
@@ -37,7 +37,6 @@ def test_unshuffled_indices_equal_torchs(drop_last: bool) -> None:
             assert sizes == (len(theirs), theirs.num_samples, theirs.total_size)
 
 
-@settings(deadline=None)
 @given(length=lengths, world=worlds, seed=seeds, drop_last=st.booleans())
 def test_shuffled_ranks_share_one_permutation(length: int, world: int, seed: int, drop_last: bool) -> None:
     (order,) = all_ranks(length, 1, seed=seed)
@@ -51,7 +50,6 @@ def test_shuffled_ranks_share_one_permutation(length: int, world: int, seed: int
     assert dealt[kept:] == [order[i % length] for i in range(kept, len(dealt))]
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 5), world=st.integers(6, 20))
 def test_padding_repeats_more_than_once(length: int, world: int) -> None:
     dealt = [indices[0] for indices in all_ranks(length, world, shuffle=False)]

@@ -139,7 +139,7 @@ def test_the_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
 def test_unauthenticated_clients_do_not_disturb(
     master: TCPStore, monkeypatch: pytest.MonkeyPatch, pool: ThreadPoolExecutor
 ):
-    monkeypatch.setattr(admission, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(admission, "HANDSHAKE_SECONDS", 2.0)
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(join(master))
         waiting = pool.submit(client.get, "late")
@@ -446,8 +446,9 @@ def test_a_stopped_server_does_not_hang_its_clients(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tcp, "_ANSWER_SECONDS", 0.3)
     with (
         server_process("sys.stdin.read()") as (process, port),
-        TCPStore("127.0.0.1", port, timeout=0.2, secret=SECRET) as client,
+        TCPStore("127.0.0.1", port, timeout=30.0, secret=SECRET) as client,
     ):
+        client.set_timeout(0.2)
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(DistNetworkError, match=r"has not answered for 0\.\d+ s"):
             client.get("k")

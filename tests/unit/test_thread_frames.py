@@ -17,7 +17,7 @@ PROGRAM = """
 import gc, random, sys, threading, time
 from unicoll.backend.thread_frames import ThreadFrames
 
-SECONDS = 2.0
+SECONDS, FRAMES, PATIENCE_S = 2.0, 100, 30.0
 walker = threading.get_ident()
 kind = type(sys._getframe())
 
@@ -45,9 +45,9 @@ for _ in range(3):
     threading.Thread(target=work, daemon=True).start()
 gc.callbacks.append(release_the_interpreter)
 gc.set_threshold(5)
-end = time.monotonic() + SECONDS
+began = time.monotonic()
 walked = 0
-while time.monotonic() < end:
+while (took := time.monotonic() - began) < SECONDS or (walked <= FRAMES and took < PATIENCE_S):
     with ThreadFrames() as frames:
         del frames[walker]
         for frame in frames.values():

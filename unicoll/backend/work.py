@@ -118,10 +118,10 @@ class HostCompletion(Completion):
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the batch ended and wake all waiters; only the first call counts."""
-        if self._done:
+        now = time.perf_counter() if self.begun else 0.0
+        if self._done:  # no call from here on, which could let another thread in
             return
-        if self.begun:
-            self._took = time.perf_counter() - self.begun
+        self._took = now - self.begun
         self._error = error
         self._done = True
         self.before_wait = None  # it keeps the group alive
