@@ -32,8 +32,8 @@ from gloo_fallback.p2p.frames import (
     PendingMessage,
     frame,
 )
-from gloo_fallback.shm import ring
-from gloo_fallback.shm.ring import RingReader, RingWriter
+from gloo_fallback.shm import ring_buffer
+from gloo_fallback.shm.ring_buffer import RingReader, RingWriter
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 from unicoll.net import logs
@@ -157,7 +157,7 @@ class PeerConnection:
             return 0
         first, writer = self.outbox[0], self.writer
         left = len(first.view) - first.offset
-        ready = writer is not None and writer.ready and len(first.view) >= ring.SHARED_THRESHOLD
+        ready = writer is not None and writer.ready and len(first.view) >= ring_buffer.SHARED_THRESHOLD
         if not ready or (first.begun and not first.shared):
             return max(0, left - _most_buffered("tcp_wmem"))
         assert writer is not None
@@ -199,7 +199,9 @@ class PeerConnection:
         buffer = call.inputs[0]
         size, code, writer = buffer.nbytes, buffer.dtype.code, self.writer
         flat: Flat = buffer.flat  # type: ignore[assignment]
-        if size < ring.SHARED_THRESHOLD or (size <= INLINE_LIMIT and writer is None and not self._may_offer):
+        if size < ring_buffer.SHARED_THRESHOLD or (
+            size <= INLINE_LIMIT and writer is None and not self._may_offer
+        ):
             data = HEADER.pack(MAGIC, MESSAGE, code, 0, call.tag, size, 0) + flat.tobytes()
         elif writer is not None and writer.ready and writer.next_chunk(size, size) == size:
             writer.write(flat.view(np.uint8).data)
@@ -267,7 +269,7 @@ class PeerConnection:
 
     def _begin_send(self, pending: PendingMessage) -> bool:
         size = len(pending.view)
-        if size >= ring.SHARED_THRESHOLD and self._ring_ready():
+        if size >= ring_buffer.SHARED_THRESHOLD and self._ring_ready():
             return self._send_chunk(pending, SHARED)
         if self._control_frames:
             return True  # the offer of a ring is sent first
@@ -397,7 +399,7 @@ class PeerConnection:
                 self._received(message, 0)
         elif kind == CHUNK and self.message is not None:
             self._read_chunk(self.message, length)
-        elif kind == CREDIT and self.writer is not None and self.writer.free + length <= ring.RING:
+        elif kind == CREDIT and self.writer is not None and self.writer.free + length <= ring_buffer.RING:
             self.writer.free += length
             self.flush()
         elif kind == OFFER and self.message is None and 0 < size <= _MAX_OFFER:
@@ -411,10 +413,10 @@ class PeerConnection:
     def _read_chunk(self, message: IncomingMessage, count: int) -> None:
         """Read a chunk of a message from the ring."""
         reader = self.reader
-        if reader is None or not 0 < count <= min(message.size - message.got, ring.CHUNK):
+        if reader is None or not 0 < count <= min(message.size - message.got, ring_buffer.CHUNK):
             raise OSError(errno.EPROTO, "invalid chunk of a message")
         reader.read(message.view[message.got : message.got + count])
-        if reader.uncredited >= ring.CREDIT:
+        if reader.uncredited >= ring_buffer.CREDIT:
             self._control_frames += frame(CREDIT, 0, reader.uncredited)
             reader.uncredited = 0
             self.flush()

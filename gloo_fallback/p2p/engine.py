@@ -21,7 +21,7 @@ from gloo_fallback.p2p.errors import lost, message_mismatch, tampered, timed_out
 from gloo_fallback.p2p.frames import IncomingMessage, PendingMessage
 from gloo_fallback.p2p.matcher import MessageMatcher
 from gloo_fallback.p2p.progress import ProgressEngine
-from gloo_fallback.shm.ring import SHARED_THRESHOLD
+from gloo_fallback.shm.ring_buffer import SHARED_THRESHOLD
 from gloo_fallback.transport.endpoint import MESSAGES, Endpoint
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
 from unicoll.backend import Call, Context, failure_diagnosis

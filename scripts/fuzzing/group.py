@@ -28,8 +28,8 @@ from gloo_fallback.p2p.frames import (
     PendingMessage,
     frame,
 )
-from gloo_fallback.shm import ring, segment
-from gloo_fallback.shm.ring import SHARED_THRESHOLD, RingReader, RingWriter
+from gloo_fallback.shm import segment
+from gloo_fallback.shm.ring_buffer import SHARED_THRESHOLD, RingReader, RingWriter
 from gloo_fallback.transport import exchange, topology
 from gloo_fallback.transport.endpoint import MESSAGES, Key
 from unicoll.arrays.conversion import Buffer
@@ -106,7 +106,7 @@ class Messages(Target):
             mock.patch.object(
                 PeerConnection, "_on_this_host", return_value=True
             ),  # sockets here have no address
-            mock.patch.object(ring, "_MIN_CHUNK", LARGE // 4),
+            mock.patch.object(ring_buffer, "_MIN_CHUNK", LARGE // 4),
         ]
         for patch in self._patches:
             patch.start()

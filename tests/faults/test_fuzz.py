@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from gloo_fallback.p2p.frames import ANSWER, CREDIT, HEADER, MAGIC, MESSAGE, OFFER, SHARED
-from gloo_fallback.shm.ring import RingReader
+from gloo_fallback.shm.ring_buffer import RingReader
 from gloo_fallback.shm.segment import create_offer
 from unicoll.arrays.types import BY_NAME
 from unicoll.errors import DistError, DistStoreError, RankLostError

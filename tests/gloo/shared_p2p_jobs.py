@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from gloo_fallback.shm.ring import CHUNK, RING, SHARED_THRESHOLD
+from gloo_fallback.shm.ring_buffer import CHUNK, RING, SHARED_THRESHOLD
 from tests.conformance.p2p_jobs import me, must, size
 from tests.support.outcomes import CallOutcome, failure_of, outcome_of
 from unicoll.testing.worker import Failure, send_note
@@ -213,7 +213,6 @@ class Log(logging.Handler):
 
 def without(what: str, rank: int) -> tuple[list[tuple[bool, bool]], list[str]]:
     """Large messages while one rank cannot map, or cannot create, shared memory; returns rings and log messages."""
-    from gloo_fallback.shm import ring
 
     def refuse(*_: object) -> Any:
         raise (
@@ -223,7 +222,7 @@ def without(what: str, rank: int) -> tuple[list[tuple[bool, bool]], list[str]]:
         )
 
     if me() == rank:
-        setattr(ring, what, refuse)
+        setattr(ring_buffer, what, refuse)
     with Log() as log:
         for i in range(3):
             exchange(LARGE, i)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gloo_fallback.shm.ring import CHUNK, RING, SHARED_THRESHOLD, RingReader, RingWriter
+from gloo_fallback.shm.ring_buffer import CHUNK, RING, SHARED_THRESHOLD, RingReader, RingWriter
 from tests.faults.test_faults import SOON_S
 from tests.gloo import shared_p2p_jobs as jobs
 from unicoll.testing.ranks import Pool, ProcessJob, joined, run_ranks

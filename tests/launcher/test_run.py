@@ -613,7 +613,7 @@ def test_the_first_failures_traceback_comes_last_before_the_summary(folder: Laun
     lines = last.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-2:] == ["ValueError: the cause", "in two lines"]
-    assert "bootstrap" not in last
+    assert "worker_main" not in last
     assert "runpy" not in last
     others = banner.rpartition("Failures:\n")[2].partition("\n---")[0].splitlines()
     assert len(others) == 2
@@ -851,9 +851,9 @@ def test_a_module_and_a_directory_run_as_under_plain_python(folder: LaunchFolder
 )
 def test_exit_codes_are_as_under_plain_python(folder: LaunchFolder, source: str) -> None:
     script = folder.script(source)
-    bootstrap = str(ROOT / "unicoll" / "run" / "bootstrap.py")
+    worker_main = str(ROOT / "unicoll" / "run" / "worker_main.py")
     ends = []
-    for command in ([script], [bootstrap, str(os.getpid()), "print", "script", script]):
+    for command in ([script], [worker_main, str(os.getpid()), "print", "script", script]):
         done = subprocess.run(
             [sys.executable, *command], cwd=folder.path, env=environment(), capture_output=True, text=True
         )

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from unicoll.bootstrap.join import set_exit_cause
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.group.arguments import as_integer
-from unicoll.run import bootstrap
+from unicoll.run import worker_main
 from unicoll.run.failure import DETECTION_DELAY, ExceptionRecord, describe_exit, read_record
 from unicoll.run.guard import JOB_VARIABLE, Guard, kill_members
 from unicoll.run.job import LocalJob, job_token, job_variable
@@ -259,7 +259,7 @@ class _Failure(NamedTuple):
 def _run(parent: int | None, fn: Callable[..., object], rank: int, args: tuple[Any, ...]) -> None:
     """Run the function in the child process."""
     if parent is not None:
-        bootstrap.die_with(parent)
+        worker_main.die_with(parent)
     try:
         fn(rank, *args)
     except KeyboardInterrupt:
@@ -270,7 +270,7 @@ def _run(parent: int | None, fn: Callable[..., object], rank: int, args: tuple[A
     except Exception as error:
         if error.__traceback__ is not None:
             error.__traceback__ = error.__traceback__.tb_next
-        bootstrap.record(error)
+        worker_main.record(error)
         set_exit_cause(error)
         sys.exit(1)
 

@@ -40,7 +40,7 @@ class ExceptionRecord(NamedTuple):
         message: the exception in one line.
         traceback: as printed, with unicoll's own frames folded.
         consequence: True if it only reports the failure of another rank.
-        final: True if it certainly ended the program (the launcher's bootstrap wrote it), not perhaps only a function.
+        final: True if it certainly ended the program (worker_main.py wrote it), not perhaps only a function.
     """
 
     time: float

@@ -18,7 +18,7 @@ from unicoll.run.output import Console, Stream, Streams
 
 __all__ = ["LogFiles", "Worker", "shared_environment", "start_worker"]
 
-_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
+_WORKER_MAIN = str(Path(__file__).with_name("worker_main.py"))
 _TAIL_SIZE = 16 << 10
 
 
@@ -229,10 +229,10 @@ def _destination(options: LaunchOptions, local_rank: int, which: int, logs: LogF
 
 
 def _command(options: LaunchOptions, reporting: str) -> list[str]:
-    # A command is not run by this interpreter, so -I -S is possible: the bootstrap starts in a few milliseconds.
+    # A command is not run by this interpreter, so -I -S is possible: worker_main.py starts in a few milliseconds.
     python = [sys.executable, "-I", "-S"] if options.kind == "command" else [options.python]
     launcher = str(os.getpid())
-    return [*python, _BOOTSTRAP, launcher, reporting, options.kind, options.target, *options.arguments]
+    return [*python, _WORKER_MAIN, launcher, reporting, options.kind, options.target, *options.arguments]
 
 
 def _prefix(options: LaunchOptions, rank: int, local_rank: int) -> bytes:

@@ -1,6 +1,6 @@
 """The first program of each worker process. The launcher starts it by its path; it does not import unicoll.
 
-    python bootstrap.py LAUNCHER_PID print|record script|module|command TARGET [ARGUMENT ...]
+    python worker_main.py LAUNCHER_PID print|record script|module|command TARGET [ARGUMENT ...]
 
 It ensures that the process ends with the launcher, and then runs the user's target: a script or a module
 runs in this process as plain ``python`` runs it (``sys.argv``, ``sys.path[0]``, ``__main__``, exit codes,
