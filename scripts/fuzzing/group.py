@@ -28,7 +28,7 @@ from gloo_fallback.p2p.frames import (
     PendingMessage,
     frame,
 )
-from gloo_fallback.shm import segment
+from gloo_fallback.shm import ring_buffer, segment
 from gloo_fallback.shm.ring_buffer import SHARED_THRESHOLD, RingReader, RingWriter
 from gloo_fallback.transport import exchange, topology
 from gloo_fallback.transport.endpoint import MESSAGES, Key

@@ -213,6 +213,7 @@ class Log(logging.Handler):
 
 def without(what: str, rank: int) -> tuple[list[tuple[bool, bool]], list[str]]:
     """Large messages while one rank cannot map, or cannot create, shared memory; returns rings and log messages."""
+    from gloo_fallback.shm import ring_buffer
 
     def refuse(*_: object) -> Any:
         raise (
