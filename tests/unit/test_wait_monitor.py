@@ -1,10 +1,22 @@
-"""The monitor of blocked calls changes nothing that a later error says about a call."""
+"""The monitor of blocked calls: what it says about a call, and which ranks it takes for blocked."""
 
 from __future__ import annotations
 
+import threading
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from unicoll.backend import failure_diagnosis
+from unicoll.backend.blocked_calls import find_blocked_calls
 from unicoll.backend.call import Call
 from unicoll.backend.ops import OPS
 from unicoll.backend.wait_monitor import _Seen
+from unicoll.errors import DistError
+from unicoll.net.control.group_failures import GroupFailures
 
 
 def call() -> Call:
@@ -32,3 +44,26 @@ def test_a_call_keeps_its_own_site() -> None:
     seen_call.site = "train.py:3"
     assert _Seen(seen_call, "other.py:4", 1).is_of(seen_call)
     assert seen_call.site == "train.py:3"
+
+
+def test_a_rank_whose_call_is_failing_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may already have the error, and wait for this rank in their next call: that is no deadlock."""
+    sent: list[Any] = []
+    failures = GroupFailures(threading.Condition(), sent.append, bool)
+    control = SimpleNamespace(announce_failure=failures.announce)
+    context = SimpleNamespace(name="g", ranks=(0, 1), job=SimpleNamespace(control=control))
+    group = cast(Any, SimpleNamespace(context=context, error=None))
+    group.abort = partial(setattr, group, "error")
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    queue = threading.Thread(
+        target=failure_diagnosis.fail_group, args=(group, DistError("differ")), name="unicoll-g", daemon=True
+    )
+    _, before = find_blocked_calls([])
+    queue.start()
+    while not sent:
+        time.sleep(0.001)
+    _, meanwhile = find_blocked_calls([])  # it waits for the relay's announcement
+    assert queue.is_alive()
+    queue.join(30)
+    assert (before, meanwhile) == (True, False)
+    assert isinstance(group.error, DistError)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from unicoll.backend.call import Call, ProxyCall
-from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES
+from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES, fail_group, mismatch, timed_out
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import OpQueue
 from unicoll.backend.thread_frames import ThreadFrames
@@ -32,6 +32,9 @@ _WORK_WAITS = (Work.wait.__code__, Work.synchronize.__code__)
 _IDLE = {("threading", "_shutdown"), ("concurrent.futures.thread", "_worker")}
 """Innermost functions, with their modules, of threads that only another thread can wake."""
 _FINISH = HostCompletion.finish.__code__
+_FAILURES = (fail_group.__code__, mismatch.__code__, timed_out.__code__)
+_FAILURE_MODULES = ("unicoll.net.control.group_failures", "unicoll.net.control.departures")
+"""What a thread is in, for a second or two at most, while a failed call ends; other ranks may have ended it before."""
 _MOST_SENDERS = 128
 """Members of a group up to which a receive from any of them is examined: all their connections are."""
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
@@ -102,6 +105,8 @@ def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCal
     with ThreadFrames() as frames:
         del frames[threading.get_ident()]  # a reference to the own frame would keep everything here alive
         for ident, frame in frames.items():
+            if _handles_failure(frame):
+                all_blocked = False
             thread = threads.get(ident)
             ours = thread is not None and thread.name.startswith("unicoll")
             if ours and not _runs_callback(frame):
@@ -252,6 +257,18 @@ def _runs_callback(top: FrameType) -> bool:
     frame: FrameType | None = top
     while frame is not None:
         if frame.f_code is _FINISH or _package(frame) not in _LIBRARIES:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _handles_failure(top: FrameType) -> bool:
+    """True for a thread in which a call ends with an error, which the threads that wait for the call then get."""
+    frame: FrameType | None = top
+    for _ in range(_MAX_FRAMES):
+        if frame is None or _package(frame) not in _LIBRARIES:
+            return False
+        if frame.f_code in _FAILURES or frame.f_globals.get("__name__") in _FAILURE_MODULES:
             return True
         frame = frame.f_back
     return False
