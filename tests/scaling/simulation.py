@@ -273,7 +273,7 @@ class _Recorder(Connections):
 
 
 class _Slots:
-    """Replaces :class:`gloo_fallback.shm.slots.Slots`; all slots share the same memory."""
+    """Replaces :class:`gloo_fallback.shm.slots.Slots`; all share the same memory, and large arrays use them, too."""
 
     def __init__(self, connections: _Recorder, members: tuple[int, ...], case: Case, trace: Trace) -> None:
         self.connections = connections
@@ -297,6 +297,9 @@ class _Slots:
     def rows(self, count: int, dtype: np.dtype[Any]) -> tuple[Flat, list[Flat]]:
         rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
         return rows[self.rank], rows
+
+    def may_be_direct(self, nbytes: int) -> bool:
+        return False
 
     def sync_step(self, call: Call | None = None) -> None:
         self._trace.turns.append(Turn())

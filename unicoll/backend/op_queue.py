@@ -66,7 +66,7 @@ class OpQueue:
         self._queue: deque[tuple[HostCompletion, Execute]] = deque()
         self._running: HostCompletion | None = None  # the posted batch that is being executed
         self._server = 0  # the thread that executes it, or runs its callbacks
-        self._waiter_executes = False
+        self._waiters_executing = 0
         self._wake: SimpleQueue[bool] = SimpleQueue()
         self._woken = False  # the thread will look at the queue again
         self._posted = 0
@@ -138,7 +138,8 @@ class OpQueue:
                 or completion.has_callbacks
             ):
                 return
-            self._busy = self._waiter_executes = True
+            self._busy = True
+            self._waiters_executing += 1  # the next one may begin before this one has returned
             execute = self._queue.popleft()[1]
             self._running = completion
         try:
@@ -161,7 +162,8 @@ class OpQueue:
             self._busy = False
             if self._queue:
                 self._resume()
-            self._waiter_executes = False
+            with self._lock:
+                self._waiters_executing -= 1
 
     def withdraw(self, call: Call) -> bool:
         """Take back the number of the call that is being executed, of which nothing was sent.
@@ -193,7 +195,7 @@ class OpQueue:
         if self._server == get_ident():
             return True
         deadline = time.monotonic() + timeout
-        while self._waiter_executes:  # it leaves what is queued to the thread
+        while self._waiters_executing:  # they leave what is queued to the thread
             if time.monotonic() >= deadline:
                 return False
             time.sleep(0.001)

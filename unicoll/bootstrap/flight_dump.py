@@ -74,7 +74,7 @@ class FlightDumper:
             with suppress(ValueError):
                 self._job.control.failure_listeners.remove(self._on_failure)
         deadline = time.monotonic() + _WRITE_S
-        for thread in self._writers:
+        for thread in list(self._writers):
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def dump(self, directory: str | os.PathLike[str] | None, reason: str) -> str:
@@ -143,7 +143,10 @@ class FlightDumper:
         except RuntimeError as error:  # no further thread is possible
             self._warn(error)
             return
-        self._writers = [*(t for t in self._writers if t.is_alive()), thread]
+        self._writers.append(thread)  # several groups may fail at once
+        for ended in [t for t in self._writers if not t.is_alive()]:
+            with suppress(ValueError):
+                self._writers.remove(ended)
         if failure:
             copied.wait(_SNAPSHOT_S)
 
