@@ -11,7 +11,7 @@ Reductions proceed in rank order, as those through slots, so both give the same 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -74,22 +74,28 @@ def arrays_of_all(
         also: another array that the other ranks will read from this process's memory.
     """
     memory, size, rank = slots.symmetric, slots.size, slots.rank
-    may_read = slots.may_read(nbytes)
     found = [memory.locate(array) for array in own] if memory is not None else [-1]
-    readable = may_read and all(map(is_readable, own if also is None else (*own, also)))
-    row = slots.slot(rank, 0, 2 + 2 * size, _LOCATIONS)
-    row[0] = len(own) if in_place and -1 not in found else -1
-    row[1] = len(own) if readable else -1
-    row[2 : 2 + len(found)] = found
-    row[2 + size : 2 + size + len(own)] = [address_of(array) for array in own]
+    may_read = slots.may_read(nbytes)
+    # the number of arrays, -1 if they are not symmetric, and the locations; then likewise for reading, with addresses
+    row = slots.slot(rank, 0, 1 + size, _LOCATIONS)
+    symmetric = in_place and -1 not in found
+    row[0] = len(own) if symmetric else -1
+    row[1 : 1 + len(found)] = found
+    if may_read:
+        readable = symmetric or all(map(is_readable, own if also is None else (*own, also)))
+        more = slots.slot(rank, row.nbytes, 1 + size, _LOCATIONS)
+        more[: 1 + len(own)] = [len(own) if readable else -1, *map(address_of, own)]
     slots.sync_step(call)
-    rows = [slots.slot(r, 0, 2 + 2 * size, _LOCATIONS, 0).tolist() for r in range(size)]
+    rows = [slots.slot(r, 0, 1 + size, _LOCATIONS, 0).tolist() for r in range(size)]
     offsets = [0] * size if starts is None else [start * dtype.itemsize for start in starts]
     numbers = [row[0] for row in rows]
     if memory is None or min(numbers) < 0:
-        if min(row[1] for row in rows) < 0:
+        if not may_read:
             return None
-        addresses = [row[2 + size + index] + offset for row, offset in zip(rows, offsets, strict=True)]
+        rows = [slots.slot(r, row.nbytes, 1 + size, _LOCATIONS, 0).tolist() for r in range(size)]
+        if min(row[0] for row in rows) < 0:
+            return None
+        addresses = [row[1 + index] + offset for row, offset in zip(rows, offsets, strict=True)]
         found_there = _peer_arrays(slots, addresses, counts, dtype)
         if own:
             start = offsets[rank] // dtype.itemsize
@@ -97,9 +103,9 @@ def arrays_of_all(
         return found_there
     arrays = []
     for r, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        arrays.append(memory.view(row[2 + index] + offsets[r], r, count, dtype) if row[0] else None)
+        arrays.append(memory.view(row[1 + index] + offsets[r], r, count, dtype) if row[0] else None)
     # a rank that passes no array of a region may have dropped its own, and with it the mapping
-    regions = {memory.region_of(location) for row in rows for location in row[2 : 2 + row[0]]}
+    regions = {memory.region_of(location) for row in rows for location in row[1 : 1 + row[0]]}
     if len(regions) > 1 or min(numbers) == 0:
         missing = any(a is None and n for a, n in zip(arrays, numbers, strict=True))
         if not slots.sync_step_checked(None, -1 if missing else 0):
@@ -134,25 +140,18 @@ def _must_read(slots: Slots, arrays: Sequence[_Array]) -> bool:
     return isinstance(arrays[slots.rank - 1], PeerArray)
 
 
-def _reduce(
-    slots: Slots, kernel: Kernel, arrays: Sequence[_Array], start: int, out: Flat
-) -> Iterator[tuple[int, Flat]]:
-    """Reduce the elements of all ranks' arrays from ``start`` on into ``out``, block by block.
-
-    Yields:
-        the first element and the result of each block.
-    """
-    block = min(_READ_BLOCK, SLOT // slots.size // 64 * 64) if _must_read(slots, arrays) else _BLOCK
+def _reduce_read(slots: Slots, kernel: Kernel, arrays: Sequence[_Array], start: int, out: Flat) -> None:
+    """Reduce the elements of all ranks' arrays from ``start`` on into ``out``, reading those of other processes."""
+    block = min(_READ_BLOCK, SLOT // slots.size // 64 * 64)
     step = block // out.itemsize
     for at in range(0, out.size, step):
         result = out[at : at + step]
         parts = [array[start + at : start + at + result.size] for array in arrays]
-        for r, part in enumerate(parts):
-            if isinstance(part, PeerArray):  # this rank's slot is free until the next step
-                parts[r] = slots.slot(slots.rank, r * block, part.size, part.dtype)
-                _fetch(slots, parts[r], r, part)
+        for r in _others(slots):  # this rank's slot is free until the next step
+            read = slots.slot(slots.rank, r * block, result.size, out.dtype)
+            _fetch(slots, read, r, parts[r])
+            parts[r] = read
         kernel.combine(parts, result)
-        yield start + at, result
 
 
 def broadcast(slots: Slots, call: Call, flat: Flat) -> bool:
@@ -181,18 +180,23 @@ def all_reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat
         return False
     bounds = bounds_of(out.size, size)
     low, high = bounds[rank : rank + 2]
-    reads = _must_read(slots, arrays)
-    others = [] if reads else [array for r, array in enumerate(arrays) if r != rank]
-    for start, result in _reduce(slots, kernel, arrays, low, out[low:high]):
-        for array in others:
-            array[start : start + result.size] = result
-    if reads:
+    if _must_read(slots, arrays):
+        _reduce_read(slots, kernel, arrays, low, out[low:high])
         slots.publish_value(address_of(out))
         slots.sync_step()
         outs = _peer_arrays(slots, [slots.published_value(r) for r in range(size)], counts, dtype)
         for r in _others(slots):
             part = slice(bounds[r], bounds[r + 1])
             _fetch(slots, out[part], r, outs[r][part])
+    else:
+        others = [array for r, array in enumerate(arrays) if r != rank]
+        step = _BLOCK // out.itemsize
+        for start in range(low, high, step):
+            stop = min(start + step, high)
+            result = out[start:stop]
+            kernel.combine([array[start:stop] for array in arrays], result)
+            for array in others:
+                array[start:stop] = result
     slots.sync_step()
     return True
 
@@ -227,8 +231,10 @@ def reduce_scatter(slots: Slots, call: Call, kernel: Kernel, out: Flat, nbytes: 
     )
     if arrays is None:
         return False
-    for _ in _reduce(slots, kernel, arrays, 0, out):
-        pass
+    if _must_read(slots, arrays):
+        _reduce_read(slots, kernel, arrays, 0, out)
+    elif out.size:
+        kernel.combine(arrays, out)
     slots.sync_step()
     return True
 
