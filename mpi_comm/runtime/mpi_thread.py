@@ -32,9 +32,8 @@ class _Task:
         self.request: Any = None
         self.value: Any = None
         self.error: BaseException | None = None
-        self.done = (
-            threading.Lock()
-        )  # held until done; a bare lock, which adds no frames of other modules to the stack
+        # held until done; unlike an event, a lock adds no frames of other modules to the stack of a waiting thread
+        self.done = threading.Lock()
         self.done.acquire()
 
 

@@ -218,9 +218,8 @@ class ControlClient:
             with suppress(OSError):
                 if self._sock is not None:
                     self._sock.sendall(goodbye)
-                    self._sock.shutdown(
-                        socket.SHUT_WR
-                    )  # the relay closes its end once it has read everything
+                    # the relay closes its end once it has read everything
+                    self._sock.shutdown(socket.SHUT_WR)
             with suppress(OSError):
                 if self._connecting is not None:
                     self._connecting.shutdown(socket.SHUT_RDWR)
