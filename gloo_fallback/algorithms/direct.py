@@ -96,11 +96,11 @@ def arrays_of_all(
         if min(row[0] for row in rows) < 0:
             return None
         addresses = [row[1 + index] + offset for row, offset in zip(rows, offsets, strict=True)]
-        found_there = _peer_arrays(slots, addresses, counts, dtype)
+        there = _peer_arrays(slots, addresses, counts, dtype)
         if own:
             start = offsets[rank] // dtype.itemsize
-            found_there[rank] = own[index][start : start + counts[rank]]
-        return found_there
+            there[rank] = own[index][start : start + counts[rank]]
+        return there
     arrays = []
     for r, (row, count) in enumerate(zip(rows, counts, strict=True)):
         arrays.append(memory.view(row[1 + index] + offsets[r], r, count, dtype) if row[0] else None)

@@ -299,7 +299,7 @@ class GroupConnections(Connections):
 
     def unreadable(self, peer: int, cause: OSError) -> NoReturn:
         """Raise the error for a member whose memory cannot be read: it died, or left the call and freed its arrays."""
-        self._connection_broken(peer, cause, "has no array where its call had one")
+        self._connection_broken(peer, cause, "has an array that cannot be read")
 
     def _connection_broken(
         self, peer: int, cause: Exception | None, what: str = "closed its connection"

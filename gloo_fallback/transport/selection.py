@@ -81,7 +81,7 @@ def select_transport(connections: GroupConnections, spins: int) -> Transport:
     topology, slots = build_topology(connections, spins)
     if slots is not None and len(topology.members) == 1:
         staging = -(-size_of(slots.size) // slots.size)
-        copies = "" if slots.peers is not None else ", which cannot read each other's memory"
+        copies = "" if slots.peers is not None else ", and cannot read each other's memory"
         return Transport(
             shared_memory, slots, f"over shared memory: {topology.reason}{copies}", staging, slots
         )

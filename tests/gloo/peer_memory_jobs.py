@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from gloo_fallback.shm.peer_memory import PeerArray
 from tests.gloo.symmetric_jobs import read_from
 from unicoll.arrays.conversion import as_buffer
 from unicoll.backend.ops import OPS
-from unicoll.testing.worker import send_note
 
 _READS: list[int] = []
 """Bytes of each array that was copied from another process."""
@@ -151,21 +149,3 @@ def mismatch(how: str) -> str:
         return str(e)
     finally:
         dist.destroy_process_group(group)
-
-
-def loop(name: str, timeout: float) -> str:
-    """One operation on large arrays again and again, until it fails; returns the error."""
-    group, size = dist.group.WORLD, dist.get_world_size()
-    read_from(1)
-    array, whole, other = np.zeros(1 << 20), np.zeros(size << 20), np.zeros(size << 20)
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: group.all_reduce(array, timeout=timeout),
-        "all_gather_into_tensor": lambda: group.all_gather_into_tensor(whole, array, timeout=timeout),
-        "all_to_all_single": lambda: group.all_to_all_single(whole, other, None, None, timeout=timeout),
-    }
-    send_note("looping")
-    try:
-        while True:
-            calls[name]()
-    except dist.DistError as e:
-        return f"{type(e).__name__}: {e}"

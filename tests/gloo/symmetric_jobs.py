@@ -449,16 +449,21 @@ def mismatch(how: str) -> str:
         return str(e)
 
 
-def loop(name: str, timeout: float) -> str:
-    """One operation on large symmetric arrays again and again, until it fails; returns the error."""
+def loop(name: str, timeout: float, reads: bool = False) -> str:
+    """One operation on large arrays again and again, until it fails; returns the error.
+
+    ``reads`` as for :func:`equal_results`.
+    """
     group, size = dist.group.WORLD, dist.get_world_size()
-    array, whole = group.symmetric_empty(1 << 20), group.symmetric_empty(size << 20)
+    if reads:
+        read_from(1)
+    allocate: Allocate = np.zeros if reads else group.symmetric_empty
+    array, whole, group_input = allocate(1 << 20), allocate(size << 20), allocate(size << 20)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: group.all_reduce(array, timeout=timeout),
         "all_gather_into_tensor": lambda: group.all_gather_into_tensor(whole, array, timeout=timeout),
         "all_to_all_single": lambda: group.all_to_all_single(whole, group_input, None, None, timeout=timeout),
     }
-    group_input = group.symmetric_empty(size << 20)
     send_note("looping")
     try:
         while True:
