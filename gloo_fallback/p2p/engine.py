@@ -92,6 +92,10 @@ class P2PEngine:
 
     def post(self, call: Call) -> HostCompletion:
         """Send or receive in the background."""
+        if call.inputs and self._send_at_once(call):
+            completion = HostCompletion((call,))
+            completion.finish()
+            return completion
         pending = PendingMessage(call, self._progress.until_done)
         try:
             self._accept(pending)

@@ -42,6 +42,8 @@ code object and offset, or as ``file:line`` and 0. If it failed, the error as te
 
 _LIBRARIES = ("unicoll", "torch.")
 _MAX_ERROR = 1000
+_MAX_MESSAGE_KINDS = 256
+"""Kinds of messages that are kept for each operation and element type."""
 _ON_END_LOCK = threading.Lock()
 _ring: deque[Entry | PendingEntry] | None = None
 _library_modules: dict[int, dict[str, Any]] = {}
@@ -87,6 +89,7 @@ class CallKind:
     """
 
     __slots__ = (
+        "_messages",
         "_text",
         "backend",
         "compression",
@@ -116,6 +119,7 @@ class CallKind:
         self.peer = call.peer
         self.tag = call.tag
         self._text = call.op.name if call.op.message else call.describe()  # each message is a kind of its own
+        self._messages: dict[Any, CallKind] = {}
 
     def describe(self) -> str:
         """Collectives in words, for errors: ``all_reduce(float32[4], SUM)``; messages without their arrays."""
@@ -123,7 +127,13 @@ class CallKind:
 
     def of_message(self, call: Call) -> CallKind:
         """The kind of a message, where this one is of all messages of an operation and element type."""
-        return CallKind(call, self.group, self.ranks, self.backend)
+        key = (call.inputs or call.outputs)[0].shape, call.peer, call.tag
+        found = self._messages.get(key)
+        if found is None:
+            if len(self._messages) >= _MAX_MESSAGE_KINDS:
+                self._messages.clear()
+            found = self._messages[key] = CallKind(call, self.group, self.ranks, self.backend)
+        return found
 
 
 def _arrays(buffers: Iterable[Any]) -> tuple[ArrayKind, ...]:
