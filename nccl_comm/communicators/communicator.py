@@ -202,6 +202,16 @@ class Communicator:
         for op in ops.values():
             self.nccl.redop_destroy(op, self.handle)
 
+    def register_window(self, ptr: int, nbytes: int, deadline: float) -> int:
+        """NCCL's handle of a new symmetric window, which all ranks register; 0 if NCCL has no use for one."""
+        code, slot = self.nccl.window_register(self.handle, ptr, nbytes, True)
+        what = f"ncclCommWindowRegister of {nbytes} bytes"
+        if code == IN_PROGRESS:
+            self.await_ready(what, deadline, None)
+        elif code:
+            raise self.error(code, what, None)
+        return slot.value or 0
+
     # --- other communicators made from this one ---------------------------------------------------------------------
 
     def split(self, context: Context | None, config: Config, deadline: float) -> Communicator | None:

@@ -402,8 +402,16 @@ class _Own:
     def __init__(self, nbytes: int) -> None:
         code, self.ptr = ranks.nccl().mem_alloc(nbytes)
         assert code == 0
-        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (self.ptr, False), "version": 3}
-        self.__cuda_array_interface__ = interface
+        self.__cuda_array_interface__ = self._interface(self.ptr, nbytes)
+
+    @staticmethod
+    def _interface(ptr: int, nbytes: int) -> dict[str, Any]:
+        return {"shape": (nbytes,), "typestr": "|u1", "data": (ptr, False), "version": 3}
+
+    def part(self, start: int, nbytes: int) -> Any:
+        """A part of the memory."""
+        interface = self._interface(self.ptr + start, nbytes)
+        return SimpleNamespace(__cuda_array_interface__=interface)
 
 
 class _Pool:
@@ -451,6 +459,81 @@ def registered(blocking: bool) -> dict[str, Any]:
     dist.destroy_process_group(group)
     found["after"] = (left.closed, _known())
     left.close()
+    return found
+
+
+def _windows() -> int:
+    """How many windows the groups have, and whether memory of their size is allocated."""
+    return _known()[0]
+
+
+def dropped_at_different_times() -> list[int]:
+    """Symmetric arrays that rank 0 drops earlier than rank 1; the numbers of windows after each allocation."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    found = []
+    first = group.symmetric_empty(16, "float64")
+    if dist.get_rank() == 0:
+        del first
+        gc.collect()
+        time.sleep(0.5)  # the watchdog sweeps
+    second = group.symmetric_empty(8, "float64")
+    found.append(_windows())
+    if dist.get_rank() == 1:
+        del first
+    del second
+    third = group.symmetric_empty(32, "float64")
+    found.append(_windows())
+    del third
+    dist.destroy_process_group(group)
+    return found
+
+
+def alone_in_symmetric_memory(missing: int) -> tuple[str, str]:
+    """An allocation in which a rank takes no part, and what the group does after it."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=1.0)
+    said = _error(lambda: group.symmetric_empty(4)) if dist.get_rank() != missing else ""
+    await_true(lambda: _error(lambda: dist.barrier(group=group)) != "nothing")
+    after = _error(lambda: dist.barrier(group=group))
+    dist.destroy_process_group(group)
+    return said, after
+
+
+def different_symmetric_memory() -> list[str]:
+    """Windows that do not fit together, and an allocation that fails on one rank; then all is well."""
+    me = dist.get_rank()
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=me)
+    own = _Own(1 << 14)
+    nccl: Any = ranks.nccl()
+    mem_alloc = nccl.mem_alloc
+    said = [
+        _error(lambda: group.symmetric_empty(4 + me)),
+        _error(lambda: group.register(own.part(4096 * me, 4096), symmetric=True)),
+        _error(lambda: group.register(own.part(512 * me, 4096), symmetric=True)),
+        _error(lambda: group.symmetric_empty(4096) if me else group.register(own, symmetric=True)),
+    ]
+    if me == 1:
+        nccl.mem_alloc = lambda nbytes: (1, 0)
+    said.append(_error(lambda: group.symmetric_empty(4)))
+    nccl.mem_alloc = mem_alloc
+    with group.register(own.part(4096, 4096), symmetric=True) as made:
+        said.append(f"{made.symmetric} {_known()}")
+    dist.destroy_process_group(group)
+    assert nccl.mem_free(own.ptr) == 0
+    return said
+
+
+def memory_for_a_second_attempt() -> int:
+    """An allocation that succeeds only once the dropped memory is freed; the windows after it."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    nccl: Any = ranks.nccl()
+    mem_alloc = nccl.mem_alloc
+    nccl.mem_alloc = lambda nbytes: (1, 0) if _windows() else mem_alloc(nbytes)
+    group.symmetric_empty(4)  # dropped at once
+    made = group.symmetric_empty(4)
+    nccl.mem_alloc = mem_alloc
+    found = _windows()
+    del made
+    dist.destroy_process_group(group)
     return found
 
 
@@ -712,6 +795,36 @@ def put_with_an_old_nccl() -> str:
     connect()
     group: Any = dist.group.WORLD
     return _error(lambda: group.signal(0, arrays.full(1, 1.0)))
+
+
+def put_among_three() -> list[float]:
+    """Rank 0 writes to rank 1; rank 2 makes no one-sided call."""
+    me = dist.get_rank()
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=me)
+    own = group.symmetric_empty(4, "float64")
+    x = _on(own, 4)
+    x.fill(float(me))
+    dist.barrier()
+    if me == 0:
+        x.fill(7.0)
+        group.put(x, 1, own)
+        dist.barrier()  # rank 1 waits for the signal after it
+    else:
+        dist.barrier()
+    if me == 1:
+        group.wait_signal(0, x)
+    found: list[float] = x.numpy().tolist()
+    del x, own
+    dist.destroy_process_group(group)
+    return found
+
+
+def signal_without_a_window() -> str:
+    """A signal before any window."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    said = _error(lambda: group.signal(0, arrays.full(1, 1.0)))
+    dist.destroy_process_group(group)
+    return said
 
 
 def timed_by_a_host_backend() -> list[bool]:
