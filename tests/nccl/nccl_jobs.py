@@ -723,20 +723,13 @@ def grown_without_waiting(blocking: bool) -> list[float]:
     return values
 
 
-def _on(memory: Any, count: int) -> arrays.Array:
-    """An array of float64 in symmetric memory."""
-    ptr = memory.__cuda_array_interface__["data"][0]
-    chunk: Any = SimpleNamespace(memory=memory)
-    return arrays.Array(chunk, dist.get_rank(), (count,), np.dtype(np.float64), (8,), ptr)
-
-
 def ping_pong(rounds: int, blocking: bool) -> list[Any]:
     """Two ranks write to each other's memory in turns, each adding one; then signals alone."""
     me = dist.get_rank()
     group: Any = dist.new_group(backend="cuda:nccl", device_id=me, pg_options={"blocking": blocking})
     source, own = group.symmetric_empty(4, "float64"), _Own(64)
     window = group.register(own, symmetric=True)
-    x, y = _on(source, 4), _on(own, 8)
+    x, y = arrays.adopt(source, "float64"), arrays.adopt(own, "float64")
     x.fill(0.0)
     y.fill(0.0)
     for _ in range(rounds):
@@ -765,7 +758,7 @@ def not_put() -> list[str]:
     me = dist.get_rank()
     group: Any = dist.new_group(backend="cuda:nccl", device_id=me)
     source = group.symmetric_empty(4, "float64")
-    x, plain = _on(source, 4), arrays.full(4, 1.0)
+    x, plain = arrays.adopt(source, "float64"), arrays.full(4, 1.0)
     with group.register(plain) as registered:
         said = [
             _error(lambda: group.put(x, 2, source)),
@@ -802,7 +795,7 @@ def put_among_three() -> list[float]:
     me = dist.get_rank()
     group: Any = dist.new_group(backend="cuda:nccl", device_id=me)
     own = group.symmetric_empty(4, "float64")
-    x = _on(own, 4)
+    x = arrays.adopt(own, "float64")
     x.fill(float(me))
     dist.barrier()
     if me == 0:
