@@ -311,17 +311,16 @@ class NCCLBackend(Backend):
                 raise self._no_device(call.op.name)
             connection = self._connect_for(call)
             self._state.check()  # the group may have failed while there was no communicator to abort
-        if buffers:
-            self._check_device(connection, call.op.name, buffers[0].device.index)
+        if buffers and buffers[0].device.index != connection.device:
+            raise self._other_device(connection, call.op.name, buffers[0].device.index)
         return connection
 
-    def _check_device(self, connection: Connection, name: str, device: int | None) -> None:
-        if device != connection.device:
-            raise DistArgumentError(
-                f"{name}: the array is on cuda:{device}, but group {self.context.name!r} is bound to"
-                f" cuda:{connection.device} on this rank (device_id=, or LOCAL_RANK)",
-                op=name,
-            )
+    def _other_device(self, connection: Connection, name: str, device: int | None) -> DistArgumentError:
+        return DistArgumentError(
+            f"{name}: the array is on cuda:{device}, but group {self.context.name!r} is bound to"
+            f" cuda:{connection.device} on this rank (device_id=, or LOCAL_RANK)",
+            op=name,
+        )
 
     def _no_device(self, name: str) -> DistArgumentError:
         return DistArgumentError(
@@ -363,7 +362,8 @@ class NCCLBackend(Backend):
         with self._lock:
             self._state.check()
             connection = self.connection or self._connect(regions[0].device, deadline)
-            self._check_device(connection, "register", regions[0].device)
+            if regions[0].device != connection.device:
+                raise self._other_device(connection, "register", regions[0].device)
             with on_device(self.cuda, connection.device), self.supervision.timeouts_end_the_group():
                 return connection.memory.register(memory, regions, symmetric, deadline, self._unregister)
 
@@ -386,7 +386,8 @@ class NCCLBackend(Backend):
             if self.connection is None:
                 raise no_window(call, self.context.name)
             connection = self.connection
-            self._check_device(connection, call.op.name, buffer.device.index)
+            if buffer.device.index != connection.device:
+                raise self._other_device(connection, call.op.name, buffer.device.index)
             connection.memory.prepare_one_sided(call)
             with connection.streams.device_context(buffer.stream):
                 self._run_on((call,), connection, buffer.stream)

@@ -57,16 +57,24 @@ class WindowAgreement:
             DistArgumentError: calls or extents differ between the members.
             OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.decide`.
         """
+        prefix, previous = self._prefix(self._round + 1), self._prefix(self._round)
         self._round += 1
         freed, failed = decide(
             self._context,
-            f"nccl/{self._context.name}/window/{self._round}",
+            prefix,
             {"call": call, "extents": extents, "dropped": list(dropped), "failure": failure},
             Purpose(f"{call} of symmetric memory", f"call {call} for symmetric memory"),
             deadline,
             partial(_answer, self._context),
         )
+        store, rank = self._context.job.store, self._context.rank
+        store.delete_key(f"{prefix}/{rank}")  # rank 0 has read it
+        if rank == 0:
+            store.delete_key(f"{previous}/answer")  # all have read it
         return freed, failed
+
+    def _prefix(self, number: int) -> str:
+        return f"nccl/{self._context.name}/window/{number}"
 
 
 def _answer(context: Context, facts: list[dict[str, Any]]) -> tuple[list[int], str]:

@@ -468,7 +468,8 @@ def _windows() -> int:
 
 
 def dropped_at_different_times() -> list[int]:
-    """Symmetric arrays that rank 0 drops earlier than rank 1; the numbers of windows after each allocation."""
+    """Symmetric arrays that rank 0 drops earlier than rank 1: the numbers of windows after two allocations, and of the
+    store's keys that are left."""
     group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
     found = []
     first = group.symmetric_empty(16, "float64")
@@ -484,6 +485,10 @@ def dropped_at_different_times() -> list[int]:
     third = group.symmetric_empty(32, "float64")
     found.append(_windows())
     del third
+    dist.barrier()
+    store = world.current("test").job.store
+    found.append(sum("/window/" in key for key in store.list_keys()))
+    dist.barrier()
     dist.destroy_process_group(group)
     return found
 
