@@ -24,8 +24,7 @@ from unicoll.net import settings
 __all__ = [
     "RANKS_PER_ROOT",
     "SHARING",
-    "announce",
-    "await_announcement",
+    "STARTING",
     "exchange_ids",
     "member_facts",
     "roots",
@@ -36,7 +35,7 @@ SHARING = "UNICOLL_NCCL_SHARE_DEVICE"
 RANKS_PER_ROOT = "UNICOLL_NCCL_RANKS_PER_ROOT"
 """Ranks per id if NCCL takes several ids; its documentation and torch recommend 128."""
 MakeId = Callable[[], tuple[int, bytes]]
-_START = Purpose(
+STARTING = Purpose(
     "starting NCCL",
     "start NCCL",
     ". A group without a device starts NCCL at its first operation, sends and receives included; with device_id= of"
@@ -69,34 +68,19 @@ def exchange_ids(
     }
     if os.environ.get("NCCL_HOSTID"):
         facts["hostid"] = os.environ["NCCL_HOSTID"]
-    answer = decide(context, prefix, facts, _START, deadline, partial(_choose_roots, context, nccl, make_id))
+    answer = decide(
+        context, prefix, facts, STARTING, deadline, partial(_choose_roots, context, nccl, make_id)
+    )
     owners = roots(context.size, answer["roots"])
     keys = {f"{prefix}/id/{i}": owner for i, owner in enumerate(owners) if i}
     for key, owner in keys.items():
         if owner == context.rank:
-            store.set(key, json.dumps(outcome_of(context, partial(_new_id, context, nccl), _START)))
+            store.set(key, json.dumps(outcome_of(context, partial(_new_id, context, nccl), STARTING)))
     made = [answer["id"]]
     if keys:
-        await_keys(context, list(keys), _START, deadline, keys)
+        await_keys(context, list(keys), STARTING, deadline, keys)
         made += (value_of(context, json.loads(text)) for text in store.multi_get(list(keys)))
     return [bytes.fromhex(one) for one in made]
-
-
-def announce(context: Context, decision: str) -> None:
-    """Publish a decision of rank 0 for the new ranks of a group."""
-    context.job.store.set(f"nccl/{context.name}/announced", json.dumps(decision))
-
-
-def await_announcement(context: Context, deadline: float) -> str:
-    """Wait for the decision that rank 0 publishes.
-
-    Raises:
-        OperationTimeoutError, RankLostError: as :func:`exchange_ids`.
-    """
-    key = f"nccl/{context.name}/announced"
-    await_keys(context, [key], _START, deadline, {key: 0})
-    decision: str = json.loads(context.job.store.get(key))
-    return decision
 
 
 def roots(size: int, count: int) -> list[int]:
