@@ -46,7 +46,9 @@ def no_window(call: Call, group: str) -> DistArgumentError:
     )
 
 
-def set_up(comm: Communicator, blocking: bool, stream: int, lock: AbstractContextManager[Any]) -> None:
+def set_up(
+    comm: Communicator, blocking: bool, stream: int, lock: AbstractContextManager[Any], deadline: float
+) -> None:
     """Set one-sided operations up after a communicator's first window, on all ranks, as NCCL 2.31 does itself.
 
     NCCL 2.29 and 2.30 do it within the first one-sided operation of each rank, which waits for all ranks to make one,
@@ -58,16 +60,20 @@ def set_up(comm: Communicator, blocking: bool, stream: int, lock: AbstractContex
         blocking: whether it is.
         stream: of the group.
         lock: held by a thread that issues operations on the device.
+        deadline: on the clock of ``time.monotonic``.
     """
-    nccl = comm.nccl
+    nccl, what = comm.nccl, "setting one-sided operations up"
     if not nccl.has("ncclSignal") or nccl.version >= _SET_UP_BY_WINDOWS or not blocking:
         return
-    with lock:
+
+    def begin() -> int:
         code = nccl.signal(comm.rank, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, comm.handle, stream)
-        if code == SUCCESS:
-            code = nccl.wait_signal([(comm.rank, 1)], comm.handle, stream)
+        return code or nccl.wait_signal([(comm.rank, 1)], comm.handle, stream)
+
+    with lock:
+        code = comm.on_thread(begin, what, deadline)
     if code not in (SUCCESS, *_UNSUPPORTED):
-        raise comm.error(code, "setting one-sided operations up", None)
+        raise comm.error(code, what, None)
 
 
 def check_put(call: OneSidedCall, target: Region | None, windows: list[Region]) -> None:

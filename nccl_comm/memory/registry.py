@@ -27,10 +27,12 @@ class MemoryRegistry:
     Args:
         comm: the communicator.
         in_flight: the group's operations in flight.
-        set_up_one_sided: called after the first window, on all ranks.
+        set_up_one_sided: called after the first window, on all ranks, with a deadline.
     """
 
-    def __init__(self, comm: Communicator, in_flight: InFlight, set_up_one_sided: Callable[[], None]) -> None:
+    def __init__(
+        self, comm: Communicator, in_flight: InFlight, set_up_one_sided: Callable[[float], None]
+    ) -> None:
         self._comm = comm
         self._set_up_one_sided = set_up_one_sided
         self._had_window = False
@@ -40,12 +42,12 @@ class MemoryRegistry:
     def allocate(self, shape: tuple[int, ...], dtype: DType, deadline: float) -> DeviceArray:
         """A new array in symmetric memory; see :meth:`SymmetricMemory.allocate`."""
         made = self._symmetric.allocate(shape, dtype, deadline)
-        self._note_window(made.window)
+        self._note_window(made.window, deadline)
         return made
 
-    def _note_window(self, window: int) -> None:
+    def _note_window(self, window: int, deadline: float) -> None:
         if window and not self._had_window:
-            self._set_up_one_sided()
+            self._set_up_one_sided(deadline)
             self._had_window = True
 
     def register(
@@ -73,7 +75,7 @@ class MemoryRegistry:
             self._agree(regions, deadline)
         registered = RegisteredMemory(self._comm, memory, regions, symmetric, deadline, close)
         self._registered.append(registered)
-        self._note_window(next(iter(registered.windows), 0))
+        self._note_window(next(iter(registered.windows), 0), deadline)
         return registered
 
     def remove(self, registered: RegisteredMemory) -> None:

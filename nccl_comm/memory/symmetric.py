@@ -75,11 +75,7 @@ class SymmetricMemory:
             )
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         ptr = self._allocate(nbytes, deadline)
-        try:
-            window = comm.register_window(ptr, nbytes, deadline)
-        except BaseException:
-            nccl.mem_free(ptr)
-            raise
+        window = comm.register_window(ptr, nbytes, deadline)
         self._count += 1
         made = DeviceArray(self, self._count, ptr, window, shape, dtype, comm.device)
         self._arrays.add(made)

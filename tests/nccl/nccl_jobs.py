@@ -503,6 +503,29 @@ def alone_in_symmetric_memory(missing: int) -> tuple[str, str]:
     return said, after
 
 
+def registration_that_hangs() -> list[str]:
+    """NCCL does not return from a registration, as some versions do that lose a message."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=0.5)
+    nccl: Any = ranks.nccl()
+    released, done, memory = threading.Event(), threading.Event(), []
+
+    def window_register(comm: int, ptr: int, nbytes: int, symmetric: bool) -> Any:
+        memory.append(ptr)
+        released.wait(30.0)
+        done.set()
+        return 3, SimpleNamespace(value=None)
+
+    nccl.window_register = window_register
+    said = [_error(lambda: group.symmetric_empty(4)), _error(lambda: dist.barrier(group=group))]
+    del nccl.window_register
+    assert ranks.simulation().cuda.device_of(memory[0]) >= 0  # NCCL may still use it
+    released.set()
+    done.wait(30.0)
+    assert nccl.mem_free(memory[0]) == 0
+    dist.destroy_process_group(group)
+    return said
+
+
 def different_symmetric_memory() -> list[str]:
     """Windows that do not fit together, and an allocation that fails on one rank; then all is well."""
     me = dist.get_rank()

@@ -82,6 +82,12 @@ def test_a_rank_that_allocates_no_symmetric_memory_is_named_at_the_deadline(miss
     assert found[missing][1].startswith("OperationTimeoutError")
 
 
+def test_a_registration_that_hangs_fails_the_group_at_its_deadline() -> None:
+    for said in run(2, jobs.registration_that_hangs):
+        assert said[0].startswith("OperationTimeoutError: ncclCommWindowRegister of 16 bytes on group")
+        assert said[1].startswith("OperationTimeoutError")
+
+
 def test_windows_that_differ_between_ranks_are_refused_on_all() -> None:
     for said in run(2, jobs.different_symmetric_memory):
         assert said[0].startswith("DistArgumentError: symmetric_empty: ")
