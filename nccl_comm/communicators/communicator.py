@@ -162,7 +162,7 @@ class Communicator:
     def _check_deadline(self, what: str, deadline: float, call: Call | None) -> None:
         if time.monotonic() >= deadline:
             raise OperationTimeoutError(
-                f"{what} on group {self.context.name!r}: NCCL was still connecting at its deadline",
+                f"{what} on group {self.context.name!r}: NCCL had not returned by the deadline",
                 group=self.context.name,
                 op=call.op.name if call is not None else None,
             )

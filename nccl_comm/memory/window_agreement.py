@@ -63,7 +63,7 @@ class WindowAgreement:
             self._context,
             prefix,
             {"call": call, "extents": extents, "dropped": list(dropped), "failure": failure},
-            Purpose(f"{call} of symmetric memory", f"call {call} for symmetric memory"),
+            Purpose(f"registering memory ({call})", f"register memory ({call})"),
             deadline,
             partial(_answer, self._context),
         )

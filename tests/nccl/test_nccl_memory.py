@@ -76,7 +76,7 @@ def test_symmetric_memory_is_freed_when_all_ranks_have_dropped_it() -> None:
 def test_a_rank_that_allocates_no_symmetric_memory_is_named_at_the_deadline(missing: int) -> None:
     found = run(2, jobs.alone_in_symmetric_memory, missing)
     said, after = found[1 - missing]
-    assert said.startswith("OperationTimeoutError: symmetric_empty")
+    assert said.startswith("OperationTimeoutError: registering memory (symmetric_empty) for group")
     assert f"missing: rank {missing} (" in said
     assert after.startswith("OperationTimeoutError")
     assert found[missing][1].startswith("OperationTimeoutError")
