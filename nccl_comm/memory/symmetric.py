@@ -75,31 +75,28 @@ class SymmetricMemory:
             )
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         ptr = self._allocate(nbytes, deadline)
+        self._count += 1  # on all members, whether the registration succeeds on this one or not
         window = comm.register_window(ptr, nbytes, deadline)
-        self._count += 1
         made = DeviceArray(self, self._count, ptr, window, shape, dtype, comm.device)
         self._arrays.add(made)
         return made
 
     def _allocate(self, nbytes: int, deadline: float) -> int:
         """Memory on all members; if it is short, dropped memory is waited for once."""
-        comm, nccl, wait = self._comm, self._comm.nccl, 0.0
-        while True:
+        comm, nccl, failed = self._comm, self._comm.nccl, ""
+        for wait in (0.0, _FREE_S):
             code, ptr = nccl.mem_alloc(nbytes)
             failure = str(comm.error(code, f"ncclMemAlloc of {nbytes} bytes", None)) if code else ""
+            agreed = False
             try:
                 failed = self.agree("symmetric_empty", [Extent(nbytes)], failure, deadline, wait)
-                if not failed:
-                    return ptr
-                if wait:
-                    raise DistBackendError(f"symmetric_empty: {failed}", group=comm.context.name)
-                wait = _FREE_S
-            except BaseException:
-                if ptr:
+                agreed = not failed
+            finally:
+                if ptr and not agreed:
                     nccl.mem_free(ptr)
-                raise
-            if ptr:
-                nccl.mem_free(ptr)
+            if agreed:
+                return ptr
+        raise DistBackendError(f"symmetric_empty: {failed}", group=comm.context.name)
 
     def agree(
         self, call: str, extents: list[Extent], failure: str, deadline: float, wait: float = 0.0
