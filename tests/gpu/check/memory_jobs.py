@@ -17,7 +17,12 @@ from tests.gpu.check.record import Skip
 from tests.gpu.check.streaming_jobs import expect
 from unicoll.arrays.cuda import cuda, on_device
 
-__all__ = ["PROGRAMS", "a_group_of_two_grows_by_a_third_rank"]
+__all__ = ["COMPARING", "PROGRAMS", "a_group_of_two_grows_by_a_third_rank", "nccl_compares_symmetric_memory"]
+
+COMPARING = {"NCCL_CHECK_MODE": "DEBUG_GLOBAL"}
+"""NCCL compares the windows' offsets on the ranks in each collective. Otherwise only multicast on several GPUs would show
+a difference."""
+_COMPARES_SINCE = 22907
 
 _COUNT = 1 << 12
 _ROUNDS = 20
@@ -97,6 +102,13 @@ def symmetric_memory_is_dropped_at_different_times(k: Kit) -> dict[str, Any]:
             kept.append(x)
         del part, x, made
     return {"windows": windows}
+
+
+def nccl_compares_symmetric_memory(k: Kit) -> dict[str, Any]:
+    """As the program before, in processes with :data:`COMPARING`."""
+    if locate.nccl().version < _COMPARES_SINCE:
+        raise Skip("NCCL compares from 2.29.7 on")
+    return symmetric_memory_is_dropped_at_different_times(k)
 
 
 def puts_and_signals_arrive(k: Kit) -> dict[str, Any]:
