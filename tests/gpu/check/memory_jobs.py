@@ -20,8 +20,8 @@ from unicoll.arrays.cuda import cuda, on_device
 __all__ = ["COMPARING", "PROGRAMS", "a_group_of_two_grows_by_a_third_rank", "nccl_compares_symmetric_memory"]
 
 COMPARING = {"NCCL_CHECK_MODE": "DEBUG_GLOBAL"}
-"""NCCL compares the windows' offsets on the ranks in each collective. Otherwise only multicast on several GPUs would show
-a difference."""
+"""NCCL compares the offsets of symmetric memory on the ranks. Otherwise only multicast on several GPUs would show a
+difference."""
 _COMPARES_SINCE = 22907
 
 _COUNT = 1 << 12
