@@ -147,6 +147,13 @@ class Communicator:
             handle, self.handle = self.handle, 0
         return handle
 
+    def settle(self, code: int, what: str, deadline: float) -> None:
+        """Wait while NCCL is in progress with a call; raise its error."""
+        if code == IN_PROGRESS:
+            self.await_ready(what, deadline, None)
+        elif code:
+            raise self.error(code, what, None)
+
     def await_ready(self, what: str, deadline: float, call: Call | None) -> None:
         """Wait while NCCL is in progress; raise its error, or the group's."""
         for _ in backoff():
@@ -212,10 +219,7 @@ class Communicator:
         what = f"ncclCommWindowRegister of {nbytes} bytes"
         begin = partial(self.nccl.window_register, self.handle, ptr, nbytes, True)
         code, slot = self.on_thread(begin, what, deadline)
-        if code == IN_PROGRESS:
-            self.await_ready(what, deadline, None)
-        elif code:
-            raise self.error(code, what, None)
+        self.settle(code, what, deadline)
         return slot.value or 0
 
     # --- other communicators made from this one ---------------------------------------------------------------------

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from nccl_comm.call_options import AnyCommunicator
 from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.library.api import SUCCESS, Nccl
+from nccl_comm.library.api import Nccl
 from nccl_comm.library.structs import version_text
 from nccl_comm.library.types import BYTES
 from nccl_comm.memory.registration import Region
@@ -65,15 +66,12 @@ def set_up(
     nccl, what = comm.nccl, "setting one-sided operations up"
     if not nccl.has("ncclSignal") or nccl.version >= _SET_UP_BY_WINDOWS or not blocking:
         return
-
-    def begin() -> int:
-        code = nccl.signal(comm.rank, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, comm.handle, stream)
-        return code or nccl.wait_signal([(comm.rank, 1)], comm.handle, stream)
-
+    signal = partial(nccl.signal, comm.rank, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, comm.handle, stream)
     with lock:
-        code = comm.on_thread(begin, what, deadline)
-    if code not in (SUCCESS, *_UNSUPPORTED):
-        raise comm.error(code, what, None)
+        code = comm.on_thread(signal, what, deadline)
+        if code not in _UNSUPPORTED:
+            comm.settle(code, what, deadline)
+            comm.settle(nccl.wait_signal([(comm.rank, 1)], comm.handle, stream), what, deadline)
 
 
 def check_put(call: OneSidedCall, target: Region | None, windows: list[Region]) -> None:
