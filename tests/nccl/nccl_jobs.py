@@ -497,6 +497,7 @@ def alone_in_symmetric_memory(missing: int) -> tuple[str, str]:
     """An allocation in which a rank takes no part, and what the group does after it."""
     group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=1.0)
     said = _error(lambda: group.symmetric_empty(4)) if dist.get_rank() != missing else ""
+    dist.barrier()
     await_true(lambda: _error(lambda: dist.barrier(group=group)) != "nothing")
     after = _error(lambda: dist.barrier(group=group))
     dist.destroy_process_group(group)
