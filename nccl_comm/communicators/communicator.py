@@ -148,11 +148,14 @@ class Communicator:
         return handle
 
     def settle(self, code: int, what: str, deadline: float) -> None:
-        """Wait while NCCL is in progress with a call; raise its error."""
-        if code == IN_PROGRESS:
-            self.await_ready(what, deadline, None)
-        elif code:
+        """Wait while NCCL is in progress with a call; raise its error.
+
+        Success may mean that, too: some functions of NCCL (split, shrink, windows from 2.28 on) return it for a
+        non-blocking communicator though they have only begun.
+        """
+        if code not in (SUCCESS, IN_PROGRESS):
             raise self.error(code, what, None)
+        self.await_ready(what, deadline, None)
 
     def await_ready(self, what: str, deadline: float, call: Call | None) -> None:
         """Wait while NCCL is in progress; raise its error, or the group's."""
@@ -267,8 +270,8 @@ class Communicator:
     ) -> tuple[int, HandleSlot]:
         """Wait until this communicator has made another: the new handle may not be there before."""
         code, slot = made
-        if code == IN_PROGRESS:
-            self.await_ready(what, deadline, None)
+        if code in (SUCCESS, IN_PROGRESS):
+            self.settle(code, what, deadline)
             code = SUCCESS
         return code, slot
 

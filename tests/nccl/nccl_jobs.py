@@ -149,6 +149,24 @@ def not_waiting_within_nccl() -> list[float]:
     return found
 
 
+def split_and_shrunk_without_waiting() -> list[list[float]]:
+    """Parts of a group whose communicator is non-blocking, for which NCCL returns success before it has made them."""
+    me = dist.get_rank()
+    options = {"blocking": False}
+    group: Any = dist.new_group(backend="cuda:nccl", pg_options=options, device_id=me)
+    part: Any = dist.split_group(group, [[0, 2]], pg_options=options)
+    smaller: Any = group.shrink([0], pg_options=options) if me else None
+    found = []
+    for each in (part, smaller):
+        if each is not None:
+            x = arrays.full(1, me + 1.0)
+            dist.all_reduce(x, group=each)
+            found.append(x.numpy().tolist())
+            dist.destroy_process_group(each)
+    dist.destroy_process_group(group)
+    return found
+
+
 def coalesced() -> list[list[float]]:
     """Several all_reduces as one group call."""
     me = dist.get_rank()

@@ -169,6 +169,16 @@ class Calls:
                 return code
         return SUCCESS
 
+    @classmethod
+    def _begun(cls, *comms: Communicator | None) -> int:
+        """As :meth:`_result`, but success for a non-blocking communicator that is in progress.
+
+        NCCL (2.18 to 2.30) drops "in progress" in the functions that make a communicator from another, and from 2.28 on
+        in ncclCommWindowRegister.
+        """
+        code = cls._result(*comms)
+        return SUCCESS if code == IN_PROGRESS else code
+
     def _writer(self, slot: Slot, make: Callable[[], int]) -> Callable[[], None]:
         """A function that writes a new handle to its slot, as NCCL does later; a slot that is gone by then is a
         fault."""

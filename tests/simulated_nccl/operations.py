@@ -396,7 +396,7 @@ class Operations(Calls):
             found.defer(self._writer(slot, make))
             found.barrier(f"window at offset {found.place(window, nbytes)}")
             found.one_sided |= self._version >= SET_UP_BY_WINDOWS
-            return self._result(found)
+            return self._begun(found) if self._version >= 22800 else self._result(found)
 
         return self._call_on("ncclCommWindowRegister", Kind.USE, comm, register), slot
 
