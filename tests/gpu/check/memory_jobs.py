@@ -141,6 +141,27 @@ def puts_and_signals_arrive(k: Kit) -> dict[str, Any]:
     return {"rounds": _ROUNDS}
 
 
+def a_non_blocking_group_is_split_and_makes_a_window(k: Kit) -> dict[str, Any]:
+    """NCCL returns success for what it has only begun; operations in the part, and in its symmetric memory."""
+    options = {"blocking": False}
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=0, pg_options=options)
+    part: Any = dist.split_group(group, [list(range(dist.get_world_size()))], pg_options=options)
+    x = k.full(_COUNT, dist.get_rank() + 1)
+    dist.all_reduce(x, group=part)
+    expect(k, x, _sum(), "all_reduce in the part")
+    made = part.symmetric_empty(_COUNT) if locate.nccl().has("ncclCommWindowRegister") else None
+    if made is not None:
+        y = k.adopt(made)
+        y[...] = dist.get_rank() + 1
+        dist.all_reduce(y, group=part)
+        expect(k, y, _sum(), "all_reduce in symmetric memory")
+        del y
+    k.synchronize()
+    dist.destroy_process_group(part)
+    dist.destroy_process_group(group)
+    return {"window": made is not None}
+
+
 def a_group_of_two_grows_by_a_third_rank(k: Kit) -> dict[str, Any]:
     """Ranks 0 and 1 make a group and use it, rank 2 joins it; the smaller one ends."""
     me = dist.get_rank()
@@ -163,4 +184,5 @@ PROGRAMS: list[Program] = [
     registered_arrays_are_reduced,
     symmetric_memory_is_dropped_at_different_times,
     puts_and_signals_arrive,
+    a_non_blocking_group_is_split_and_makes_a_window,
 ]
