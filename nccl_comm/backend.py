@@ -28,7 +28,7 @@ from nccl_comm.in_flight import PendingWork
 from nccl_comm.library import locate
 from nccl_comm.library.api import Config, Nccl
 from nccl_comm.library.types import native_reduction
-from nccl_comm.memory.one_sided import check_one_sided
+from nccl_comm.memory.one_sided import check_one_sided, no_window
 from nccl_comm.memory.registration import RegisteredMemory, regions_of
 from nccl_comm.memory.symmetric import DeviceArray
 from nccl_comm.operations import OPERATIONS, batch
@@ -133,7 +133,8 @@ class NCCLBackend(Backend):
 
     def _adopt(self, comm: Communicator) -> Connection:
         high_priority = self._options.high_priority is not False
-        connection = Connection(comm, self._state, high_priority, self.supervision.sweep_often)
+        blocking = self._factory.config.blocking
+        connection = Connection(comm, self._state, high_priority, blocking, self.supervision.sweep_often)
         self.connection = connection
         self.supervision.start(connection)
         log.info("group %r: %s, cuda:%d", self.context.name, locate.describe(self.nccl), comm.device)
@@ -311,12 +312,15 @@ class NCCLBackend(Backend):
             connection = self._connect_for(call)
             self._state.check()  # the group may have failed while there was no communicator to abort
         if buffers and buffers[0].device.index != connection.device:
-            raise DistArgumentError(
-                f"{call.op.name}: the array is on {buffers[0].device}, but group {self.context.name!r} is bound to"
-                f" cuda:{connection.device} on this rank (device_id=, or LOCAL_RANK)",
-                op=call.op.name,
-            )
+            raise self._other_device(connection, call.op.name, buffers[0].device.index)
         return connection
+
+    def _other_device(self, connection: Connection, name: str, device: int | None) -> DistArgumentError:
+        return DistArgumentError(
+            f"{name}: the array is on cuda:{device}, but group {self.context.name!r} is bound to"
+            f" cuda:{connection.device} on this rank (device_id=, or LOCAL_RANK)",
+            op=name,
+        )
 
     def _no_device(self, name: str) -> DistArgumentError:
         return DistArgumentError(
@@ -348,15 +352,19 @@ class NCCLBackend(Backend):
             self._state.check()
             if self.connection is None:
                 raise self._no_device("symmetric_empty")
-            with on_device(self.cuda, self.connection.device):
-                return self.connection.memory.allocate(shape, dtype, self.context.timeout)
+            deadline = time.monotonic() + self.context.timeout
+            with on_device(self.cuda, self.connection.device), self.supervision.timeouts_end_the_group():
+                return self.connection.memory.allocate(shape, dtype, deadline)
 
     def register(self, memory: Any, symmetric: bool) -> RegisteredMemory:
         regions = regions_of(memory)
         deadline = time.monotonic() + self.context.timeout
         with self._lock:
-            connection = self._prepare_memory("register", regions[0].device, deadline)
-            with on_device(self.cuda, connection.device):
+            self._state.check()
+            connection = self.connection or self._connect(regions[0].device, deadline)
+            if regions[0].device != connection.device:
+                raise self._other_device(connection, "register", regions[0].device)
+            with on_device(self.cuda, connection.device), self.supervision.timeouts_end_the_group():
                 return connection.memory.register(memory, regions, symmetric, deadline, self._unregister)
 
     def _unregister(self, registered: RegisteredMemory) -> None:
@@ -372,26 +380,17 @@ class NCCLBackend(Backend):
 
     def one_sided(self, call: OneSidedCall) -> None:
         check_one_sided(call, self.nccl)
-        buffer, name = call.inputs[0], call.op.name
-        deadline = time.monotonic() + call.timeout
+        buffer = call.inputs[0]
         with self._lock:
-            connection = self._prepare_memory(name, buffer.device.index or 0, deadline)
-            if name == "put":
-                connection.memory.prepare_put(call)
+            self._state.check()
+            if self.connection is None:
+                raise no_window(call, self.context.name)
+            connection = self.connection
+            if buffer.device.index != connection.device:
+                raise self._other_device(connection, call.op.name, buffer.device.index)
+            connection.memory.prepare_one_sided(call)
             with connection.streams.device_context(buffer.stream):
                 self._run_on((call,), connection, buffer.stream)
-
-    def _prepare_memory(self, name: str, device: int, deadline: float) -> Connection:
-        """Refuse memory of another device; connect if necessary."""
-        self._state.check()
-        connection = self.connection if self.connection is not None else self._connect(device, deadline)
-        if device != connection.device:
-            raise DistArgumentError(
-                f"{name}: the memory is on cuda:{device}, but group {self.context.name!r} is bound to"
-                f" cuda:{connection.device} on this rank",
-                op=name,
-            )
-        return connection
 
     # --- failure and teardown -------------------------------------------------------------------------------------
 

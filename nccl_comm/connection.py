@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from nccl_comm.call_options import CommunicatorWithOptions
 from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.in_flight import InFlight
+from nccl_comm.memory.one_sided import set_up
 from nccl_comm.memory.registry import MemoryRegistry
 from nccl_comm.state import GroupState
 from nccl_comm.stream_order import StreamOrder
@@ -31,6 +32,7 @@ class Connection:
         comm: the communicator.
         state: of the group.
         high_priority: whether the group's stream has a high priority.
+        blocking: whether the communicator is.
         sweep_often: makes the watchdog sweep more often.
 
     Attributes:
@@ -44,7 +46,12 @@ class Connection:
     """
 
     def __init__(
-        self, comm: Communicator, state: GroupState, high_priority: bool, sweep_often: Callable[[], None]
+        self,
+        comm: Communicator,
+        state: GroupState,
+        high_priority: bool,
+        blocking: bool,
+        sweep_often: Callable[[], None],
     ) -> None:
         cuda, device = comm.cuda, comm.device
         self.comm = comm
@@ -54,7 +61,9 @@ class Connection:
         comm.scratch = cuda.allocate(device, SCRATCH_BYTES)
         self.streams = StreamOrder(cuda, device)
         self.in_flight = InFlight(cuda, device, self.stream, state, self.streams, sweep_often)
-        self.memory = MemoryRegistry(comm, self.in_flight.operations)
+        self.memory = MemoryRegistry(
+            comm, self.in_flight, partial(set_up, comm, blocking, self.stream, self.device_lock)
+        )
         self.with_options = lru_cache(_OPTIONS_CACHED)(partial(CommunicatorWithOptions, comm))
 
     def release(self) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -39,12 +41,10 @@ class Supervision:
 
     Attributes:
         watchdog: the process's watchdog, once the group has connected.
-        reaping: True while symmetric memory is being freed on another thread.
     """
 
     def __init__(self, context: Context, state: GroupState, lock: threading.RLock) -> None:
         self.watchdog: Watchdog | None = None
-        self.reaping = False
         self._context = context
         self._state = state
         self._lock = lock
@@ -89,9 +89,6 @@ class Supervision:
         try:
             connection.in_flight.reap()
             if self._state.error is None:
-                if not self.reaping and connection.memory.can_reap:
-                    self.reaping = True
-                    connection.comm.teardown_threads.start(self._reap_memory)
                 self._check_communicator(connection, now)
         except DistError as e:
             self._fail(e)
@@ -101,18 +98,6 @@ class Supervision:
         """Fail the group because a sweep raised: without sweeps no operation ends. On the watchdog's thread."""
         if self._state.error is None:
             self.abort(failure_diagnosis.thread_failed(self._context, cause))
-
-    def _reap_memory(self) -> None:
-        """Free symmetric memory unless a thread is in NCCL; a later sweep tries again."""
-        assert self._connection is not None
-        locked = self._lock.acquire(timeout=_LOCK_S)
-        try:
-            if locked:
-                self._connection.memory.reap()
-        finally:
-            self.reaping = False
-            if locked:
-                self._lock.release()
 
     def _check_communicator(self, connection: Connection, now: float) -> None:
         """Raise if NCCL reports an error, a member died or a deadline has passed."""
@@ -178,6 +163,15 @@ class Supervision:
         if control is not None:
             error = control.announce_failure(self._context.name, self._context.ranks, error)
         self.abort(error)
+
+    @contextmanager
+    def timeouts_end_the_group(self) -> Iterator[None]:
+        """Within the context a timeout fails the group: its members no longer agree on what they have registered."""
+        try:
+            yield
+        except OperationTimeoutError as e:
+            self._fail(e)
+            raise
 
     def abort(self, error: Exception) -> None:
         """Make every pending and later call raise ``error``; any thread, idempotent."""

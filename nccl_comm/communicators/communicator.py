@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
 
 from nccl_comm.communicators.teardown import TeardownThreads
 from nccl_comm.library.api import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
@@ -17,6 +19,8 @@ from unicoll.errors import DistError, OperationTimeoutError
 from unicoll.net import logs
 
 __all__ = ["Communicator"]
+
+_Result = TypeVar("_Result")
 
 _END_S = 10.0
 """How long NCCL may take to end a communicator before the thread that waits for it is abandoned."""
@@ -71,7 +75,7 @@ class Communicator:
         self.native_all_to_all = nccl.has("ncclAlltoAll")
         self._premul_ops: dict[tuple[int, bytes], int] = {}
         self._state_lock = threading.Lock()
-        code, self._slot = self._on_thread(begin, what, deadline)
+        code, self._slot = self.on_thread(begin, what, deadline)
         self.handle = self._slot.value or 0
         if code not in (SUCCESS, IN_PROGRESS):
             self.await_death_notice(code, None)
@@ -82,11 +86,9 @@ class Communicator:
             self.abort()
             raise
 
-    def _on_thread(
-        self, begin: Callable[[], tuple[int, HandleSlot]], what: str, deadline: float
-    ) -> tuple[int, HandleSlot]:
+    def on_thread(self, begin: Callable[[], _Result], what: str, deadline: float) -> _Result:
         """Call ``begin`` on another thread, which is abandoned at the deadline or when the group fails."""
-        answers: list[tuple[int, HandleSlot]] = []
+        answers: list[_Result] = []
         errors: list[BaseException] = []
 
         def run() -> None:
@@ -145,6 +147,16 @@ class Communicator:
             handle, self.handle = self.handle, 0
         return handle
 
+    def settle(self, code: int, what: str, deadline: float) -> None:
+        """Wait while NCCL is in progress with a call; raise its error.
+
+        Success may mean that, too: some functions of NCCL (split, shrink, windows from 2.28 on) return it for a
+        non-blocking communicator though they have only begun.
+        """
+        if code not in (SUCCESS, IN_PROGRESS):
+            raise self.error(code, what, None)
+        self.await_ready(what, deadline, None)
+
     def await_ready(self, what: str, deadline: float, call: Call | None) -> None:
         """Wait while NCCL is in progress; raise its error, or the group's."""
         for _ in backoff():
@@ -160,7 +172,7 @@ class Communicator:
     def _check_deadline(self, what: str, deadline: float, call: Call | None) -> None:
         if time.monotonic() >= deadline:
             raise OperationTimeoutError(
-                f"{what} on group {self.context.name!r}: NCCL was still connecting at its deadline",
+                f"{what} on group {self.context.name!r}: NCCL had not returned by the deadline",
                 group=self.context.name,
                 op=call.op.name if call is not None else None,
             )
@@ -202,6 +214,17 @@ class Communicator:
         for op in ops.values():
             self.nccl.redop_destroy(op, self.handle)
 
+    def register_window(self, ptr: int, nbytes: int, deadline: float) -> int:
+        """NCCL's handle of a new symmetric window, which all ranks register; 0 if NCCL has no use for one.
+
+        After an error NCCL may still use the memory: the registration may hang, and is abandoned then.
+        """
+        what = f"ncclCommWindowRegister of {nbytes} bytes"
+        begin = partial(self.nccl.window_register, self.handle, ptr, nbytes, True)
+        code, slot = self.on_thread(begin, what, deadline)
+        self.settle(code, what, deadline)
+        return slot.value or 0
+
     # --- other communicators made from this one ---------------------------------------------------------------------
 
     def split(self, context: Context | None, config: Config, deadline: float) -> Communicator | None:
@@ -215,7 +238,7 @@ class Communicator:
             )
 
         if context is None:
-            code, _ = self._on_thread(begin, "ncclCommSplit", deadline)
+            code, _ = self.on_thread(begin, "ncclCommSplit", deadline)
             if code:
                 raise self.error(code, "ncclCommSplit", None)
             return None
@@ -247,8 +270,8 @@ class Communicator:
     ) -> tuple[int, HandleSlot]:
         """Wait until this communicator has made another: the new handle may not be there before."""
         code, slot = made
-        if code == IN_PROGRESS:
-            self.await_ready(what, deadline, None)
+        if code in (SUCCESS, IN_PROGRESS):
+            self.settle(code, what, deadline)
             code = SUCCESS
         return code, slot
 

@@ -6,7 +6,10 @@ communicator (from 2.29). The new ranks cannot know; rank 0 announces the decisi
 
 from __future__ import annotations
 
-from nccl_comm.communicators.bootstrap import announce, await_announcement
+import json
+
+from nccl_comm.communicators.agreement import await_keys
+from nccl_comm.communicators.bootstrap import STARTING
 from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.communicators.devices import bound_device
 from unicoll.arrays.cuda import Cuda
@@ -26,13 +29,24 @@ def decide_growth(context: Context, parent: Communicator | None) -> str:
     else:
         decision = GROW if parent.nccl.has("ncclCommGrow") else RECONNECT
     if context.rank == 0:
-        announce(context, decision)
+        context.job.store.set(_key(context), json.dumps(decision))
     return decision
 
 
 def await_growth(context: Context, deadline: float) -> str:
-    """The members' decision, on a new rank."""
-    return await_announcement(context, deadline)
+    """The members' decision, on a new rank.
+
+    Raises:
+        OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.decide`.
+    """
+    key = _key(context)
+    await_keys(context, [key], STARTING, deadline, {key: 0})
+    decision: str = json.loads(context.job.store.get(key))
+    return decision
+
+
+def _key(context: Context) -> str:
+    return f"nccl/{context.name}/announced"
 
 
 def device_of_new_rank(context: Context, cuda: Cuda) -> int:

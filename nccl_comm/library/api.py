@@ -164,7 +164,8 @@ class Nccl(Operations, Protocol):
     def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, HandleSlot]:
         """With ``color`` None this rank takes part without becoming a member.
 
-        The handle may be written later, while ``comm`` is in progress; without a color it stays None.
+        The handle may be written later, while ``comm`` is in progress, also where the code is success; without a color
+        it stays None.
         """
 
     def comm_shrink(
@@ -210,7 +211,7 @@ class Nccl(Operations, Protocol):
     def mem_alloc(self, nbytes: int) -> tuple[int, int]: ...
     def mem_free(self, ptr: int) -> int: ...
     def window_register(self, comm: int, ptr: int, nbytes: int, symmetric: bool) -> tuple[int, HandleSlot]:
-        """The window may be written later, while ``comm`` is in progress."""
+        """The window may be written later, while ``comm`` is in progress, also where the code is success."""
 
     def window_deregister(self, comm: int, window: int) -> int: ...
     def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
-from nccl_comm.library.api import IN_PROGRESS, UNIQUE_ID_BYTES, Config, HandleSlot, Operations
+from nccl_comm.library.api import UNIQUE_ID_BYTES, Config, HandleSlot, Operations
 from nccl_comm.library.structs import (
     NO_COLOR,
     ConfigStruct,
@@ -305,9 +305,11 @@ class Bindings:
     # --- helpers ---
 
     def _keep(self, code: int, slot: c_void_p) -> tuple[int, c_void_p]:
-        """Keep the memory to which NCCL will write, for good: a caller that stops waiting may drop the slot."""
-        if code == IN_PROGRESS:
-            self._slots.append(slot)
+        """Keep the memory to which NCCL will write, for good: a caller that stops waiting may drop the slot.
+
+        The code does not tell whether NCCL has written: it can be success for what has only begun.
+        """
+        self._slots.append(slot)
         return code, slot
 
     def _function(self, symbol: str, direct: bool = False) -> Callable[..., Any]:

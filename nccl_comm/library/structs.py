@@ -74,7 +74,7 @@ _MEMBERS: _Members = (
     (22900, "graphUsageMode", c_int),
     (22900, "numRmaCtx", c_int),
     (23000, "maxP2pPeers", c_int),
-    (23000, "graphStreamOrdering", c_int),
+    (23006, "graphStreamOrdering", c_int),
     (23100, "launchOrderImplicit", c_int),
     (23100, "numRmaSig", c_int),
     (23100, "rmaEagerInit", c_int),

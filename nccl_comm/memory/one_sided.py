@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 from nccl_comm.call_options import AnyCommunicator
+from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.library.api import Nccl
 from nccl_comm.library.structs import version_text
 from nccl_comm.library.types import BYTES
@@ -12,11 +16,15 @@ from nccl_comm.memory.registration import Region
 from unicoll.backend import Call, OneSidedCall
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 
-__all__ = ["ONE_SIDED", "check_one_sided", "check_put"]
+__all__ = ["ONE_SIDED", "check_one_sided", "check_put", "no_window", "set_up"]
 
 _SIGNAL_INDEX = _CONTEXT = 0
 """NCCL has one of each so far."""
 _NO_FLAGS = 0
+_SET_UP_BY_WINDOWS = 23100
+"""The first version that sets one-sided operations up with a communicator's first window."""
+_UNSUPPORTED = (4, 5)
+"""Codes for devices without a suitable transport, and for drivers before CUDA 12.5."""
 
 
 def check_one_sided(call: Call, nccl: Nccl) -> None:
@@ -28,6 +36,42 @@ def check_one_sided(call: Call, nccl: Nccl) -> None:
         )
     if call.inputs[0].device.type != "cuda":
         raise DistArgumentError(f"{call.op.name}: {call.inputs[0]} is not on a GPU", op=call.op.name)
+
+
+def no_window(call: Call, group: str) -> DistArgumentError:
+    """The error of a call in a group that has had no symmetric window."""
+    return DistArgumentError(
+        f"{call.op.name}: group {group!r} has had no symmetric window, with which NCCL sets one-sided operations up:"
+        " call symmetric_empty() or register(symmetric=True) on all ranks before",
+        op=call.op.name,
+    )
+
+
+def set_up(
+    comm: Communicator, blocking: bool, stream: int, lock: AbstractContextManager[Any], deadline: float
+) -> None:
+    """Set one-sided operations up after a communicator's first window, on all ranks, as NCCL 2.31 does itself.
+
+    NCCL 2.29 and 2.30 do it within the first one-sided operation of each rank, which waits for all ranks to make one,
+    though the others may have none to make. So each rank signals itself here. A non-blocking communicator that cannot
+    signal would not survive that: with those it is left to the first operation.
+
+    Args:
+        comm: the communicator.
+        blocking: whether it is.
+        stream: of the group.
+        lock: held by a thread that issues operations on the device.
+        deadline: on the clock of ``time.monotonic``.
+    """
+    nccl, what = comm.nccl, "setting one-sided operations up"
+    if not nccl.has("ncclSignal") or nccl.version >= _SET_UP_BY_WINDOWS or not blocking:
+        return
+    signal = partial(nccl.signal, comm.rank, _SIGNAL_INDEX, _CONTEXT, _NO_FLAGS, comm.handle, stream)
+    with lock:
+        code = comm.on_thread(signal, what, deadline)
+        if code not in _UNSUPPORTED:
+            comm.settle(code, what, deadline)
+            comm.settle(nccl.wait_signal([(comm.rank, 1)], comm.handle, stream), what, deadline)
 
 
 def check_put(call: OneSidedCall, target: Region | None, windows: list[Region]) -> None:

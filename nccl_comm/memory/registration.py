@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.library.api import IN_PROGRESS
 from nccl_comm.library.structs import version_text
 from unicoll.arrays.conversion import as_buffer
 from unicoll.backend import Registration
@@ -62,7 +61,7 @@ class RegisteredMemory(Registration):
         communicator: the communicator.
         memory: the user's array or pool, kept alive until the end.
         regions: its memory.
-        symmetric: whether windows are wanted, if this NCCL has them.
+        symmetric: whether windows are wanted; this NCCL has them.
         deadline: on the clock of ``time.monotonic``.
         release: called with this registration by :meth:`close`.
 
@@ -93,9 +92,7 @@ class RegisteredMemory(Registration):
         self.windows: list[int] = []
         try:
             for region in regions:
-                window = (
-                    self._window(region, deadline) if symmetric and nccl.has("ncclCommWindowRegister") else 0
-                )
+                window = communicator.register_window(region.ptr, region.nbytes, deadline) if symmetric else 0
                 if window:
                     self._handles.append((nccl.window_deregister, window))
                     self.windows.append(window)
@@ -104,15 +101,6 @@ class RegisteredMemory(Registration):
         except BaseException:
             self.deregister()
             raise
-
-    def _window(self, region: Region, deadline: float) -> int:
-        comm, what = self._communicator, f"ncclCommWindowRegister of {region.nbytes} bytes"
-        code, slot = comm.nccl.window_register(comm.handle, region.ptr, region.nbytes, True)
-        if code == IN_PROGRESS:
-            comm.await_ready(what, deadline, None)
-        elif code:
-            raise comm.error(code, what, None)
-        return slot.value or 0
 
     def _buffer(self, region: Region) -> int:
         comm = self._communicator

@@ -5,30 +5,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 from weakref import WeakSet
 
 from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.in_flight import PendingWork
-from nccl_comm.library.api import IN_PROGRESS
+from nccl_comm.in_flight import InFlight, PendingWork
 from nccl_comm.library.structs import version_text
+from nccl_comm.memory.window_agreement import Extent, WindowAgreement
 from unicoll.arrays.buffer import current_streams
-from unicoll.arrays.cuda import LEGACY_STREAM, CudaError, await_event, on_device
+from unicoll.arrays.cuda import LEGACY_STREAM, CudaError, backoff, on_device
 from unicoll.arrays.types import DType
-from unicoll.errors import BackendUnavailableError
+from unicoll.errors import BackendUnavailableError, DistBackendError
 
 __all__ = ["DeviceArray", "SymmetricMemory"]
 
-_REAP_S = 5.0
+_FREE_S = 5.0
+"""How long dropped memory that is needed, or would be left over, is waited for."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Dropped:
     """Memory without references, and the work that may still use it."""
 
+    number: int
     ptr: int
     window: int
     operations: tuple[PendingWork, ...]
@@ -38,54 +40,75 @@ class _Dropped:
 class SymmetricMemory:
     """A group's symmetric memory, from its allocation until it is freed.
 
-    ncclMemFree waits for nothing, and the last reference to an array may be dropped on any thread. So the memory is
-    freed later, on a thread that NCCL allows (:meth:`reap`): after the group's operations that were in flight, and
-    after the work that was then on the current streams of the thread that dropped the array.
+    ncclMemFree waits for nothing, and the last reference to an array may be dropped on any thread, and on each rank at
+    another time. So the memory is freed later: when the device has done the group's operations that were in flight, and
+    the work that was then on the current streams of the thread that dropped the array; and when all members have
+    dropped it, before they register another window (:class:`WindowAgreement`), or at the end of the group.
 
     Args:
         comm: the group's communicator.
-        operations: the group's operations in flight.
+        in_flight: the group's operations in flight.
+        agreement: of the members on windows.
     """
 
-    def __init__(self, comm: Communicator, operations: Iterable[PendingWork]) -> None:
+    def __init__(self, comm: Communicator, in_flight: InFlight, agreement: WindowAgreement) -> None:
         self._comm = comm
-        self._operations = operations
+        self._in_flight = in_flight
+        self._agreement = agreement
+        self._count = 0
         self._arrays: WeakSet[DeviceArray] = WeakSet()
         self._dropped: deque[_Dropped] = deque()
         self._ended = self._abandoned = False
 
-    def allocate(self, shape: tuple[int, ...], dtype: DType, timeout: float) -> DeviceArray:
+    def allocate(self, shape: tuple[int, ...], dtype: DType, deadline: float) -> DeviceArray:
         """Allocate and register; all members call this with the same size, on the communicator's device.
 
         Raises:
             BackendUnavailableError: this NCCL has no windows (they came with 2.27).
-            DistBackendError: NCCL could not allocate or register.
+            DistBackendError: NCCL could not allocate or register, on any rank.
+            DistArgumentError, OperationTimeoutError, RankLostError: as :meth:`WindowAgreement.reach`.
         """
         comm, nccl = self._comm, self._comm.nccl
         if not nccl.has("ncclCommWindowRegister"):
             raise BackendUnavailableError(
                 f"symmetric_empty: NCCL {version_text(nccl.version)} has no windows, which came with 2.27"
             )
-        nbytes = dtype.itemsize
-        for size in shape:
-            nbytes *= size
-        code, ptr = nccl.mem_alloc(max(nbytes, 1))
-        if code:
-            raise comm.error(code, f"ncclMemAlloc of {nbytes} bytes", None)
-        code, window = nccl.window_register(comm.handle, ptr, max(nbytes, 1), True)
-        try:
-            if code == IN_PROGRESS:
-                comm.await_ready("ncclCommWindowRegister", time.monotonic() + timeout, None)
-            elif code:
-                raise comm.error(code, "ncclCommWindowRegister", None)
-        except BaseException:
-            nccl.mem_free(ptr)
-            raise
-        made = DeviceArray(self, ptr, window.value or 0, shape, dtype, comm.device)
+        nbytes = max(prod(shape) * dtype.itemsize, 1)
+        ptr = self._allocate(nbytes, deadline)
+        self._count += 1  # on all members, whether the registration succeeds on this one or not
+        window = comm.register_window(ptr, nbytes, deadline)
+        made = DeviceArray(self, self._count, ptr, window, shape, dtype, comm.device)
         self._arrays.add(made)
         return made
 
-    def drop(self, ptr: int, window: int) -> None:
+    def _allocate(self, nbytes: int, deadline: float) -> int:
+        """Memory on all members; if it is short, dropped memory is waited for once."""
+        comm, nccl, failed = self._comm, self._comm.nccl, ""
+        for wait in (0.0, _FREE_S):
+            code, ptr = nccl.mem_alloc(nbytes)
+            failure = str(comm.error(code, f"ncclMemAlloc of {nbytes} bytes", None)) if code else ""
+            agreed = False
+            try:
+                failed = self.agree("symmetric_empty", [Extent(nbytes)], failure, deadline, wait)
+                agreed = not failed
+            finally:
+                if ptr and not agreed:
+                    nccl.mem_free(ptr)
+            if agreed:
+                return ptr
+        raise DistBackendError(f"symmetric_empty: {failed}", group=comm.context.name)
+
+    def agree(
+        self, call: str, extents: list[Extent], failure: str, deadline: float, wait: float = 0.0
+    ) -> str:
+        """Agree with the other members on the next windows, and free what all have dropped; a member's failure."""
+        until = time.monotonic() + wait
+        dropped = [one.number for one in list(self._dropped) if self._unused(one, until)]
+        freed, failed = self._agreement.reach(call, extents, dropped, failure, deadline)
+        self._free(freed)
+        return failed
+
+    def drop(self, number: int, ptr: int, window: int) -> None:
         """Take the memory of an array without references; any thread, since the garbage collector runs on any."""
         cuda, device, events = self._comm.cuda, self._comm.device, []
         if self._abandoned:
@@ -98,25 +121,32 @@ class SymmetricMemory:
                         cuda.record(events[-1], stream)
         except CudaError:  # the device has failed: the memory is not freed
             return
-        self._dropped.append(_Dropped(ptr, window, tuple(self._operations), tuple(events)))
+        operations = tuple(self._in_flight.operations)
+        self._dropped.append(_Dropped(number, ptr, window, operations, tuple(events)))
         if self._ended:
-            self.reap(time.monotonic() + _REAP_S)
-
-    @property
-    def ready(self) -> bool:
-        """True if :meth:`reap` can free memory."""
-        return bool(self._dropped) and self._unused(self._dropped[0], 0.0)
+            self._free_unused()
 
     def _unused(self, one: _Dropped, deadline: float) -> bool:
-        return all(work.done for work in one.operations) and all(
-            await_event(self._comm.cuda, e, deadline) for e in one.events
-        )
+        """True if the device no longer uses dropped memory; waits for that until the deadline."""
+        for _ in backoff():
+            if all(self._in_flight.is_done(work) for work in one.operations) and all(
+                self._comm.cuda.event_done(event) for event in one.events
+            ):
+                return True
+            if time.monotonic() >= deadline:
+                break
+        return False
 
-    def reap(self, deadline: float = 0.0) -> None:
-        """Free the memory that the device no longer uses; no other thread is in NCCL with the communicator."""
+    def _free_unused(self) -> None:
+        """Free all dropped memory that the device no longer uses after some seconds."""
+        until = time.monotonic() + _FREE_S
+        self._free([one.number for one in list(self._dropped) if self._unused(one, until)])
+
+    def _free(self, numbers: Container[int]) -> None:
+        """Free dropped memory that the device no longer uses; no other thread is in NCCL with the communicator."""
         comm = self._comm
-        while self._dropped and self._unused(self._dropped[0], deadline):
-            one = self._dropped.popleft()
+        for one in [one for one in list(self._dropped) if one.number in numbers]:
+            self._dropped.remove(one)
             window = one.window if comm.handle else 0  # windows end with their communicator
             if not window or not comm.nccl.window_deregister(comm.handle, window):
                 comm.nccl.mem_free(one.ptr)
@@ -130,7 +160,7 @@ class SymmetricMemory:
 
     def deregister(self) -> None:
         """Deregister all windows before the communicator ends; nothing is in flight. The memory stays allocated."""
-        self.reap(time.monotonic() + _REAP_S)
+        self._free_unused()
         for array in list(self._arrays):
             array.deregister(self._comm)
 
@@ -138,14 +168,15 @@ class SymmetricMemory:
         """Called after the communicator has ended, or with ``ended=False`` was abandoned: its kernels may still run."""
         self._ended, self._abandoned = True, not ended
         if ended:
-            self.reap(time.monotonic() + _REAP_S)
+            self._free_unused()
 
 
 class DeviceArray:
     """An array in symmetric memory; CuPy and torch use it through ``__cuda_array_interface__``.
 
-    Its memory is freed after the group's operations in flight, and after the work on the current streams of the thread
-    that drops the last reference. Wait for other streams that use the array before you drop it.
+    Its memory is freed once all ranks have dropped their last reference: before the next symmetric memory of the group,
+    or at the group's end, after the group's operations in flight and the work on the current streams of the thread that
+    dropped it. Wait for other streams that use the array before you drop it.
 
     Attributes:
         shape, dtype: of the array; a type that NumPy lacks is an unsigned integer type of its size.
@@ -153,9 +184,17 @@ class DeviceArray:
     """
 
     def __init__(
-        self, owner: SymmetricMemory, ptr: int, window: int, shape: tuple[int, ...], dtype: DType, device: int
+        self,
+        owner: SymmetricMemory,
+        number: int,
+        ptr: int,
+        window: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        device: int,
     ) -> None:
         self._owner = owner
+        self._number = number
         self._ptr = ptr
         self._window = window
         self.shape = shape
@@ -196,7 +235,7 @@ class DeviceArray:
             comm.nccl.window_deregister(comm.handle, window)
 
     def __del__(self) -> None:
-        self._owner.drop(self._ptr, self._window)
+        self._owner.drop(self._number, self._ptr, self._window)
 
     def __repr__(self) -> str:
         return f"<DeviceArray {self.dtype.name}{list(self.shape)} on cuda:{self.device}, symmetric>"

@@ -376,6 +376,30 @@ def nccls_memory_can_be_registered(b: Bench) -> None:
         assert b.nccl.mem_free(ptr) == SUCCESS
 
 
+def a_rank_writes_and_signals_to_itself(b: Bench) -> None:
+    """unicoll sets one-sided operations of NCCL 2.29 and 2.30 up by a signal of each rank to itself."""
+    if not b.nccl.has("ncclPutSignal"):
+        return
+    nbytes = 2 << 20
+    with b.communicator() as comm:
+        code, ptr = b.nccl.mem_alloc(nbytes)
+        assert code == SUCCESS, b.nccl.last_error()
+        code, slot = b.nccl.window_register(comm, ptr, nbytes, True)
+        b.settle(comm, code, "ncclCommWindowRegister")
+        if slot.value and b.nccl.signal(0, 0, 0, 0, comm, b.stream) == SUCCESS:  # else there is no transport
+            b.settle(comm, b.nccl.wait_signal([(0, 1)], comm, b.stream), "ncclWaitSignal")
+            values = np.arange(COUNT, dtype=np.float32)
+            b.cuda.copy(ptr, b.up(values), values.nbytes, b.stream)
+            code = b.nccl.put_signal(ptr, COUNT, F32, 0, slot.value, 1 << 20, 0, 0, 0, comm, b.stream)
+            b.settle(comm, code, "ncclPutSignal")
+            b.settle(comm, b.nccl.wait_signal([(0, 1)], comm, b.stream), "ncclWaitSignal")
+            assert np.array_equal(b.down(ptr + (1 << 20), np.float32), values)
+        b.finish()
+        if slot.value:
+            b.settle(comm, b.nccl.window_deregister(comm, slot.value), "ncclCommWindowDeregister")
+        assert b.nccl.mem_free(ptr) == SUCCESS
+
+
 def invalid_arguments_are_refused(b: Bench) -> None:
     """An element type that there is not: an argument error, and a blocking communicator can be used after it."""
     with b.communicator(Config(blocking=True)) as comm:
@@ -411,6 +435,7 @@ CHECKS: list[Callable[[Bench], None]] = [
     calls_can_have_options,
     a_communicator_can_be_split,
     nccls_memory_can_be_registered,
+    a_rank_writes_and_signals_to_itself,
     invalid_arguments_are_refused,
     a_communicator_can_be_revoked,
 ]

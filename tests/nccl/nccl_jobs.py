@@ -149,6 +149,24 @@ def not_waiting_within_nccl() -> list[float]:
     return found
 
 
+def split_and_shrunk_without_waiting() -> list[list[float]]:
+    """Parts of a group whose communicator is non-blocking, for which NCCL returns success before it has made them."""
+    me = dist.get_rank()
+    options = {"blocking": False}
+    group: Any = dist.new_group(backend="cuda:nccl", pg_options=options, device_id=me)
+    part: Any = dist.split_group(group, [[0, 2]], pg_options=options)
+    smaller: Any = group.shrink([0], pg_options=options) if me else None
+    found = []
+    for each in (part, smaller):
+        if each is not None:
+            x = arrays.full(1, me + 1.0)
+            dist.all_reduce(x, group=each)
+            found.append(x.numpy().tolist())
+            dist.destroy_process_group(each)
+    dist.destroy_process_group(group)
+    return found
+
+
 def coalesced() -> list[list[float]]:
     """Several all_reduces as one group call."""
     me = dist.get_rank()
@@ -402,8 +420,16 @@ class _Own:
     def __init__(self, nbytes: int) -> None:
         code, self.ptr = ranks.nccl().mem_alloc(nbytes)
         assert code == 0
-        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (self.ptr, False), "version": 3}
-        self.__cuda_array_interface__ = interface
+        self.__cuda_array_interface__ = self._interface(self.ptr, nbytes)
+
+    @staticmethod
+    def _interface(ptr: int, nbytes: int) -> dict[str, Any]:
+        return {"shape": (nbytes,), "typestr": "|u1", "data": (ptr, False), "version": 3}
+
+    def part(self, start: int, nbytes: int) -> Any:
+        """A part of the memory."""
+        interface = self._interface(self.ptr + start, nbytes)
+        return SimpleNamespace(__cuda_array_interface__=interface)
 
 
 class _Pool:
@@ -451,6 +477,110 @@ def registered(blocking: bool) -> dict[str, Any]:
     dist.destroy_process_group(group)
     found["after"] = (left.closed, _known())
     left.close()
+    return found
+
+
+def _windows() -> int:
+    """How many windows the groups have, and whether memory of their size is allocated."""
+    return _known()[0]
+
+
+def dropped_at_different_times() -> list[int]:
+    """Symmetric arrays that rank 0 drops earlier than rank 1: the numbers of windows after two allocations, and of the
+    store's keys that are left."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    found = []
+    first = group.symmetric_empty(16, "float64")
+    if dist.get_rank() == 0:
+        del first
+        gc.collect()
+        time.sleep(0.5)  # the watchdog sweeps
+    second = group.symmetric_empty(8, "float64")
+    found.append(_windows())
+    if dist.get_rank() == 1:
+        del first
+    del second
+    third = group.symmetric_empty(32, "float64")
+    found.append(_windows())
+    del third
+    dist.barrier()
+    store = world.current("test").job.store
+    found.append(sum("/window/" in key for key in store.list_keys()))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return found
+
+
+def alone_in_symmetric_memory(missing: int) -> tuple[str, str]:
+    """An allocation in which a rank takes no part, and what the group does after it."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=1.0)
+    said = _error(lambda: group.symmetric_empty(4)) if dist.get_rank() != missing else ""
+    dist.barrier()
+    await_true(lambda: _error(lambda: dist.barrier(group=group)) != "nothing")
+    after = _error(lambda: dist.barrier(group=group))
+    dist.destroy_process_group(group)
+    return said, after
+
+
+def registration_that_hangs() -> list[str]:
+    """NCCL does not return from a registration, as some versions do that lose a message."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=0.5)
+    nccl: Any = ranks.nccl()
+    released, done, memory = threading.Event(), threading.Event(), []
+
+    def window_register(comm: int, ptr: int, nbytes: int, symmetric: bool) -> Any:
+        memory.append(ptr)
+        released.wait(30.0)
+        done.set()
+        return 3, SimpleNamespace(value=None)
+
+    nccl.window_register = window_register
+    said = [_error(lambda: group.symmetric_empty(4)), _error(lambda: dist.barrier(group=group))]
+    del nccl.window_register
+    assert ranks.simulation().cuda.device_of(memory[0]) >= 0  # NCCL may still use it
+    released.set()
+    done.wait(30.0)
+    assert nccl.mem_free(memory[0]) == 0
+    dist.destroy_process_group(group)
+    return said
+
+
+def different_symmetric_memory() -> list[str]:
+    """Windows that do not fit together, and an allocation that fails on one rank; then all is well."""
+    me = dist.get_rank()
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=me)
+    own = _Own(1 << 14)
+    nccl: Any = ranks.nccl()
+    mem_alloc = nccl.mem_alloc
+    said = [
+        _error(lambda: group.symmetric_empty(4 + me)),
+        _error(lambda: group.register(own.part(4096 * me, 4096), symmetric=True)),
+        _error(lambda: group.register(own.part(512 * me, 4096), symmetric=True)),
+        _error(lambda: group.symmetric_empty(4096) if me else group.register(own, symmetric=True)),
+    ]
+    if me == 1:
+        nccl.mem_alloc = lambda nbytes: (1, 0)
+    said.append(_error(lambda: group.symmetric_empty(4)))
+    nccl.mem_alloc = mem_alloc
+    with group.register(own.part(4096, 4096), symmetric=True) as made:
+        said.append(f"{made.symmetric} {_known()}")
+    dist.destroy_process_group(group)
+    assert nccl.mem_free(own.ptr) == 0
+    return said
+
+
+def memory_for_a_second_attempt() -> int:
+    """An allocation that succeeds only once the dropped memory is freed; the windows after it."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    nccl: Any = ranks.nccl()
+    mem_alloc = nccl.mem_alloc
+    nccl.mem_alloc = lambda nbytes: (1, 0) if _windows() else mem_alloc(nbytes)
+    group.symmetric_empty(4)  # dropped at once
+    made = group.symmetric_empty(4)
+    nccl.mem_alloc = mem_alloc
+    found = _windows()
+    del made
+    dist.destroy_process_group(group)
     return found
 
 
@@ -640,20 +770,13 @@ def grown_without_waiting(blocking: bool) -> list[float]:
     return values
 
 
-def _on(memory: Any, count: int) -> arrays.Array:
-    """An array of float64 in symmetric memory."""
-    ptr = memory.__cuda_array_interface__["data"][0]
-    chunk: Any = SimpleNamespace(memory=memory)
-    return arrays.Array(chunk, dist.get_rank(), (count,), np.dtype(np.float64), (8,), ptr)
-
-
 def ping_pong(rounds: int, blocking: bool) -> list[Any]:
     """Two ranks write to each other's memory in turns, each adding one; then signals alone."""
     me = dist.get_rank()
     group: Any = dist.new_group(backend="cuda:nccl", device_id=me, pg_options={"blocking": blocking})
     source, own = group.symmetric_empty(4, "float64"), _Own(64)
     window = group.register(own, symmetric=True)
-    x, y = _on(source, 4), _on(own, 8)
+    x, y = arrays.adopt(source, "float64"), arrays.adopt(own, "float64")
     x.fill(0.0)
     y.fill(0.0)
     for _ in range(rounds):
@@ -682,7 +805,7 @@ def not_put() -> list[str]:
     me = dist.get_rank()
     group: Any = dist.new_group(backend="cuda:nccl", device_id=me)
     source = group.symmetric_empty(4, "float64")
-    x, plain = _on(source, 4), arrays.full(4, 1.0)
+    x, plain = arrays.adopt(source, "float64"), arrays.full(4, 1.0)
     with group.register(plain) as registered:
         said = [
             _error(lambda: group.put(x, 2, source)),
@@ -712,6 +835,36 @@ def put_with_an_old_nccl() -> str:
     connect()
     group: Any = dist.group.WORLD
     return _error(lambda: group.signal(0, arrays.full(1, 1.0)))
+
+
+def put_among_three() -> list[float]:
+    """Rank 0 writes to rank 1; rank 2 makes no one-sided call."""
+    me = dist.get_rank()
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=me)
+    own = group.symmetric_empty(4, "float64")
+    x = arrays.adopt(own, "float64")
+    x.fill(float(me))
+    dist.barrier()
+    if me == 0:
+        x.fill(7.0)
+        group.put(x, 1, own)
+        dist.barrier()  # rank 1 waits for the signal after it
+    else:
+        dist.barrier()
+    if me == 1:
+        group.wait_signal(0, x)
+    found: list[float] = x.numpy().tolist()
+    del x, own
+    dist.destroy_process_group(group)
+    return found
+
+
+def signal_without_a_window() -> str:
+    """A signal before any window."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    said = _error(lambda: group.signal(0, arrays.full(1, 1.0)))
+    dist.destroy_process_group(group)
+    return said
 
 
 def timed_by_a_host_backend() -> list[bool]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import unicoll as dist
 from nccl_comm.backend import NCCLBackend
-from nccl_comm.communicators import bootstrap, communicator
+from nccl_comm.communicators import agreement, communicator
 from nccl_comm.connection import Connection
 from tests.nccl.nccl_jobs import connect
 from tests.simulated_nccl import arrays, ranks
@@ -184,7 +184,7 @@ class _Recorder(logging.Handler):
 
 def a_first_message_between_two_of_three() -> list[str]:
     """Ranks 0 and 1 begin with a send and a receive; rank 2 joins once both have logged that they wait for it."""
-    bootstrap._WARNING_S = 0.2
+    agreement._WARNING_S = 0.2
     recorder, log = _Recorder(), logging.getLogger("unicoll")
     log.addHandler(recorder)
     log.propagate = False
@@ -344,25 +344,27 @@ def swept_in_nccl() -> bool:
 
 
 def symmetric_memory_dropped(by: str) -> list[tuple[str, int]]:
-    """Memory dropped while an operation or kernel uses it: the thread that frees it, and the unfinished accesses
-    then."""
+    """Memory dropped while an operation or kernel uses it, and new memory afterwards: the thread that frees the old
+    one, and the unfinished accesses then."""
     connect()
     sim = ranks.simulation()
     nccl: Any = ranks.nccl()
     mem_free, log = nccl.mem_free, []
+    made = _new_symmetric_memory()
+    ptr = made.__cuda_array_interface__["data"][0]
 
-    def freeing(ptr: int) -> Any:
-        block = sim.memory.find(ptr)
+    def freeing(address: int) -> Any:
+        block = sim.memory.find(address)
         assert block is not None
-        log.append((threading.current_thread().name, sum(not access.op.done for access in block.accesses)))
-        return 0 if log[-1][1] else mem_free(ptr)
+        used = sum(not access.op.done for access in block.accesses)
+        if address == ptr:
+            log.append((threading.current_thread().name, used))
+        return 0 if used else mem_free(address)
 
     nccl.mem_free = freeing
-    made = dist.group.WORLD.symmetric_empty((4,), "float64")  # type: ignore[union-attr]
-    ptr = made.__cuda_array_interface__["data"][0]
     stream = arrays.Stream()
     with stream:
-        view = arrays.Array(made, dist.get_rank(), (4,), made.dtype, (8,), ptr)
+        view = arrays.adopt(made)
         view.fill(1.0)
         sim.synchronize()
         finish = busy(stream.ptr)
@@ -375,16 +377,18 @@ def symmetric_memory_dropped(by: str) -> list[tuple[str, int]]:
             view += 1.0
         del view, made
         gc.collect()
-        backend = backend_of()
-        for _ in range(3):
-            sweep(backend, time.monotonic())
-        await_true(lambda: not backend.supervision.reaping)
+        others = [_new_symmetric_memory()]
         early = list(log)
         finish()
-        await_true(lambda: log)
         stream.synchronize()
+        others.append(_new_symmetric_memory())
+        found = early or list(log)
     del nccl.mem_free
-    return early or log
+    return found
+
+
+def _new_symmetric_memory() -> Any:
+    return dist.group.WORLD.symmetric_empty((4,), "float64")  # type: ignore[union-attr]
 
 
 def gathered_into_lists() -> list[list[float]]:

@@ -74,6 +74,10 @@ def test_a_communicator_may_be_non_blocking(pool: Callable[[int], Pool]) -> None
     assert pool(2).run(jobs.not_waiting_within_nccl) == [[8.0] * 3] * 2
 
 
+def test_non_blocking_communicators_are_split_and_shrunk() -> None:
+    assert run(3, jobs.split_and_shrunk_without_waiting) == [[[4.0]], [[5.0]], [[4.0], [5.0]]]
+
+
 def test_coalesced_operations_are_one(pool: Callable[[int], Pool]) -> None:
     for found in pool(2).run(jobs.coalesced):
         assert found == [[1.0 + 2 * i] * (3 + i) for i in range(4)]

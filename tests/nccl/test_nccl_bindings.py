@@ -211,13 +211,14 @@ def test_a_split_passes_color_key_and_config_and_the_slot_for_the_handle() -> No
     assert (seen["color"], seen["config"]["blocking"]) == (-1, 1)
 
 
-def test_the_slot_of_a_late_handle_outlives_its_caller() -> None:
+@pytest.mark.parametrize("code", [api.IN_PROGRESS, api.SUCCESS])
+def test_the_slot_of_a_late_handle_outlives_its_caller(code: int) -> None:
     made, nccl = bound()
     places: list[int] = []
 
     def split(*arguments: int) -> int:
         places.append(arguments[3])
-        return api.IN_PROGRESS
+        return code
 
     made.answers["ncclCommSplit"] = split
     nccl.comm_split(COMM, 0, 0, api.Config())

@@ -62,3 +62,46 @@ def test_a_group_of_host_arrays_registers_nothing() -> None:
             dist.group.WORLD.register(np.ones(2))
     finally:
         dist.destroy_process_group()
+
+
+# --- symmetric windows are the same on all ranks ------------------------------------------------------------------
+
+
+def test_symmetric_memory_is_freed_when_all_ranks_have_dropped_it() -> None:
+    """A window has the same offset on all ranks, else the job leaves a mismatch behind."""
+    assert run(2, jobs.dropped_at_different_times) == [[2, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_allocates_no_symmetric_memory_is_named_at_the_deadline(missing: int) -> None:
+    found = run(2, jobs.alone_in_symmetric_memory, missing)
+    said, after = found[1 - missing]
+    assert said.startswith("OperationTimeoutError: registering memory (symmetric_empty) for group")
+    assert f"missing: rank {missing} (" in said
+    assert after.startswith("OperationTimeoutError")
+    assert found[missing][1].startswith("OperationTimeoutError")
+
+
+def test_a_registration_that_hangs_fails_the_group_at_its_deadline() -> None:
+    for said in run(2, jobs.registration_that_hangs):
+        assert said[0].startswith("OperationTimeoutError: ncclCommWindowRegister of 16 bytes on group")
+        assert said[1].startswith("OperationTimeoutError")
+
+
+def test_windows_that_differ_between_ranks_are_refused_on_all() -> None:
+    for said in run(2, jobs.different_symmetric_memory):
+        assert said[0].startswith("DistArgumentError: symmetric_empty: ")
+        assert "rank 0" in said[0]
+        assert "rank 1" in said[0]
+        assert "at 4096" in said[1]
+        assert "rank 1" in said[2]
+        assert "512 bytes too far" in said[2]
+        assert "register" in said[3]
+        assert "symmetric_empty" in said[3]
+        assert said[4].startswith(("CudaError: ", "DistBackendError: "))
+        assert "rank 1" in said[4]
+        assert said[5] == "True (1, 0)"
+
+
+def test_memory_that_all_have_dropped_is_freed_for_an_allocation_that_needs_it() -> None:
+    assert run(2, jobs.memory_for_a_second_attempt) == [1, 1]

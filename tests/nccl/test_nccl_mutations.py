@@ -87,8 +87,8 @@ def test_without_a_safeguard_results_are_wrong_every_time(
         ("idle", "split_with_work_in_flight", (), [1, 1], {"backend": "nccl", "bound": True}),
         ("revoke", "a_thread_in_nccl", (False,), ["in", "abort", "out", "OperationTimeoutError"], {}),
         ("overdue", "late_but_ended", (), True, {}),
-        ("unused", "symmetric_memory_dropped", ("operation",), [("unicoll-nccl-end", 1)], {}),
-        ("unused", "symmetric_memory_dropped", ("kernel",), [("unicoll-nccl-end", 1)], {}),
+        ("unused", "symmetric_memory_dropped", ("operation",), [("MainThread", 1)], {}),
+        ("unused", "symmetric_memory_dropped", ("kernel",), [("MainThread", 1)], {}),
     ],
 )
 def test_without_a_safeguard_rules_of_nccl_are_broken(

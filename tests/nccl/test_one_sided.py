@@ -33,6 +33,19 @@ def test_invalid_puts_are_refused_and_a_missing_signal_has_a_deadline() -> None:
         assert "wait_signal" in said[7]
 
 
+@pytest.mark.parametrize("version", [23007, 23203])
+def test_ranks_without_one_sided_calls_hold_nobody_up(version: int) -> None:
+    """NCCL 2.29 and 2.30 wait for all ranks within the first one-sided call of each."""
+    assert run(3, jobs.put_among_three, version=version) == [[7.0] * 4, [7.0] * 4, [2.0] * 4]
+
+
+@pytest.mark.parametrize("version", [23007, 23203])
+def test_signals_need_a_window_on_all_ranks_before(version: int) -> None:
+    for said in run(2, jobs.signal_without_a_window, version=version):
+        assert said.startswith("DistArgumentError: signal: group")
+        assert "symmetric_empty" in said
+
+
 def test_an_old_nccl_is_refused_with_the_needed_version() -> None:
     for said in run(2, jobs.put_with_an_old_nccl, version=22809):
         expected = (

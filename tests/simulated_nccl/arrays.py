@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,18 @@ from unicoll.arrays.conversion import register_family
 from unicoll.arrays.types import BY_NAME, Device, DType
 from unicoll.errors import DistTypeError
 
-__all__ = ["Array", "Stream", "array", "current_stream", "device", "empty", "full", "simulation", "use"]
+__all__ = [
+    "Array",
+    "Stream",
+    "adopt",
+    "array",
+    "current_stream",
+    "device",
+    "empty",
+    "full",
+    "simulation",
+    "use",
+]
 
 Host = Any
 """A NumPy array."""
@@ -342,6 +354,16 @@ def array(values: Any, dtype: Any = None, on: int | None = None) -> Array:
     made = empty(host.shape, host.dtype, on)
     made.set(host)
     return made
+
+
+def adopt(memory: Any, dtype: Any = None) -> Array:
+    """An array in the memory of an object with ``__cuda_array_interface__``; a flat one if a type is given."""
+    interface = memory.__cuda_array_interface__
+    shape, typestr, ptr = interface["shape"], interface["typestr"], interface["data"][0]
+    like = np.empty(shape, typestr) if dtype is None else np.empty(shape, typestr).reshape(-1).view(dtype)
+    chunk: Any = SimpleNamespace(memory=memory)  # kept alive
+    on = simulation().cuda.device_of(ptr)
+    return Array(chunk, on, like.shape, like.dtype, like.strides, ptr)
 
 
 # --- the adapter for unicoll ---

@@ -15,7 +15,7 @@ from tests.simulated_nccl.rendezvous import RendezvousServer
 from tests.simulated_nccl.thread_rules import ActiveCalls, Kind
 from unicoll.arrays.cuda import CudaError
 
-__all__ = ["Calls", "Refused", "Slot"]
+__all__ = ["SET_UP_BY_WINDOWS", "Calls", "Refused", "Slot"]
 
 _SINCE = {
     "ncclCommRevoke": 22807,
@@ -42,6 +42,8 @@ _SINCE = {
     "ncclCommInitRankConfig": 21700,
 }
 """First versions of functions; the library has all others in every version."""
+SET_UP_BY_WINDOWS = 23100
+"""The first version that sets one-sided operations up with the first window, and not within the first of them."""
 
 
 class Refused(Exception):
@@ -163,11 +165,19 @@ class Calls:
             if comm is not None and not comm.config.blocking:
                 return IN_PROGRESS
         for comm in comms:
-            if comm is not None:
-                comm.wait_ready()
-                if comm.error != SUCCESS:
-                    return comm.error
+            if comm is not None and (code := comm.wait_ready()) != SUCCESS:
+                return code
         return SUCCESS
+
+    @classmethod
+    def _begun(cls, *comms: Communicator | None) -> int:
+        """As :meth:`_result`, but success for a non-blocking communicator that is in progress.
+
+        NCCL (2.18 to 2.30) drops "in progress" in the functions that make a communicator from another, and from 2.28 on
+        in ncclCommWindowRegister.
+        """
+        code = cls._result(*comms)
+        return SUCCESS if code == IN_PROGRESS else code
 
     def _writer(self, slot: Slot, make: Callable[[], int]) -> Callable[[], None]:
         """A function that writes a new handle to its slot, as NCCL does later; a slot that is gone by then is a

@@ -91,6 +91,7 @@ class Communicator:
         growths: number of times that it has grown.
         graphs: captured graphs with its kernels.
         windows, buffers: memory registered with it, by handle.
+        one_sided: True once one-sided operations have been set up.
     """
 
     def __init__(self, machine: Machine, size: int, rank: int, device: int, config: Config) -> None:
@@ -107,6 +108,8 @@ class Communicator:
         self.factors: dict[int, tuple[int, bytes]] = {}
         self.windows: dict[int, Range] = {}
         self.buffers: dict[int, Range] = {}
+        self.one_sided = False
+        self._places: dict[int, Range] = {}
         self.addresses: list[Address] = []
         self._ready = self._left = False
         self._deferred: list[Callable[[], None]] = []
@@ -159,12 +162,25 @@ class Communicator:
         names = ",".join(map(str, survivors))
         child.join(self.addresses[survivors[0]], f"{self.key}/{self._turn}-{names}")
 
-    def barrier(self) -> None:
-        """Be in progress until all ranks have called this."""
+    def barrier(self, value: object = None) -> None:
+        """Be in progress until all ranks have called this; a ``value`` that differs between them is a mismatch."""
         with self.machine.scheduler.lock:
             turn, self._turn = self._turn, self._turn + 1
             self._barriers.add(turn)
-        self._send(("barrier", turn))
+        self._send(("barrier", turn, value))
+
+    def place(self, window: int, nbytes: int) -> int:
+        """The offset of a new window in the communicator's address range: the first that is free, as in NCCL 2.28.
+
+        NCCL binds multicast addresses by it, so it has to be equal on all ranks.
+        """
+        offset = 0
+        for start, size in sorted(self._places.values()):
+            if offset + nbytes <= start:
+                break
+            offset = start + size
+        self._places[window] = (offset, nbytes)
+        return offset
 
     def defer(self, function: Callable[[], None]) -> None:
         """Call a function at the next poll; at once if the communicator is blocking."""
@@ -185,6 +201,8 @@ class Communicator:
             self._stopped += 1
             running, self._running = self._running, {}
             waiting, self._waiting = self._waiting, []
+            self._barriers.clear()
+            scheduler.changed.notify_all()
             for op, _ in waiting:
                 scheduler.finish(op)
             for kernel in running.values():
@@ -209,6 +227,7 @@ class Communicator:
     def remove_registration(self, registrations: dict[int, Range], handle: int) -> Range | None:
         """Remove a window or buffer; its memory, or None if there is none with that handle."""
         memory = registrations.pop(handle, None)
+        self._places.pop(handle, None)
         block = self.machine.memory.find(memory[0]) if memory is not None else None
         if block is not None:
             block.registered -= 1
@@ -279,11 +298,13 @@ class Communicator:
         with self.machine.scheduler.lock:
             return [op for s in self.machine.scheduler.streams for op in s.queue if op.owner is self]
 
-    def wait_ready(self) -> None:
-        """Block the host until the communicator is ready."""
+    def wait_ready(self) -> int:
+        """Block the host until the communicator is ready or stopped; the result code."""
+        stopped = self._stopped
         with self.machine.scheduler.changed:
-            while self.busy and self.error == SUCCESS:
+            while self.busy and self.error == SUCCESS and self._stopped == stopped:
                 self.machine.scheduler.changed.wait()
+            return self.error if self._stopped == stopped else Result.INTERNAL_ERROR
 
     # --- kernels ---
 
@@ -357,7 +378,7 @@ class Communicator:
             elif kind == "split":
                 self._splits.pop(message[1])(message[2], message[3])
             elif kind == "barrier":
-                self._barriers.remove(message[1])
+                self._barriers.discard(message[1])
             elif kind == "put":
                 self._receive_put(*message[1:])
             elif kind in ("collectives", "message"):

@@ -347,6 +347,12 @@ class SimulatedCuda(Cuda):
         op = Op(f"copy of {nbytes} bytes", body, reads=[(source, nbytes)], writes=[(to, nbytes)])
         self._scheduler.put(self.stream(stream), op)
 
+    def allocation(self, ptr: int) -> int:
+        block = self._memory.find(ptr)
+        if block is None or block.freed:
+            raise CudaError(f"cudaErrorInvalidValue: {ptr:#x} is no device memory")
+        return block.ptr
+
     def device_of(self, ptr: int) -> int:
         block = self._memory.find(ptr)
         return -1 if block is None or block.freed else block.device

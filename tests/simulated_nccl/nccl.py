@@ -109,7 +109,7 @@ class SimulatedNccl(OneSided):
                 parent.split(None, color, key, lambda: None)
             else:
                 parent.split(child, color, key, self._writer(slot, partial(self._add, child)))
-            return self._result(parent, child)
+            return self._begun(parent, child)
 
         return self._call_on("ncclCommSplit", Kind.USE, comm, split), slot
 
@@ -132,7 +132,7 @@ class SimulatedNccl(OneSided):
                 self._idle("ncclCommShrink without abort", parent)
             child = Communicator(self.machine, -1, -1, parent.device, config)
             parent.shrink(child, survivors, self._writer(slot, partial(self._add, child)))
-            return self._result(parent, child)
+            return self._begun(parent, child)
 
         return self._call_on("ncclCommShrink", Kind.USE, comm, shrink), slot
 
@@ -179,7 +179,7 @@ class SimulatedNccl(OneSided):
             child = Communicator(self.machine, size, own_rank, device, config)
             self._join(child, [own_id])
             slot.value = self._add(child)
-            return self._result(child)
+            return self._begun(child)
 
         return self._call_on("ncclCommGrow", Kind.USE, comm, grow), slot
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from nccl_comm.library.api import IN_PROGRESS, SUCCESS
-from tests.simulated_nccl.calls import Refused
+from tests.simulated_nccl.calls import SET_UP_BY_WINDOWS, Refused
 from tests.simulated_nccl.communicators import Communicator, Result
 from tests.simulated_nccl.operations import Operations
 from tests.simulated_nccl.thread_rules import Kind
@@ -58,6 +58,16 @@ class OneSided(Operations):
 
         return self._one_sided("ncclWaitSignal", comm, (), [peer for peer, _ in signals], prepare)
 
+    def _set_up(self, comm: Communicator) -> None:
+        """Wait for all ranks in the first operation, as NCCL before 2.31 does."""
+        if not comm.one_sided and self._version >= SET_UP_BY_WINDOWS:
+            raise Refused(Result.INVALID_USAGE, "no window was registered before")
+        if not comm.one_sided:
+            comm.one_sided = True
+            comm.barrier()
+            if comm.config.blocking and (code := comm.wait_ready()) != SUCCESS:
+                raise Refused(code, "stopped while it waited for the other ranks")
+
     def _one_sided(
         self,
         name: str,
@@ -75,6 +85,7 @@ class OneSided(Operations):
                 raise Refused(
                     Result.INVALID_ARGUMENT, f"{name}: {tuple(zeros)} are not 0, or no such ranks: {peers}"
                 )
+            self._set_up(found)
             found.defer(prepare(found))
             return SUCCESS if found.config.blocking else IN_PROGRESS
 

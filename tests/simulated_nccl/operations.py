@@ -11,7 +11,7 @@ from typing import cast
 
 from nccl_comm.library import api
 from nccl_comm.library.api import AVG, IN_PROGRESS, SUCCESS
-from tests.simulated_nccl.calls import Calls, Refused, Slot
+from tests.simulated_nccl.calls import SET_UP_BY_WINDOWS, Calls, Refused, Slot
 from tests.simulated_nccl.communicators import Communicator, Result, Task
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.reductions import NAMES, PREMUL_SUM, REDUCING, Signature, element
@@ -387,14 +387,16 @@ class Operations(Calls):
             if block is None or block.ptr not in self._own_memory:
                 raise Refused(Result.CUDA_ERROR, "the memory of a window was not made by cuMemCreate")
 
+            window = next(self._handles)
+
             def make() -> int:
-                window = next(self._handles)
                 found.add_registration(found.windows, window, memory)
                 return window
 
             found.defer(self._writer(slot, make))
-            found.barrier()
-            return self._result(found)
+            found.barrier(f"window at offset {found.place(window, nbytes)}")
+            found.one_sided |= self._version >= SET_UP_BY_WINDOWS
+            return self._begun(found) if self._version >= 22800 else self._result(found)
 
         return self._call_on("ncclCommWindowRegister", Kind.USE, comm, register), slot
 

@@ -35,7 +35,7 @@ class _Rendezvous:
         self._sends: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self._receives: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self._splits: dict[int, dict[int, tuple[Any, int]]] = defaultdict(dict)
-        self._barriers: dict[int, set[int]] = defaultdict(set)
+        self._barriers: dict[int, dict[int, Any]] = defaultdict(dict)
         self._departing: set[int] = set()
         self._stuck = False
 
@@ -116,11 +116,13 @@ class _Rendezvous:
             self._send(pair[0], ("message", number, i, None))
             self._send(pair[1], ("message", peer_number, j, data))
 
-    def barrier(self, rank: int, turn: int) -> None:
+    def barrier(self, rank: int, turn: int, value: Any) -> None:
         """A rank's part in a barrier of the hosts."""
         arrived = self._barriers[turn]
-        arrived.add(rank)
+        arrived[rank] = value
         if len(arrived) == self._size:
+            if len(set(arrived.values())) > 1:
+                self._send_all(("mismatch", f"values of communicator {self._key} by rank: {arrived}"))
             del self._barriers[turn]
             self._send_all(("barrier", turn))
 

@@ -106,6 +106,7 @@ NCCL_CONFIG_BYTES = {
     22707: 72,
     22809: 80,
     22907: 88,
+    23004: 96,
     23007: 96,
     23102: 112,
     23203: 120,
@@ -160,6 +161,7 @@ CUresult cuEventQuery(CUevent hEvent);
 CUresult cuEventElapsedTime(float* pMilliseconds, CUevent hStart, CUevent hEnd);
 CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize);
 CUresult cuMemFree_v2(CUdeviceptr dptr);
+CUresult cuMemGetAddressRange_v2(CUdeviceptr* pbase, size_t* psize, CUdeviceptr dptr);
 CUresult cuMemHostAlloc(void** pp, size_t bytesize, unsigned int Flags);
 CUresult cuMemFreeHost(void* p);
 CUresult cuMemcpyAsync(CUdeviceptr dst, CUdeviceptr src, size_t ByteCount, CUstream hStream);

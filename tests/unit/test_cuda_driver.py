@@ -375,6 +375,7 @@ def test_memory_is_allocated_on_the_device_with_a_positive_size(driver: CudaDriv
         return 0
 
     machine.answers |= {"cuMemAlloc_v2": allocate, "cuMemHostAlloc": putting(0, 0x7E00_0000_0000, c_void_p)}
+    machine.answers["cuMemGetAddressRange_v2"] = putting(0, 0x7F00_0000_0000, c_uint64)
     assert driver.allocate(1, 5 << 33) == 0x7F00_0000_0000
     assert where == [CONTEXTS[1]]
     assert machine.last("cuMemAlloc_v2")[1] == 5 << 33
@@ -384,6 +385,8 @@ def test_memory_is_allocated_on_the_device_with_a_positive_size(driver: CudaDriv
     assert machine.last("cuMemHostAlloc")[1:] == (3 << 33, 1)
     driver.copy(0x7F00_0000_0000, 0x7E00_0000_0000, 3 << 33, STREAM)
     assert machine.last("cuMemcpyAsync") == (0x7F00_0000_0000, 0x7E00_0000_0000, 3 << 33, STREAM)
+    assert driver.allocation(0x7F00_0000_0040) == 0x7F00_0000_0000
+    assert machine.last("cuMemGetAddressRange_v2")[1:] == (0, 0x7F00_0000_0040)
     driver.free(0x7F00_0000_0000)
     driver.unpin(0x7E00_0000_0000)
     assert machine.calls[-2:] == [

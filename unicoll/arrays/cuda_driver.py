@@ -71,6 +71,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventElapsedTime": (POINTER(c_float), _event, _event),
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemFree_v2": (_address,),
+    "cuMemGetAddressRange_v2": (POINTER(c_uint64), POINTER(c_size_t), _address),
     "cuMemHostAlloc": (_out, c_size_t, c_uint),
     "cuMemFreeHost": (c_void_p,),
     "cuMemcpyAsync": (_address, _address, c_size_t, _stream),
@@ -300,6 +301,12 @@ class CudaDriver(Cuda):
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy on a stream, between device and pinned memory in any direction; returns at once."""
         self._call("cuMemcpyAsync", to, source, nbytes, stream)
+
+    def allocation(self, ptr: int) -> int:
+        """The first address of the allocation of device memory that an address is in."""
+        start = c_uint64()
+        self._call("cuMemGetAddressRange_v2", byref(start), None, ptr)
+        return start.value
 
     def device_of(self, ptr: int) -> int:
         """The device that owns an address, -1 for host memory, pinned or not; managed memory has a device."""

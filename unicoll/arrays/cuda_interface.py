@@ -130,5 +130,9 @@ class Cuda(ABC):
         """Enqueue a copy on a stream, between device and pinned memory in any direction; returns at once."""
 
     @abstractmethod
+    def allocation(self, ptr: int) -> int:
+        """The first address of the allocation of device memory that an address is in."""
+
+    @abstractmethod
     def device_of(self, ptr: int) -> int:
         """The device that owns an address, or -1 for host memory."""

@@ -83,7 +83,8 @@ def symmetric_empty(
 
     On a GPU (NCCL) it is uninitialized memory in a window of the group (``ncclCommWindowRegister``), with
     ``__cuda_array_interface__``: ``torch.as_tensor(x, device="cuda")`` and ``cupy.asarray(x)`` use it in place. It
-    lasts until nothing refers to it; its window until the group is closed.
+    lasts until nothing refers to it on any rank, and then until the group's next symmetric memory or its end; its
+    window ends with the group.
 
     Args:
         shape: of the array.
@@ -91,7 +92,7 @@ def symmetric_empty(
         device: "cpu" or "cuda"; None is "cuda" in a group with NCCL.
 
     Raises:
-        DistArgumentError: on the CPU, the ranks pass different sizes; or a size is negative.
+        DistArgumentError: the ranks pass different sizes, or a size is negative.
         DistTypeError: no such element type.
         DistBackendError: there is not enough memory.
         BackendUnavailableError: the group's backend has no symmetric memory; NCCL has it since 2.27.
@@ -152,8 +153,9 @@ def fence(self: ProcessGroup, *, timeout: Timeout = None) -> None:
 def register(self: ProcessGroup, memory: Any, *, symmetric: bool = False) -> Registration:
     """Register memory of this rank's GPU with NCCL, which then moves it with fewer copies.
 
-    All members call it, each with memory of its own. It lasts until :meth:`Registration.close`, or until the group
-    is closed, and keeps ``memory`` alive. Arrays of parts of the memory are known, too.
+    All members call it, each with memory of its own; with ``symmetric`` it has one size on all of them, and begins at
+    the same multiple of 4096 bytes in its allocation. It lasts until :meth:`Registration.close`, or until the group is
+    closed, and keeps ``memory`` alive. Arrays of parts of the memory are known, too.
 
     Args:
         memory: a contiguous array, or a ``torch.cuda.MemPool``: the memory that it holds now, which is to be kept
@@ -166,7 +168,8 @@ def register(self: ProcessGroup, memory: Any, *, symmetric: bool = False) -> Reg
     Raises:
         BackendUnavailableError: the group has no NCCL, or one that is older than 2.19.
         DistTypeError: no array and no pool that tells its memory.
-        DistArgumentError: it is empty, not contiguous, not on the group's device, or in a window already.
+        DistArgumentError: it is empty, not contiguous, not on the group's device, in a window already, or would be a
+            window that differs between the ranks.
         DistError: NCCL refuses it, and why.
     """
     return self._backends.unstaged("cuda").register(memory, symmetric)

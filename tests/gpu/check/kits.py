@@ -110,9 +110,9 @@ class Kit(ABC):
         With a ``delay`` the device does not begin before the host has posted all of them.
         """
 
+    @abstractmethod
     def adopt(self, array: Any) -> Array:
         """An array of the library in the memory of one with ``__cuda_array_interface__``."""
-        raise NotImplementedError
 
 
 class CupyKit(Kit):
@@ -348,6 +348,9 @@ class SimulatedKit(Kit):
         body()
         self._sim.synchronize()
         return time.perf_counter() - began
+
+    def adopt(self, array: Any) -> Array:
+        return self._arrays.adopt(array)
 
 
 @contextmanager

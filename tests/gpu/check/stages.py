@@ -49,6 +49,7 @@ _ROWS = (
     Stage("exit", "programs that end without leaving", "faults:ending", 20),
     Stage("plugin", "torch.distributed over unicoll, 2 ranks", "plugin:two", 50),
     Stage("streams-2", "streams and lifetimes, 2 ranks", "streaming:two", 35),
+    Stage("memory", "registered memory, puts, a growing group: 2 and 3 ranks", "memory:both", 30),
     Stage("conformance-1", "conformance, 1 rank", "conformity:one", 20),
     Stage("conformance-2", "conformance, 2 ranks on the one GPU", "conformity:two", 35),
     Stage("conformance-4", "conformance, 4 ranks on the one GPU", "conformity:four", 40),

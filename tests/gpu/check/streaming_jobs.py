@@ -19,7 +19,7 @@ from tests.gpu.check import call_counts
 from tests.gpu.check.kits import Kit
 from tests.gpu.check.record import Skip
 
-__all__ = ["PROGRAMS", "every_operation"]
+__all__ = ["PROGRAMS", "every_operation", "expect"]
 
 _COUNT, _FEW = 1 << 20, 1 << 12
 _LATE_S = 0.2
@@ -43,7 +43,8 @@ def _sum(k: Kit) -> int:
     return n * (n + 1) // 2
 
 
-def _expect(k: Kit, array: Any, value: float, what: str) -> None:
+def expect(k: Kit, array: Any, value: float, what: str) -> None:
+    """Compare an array's elements with the value that all of them should have."""
     found = np.asarray(k.numpy(array))
     wrong = int((found != value).sum())
     assert not wrong, f"{what}: {wrong} of {found.size} elements are not {value}: {found[found != value][:4]}"
@@ -57,7 +58,7 @@ def a_late_producer_on_the_current_stream(k: Kit) -> None:
         x += dist.get_rank() + 1
         work = _start(dist.all_reduce, x)
         work.wait()
-    _expect(k, x, _sum(k), "all_reduce of a late array")
+    expect(k, x, _sum(k), "all_reduce of a late array")
 
 
 def a_late_producer_on_a_side_stream(k: Kit) -> None:
@@ -70,7 +71,7 @@ def a_late_producer_on_a_side_stream(k: Kit) -> None:
         work = _start(dist.all_reduce, x)
     work.wait()
     y = x * 2
-    _expect(k, y, 2 * _sum(k), "all_reduce of an array of a side stream")
+    expect(k, y, 2 * _sum(k), "all_reduce of an array of a side stream")
 
 
 def a_blocking_call_on_a_side_stream(k: Kit) -> None:
@@ -83,7 +84,7 @@ def a_blocking_call_on_a_side_stream(k: Kit) -> None:
         dist.all_reduce(x)
         x += 1
     with side:
-        _expect(k, x, _sum(k) + 1, "a blocking all_reduce between two kernels")
+        expect(k, x, _sum(k) + 1, "a blocking all_reduce between two kernels")
 
 
 def the_result_is_used_right_after_wait(k: Kit) -> None:
@@ -94,7 +95,7 @@ def the_result_is_used_right_after_wait(k: Kit) -> None:
         work = _start(dist.all_reduce, x)
         work.wait()
         y = x * 2
-    _expect(k, y, 2 * _sum(k), "a kernel right after wait()")
+    expect(k, y, 2 * _sum(k), "a kernel right after wait()")
 
 
 def strided_arrays_are_unpacked_in_order(k: Kit) -> None:
@@ -249,7 +250,7 @@ def callbacks_come_at_the_end(k: Kit) -> None:
         future = _start(dist.all_reduce, x).get_future()
         assert not future.done()
     assert future.result(20.0)[0] is x
-    _expect(k, x, dist.get_world_size(), "the array of a future")
+    expect(k, x, dist.get_world_size(), "the array of a future")
 
 
 def several_streams_take_turns(k: Kit) -> None:
@@ -268,25 +269,7 @@ def several_streams_take_turns(k: Kit) -> None:
                 x += i
     for i, (stream, x) in enumerate(zip(streams, arrays, strict=True)):
         with stream:
-            _expect(k, x, _sum(k) + 9 * dist.get_world_size() + i, f"stream {i}")
-
-
-def registered_memory_can_be_used(k: Kit) -> None:
-    """symmetric_empty() through the array library."""
-    group = dist.group.WORLD
-    assert group is not None
-    try:
-        made = group.symmetric_empty(4096)
-    except dist.BackendUnavailableError as e:
-        raise Skip(str(e)) from None
-    try:
-        x = k.adopt(made)
-    except NotImplementedError:
-        raise Skip(f"{k.name} takes no foreign arrays") from None
-    x[...] = dist.get_rank() + 1
-    dist.all_reduce(x)
-    _expect(k, x, _sum(k), "all_reduce in registered memory")
-    k.synchronize()
+            expect(k, x, _sum(k) + 9 * dist.get_world_size() + i, f"stream {i}")
 
 
 PROGRAMS: list[Program] = [
@@ -301,5 +284,4 @@ PROGRAMS: list[Program] = [
     wait_orders_and_synchronize_blocks,
     callbacks_come_at_the_end,
     several_streams_take_turns,
-    registered_memory_can_be_used,
 ]

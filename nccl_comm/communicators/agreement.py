@@ -1,0 +1,140 @@
+"""Decisions that rank 0 makes for all members of a group, through the job's store (TCP, a file, or MPI)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from unicoll.backend import Context
+from unicoll.errors import (
+    DistArgumentError,
+    DistBackendError,
+    DistError,
+    OperationTimeoutError,
+    RankLostError,
+    StoreTimeoutError,
+)
+from unicoll.net import logs
+
+__all__ = ["Purpose", "await_keys", "decide", "outcome_of", "value_of"]
+
+_KINDS: dict[str, type[DistError]] = {"argument": DistArgumentError, "timeout": OperationTimeoutError}
+"""Errors that keep their class on the other ranks; the rest become DistBackendError."""
+_CHECK_PERIOD_S = 1.0
+_WARNING_S = 20.0
+"""How long a rank waits for the others before it logs a warning."""
+
+
+class Purpose(NamedTuple):
+    """What the members agree on, for messages: "starting NCCL", "start NCCL", and a hint for who waits long."""
+
+    doing: str
+    to_do: str
+    hint: str = ""
+
+
+def decide(
+    context: Context,
+    prefix: str,
+    facts: dict[str, Any],
+    purpose: Purpose,
+    deadline: float,
+    choose: Callable[[list[dict[str, Any]]], Any],
+) -> Any:
+    """Publish this member's facts; rank 0's answer to the facts of all members, which call this, is returned.
+
+    Args:
+        context: the group.
+        prefix: of the store's keys; unused before.
+        facts: of this member, for JSON.
+        purpose: of the decision.
+        deadline: on the clock of ``time.monotonic``.
+        choose: gives the answer from the facts of all members, in group order; called on rank 0.
+
+    Raises:
+        DistError: ``choose`` has raised it on rank 0; it is raised on all members.
+        OperationTimeoutError: members were missing at the ``deadline``; the message names them.
+        RankLostError: a member died.
+    """
+    store = context.job.store
+    keys, answer = [f"{prefix}/{member}" for member in range(context.size)], f"{prefix}/answer"
+    members = {key: member for member, key in enumerate(keys)}
+    store.set(keys[context.rank], json.dumps(facts))
+    if context.rank:
+        await_keys(context, [answer], purpose, deadline, members)
+        return value_of(context, json.loads(store.get(answer)))
+
+    def chosen() -> Any:
+        await_keys(context, keys, purpose, deadline, members)
+        return choose([json.loads(text) for text in store.multi_get(keys)])
+
+    outcome = outcome_of(context, chosen, purpose)
+    store.set(answer, json.dumps(outcome))
+    return value_of(context, outcome)
+
+
+def outcome_of(context: Context, function: Callable[[], Any], purpose: Purpose) -> dict[str, Any]:
+    """The result of a function or its error, to be published; the control plane notifies of a lost rank."""
+    try:
+        return {"value": function()}
+    except RankLostError:
+        raise
+    except DistError as e:
+        for kind, error in _KINDS.items():
+            if isinstance(e, error):
+                return {"kind": kind, "error": str(e)}
+        return {"kind": "", "error": f"{context.who(context.rank)} could not {purpose.to_do}: {e}"}
+
+
+def value_of(context: Context, outcome: dict[str, Any]) -> Any:
+    """The result that a rank has published; raise the error if it published one."""
+    if "value" in outcome:
+        return outcome["value"]
+    raise _KINDS.get(outcome["kind"], DistBackendError)(outcome["error"], group=context.name)
+
+
+def await_keys(
+    context: Context, keys: list[str], purpose: Purpose, deadline: float, owners: Mapping[str, int]
+) -> None:
+    """Wait for keys of the store; check at every period whether all members are alive.
+
+    ``owners`` gives the keys that may be missing, and the member that sets each.
+    """
+    store, control = context.job.store, context.job.control
+    warn_at = time.monotonic() + _WARNING_S
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            store.wait(keys, max(0.001, min(_CHECK_PERIOD_S, left)))
+            return
+        except StoreTimeoutError:
+            pass
+        if time.monotonic() >= warn_at:
+            warn_at = deadline + _CHECK_PERIOD_S  # once
+            logs.logger("nccl").warning(
+                "group %r waits for all its members to %s; missing: %s%s",
+                context.name,
+                purpose.to_do,
+                _missing(context, owners),
+                purpose.hint,
+            )
+        if control is not None:
+            if (failure := control.group_failure(context.name)) is not None:
+                raise failure
+            for rank in context.ranks:
+                if rank in control.departed:
+                    reason = f"group {context.name!r} was {purpose.doing}: {control.departed[rank]}"
+                    raise RankLostError(reason, group=context.name, rank=rank)
+        if left <= _CHECK_PERIOD_S:
+            raise OperationTimeoutError(
+                f"{purpose.doing} for group {context.name!r} timed out; missing: {_missing(context, owners)}",
+                group=context.name,
+            )
+
+
+def _missing(context: Context, owners: Mapping[str, int]) -> str:
+    store = context.job.store
+    missing = [member for key, member in owners.items() if not store.check([key])]
+    return ", ".join(context.who(m) for m in missing[:16]) or context.who(0)

@@ -1,0 +1,96 @@
+"""Agreement of a group's members before each symmetric window, through the job's store.
+
+ncclCommWindowRegister waits for all ranks without limit, so a rank that is missing, or cannot take part, has to be
+found before it. And from 2.28 on NCCL places a window at the first free offset of an address range, which is also its
+multicast address. If a window were deregistered earlier on one rank than on another, the offsets of the next one would
+differ, and NCCL's kernels would write to the wrong memory. So the members also agree on the windows that all of them
+have dropped, and deregister those before they register the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from nccl_comm.communicators.agreement import Purpose, decide
+from unicoll.backend import Context
+from unicoll.errors import DistArgumentError
+
+__all__ = ["Extent", "WindowAgreement"]
+
+
+class Extent(NamedTuple):
+    """A window's bytes, and where in its allocation it begins."""
+
+    nbytes: int
+    offset: int = 0
+
+
+class WindowAgreement:
+    """The agreements of one group.
+
+    Args:
+        context: the group.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._round = 0
+
+    def reach(
+        self, call: str, extents: Sequence[Extent], dropped: Sequence[int], failure: str, deadline: float
+    ) -> tuple[list[int], str]:
+        """Agree on the next windows; all members call this.
+
+        Args:
+            call: "symmetric_empty" or "register".
+            extents: the windows, equal on all members.
+            dropped: numbers of the windows that this member has dropped and the device no longer uses.
+            failure: why this member cannot register its memory, or "".
+            deadline: on the clock of ``time.monotonic``.
+
+        Returns:
+            The numbers of the windows that all members have dropped, and a member's failure, with its name, or "".
+
+        Raises:
+            DistArgumentError: calls or extents differ between the members.
+            OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.decide`.
+        """
+        prefix, previous = self._prefix(self._round + 1), self._prefix(self._round)
+        self._round += 1
+        freed, failed = decide(
+            self._context,
+            prefix,
+            {"call": call, "extents": extents, "dropped": list(dropped), "failure": failure},
+            Purpose(f"registering memory ({call})", f"register memory ({call})"),
+            deadline,
+            partial(_answer, self._context),
+        )
+        store, rank = self._context.job.store, self._context.rank
+        store.delete_key(f"{prefix}/{rank}")  # rank 0 has read it
+        if rank == 0:
+            store.delete_key(f"{previous}/answer")  # all have read it
+        return freed, failed
+
+    def _prefix(self, number: int) -> str:
+        return f"nccl/{self._context.name}/window/{number}"
+
+
+def _answer(context: Context, facts: list[dict[str, Any]]) -> tuple[list[int], str]:
+    """What rank 0 answers to all members."""
+    failed = [f"{context.who(m)}: {f['failure']}" for m, f in enumerate(facts) if f["failure"]]
+    if not failed and any(_described(f) != _described(facts[0]) for f in facts):
+        calls = "; ".join(f"rank {context.ranks[m]} {_described(f)}" for m, f in enumerate(facts[:16]))
+        raise DistArgumentError(
+            f"{facts[0]['call']}: symmetric memory differs between the ranks of group {context.name!r}: {calls}",
+            group=context.name,
+        )
+    common = set.intersection(*(set(f["dropped"]) for f in facts))
+    return sorted(common), failed[0] if failed else ""
+
+
+def _described(fact: dict[str, Any]) -> str:
+    """A member's call and its windows: ``register of 4096 bytes at 512 of their allocation``."""
+    parts = [f"{n} bytes" + (f" at {at} of their allocation" if at else "") for n, at in fact["extents"]]
+    return f"{fact['call']} of {', '.join(parts)}"
