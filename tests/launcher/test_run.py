@@ -254,6 +254,14 @@ def test_lines_are_prefixed_and_the_streams_are_separate(folder: LaunchFolder) -
     assert sorted(done.stderr.splitlines()) == ["[r0]:err", "[r1]:err"]
 
 
+def test_a_role_that_is_not_utf_8(folder: LaunchFolder) -> None:
+    script = folder.script("print('x')")
+    process = folder.start("--nproc-per-node=2", "--role", os.fsdecode(b"r\xe9"), script)
+    out, err = process.communicate(timeout=BOUND)
+    assert (process.returncode, err) == (0, b"")
+    assert sorted(out.splitlines()) == [b"[r\xe90]:x", b"[r\xe91]:x"]
+
+
 def test_prefix_template_and_rank_filter(folder: LaunchFolder) -> None:
     script = folder.script("print('x')")
     template = "<${role_name}/${rank}/${local_rank}> "
@@ -481,11 +489,13 @@ def test_the_summary_has_the_command_that_shows_the_last_calls(folder: LaunchFol
     scratch.mkdir()
     variables = {"TMPDIR": str(scratch)}
     flags = ["--log-dir", "logs"] if where == "log-dir" else []
+    program = TIMES_OUT
     if where == "variable":
         variables["UNICOLL_TRACE_DIR"] = "own"
+        program = "import os; os.chdir('tmp')" + program
     elif where == "disabled":
         variables["UNICOLL_TRACE_DIR"] = ""
-    done = folder.launch("-n", "2", *flags, folder.script(TIMES_OUT), **variables)
+    done = folder.launch("-n", "2", *flags, folder.script(program), **variables)
     assert done.returncode != 0
     commands = re.findall(r"^  last calls: python (-m unicoll\.trace (.*))$", done.stderr, re.M)
     if where == "disabled":

@@ -9,7 +9,6 @@ import platform
 import re
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +24,7 @@ from unicoll.bench.cuda import facts
 from unicoll.bench.mpi import library
 from unicoll.bench.operations import IN, OUT
 from unicoll.bench.table import PlacementRow, TableRow
+from unicoll.net.files import write_whole
 
 __all__ = ["BenchReport", "cpu", "device", "machine", "write"]
 
@@ -271,17 +271,4 @@ def write(data: Mapping[str, Any], path: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    target = Path(path)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=target.parent, prefix=f".{target.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            json.dump(data, file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(file.fileno(), 0o644)
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    write_whole(path, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode(), mode=0o644)

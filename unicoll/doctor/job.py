@@ -19,6 +19,7 @@ from unicoll.doctor.pairs import PairSummary, RankPair
 from unicoll.doctor.probes import Facts
 from unicoll.group import registry
 from unicoll.net import interfaces
+from unicoll.net.texts import print_text, rank_spans
 
 __all__ = ["run"]
 
@@ -75,9 +76,7 @@ def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     status = max(
         [LEVELS.index(hint.level) for hint, _ in shared] + [1 * bool(summary.slow), 2 * bool(summary.broken)]
     )
-    print(
-        _as_json(ranks, shared, summary, status) if as_json else _as_text(ranks, shared, summary), flush=True
-    )
+    print_text(_as_json(ranks, shared, summary, status) if as_json else _as_text(ranks, shared, summary))
     return status
 
 
@@ -162,14 +161,8 @@ def _shared(ranks: Sequence[Rank]) -> list[tuple[Hint, str]]:
 
 def _ranks(numbers: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0-3, 7``."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'' if len(numbers) == 1 else 's'} {text}"
+    spans = [str(low) if low == high else f"{low}-{high}" for low, high in rank_spans(numbers)]
+    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(spans)}"
 
 
 def _hosts(ranks: Sequence[Rank]) -> list[str]:

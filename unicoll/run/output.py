@@ -274,9 +274,8 @@ class Stream:
         try:
             self._log.write(data)
         except OSError as error:
-            self._console.write(
-                2, f"unicoll.run: {self._log.name}: {error.strerror}; no longer written\n".encode()
-            )
+            text = f"unicoll.run: {self._log.name}: {error.strerror}; no longer written\n"
+            self._console.write(2, os.fsencode(text))
             self._log.close()
             self._log = None
 

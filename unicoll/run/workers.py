@@ -16,7 +16,7 @@ from unicoll.run.args import ERR, OUT, LaunchOptions
 from unicoll.run.failure import ExceptionRecord
 from unicoll.run.output import Console, Stream, Streams
 
-__all__ = ["LogFiles", "Worker", "shared_environment", "start_worker"]
+__all__ = ["LogFiles", "Worker", "checkout_path", "shared_environment", "start_worker"]
 
 _WORKER_MAIN = str(Path(__file__).with_name("worker_main.py"))
 _TAIL_SIZE = 16 << 10
@@ -127,9 +127,7 @@ def shared_environment(
     for name in ("UNICOLL_STORE", "TORCHELASTIC_ERROR_FILE"):  # of an enclosing job
         shared.pop(name, None)
     shared.setdefault("PYTHONUNBUFFERED", "1")
-    root = Path(__file__).resolve().parents[2]
-    if root.name not in ("site-packages", "dist-packages"):  # a checkout: the workers use the same one
-        shared["PYTHONPATH"] = os.pathsep.join(filter(None, [shared.get("PYTHONPATH"), str(root)]))
+    shared |= checkout_path(shared)
     if options.nproc > 1:
         shared.setdefault("OMP_NUM_THREADS", "1")
     shared.update(
@@ -147,6 +145,14 @@ def shared_environment(
         **job,
     )
     return shared
+
+
+def checkout_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH for processes that use the same checkout; {} if unicoll is installed."""
+    root = Path(__file__).resolve().parents[2]
+    if root.name in ("site-packages", "dist-packages"):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(root)]))}
 
 
 def start_worker(
@@ -241,5 +247,5 @@ def _prefix(options: LaunchOptions, rank: int, local_rank: int) -> bytes:
         return b""
     if template:
         names = {"role_name": options.role, "rank": rank, "local_rank": local_rank}
-        return Template(template).safe_substitute(names).encode()
-    return f"[{options.role}{local_rank}]:".encode()
+        return os.fsencode(Template(template).safe_substitute(names))
+    return os.fsencode(f"[{options.role}{local_rank}]:")
