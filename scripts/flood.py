@@ -64,29 +64,17 @@ def run_rank(rank: int, port: int, secret: str, limit: int, pipe: Connection) ->
     )
     import unicoll as dist
     from unicoll.net.admission import max_unauthenticated
+    from unicoll.testing.worker import listening_ports
 
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT_SECONDS)
     work(rank, store, 0.2)  # opens the connections
-    ports = listening_ports()
+    ports = [port for _, port in listening_ports()]
     pipe.send({"ports": ports, "unauthenticated": len(ports) * max_unauthenticated(), "open": descriptors()})
     while (seconds := pipe.recv()) is not None:
         pipe.send(work(rank, store, seconds))
     dist.destroy_process_group()
     store.close(linger=True)
-
-
-def listening_ports() -> list[int]:
-    """The ports on which this process listens."""
-    ports = []
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.family == socket.AF_INET and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    ports.append(sock.getsockname()[1])
-        except OSError:
-            continue  # the descriptor of the listing itself, or no socket
-    return sorted(ports)
 
 
 def descriptors(pid: int | str = "self") -> int:

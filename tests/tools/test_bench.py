@@ -310,6 +310,15 @@ def test_invalid_arguments_are_one_line(
     assert error.count("\n") == 1
 
 
+def test_a_least_bandwidth_that_is_no_number(
+    alone: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_TESTS_MIN_BW", "much")
+    with pytest.raises(SystemExit):
+        alone("all_reduce", "--sizes", "8", *QUICK)
+    assert "NCCL_TESTS_MIN_BW=much is not a number" in capsys.readouterr().err
+
+
 def test_accepted_values_of_nccl_tests_flags(alone: object) -> None:
     flags = "-t 1 -g 1 -p 0 -G 0 -R 0 -D 0 -V 16 -M 0 -w 3 -m 4 -c 2 -a 3 -z 1"
     options = parse(["all_reduce", *flags.split()])
@@ -772,6 +781,19 @@ def test_json_is_written_atomically(tmp_path: Path) -> None:
         write({"a": math.nan}, str(path))
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_json_is_written_into_a_device_or_through_a_link(tmp_path: Path) -> None:
+    """Not in its place: as root ``--json /dev/null`` would make it a file."""
+    (tmp_path / "link").symlink_to(tmp_path / "x.json")
+    write({"a": 1}, str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
+    os.mkfifo(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        write({"a": 1}, str(tmp_path / "pipe"))
+        assert json.load(reader) == {"a": 1}
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_progress_is_written_only_if_enabled(capsys: pytest.CaptureFixture[str]) -> None:

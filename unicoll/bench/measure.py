@@ -347,8 +347,8 @@ def over_ranks(values: npt.NDArray[np.float64], average: int) -> float:
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-def check(series: Series, iterations: int) -> tuple[int, int]:
-    """Run calls with checked results on all ranks.
+def check(series: Series, iterations: int, call: Call) -> tuple[int, int]:
+    """Run calls with checked results on all ranks; ``call`` makes one and waits for its end.
 
     Returns:
         Number of wrong elements over all ranks and iterations, and number of (rank, iteration) pairs that had any.
@@ -357,7 +357,7 @@ def check(series: Series, iterations: int) -> tuple[int, int]:
     for iteration in range(1, iterations + 1):
         series.fill_inputs(iteration)
         dist.barrier()
-        series.run_once()
+        call()
         wrong = series.wrong(iteration)
         found += (wrong, wrong > 0)
         dist.barrier()

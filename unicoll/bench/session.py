@@ -16,6 +16,7 @@ from unicoll.bench.contract import BenchCase, Contender
 from unicoll.bench.measure import Series, Stats, attempt, check, measure
 from unicoll.bench.operations import IN, OUT
 from unicoll.bench.progress import Progress, is_wanted
+from unicoll.net.texts import print_text
 
 __all__ = ["Session", "in_job", "run"]
 
@@ -89,7 +90,7 @@ class Session:
         """Print a line, on rank 0."""
         if self.rank == 0:
             self.progress.clear()
-            print(text, flush=True)
+            print_text(text)
 
     def print_once(self, text: str) -> None:
         """Print a comment line, unless the same line has been printed before."""
@@ -156,8 +157,7 @@ class Session:
 
     def _finish(self, measured: bool) -> int:
         options = self.options
-        text = os.environ.get("NCCL_TESTS_MIN_BW")
-        minimum = float(text) if text else None
+        minimum = options.min_bandwidth
         average = {name: sum(values) / len(values) for name, values in self._bandwidths.items() if values}
         if not (options.osu or options.overlap):
             for line in table.footer(self.failed, average, minimum, options.op.program):
@@ -315,7 +315,7 @@ class Session:
         wrong = None
         if self.options.checks and series.contender.checked:
             self.progress.show(f"{series.contender.name}, checking")
-            wrong, failed = check(series, self.options.checks)
+            wrong, failed = check(series, self.options.checks, series.run_once)
             self.failed += failed
         us = stat.over_ranks[self.options.statistic]
         algorithm, bus = table.bandwidths(series.case.op, size, us, self.size)

@@ -11,11 +11,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from unicoll.bench.progress import Progress, is_wanted
 from unicoll.bench.suite.rows import JOBS, ROWS, RatioRow
 from unicoll.bootstrap import launchers
+from unicoll.run.flags import OneLineParser
 
 __all__ = ["main"]
 
@@ -111,13 +112,8 @@ def _of(data: dict[str, Any]) -> str:
     return f"unicoll {machine.get('unicoll')} at {data['commit']}, {data['date']}, {place}{loaded}"
 
 
-class _SuiteParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
-
-
-def _parser() -> _SuiteParser:
-    parser = _SuiteParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="unicoll.bench suite",
         usage="python -m unicoll.bench suite [flags]",
         description="Measure a fixed set of ratios in two minutes, and compare them with those of a committed run.",
