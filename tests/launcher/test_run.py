@@ -323,6 +323,29 @@ def test_progress_bars_show_while_they_run(folder: LaunchFolder) -> None:
         assert b"[default" + rank + b"]:100%" in rest
 
 
+def test_output_for_which_there_is_no_space(folder: LaunchFolder) -> None:
+    command = [sys.executable, "-m", "unicoll.run", "-n", "2", folder.script("print('x')")]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, cwd=folder.path, env=environment(), timeout=BOUND
+        )
+    assert done.stderr == b"unicoll.run: standard output: No space left on device; no longer written\n"
+    assert done.returncode == 0
+
+
+def test_a_module_in_a_working_directory_that_has_been_removed(folder: LaunchFolder) -> None:
+    folder.script("print('x')")
+    (folder.path / "gone").mkdir()
+    program = "import os, sys; os.rmdir('../gone'); os.execv(sys.executable, sys.orig_argv[3:])"
+    command = [sys.executable, "-c", program, sys.executable, "-m", "unicoll.run", "-m", "work"]
+    variables = environment()
+    variables["PYTHONPATH"] += f"{os.pathsep}{folder.path}"
+    done = subprocess.run(
+        command, cwd=folder.path / "gone", env=variables, capture_output=True, text=True, timeout=BOUND
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "x\n", "")
+
+
 def test_a_single_worker_writes_to_the_console(folder: LaunchFolder) -> None:
     done = folder.launch(folder.script("import sys; sys.stdout.write('as it is'); sys.exit(0)"))
     assert done.stdout == "as it is"
@@ -659,6 +682,7 @@ def test_a_failed_worker_that_does_not_end_is_a_failure(folder: LaunchFolder) ->
         (["--no-python", "./work.py"], "not executable"),
         (["--nproc-per-node=0", "work.py"], "at least one worker"),
         (["--nproc-per-node=many", "work.py"], "neither a number"),
+        (["--nproc-per-node=4194305", "work.py"], "at most 4194304 processes"),
         (["--unheard-of", "work.py"], "--unheard-of"),
         (["--nnodes=1:4", "work.py"], "elastic"),
         (["--nnodes=0", "work.py"], "at least 1"),

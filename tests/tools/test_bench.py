@@ -279,6 +279,7 @@ def test_the_sweep(alone: object, arguments: list[str], sizes: Sequence[int], st
         (["all_reduce", "-b", "1M", "-e", "1K"], "invalid sizes"),
         (["all_reduce", "-b", "8", "--sizes", "8"], "exclude each other"),
         (["all_reduce", "-i", "8", "-f", "2"], "exclude each other"),
+        (["all_reduce", "--sizes", "9" * 400], "more than memory can be"),
         (["all_reduce", "-f", "1"], "the factor"),
         (["all_reduce", "-d", "quadruple"], "expected one of int8, uint8"),
         (["all_reduce", "-o", "median"], "expected one of sum, prod"),
@@ -516,6 +517,27 @@ def test_sizes_too_small_for_all_ranks_are_skipped(
 ) -> None:
     assert alone("all_gather", "--sizes", "2", *QUICK) == 1
     assert "nothing was measured" in capsys.readouterr().out
+
+
+def test_a_size_that_does_not_fit_the_memory_does_not_end_the_run(
+    alone: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    assert alone("all_reduce", "--sizes", "8,1000000G", *QUICK, "--json", str(out)) == 0
+    assert [row[0] for row in rows(capsys.readouterr().out)] == ["8"]
+    data = json.loads(out.read_text())
+    assert [entry["size"] for entry in data["results"]] == [8]
+    assert "Unable to allocate" in data["errors"][0]
+
+
+def test_results_that_cannot_be_written_fail(
+    alone: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert alone("all_reduce", "--sizes", "8", *QUICK, "--json", "/dev/full") == 1
+    seen = capsys.readouterr()
+    assert len(rows(seen.out)) == 1
+    assert seen.err.startswith("unicoll.bench: the results cannot be written: ")
+    assert "No space left on device" in seen.err
 
 
 def test_a_low_bandwidth_fails(

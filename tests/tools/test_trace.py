@@ -262,6 +262,7 @@ def test_damaged_files_and_other_jobs_are_named_and_skipped(tmp_path: Path) -> N
     (tmp_path / "rank_4.json").write_text("[1]")
     (tmp_path / "rank_6.json").write_text("[" * 100_000)
     dump(tmp_path, 5, [{**GOOD[0], "created": None}])
+    dump(tmp_path, 7, [{**GOOD[0], "seq": float("inf")}])
     done = tool(str(tmp_path))
     assert done.returncode == 1
     texts = [line.removeprefix(f"python -m unicoll.trace: {tmp_path}/") for line in done.stderr.splitlines()]
@@ -271,10 +272,13 @@ def test_damaged_files_and_other_jobs_are_named_and_skipped(tmp_path: Path) -> N
         "rank_4.json is skipped",
         "rank_6.json is skipped",
         "rank_5.json is skipped",
+        "rank_7.json is skipped",
         "rank_2.json is skipped",
     ]
     for text, reason in zip(
-        texts, ("damaged", "version is 2", "no dump", "recursion", "field", "another job"), strict=True
+        texts,
+        ("damaged", "version is 2", "no dump", "recursion", "field", "field", "another job"),
+        strict=True,
     ):
         assert reason in text
     assert done.stdout.startswith("ranks 1-3 left no dump")

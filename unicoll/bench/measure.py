@@ -96,9 +96,6 @@ class Series:
     """One contender, one case, and its timed samples.
 
     Attributes:
-        contender: the library that is measured.
-        case: the case.
-        family: the array family.
         send, recv: the arrays; in place the same array, or one is a part of the other.
         call: runs the operation once.
         values: source data and expected results.
@@ -377,15 +374,16 @@ def attempt(
 ) -> tuple[Series | None, str | None]:
     """Make a series and run its call once; returns the series or the reason for failure, consistent on all ranks."""
     series, problem = None, None
+    refusals: tuple[type[Exception], ...] = (MemoryError, *contender.refusals)
     try:
         series = Series.make(contender, case, array_name, unalign)
-    except contender.refusals as e:
+    except refusals as e:
         problem = _message(e)
     if (common := agree(problem)) is not None or series is None:
         return None, common
     try:
         series.run_once()
-    except contender.refusals as e:
+    except refusals as e:
         problem = _message(e)
     common = agree(problem)
     return (None, common) if common is not None else (series, None)

@@ -61,11 +61,7 @@ def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(data: Mapping[str, Any], path: str) -> None:
-    """Plot a run into a file.
-
-    Args:
-        data: the JSON of the run.
-        path: the file; its suffix selects the format.
+    """Plot a run, from its JSON, into a file whose suffix selects the format.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -127,8 +127,6 @@ class BenchReport:
     """Collects the JSON of a run.
 
     Args:
-        options: the parsed command line.
-        ranks: number of ranks.
         devices: :func:`device` of each rank.
         transports: description of each contender's transport.
         staging: bytes of staging memory per rank, for each contender that reports it.

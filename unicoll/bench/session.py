@@ -99,6 +99,10 @@ class Session:
             self.print_line(f"# {text}")
             self.report.add_error(text)
 
+    def _print_error(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"unicoll.bench: {text}", file=sys.stderr, flush=True)
+
     # --- opening and closing ----------------------------------------------------------------------------------
 
     def _open(self) -> None:
@@ -116,18 +120,12 @@ class Session:
     def run(self) -> int:
         """Measure and return the exit status."""
         for name, why in self.skipped.items():
-            if self.rank == 0:
-                print(f"unicoll.bench: {name} is not measured: {why}", file=sys.stderr, flush=True)
+            self._print_error(f"{name} is not measured: {why}")
         if not self.contenders:
             return 1
         roots = self.options.roots or ()
         if self.options.op.rooted and any(root >= self.size for root in roots):
-            if self.rank == 0:
-                print(
-                    f"unicoll.bench: -r {roots[0]}: the job has {self.size} ranks",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            self._print_error(f"-r {roots[0]}: the job has {self.size} ranks")
             return 2
         staging = self._staging()
         devices: list[Any] = [None] * self.size
@@ -165,15 +163,24 @@ class Session:
         data = self.report.finish(self.failed, average, minimum)
         if not measured:
             self.print_line("# nothing was measured")
-        if self.rank == 0:
+        written = self.rank != 0 or self._write_files(data, measured)
+        slow = minimum is not None and next(iter(average.values()), 0.0) < minimum * 0.9
+        return int(bool(self.failed or slow or not measured or not written))
+
+    def _write_files(self, data: dict[str, Any], measured: bool) -> bool:
+        """Write the JSON and the plot; False if one of them cannot be written."""
+        options = self.options
+        try:
             if options.json:
                 report.write(data, options.json)
             if options.plot and measured:
                 from unicoll.bench.plot import draw
 
                 draw(data, options.plot)
-        slow = minimum is not None and next(iter(average.values()), 0.0) < minimum * 0.9
-        return int(bool(self.failed or slow or not measured))
+        except OSError as error:
+            self._print_error(f"the results cannot be written: {error}")
+            return False
+        return True
 
     # --- header -----------------------------------------------------------------------------------------------
 

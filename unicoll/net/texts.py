@@ -40,12 +40,18 @@ def signal_name(number: int) -> str:
 
 
 def print_text(text: str) -> None:
-    """Print text on the standard output. What its encoding lacks is escaped; a reader that has ended is no error."""
+    """Print text on the standard output. What its encoding lacks is escaped; a reader that has ended is no error.
+
+    Raises:
+        SystemExit: it cannot be written, for example on a full disk; the message says why.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # as in `| head -1`
+    except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())  # the interpreter flushes what is left when it ends
         os.close(null)
+        if not isinstance(error, BrokenPipeError):  # that is the end of `| head -1`
+            sys.exit(f"standard output: {error.strerror}")

@@ -7,6 +7,7 @@ that a slow reader (a pager, a full pipe) does not block the launcher's main loo
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -29,6 +30,7 @@ _PROGRESS_PERIOD = (
 )
 _PROMPT_DELAY = 0.2  # seconds after which a terminal shows an unfinished line: it may be a prompt
 _ERASE_LINE = b"\r\x1b[K"
+_READER_ENDED = (errno.EPIPE, errno.EBADF, errno.EIO)
 _RETURN = re.compile(rb"\r(?=[^\r\n])")
 
 
@@ -174,8 +176,11 @@ class Console:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:  # stdout is in non-blocking mode
                 select.select([], [fd], [], 1.0)
-            except OSError:  # its reader has ended; the job continues
+            except OSError as error:  # the job continues
                 self._closed_fds.add(fd)
+                if fd == 1 and error.errno not in _READER_ENDED:
+                    text = f"unicoll.run: standard output: {error.strerror}; no longer written\n"
+                    self._write(2, text.encode())
 
 
 def _is_terminal(fd: int) -> bool:

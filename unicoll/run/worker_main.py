@@ -131,7 +131,10 @@ def _run_module(name: str) -> None:
     import runpy
 
     if _adds_script_directory():
-        sys.path.insert(0, os.getcwd())
+        try:
+            sys.path.insert(0, os.getcwd())
+        except FileNotFoundError:  # as with `python -m`, when the directory has been removed
+            sys.path.insert(0, "")
     _fresh_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 

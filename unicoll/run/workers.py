@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class LogFiles:
         return os.path.join(self.path, "attempt_0", str(local_rank))
 
 
+@dataclass(eq=False)
 class Worker:
     """A worker process, which leads its own session and process group.
 
@@ -57,30 +59,26 @@ class Worker:
         stopped: True if the launcher's signal ended it.
         prints: True if it prints its traceback to the launcher's own stderr; else the launcher prints it.
         log: the log file of its stderr that the launcher writes, or None.
+        stderr: the source of :attr:`tail`: its stream, or the path of the file that it writes itself.
         record: the exception that ended its program, once the launcher has read it.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        local_rank: int,
-        process: subprocess.Popen[bytes],
-        error_file: str,
-        prints: bool,
-        log: str | None,
-    ) -> None:
-        self.rank = rank
-        self.local_rank = local_rank
-        self.process = process
-        self.pid = process.pid
-        self.error_file = error_file
-        self.status: int | None = None
-        self.ended = 0.0
-        self.stopped = False
-        self.prints = prints
-        self.log = log
-        self.record: ExceptionRecord | None = None
-        self._stderr: Stream | str | None = None
+    rank: int
+    local_rank: int
+    process: subprocess.Popen[bytes]
+    error_file: str
+    prints: bool
+    log: str | None
+    stderr: Stream | str | None = None
+    status: int | None = None
+    ended: float = 0.0
+    stopped: bool = False
+    record: ExceptionRecord | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id, also of its session and process group."""
+        return self.process.pid
 
     def poll(self) -> bool:
         """Set ``status`` if the process has ended; True if it has.
@@ -99,19 +97,15 @@ class Worker:
         if self.status is not None:
             self.process.wait()
 
-    def set_stderr(self, stderr: Stream | str) -> None:
-        """Set the source of :attr:`tail`: the stream, or the log file's path."""
-        self._stderr = stderr
-
     @property
     def tail(self) -> str:
         """The last lines of its stderr, as far as the launcher has them."""
-        if isinstance(self._stderr, str):
-            with contextlib.suppress(OSError), open(self._stderr, "rb") as file:
+        if isinstance(self.stderr, str):
+            with contextlib.suppress(OSError), open(self.stderr, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_SIZE))
                 return file.read().decode("utf-8", "replace")
             return ""
-        return self._stderr.tail if self._stderr is not None else ""
+        return self.stderr.tail if self.stderr is not None else ""
 
 
 def shared_environment(
@@ -207,9 +201,9 @@ def start_worker(
             stream = Stream(fd, console, which if shown else None, prefix, log)
             streams.add(stream)
             if which == ERR:
-                worker.set_stderr(stream)
+                worker.stderr = stream
         elif which == ERR and destination.file:
-            worker.set_stderr(destination.file)
+            worker.stderr = destination.file
     return worker
 
 

@@ -14,10 +14,13 @@ from unicoll.bootstrap.dump_format import FORMAT
 from unicoll.group.recorded_calls import RecordedCall
 from unicoll.net.texts import ranks_text
 
-__all__ = ["Call", "Dump", "Group", "Trace", "call_of", "name_ranks", "read"]
+__all__ = ["MALFORMED", "Call", "Dump", "Group", "Trace", "call_of", "name_ranks", "read"]
 
 name_ranks = partial(ranks_text, last=" and ")
 """Ranks in words: ``rank 2``, ``ranks 0-3 and 5``."""
+
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a file raises that is cut off, or whose fields are missing or of another type."""
 
 _FILE = re.compile(r"rank_\d+\.json$")
 _VERSION = 1
@@ -170,7 +173,7 @@ def read(directory: str) -> Trace:
         if _FILE.match(name):
             try:
                 contents[path] = _load(path)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            except (OSError, *MALFORMED) as error:
                 skipped.append(f"{path} is skipped: {_describe(error)}")
     epochs = {
         c["job"]: c["written"]["wall"] - c["written"]["monotonic"] for c in contents.values() if not c["rank"]
@@ -179,7 +182,7 @@ def read(directory: str) -> Trace:
     for path, content in contents.items():
         try:
             dumps.append(_dump(path, content, epochs.get(content["job"])))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except MALFORMED as error:
             skipped.append(f"{path} is skipped: {_describe(error)}")
     if not dumps:
         raise ValueError("\n".join([f"{directory}: no dump of a flight recorder (rank_R.json)", *skipped]))
@@ -231,7 +234,7 @@ def _dump(path: str, content: dict[str, Any], epoch: float | None) -> Dump:
         wall=written["wall"],
         clock_error=error,
         departed={int(gone): str(how) for gone, how in content["departed"].items()},
-        groups=tuple(Group(g["name"], tuple(g["ranks"]), g["backends"]) for g in content["groups"]),
+        groups=tuple(Group(str(g["name"]), tuple(g["ranks"]), str(g["backends"])) for g in content["groups"]),
         calls=tuple(call_of(rank, call, offset) for call in content["calls"]),
         place=f"{os.path.basename(main['file'])}:{main['line']} in {main['function']}" if main else "",
         content=content,
@@ -242,7 +245,7 @@ def call_of(rank: int, entry: dict[str, Any], offset: float = 0.0) -> Call:
     """A call of a dump; ``offset`` is added to its times.
 
     Raises:
-        KeyError, TypeError, ValueError: a field is missing or wrong.
+        one of MALFORMED: a field is missing or wrong.
     """
     values: dict[str, Any] = {name: kind(entry[name]) for name, kind in _PLAIN.items()}
     values["created"] = float(entry["created"]) + offset

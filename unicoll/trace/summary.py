@@ -33,7 +33,7 @@ from unicoll.bootstrap import fake_job
 from unicoll.errors import DistArgumentError
 from unicoll.group.recorded_calls import RecordedCall
 from unicoll.net.texts import print_text
-from unicoll.trace.dumps import Call, call_of
+from unicoll.trace.dumps import MALFORMED, Call, call_of
 from unicoll.trace.table import aligned
 
 __all__ = [
@@ -183,7 +183,7 @@ def from_dump(content: dict[str, Any]) -> list[Call]:
     """
     try:
         return [call_of(content.get("rank", -1), entry) for entry in content["calls"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise DistArgumentError(
             f"not a dump of the flight recorder: {type(error).__name__}: {error}"
         ) from error

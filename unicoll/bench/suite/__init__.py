@@ -120,23 +120,16 @@ def _parser() -> OneLineParser:
         epilog="Exit status: 0 nothing moved, 1 a ratio is worse or a job failed, 3 ratios are better, none is worse.",
         allow_abbrev=False,
     )
-    parser.add_argument("--save", metavar="FILE", help="write the ratios of this run as JSON")
-    parser.add_argument(
-        "--against", metavar="FILE", help="compare with this run (default: the newest in benchmarks/suite)"
-    )
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the ratios whose names contain TEXT")
-    parser.add_argument(
-        "--repetitions", type=int, default=_REPETITIONS, metavar="N", help="at least so many (default 3)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=_SECONDS, metavar="S", help="repeat while it fits (default 110)"
-    )
-    parser.add_argument(
-        "--factor", type=float, default=1.0, metavar="F", help="F times the usual number of calls (default 1)"
-    )
-    parser.add_argument(
-        "--page", metavar="FILE", help="measure nothing: write the page of the committed runs"
-    )
-    parser.add_argument("--job", choices=[job.name for job in JOBS], help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
+    flag = parser.add_argument
+    flag("--save", metavar="FILE", help="write the ratios of this run as JSON")
+    against = "compare with this run (default: the newest in benchmarks/suite)"
+    flag("--against", metavar="FILE", help=against)
+    flag("--only", default="", metavar="TEXT", help="only the ratios whose names contain TEXT")
+    flag("--repetitions", type=int, default=_REPETITIONS, metavar="N", help="at least so many (default 3)")
+    flag("--seconds", type=float, default=_SECONDS, metavar="S", help="repeat while it fits (default 110)")
+    calls = "F times the usual number of calls (default 1)"
+    flag("--factor", type=float, default=1.0, metavar="F", help=calls)
+    flag("--page", metavar="FILE", help="measure nothing: write the page of the committed runs")
+    flag("--job", choices=[job.name for job in JOBS], help=argparse.SUPPRESS)
+    flag("--out", help=argparse.SUPPRESS)
     return parser
