@@ -493,6 +493,13 @@ def test_exit_code_of_the_failing_rank(folder: LaunchFolder) -> None:
     assert "rank      : 1 (local_rank: 1)" in done.stderr
 
 
+def test_a_worker_that_has_changed_its_directory_records_its_exception(folder: LaunchFolder) -> None:
+    script = folder.script("import os; os.chdir('/'); raise ValueError('moved')")
+    done = folder.launch("--nproc-per-node=2", "--log-dir=logs", script)
+    assert done.stderr.count("ValueError: moved") == 2  # the traceback of both ranks, and the summary
+    assert "traceback : ValueError: moved (above)" in done.stderr
+
+
 TIMES_OUT = """
 import time
 import numpy as np

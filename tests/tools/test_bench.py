@@ -25,7 +25,7 @@ from unicoll.bench import contenders, launch, main, plot, table
 from unicoll.bench.args import TYPES, parse
 from unicoll.bench.contract import BenchCase
 from unicoll.bench.distributed import Unicoll
-from unicoll.bench.measure import over_ranks
+from unicoll.bench.measure import Stats, over_ranks
 from unicoll.bench.operations import IN, OPERATIONS, OUT, REDUCED, CallRank, SourceRange, find_operation
 from unicoll.bench.progress import Progress
 from unicoll.bench.report import _environment, write
@@ -104,7 +104,7 @@ def test_numbers_are_printed_as_nccl_tests_prints_them(value: float, width: int,
 
 
 def placement_row(us: float, algbw: float, busbw: float, wrong: int | None) -> table.PlacementRow:
-    return table.PlacementRow(us, {}, algbw, busbw, wrong, 10, {"avg": [us - 1, us + 1, math.nan]})
+    return table.PlacementRow(us, Stats({}, {"avg": [us - 1, us + 1, math.nan]}, 10), algbw, busbw, wrong)
 
 
 LINE = table.TableRow(

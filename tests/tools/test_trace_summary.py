@@ -222,6 +222,7 @@ def test_dumps_and_wrong_arguments(tmp_path: Path) -> None:
         ([str(tmp_path / "none.json")], "No such file"),
         (["--dry-run", "--rank", "4", "--world-size", "4", "x.py"], "--rank 4 is not below"),
         (["--latency", "5", "x.json"], "not a time such as 20us"),
+        (["--latency", "1.2.3us", "x.json"], "not a time such as 20us"),
         (["--bandwidth", "fast", "x.json"], "not a bandwidth such as"),
         ([str(tmp_path / "empty")], "no dump of a flight recorder"),
         (["--dry-run", str(tmp_path / "none.py")], "none.py: no such file"),

@@ -67,7 +67,10 @@ class _Distributed(Contender):
         if case.op.name == "sendrecv":
             return self._ring(case, send, recv)
         if case.op.name == "latency":
-            return self._ping_pong(case, send, recv)
+            peer, module = 1 - case.rank, self.module
+            send_call = partial(module.send, send, dst=peer, group=self.group)
+            recv_call = partial(module.recv, recv, src=peer, group=self.group)
+            return ping_pong(case.rank, send_call, recv_call)
         return self._prepared(case, send, recv)
 
     def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
@@ -87,11 +90,6 @@ class _Distributed(Contender):
                 work.wait()
 
         return exchange
-
-    def _ping_pong(self, case: BenchCase, send: Any, recv: Any) -> Call:
-        send_call = partial(self.module.send, send, dst=1 - case.rank, group=self.group)
-        recv_call = partial(self.module.recv, recv, src=1 - case.rank, group=self.group)
-        return ping_pong(case.rank, send_call, recv_call)
 
 
 class Unicoll(_Distributed):

@@ -129,18 +129,14 @@ class Series:
         redop = case.redop if case.op.reduces else None
         values = Values(case.dtype, redop, case.size, contender.compression)
         series = cls(contender, case, family, values, send, recv, contender.call(case, send, recv))
-        series.fill_idle()
+        for array, count in ((send, case.counts.send), (recv, case.counts.recv)):
+            family.put(array, values.idle(count))
         return series
 
     @property
     def call_rank(self) -> CallRank:
         """This rank's role in the call."""
         return CallRank(self.case.rank, self.case.size, self.case.root)
-
-    def fill_idle(self) -> None:
-        """Fill the arrays with values that repeated calls do not change."""
-        for array, count in ((self.send, self.case.counts.send), (self.recv, self.case.counts.recv)):
-            self.family.put(array, self.values.idle(count))
 
     def fill_inputs(self, iteration: int) -> None:
         """Fill the send array with source data and the receive array with poison."""

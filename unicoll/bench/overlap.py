@@ -165,6 +165,5 @@ def _print(session: Session, pair: _OverlapPair, type_name: str, row: list[float
     )
     entry: dict[str, Any] = {"size": size, "type": type_name, "redop": redop, "contender": name}
     entry |= {f"{column}_us": round(us, 3) for column, us in zip(_COLUMNS, row, strict=True)}
-    session.report.add_overlap(
-        entry | {"speedup": round(speedup, 4), "overlap": round(hidden, 4), "nwrong": wrong}
-    )
+    entry |= {"speedup": round(speedup, 4), "overlap": round(hidden, 4), "nwrong": wrong}
+    session.report.results.append(entry)

@@ -79,7 +79,10 @@ class Session:
         self.failed = 0
         self._printed: set[str] = set()
         self._bandwidths: dict[str, list[float]] = {}
-        self._open()
+        self.progress.label = "opening"
+        self.contenders, self.skipped = open_contenders(
+            options.contenders, options.timeout, self.progress.show, options.compression
+        )
 
     @property
     def compared(self) -> bool:
@@ -97,20 +100,11 @@ class Session:
         if text not in self._printed:
             self._printed.add(text)
             self.print_line(f"# {text}")
-            self.report.add_error(text)
+            self.report.errors.append(text)
 
     def _print_error(self, text: str) -> None:
         if self.rank == 0:
             print(f"unicoll.bench: {text}", file=sys.stderr, flush=True)
-
-    # --- opening and closing ----------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        self.progress.label = "opening"
-        options = self.options
-        self.contenders, self.skipped = open_contenders(
-            options.contenders, options.timeout, self.progress.show, options.compression
-        )
 
     def close(self) -> None:
         """Close all contenders."""
@@ -290,7 +284,9 @@ class Session:
             )
             self._print(row)
             self.report.add(row)
-        self._check_staging()
+        for name, count in self._staging().items():
+            if not self.report.note_staging(name, count):
+                self.print_once(f"{name}: staging memory has grown to {count} bytes per rank")
         return True
 
     def placements(self, contender: Contender) -> list[str]:
@@ -326,9 +322,7 @@ class Session:
             self.failed += failed
         us = stat.over_ranks[self.options.statistic]
         algorithm, bus = table.bandwidths(series.case.op, size, us, self.size)
-        return table.PlacementRow(
-            us, stat.over_ranks, algorithm, bus, wrong, stat.calls, stat.by_rank, series.calls
-        )
+        return table.PlacementRow(us, stat, algorithm, bus, wrong, series.calls)
 
     def _ratio(
         self, own: dict[str, table.PlacementRow], reference: dict[str, table.PlacementRow]
@@ -345,8 +339,3 @@ class Session:
         else:
             text = table.row(row, self.compared, options.timestamps)
         self.print_line(text)
-
-    def _check_staging(self) -> None:
-        for name, count in self._staging().items():
-            if not self.report.note_staging(name, count):
-                self.print_once(f"{name}: staging memory has grown to {count} bytes per rank")

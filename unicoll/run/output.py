@@ -94,6 +94,9 @@ class _Output(NamedTuple):
 class Console:
     """Writes to file descriptors 1 and 2 in a thread, in the order of the calls.
 
+    Attributes:
+        terminals: those of the two that are terminals.
+
     Args:
         wake: called by the thread when the backlog is small enough to read from the workers again.
     """
@@ -106,7 +109,7 @@ class Console:
         self._closing = False
         self._closed_fds: set[int] = set()
         self._state: _Output | None = None
-        self._terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
+        self.terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
         self._thread = threading.Thread(target=self._run, name="unicoll-console", daemon=True)
         self._thread.start()
 
@@ -115,17 +118,16 @@ class Console:
         """True if the backlog is so large that the workers' pipes should not be read."""
         return self._backlog > _MAX_BACKLOG
 
-    def is_terminal(self, fd: int) -> bool:
-        """True if ``fd`` is a terminal."""
-        return fd in self._terminals
+    def write(self, fd: int, data: bytes, owner: object = None, is_state: bool = False) -> None:
+        """Queue whole lines for ``fd``.
 
-    def write(self, fd: int, data: bytes, owner: object = None) -> None:
-        """Queue whole lines for ``fd``."""
-        self._put(_Output(fd, data, owner, False))
-
-    def show_state(self, fd: int, data: bytes, owner: object) -> None:
-        """On a terminal: show an unfinished line below all others until ``owner`` writes again."""
-        self._put(_Output(fd, data, owner, True))
+        With ``is_state``, on a terminal: an unfinished line, shown below all others until ``owner`` writes again.
+        """
+        if data:
+            with self._changed:
+                self._queue.append(_Output(fd, data, owner, is_state))
+                self._backlog += len(data)
+                self._changed.notify()
 
     def close(self, give_up: Callable[[], bool]) -> None:
         """Write the queued output and end the thread, unless ``give_up()`` returns True before."""
@@ -135,13 +137,6 @@ class Console:
         while self._thread.is_alive() and not give_up():
             self._thread.join(0.2)
 
-    def _put(self, output: _Output) -> None:
-        if output.data:
-            with self._changed:
-                self._queue.append(output)
-                self._backlog += len(output.data)
-                self._changed.notify()
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -150,7 +145,7 @@ class Console:
                 if not self._queue:
                     return
                 output = self._queue.popleft()
-            self._write(output.fd, self._with_state(output) if output.fd in self._terminals else output.data)
+            self._write(output.fd, self._with_state(output) if output.fd in self.terminals else output.data)
             with self._changed:
                 was_full = self.full
                 self._backlog -= len(output.data)
@@ -252,7 +247,7 @@ class Stream:
         """Show the state of a progress bar, or a prompt, if it is old enough."""
         if self._target is None:
             return
-        if not self._console.is_terminal(self._target):
+        if self._target not in self._console.terminals:
             if now - self._last_progress >= _PROGRESS_PERIOD and (state := self._lines.progress()):
                 self._last_progress = now
                 self._console.write(self._target, state, self)
@@ -260,7 +255,7 @@ class Stream:
             state = self._lines.unfinished
             if state != self._state:
                 self._state = state
-                self._console.show_state(self._target, state, self)
+                self._console.write(self._target, state, self, is_state=True)
 
     def close(self) -> None:
         """Forward an unfinished last line and close everything."""

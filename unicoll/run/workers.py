@@ -33,7 +33,8 @@ class LogFiles:
     def __init__(self, options: LaunchOptions) -> None:
         wanted = any(options.redirects.values()) or any(options.tees.values())
         self.kept = options.log_dir is not None or wanted
-        base = options.log_dir
+        # Absolute, because the workers may change their working directory.
+        base = None if options.log_dir is None else os.path.abspath(options.log_dir)
         if base is not None:
             os.makedirs(base, exist_ok=True)
         name = "".join(c if c.isalnum() or c in "-_.:" else "_" for c in options.run_id)

@@ -310,14 +310,14 @@ def _bytes(value: float) -> str:
 
 
 def _time(text: str) -> float:
-    match = re.fullmatch(r"([0-9.]+)\s*(s|ms|us|ns)", text)
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(s|ms|us|ns)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 20us")
     return float(match[1]) * _TIMES[match[2]]
 
 
 def _rate(text: str) -> float:
-    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(B|bit)(/s)?", text)
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([KMGT]?)(B|bit)(/s)?", text)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth such as 10GB/s or 100Gbit/s")
     return float(match[1]) * _SIZES[match[2]] / (8 if match[3] == "bit" else 1)
