@@ -191,7 +191,8 @@ class _Stub:
         self._path = str(Path(folder, "stub"))
         from unicoll.bench.launch import mpirun, mpirun_variables
 
-        self._mpirun, self._variables = mpirun() or "mpirun", mpirun_variables(size)
+        self._mpirun = mpirun() or "mpirun"
+        self._variables = mpirun_variables(size) | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 
     def run(self, fork: Any, limit: float) -> list[int]:
         with socket.socket(socket.AF_UNIX) as listener:
