@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import cycle, product
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -282,14 +282,13 @@ def receive(pipes: list[Connection], seconds: float) -> list[Any]:
     Raises:
         TimeoutError: they have not all come in time. EOFError: a process has ended.
     """
-    answers: dict[Connection, Any] = {}
+    answers = []
     until = time.monotonic() + seconds
-    while waiting := [pipe for pipe in pipes if pipe not in answers]:
-        ready = set(wait(waiting, max(0.0, until - time.monotonic())))
-        if not ready:
-            raise TimeoutError(f"{len(waiting)} of {len(pipes)} processes have not answered in {seconds:g} s")
-        answers |= {pipe: pipe.recv() for pipe in waiting if pipe in ready}
-    return [answers[pipe] for pipe in pipes]
+    for pipe in pipes:
+        if not pipe.poll(max(0.0, until - time.monotonic())):
+            raise TimeoutError(f"a process has not answered in {seconds:g} s")
+        answers.append(pipe.recv())
+    return answers
 
 
 def measure(ranks: list[Any], pipes: list[Connection], seconds: float) -> tuple[list[Any], list[int]]:

@@ -154,6 +154,23 @@ def test_the_users_secret_and_thread_count_are_kept(folder: LaunchFolder) -> Non
     assert sorted(done.stdout.splitlines()) == [f"[default{r}]:{SECRET} 5" for r in (0, 1)]
 
 
+def test_a_relative_secret_file_after_a_change_of_the_directory(folder: LaunchFolder) -> None:
+    secret = folder.path / "secret"
+    secret.write_text(SECRET)
+    secret.chmod(0o600)
+    script = folder.script(
+        """
+        import os
+        import unicoll
+        os.chdir("/")
+        unicoll.init_process_group()
+        unicoll.destroy_process_group()
+        """
+    )
+    done = folder.launch("--nproc-per-node=2", script, UNICOLL_SECRET_FILE="secret")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_workers_reach_the_store_and_learn_how_a_rank_ended(folder: LaunchFolder) -> None:
     script = folder.script(
         """

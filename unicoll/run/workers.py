@@ -34,7 +34,7 @@ class LogFiles:
         wanted = any(options.redirects.values()) or any(options.tees.values())
         self.kept = options.log_dir is not None or wanted
         # Absolute, because the workers may change their working directory.
-        base = None if options.log_dir is None else os.path.abspath(options.log_dir)
+        base = options.log_dir and os.path.abspath(options.log_dir)
         if base is not None:
             os.makedirs(base, exist_ok=True)
         name = "".join(c if c.isalnum() or c in "-_.:" else "_" for c in options.run_id)
@@ -123,6 +123,8 @@ def shared_environment(
         shared.pop(name, None)
     shared.setdefault("PYTHONUNBUFFERED", "1")
     shared |= checkout_path(shared)
+    if path := shared.get("UNICOLL_SECRET_FILE"):  # they may change their working directory
+        shared["UNICOLL_SECRET_FILE"] = os.path.abspath(path)
     if options.nproc > 1:
         shared.setdefault("OMP_NUM_THREADS", "1")
     shared.update(
