@@ -263,6 +263,9 @@ def test_damaged_files_and_other_jobs_are_named_and_skipped(tmp_path: Path) -> N
     (tmp_path / "rank_6.json").write_text("[" * 100_000)
     dump(tmp_path, 5, [{**GOOD[0], "created": None}])
     dump(tmp_path, 7, [{**GOOD[0], "seq": float("inf")}])
+    dump(tmp_path, 8, GOOD, job=[])
+    other = tmp_path / "rank_8.json"
+    other.write_text(other.read_text().replace('"rank": 8', '"rank": 0'))
     done = tool(str(tmp_path))
     assert done.returncode == 1
     texts = [line.removeprefix(f"python -m unicoll.trace: {tmp_path}/") for line in done.stderr.splitlines()]
@@ -271,13 +274,14 @@ def test_damaged_files_and_other_jobs_are_named_and_skipped(tmp_path: Path) -> N
         "rank_3.json is skipped",
         "rank_4.json is skipped",
         "rank_6.json is skipped",
+        "rank_8.json is skipped",
         "rank_5.json is skipped",
         "rank_7.json is skipped",
         "rank_2.json is skipped",
     ]
     for text, reason in zip(
         texts,
-        ("damaged", "version is 2", "no dump", "recursion", "field", "field", "another job"),
+        ("damaged", "version is 2", "no dump", "recursion", "field", "field", "field", "another job"),
         strict=True,
     ):
         assert reason in text

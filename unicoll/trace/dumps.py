@@ -83,7 +83,6 @@ class Dump:
         clock_error: seconds by which times of this rank may be wrong relative to rank 0's; None if unknown.
         departed: for each rank that has ended, how it ended.
         place: ``file:line`` and function where the main thread is in the user's code, or "".
-        content: the file's.
     """
 
     path: str
@@ -100,7 +99,6 @@ class Dump:
     groups: tuple[Group, ...]
     calls: tuple[Call, ...]
     place: str
-    content: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -167,20 +165,23 @@ def read(directory: str) -> Trace:
         OSError: the directory cannot be read.
         ValueError: it has no readable dump; the message has the reasons.
     """
-    skipped, contents = [], {}
+    skipped: list[str] = []
+    contents: dict[str, dict[str, Any]] = {}
+    epochs: dict[str, float] = {}  # of each job: rank 0's wall clock minus its monotonic clock
     for name in sorted(os.listdir(directory)):
         path = os.path.join(directory, name)
         if _FILE.match(name):
             try:
-                contents[path] = _load(path)
+                content = _load(path)
+                if not content["rank"]:
+                    epochs[content["job"]] = content["written"]["wall"] - content["written"]["monotonic"]
+                contents[path] = content
             except (OSError, *MALFORMED) as error:
                 skipped.append(f"{path} is skipped: {_describe(error)}")
-    epochs = {
-        c["job"]: c["written"]["wall"] - c["written"]["monotonic"] for c in contents.values() if not c["rank"]
-    }
     dumps = []
-    for path, content in contents.items():
+    for path in list(contents):
         try:
+            content = contents.pop(path)
             dumps.append(_dump(path, content, epochs.get(content["job"])))
         except MALFORMED as error:
             skipped.append(f"{path} is skipped: {_describe(error)}")
@@ -234,10 +235,11 @@ def _dump(path: str, content: dict[str, Any], epoch: float | None) -> Dump:
         wall=written["wall"],
         clock_error=error,
         departed={int(gone): str(how) for gone, how in content["departed"].items()},
-        groups=tuple(Group(str(g["name"]), tuple(g["ranks"]), str(g["backends"])) for g in content["groups"]),
+        groups=tuple(
+            Group(str(g["name"]), tuple(map(int, g["ranks"])), str(g["backends"])) for g in content["groups"]
+        ),
         calls=tuple(call_of(rank, call, offset) for call in content["calls"]),
         place=f"{os.path.basename(main['file'])}:{main['line']} in {main['function']}" if main else "",
-        content=content,
     )
 
 
@@ -254,5 +256,5 @@ def call_of(rank: int, entry: dict[str, Any], offset: float = 0.0) -> Call:
     for side in ("inputs", "outputs"):
         values[side] = tuple((BY_NAME[dtype], tuple(shape)) for dtype, shape in entry[side])
     compression = str(entry.get("compression", ""))  # older dumps have none
-    ranks, nbytes = tuple(entry["ranks"]), int(entry["bytes"])
+    ranks, nbytes = tuple(map(int, entry["ranks"])), int(entry["bytes"])
     return Call(rank=rank, ranks=ranks, nbytes=nbytes, compression=compression, **values)
