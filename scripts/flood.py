@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import cycle, product
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -64,29 +64,17 @@ def run_rank(rank: int, port: int, secret: str, limit: int, pipe: Connection) ->
     )
     import unicoll as dist
     from unicoll.net.admission import max_unauthenticated
+    from unicoll.testing.worker import listening_ports
 
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT_SECONDS)
     work(rank, store, 0.2)  # opens the connections
-    ports = listening_ports()
+    ports = [port for _, port in listening_ports()]
     pipe.send({"ports": ports, "unauthenticated": len(ports) * max_unauthenticated(), "open": descriptors()})
     while (seconds := pipe.recv()) is not None:
         pipe.send(work(rank, store, seconds))
     dist.destroy_process_group()
     store.close(linger=True)
-
-
-def listening_ports() -> list[int]:
-    """The ports on which this process listens."""
-    ports = []
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        try:
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                if sock.family == socket.AF_INET and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    ports.append(sock.getsockname()[1])
-        except OSError:
-            continue  # the descriptor of the listing itself, or no socket
-    return sorted(ports)
 
 
 def descriptors(pid: int | str = "self") -> int:
@@ -294,14 +282,13 @@ def receive(pipes: list[Connection], seconds: float) -> list[Any]:
     Raises:
         TimeoutError: they have not all come in time. EOFError: a process has ended.
     """
-    answers: dict[Connection, Any] = {}
+    answers = []
     until = time.monotonic() + seconds
-    while waiting := [pipe for pipe in pipes if pipe not in answers]:
-        ready = set(wait(waiting, max(0.0, until - time.monotonic())))
-        if not ready:
-            raise TimeoutError(f"{len(waiting)} of {len(pipes)} processes have not answered in {seconds:g} s")
-        answers |= {pipe: pipe.recv() for pipe in waiting if pipe in ready}
-    return [answers[pipe] for pipe in pipes]
+    for pipe in pipes:
+        if not pipe.poll(max(0.0, until - time.monotonic())):
+            raise TimeoutError(f"a process has not answered in {seconds:g} s")
+        answers.append(pipe.recv())
+    return answers
 
 
 def measure(ranks: list[Any], pipes: list[Connection], seconds: float) -> tuple[list[Any], list[int]]:

@@ -19,14 +19,12 @@ import atexit
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,12 +33,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PASSED, SKIPPED, FAILED = "passed", "skipped", "failed"
 _LOG_CHARACTERS = 4000
-_MPI_VARIABLES = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-}
 
 
 # --- forking process -----------------------------------------------------------------------------------------
@@ -197,9 +189,10 @@ class _Stub:
         self._size = size
         self._folder = folder
         self._path = str(Path(folder, "stub"))
-        self._mpirun = str(Path(sys.executable).with_name("mpirun"))
-        if not os.path.exists(self._mpirun):
-            self._mpirun = shutil.which("mpirun") or "mpirun"
+        from unicoll.bench.launch import mpirun, mpirun_variables
+
+        self._mpirun = mpirun() or "mpirun"
+        self._variables = mpirun_variables(size) | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
 
     def run(self, fork: Any, limit: float) -> list[int]:
         with socket.socket(socket.AF_UNIX) as listener:
@@ -207,7 +200,7 @@ class _Stub:
             listener.listen()
             listener.settimeout(30)
             environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
-            environ |= _MPI_VARIABLES | {"STUB_SOCKET": self._path, "TMPDIR": self._folder}
+            environ |= self._variables | {"STUB_SOCKET": self._path, "TMPDIR": self._folder}
             environ["OMPI_MCA_btl_sm_backing_directory"] = self._folder  # deleted with the folder
             program = [sys.executable, "-S", "-c", _STUB]
             with open(Path(self._folder, "mpirun.log"), "wb") as log:
@@ -246,12 +239,11 @@ class _Stub:
 
 
 _STUB = """
-import array, json, os, socket
+import json, os, socket
 s = socket.socket(socket.AF_UNIX); s.connect(os.environ["STUB_SOCKET"])
 fds = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []
 data = json.dumps(dict(os.environ)).encode()
-rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-s.sendmsg([len(data).to_bytes(4, "big")], rights)
+socket.send_fds(s, [len(data).to_bytes(4, "big")], fds)
 s.sendall(data)
 for fd in fds: os.close(fd)
 s.recv(1)
@@ -263,16 +255,10 @@ def _fds_of(environ: dict[str, str]) -> list[int]:
 
 
 def _receive(caller: socket.socket) -> tuple[dict[str, str], list[int]]:
-    head, ancillary, _, _ = caller.recvmsg(4, socket.CMSG_SPACE(4 * 4))
-    fds = array("i")
-    for _, _, data in ancillary:
-        fds.frombytes(data)
-    left = int.from_bytes(head, "big")
-    body = b""
-    while len(body) < left:
-        body += caller.recv(left - len(body))
+    head, fds, _, _ = socket.recv_fds(caller, 4, 4)
+    body = caller.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
     found: dict[str, str] = json.loads(body)
-    return found, list(fds)
+    return found, fds
 
 
 # --- main process -----------------------------------------------------------------------------------

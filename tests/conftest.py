@@ -16,7 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
-from unicoll.testing import forkserver, ranks, sampling, worker  # noqa: E402 - needs the path
+from tests.support import selection  # noqa: E402 - needs the path
+from unicoll.testing import forkserver, ranks, sampling, worker  # noqa: E402
 
 with suppress(ImportError):  # it is not in all environments
     from hypothesis import HealthCheck, settings
@@ -47,9 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if sampling.wants_all(config.args):
         return
     seed = ranks.sample_seed()
-    kept = [item for item in items if sampling.is_drawn(item, seed)]
-    if (share := sampling.share()) > 1:
-        kept = sampling.part(kept, seed, share)
+    kept = [item for item in items if selection.is_drawn(item, seed)]
+    if (share := selection.share()) > 1:
+        kept = selection.part(kept, seed, share)
     names = {item.nodeid for item in kept}
     if left_out := [item for item in items if item.nodeid not in names]:
         config.hook.pytest_deselected(items=left_out)

@@ -13,8 +13,8 @@ from gloo_fallback.algorithms.over_sockets import SMALL
 from gloo_fallback.algorithms.rings import SEGMENT
 from gloo_fallback.algorithms.shared_plans import WHOLE
 from gloo_fallback.shm.slots import SLOT
+from tests.conformance import huge_jobs
 from unicoll.backend.ops import OPS, Sizes
-from unicoll.testing import conformance_jobs as jobs
 from unicoll.testing.conformance import Conformance
 from unicoll.testing.ranks import Pool, ProcessJob, pools, run_ranks
 
@@ -131,10 +131,10 @@ def _available() -> int:
 
 @pytest.mark.slow
 @pytest.mark.sampled("", "job", 1)
-@pytest.mark.parametrize("job", [jobs.huge, jobs.huge_gather])
+@pytest.mark.parametrize("job", [huge_jobs.huge, huge_jobs.huge_gather])
 def test_more_than_two_to_the_31_bytes(job: object) -> None:
     if _available() < _NEEDS:
         pytest.skip(f"needs {_NEEDS >> 30} GiB of free memory")
-    count = _HUGE if job is jobs.huge else _HUGE // 2
+    count = _HUGE if job is huge_jobs.huge else _HUGE // 2
     quiet = {"UNICOLL_STALL_WARNING": "0"}  # on a busy machine one call may take longer than that
     assert run_ranks(2, job, count, timeout=240, env=quiet) == [[], []]  # type: ignore[arg-type]

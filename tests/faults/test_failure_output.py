@@ -14,7 +14,8 @@ import pytest
 from tests.launcher.test_run import BOUND, LaunchFolder, environment, folder  # noqa: F401
 from unicoll import errors
 from unicoll.net import excepthook
-from unicoll.run.tracebacks import Tracebacks, name_ranks
+from unicoll.net.texts import ranks_text
+from unicoll.run.tracebacks import Tracebacks
 
 FOLDED = "  ... inside unicoll (UNICOLL_DEBUG=DETAIL shows these frames)"
 MISSPELT = """
@@ -262,9 +263,9 @@ def test_the_frame_of_an_unexpected_error_is_kept() -> None:
 
 
 def test_ranks_as_text() -> None:
-    assert name_ranks([3]) == "rank 3"
-    assert name_ranks([1, 0]) == "ranks 0, 1"
-    assert name_ranks([7, 0, 1, 2, 5]) == "ranks 0-2, 5, 7"
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([1, 0]) == "ranks 0, 1"
+    assert ranks_text([7, 0, 1, 2, 5]) == "ranks 0-2, 5, 7"
 
 
 def test_pids_and_ranks_do_not_make_tracebacks_distinct() -> None:

@@ -154,6 +154,23 @@ def test_the_users_secret_and_thread_count_are_kept(folder: LaunchFolder) -> Non
     assert sorted(done.stdout.splitlines()) == [f"[default{r}]:{SECRET} 5" for r in (0, 1)]
 
 
+def test_a_relative_secret_file_after_a_change_of_the_directory(folder: LaunchFolder) -> None:
+    secret = folder.path / "secret"
+    secret.write_text(SECRET)
+    secret.chmod(0o600)
+    script = folder.script(
+        """
+        import os
+        import unicoll
+        os.chdir("/")
+        unicoll.init_process_group()
+        unicoll.destroy_process_group()
+        """
+    )
+    done = folder.launch("--nproc-per-node=2", script, UNICOLL_SECRET_FILE="secret")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_workers_reach_the_store_and_learn_how_a_rank_ended(folder: LaunchFolder) -> None:
     script = folder.script(
         """
@@ -254,6 +271,14 @@ def test_lines_are_prefixed_and_the_streams_are_separate(folder: LaunchFolder) -
     assert sorted(done.stderr.splitlines()) == ["[r0]:err", "[r1]:err"]
 
 
+def test_a_role_that_is_not_utf_8(folder: LaunchFolder) -> None:
+    script = folder.script("print('x')")
+    process = folder.start("--nproc-per-node=2", "--role", os.fsdecode(b"r\xe9"), script)
+    out, err = process.communicate(timeout=BOUND)
+    assert (process.returncode, err) == (0, b"")
+    assert sorted(out.splitlines()) == [b"[r\xe90]:x", b"[r\xe91]:x"]
+
+
 def test_prefix_template_and_rank_filter(folder: LaunchFolder) -> None:
     script = folder.script("print('x')")
     template = "<${role_name}/${rank}/${local_rank}> "
@@ -313,6 +338,29 @@ def test_progress_bars_show_while_they_run(folder: LaunchFolder) -> None:
     assert re.match(rb"\[default\d\]:\r?(\[default\d\]:)?0%", seen)
     for rank in (b"0", b"1"):
         assert b"[default" + rank + b"]:100%" in rest
+
+
+def test_output_for_which_there_is_no_space(folder: LaunchFolder) -> None:
+    command = [sys.executable, "-m", "unicoll.run", "-n", "2", folder.script("print('x')")]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, cwd=folder.path, env=environment(), timeout=BOUND
+        )
+    assert done.stderr == b"unicoll.run: standard output: No space left on device; no longer written\n"
+    assert done.returncode == 0
+
+
+def test_a_module_in_a_working_directory_that_has_been_removed(folder: LaunchFolder) -> None:
+    folder.script("print('x')")
+    (folder.path / "gone").mkdir()
+    program = "import os, sys; os.rmdir('../gone'); os.execv(sys.executable, sys.orig_argv[3:])"
+    command = [sys.executable, "-c", program, sys.executable, "-m", "unicoll.run", "-m", "work"]
+    variables = environment()
+    variables["PYTHONPATH"] += f"{os.pathsep}{folder.path}"
+    done = subprocess.run(
+        command, cwd=folder.path / "gone", env=variables, capture_output=True, text=True, timeout=BOUND
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "x\n", "")
 
 
 def test_a_single_worker_writes_to_the_console(folder: LaunchFolder) -> None:
@@ -462,6 +510,13 @@ def test_exit_code_of_the_failing_rank(folder: LaunchFolder) -> None:
     assert "rank      : 1 (local_rank: 1)" in done.stderr
 
 
+def test_a_worker_that_has_changed_its_directory_records_its_exception(folder: LaunchFolder) -> None:
+    script = folder.script("import os; os.chdir('/'); raise ValueError('moved')")
+    done = folder.launch("--nproc-per-node=2", "--log-dir=logs", script)
+    assert done.stderr.count("ValueError: moved") == 2  # the traceback of both ranks, and the summary
+    assert "traceback : ValueError: moved (above)" in done.stderr
+
+
 TIMES_OUT = """
 import time
 import numpy as np
@@ -481,11 +536,13 @@ def test_the_summary_has_the_command_that_shows_the_last_calls(folder: LaunchFol
     scratch.mkdir()
     variables = {"TMPDIR": str(scratch)}
     flags = ["--log-dir", "logs"] if where == "log-dir" else []
+    program = TIMES_OUT
     if where == "variable":
         variables["UNICOLL_TRACE_DIR"] = "own"
+        program = "import os; os.chdir('tmp')" + program
     elif where == "disabled":
         variables["UNICOLL_TRACE_DIR"] = ""
-    done = folder.launch("-n", "2", *flags, folder.script(TIMES_OUT), **variables)
+    done = folder.launch("-n", "2", *flags, folder.script(program), **variables)
     assert done.returncode != 0
     commands = re.findall(r"^  last calls: python (-m unicoll\.trace (.*))$", done.stderr, re.M)
     if where == "disabled":
@@ -649,6 +706,7 @@ def test_a_failed_worker_that_does_not_end_is_a_failure(folder: LaunchFolder) ->
         (["--no-python", "./work.py"], "not executable"),
         (["--nproc-per-node=0", "work.py"], "at least one worker"),
         (["--nproc-per-node=many", "work.py"], "neither a number"),
+        (["--nproc-per-node=4194305", "work.py"], "at most 4194304 processes"),
         (["--unheard-of", "work.py"], "--unheard-of"),
         (["--nnodes=1:4", "work.py"], "elastic"),
         (["--nnodes=0", "work.py"], "at least 1"),

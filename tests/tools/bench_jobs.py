@@ -46,7 +46,7 @@ class SimulatedFamily(arrays.BenchArrays):
 
 def bench(argv: tuple[str, ...]) -> tuple[int, str]:
     """Run the benchmark as this rank; returns its exit status and output."""
-    arrays.register("simulated", SimulatedFamily)
+    arrays.FAMILIES["simulated"] = SimulatedFamily
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         status = main(argv)

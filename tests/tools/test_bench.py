@@ -25,7 +25,7 @@ from unicoll.bench import contenders, launch, main, plot, table
 from unicoll.bench.args import TYPES, parse
 from unicoll.bench.contract import BenchCase
 from unicoll.bench.distributed import Unicoll
-from unicoll.bench.measure import over_ranks
+from unicoll.bench.measure import Stats, over_ranks
 from unicoll.bench.operations import IN, OPERATIONS, OUT, REDUCED, CallRank, SourceRange, find_operation
 from unicoll.bench.progress import Progress
 from unicoll.bench.report import _environment, write
@@ -104,7 +104,7 @@ def test_numbers_are_printed_as_nccl_tests_prints_them(value: float, width: int,
 
 
 def placement_row(us: float, algbw: float, busbw: float, wrong: int | None) -> table.PlacementRow:
-    return table.PlacementRow(us, {}, algbw, busbw, wrong, 10, {"avg": [us - 1, us + 1, math.nan]})
+    return table.PlacementRow(us, Stats({}, {"avg": [us - 1, us + 1, math.nan]}, 10), algbw, busbw, wrong)
 
 
 LINE = table.TableRow(
@@ -279,6 +279,7 @@ def test_the_sweep(alone: object, arguments: list[str], sizes: Sequence[int], st
         (["all_reduce", "-b", "1M", "-e", "1K"], "invalid sizes"),
         (["all_reduce", "-b", "8", "--sizes", "8"], "exclude each other"),
         (["all_reduce", "-i", "8", "-f", "2"], "exclude each other"),
+        (["all_reduce", "--sizes", "9" * 400], "more than memory can be"),
         (["all_reduce", "-f", "1"], "the factor"),
         (["all_reduce", "-d", "quadruple"], "expected one of int8, uint8"),
         (["all_reduce", "-o", "median"], "expected one of sum, prod"),
@@ -308,6 +309,15 @@ def test_invalid_arguments_are_one_line(
     assert ended.value.code == 2
     assert text in error
     assert error.count("\n") == 1
+
+
+def test_a_least_bandwidth_that_is_no_number(
+    alone: Callable[..., int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_TESTS_MIN_BW", "much")
+    with pytest.raises(SystemExit):
+        alone("all_reduce", "--sizes", "8", *QUICK)
+    assert "NCCL_TESTS_MIN_BW=much is not a number" in capsys.readouterr().err
 
 
 def test_accepted_values_of_nccl_tests_flags(alone: object) -> None:
@@ -507,6 +517,27 @@ def test_sizes_too_small_for_all_ranks_are_skipped(
 ) -> None:
     assert alone("all_gather", "--sizes", "2", *QUICK) == 1
     assert "nothing was measured" in capsys.readouterr().out
+
+
+def test_a_size_that_does_not_fit_the_memory_does_not_end_the_run(
+    alone: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    assert alone("all_reduce", "--sizes", "8,1000000G", *QUICK, "--json", str(out)) == 0
+    assert [row[0] for row in rows(capsys.readouterr().out)] == ["8"]
+    data = json.loads(out.read_text())
+    assert [entry["size"] for entry in data["results"]] == [8]
+    assert "Unable to allocate" in data["errors"][0]
+
+
+def test_results_that_cannot_be_written_fail(
+    alone: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert alone("all_reduce", "--sizes", "8", *QUICK, "--json", "/dev/full") == 1
+    seen = capsys.readouterr()
+    assert len(rows(seen.out)) == 1
+    assert seen.err.startswith("unicoll.bench: the results cannot be written: ")
+    assert "No space left on device" in seen.err
 
 
 def test_a_low_bandwidth_fails(
@@ -772,6 +803,19 @@ def test_json_is_written_atomically(tmp_path: Path) -> None:
         write({"a": math.nan}, str(path))
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_json_is_written_into_a_device_or_through_a_link(tmp_path: Path) -> None:
+    """Not in its place: as root ``--json /dev/null`` would make it a file."""
+    (tmp_path / "link").symlink_to(tmp_path / "x.json")
+    write({"a": 1}, str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
+    os.mkfifo(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        write({"a": 1}, str(tmp_path / "pipe"))
+        assert json.load(reader) == {"a": 1}
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_progress_is_written_only_if_enabled(capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,6 +214,18 @@ def test_invalid_arguments_are_one_line(
     assert given.jobs == []
 
 
+@pytest.mark.parametrize("text", ["", '{"format": 1', '{"format": 1, "ratios": {}}', "[]"])
+def test_a_file_that_is_cut_off_is_no_run(
+    given: GivenTimes, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        main(("suite", *FEW, "--against", str(path)))
+    assert f"{path} is no run of the suite" in capsys.readouterr().err
+    assert given.jobs == []
+
+
 def test_it_starts_its_own_ranks(
     given: GivenTimes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

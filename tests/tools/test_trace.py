@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -15,6 +17,7 @@ import pytest
 from tests.tools import dump_jobs
 from unicoll.testing.ranks import ROOT, environment, joined
 from unicoll.testing.worker import leave
+from unicoll.trace import perfetto
 from unicoll.trace.diagnosis import diagnose
 from unicoll.trace.dumps import name_ranks, read
 
@@ -257,7 +260,12 @@ def test_damaged_files_and_other_jobs_are_named_and_skipped(tmp_path: Path) -> N
     dump(tmp_path, 2, GOOD, job="0b", written={"wall": 1e9, "monotonic": END})
     dump(tmp_path, 3, GOOD, version=2)
     (tmp_path / "rank_4.json").write_text("[1]")
+    (tmp_path / "rank_6.json").write_text("[" * 100_000)
     dump(tmp_path, 5, [{**GOOD[0], "created": None}])
+    dump(tmp_path, 7, [{**GOOD[0], "seq": float("inf")}])
+    dump(tmp_path, 8, GOOD, job=[])
+    other = tmp_path / "rank_8.json"
+    other.write_text(other.read_text().replace('"rank": 8', '"rank": 0'))
     done = tool(str(tmp_path))
     assert done.returncode == 1
     texts = [line.removeprefix(f"python -m unicoll.trace: {tmp_path}/") for line in done.stderr.splitlines()]
@@ -265,14 +273,52 @@ def test_damaged_files_and_other_jobs_are_named_and_skipped(tmp_path: Path) -> N
         "rank_1.json is skipped",
         "rank_3.json is skipped",
         "rank_4.json is skipped",
+        "rank_6.json is skipped",
+        "rank_8.json is skipped",
         "rank_5.json is skipped",
+        "rank_7.json is skipped",
         "rank_2.json is skipped",
     ]
     for text, reason in zip(
-        texts, ("damaged", "version is 2", "no dump", "field", "another job"), strict=True
+        texts,
+        ("damaged", "version is 2", "no dump", "recursion", "field", "field", "field", "another job"),
+        strict=True,
     ):
         assert reason in text
     assert done.stdout.startswith("ranks 1-3 left no dump")
+
+
+def test_output_that_the_reader_or_the_encoding_does_not_take(tmp_path: Path) -> None:
+    dump(tmp_path, 0, [call(1, site="/home/\udce9.py:3")], size=1)  # a file name that is not UTF-8
+    done = tool(str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\udce9.py:3" in done.stdout
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as closed:
+        command = [sys.executable, "-m", "unicoll.trace", str(tmp_path)]
+        variables = environment({"PYTHONPATH": str(ROOT)})
+        ended = subprocess.run(
+            command, env=variables, stdout=closed, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_trace_that_cannot_be_written_leaves_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dump(tmp_path, 0, GOOD, size=1)
+    file = tmp_path / "trace.json"
+    file.write_text("earlier")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        perfetto.write(read(str(tmp_path)), str(file))
+    assert file.read_text() == "earlier"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0.json", "trace.json"]
 
 
 @pytest.mark.parametrize("files", [[], ["rank_0.json"]])

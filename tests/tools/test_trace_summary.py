@@ -208,18 +208,13 @@ def test_a_program_is_run_unchanged(tmp_path: Path) -> None:
 
 def test_dumps_and_wrong_arguments(tmp_path: Path) -> None:
     dump = tmp_path / "rank_0.json"
-    call: dict[str, Any] = {
-        "group": "world",
-        "ranks": [0, 1],
-        "op": "all_reduce",
-        "bytes": 80,
-        "state": "completed",
-    }
-    call["inputs"] = call["outputs"] = [["float64", [2, 5]]]
+    call = dump_format._call(_recorded("all_reduce", [(4, 5)], [(4, 5)], n=2))
+    del call["compression"]  # older dumps have none
     dump.write_text(json.dumps({"calls": [call] * 3 + [{**call, "state": "failed"}]}))
     done = _run(str(dump), str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[2].split()[:6] == ["all_reduce", "world", "2", "6", "480", "B"]
+    (tmp_path / "empty").mkdir()
     with pytest.raises(DistArgumentError, match="not a dump"):
         summary.from_dump({"calls": [{"group": "world"}]})
     for args, message in [
@@ -227,7 +222,11 @@ def test_dumps_and_wrong_arguments(tmp_path: Path) -> None:
         ([str(tmp_path / "none.json")], "No such file"),
         (["--dry-run", "--rank", "4", "--world-size", "4", "x.py"], "--rank 4 is not below"),
         (["--latency", "5", "x.json"], "not a time such as 20us"),
+        (["--latency", "1.2.3us", "x.json"], "not a time such as 20us"),
         (["--bandwidth", "fast", "x.json"], "not a bandwidth such as"),
+        ([str(tmp_path / "empty")], "no dump of a flight recorder"),
+        (["--dry-run", str(tmp_path / "none.py")], "none.py: no such file"),
+        (["--dry-run", "--nproc-per-node", "0", str(dump)], "--nproc-per-node 0 is not positive"),
     ]:
         done = _run(*args)
         assert done.returncode == 2

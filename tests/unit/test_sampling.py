@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support import selection
 from unicoll.testing import sampling
 
 
@@ -61,7 +62,7 @@ def test_a_short_run_does_a_quarter_of_each_table_and_nothing_slow() -> None:
         Item("test_x.py::test_long", ("slow",)),
         Item("test_y.py::test_one[a]"),
     ]
-    runs = [[item.nodeid for item in sampling.part(items, seed, 4)] for seed in range(100)]
+    runs = [[item.nodeid for item in selection.part(items, seed, 4)] for seed in range(100)]
     for names in runs:
         assert names == [item.nodeid for item in items if item.nodeid in names]
         assert sum("test_table" in name for name in names) == 3
@@ -73,7 +74,7 @@ def test_a_run_of_all_does_half_of_each_table_and_what_is_slow() -> None:
     items = [Item(f"test_x.py::test_table[{i}]") for i in range(9)] + [
         Item("test_x.py::test_long", ("slow",))
     ]
-    runs = [{item.nodeid for item in sampling.part(items, seed, 2)} for seed in range(100)]
+    runs = [{item.nodeid for item in selection.part(items, seed, 2)} for seed in range(100)]
     assert all(len(names) == 6 and "test_x.py::test_long" in names for names in runs)
     assert set.union(*runs) == {item.nodeid for item in items}
 
@@ -81,6 +82,6 @@ def test_a_run_of_all_does_half_of_each_table_and_what_is_slow() -> None:
 def test_a_short_run_does_a_quarter_of_the_tests_that_take_turns() -> None:
     items = [Item(f"test_{module}.py::test_{i}", ("in_turn",)) for module in "xy" for i in range(4)]
     items += [Item("test_x.py::test_always"), Item("test_y.py::test_never", ("in_turn", "slow"))]
-    runs = [{item.nodeid for item in sampling.part(items, seed, 4)} for seed in range(100)]
+    runs = [{item.nodeid for item in selection.part(items, seed, 4)} for seed in range(100)]
     assert all(len(names) == 3 and "test_x.py::test_always" in names for names in runs)
     assert set.union(*runs) == {item.nodeid for item in items if "slow" not in item.marks}

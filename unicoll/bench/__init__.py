@@ -28,9 +28,9 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with these arguments (``sys.argv[1:]`` if None) and return its exit status.
 
-    0: measured, and every result is correct. 1: a result is wrong, a bandwidth is below NCCL_TESTS_MIN_BW, or nothing
-    could be measured; :mod:`unicoll.bench.suite` has those of ``suite``. Invalid arguments raise SystemExit(2), as
-    argparse does, after one line on stderr.
+    0: measured, and every result is correct. 1: a result is wrong, a bandwidth is below NCCL_TESTS_MIN_BW, nothing
+    could be measured, or a file could not be written; :mod:`unicoll.bench.suite` has those of ``suite``. Invalid
+    arguments raise SystemExit(2), as argparse does, after one line on stderr.
     """
     from unicoll.bench.args import parse
     from unicoll.bootstrap import launchers
@@ -61,7 +61,9 @@ def _output_problem(json: str | None, plot: str | None) -> str | None:
         if (reason := plot_problem(plot)) is not None:
             return reason
     for path in filter(None, (json, plot)):
-        folder = os.path.dirname(path) or "."
-        if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        place = os.path.dirname(path) or "."
+        if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe is written in place
+            place = path
+        if os.path.isdir(path) or not os.access(place, os.W_OK):
             return f"{path} cannot be written"
     return None

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from unicoll.arrays.types import BY_NAME, COMPRESSED, COMPRESSIONS, DType
 from unicoll.bench.contenders import TABLE
@@ -22,6 +23,7 @@ from unicoll.bench.values import REDOPS
 from unicoll.bootstrap import launchers
 from unicoll.errors import DistArgumentError
 from unicoll.group import registry
+from unicoll.run.flags import OneLineParser
 
 __all__ = ["TYPES", "BenchOptions", "parse"]
 
@@ -88,6 +90,7 @@ class BenchOptions:
     overlap: bool
     json: str | None
     plot: str | None
+    min_bandwidth: float | None
     argv: tuple[str, ...]
 
     @property
@@ -98,11 +101,6 @@ class BenchOptions:
     def dtype(self, name: str) -> DType:
         """unicoll's element type for nccl-tests' name."""
         return BY_NAME[TYPES[name]]
-
-
-class _BenchParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
 
 def parse(argv: Sequence[str] | None = None) -> BenchOptions:
@@ -118,8 +116,8 @@ def parse(argv: Sequence[str] | None = None) -> BenchOptions:
         parser.error(str(error))
 
 
-def _parser() -> _BenchParser:
-    parser = _BenchParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="unicoll.bench",
         usage=f"{_COMMAND} OP [flags]",
         description=f"""Measure a collective operation of unicoll, side by side with other libraries.
@@ -148,182 +146,160 @@ examples:
     return parser
 
 
-def _add_rank_flags(parser: _BenchParser) -> None:
-    group = parser.add_argument_group("ranks and libraries")
-    group.add_argument("-n", "--ranks", type=int, metavar="N", help="start N ranks on this host (default 2)")
+def _add_rank_flags(parser: OneLineParser) -> None:
+    flag = parser.add_argument_group("ranks and libraries").add_argument
+    flag("-n", "--ranks", type=_at_least(1), metavar="N", help="start N ranks on this host (default 2)")
     mine = ",".join(n for n, row in TABLE.items() if row.flag == "--backend")
     others = ",".join(n for n, row in TABLE.items() if row.flag == "--peer")
-    group.add_argument(
-        "--backend",
-        metavar="NAMES",
-        help=f"unicoll's backends, of {mine} (default gloo; none if only --peer is given)",
+    backends = f"unicoll's backends, of {mine} (default gloo; none if only --peer is given)"
+    flag("--backend", metavar="NAMES", help=backends)
+    flag("--peer", default="", metavar="NAMES", help=f"other libraries, of {others}")
+    arrays = "array library for unicoll's backends (default numpy; cupy on CUDA)"
+    flag("--array", choices=("numpy", "torch", "cupy"), help=arrays)
+    compressed = (
+        "of what unicoll's backends send between hosts in an all_reduce of float or double by sum or avg"
     )
-    group.add_argument("--peer", default="", metavar="NAMES", help=f"other libraries, of {others}")
-    group.add_argument(
-        "--array",
-        choices=("numpy", "torch", "cupy"),
-        help="array library for unicoll's backends (default numpy; cupy on CUDA)",
-    )
-    group.add_argument(
-        "--compression",
-        choices=tuple(COMPRESSIONS),
-        default="",
-        help="of what unicoll's backends send between hosts in an all_reduce of float or double by sum or avg",
-    )
+    flag("--compression", choices=tuple(COMPRESSIONS), default="", help=compressed)
 
 
-def _add_sweep_flags(parser: _BenchParser) -> None:
-    group = parser.add_argument_group("sizes, types, roots")
-    group.add_argument("-b", "--minbytes", metavar="SIZE", help="smallest size (K, M, G; default 8)")
-    group.add_argument("-e", "--maxbytes", metavar="SIZE", help="largest size (default 64M)")
-    group.add_argument("-i", "--stepbytes", metavar="SIZE", help="bytes added from one size to the next")
-    group.add_argument("-f", "--stepfactor", metavar="F", help="factor from one size to the next (default 2)")
+def _add_sweep_flags(parser: OneLineParser) -> None:
+    flag = parser.add_argument_group("sizes, types, roots").add_argument
+    flag("-b", "--minbytes", metavar="SIZE", help="smallest size (K, M, G; default 8)")
+    flag("-e", "--maxbytes", metavar="SIZE", help="largest size (default 64M)")
+    flag("-i", "--stepbytes", metavar="SIZE", help="bytes added from one size to the next")
+    flag("-f", "--stepfactor", metavar="F", help="factor from one size to the next (default 2)")
     usual = ",".join(short(n) for n in DEFAULT_SIZES)
-    group.add_argument(
-        "--sizes", metavar="LIST", help=f"list of sizes (default without the four above: {usual})"
-    )
-    group.add_argument("-o", "--op", dest="redop", default="sum", help=f"reduction: {', '.join(REDOPS)}, all")
-    group.add_argument("-d", "--datatype", default="float", help=f"element type: {', '.join(TYPES)}, all")
-    group.add_argument("-r", "--root", default="0", help="root of rooted operations: a rank, or all")
-    group.add_argument("-u", "--unalign", type=int, default=0, metavar="N", help="shift arrays by N elements")
-    group.add_argument(
-        "--place", choices=("both", "in", "out"), default="both", help="in place, out of place, or both"
-    )
+    flag("--sizes", metavar="LIST", help=f"list of sizes (default without the four above: {usual})")
+    reduction = f"reduction: {', '.join(REDOPS)}, all"
+    flag("-o", "--op", dest="redops", type=_redops, default="sum", metavar="REDOP", help=reduction)
+    element = f"element type: {', '.join(TYPES)}, all"
+    flag("-d", "--datatype", dest="types", type=_types, default="float", metavar="TYPE", help=element)
+    root = "root of rooted operations: a rank, or all"
+    flag("-r", "--root", dest="roots", type=_roots, default="0", metavar="ROOT", help=root)
+    flag("-u", "--unalign", type=_at_least(0), default=0, metavar="N", help="shift arrays by N elements")
+    places = "in place, out of place, or both"
+    flag("--place", dest="placements", choices=("both", "in", "out"), default="both", help=places)
 
 
-def _add_timing_flags(parser: _BenchParser) -> None:
-    group = parser.add_argument_group("measuring")
-    group.add_argument(
-        "--iters", type=int, metavar="N", help="timed calls (default: as many as fit the budget)"
-    )
-    group.add_argument(
-        "--budget", type=float, default=1.0, metavar="S", help="seconds of calls per size and contender"
-    )
-    group.add_argument(
-        "--turns",
-        type=int,
-        default=10,
-        metavar="N",
-        help="batches per contender and size; contenders alternate",
-    )
-    group.add_argument(
-        "-w", "--warmup_iters", type=int, default=1, metavar="N", help="calls before the timed ones"
-    )
-    group.add_argument("-m", "--agg_iters", type=int, default=1, metavar="N", help="calls per timed sample")
-    group.add_argument(
-        "-N", "--run_cycles", type=int, default=1, metavar="N", help="repeat the sweep; 0: without end"
-    )
-    group.add_argument(
-        "-c", "--check", type=int, default=1, metavar="N", help="checked calls per line; 0: none"
-    )
-    group.add_argument(
-        "-a",
-        "--average",
-        type=int,
-        choices=(0, 1, 2, 3),
-        default=1,
-        help="value over the ranks: 0 rank 0, 1 average, 2 minimum, 3 maximum",
-    )
-    group.add_argument(
-        "--statistic",
-        choices=("p50", "avg", "min"),
-        help="statistic over the calls of a rank (default p50; with --osu avg)",
-    )
-    group.add_argument(
-        "-z", "--blocking", type=int, choices=(0, 1), default=0, help="1: barrier before each call"
-    )
-    group.add_argument(
-        "-C",
-        "--report_cputime",
-        type=int,
-        choices=(0, 1),
-        default=0,
-        help="1: on CUDA, time until a call returns",
-    )
-    group.add_argument("--events", action="store_true", help="on CUDA, time between events on the device")
-    group.add_argument(
-        "-T",
-        "--timeout",
-        type=float,
-        default=0,
-        metavar="S",
-        help="timeout of an operation, in seconds (default 300)",
-    )
+def _add_timing_flags(parser: OneLineParser) -> None:
+    flag = parser.add_argument_group("measuring").add_argument
+    iters = "timed calls (default: as many as fit the budget)"
+    flag("--iters", type=_at_least(1), metavar="N", help=iters)
+    budget = "seconds of calls per size and contender"
+    flag("--budget", type=_seconds, default=1.0, metavar="S", help=budget)
+    turns = "batches per contender and size; contenders alternate"
+    flag("--turns", type=_at_least(1), default=10, metavar="N", help=turns)
+    warmup = "calls before the timed ones"
+    flag("-w", "--warmup_iters", type=_at_least(0), default=1, metavar="N", help=warmup)
+    flag("-m", "--agg_iters", type=_at_least(1), default=1, metavar="N", help="calls per timed sample")
+    cycles = "repeat the sweep; 0: without end"
+    flag("-N", "--run_cycles", dest="cycles", type=_at_least(0), default=1, metavar="N", help=cycles)
+    checks = "checked calls per line; 0: none"
+    flag("-c", "--check", dest="checks", type=_at_least(0), default=1, metavar="N", help=checks)
+    average = "value over the ranks: 0 rank 0, 1 average, 2 minimum, 3 maximum"
+    flag("-a", "--average", type=int, choices=(0, 1, 2, 3), default=1, help=average)
+    statistic = "statistic over the calls of a rank (default p50; with --osu avg)"
+    flag("--statistic", choices=("p50", "avg", "min"), help=statistic)
+    flag("-z", "--blocking", type=int, choices=(0, 1), default=0, help="1: barrier before each call")
+    cpu_time = "1: on CUDA, time until a call returns"
+    flag("-C", "--report_cputime", type=int, choices=(0, 1), default=0, help=cpu_time)
+    flag("--events", action="store_true", help="on CUDA, time between events on the device")
+    timeout = "timeout of an operation, in seconds (default 300)"
+    flag("-T", "--timeout", type=_seconds_or_0, default=0.0, metavar="S", help=timeout)
 
 
-def _add_output_flags(parser: _BenchParser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument(
-        "-J", "--json", "--output_file", dest="json", metavar="FILE", help="write results as JSON"
-    )
-    group.add_argument("--plot", metavar="FILE", help="plot latency and bandwidth (needs matplotlib)")
-    group.add_argument("--osu", action="store_true", help="OSU micro-benchmarks' columns")
-    group.add_argument(
-        "--osu-full", action="store_true", help="as --osu, with minimum, maximum and iterations"
-    )
-    group.add_argument(
-        "--overlap", action="store_true", help="measure an asynchronous operation during NumPy computation"
-    )
-    group.add_argument(
-        "-S",
-        "--report_timestamps",
-        type=int,
-        choices=(0, 1),
-        default=0,
-        help="1: print the time of day in each line",
-    )
+def _add_output_flags(parser: OneLineParser) -> None:
+    flag = parser.add_argument_group("output").add_argument
+    flag("-J", "--json", "--output_file", dest="json", metavar="FILE", help="write results as JSON")
+    flag("--plot", metavar="FILE", help="plot latency and bandwidth (needs matplotlib)")
+    flag("--osu", action="store_true", help="OSU micro-benchmarks' columns")
+    flag("--osu-full", action="store_true", help="as --osu, with minimum, maximum and iterations")
+    overlap = "measure an asynchronous operation during NumPy computation"
+    flag("--overlap", action="store_true", help=overlap)
+    stamps = "1: print the time of day in each line"
+    flag("-S", "--report_timestamps", dest="timestamps", type=int, choices=(0, 1), default=0, help=stamps)
 
 
-# --- validation ------------------------------------------------------------------------------------------------------
+# --- values of single flags -----------------------------------------------------------------------------------------
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse_number(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d+", text.strip()) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse_number
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a time in seconds")
+    return value
+
+
+def _seconds_or_0(text: str) -> float:
+    return 0.0 if text in ("0", "0.0") else _seconds(text)
+
+
+def _types(text: str) -> tuple[str, ...]:
+    return _selected(text, TYPES, {ours: theirs for theirs, ours in TYPES.items()})
+
+
+def _redops(text: str) -> tuple[str, ...]:
+    return _selected(text, REDOPS, {"product": "prod", "premul_sum": "mulsum"})
+
+
+def _selected(text: str, names: Iterable[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
+    name = aliases.get(text.lower(), text.lower())
+    if name != "all" and name not in names:
+        raise argparse.ArgumentTypeError(f"{text}: expected one of {', '.join(names)}, all")
+    return tuple(names) if name == "all" else (name,)
+
+
+def _roots(text: str) -> tuple[int, ...] | None:
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: expected a rank or all")
+    return None if text == "all" else (int(text),)
+
+
+# --- flags that belong together -------------------------------------------------------------------------------------
 
 
 def _options(flags: argparse.Namespace, arguments: tuple[str, ...]) -> BenchOptions:
-    _check_fixed_flags(flags)
+    for flag, _, value, why in _FIXED:
+        if getattr(flags, _destination(flag)) != value:
+            raise ValueError(f"{flag}: {why}; only {value} is accepted")
     op = find_operation(flags.op)
-    osu = flags.osu or flags.osu_full
-    for flag in ("turns", "run_cycles", "check", "warmup_iters", "unalign"):
-        least = 1 if flag == "turns" else 0
-        if getattr(flags, flag) < least:
-            raise ValueError(f"--{flag} must be at least {least}")
+    flags.osu |= flags.osu_full
     if flags.report_cputime and flags.events:
         raise ValueError("-C 1 selects the host's time and --events the device's: choose one")
-    if osu and flags.overlap:
+    if flags.osu and flags.overlap:
         raise ValueError("--osu and --overlap select different tables: choose one")
     if flags.plot and flags.overlap:
         raise ValueError("--plot shows latency and bandwidth, which --overlap does not measure")
     if flags.overlap and not op.has_async:
         raise ValueError(f"--overlap: {op.name} has no asynchronous form")
-    types = _selected(flags.datatype, TYPES, "-d", {ours: theirs for theirs, ours in TYPES.items()})
-    redops = _selected(flags.redop, REDOPS, "-o", {"product": "prod", "premul_sum": "mulsum"})
     if flags.compression:
-        _check_compression(op, types, redops)
-    return BenchOptions(
-        op=op,
-        ranks=_ranks(flags.ranks, op),
-        backends=_backends(flags),
-        peers=_peers(flags.peer),
-        sweep=_sweep(flags, op),
-        types=types,
-        redops=redops,
-        roots=None if flags.root == "all" else (_root(flags.root),),
-        pace=_pace(flags),
-        cycles=flags.run_cycles,
-        checks=flags.check,
-        average=flags.average,
-        statistic=flags.statistic or ("avg" if osu else "p50"),
-        timeout=_positive("--timeout", flags.timeout) if flags.timeout else 300.0,
-        unalign=flags.unalign,
-        array=flags.array,
-        compression=flags.compression,
-        placements=flags.place,
-        timestamps=bool(flags.report_timestamps),
-        osu=osu,
-        osu_full=flags.osu_full,
-        overlap=flags.overlap,
-        json=flags.json,
-        plot=flags.plot,
-        argv=arguments,
-    )
+        _check_compression(op, flags.types, flags.redops)
+    values = vars(flags) | {
+        "op": op,
+        "ranks": _ranks(flags.ranks, op),
+        "backends": _backends(flags),
+        "peers": _peers(flags.peer),
+        "sweep": _sweep(flags, op),
+        "pace": _pace(flags),
+        "statistic": flags.statistic or ("avg" if flags.osu else "p50"),
+        "timeout": flags.timeout or 300.0,
+        "min_bandwidth": _min_bandwidth(os.environ.get("NCCL_TESTS_MIN_BW", "")),
+        "timestamps": bool(flags.timestamps),
+        "argv": arguments,
+    }
+    return BenchOptions(**{field.name: values[field.name] for field in fields(BenchOptions)})
 
 
 def _check_compression(op: Operation, types: Sequence[str], redops: Sequence[str]) -> None:
@@ -332,44 +308,34 @@ def _check_compression(op: Operation, types: Sequence[str], redops: Sequence[str
         raise ValueError("--compression needs all_reduce, -d float or double, and -o sum or avg")
 
 
-def _check_fixed_flags(flags: argparse.Namespace) -> None:
-    for flag, _, value, why in _FIXED:
-        if getattr(flags, _destination(flag)) != value:
-            raise ValueError(f"{flag}: {why}; only {value} is accepted")
-
-
 def _destination(flag: str) -> str:
     return f"fixed_{flag[1:]}"
 
 
 def _ranks(requested: int | None, op: Operation) -> int | None:
-    if requested is not None and requested < 1:
-        raise ValueError(f"-n {requested}: the number of ranks must be at least 1")
     if requested is not None and requested < op.min_ranks:
         raise ValueError(f"{op.name} needs {op.min_ranks} ranks or more, and -n is {requested}")
     launched = launchers.detect()
     if launched is None:
         return requested
-    if requested is not None and requested != launched.world_size:
-        raise ValueError(f"-n {requested}: {launched.name} has started {launched.world_size} ranks")
-    if launched.world_size < op.min_ranks:
-        raise ValueError(
-            f"{op.name} needs {op.min_ranks} ranks or more, and the job has {launched.world_size}"
-        )
-    return launched.world_size
+    size = launched.world_size
+    if requested is not None and requested != size:
+        raise ValueError(f"-n {requested}: {launched.name} has started {size} ranks")
+    if size < op.min_ranks:
+        raise ValueError(f"{op.name} needs {op.min_ranks} ranks or more, and the job has {size}")
+    return size
 
 
 def _backends(flags: argparse.Namespace) -> tuple[str, ...]:
     names = _names(flags.backend if flags.backend is not None else "" if flags.peer else "gloo")
     if flags.backend is not None and not names and not flags.peer:
         raise ValueError("--backend: the list is empty")
+    known = registry.backend_names()
     for name in names:
-        if TABLE.get(name) and TABLE[name].flag != "--backend":
+        if name in TABLE and TABLE[name].flag != "--backend":
             raise ValueError(f"--backend: {name} is a peer: use --peer {name}")
-        if name not in TABLE and name not in registry.backend_names():
-            raise ValueError(
-                f"--backend: there is no backend {name!r}; the backends are {', '.join(registry.backend_names())}"
-            )
+        if name not in TABLE and name not in known:
+            raise ValueError(f"--backend: there is no backend {name!r}; the backends are {', '.join(known)}")
     return names
 
 
@@ -385,42 +351,25 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, (part.strip().lower() for part in text.split(",")))))
 
 
-def _selected(text: str, names: Any, flag: str, aliases: dict[str, str]) -> tuple[str, ...]:
-    if text.lower() == "all":
-        return tuple(names)
-    name = aliases.get(text.lower(), text.lower())
-    if name not in names:
-        raise ValueError(f"{flag} {text}: expected one of {', '.join(names)}, all")
-    return (name,)
-
-
-def _root(text: str) -> int:
-    if not text.isdigit():
-        raise ValueError(f"-r {text}: expected a rank or all")
-    return int(text)
+def _min_bandwidth(text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise ValueError(f"NCCL_TESTS_MIN_BW={text} is not a number") from None
 
 
 def _pace(flags: argparse.Namespace) -> Pace:
-    if flags.iters is not None and flags.iters < 1:
-        raise ValueError("--iters must be at least 1")
-    if flags.agg_iters < 1:
-        raise ValueError("-m must be at least 1")
+    most = math.ceil(flags.iters / flags.agg_iters) if flags.iters else flags.turns
     return Pace(
-        turns=min(flags.turns, math.ceil(flags.iters / flags.agg_iters)) if flags.iters else flags.turns,
+        turns=min(flags.turns, most),
         iters=flags.iters,
-        budget=_positive("--budget", flags.budget),
+        budget=flags.budget,
         warmup=flags.warmup_iters,
         aggregate=flags.agg_iters,
         sync=bool(flags.blocking),
         host_time=bool(flags.report_cputime),
         events=flags.events,
     )
-
-
-def _positive(flag: str, value: float) -> float:
-    if not 0 < value < 1e6:
-        raise ValueError(f"{flag} {value:g} is not a time in seconds")
-    return value
 
 
 def _sweep(flags: argparse.Namespace, op: Operation) -> Sweep:

@@ -5,7 +5,6 @@ On the host, data is a flat NumPy array of ``DType.storage``; for types that Num
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib import import_module
@@ -65,8 +64,8 @@ class BenchArrays(ABC):
         """Wait until the device has finished the work on the current stream; does nothing on the CPU."""
 
     def mark(self) -> Any:
-        """An event recorded on the current stream, for :meth:`between`; on the CPU the clock's time."""
-        return time.perf_counter()
+        """On a device: an event recorded on the current stream, for :meth:`between`."""
+        raise NotImplementedError
 
     def between(self, first: Any, last: Any) -> float:
         """Seconds between two marks, after both have completed (:meth:`finish`)."""
@@ -154,15 +153,11 @@ class TorchArrays(BenchArrays):
             self._torch.cuda.current_stream(self.device).synchronize()
 
     def mark(self) -> Any:
-        if self.device == "cpu":
-            return super().mark()
         event = self._torch.cuda.Event(enable_timing=True)
         event.record(self._torch.cuda.current_stream(self.device))
         return event
 
     def between(self, first: Any, last: Any) -> float:
-        if self.device == "cpu":
-            return super().between(first, last)
         return float(first.elapsed_time(last)) / 1e3
 
 
@@ -198,12 +193,12 @@ class CupyArrays(BenchArrays):
         return float(self._cupy.cuda.get_elapsed_time(first, last)) / 1e3
 
 
-_registered: dict[str, Callable[[str], BenchArrays]] = {}
-
-
-def register(name: str, make: Callable[[str], BenchArrays]) -> None:
-    """Add a family for CUDA devices; ``make`` takes ``"cuda:N"``. It becomes the default on CUDA devices."""
-    _registered[name] = make
+FAMILIES: dict[str, Callable[[str], BenchArrays]] = {
+    "numpy": NumpyArrays,
+    "torch": TorchArrays,
+    "cupy": CupyArrays,
+}
+"""The families by name, each called with the device. One more is the default on CUDA devices."""
 
 
 def family(array_name: str | None, device: str, dtype: DType) -> BenchArrays:
@@ -218,27 +213,21 @@ def family(array_name: str | None, device: str, dtype: DType) -> BenchArrays:
     Raises:
         Unsupported: the library is not installed, or does not support the device.
     """
-    if array_name is None:
-        array_name = _default(device, dtype)
-    if array_name in _registered:
-        return _registered[array_name](device)
-    if array_name != "numpy" and find_spec(array_name) is None:
-        raise Unsupported(f"{array_name} is not installed")
-    if array_name == "numpy":
-        if device != "cpu":
-            raise Unsupported("NumPy arrays are not on a CUDA device")
-        return NumpyArrays()
-    if array_name == "torch":
-        return TorchArrays(device)
-    if device == "cpu":
+    name = array_name or _default(device, dtype)
+    if name in ("torch", "cupy") and find_spec(name) is None:
+        raise Unsupported(f"{name} is not installed")
+    if name == "numpy" and device != "cpu":
+        raise Unsupported("NumPy arrays are not on a CUDA device")
+    if name == "cupy" and device == "cpu":
         raise Unsupported("CuPy arrays are on a CUDA device")
-    return CupyArrays(device)
+    return FAMILIES[name](device)
 
 
 def _default(device: str, dtype: DType) -> str:
     if device == "cpu":
         needs_torch = not dtype.native and find_spec("ml_dtypes") is None and find_spec("torch") is not None
         return "torch" if needs_torch else "numpy"
-    if _registered:
-        return next(iter(_registered))
+    *_, last = FAMILIES
+    if last != "cupy":
+        return last
     return "cupy" if dtype.native and find_spec("cupy") is not None else "torch"

@@ -21,15 +21,11 @@ Call = Callable[[], Any]
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One measurement of one contender: operation, placement, type, reduction, root and counts.
+    """One measurement of one contender.
 
     Attributes:
-        op: the operation.
         placement: ``"in_place"`` or ``"out_of_place"``.
-        dtype: element type.
         redop: nccl-tests' name of the reduction.
-        root: the root rank.
-        counts: numbers of elements.
         rank, size: this rank, and the number of ranks.
     """
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import unicoll as dist
 from unicoll.arrays.types import DType
+from unicoll.backend.ops import Arity
 from unicoll.bench.arrays import BenchArrays, SymmetricArrays, TorchArrays, Unsupported
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
 from unicoll.bench.cuda import use_cuda
@@ -21,10 +22,6 @@ from unicoll.group import registry
 __all__ = ["Torch", "TorchOnUnicoll", "Unicoll", "own_address"]
 
 _REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
-
-
-def _chunks(array: Any, count: int, size: int) -> list[Any]:
-    return [array[r * count : (r + 1) * count] for r in range(size)]
 
 
 class _Distributed(Contender):
@@ -42,45 +39,38 @@ class _Distributed(Contender):
     def _premultiplied(self) -> Any:
         """The reduction that multiplies each contribution by FACTOR."""
 
-    def _function(self, name: str) -> Any:
-        """A collective of single arrays by its name in torch 2.13, or in earlier versions."""
-        older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
-        return getattr(self.module, f"{name}_single", None) or getattr(self.module, older[name])
-
     def _prepared(self, case: BenchCase, send: Any, recv: Any) -> Callable[..., Any]:
         """The collective with all arguments except ``async_op``."""
-        op, group, module = case.op, self.group, self.module
-        name = op.name
-        reduction = {"op": self._reduction(case.redop)} if op.reduces else {}
-        if name == "all_reduce":
-            return partial(module.all_reduce, send, group=group, **reduction)
-        if name in ("scan", "exscan") and hasattr(module, name):
-            return partial(getattr(module, name), send, group=group, **reduction)
-        if name == "broadcast":
-            return partial(module.broadcast, send, src=case.root, group=group)
-        if name == "reduce":
-            return partial(module.reduce, send, dst=case.root, group=group, **reduction)
-        if name == "all_gather":
-            return partial(self._function("all_gather"), recv, send, group=group)
-        if name == "reduce_scatter":
-            return partial(self._function("reduce_scatter"), recv, send, group=group, **reduction)
-        if name == "all_to_all":
-            return partial(module.all_to_all_single, recv, send, group=group)
-        if name == "gather":
-            parts = _chunks(recv, case.counts.send, case.size) if case.at_root else None
-            return partial(module.gather, send, parts, dst=case.root, group=group)
-        if name == "scatter":
-            parts = _chunks(send, case.counts.recv, case.size) if case.at_root else None
-            return partial(module.scatter, recv, parts, src=case.root, group=group)
-        if name == "barrier":
-            return partial(module.barrier, group=group)
-        raise Unsupported(f"{name} is not measured with {self.name}")
+        row = case.op.collective
+        assert row is not None
+        names = [name for name in (*row.aliases[:1], row.name) if hasattr(self.module, name)]
+        if not names:  # torch 2.13 has the first alias, earlier versions the name
+            raise Unsupported(f"{row.name} is not measured with {self.name}")
+        arrays: list[Any] = []
+        for parameter in row.parameters:
+            if parameter.side == "splits":
+                continue
+            array, arity = (recv, row.outputs) if parameter.side == "output" else (send, row.inputs)
+            if arity is Arity.PER_RANK_AT_ROOT:
+                count = min(case.counts.send, case.counts.recv)
+                parts = [array[r * count : (r + 1) * count] for r in range(case.size)]
+                array = parts if case.at_root else None
+            arrays.append(array)
+        options = {"group": self.group}
+        if row.reduces:
+            options["op"] = self._reduction(case.redop)
+        if row.rooted:
+            options[row.root_name] = case.root
+        return partial(getattr(self.module, names[0]), *arrays, **options)
 
     def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         if case.op.name == "sendrecv":
             return self._ring(case, send, recv)
         if case.op.name == "latency":
-            return self._ping_pong(case, send, recv)
+            peer, module = 1 - case.rank, self.module
+            send_call = partial(module.send, send, dst=peer, group=self.group)
+            recv_call = partial(module.recv, recv, src=peer, group=self.group)
+            return ping_pong(case.rank, send_call, recv_call)
         return self._prepared(case, send, recv)
 
     def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
@@ -100,11 +90,6 @@ class _Distributed(Contender):
                 work.wait()
 
         return exchange
-
-    def _ping_pong(self, case: BenchCase, send: Any, recv: Any) -> Call:
-        send_call = partial(self.module.send, send, dst=1 - case.rank, group=self.group)
-        recv_call = partial(self.module.recv, recv, src=1 - case.rank, group=self.group)
-        return ping_pong(case.rank, send_call, recv_call)
 
 
 class Unicoll(_Distributed):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import site
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -17,14 +16,14 @@ from pathlib import Path
 from unicoll.bench import progress
 from unicoll.bench.args import BenchOptions
 from unicoll.bench.contenders import TABLE
+from unicoll.run.workers import checkout_path
 
-__all__ = ["extend_pythonpath", "launch", "mpirun", "mpirun_command"]
+__all__ = ["launch", "mpirun", "mpirun_command", "mpirun_variables"]
 
 
 def launch(options: BenchOptions) -> int:
     """Start the ranks with the same arguments and return their exit status; mpirun replaces this process (exec)."""
     ranks = options.ranks or max(2, options.op.min_ranks)
-    extend_pythonpath()
     if progress.is_wanted():
         os.environ[progress.VARIABLE] = "1"
     wants_mpi = any(name in TABLE and TABLE[name].mpi for name in options.contenders)
@@ -47,28 +46,23 @@ def mpirun() -> str | None:
 
 
 def mpirun_command(program: str, ranks: int, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The command that starts the ranks, and its additional environment variables.
+    """The command that starts the ranks, and its additional environment variables."""
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as our launcher and torchrun do
+    variables |= mpirun_variables(ranks) | checkout_path(os.environ)
+    return [program, "-n", str(ranks), sys.executable, "-m", "unicoll.bench", *argv], variables
+
+
+def mpirun_variables(ranks: int) -> dict[str, str]:
+    """Variables with which Open MPI's mpirun starts so many ranks here; other MPIs ignore them.
 
     By default Open MPI refuses to run as root and to start more ranks than cores, and it binds each rank to one core,
-    on which the threads of a contender block each other. Other MPIs ignore these variables. Users who need binding or
-    placement start mpirun themselves.
+    on which the threads of a contender block each other. Users who need binding or placement start mpirun themselves.
     """
-    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as our launcher and torchrun do
-    variables |= {"PRTE_MCA_hwloc_default_binding_policy": "none"}  # Open MPI 5
+    variables = {"PRTE_MCA_hwloc_default_binding_policy": "none"}  # Open MPI 5
     variables |= {"OMPI_MCA_hwloc_base_binding_policy": "none"}  # Open MPI 4
     if os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     if ranks > len(os.sched_getaffinity(0)):
         variables |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}  # Open MPI 5
         variables |= {"OMPI_MCA_rmaps_base_oversubscribe": "1"}  # Open MPI 4
-    return [program, "-n", str(ranks), sys.executable, "-m", "unicoll.bench", *argv], variables
-
-
-def extend_pythonpath() -> None:
-    """Add a checkout that is not installed to PYTHONPATH, so that the ranks can import it."""
-    root = str(Path(__file__).resolve().parents[2])
-    if root in (*site.getsitepackages(), site.getusersitepackages()):
-        return
-    previous = os.environ.get("PYTHONPATH")
-    if root not in (previous or "").split(os.pathsep):
-        os.environ["PYTHONPATH"] = root + (os.pathsep + previous if previous else "")
+    return variables

@@ -96,9 +96,6 @@ class Series:
     """One contender, one case, and its timed samples.
 
     Attributes:
-        contender: the library that is measured.
-        case: the case.
-        family: the array family.
         send, recv: the arrays; in place the same array, or one is a part of the other.
         call: runs the operation once.
         values: source data and expected results.
@@ -132,18 +129,14 @@ class Series:
         redop = case.redop if case.op.reduces else None
         values = Values(case.dtype, redop, case.size, contender.compression)
         series = cls(contender, case, family, values, send, recv, contender.call(case, send, recv))
-        series.fill_idle()
+        for array, count in ((send, case.counts.send), (recv, case.counts.recv)):
+            family.put(array, values.idle(count))
         return series
 
     @property
     def call_rank(self) -> CallRank:
         """This rank's role in the call."""
         return CallRank(self.case.rank, self.case.size, self.case.root)
-
-    def fill_idle(self) -> None:
-        """Fill the arrays with values that repeated calls do not change."""
-        for array, count in ((self.send, self.case.counts.send), (self.recv, self.case.counts.recv)):
-            self.family.put(array, self.values.idle(count))
 
     def fill_inputs(self, iteration: int) -> None:
         """Fill the send array with source data and the receive array with poison."""
@@ -347,8 +340,8 @@ def over_ranks(values: npt.NDArray[np.float64], average: int) -> float:
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-def check(series: Series, iterations: int) -> tuple[int, int]:
-    """Run calls with checked results on all ranks.
+def check(series: Series, iterations: int, call: Call) -> tuple[int, int]:
+    """Run calls with checked results on all ranks; ``call`` makes one and waits for its end.
 
     Returns:
         Number of wrong elements over all ranks and iterations, and number of (rank, iteration) pairs that had any.
@@ -357,7 +350,7 @@ def check(series: Series, iterations: int) -> tuple[int, int]:
     for iteration in range(1, iterations + 1):
         series.fill_inputs(iteration)
         dist.barrier()
-        series.run_once()
+        call()
         wrong = series.wrong(iteration)
         found += (wrong, wrong > 0)
         dist.barrier()
@@ -377,15 +370,16 @@ def attempt(
 ) -> tuple[Series | None, str | None]:
     """Make a series and run its call once; returns the series or the reason for failure, consistent on all ranks."""
     series, problem = None, None
+    refusals: tuple[type[Exception], ...] = (MemoryError, *contender.refusals)
     try:
         series = Series.make(contender, case, array_name, unalign)
-    except contender.refusals as e:
+    except refusals as e:
         problem = _message(e)
     if (common := agree(problem)) is not None or series is None:
         return None, common
     try:
         series.run_once()
-    except contender.refusals as e:
+    except refusals as e:
         problem = _message(e)
     common = agree(problem)
     return (None, common) if common is not None else (series, None)

@@ -67,12 +67,11 @@ class Mpi4py(Contender):
             array = array.view(f"u{dtype.itemsize}")
         return (array, self._mpi.Datatype.fromcode(array.dtype.char))
 
-    def _prepared(self, case: BenchCase, send: Any, recv: Any, prefix: str) -> Call:
-        mpi, op = self._mpi, case.op
-        names = {"all_reduce": "allreduce", "broadcast": "bcast", "all_gather": "allgather"}
-        names |= {"reduce_scatter": "reduce_scatter_block", "all_to_all": "alltoall"}
-        bare = names.get(op.name, op.name)
-        method = getattr(self._comm, prefix + bare if prefix else bare.capitalize())
+    def _prepared(self, case: BenchCase, send: Any, recv: Any, asynchronous: bool) -> Call:
+        mpi, op, row = self._mpi, case.op, case.op.collective
+        assert row is not None
+        name = row.mpi.removeprefix("MPI_").removesuffix("v")  # all ranks' parts are equal
+        method = getattr(self._comm, f"I{name.lower()}" if asynchronous else name)
         if op.name == "barrier":
             return partial(method)
         send_spec, recv_spec = self._typed(case, send), self._typed(case, recv)
@@ -111,10 +110,10 @@ class Mpi4py(Contender):
             return ping_pong(
                 case.rank, partial(comm.Send, send_spec, peer, 0), partial(comm.Recv, recv_spec, peer, 0)
             )
-        return self._prepared(case, send, recv, "")
+        return self._prepared(case, send, recv, False)
 
     def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
-        return self._prepared(case, send, recv, "I"), operator.methodcaller("Wait")
+        return self._prepared(case, send, recv, True), operator.methodcaller("Wait")
 
 
 def library(mpi: Any) -> str:

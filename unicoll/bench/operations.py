@@ -8,11 +8,12 @@ of all ranks' source data.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unicoll.backend.ops import OPS
+from unicoll.backend.ops import OPS, Op
 
 __all__ = [
     "IN",
@@ -23,17 +24,11 @@ __all__ = [
     "Operation",
     "SourceRange",
     "find_operation",
-    "reduced_up_to",
 ]
 
 IN, OUT = "in_place", "out_of_place"
 REDUCED = -1
-"""Value of ``SourceRange.rank`` for the reduction of all ranks' source data."""
-
-
-def reduced_up_to(ranks: int) -> int:
-    """In the place of a segment's rank: the reduction of the source data of the first so many ranks."""
-    return REDUCED - ranks
+"""Value of ``SourceRange.rank`` for the reduction of all ranks' source data; minus n for that of the first n ranks."""
 
 
 class SourceRange(NamedTuple):
@@ -106,11 +101,31 @@ def _reduced(call: CallRank, count: int) -> list[SourceRange]:
 
 
 def _prefix(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(reduced_up_to(call.rank + 1), 0, count)]
+    return [SourceRange(REDUCED - call.rank - 1, 0, count)]
 
 
 def _prefix_before(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(reduced_up_to(call.rank), 0, count)] if call.rank else _own(call, count)
+    return [SourceRange(REDUCED - call.rank, 0, count)] if call.rank else _own(call, count)
+
+
+def _reduced_part(call: CallRank, count: int) -> list[SourceRange]:
+    return [SourceRange(REDUCED, call.rank * count, count)]
+
+
+def _part_of_each(call: CallRank, count: int) -> list[SourceRange]:
+    return [SourceRange(r, call.rank * count, count) for r in range(call.size)]
+
+
+def _part_of_root(call: CallRank, count: int) -> list[SourceRange]:
+    return [SourceRange(call.root, call.rank * count, count)]
+
+
+def _from_predecessor(call: CallRank, count: int) -> list[SourceRange]:
+    return [SourceRange((call.rank - 1) % call.size, 0, count)]
+
+
+def _from_peer(call: CallRank, count: int) -> list[SourceRange]:
+    return [SourceRange(1 - call.rank, 0, count)]
 
 
 def _none(call: CallRank, count: int) -> list[SourceRange]:
@@ -134,199 +149,99 @@ def _share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
+_NAMES = {
+    "bcast": "broadcast",
+    "reduce_scatter_block": "reduce_scatter",
+    "ring": "sendrecv",
+    "pingpong": "latency",
+    "p2p": "latency",
+}
+"""Other names that the command line accepts, beside those of torch, of nccl-tests and of OSU."""
+_SINGLE = {
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+}
+"""The collectives that are measured in their forms with single arrays."""
+_TITLES = {"all_to_all": "All-to-All Personalized Exchange", "sendrecv": "Ring Exchange", "latency": ""}
+"""OSU's titles, where they are not the names."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """One row.
+    """One row; more about a collective is in its row of :data:`unicoll.backend.ops.OPS`.
 
     Attributes:
         name: unicoll's name.
-        program: nccl-tests' program.
-        title: its name in OSU's header.
-        aliases: other names that the command line accepts.
         divide: the counts of a call, from the total number of elements and the number of ranks.
         source: contents of a rank's send array before the call.
         expected: contents of its receive array after the call; [] if undefined.
         factor: bus bandwidth divided by algorithm bandwidth, by number of ranks.
         placements: in place, out of place, or both, as in torch's API; contenders are compared by the first.
-        reduces, rooted: True if it has a reduction, and a root.
         osu_share: True if OSU's size is the size that one rank sends to one other, not the total.
-        min_ranks: smallest number of ranks.
-        has_async: True if the API has it with ``async_op=True``.
     """
 
     name: str
-    program: str
-    title: str
-    aliases: tuple[str, ...]
     divide: Divide
     source: Describe
     expected: Describe
     factor: Callable[[int], float]
     placements: tuple[str, ...]
-    reduces: bool = False
-    rooted: bool = False
     osu_share: bool = False
-    min_ranks: int = 1
-    has_async: bool = True
+
+    @property
+    def collective(self) -> Op | None:
+        """The row of the collective that is measured, which takes single arrays; None for messages."""
+        return OPS.get(_SINGLE.get(self.name, self.name))
+
+    @property
+    def reduces(self) -> bool:
+        """True if it has a reduction."""
+        return self.collective is not None and self.collective.reduces
+
+    @property
+    def rooted(self) -> bool:
+        """True if it has a root."""
+        return self.collective is not None and self.collective.rooted
+
+    @property
+    def has_async(self) -> bool:
+        """True if its asynchronous form can be measured."""
+        return self.collective is not None and self.collective.moves_data
+
+    @property
+    def min_ranks(self) -> int:
+        """Smallest number of ranks."""
+        return 2 if self.collective is None else 1
+
+    @property
+    def program(self) -> str:
+        """nccl-tests' program."""
+        return "alltoall_perf" if self.name == "all_to_all" else f"{self.name}_perf"
+
+    @property
+    def title(self) -> str:
+        """Its name in OSU's header."""
+        return _TITLES.get(self.name, self.name.replace("all_", "all").capitalize())
 
 
 _ROWS = (
-    Operation(
-        "all_reduce",
-        "all_reduce_perf",
-        "Allreduce",
-        ("allreduce",),
-        _whole,
-        _own,
-        _reduced,
-        lambda n: 2 * (n - 1) / n,
-        (IN,),
-        reduces=True,
-    ),
-    Operation(
-        "broadcast",
-        "broadcast_perf",
-        "Broadcast",
-        ("bcast",),
-        _whole,
-        _from_root,
-        _from_root,
-        _one,
-        (IN,),
-        rooted=True,
-    ),
-    Operation(
-        "reduce",
-        "reduce_perf",
-        "Reduce",
-        (),
-        _whole,
-        _own,
-        _at_root(_reduced),
-        _one,
-        (IN,),
-        reduces=True,
-        rooted=True,
-    ),
-    Operation(
-        "all_gather",
-        "all_gather_perf",
-        "Allgather",
-        ("allgather", "all_gather_into_tensor", "all_gather_single"),
-        _gathered,
-        _own_part,
-        _all_parts,
-        _share,
-        (OUT, IN),
-        osu_share=True,
-    ),
-    Operation(
-        "reduce_scatter",
-        "reduce_scatter_perf",
-        "Reduce_scatter",
-        ("reducescatter", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter_block"),
-        _scattered,
-        _own_for_all,
-        lambda call, count: [SourceRange(REDUCED, call.rank * count, count)],
-        _share,
-        (OUT, IN),
-        reduces=True,
-    ),
-    Operation(
-        "all_to_all",
-        "alltoall_perf",
-        "All-to-All Personalized Exchange",
-        ("alltoall", "all_to_all_single"),
-        _exchanged,
-        _own_for_all,
-        lambda call, count: [SourceRange(r, call.rank * count, count) for r in range(call.size)],
-        _share,
-        (OUT,),
-        osu_share=True,
-    ),
-    Operation(
-        "gather",
-        "gather_perf",
-        "Gather",
-        (),
-        _gathered,
-        _own_part,
-        _at_root(_all_parts),
-        _share,
-        (OUT,),
-        rooted=True,
-        osu_share=True,
-    ),
-    Operation(
-        "scatter",
-        "scatter_perf",
-        "Scatter",
-        (),
-        _scattered,
-        _at_root(_own_for_all),
-        lambda call, count: [SourceRange(call.root, call.rank * count, count)],
-        _share,
-        (OUT,),
-        rooted=True,
-        osu_share=True,
-    ),
-    Operation(
-        "sendrecv",
-        "sendrecv_perf",
-        "Ring Exchange",
-        ("send_recv", "ring"),
-        _whole,
-        _own,
-        lambda call, count: [SourceRange((call.rank - 1) % call.size, 0, count)],
-        _one,
-        (OUT,),
-        min_ranks=2,
-        has_async=False,
-    ),
-    Operation(
-        "latency",
-        "latency_perf",
-        "",
-        ("pingpong", "p2p"),
-        _whole,
-        _in_pair(_own),
-        _in_pair(lambda call, count: [SourceRange(1 - call.rank, 0, count)]),
-        _one,
-        (OUT,),
-        min_ranks=2,
-        has_async=False,
-    ),
-    Operation(
-        "barrier",
-        "barrier_perf",
-        "Barrier",
-        (),
-        lambda count, ranks: Counts(0, 0, 0),
-        _none,
-        _none,
-        lambda n: 0.0,
-        (OUT,),
-        has_async=False,
-    ),
+    Operation("all_reduce", _whole, _own, _reduced, lambda n: 2 * (n - 1) / n, (IN,)),
+    Operation("broadcast", _whole, _from_root, _from_root, _one, (IN,)),
+    Operation("reduce", _whole, _own, _at_root(_reduced), _one, (IN,)),
+    Operation("all_gather", _gathered, _own_part, _all_parts, _share, (OUT, IN), osu_share=True),
+    Operation("reduce_scatter", _scattered, _own_for_all, _reduced_part, _share, (OUT, IN)),
+    Operation("all_to_all", _exchanged, _own_for_all, _part_of_each, _share, (OUT,), osu_share=True),
+    Operation("gather", _gathered, _own_part, _at_root(_all_parts), _share, (OUT,), osu_share=True),
+    Operation("scatter", _scattered, _at_root(_own_for_all), _part_of_root, _share, (OUT,), osu_share=True),
+    Operation("sendrecv", _whole, _own, _from_predecessor, _one, (OUT,)),
+    Operation("latency", _whole, _in_pair(_own), _in_pair(_from_peer), _one, (OUT,)),
+    Operation("barrier", lambda count, ranks: Counts(0, 0, 0), _none, _none, lambda n: 0.0, (OUT,)),
+    # Prefix reductions: nccl-tests has none. Bus bandwidth is algorithm bandwidth: a chain sends each byte once.
+    Operation("scan", _whole, _own, _prefix, _one, (IN,)),
+    Operation("exscan", _whole, _own, _prefix_before, _one, (IN,)),
 )
-_PREFIXES = tuple(
-    Operation(
-        row.name,
-        f"{row.name}_perf",
-        row.mpi.removeprefix("MPI_"),
-        (),
-        _whole,
-        _own,
-        _prefix_before if row.exclusive else _prefix,
-        _one,
-        (IN,),
-        reduces=True,
-    )
-    for row in OPS.values()
-    if row.prefix
-)
-"""Prefix reductions; nccl-tests has none. Bus bandwidth is algorithm bandwidth: a chain sends each byte once."""
-OPERATIONS: dict[str, Operation] = {row.name: row for row in (*_ROWS, *_PREFIXES)}
+OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}
 
 
 def find_operation(text: str) -> Operation:
@@ -336,7 +251,8 @@ def find_operation(text: str) -> Operation:
         ValueError: there is no such operation; the message lists all operations.
     """
     key = text.lower().replace("-", "_").removeprefix("osu_").removesuffix("_perf")
-    for row in OPERATIONS.values():
-        if key == row.name or key in row.aliases:
+    key = re.sub("_(into_tensor|tensor|single)$", "", _NAMES.get(key, key)).replace("_", "")
+    for row in _ROWS:
+        if key == row.name.replace("_", ""):
             return row
     raise ValueError(f"there is no operation {text!r}; the operations are {', '.join(OPERATIONS)}")

@@ -8,7 +8,6 @@ uses a core but no memory bandwidth.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.bench.measure import Series, agree, attempt, over_ranks
+from unicoll.bench.measure import Series, agree, attempt, check, over_ranks, timed
 
 if TYPE_CHECKING:
     from unicoll.bench.session import Session
@@ -47,15 +46,13 @@ class Computation:
         """
         self._rounds = 100
         for calls in (3, 3, 5):  # each repetition is closer to the target duration
-            duration = np.array([np.median([_timed(self) for _ in range(calls)])])
+            duration = np.array([_median(self, calls)])
             dist.all_reduce(duration, op=dist.ReduceOp.AVG)
             self._rounds = max(1, round(self._rounds * seconds / float(duration[0])))
 
 
-def _seconds(call: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+def _median(call: Callable[[], Any], times: int) -> float:
+    return float(np.median(timed(call, times, 1, dist.barrier, None)))
 
 
 @dataclass
@@ -132,8 +129,7 @@ def _measure(session: Session, pairs: list[_OverlapPair]) -> list[list[float]]:
     pace = session.options.pace
     times = np.zeros(len(pairs))
     for i, pair in enumerate(pairs):
-        dist.barrier()
-        times[i] = np.median([_timed(pair.alone) for _ in range(max(5, pace.warmup))])
+        times[i] = _median(pair.alone, max(5, pace.warmup))
     dist.all_reduce(times, op=dist.ReduceOp.AVG)
     samples: list[list[list[float]]] = [[[] for _ in _COLUMNS] for _ in pairs]
     for pair, seconds in zip(pairs, times, strict=True):
@@ -143,7 +139,7 @@ def _measure(session: Session, pairs: list[_OverlapPair]) -> list[list[float]]:
         for i, pair in enumerate(pairs):
             session.progress.show(f"{pair.series.contender.name}, {turn + 1} of {calls}")
             for k, call in enumerate(pair.variants()):
-                samples[i][k].append(_timed(call))
+                samples[i][k] += timed(call, 1, 1, dist.barrier, None)
     medians = np.median(np.array(samples), axis=2) * 1e6
     gathered = np.empty((session.size, *medians.shape))
     dist.all_gather_into_tensor(gathered, medians)
@@ -151,32 +147,13 @@ def _measure(session: Session, pairs: list[_OverlapPair]) -> list[list[float]]:
     return [[over_ranks(gathered[:, i, k], average) for k in range(len(_COLUMNS))] for i in range(len(pairs))]
 
 
-def _timed(call: Callable[[], Any]) -> float:
-    dist.barrier()
-    return _seconds(call)
-
-
-def _check(session: Session, pair: _OverlapPair) -> int | None:
-    """Number of wrong elements of checked asynchronous operations, over all ranks."""
-    if not session.options.checks:
-        return None
-    total = np.zeros(2, np.int64)
-    for iteration in range(1, session.options.checks + 1):
-        pair.series.fill_inputs(iteration)
-        dist.barrier()
-        pair.overlapped()
-        wrong = pair.series.wrong(iteration)
-        total += (wrong, wrong > 0)
-        dist.barrier()
-    dist.all_reduce(total)
-    session.failed += int(total[1])
-    return int(total[0])
-
-
 def _print(session: Session, pair: _OverlapPair, type_name: str, row: list[float]) -> None:
     comm, compute, serial, overlapped = row
     case, name = pair.series.case, pair.series.contender.name
-    wrong = _check(session, pair)
+    wrong = None
+    if session.options.checks:
+        wrong, failed = check(pair.series, session.options.checks, pair.overlapped)
+        session.failed += failed
     size = max(case.counts.send, case.counts.recv) * case.dtype.itemsize
     speedup = serial / overlapped
     hidden = max(0.0, min(1.0, (comm + compute - overlapped) / min(comm, compute)))
@@ -188,6 +165,5 @@ def _print(session: Session, pair: _OverlapPair, type_name: str, row: list[float
     )
     entry: dict[str, Any] = {"size": size, "type": type_name, "redop": redop, "contender": name}
     entry |= {f"{column}_us": round(us, 3) for column, us in zip(_COLUMNS, row, strict=True)}
-    session.report.add_overlap(
-        entry | {"speedup": round(speedup, 4), "overlap": round(hidden, 4), "nwrong": wrong}
-    )
+    entry |= {"speedup": round(speedup, 4), "overlap": round(hidden, 4), "nwrong": wrong}
+    session.report.results.append(entry)

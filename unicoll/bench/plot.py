@@ -6,17 +6,18 @@ of a run.
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 import textwrap
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from unicoll.bench.operations import IN, OPERATIONS, OUT
 from unicoll.bench.sizes import short
+from unicoll.net.files import write_whole
 
 __all__ = ["curves", "draw", "plot_problem"]
 
@@ -60,11 +61,7 @@ def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(data: Mapping[str, Any], path: str) -> None:
-    """Plot a run into a file.
-
-    Args:
-        data: the JSON of the run.
-        path: the file; its suffix selects the format.
+    """Plot a run, from its JSON, into a file whose suffix selects the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -89,13 +86,15 @@ def draw(data: Mapping[str, Any], path: str) -> None:
             frameon=False,
         )
         figure.suptitle(_title(data, 90 * (1 + bandwidth)), fontsize=9)
-        _save(figure, path)
+        image = io.BytesIO()
+        figure.savefig(image, format=Path(path).suffix[1:].lower(), dpi=120)
+        write_whole(path, image.getvalue(), mode=0o644)
     finally:
         pyplot.close(figure)
 
 
 def _panel(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]], key: str, label: str) -> None:
-    for (marker, dash, shade), (name, entries) in zip(_styles(len(lines)), lines.items(), strict=True):
+    for (marker, dash, shade), (name, entries) in zip(cycle(_STYLES), lines.items()):
         points = [(e["size"], e[key]) for e in entries if e[key]]
         axes.plot(
             [p[0] for p in points],
@@ -119,10 +118,6 @@ def _panel(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]], key: str
     axes.set_ylabel(label)
     axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-
-
-def _styles(number: int) -> list[tuple[str, str, str]]:
-    return [_STYLES[i % len(_STYLES)] for i in range(number)]
 
 
 def _ratios(axes: Any, lines: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
@@ -179,18 +174,3 @@ def _title(data: Mapping[str, Any], columns: int) -> str:
         f"{subject}, {data['ranks']} ranks on {hosts_text} ({machine['cpu']}, {machine['cores']} cores), "
         f"{statistic} of calls\n{transports}"
     )
-
-
-def _save(figure: Any, path: str) -> None:
-    """Write the file atomically."""
-    target = Path(path)
-    with tempfile.NamedTemporaryFile(
-        dir=target.parent, prefix=f".{target.stem}.", suffix=target.suffix, delete=False
-    ) as file:
-        try:
-            figure.savefig(file.name, dpi=120)
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise

@@ -9,7 +9,6 @@ import platform
 import re
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +24,7 @@ from unicoll.bench.cuda import facts
 from unicoll.bench.mpi import library
 from unicoll.bench.operations import IN, OUT
 from unicoll.bench.table import PlacementRow, TableRow
+from unicoll.net.files import write_whole
 
 __all__ = ["BenchReport", "cpu", "device", "machine", "write"]
 
@@ -126,9 +126,11 @@ def _environment() -> list[str]:
 class BenchReport:
     """Collects the JSON of a run.
 
+    Attributes:
+        results: one entry per row of the table.
+        errors: messages about cases that failed or could not be measured.
+
     Args:
-        options: the parsed command line.
-        ranks: number of ranks.
         devices: :func:`device` of each rank.
         transports: description of each contender's transport.
         staging: bytes of staging memory per rank, for each contender that reports it.
@@ -148,8 +150,8 @@ class BenchReport:
         self._staging = {
             name: {"bytes_per_rank": n, "bytes_per_rank_after": n} for name, n in staging.items()
         }
-        self._results: list[dict[str, Any]] = []
-        self._errors: list[str] = []
+        self.results: list[dict[str, Any]] = []
+        self.errors: list[str] = []
         self.data: dict[str, Any] = {
             "version": _FORMAT,
             "start_time": time.strftime(_TIME),
@@ -167,7 +169,7 @@ class BenchReport:
             "skipped_contenders": dict(skipped),
             "staging": self._staging,
             "explain": dist.explain().splitlines(),
-            "results": self._results,
+            "results": self.results,
         }
 
     def _config(self) -> dict[str, Any]:
@@ -211,9 +213,9 @@ class BenchReport:
         for name in (OUT, IN):
             result = row.results.get(name)
             entry[name] = None if result is None else self._result(result)
-        calls = max((result.calls for result in row.results.values()), default=0)
+        calls = max((result.stats.calls for result in row.results.values()), default=0)
         entry |= {"actual_iterations": calls, "experiment_name": row.contender}
-        self._results.append(entry | {"contender": row.contender, "ratio": _finite(row.ratio)})
+        self.results.append(entry | {"contender": row.contender, "ratio": _finite(row.ratio)})
 
     def _result(self, result: PlacementRow) -> dict[str, Any]:
         label = "cpu_time" if self._options.pace.host_time else "time"
@@ -222,19 +224,11 @@ class BenchReport:
             "alg_bw": _finite(result.algbw),
             "bus_bw": _finite(result.busbw),
             "nwrong": None if result.wrong is None else float(result.wrong),
-            "iterations": result.calls,
+            "iterations": result.stats.calls,
             "calls": result.all_calls,
-            "us": {name: _finite(us) for name, us in result.stats.items()},
-            "us_by_rank": {name: [_finite(us) for us in all_us] for name, all_us in result.by_rank.items()},
+            "us": {name: _finite(us) for name, us in result.stats.over_ranks.items()},
+            "us_by_rank": {name: list(map(_finite, us)) for name, us in result.stats.by_rank.items()},
         }
-
-    def add_overlap(self, entry: Mapping[str, Any]) -> None:
-        """Add a row of the overlap table."""
-        self._results.append(dict(entry))
-
-    def add_error(self, text: str) -> None:
-        """Add a message about a case that failed or could not be measured."""
-        self._errors.append(text)
 
     def note_staging(self, name: str, bytes_per_rank: int) -> bool:
         """Record the staging memory after a measurement; True if it has not grown since the start."""
@@ -250,7 +244,7 @@ class BenchReport:
         self.data["out_of_bounds"] = {"count": failed, "okay": _bool_text(failed == 0)}
         okay = "unchecked" if minimum is None else _bool_text(first >= minimum * 0.9)
         self.data["average_bus_bandwidth"] = {"bandwidth": _finite(first), "okay": okay}
-        self.data["errors"] = self._errors
+        self.data["errors"] = self.errors
         self.data["load_average_at_end"] = list(os.getloadavg())
         self.data["end_time"] = time.strftime(_TIME)
         return self.data
@@ -271,17 +265,4 @@ def write(data: Mapping[str, Any], path: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    target = Path(path)
-    with tempfile.NamedTemporaryFile(
-        "w", dir=target.parent, prefix=f".{target.name}.", delete=False, encoding="utf-8"
-    ) as file:
-        try:
-            json.dump(data, file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.fchmod(file.fileno(), 0o644)
-            os.replace(file.name, target)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    write_whole(path, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode(), mode=0o644)

@@ -16,6 +16,7 @@ from unicoll.bench.contract import BenchCase, Contender
 from unicoll.bench.measure import Series, Stats, attempt, check, measure
 from unicoll.bench.operations import IN, OUT
 from unicoll.bench.progress import Progress, is_wanted
+from unicoll.net.texts import print_text
 
 __all__ = ["Session", "in_job", "run"]
 
@@ -78,7 +79,10 @@ class Session:
         self.failed = 0
         self._printed: set[str] = set()
         self._bandwidths: dict[str, list[float]] = {}
-        self._open()
+        self.progress.label = "opening"
+        self.contenders, self.skipped = open_contenders(
+            options.contenders, options.timeout, self.progress.show, options.compression
+        )
 
     @property
     def compared(self) -> bool:
@@ -89,23 +93,18 @@ class Session:
         """Print a line, on rank 0."""
         if self.rank == 0:
             self.progress.clear()
-            print(text, flush=True)
+            print_text(text)
 
     def print_once(self, text: str) -> None:
         """Print a comment line, unless the same line has been printed before."""
         if text not in self._printed:
             self._printed.add(text)
             self.print_line(f"# {text}")
-            self.report.add_error(text)
+            self.report.errors.append(text)
 
-    # --- opening and closing ----------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        self.progress.label = "opening"
-        options = self.options
-        self.contenders, self.skipped = open_contenders(
-            options.contenders, options.timeout, self.progress.show, options.compression
-        )
+    def _print_error(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"unicoll.bench: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Close all contenders."""
@@ -115,18 +114,12 @@ class Session:
     def run(self) -> int:
         """Measure and return the exit status."""
         for name, why in self.skipped.items():
-            if self.rank == 0:
-                print(f"unicoll.bench: {name} is not measured: {why}", file=sys.stderr, flush=True)
+            self._print_error(f"{name} is not measured: {why}")
         if not self.contenders:
             return 1
         roots = self.options.roots or ()
         if self.options.op.rooted and any(root >= self.size for root in roots):
-            if self.rank == 0:
-                print(
-                    f"unicoll.bench: -r {roots[0]}: the job has {self.size} ranks",
-                    file=sys.stderr,
-                    flush=True,
-                )
+            self._print_error(f"-r {roots[0]}: the job has {self.size} ranks")
             return 2
         staging = self._staging()
         devices: list[Any] = [None] * self.size
@@ -156,8 +149,7 @@ class Session:
 
     def _finish(self, measured: bool) -> int:
         options = self.options
-        text = os.environ.get("NCCL_TESTS_MIN_BW")
-        minimum = float(text) if text else None
+        minimum = options.min_bandwidth
         average = {name: sum(values) / len(values) for name, values in self._bandwidths.items() if values}
         if not (options.osu or options.overlap):
             for line in table.footer(self.failed, average, minimum, options.op.program):
@@ -165,15 +157,24 @@ class Session:
         data = self.report.finish(self.failed, average, minimum)
         if not measured:
             self.print_line("# nothing was measured")
-        if self.rank == 0:
+        written = self.rank != 0 or self._write_files(data, measured)
+        slow = minimum is not None and next(iter(average.values()), 0.0) < minimum * 0.9
+        return int(bool(self.failed or slow or not measured or not written))
+
+    def _write_files(self, data: dict[str, Any], measured: bool) -> bool:
+        """Write the JSON and the plot; False if one of them cannot be written."""
+        options = self.options
+        try:
             if options.json:
                 report.write(data, options.json)
             if options.plot and measured:
                 from unicoll.bench.plot import draw
 
                 draw(data, options.plot)
-        slow = minimum is not None and next(iter(average.values()), 0.0) < minimum * 0.9
-        return int(bool(self.failed or slow or not measured))
+        except OSError as error:
+            self._print_error(f"the results cannot be written: {error}")
+            return False
+        return True
 
     # --- header -----------------------------------------------------------------------------------------------
 
@@ -283,7 +284,9 @@ class Session:
             )
             self._print(row)
             self.report.add(row)
-        self._check_staging()
+        for name, count in self._staging().items():
+            if not self.report.note_staging(name, count):
+                self.print_once(f"{name}: staging memory has grown to {count} bytes per rank")
         return True
 
     def placements(self, contender: Contender) -> list[str]:
@@ -315,13 +318,11 @@ class Session:
         wrong = None
         if self.options.checks and series.contender.checked:
             self.progress.show(f"{series.contender.name}, checking")
-            wrong, failed = check(series, self.options.checks)
+            wrong, failed = check(series, self.options.checks, series.run_once)
             self.failed += failed
         us = stat.over_ranks[self.options.statistic]
         algorithm, bus = table.bandwidths(series.case.op, size, us, self.size)
-        return table.PlacementRow(
-            us, stat.over_ranks, algorithm, bus, wrong, stat.calls, stat.by_rank, series.calls
-        )
+        return table.PlacementRow(us, stat, algorithm, bus, wrong, series.calls)
 
     def _ratio(
         self, own: dict[str, table.PlacementRow], reference: dict[str, table.PlacementRow]
@@ -338,8 +339,3 @@ class Session:
         else:
             text = table.row(row, self.compared, options.timestamps)
         self.print_line(text)
-
-    def _check_staging(self) -> None:
-        for name, count in self._staging().items():
-            if not self.report.note_staging(name, count):
-                self.print_once(f"{name}: staging memory has grown to {count} bytes per rank")

@@ -22,7 +22,9 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]?)B?\s*", text.upper())
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 512, 4K, 1.5M or 2G")
-    return int(float(match[1]) * _UNITS[match[2]])
+    if (size := float(match[1]) * _UNITS[match[2]]) >= 1 << 62:
+        raise ValueError(f"{text!r} is more than memory can be")
+    return int(size)
 
 
 def short(size: int) -> str:

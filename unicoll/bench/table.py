@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unicoll.bench.measure import Stats
 from unicoll.bench.operations import IN, OUT, Operation
 
 __all__ = [
@@ -34,22 +35,18 @@ class PlacementRow:
     """The in-place or the out-of-place results of a row.
 
     Attributes:
-        time: microseconds.
-        stats: all statistics, in microseconds, combined over the ranks.
+        time: the selected statistic, in microseconds.
+        stats: all statistics.
         algbw, busbw: GB/s (1e9 bytes).
         wrong: wrong elements over all ranks; None if results were not checked.
-        calls: timed calls of one rank.
-        by_rank: the statistics of each rank.
         all_calls: calls of one rank with the untimed ones: the first, warm-up, planning and checks.
     """
 
     time: float
-    stats: Mapping[str, float]
+    stats: Stats
     algbw: float
     busbw: float
     wrong: int | None
-    calls: int
-    by_rank: Mapping[str, Sequence[float]]
     all_calls: int = 0
 
 
@@ -204,8 +201,8 @@ def osu_line(op: Operation, table_row: TableRow, ranks: int, full: bool, compare
     else:
         text = f"{size:<10d}{result.time:>{_FIELD}.2f}"
     if full:
-        means = [us for us in result.by_rank["avg"] if not math.isnan(us)]
-        text += f"{min(means):>{_FIELD}.2f}{max(means):>{_FIELD}.2f}{result.calls:>12d}"
+        means = [us for us in result.stats.by_rank["avg"] if not math.isnan(us)]
+        text += f"{min(means):>{_FIELD}.2f}{max(means):>{_FIELD}.2f}{result.stats.calls:>12d}"
     if compared:
         ratio = "N/A" if table_row.ratio is None else f"{table_row.ratio:.2f}"
         text += f"  {table_row.contender:<{_NAME}}{ratio:>9}"

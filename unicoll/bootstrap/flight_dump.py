@@ -20,6 +20,7 @@ from unicoll.errors import DistError
 from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 from unicoll.net import fork_safety
 from unicoll.net.control.clock import Offset
+from unicoll.net.files import write_whole
 
 __all__ = ["FlightDumper", "current"]
 
@@ -173,28 +174,13 @@ class FlightDumper:
         content = self.content(reason, calls, failure, copied)
         os.makedirs(directory, mode=0o700, exist_ok=True)
         path = os.path.join(directory, f"rank_{job.rank}.json")
-        _replace(path, json.dumps(content).encode())
+        write_whole(path, json.dumps(content).encode())
         maximum = ring().maxlen
         full = maximum is not None and len(calls) >= maximum
         epoch = content["written"]["wall"] - content["written"]["monotonic"]
         for_torch = torch_dump.dumped(job.rank, calls, groups, full, epoch)
-        _replace(os.path.join(directory, f"{torch_dump.PREFIX}{job.rank}"), for_torch)
+        write_whole(os.path.join(directory, f"{torch_dump.PREFIX}{job.rank}"), for_torch)
         return path
-
-
-def _replace(path: str, data: bytes) -> None:
-    """Write a file so that no reader sees a part of it."""
-    import tempfile
-
-    descriptor, temporary = tempfile.mkstemp(".tmp", ".", os.path.dirname(path))
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 # --- the signal -----------------------------------------------------------------------------------------------------

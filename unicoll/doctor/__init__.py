@@ -14,7 +14,6 @@ exchange data between all pairs; rank 0 prints common results once, differences 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -46,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"argument --deadline: {options.deadline:g} is not a valid number of seconds")
     from unicoll.doctor import host, output, probes, software
     from unicoll.doctor.hints import hints
+    from unicoll.net.texts import print_text
 
     launched = host.launched_or_none()
     if launched is not None:
@@ -54,6 +54,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(options.deadline or _RANK_S, options.json)
     sections = probes.run_probes({**software.PROBES, **host.PROBES}, options.deadline or _PROCESS_S)
     report = output.HostReport(sections, hints(sections))
-    print(output.as_json(report) if options.json else output.as_text(report))
-    sys.stdout.flush()
+    print_text(output.as_json(report) if options.json else output.as_text(report))
     return report.status

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from unicoll.doctor.pairs import PairSummary, RankPair
 from unicoll.doctor.probes import Facts
 from unicoll.group import registry
 from unicoll.net import interfaces
+from unicoll.net.texts import print_text, rank_spans
 
 __all__ = ["run"]
 
@@ -66,7 +66,9 @@ def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     for round_pairs in pairs.rounds(group.size()):
         measured = pairs.merge(pairs.measure(group, round_pairs, deadline), measured)
     summary = _summarize(group, measured, ranks)
-    for pair in _broadcast_pairs(group, pairs.slow_pairs(summary) if summary else []):
+    slow = [pairs.slow_pairs(summary) if summary else []]
+    dist.broadcast_object_list(slow, src=0)
+    for pair in slow[0]:
         measured = pairs.merge(pairs.measure(group, [pair], deadline, quiet=True), measured)
     summary = _summarize(group, measured, ranks)
     if summary is None:
@@ -75,9 +77,7 @@ def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     status = max(
         [LEVELS.index(hint.level) for hint, _ in shared] + [1 * bool(summary.slow), 2 * bool(summary.broken)]
     )
-    print(
-        _as_json(ranks, shared, summary, status) if as_json else _as_text(ranks, shared, summary), flush=True
-    )
+    print_text(_as_json(ranks, shared, summary, status) if as_json else _as_text(ranks, shared, summary))
     return status
 
 
@@ -113,16 +113,10 @@ def _gather(group: Any, sections: dict[str, Facts]) -> list[Rank]:
 
 
 def _collect(group: Any, own: Any) -> list[Any]:
-    """Gather a JSON value from each rank on rank 0; [] on the others."""
-    texts: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(json.dumps(own, default=str), texts, dst=0)
-    return [json.loads(text) for text in texts or []]
-
-
-def _broadcast_pairs(group: Any, pair_list: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    message = [json.dumps(pair_list)]
-    dist.broadcast_object_list(message, src=0)
-    return [(low, high) for low, high in json.loads(message[0])]
+    """Gather a value of plain types from each rank on rank 0; [] on the others."""
+    gathered: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(own, gathered, dst=0)
+    return gathered or []
 
 
 def _summarize(
@@ -162,14 +156,8 @@ def _shared(ranks: Sequence[Rank]) -> list[tuple[Hint, str]]:
 
 def _ranks(numbers: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0-3, 7``."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'' if len(numbers) == 1 else 's'} {text}"
+    spans = [str(low) if low == high else f"{low}-{high}" for low, high in rank_spans(numbers)]
+    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(spans)}"
 
 
 def _hosts(ranks: Sequence[Rank]) -> list[str]:

@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
+from unicoll.net.texts import signal_name
+
 __all__ = ["Facts", "Probe", "run_probes"]
 
 Facts = dict[str, Any]
@@ -126,7 +128,7 @@ def _facts(raw: bytes, ended: bool, status: int, deadline: float) -> Facts:
         facts["unfinished"] = deadline
         facts["lines"] = [*facts["lines"], f"{at or 'this probe'} did not finish within {deadline:g} s"]
     elif status < 0 and status != -signal.SIGKILL:
-        facts["problem"] = f"{at or 'this probe'} ended the process by {signal.Signals(-status).name}"
+        facts["problem"] = f"{at or 'this probe'} ended the process by {signal_name(-status)}"
     if "problem" in facts:
         facts["lines"] = [*facts["lines"], facts["problem"]]
     return facts

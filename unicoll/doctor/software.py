@@ -10,7 +10,7 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ def _numpy() -> Iterator[Facts]:
     yield {"version": numpy.__version__, "path": numpy.__file__, "lines": [numpy.__version__]}
 
 
-def _importable(name: str) -> Iterator[Facts]:
-    """Facts about a package before its import: installed or not, and the version in its metadata."""
+def _importable(name: str) -> Generator[Facts, None, bool]:
+    """Facts about a package before its import, and whether it is installed; also the version in its metadata."""
     installed = importlib.util.find_spec(name) is not None
     yield {"installed": installed, "lines": [] if installed else ["not installed"]}
     for distribution in _DISTRIBUTIONS.get(name, (name,)):
@@ -69,14 +69,11 @@ def _importable(name: str) -> Iterator[Facts]:
             continue
         yield {"version": version, "lines": [version] if installed else ["not installed"]}
     yield {"at": f"import {name}"}
+    return installed
 
 
 def _torch() -> Iterator[Facts]:
-    found: Facts = {}
-    for facts in _importable("torch"):
-        found |= facts
-        yield facts
-    if not found["installed"]:
+    if not (yield from _importable("torch")):
         return
     torch: Any = importlib.import_module("torch")
     version, cuda = str(torch.__version__), torch.version.cuda
@@ -91,11 +88,7 @@ def _torch() -> Iterator[Facts]:
 
 
 def _cupy() -> Iterator[Facts]:
-    found: Facts = {}
-    for facts in _importable("cupy"):
-        found |= facts
-        yield facts
-    if not found["installed"]:
+    if not (yield from _importable("cupy")):
         return
     cupy: Any = importlib.import_module("cupy")
     yield {"version": str(cupy.__version__), "lines": [str(cupy.__version__)], "at": "CuPy's CUDA runtime"}

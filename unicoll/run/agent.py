@@ -28,7 +28,7 @@ from unicoll.run.failure import (
     report,
     root_cause,
 )
-from unicoll.run.guard import JOB_VARIABLE, Guard, kill_group, kill_members, members
+from unicoll.run.guard import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
 from unicoll.run.job import EXIT_KEY, LocalJob, job_token, job_variable
 from unicoll.run.output import Console, Streams
 from unicoll.run.tracebacks import Tracebacks
@@ -302,7 +302,7 @@ class Agent:
             self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
             if left := members(self._token, leaders):
                 for pid in left:
-                    _terminate(pid)
+                    kill_process(pid, signal.SIGTERM)
                 self._wait_for_leftovers(leaders, _LEFTOVER_SECONDS)
         for leader in leaders:
             kill_group(leader, signal.SIGKILL)
@@ -386,10 +386,3 @@ def _publish(job: LocalJob, worker: Worker, record: ExceptionRecord | None) -> N
         job.store.set(EXIT_KEY.format(rank=worker.rank), json.dumps(note))
     except DistError as error:
         log.debug("the store did not accept the end of rank %d: %s", worker.rank, error)
-
-
-def _terminate(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGTERM)
-    except (ProcessLookupError, PermissionError):
-        pass

@@ -24,6 +24,7 @@ from unicoll.run.flags import UNSUPPORTED, make_parser
 __all__ = ["LaunchOptions", "parse"]
 
 OUT, ERR = 1, 2
+_MOST_PROCESSES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,8 @@ def _workers(text: str) -> int:
         raise ValueError(f"--nproc-per-node {text} is neither a number nor one of auto, cpu, gpu") from None
     if number < 1:
         raise ValueError(f"--nproc-per-node {number}: at least one worker is needed")
+    if number > _MOST_PROCESSES:
+        raise ValueError(f"--nproc-per-node {number}: Linux has at most {_MOST_PROCESSES} processes")
     return number
 
 
@@ -246,7 +249,7 @@ def _why_not_runnable(command: str) -> str:
 
 
 def _module_exists(name: str) -> bool:
-    sys.path.insert(0, os.getcwd())  # first in the search path of the workers
+    sys.path.insert(0, "")  # the working directory, first in the search path of the workers
     try:
         return find_spec(name) is not None
     except (ImportError, ValueError):

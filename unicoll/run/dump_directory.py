@@ -40,8 +40,8 @@ class TraceDirectory:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The workers' variable."""
-        return {TRACE_VARIABLE: self._path or ""}
+        """The workers' variable; absolute, because they may change their working directory."""
+        return {TRACE_VARIABLE: os.path.abspath(self._path) if self._path else ""}
 
     def command(self, failed: bool) -> str:
         """The command that reads the dumps of this launch; "" if there are none.

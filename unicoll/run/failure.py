@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from unicoll.run.tracebacks import keys, name_ranks
+from unicoll.net.texts import ranks_text, signal_name
+from unicoll.run.tracebacks import keys
 
 __all__ = [
     "DETECTION_DELAY",
@@ -88,7 +89,7 @@ def describe_exit(status: int, pid: int) -> str:
     if status >= 0:
         return f"exit code {status}, no exception recorded"
     hint = " (often the kernel's out-of-memory killer)" if -status == signal.SIGKILL else ""
-    return f"Signal {-status} ({_signal_name(-status)}) received by PID {pid}{hint}"
+    return f"Signal {-status} ({signal_name(-status)}) received by PID {pid}{hint}"
 
 
 def read_record(path: str) -> ExceptionRecord | None:
@@ -134,7 +135,7 @@ def report(title: str, failures: Sequence[WorkerFailure], stopped: Sequence[int]
     others = sorted((f for f in failures if f is not root), key=lambda f: (f.time, f.rank))
     lines = [f"  {line}" for line in _describe_others(others, root)] or ["  <NO_OTHER_FAILURES>"]
     if stopped:
-        lines.append(f"  (stopped by the launcher: {name_ranks(stopped)})")
+        lines.append(f"  (stopped by the launcher: {ranks_text(stopped)})")
     entry = _entry(root)
     if reader:
         entry.append(f"  last calls: {reader}")
@@ -146,13 +147,13 @@ def report(title: str, failures: Sequence[WorkerFailure], stopped: Sequence[int]
 
 
 def _entry(failure: WorkerFailure) -> list[str]:
-    signal_name = f" ({_signal_name(-failure.status)})" if failure.status < 0 else ""
+    number = f" ({signal_name(-failure.status)})" if failure.status < 0 else ""
     return [
         "[0]:",
         f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.time))}",
         f"  host      : {socket.gethostname()}",
         f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
-        f"  exitcode  : {failure.status} (pid: {failure.pid}){signal_name}",
+        f"  exitcode  : {failure.status} (pid: {failure.pid}){number}",
         f"  error_file: {failure.error_file or '<N/A>'}",
         f"  traceback : {_first_line(failure.cause)}{' (above)' if failure.record else ''}",
     ]
@@ -186,7 +187,7 @@ def _describe_ranks(failures: Sequence[WorkerFailure]) -> str:
         pids = [f.pid for f in sorted(failures, key=lambda f: f.rank)]
         more = " and more" if len(pids) > 16 else ""
         how = f"exitcode {first.status}, pids {', '.join(map(str, pids[:16]))}{more}"
-    return f"{name_ranks([f.rank for f in failures])} ({how})"
+    return f"{ranks_text([f.rank for f in failures])} ({how})"
 
 
 def last_stderr_lines(failure: WorkerFailure) -> str:
@@ -200,10 +201,3 @@ def last_stderr_lines(failure: WorkerFailure) -> str:
 def _first_line(text: str) -> str:
     line = text.strip().partition("\n")[0].removesuffix(":")
     return line if len(line) <= _ONE_LINE else line[: _ONE_LINE - 3] + "..."
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

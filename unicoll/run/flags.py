@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-__all__ = ["UNSUPPORTED", "LaunchParser", "make_parser"]
+__all__ = ["UNSUPPORTED", "OneLineParser", "make_parser"]
 
 
-class LaunchParser(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line and exit with status 2."""
 
     def error(self, message: str) -> NoReturn:
@@ -28,11 +28,11 @@ UNSUPPORTED = (
 """torchrun's flags that are refused."""
 
 
-def make_parser() -> LaunchParser:
+def make_parser() -> OneLineParser:
     """The parser of the command line, with defaults from the PET_ variables of the environment."""
     unirun = os.path.basename(sys.argv[0]) == "unirun"
     command = "unirun" if unirun else "python -m unicoll.run"
-    parser = LaunchParser(
+    parser = OneLineParser(
         prog="unirun" if unirun else "unicoll.run",
         usage=f"{command} [flags] script [arguments of the script]",
         description=f"""Start a distributed program: its worker processes on this machine.
@@ -62,7 +62,7 @@ the environment, for example PET_NPROC_PER_NODE=4. Not supported: --{", --".join
 class _Flags:
     """A group of flags in ``--help``; each one also has a spelling with underscores, and a variable PET_<NAME>."""
 
-    def __init__(self, parser: LaunchParser, title: str) -> None:
+    def __init__(self, parser: OneLineParser, title: str) -> None:
         self._parser = parser
         self._group = parser.add_argument_group(title)
 

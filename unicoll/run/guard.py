@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Collection
 
-__all__ = ["JOB_VARIABLE", "Guard", "kill_group", "kill_members", "members"]
+__all__ = ["JOB_VARIABLE", "Guard", "kill_group", "kill_members", "kill_process", "members"]
 
 JOB_VARIABLE = "UNICOLL_JOB"
 
@@ -59,15 +59,20 @@ def kill_group(leader: int, number: int) -> None:
         pass
 
 
+def kill_process(pid: int, number: int) -> None:
+    """Send a signal to a process; it may have ended."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
 def kill_members(token: str, leaders: Collection[int], seconds: float) -> list[int]:
     """SIGKILL the job's processes until none is left, for at most ``seconds``; returns the remaining ones."""
     deadline = time.monotonic() + seconds
     while left := members(token, leaders):
         for pid in left:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass
+            kill_process(pid, signal.SIGKILL)
         if time.monotonic() > deadline:
             return left
         time.sleep(0.01)

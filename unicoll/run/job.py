@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from unicoll.net.secret import Secret, find_secret
+from unicoll.net.secret import find_secret
 from unicoll.run.guard import JOB_VARIABLE
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class LocalJob:
         from unicoll.net.stores import TCPStore
 
         self.environment: dict[str, str] = {"UNICOLL_LAUNCHER": "1"}
-        secret = _user_secret(environ)
-        if secret is None:
+        secret = find_secret(environ)
+        if not secret.key:
             text = secrets.token_hex(32)
             self.environment["UNICOLL_SECRET"] = text
             secret = find_secret({"UNICOLL_SECRET": text})
@@ -101,8 +101,3 @@ class LocalJob:
         """Close the store and release the port."""
         self.store.close()
         self._port.close()
-
-
-def _user_secret(environ: Mapping[str, str]) -> Secret | None:
-    secret = find_secret(environ)
-    return secret if secret.key else None

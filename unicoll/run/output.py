@@ -7,6 +7,7 @@ that a slow reader (a pager, a full pipe) does not block the launcher's main loo
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -29,6 +30,7 @@ _PROGRESS_PERIOD = (
 )
 _PROMPT_DELAY = 0.2  # seconds after which a terminal shows an unfinished line: it may be a prompt
 _ERASE_LINE = b"\r\x1b[K"
+_READER_ENDED = (errno.EPIPE, errno.EBADF, errno.EIO)
 _RETURN = re.compile(rb"\r(?=[^\r\n])")
 
 
@@ -92,6 +94,9 @@ class _Output(NamedTuple):
 class Console:
     """Writes to file descriptors 1 and 2 in a thread, in the order of the calls.
 
+    Attributes:
+        terminals: those of the two that are terminals.
+
     Args:
         wake: called by the thread when the backlog is small enough to read from the workers again.
     """
@@ -104,7 +109,7 @@ class Console:
         self._closing = False
         self._closed_fds: set[int] = set()
         self._state: _Output | None = None
-        self._terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
+        self.terminals = {fd for fd in (1, 2) if _is_terminal(fd)}
         self._thread = threading.Thread(target=self._run, name="unicoll-console", daemon=True)
         self._thread.start()
 
@@ -113,17 +118,16 @@ class Console:
         """True if the backlog is so large that the workers' pipes should not be read."""
         return self._backlog > _MAX_BACKLOG
 
-    def is_terminal(self, fd: int) -> bool:
-        """True if ``fd`` is a terminal."""
-        return fd in self._terminals
+    def write(self, fd: int, data: bytes, owner: object = None, is_state: bool = False) -> None:
+        """Queue whole lines for ``fd``.
 
-    def write(self, fd: int, data: bytes, owner: object = None) -> None:
-        """Queue whole lines for ``fd``."""
-        self._put(_Output(fd, data, owner, False))
-
-    def show_state(self, fd: int, data: bytes, owner: object) -> None:
-        """On a terminal: show an unfinished line below all others until ``owner`` writes again."""
-        self._put(_Output(fd, data, owner, True))
+        With ``is_state``, on a terminal: an unfinished line, shown below all others until ``owner`` writes again.
+        """
+        if data:
+            with self._changed:
+                self._queue.append(_Output(fd, data, owner, is_state))
+                self._backlog += len(data)
+                self._changed.notify()
 
     def close(self, give_up: Callable[[], bool]) -> None:
         """Write the queued output and end the thread, unless ``give_up()`` returns True before."""
@@ -133,13 +137,6 @@ class Console:
         while self._thread.is_alive() and not give_up():
             self._thread.join(0.2)
 
-    def _put(self, output: _Output) -> None:
-        if output.data:
-            with self._changed:
-                self._queue.append(output)
-                self._backlog += len(output.data)
-                self._changed.notify()
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -148,7 +145,7 @@ class Console:
                 if not self._queue:
                     return
                 output = self._queue.popleft()
-            self._write(output.fd, self._with_state(output) if output.fd in self._terminals else output.data)
+            self._write(output.fd, self._with_state(output) if output.fd in self.terminals else output.data)
             with self._changed:
                 was_full = self.full
                 self._backlog -= len(output.data)
@@ -174,8 +171,11 @@ class Console:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:  # stdout is in non-blocking mode
                 select.select([], [fd], [], 1.0)
-            except OSError:  # its reader has ended; the job continues
+            except OSError as error:  # the job continues
                 self._closed_fds.add(fd)
+                if fd == 1 and error.errno not in _READER_ENDED:
+                    text = f"unicoll.run: standard output: {error.strerror}; no longer written\n"
+                    self._write(2, text.encode())
 
 
 def _is_terminal(fd: int) -> bool:
@@ -247,7 +247,7 @@ class Stream:
         """Show the state of a progress bar, or a prompt, if it is old enough."""
         if self._target is None:
             return
-        if not self._console.is_terminal(self._target):
+        if self._target not in self._console.terminals:
             if now - self._last_progress >= _PROGRESS_PERIOD and (state := self._lines.progress()):
                 self._last_progress = now
                 self._console.write(self._target, state, self)
@@ -255,7 +255,7 @@ class Stream:
             state = self._lines.unfinished
             if state != self._state:
                 self._state = state
-                self._console.show_state(self._target, state, self)
+                self._console.write(self._target, state, self, is_state=True)
 
     def close(self) -> None:
         """Forward an unfinished last line and close everything."""
@@ -274,9 +274,8 @@ class Stream:
         try:
             self._log.write(data)
         except OSError as error:
-            self._console.write(
-                2, f"unicoll.run: {self._log.name}: {error.strerror}; no longer written\n".encode()
-            )
+            text = f"unicoll.run: {self._log.name}: {error.strerror}; no longer written\n"
+            self._console.write(2, os.fsencode(text))
             self._log.close()
             self._log = None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
-__all__ = ["Tracebacks", "keys", "name_ranks"]
+from unicoll.net.texts import ranks_text
+
+__all__ = ["Tracebacks", "keys"]
 
 _VARIES = re.compile(r"\b(?i:pid) \d+|#\d+\b|\b0x[0-9a-fA-F]+\b")
 
@@ -18,18 +19,6 @@ def keys(text: str, rank: int) -> set[str]:
     """
     same = _VARIES.sub("_", text)
     return {same, re.sub(rf"(?i)\brank {rank}\b", "rank _", same)}
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text: ``rank 3``, ``ranks 0, 1, 5-7``."""
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
-    parts = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(parts)}"
 
 
 class _Group:
@@ -65,7 +54,7 @@ class Tracebacks:
 
 def _take(group: _Group) -> str:
     found, group.texts = group.texts, {}
-    ranks = name_ranks(list(found))
+    ranks = ranks_text(list(found))
     if group.shown is not None:
         return f"{ranks}: the same as rank {group.shown}\n"
     group.shown = rank = min(found)

@@ -29,7 +29,8 @@ _hook: Any = None  # the module unicoll.net.excepthook, or another module of the
 def main() -> None:
     """Run the target of the command line above."""
     launcher, reporting, kind, target, *arguments = sys.argv[1:]
-    _remove_own_directory()
+    if _adds_script_directory():
+        del sys.path[0]  # this file's; the user's script must not import modules from there
     import os
 
     launcher_reads = os.environ.get("TORCHELASTIC_ERROR_FILE") if reporting == "record" else None
@@ -48,12 +49,6 @@ def main() -> None:
         _hide_own_frames(error)
         _end_with(error, launcher_reads)
         raise
-
-
-def _remove_own_directory() -> None:
-    # Python put this file's directory first; the user's script must not import modules from there.
-    if _adds_script_directory():
-        del sys.path[0]
 
 
 def _adds_script_directory() -> bool:
@@ -131,7 +126,10 @@ def _run_module(name: str) -> None:
     import runpy
 
     if _adds_script_directory():
-        sys.path.insert(0, os.getcwd())
+        try:
+            sys.path.insert(0, os.getcwd())
+        except FileNotFoundError:  # as with `python -m`, when the directory has been removed
+            sys.path.insert(0, "")
     _fresh_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from unicoll.run.args import ERR, OUT, LaunchOptions
 from unicoll.run.failure import ExceptionRecord
 from unicoll.run.output import Console, Stream, Streams
 
-__all__ = ["LogFiles", "Worker", "shared_environment", "start_worker"]
+__all__ = ["LogFiles", "Worker", "checkout_path", "shared_environment", "start_worker"]
 
 _WORKER_MAIN = str(Path(__file__).with_name("worker_main.py"))
 _TAIL_SIZE = 16 << 10
@@ -32,7 +33,8 @@ class LogFiles:
     def __init__(self, options: LaunchOptions) -> None:
         wanted = any(options.redirects.values()) or any(options.tees.values())
         self.kept = options.log_dir is not None or wanted
-        base = options.log_dir
+        # Absolute, because the workers may change their working directory.
+        base = options.log_dir and os.path.abspath(options.log_dir)
         if base is not None:
             os.makedirs(base, exist_ok=True)
         name = "".join(c if c.isalnum() or c in "-_.:" else "_" for c in options.run_id)
@@ -48,6 +50,7 @@ class LogFiles:
         return os.path.join(self.path, "attempt_0", str(local_rank))
 
 
+@dataclass(eq=False)
 class Worker:
     """A worker process, which leads its own session and process group.
 
@@ -57,30 +60,26 @@ class Worker:
         stopped: True if the launcher's signal ended it.
         prints: True if it prints its traceback to the launcher's own stderr; else the launcher prints it.
         log: the log file of its stderr that the launcher writes, or None.
+        stderr: the source of :attr:`tail`: its stream, or the path of the file that it writes itself.
         record: the exception that ended its program, once the launcher has read it.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        local_rank: int,
-        process: subprocess.Popen[bytes],
-        error_file: str,
-        prints: bool,
-        log: str | None,
-    ) -> None:
-        self.rank = rank
-        self.local_rank = local_rank
-        self.process = process
-        self.pid = process.pid
-        self.error_file = error_file
-        self.status: int | None = None
-        self.ended = 0.0
-        self.stopped = False
-        self.prints = prints
-        self.log = log
-        self.record: ExceptionRecord | None = None
-        self._stderr: Stream | str | None = None
+    rank: int
+    local_rank: int
+    process: subprocess.Popen[bytes]
+    error_file: str
+    prints: bool
+    log: str | None
+    stderr: Stream | str | None = None
+    status: int | None = None
+    ended: float = 0.0
+    stopped: bool = False
+    record: ExceptionRecord | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id, also of its session and process group."""
+        return self.process.pid
 
     def poll(self) -> bool:
         """Set ``status`` if the process has ended; True if it has.
@@ -99,19 +98,15 @@ class Worker:
         if self.status is not None:
             self.process.wait()
 
-    def set_stderr(self, stderr: Stream | str) -> None:
-        """Set the source of :attr:`tail`: the stream, or the log file's path."""
-        self._stderr = stderr
-
     @property
     def tail(self) -> str:
         """The last lines of its stderr, as far as the launcher has them."""
-        if isinstance(self._stderr, str):
-            with contextlib.suppress(OSError), open(self._stderr, "rb") as file:
+        if isinstance(self.stderr, str):
+            with contextlib.suppress(OSError), open(self.stderr, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_SIZE))
                 return file.read().decode("utf-8", "replace")
             return ""
-        return self._stderr.tail if self._stderr is not None else ""
+        return self.stderr.tail if self.stderr is not None else ""
 
 
 def shared_environment(
@@ -127,9 +122,9 @@ def shared_environment(
     for name in ("UNICOLL_STORE", "TORCHELASTIC_ERROR_FILE"):  # of an enclosing job
         shared.pop(name, None)
     shared.setdefault("PYTHONUNBUFFERED", "1")
-    root = Path(__file__).resolve().parents[2]
-    if root.name not in ("site-packages", "dist-packages"):  # a checkout: the workers use the same one
-        shared["PYTHONPATH"] = os.pathsep.join(filter(None, [shared.get("PYTHONPATH"), str(root)]))
+    shared |= checkout_path(shared)
+    if path := shared.get("UNICOLL_SECRET_FILE"):  # they may change their working directory
+        shared["UNICOLL_SECRET_FILE"] = os.path.abspath(path)
     if options.nproc > 1:
         shared.setdefault("OMP_NUM_THREADS", "1")
     shared.update(
@@ -147,6 +142,14 @@ def shared_environment(
         **job,
     )
     return shared
+
+
+def checkout_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """PYTHONPATH for processes that use the same checkout; {} if unicoll is installed."""
+    root = Path(__file__).resolve().parents[2]
+    if root.name in ("site-packages", "dist-packages"):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [environ.get("PYTHONPATH"), str(root)]))}
 
 
 def start_worker(
@@ -201,9 +204,9 @@ def start_worker(
             stream = Stream(fd, console, which if shown else None, prefix, log)
             streams.add(stream)
             if which == ERR:
-                worker.set_stderr(stream)
+                worker.stderr = stream
         elif which == ERR and destination.file:
-            worker.set_stderr(destination.file)
+            worker.stderr = destination.file
     return worker
 
 
@@ -241,5 +244,5 @@ def _prefix(options: LaunchOptions, rank: int, local_rank: int) -> bytes:
         return b""
     if template:
         names = {"role_name": options.role, "rank": rank, "local_rank": local_rank}
-        return Template(template).safe_substitute(names).encode()
-    return f"[{options.role}{local_rank}]:".encode()
+        return os.fsencode(Template(template).safe_substitute(names))
+    return os.fsencode(f"[{options.role}{local_rank}]:")

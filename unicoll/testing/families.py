@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ Array = Any
 CANARY = 0xA5
 
 
-class GuardedArray:
+class GuardedArray(NamedTuple):
     """An array in some layout, with guard bytes around its elements.
 
     Attributes:
@@ -25,10 +25,9 @@ class GuardedArray:
         intact: returns True if the guard bytes are unchanged.
     """
 
-    def __init__(self, array: Array, read: Callable[[], Any], intact: Callable[[], bool]):
-        self.array = array
-        self.read = read
-        self.intact = intact
+    array: Array
+    read: Callable[[], Any]
+    intact: Callable[[], bool]
 
 
 VIEWS: dict[str, Callable[[Any], Any]] = {
@@ -48,6 +47,20 @@ def base_shape(layout: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[::-1] if layout == "transposed" else shape
 
 
+def _guard(layout: str, values: Any) -> Any:
+    """Guard bytes as an array of which the layout's view has the shape of some values."""
+    shape = base_shape(layout, values.shape)
+    size = int(np.prod(shape)) * values.itemsize
+    return np.frombuffer(bytearray([CANARY]) * size, values.dtype).reshape(shape)
+
+
+def _only_view_changed(layout: str, base: Any) -> bool:
+    """True if the elements of an array of guard bytes that are not in the layout's view are unchanged."""
+    raw = base.copy().view(f"V{base.itemsize}")
+    VIEWS[layout](raw)[...] = np.frombuffer(bytes([CANARY]) * base.itemsize, raw.dtype)[0]
+    return bool(raw.tobytes() == bytes([CANARY]) * raw.nbytes)
+
+
 class NumpyFamily:
     """NumPy arrays."""
 
@@ -60,22 +73,13 @@ class NumpyFamily:
             array = self._special(values, layout)
             array.flags.writeable = not read_only
             return GuardedArray(array, lambda: np.ascontiguousarray(array), lambda: True)
-        view = VIEWS[layout]
-        base = np.frombuffer(
-            bytearray([CANARY]) * (int(np.prod(base_shape(layout, values.shape))) * values.itemsize),
-            values.dtype,
-        ).reshape(base_shape(layout, values.shape))
-        array = view(base)
+        base = _guard(layout, values)
+        array = VIEWS[layout](base)
         array[...] = values
         array.flags.writeable = not read_only
-
-        def intact() -> bool:
-            copy = base.copy()
-            raw = copy.view(f"V{copy.itemsize}")
-            view(raw)[...] = np.frombuffer(bytes([CANARY]) * copy.itemsize, raw.dtype)[0]
-            return bool(copy.tobytes() == bytes([CANARY]) * copy.nbytes)
-
-        return GuardedArray(array, lambda: np.ascontiguousarray(array), intact)
+        return GuardedArray(
+            array, lambda: np.ascontiguousarray(array), lambda: _only_view_changed(layout, base)
+        )
 
     def _special(self, values: Any, layout: str) -> Any:
         if layout == "fortran":
@@ -168,19 +172,10 @@ class CupyFamily:
             layout = "contiguous"
         if layout == "fortran":
             return self._held(self._cupy.asarray(np.asfortranarray(values), order="F"), lambda: True)
-        view = VIEWS[layout]
-        shape = base_shape(layout, values.shape)
-        guard = np.frombuffer(bytes([CANARY]) * (int(np.prod(shape)) * values.itemsize), values.dtype)
-        base = self._cupy.asarray(guard.reshape(shape))
-        array = view(base)
+        base = self._cupy.asarray(_guard(layout, values))
+        array = VIEWS[layout](base)
         array[...] = self._cupy.asarray(values)
-
-        def intact() -> bool:
-            raw = np.array(base.get()).view(f"V{values.itemsize}")
-            view(raw)[...] = np.frombuffer(bytes([CANARY]) * values.itemsize, raw.dtype)[0]
-            return bool(raw.tobytes() == bytes([CANARY]) * raw.nbytes)
-
-        return self._held(array, intact)
+        return self._held(array, lambda: _only_view_changed(layout, np.array(base.get())))
 
     def _held(self, array: Any, intact: Callable[[], bool]) -> GuardedArray:
         return GuardedArray(array, lambda: np.ascontiguousarray(array.get()), intact)

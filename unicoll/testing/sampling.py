@@ -8,33 +8,24 @@ next, and so on; n classes together execute every cell once n * count reaches th
 ``turn`` of a class or a module is its number in this order.
 
 ``UNICOLL_TEST_FULL=1`` runs everything. So does naming a case (a test with its parameters in brackets).
-
-``UNICOLL_TEST_HALF=1`` is the run of ``scripts/test --all``: of the remaining cases of each test with parameters it
-runs a random half. ``UNICOLL_TEST_SHORT=1`` is that of ``scripts/test``: it runs a quarter, and omits tests marked
-``slow``. Tests marked ``in_turn``, which take seconds and have no parameters, form one table over all modules.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
 __all__ = [
     "FULL_VARIABLE",
-    "HALF_VARIABLE",
     "SEED_VARIABLE",
-    "SHORT_VARIABLE",
     "cells",
     "drawn",
-    "is_drawn",
-    "part",
+    "is_on",
     "sample_seed",
     "sampled",
-    "share",
     "wants_all",
     "wants_full",
 ]
@@ -42,8 +33,6 @@ __all__ = [
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 FULL_VARIABLE = "UNICOLL_TEST_FULL"
-HALF_VARIABLE = "UNICOLL_TEST_HALF"
-SHORT_VARIABLE = "UNICOLL_TEST_SHORT"
 SEED_VARIABLE = "UNICOLL_TEST_SEED"
 
 
@@ -52,32 +41,14 @@ def sample_seed() -> int:
     return int(os.environ.setdefault(SEED_VARIABLE, str(random.SystemRandom().randrange(1 << 24))))
 
 
-def _is_on(variable: str) -> bool:
+def is_on(variable: str) -> bool:
+    """True if an environment variable that selects tests is set."""
     return os.environ.get(variable, "").strip().lower() not in ("", "0", "no", "off", "false")
 
 
 def wants_full() -> bool:
     """True if every case is to run."""
-    return _is_on(FULL_VARIABLE)
-
-
-def share() -> int:
-    """One of how many cases of each test this run executes: 1, 2 or 4."""
-    return 4 if _is_on(SHORT_VARIABLE) else 2 if _is_on(HALF_VARIABLE) else 1
-
-
-def part(items: Sequence[Any], seed: int, share: int) -> list[Any]:
-    """One of ``share`` of the collected tests of each table, in their order; a share of 4 has no slow tests."""
-    tables: defaultdict[str, list[Any]] = defaultdict(list)
-    for item in items:
-        if share < 4 or item.get_closest_marker("slow") is None:
-            in_turn = item.get_closest_marker("in_turn") is not None
-            tables["in turn" if in_turn else item.nodeid.partition("[")[0]].append(item)
-    kept: set[str] = set()
-    for name, table in tables.items():
-        count = -(-len(table) // share)
-        kept.update(item.nodeid for item in random.Random(f"{seed} {name}").sample(table, count))
-    return [item for item in items if item.nodeid in kept]
+    return is_on(FULL_VARIABLE)
 
 
 def sampled(rows: str, columns: str, count: int) -> Callable[[_Test], _Test]:
@@ -119,25 +90,3 @@ def cells(test: Any, axes: Mapping[str, Sequence[Any]], turn: int, seed: int) ->
         column = axes[columns].index(cell[columns])
         if column in drawn(test.__name__, row, len(axes[columns]), count, turn, seed):
             yield values
-
-
-def is_drawn(item: Any, seed: int) -> bool:
-    """True if this run executes a collected test; tests without the mark always run."""
-    marker = item.get_closest_marker("sampled")
-    if marker is None:
-        return True
-    rows, columns, count = marker.args
-    values = _values(item)
-    row = values[rows].index(item.callspec.params[rows]) if rows else 0
-    column = values[columns].index(item.callspec.params[columns])
-    turn = getattr(item.cls or item.module, "turn", 0)
-    return column in drawn(item.originalname, row, len(values[columns]), count, turn, seed)
-
-
-def _values(item: Any) -> dict[str, list[Any]]:
-    """The values of each parameter of a test."""
-    found: dict[str, list[Any]] = {}
-    for marker in item.iter_markers("parametrize"):
-        names, values = marker.args[:2]
-        found.setdefault(names, [v.values[0] if hasattr(v, "marks") else v for v in values])
-    return found

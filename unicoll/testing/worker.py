@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -153,17 +154,15 @@ def leave() -> list[str]:
 def snapshot() -> list[str]:
     """One text per thread and descriptor of this process; descriptors by their kind."""
     threads = [f"thread {t.name}" for t in threading.enumerate()]
-    return sorted(threads + list(_descriptors()))
+    files = [f"fd {name.partition(':[')[0]}" for name in _open_files() if not name.startswith("/proc/")]
+    return sorted(threads + files)
 
 
-def _descriptors() -> Iterator[str]:
+def _open_files() -> Iterator[str]:
+    """What each descriptor of this process refers to."""
     for fd in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # the descriptor that listed the directory
-            continue
-        if not target.startswith("/proc/"):
-            yield f"fd {target.partition(':[')[0]}"
+        with suppress(OSError):  # closed in the meantime, like the descriptor that listed the directory
+            yield os.readlink(f"/proc/self/fd/{fd}")
 
 
 def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = None) -> list[str]:
@@ -183,13 +182,7 @@ def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = Non
 
 def listening_ports() -> list[tuple[str, int]]:
     """Addresses on which this process accepts TCP connections over IPv4."""
-    sockets = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            sockets.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:  # closed in the meantime, like the descriptor that listed the directory
-            continue
-    found = []
+    sockets, found = set(_open_files()), []
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
         if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from unicoll.net.texts import print_text
 from unicoll.trace import perfetto
 from unicoll.trace.diagnosis import Diagnosis, diagnose
 from unicoll.trace.dumps import Trace, read
@@ -36,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"python -m unicoll.trace: {text}", file=sys.stderr)
     path = _write_trace(trace, options.perfetto or os.path.join(options.directory, "trace.json"))
     if options.json:
-        print(json.dumps(_as_json(trace, diagnoses, path)))
+        print_text(json.dumps(_as_json(trace, diagnoses, path)))
     else:
-        print(_as_text(trace, diagnoses, path, options.all))
+        print_text(_as_text(trace, diagnoses, path, options.all))
     return 0 if diagnoses[0].is_good else 1
 
 
@@ -110,8 +111,8 @@ def _as_json(trace: Trace, diagnoses: Sequence[Diagnosis], path: str) -> dict[st
                         "call": call.text,
                         "state": call.state,
                         "created": call.created,
-                        "started": call.started,
-                        "ended": call.ended,
+                        "started": call.started or None,
+                        "ended": call.ended or None,
                         "site": call.site,
                         "error": call.error,
                     }

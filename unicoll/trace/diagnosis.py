@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from unicoll.backend.ops import OPS
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
 
-__all__ = ["Diagnosis", "diagnose", "numbered"]
+__all__ = ["Diagnosis", "diagnose"]
 
 _SLOW_SHARE, _SLOW_S = 0.2, 0.1
 """A rank is slow if the others wait for it alone for this share of the time, and for so many seconds."""
@@ -59,25 +59,9 @@ def diagnose(trace: Trace) -> list[Diagnosis]:
     return [_slow(trace) or Diagnosis("completed", f"all calls have completed: {_count(trace)}")]
 
 
-def numbered(calls: Iterable[Call]) -> dict[int, Call]:
-    """The collectives of one rank and group by number; waiting calls without a number come after the others."""
-    found: dict[int, Call] = {}
-    for call in calls:
-        if call.is_message:
-            continue
-        seq = call.seq or (max(found, default=0) + 1 if call.is_open else 0)
-        if seq and (seq not in found or not found[seq].is_open):
-            found[seq] = call
-    return found
-
-
 def _diagnose_group(trace: Trace, group: Group) -> Diagnosis | None:
     """The first collective of the group that has not completed on all ranks; None if there is none."""
-    by_rank = {
-        rank: numbered(call for call in dump.calls if call.group == group.name)
-        for rank, dump in trace.dumps.items()
-        if rank in group.ranks
-    }
+    by_rank = trace.collectives(group)
     unfinished = [seq for calls in by_rank.values() for seq, call in calls.items() if call.is_open]
     if not unfinished:
         return None
@@ -194,11 +178,7 @@ def _slow(trace: Trace) -> Diagnosis | None:
     times: list[float] = []
     uncertain = trace.clock_error or 0.0
     for group in trace.groups.values():
-        calls = {
-            rank: numbered(call for call in dump.calls if call.group == group.name)
-            for rank, dump in trace.dumps.items()
-            if rank in group.ranks
-        }
+        calls = trace.collectives(group)
         if len(calls) < 2:
             continue
         for seq in set.intersection(*[set(one) for one in calls.values()]):

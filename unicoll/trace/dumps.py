@@ -5,47 +5,44 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-__all__ = ["Call", "Dump", "Group", "Trace", "name_ranks", "read"]
+from unicoll.arrays.types import BY_NAME
+from unicoll.bootstrap.dump_format import FORMAT
+from unicoll.group.recorded_calls import RecordedCall
+from unicoll.net.texts import ranks_text
+
+__all__ = ["MALFORMED", "Call", "Dump", "Group", "Trace", "call_of", "name_ranks", "read"]
+
+name_ranks = partial(ranks_text, last=" and ")
+"""Ranks in words: ``rank 2``, ``ranks 0-3 and 5``."""
+
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a file raises that is cut off, or whose fields are missing or of another type."""
 
 _FILE = re.compile(r"rank_\d+\.json$")
-_FORMAT, _VERSION = "unicoll flight recorder", 1
+_VERSION = 1
+_PLAIN = {
+    **dict.fromkeys(("group", "op", "reduce", "backend", "site", "state", "error", "text"), str),
+    **dict.fromkeys(("seq", "root", "peer", "tag"), int),
+    "blocking": bool,
+}
 _REFUSALS = ("DistArgumentError", "DistTypeError", "BackendUnavailableError")
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call of one rank, as :class:`unicoll.group.recorded_calls.RecordedCall` has it.
+class Call(RecordedCall):
+    """One call of one rank; times are seconds on rank 0's clock, 0 if not yet.
 
     Attributes:
         rank: the global rank of the caller.
         text: the call in words.
-        created, started, ended: seconds on rank 0's clock; None if not yet.
     """
 
-    rank: int
-    group: str
-    ranks: tuple[int, ...]
-    seq: int
-    op: str
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    nbytes: int
-    reduce: str
-    root: int
-    peer: int
-    tag: int
-    backend: str
-    text: str
-    site: str
-    state: str
-    created: float
-    started: float | None
-    ended: float | None
-    error: str
+    rank: int = -1
+    text: str = ""
 
     @property
     def is_message(self) -> bool:
@@ -86,7 +83,6 @@ class Dump:
         clock_error: seconds by which times of this rank may be wrong relative to rank 0's; None if unknown.
         departed: for each rank that has ended, how it ended.
         place: ``file:line`` and function where the main thread is in the user's code, or "".
-        content: the file's.
     """
 
     path: str
@@ -103,7 +99,6 @@ class Dump:
     groups: tuple[Group, ...]
     calls: tuple[Call, ...]
     place: str
-    content: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -136,6 +131,21 @@ class Trace:
                 found.setdefault(call.group, Group(call.group, call.ranks, call.backend))
         return dict(sorted(found.items(), key=lambda item: -len(item[1].ranks)))
 
+    def collectives(self, group: Group) -> dict[int, dict[int, Call]]:
+        """The collectives of a group by rank and number; waiting calls without a number come after the others."""
+        found: dict[int, dict[int, Call]] = {}
+        for rank, dump in self.dumps.items():
+            if rank not in group.ranks:
+                continue
+            calls = found[rank] = {}
+            for call in dump.calls:
+                if call.group != group.name or call.is_message:
+                    continue
+                seq = call.seq or (max(calls, default=0) + 1 if call.is_open else 0)
+                if seq and (seq not in calls or not calls[seq].is_open):
+                    calls[seq] = call
+        return found
+
     @property
     def departed(self) -> dict[int, str]:
         """For each rank that has ended, how it ended."""
@@ -155,22 +165,25 @@ def read(directory: str) -> Trace:
         OSError: the directory cannot be read.
         ValueError: it has no readable dump; the message has the reasons.
     """
-    skipped, contents = [], {}
+    skipped: list[str] = []
+    contents: dict[str, dict[str, Any]] = {}
+    epochs: dict[str, float] = {}  # of each job: rank 0's wall clock minus its monotonic clock
     for name in sorted(os.listdir(directory)):
         path = os.path.join(directory, name)
         if _FILE.match(name):
             try:
-                contents[path] = _load(path)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                content = _load(path)
+                if not content["rank"]:
+                    epochs[content["job"]] = content["written"]["wall"] - content["written"]["monotonic"]
+                contents[path] = content
+            except (OSError, *MALFORMED) as error:
                 skipped.append(f"{path} is skipped: {_describe(error)}")
-    epochs = {
-        c["job"]: c["written"]["wall"] - c["written"]["monotonic"] for c in contents.values() if not c["rank"]
-    }
     dumps = []
-    for path, content in contents.items():
+    for path in list(contents):
         try:
+            content = contents.pop(path)
             dumps.append(_dump(path, content, epochs.get(content["job"])))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except MALFORMED as error:
             skipped.append(f"{path} is skipped: {_describe(error)}")
     if not dumps:
         raise ValueError("\n".join([f"{directory}: no dump of a flight recorder (rank_R.json)", *skipped]))
@@ -192,7 +205,7 @@ def _describe(error: Exception) -> str:
 def _load(path: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         content = json.load(file)
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError("it is no dump of unicoll's flight recorder")
     if content["version"] != _VERSION:
         raise ValueError(f"its version is {content['version']}, this is for version {_VERSION}")
@@ -222,54 +235,26 @@ def _dump(path: str, content: dict[str, Any], epoch: float | None) -> Dump:
         wall=written["wall"],
         clock_error=error,
         departed={int(gone): str(how) for gone, how in content["departed"].items()},
-        groups=tuple(Group(g["name"], tuple(g["ranks"]), g["backends"]) for g in content["groups"]),
-        calls=tuple(_call(rank, call, offset) for call in content["calls"]),
+        groups=tuple(
+            Group(str(g["name"]), tuple(map(int, g["ranks"])), str(g["backends"])) for g in content["groups"]
+        ),
+        calls=tuple(call_of(rank, call, offset) for call in content["calls"]),
         place=f"{os.path.basename(main['file'])}:{main['line']} in {main['function']}" if main else "",
-        content=content,
     )
 
 
-def _call(rank: int, call: dict[str, Any], offset: float) -> Call:
-    def moment(name: str) -> float | None:
-        return float(call[name]) + offset if call[name] else None
+def call_of(rank: int, entry: dict[str, Any], offset: float = 0.0) -> Call:
+    """A call of a dump; ``offset`` is added to its times.
 
-    return Call(
-        rank=rank,
-        group=str(call["group"]),
-        ranks=tuple(call["ranks"]),
-        seq=int(call["seq"]),
-        op=str(call["op"]),
-        inputs=tuple((dtype, tuple(shape)) for dtype, shape in call["inputs"]),
-        outputs=tuple((dtype, tuple(shape)) for dtype, shape in call["outputs"]),
-        nbytes=int(call["bytes"]),
-        reduce=str(call["reduce"]),
-        root=int(call["root"]),
-        peer=int(call["peer"]),
-        tag=int(call["tag"]),
-        backend=str(call["backend"]),
-        text=str(call["text"]),
-        site=str(call["site"]),
-        state=str(call["state"]),
-        created=float(call["created"]) + offset,
-        started=moment("started"),
-        ended=moment("ended"),
-        error=str(call["error"]),
-    )
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words: "rank 2", "ranks 0-3 and 5"."""
-    ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [
-        text
-        for run in runs
-        for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(rank) for rank in run])
-    ]
-    listed = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-    return f"rank{'s' if len(ordered) > 1 else ''} {listed}"
+    Raises:
+        one of MALFORMED: a field is missing or wrong.
+    """
+    values: dict[str, Any] = {name: kind(entry[name]) for name, kind in _PLAIN.items()}
+    values["created"] = float(entry["created"]) + offset
+    for name in ("started", "ended"):
+        values[name] = float(entry[name]) + offset if entry[name] else 0.0
+    for side in ("inputs", "outputs"):
+        values[side] = tuple((BY_NAME[dtype], tuple(shape)) for dtype, shape in entry[side])
+    compression = str(entry.get("compression", ""))  # older dumps have none
+    ranks, nbytes = tuple(map(int, entry["ranks"])), int(entry["bytes"])
+    return Call(rank=rank, ranks=ranks, nbytes=nbytes, compression=compression, **values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from unicoll.net.files import write_whole
 from unicoll.trace.dumps import Call, Trace
 
 __all__ = ["chrome_trace", "write"]
@@ -14,8 +15,7 @@ Event = dict[str, Any]
 
 def write(trace: Trace, path: str) -> None:
     """Write the trace to a file; OSError if that is impossible."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(chrome_trace(trace), file)
+    write_whole(path, json.dumps(chrome_trace(trace)).encode(), mode=0o644)
 
 
 def chrome_trace(trace: Trace) -> Event:
@@ -74,8 +74,8 @@ def _slice(call: Call, begin: float, end: float, track: int) -> Event:
         "seq": call.seq,
         "state": call.state,
         "site": call.site,
-        "inputs": [f"{dtype}{list(shape)}" for dtype, shape in call.inputs],
-        "outputs": [f"{dtype}{list(shape)}" for dtype, shape in call.outputs],
+        "inputs": [f"{dtype.name}{list(shape)}" for dtype, shape in call.inputs],
+        "outputs": [f"{dtype.name}{list(shape)}" for dtype, shape in call.outputs],
         "bytes": call.nbytes,
         "backend": call.backend,
     }

@@ -24,6 +24,7 @@ from unicoll.errors import DistArgumentError
 from unicoll.group.recorded_calls import recorded_calls
 from unicoll.trace import dumps, perfetto
 from unicoll.trace.dumps import Trace
+from unicoll.trace.table import aligned
 from unicoll.trace.waits import Totals, Wait, find_waits, totals
 
 __all__ = ["Profile", "profile", "summary"]
@@ -136,14 +137,7 @@ def summary(trace: Trace, found: Sequence[Totals], waits: Sequence[Wait]) -> str
                 "" if most is None else f"rank {most}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if 2 <= column <= 6 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
+    lines = aligned(rows, right=range(2, 7))
     size = max(dump.world_size for dump in trace.dumps.values())
     lines.append(f"(bytes and calls of one rank; seconds are the mean of {size} ranks)")
     lines += ["", *_late(waits)]

@@ -22,14 +22,19 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from unicoll.arrays.compression import BLOCK, codec_for
-from unicoll.arrays.types import BY_NAME, DType
+from unicoll.arrays.types import DType
 from unicoll.backend import fake
+from unicoll.backend.flight_recorder import ArrayKind, CallKind
 from unicoll.backend.ops import OPS, Sizes
 from unicoll.bootstrap import fake_job
 from unicoll.errors import DistArgumentError
+from unicoll.group.recorded_calls import RecordedCall
+from unicoll.net.texts import print_text
+from unicoll.trace.dumps import MALFORMED, Call, call_of
+from unicoll.trace.table import aligned
 
 __all__ = [
     "Cost",
@@ -52,26 +57,7 @@ _HEADER = 32
 _CHUNKS, _CHUNK_LEAST, _CHUNK_MOST, _CHUNKS_MOST = 8, 1 << 15, 1 << 17, 1 << 19
 """Of a compressed block: usual number, limits of their elements, and of those of the chunks to all ranks together."""
 
-Arrays = Sequence[tuple[DType, tuple[int, ...]]]
-
-
-class Recorded(Protocol):
-    """The attributes that are needed of a call; a :class:`~unicoll.group.recorded_calls.RecordedCall` has them."""
-
-    @property
-    def group(self) -> str: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def inputs(self) -> Arrays: ...
-    @property
-    def outputs(self) -> Arrays: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def compression(self) -> str: ...
+Recorded = RecordedCall | CallKind
 
 
 @dataclass(frozen=True)
@@ -157,16 +143,8 @@ class Summary:
                 (op, line.group, str(line.ranks), str(line.calls))
                 + (_bytes(line.nbytes), _bytes(line.sent), _seconds(line.seconds))
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        text = []
-        for row in rows:
-            cells = [
-                cell.ljust(w) if i < 2 else cell.rjust(w)
-                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            ]
-            text.append("  ".join(cells))
         heading = f"latency {_seconds(self.network.latency)}, bandwidth {_bytes(self.network.bandwidth)}/s"
-        return "\n".join([heading, *text])
+        return "\n".join([heading, *aligned(rows, right=range(2, 7))])
 
 
 def add_up(calls: Iterable[Recorded | tuple[Recorded, int]], network: Network | None = None) -> Summary:
@@ -197,46 +175,18 @@ def dry_run_summary(network: Network | None = None) -> Summary:
     return add_up(fake.counts(), network)
 
 
-def from_dump(content: dict[str, Any]) -> list[Recorded]:
+def from_dump(content: dict[str, Any]) -> list[Call]:
     """The calls of a flight recorder dump, parsed from JSON.
 
     Raises:
         DistArgumentError: it is no such dump.
     """
     try:
-        return [
-            _Call(
-                c["group"],
-                tuple(c["ranks"]),
-                c["op"],
-                _arrays(c["inputs"]),
-                _arrays(c["outputs"]),
-                c["bytes"],
-                c["state"],
-                c.get("compression", ""),  # older dumps have none
-            )
-            for c in content["calls"]
-        ]
-    except (KeyError, TypeError, ValueError) as error:
+        return [call_of(content.get("rank", -1), entry) for entry in content["calls"]]
+    except MALFORMED as error:
         raise DistArgumentError(
             f"not a dump of the flight recorder: {type(error).__name__}: {error}"
         ) from error
-
-
-@dataclass(frozen=True)
-class _Call:
-    group: str
-    ranks: tuple[int, ...]
-    op: str
-    inputs: Arrays
-    outputs: Arrays
-    nbytes: int
-    state: str
-    compression: str
-
-
-def _arrays(listed: Any) -> Arrays:
-    return [(BY_NAME[name], tuple(shape)) for name, shape in listed]
 
 
 # --- the cost of a call ---------------------------------------------------------------------------------------------
@@ -257,7 +207,7 @@ def _cost_of(call: Recorded) -> Cost:
     return cost(call.op, n, size, wide)
 
 
-def _total(arrays: Arrays) -> int:
+def _total(arrays: Sequence[ArrayKind]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for dtype, shape in arrays)
 
 
@@ -360,14 +310,14 @@ def _bytes(value: float) -> str:
 
 
 def _time(text: str) -> float:
-    match = re.fullmatch(r"([0-9.]+)\s*(s|ms|us|ns)", text)
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*(s|ms|us|ns)", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 20us")
     return float(match[1]) * _TIMES[match[2]]
 
 
 def _rate(text: str) -> float:
-    match = re.fullmatch(r"([0-9.]+)\s*([KMGT]?)(B|bit)(/s)?", text)
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([KMGT]?)(B|bit)(/s)?", text)
     if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth such as 10GB/s or 100Gbit/s")
     return float(match[1]) * _SIZES[match[2]] / (8 if match[3] == "bit" else 1)
@@ -393,19 +343,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.what:
         parser.error("give a program with --dry-run, or dumps of the flight recorder")
     if not options.dry_run:
-        calls: list[Recorded] = []
+        calls: list[Call] = []
         given = [Path(path) for path in options.what]
-        for path in [p for g in given for p in (sorted(g.glob("rank_*.json")) if g.is_dir() else [g])]:
+        paths = [p for g in given for p in (sorted(g.glob("rank_*.json")) if g.is_dir() else [g])]
+        if not paths:
+            parser.error(f"{', '.join(options.what)}: no dump of a flight recorder (rank_R.json)")
+        for path in paths:
             try:
                 calls += from_dump(json.loads(path.read_text()))
             except (OSError, ValueError, DistArgumentError) as error:
                 parser.error(f"{path}: {error}")
-        print(add_up(calls, network))
+        print_text(str(add_up(calls, network)))
         return 0
+    if options.nproc_per_node < 1:
+        parser.error(f"--nproc-per-node {options.nproc_per_node} is not positive")
     if not 0 <= options.rank < options.world_size:
         parser.error(f"--rank {options.rank} is not below --world-size {options.world_size}")
+    if not os.path.exists(options.what[0]):
+        parser.error(f"{options.what[0]}: no such file")
     code = _dry_run(options.what, options.rank, options.world_size, options.nproc_per_node)
-    print(dry_run_summary(network))
+    print_text(str(dry_run_summary(network)))
     return code
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from unicoll.trace.diagnosis import Diagnosis, numbered
+from unicoll.net.texts import ranks_text
+from unicoll.trace.diagnosis import Diagnosis
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
 
-__all__ = ["tables"]
+__all__ = ["aligned", "tables"]
 
 _WIDTH = 120
 _BEFORE, _AFTER, _MESSAGES = 5, 2, 10
@@ -38,11 +39,7 @@ def tables(trace: Trace, diagnosis: Diagnosis, everything: bool = False) -> str:
 
 
 def _collectives(trace: Trace, group: Group, diagnosis: Diagnosis, everything: bool) -> list[_Row]:
-    by_rank = {
-        rank: numbered(call for call in dump.calls if call.group == group.name)
-        for rank, dump in trace.dumps.items()
-        if rank in group.ranks
-    }
+    by_rank = trace.collectives(group)
     numbers = sorted({seq for calls in by_rank.values() for seq in calls})
     if not everything:
         unfinished = [seq for calls in by_rank.values() for seq, call in calls.items() if call.is_open]
@@ -92,23 +89,40 @@ def _at(trace: Trace, ranks: Sequence[int]) -> str:
 
 
 def _short(ranks: Sequence[int]) -> str:
-    return name_ranks(ranks).partition(" ")[2].replace(" and ", ", ")
+    return ranks_text(ranks).partition(" ")[2]
 
 
 def _aligned(rows: Sequence[_Row]) -> list[str]:
-    """The rows with aligned columns; long calls and places are cut."""
+    """The rows below their headings; long calls and places are cut."""
     lines = [_HEADINGS, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADINGS))]
-    gaps = 2 * len(_HEADINGS)
-    spare = _WIDTH - gaps - sum(widths) + widths[1] + widths[2] + widths[6]
+    spare = _WIDTH - 2 * len(_HEADINGS) - sum(widths) + widths[1] + widths[2] + widths[6]
     widths[1] = min(widths[1], max(12, spare // 4))
     widths[6] = min(widths[6], max(20, (spare - widths[1]) // 2))
     widths[2] = min(widths[2], max(20, spare - widths[1] - widths[6]))
-    text = []
-    for line in lines:
-        cells = []
-        for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
-            cut = cell if len(cell) <= width else cell[: width - 3] + "..."
-            cells.append(cut.rjust(width) if column in (0, 4, 5) else cut.ljust(width))
-        text.append(("  " + "  ".join(cells)).rstrip())
-    return text
+    return [f"  {line}".rstrip() for line in aligned(lines, right=(0, 4, 5), widths=widths)]
+
+
+def aligned(
+    rows: Sequence[Sequence[str]], right: Collection[int], widths: Sequence[int] | None = None
+) -> list[str]:
+    """Lines with the cells of rows in columns.
+
+    Args:
+        rows: all of the same length.
+        right: the columns that are aligned at the right.
+        widths: of the columns; longer cells are cut. None for those of the longest cells.
+    """
+    widths = widths or [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cut = [
+            cell if len(cell) <= width else cell[: width - 3] + "..."
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(cut, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines

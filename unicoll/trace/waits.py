@@ -86,7 +86,7 @@ def totals(trace: Trace, waits: Iterable[Wait]) -> list[Totals]:
     by_rank: dict[tuple[str, str], dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
     for dump in trace.dumps.values():
         for call in dump.calls:
-            if call.ended is not None:
+            if call.ended:
                 by_rank[call.op, call.group][call.rank].append(call)
     found = {}
     for (op, group), ranks in by_rank.items():
@@ -161,7 +161,7 @@ def _waits(calls: Sequence[Call], error: float) -> tuple[Call, dict[int, float]]
     for call in calls:
         if call.op == "send":
             continue
-        end = call.ended if call.ended is not None else float("inf")
+        end = call.ended or float("inf")
         before = [each for each in calls if each.created <= end]
         last = max(before, key=lambda each: each.created, default=call)
         if last.created - call.created > error:

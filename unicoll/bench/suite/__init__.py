@@ -11,11 +11,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from unicoll.bench.progress import Progress, is_wanted
 from unicoll.bench.suite.rows import JOBS, ROWS, RatioRow
 from unicoll.bootstrap import launchers
+from unicoll.run.flags import OneLineParser
 
 __all__ = ["main"]
 
@@ -111,36 +112,24 @@ def _of(data: dict[str, Any]) -> str:
     return f"unicoll {machine.get('unicoll')} at {data['commit']}, {data['date']}, {place}{loaded}"
 
 
-class _SuiteParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
-
-
-def _parser() -> _SuiteParser:
-    parser = _SuiteParser(
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
         prog="unicoll.bench suite",
         usage="python -m unicoll.bench suite [flags]",
         description="Measure a fixed set of ratios in two minutes, and compare them with those of a committed run.",
         epilog="Exit status: 0 nothing moved, 1 a ratio is worse or a job failed, 3 ratios are better, none is worse.",
         allow_abbrev=False,
     )
-    parser.add_argument("--save", metavar="FILE", help="write the ratios of this run as JSON")
-    parser.add_argument(
-        "--against", metavar="FILE", help="compare with this run (default: the newest in benchmarks/suite)"
-    )
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the ratios whose names contain TEXT")
-    parser.add_argument(
-        "--repetitions", type=int, default=_REPETITIONS, metavar="N", help="at least so many (default 3)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=_SECONDS, metavar="S", help="repeat while it fits (default 110)"
-    )
-    parser.add_argument(
-        "--factor", type=float, default=1.0, metavar="F", help="F times the usual number of calls (default 1)"
-    )
-    parser.add_argument(
-        "--page", metavar="FILE", help="measure nothing: write the page of the committed runs"
-    )
-    parser.add_argument("--job", choices=[job.name for job in JOBS], help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
+    flag = parser.add_argument
+    flag("--save", metavar="FILE", help="write the ratios of this run as JSON")
+    against = "compare with this run (default: the newest in benchmarks/suite)"
+    flag("--against", metavar="FILE", help=against)
+    flag("--only", default="", metavar="TEXT", help="only the ratios whose names contain TEXT")
+    flag("--repetitions", type=int, default=_REPETITIONS, metavar="N", help="at least so many (default 3)")
+    flag("--seconds", type=float, default=_SECONDS, metavar="S", help="repeat while it fits (default 110)")
+    calls = "F times the usual number of calls (default 1)"
+    flag("--factor", type=float, default=1.0, metavar="F", help=calls)
+    flag("--page", metavar="FILE", help="measure nothing: write the page of the committed runs")
+    flag("--job", choices=[job.name for job in JOBS], help=argparse.SUPPRESS)
+    flag("--out", help=argparse.SUPPRESS)
     return parser

@@ -17,6 +17,7 @@ from typing import Any
 from unicoll.bench import launch
 from unicoll.bench.suite.compare import Measured
 from unicoll.bench.suite.rows import JOBS, RatioRow, SuiteJob, Timing
+from unicoll.run.workers import checkout_path
 
 __all__ = ["COMMITTED", "SuiteRun", "load_run", "newest", "ratios_of", "take", "timings_of"]
 
@@ -142,9 +143,9 @@ def _job_times(job: SuiteJob, arguments: Sequence[str], run: SuiteRun) -> dict[s
 
 def start(job: SuiteJob, arguments: Sequence[str]) -> tuple[int, str]:
     """Start the ranks of a job with ``python -m unicoll.bench``; returns the exit status and the output."""
-    launch.extend_pythonpath()
     others = {name for each in JOBS for name in each.variables}
     environ = {name: value for name, value in os.environ.items() if name not in others} | dict(job.variables)
+    environ |= checkout_path(environ)
     program = launch.mpirun() if job.mpi else None
     if program is not None:
         command, variables = launch.mpirun_command(program, job.ranks, arguments)
@@ -190,10 +191,14 @@ def load_run(path: Path) -> dict[str, Any]:
         ValueError: it is no run of the suite.
         OSError: it cannot be read.
     """
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(data, dict) or data.get("format") != _FORMAT or "ratios" not in data:
-        raise ValueError(f"{path} is no run of the suite")
-    return data
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] == _FORMAT and data.keys() >= {"commit", "date", "load_average", "machine"}:
+            ratios_of(data)
+            return dict(data)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass  # it is cut off, or another JSON
+    raise ValueError(f"{path} is no run of the suite")
 
 
 def newest(folder: Path) -> Path | None:

@@ -1,0 +1,57 @@
+"""Ranks and signals in words, and the output of the commands."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterable
+
+__all__ = ["print_text", "rank_spans", "ranks_text", "signal_name"]
+
+
+def rank_spans(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the last rank of each run of consecutive ranks, in order."""
+    spans: list[tuple[int, int]] = []
+    for rank in sorted(set(ranks)):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1] = spans[-1][0], rank
+        else:
+            spans.append((rank, rank))
+    return spans
+
+
+def ranks_text(ranks: Iterable[int], last: str = ", ") -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0, 1, 5-7``; ``last`` is between the last two parts."""
+    parts: list[str] = []
+    for low, high in rank_spans(ranks):
+        parts += [f"{low}-{high}"] if high > low + 1 else map(str, range(low, high + 1))
+    listed = last.join([", ".join(parts[:-1]), parts[-1]]) if parts[1:] else "".join(parts)
+    return f"rank {listed}" if listed.isdigit() else f"ranks {listed}"
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, ``SIGKILL``; a real-time signal has none: "unknown"."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
+
+
+def print_text(text: str) -> None:
+    """Print text on the standard output. What its encoding lacks is escaped; a reader that has ended is no error.
+
+    Raises:
+        SystemExit: it cannot be written, for example on a full disk; the message says why.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())  # the interpreter flushes what is left when it ends
+        os.close(null)
+        if not isinstance(error, BrokenPipeError):  # that is the end of `| head -1`
+            sys.exit(f"standard output: {error.strerror}")
