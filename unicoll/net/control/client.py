@@ -211,7 +211,7 @@ class ControlClient:
         if isinstance(error, SystemExit):
             how = f"sys.exit({error.code!r})" if error.code else "its program ended"
         elif error is not None:
-            failure = f"{type(error).__name__}: {error}"
+            failure = f"{type(error).__name__}: {error}".removesuffix(": ")
         goodbye = frame({"t": "bye", "error": failure[:2000], "how": how[:2000]})
         with self._sending:
             self._goodbye = goodbye
