@@ -590,6 +590,7 @@ def test_two_processes_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DistStoreError, match=f"rank 1 at HashStore is taken.*pid {os.getpid()}") as caught:
         _without_history(lambda: rendezvous(store=store, rank=1, world_size=3, environ={}, timeout=20))
     assert caught.value.rank == 1
+    assert type(caught.value) is DistStoreError
     for found in all_found:
         found.close()
 

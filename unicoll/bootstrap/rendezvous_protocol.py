@@ -159,7 +159,9 @@ def agree_on_store(
             return _agree_at(location, root, rank, world_size, secret, deadline)
         except (DistStoreError, DistNetworkError) as error:
             location.close()
-            final = isinstance(error, (StoreTimeoutError, AuthenticationError, _RankTakenError))
+            if isinstance(error, _RankTakenError):
+                raise DistStoreError(str(error), rank=rank) from None
+            final = isinstance(error, (StoreTimeoutError, AuthenticationError))
             if final and not isinstance(error, NoAnswerError):
                 raise
             # This may have been the server of an earlier rendezvous, which has stopped meanwhile.
