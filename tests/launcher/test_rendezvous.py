@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,19 @@ from typing import Any
 import pytest
 
 from unicoll.bootstrap import launchers, rendezvous_protocol
+from unicoll.bootstrap.join import join
 from unicoll.bootstrap.rendezvous import Rendezvous, register_rendezvous_handler, rendezvous
 from unicoll.errors import (
     AuthenticationError,
+    BackendUnavailableError,
     DistArgumentError,
     DistError,
     DistNetworkError,
     DistStoreError,
+    RankLostError,
     StoreTimeoutError,
 )
+from unicoll.group import registry
 from unicoll.net.secret import Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -611,6 +615,31 @@ def test_different_world_sizes() -> None:
     with pytest.raises(DistArgumentError, match="world_size is 2 on rank 0 and 4 on rank 1"):
         rendezvous(store=store, rank=1, world_size=4, environ={})
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "text"),
+    [
+        (3, DistArgumentError, "world_size is 2 on rank 0 and 3 on rank 1"),
+        (2, BackendUnavailableError, "its library does not start"),
+    ],
+)
+def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
+    world_size: int, kind: type[DistError], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(found: Rendezvous, backend: str | None) -> Any:
+        if found.rank == 1:
+            raise BackendUnavailableError(text)
+        return registry.choose(backend)
+
+    monkeypatch.setattr("unicoll.bootstrap.join.choose", choose)
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        rank_0 = pool.submit(join, "gloo", None, 0, 2, store, 30.0, 30.0)
+        with pytest.raises(kind, match=text):
+            join("gloo", None, 1, world_size, store, 30.0, 30.0)
+        with pytest.raises(RankLostError, match=f"rank 1 .* could not join: {kind.__name__}: {text}"):
+            rank_0.result()
 
 
 def test_another_programs_record() -> None:

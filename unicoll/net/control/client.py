@@ -50,6 +50,8 @@ log = logs.logger("control")
 
 _TAKEOVER_S = 30.0
 """Seconds in which the ranks connect to a new relay after the relay's process has died."""
+_REFUSALS_S = 1.0
+"""Seconds between rank 0's looks into the store for ranks that cannot join."""
 _RETRY_S = 0.02
 _REPLY_S = 1.0
 """Seconds to wait for a reply of the relay, or for the end of this process's thread."""
@@ -147,7 +149,7 @@ class ControlClient:
         self._thread.start()
         with suppress(OSError):  # the thread also sees the error
             self._introduce(sock)
-        self._await_ranks(deadline, timeout)
+        self._await_ranks(store, deadline, timeout)
 
     def _introduce(self, sock: Connection) -> None:
         """Send hello, which must be the first message, and let other threads use the connection."""
@@ -180,15 +182,18 @@ class ControlClient:
         sock.settimeout(None)
         return sock
 
-    def _await_ranks(self, deadline: float, timeout: float) -> None:
-        with self._changed:
-            done = self._changed.wait_for(lambda: self._ready or self.departed, deadline - time.monotonic())
+    def _await_ranks(self, store: Store, deadline: float, timeout: float) -> None:
+        while not (self._ready or self.departed) and time.monotonic() < deadline:
+            with self._changed:
+                left = min(_REFUSALS_S, deadline - time.monotonic())
+                self._changed.wait_for(lambda: self._ready or self.departed, left)
+            if self.rank == 0 and not self._ready:
+                self._departures.read_refusal(store)
         if self._ready:
             return
         if self.departed:
             rank, reason = next(iter(self.departed.items()))
             raise RankLostError(f"init_process_group: {reason}", rank=rank, op="init_process_group")
-        assert not done
         self.send({"t": "joined"})
         with self._changed:
             self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
