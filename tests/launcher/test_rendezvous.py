@@ -30,6 +30,7 @@ from unicoll.errors import (
     DistError,
     DistNetworkError,
     DistStoreError,
+    OperationTimeoutError,
     RankLostError,
     StoreTimeoutError,
 )
@@ -640,6 +641,13 @@ def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
             join("gloo", None, 1, world_size, store, 30.0, 30.0)
         with pytest.raises(RankLostError, match=f"rank 1 .* could not join: {kind.__name__}: {text}"):
             rank_0.result()
+
+
+def test_ranks_that_do_not_come_are_named_with_the_address() -> None:
+    port = free_port()
+    expected = f"1 of 2 ranks have joined; missing: rank 1; the store is at tcp://127.0.0.1:{port}"
+    with pytest.raises(OperationTimeoutError, match=expected):
+        join("gloo", f"tcp://127.0.0.1:{port}", 0, 2, None, 0.3, 0.3)
 
 
 def test_another_programs_record() -> None:

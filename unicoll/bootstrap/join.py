@@ -178,7 +178,7 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
             job.control = ControlClient(
                 job.rank, job.size, job.key, job.addresses[0], rendezvous.store_ends_with_rank_0
             )
-            job.control.start(job.store, join_timeout)
+            job.control.start(job.store, join_timeout, rendezvous.address)
             job.shared("wait monitor", lambda: WaitMonitor(job))
         if rendezvous.mpi_started:
             registry.register_job_with_mpi(job)

@@ -121,8 +121,13 @@ class ControlClient:
 
     # --- joining and leaving ---------------------------------------------------------------------------------
 
-    def start(self, store: Store, timeout: float) -> None:
+    def start(self, store: Store, timeout: float, address: str = "") -> None:
         """Join the job; returns when every rank of the world has joined.
+
+        Args:
+            store: the job's.
+            timeout: seconds to wait for the other ranks.
+            address: of the store, for messages.
 
         Raises:
             OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has them.
@@ -149,7 +154,7 @@ class ControlClient:
         self._thread.start()
         with suppress(OSError):  # the thread also sees the error
             self._introduce(sock)
-        self._await_ranks(store, deadline, timeout)
+        self._await_ranks(store, deadline, timeout, address)
 
     def _introduce(self, sock: Connection) -> None:
         """Send hello, which must be the first message, and let other threads use the connection."""
@@ -182,7 +187,7 @@ class ControlClient:
         sock.settimeout(None)
         return sock
 
-    def _await_ranks(self, store: Store, deadline: float, timeout: float) -> None:
+    def _await_ranks(self, store: Store, deadline: float, timeout: float, address: str) -> None:
         while not (self._ready or self.departed) and time.monotonic() < deadline:
             with self._changed:
                 left = min(_REFUSALS_S, deadline - time.monotonic())
@@ -200,7 +205,7 @@ class ControlClient:
         missing = sorted(set(range(self.size)) - set(self._joined))
         raise OperationTimeoutError(
             f"init_process_group: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
-            f" missing: {_ranks(missing)}",
+            f" missing: {_ranks(missing)}{address and f'; the store is at {address}'}",
             op="init_process_group",
         )
 
