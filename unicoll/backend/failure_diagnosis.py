@@ -68,9 +68,8 @@ def lost(context: Context, call: Call, peer: int, why: str) -> RankLostError:
     rank, control = context.ranks[peer], context.job.control
     if control is not None and rank in control.died:  # for a rank that left, ``why`` has the reason
         why += context.job.cause_of_death(rank)
-    seq = f" #{call.seq}" if call.seq else ""
     error = RankLostError(
-        f"{call.describe()}{seq} on group {context.name!r}: {why}",
+        f"{call.describe_with_number()} on group {context.name!r}: {why}",
         group=context.name,
         rank=rank,
         op=call.op.name,
@@ -189,8 +188,8 @@ def died(context: Context) -> int | None:
 
 def log_stall(context: Context, call: Call, seconds: float) -> None:
     """Log a warning that a call has waited for some seconds, with what the ranks do that it waits for."""
-    number = f" #{call.seq}" if call.seq else ""
-    text = f"{call.describe()}{number} on group {context.name!r}{_at(call.site)} has waited {seconds:.0f} s"
+    what = f"{call.describe_with_number()} on group {context.name!r}{_at(call.site)}"
+    text = f"{what} has waited {seconds:.0f} s"
     if call.op.message:
         peers = [call.peer] if call.peer >= 0 else [m for m in range(context.size) if m != context.rank]
         reports = _request_reports(context, {context.ranks[peer] for peer in peers})
