@@ -102,7 +102,7 @@ class StreamCompletion(Completion):
             if timeout is not None and time.monotonic() - started >= timeout:
                 call = work.describe_call()
                 raise OperationTimeoutError(
-                    f"{call.describe()} #{call.seq} was not done after waiting {timeout:g} s; the operation is still"
+                    f"{call.describe_with_number()} was not done after waiting {timeout:g} s; the operation is still"
                     " running",
                     op=call.op.name,
                     seq=call.seq,

@@ -30,7 +30,7 @@ def timed_out(context: Context, pending: PendingMessage, begun: bool) -> Operati
     """The error of a send or receive after its deadline; ``begun`` if part of the message has moved."""
     call = pending.call
     other = call.peer if call.peer >= 0 or not begun else call.source
-    state = "has moved only part of it" if begun else "has not taken part"
+    state = "has moved only part of it" if begun else ""
     return failure_diagnosis.message_timed_out(context, call, other, state)
 
 

@@ -238,11 +238,13 @@ class MPIP2PEngine:
         )
 
     def _time_out(self, request: PendingRequest) -> None:
-        state = "has not taken part"
+        call, peer, state = request.call, request.call.peer, ""
         if request.matched or request.mpi_requests:
-            state = "has not taken all of it; MPI keeps the array until it has, or until the job ends"
-        call = request.call
-        self._end(request, failure_diagnosis.message_timed_out(self._context, call, call.peer, state))
+            if request.matched:
+                peer = call.source
+            moved = "sent" if request.matched else "taken"
+            state = f"has not {moved} all of it; MPI keeps the array until it has, or until the job ends"
+        self._end(request, failure_diagnosis.message_timed_out(self._context, call, peer, state))
 
     def _end(self, request: PendingRequest, error: BaseException) -> None:
         self._matcher.withdraw(request)

@@ -118,7 +118,7 @@ class Communicator:
 
     def handle_code(self, code: int, call: Call, deadline: float) -> None:
         """Handle a code other than success: wait while NCCL is in progress, else raise the error."""
-        what = f"{call.describe()} #{call.seq}"
+        what = call.describe_with_number()
         if code != IN_PROGRESS:
             self.await_death_notice(code, call)
             raise self.error(code, what, call)

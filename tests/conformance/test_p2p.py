@@ -126,6 +126,10 @@ def test_a_receive_that_timed_out_takes_nothing(pool: Pools) -> None:
         assert failure is not None
         assert failure.type == "OperationTimeoutError", failure.traceback
         assert "0.3 s" in failure.message
+    from_one, from_any, posted = (failure.message.partition("0.3 s: ")[2] for failure in failures)
+    assert from_one.startswith("no message for it has come from rank 0 (host ")
+    assert from_any == "no message for it has come from any rank"
+    assert posted == from_one
 
 
 @pytest.mark.parametrize("count", [3, 100_000])

@@ -333,6 +333,11 @@ def _fork(how: str) -> int:
         os._exit(0)
     if how == "leaves":
         assert not dist.is_initialized()
+        try:
+            dist.barrier()
+        except dist.NotInitializedError as error:
+            told = "forked" in str(error)
+        assert told
         sys.stderr.flush()
         sys.exit(0)
     time.sleep(600)

@@ -13,7 +13,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,20 @@ from typing import Any
 import pytest
 
 from unicoll.bootstrap import launchers, rendezvous_protocol
+from unicoll.bootstrap.join import join
 from unicoll.bootstrap.rendezvous import Rendezvous, register_rendezvous_handler, rendezvous
 from unicoll.errors import (
     AuthenticationError,
+    BackendUnavailableError,
     DistArgumentError,
     DistError,
     DistNetworkError,
     DistStoreError,
+    OperationTimeoutError,
+    RankLostError,
     StoreTimeoutError,
 )
+from unicoll.group import registry
 from unicoll.net.secret import Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -590,6 +595,7 @@ def test_two_processes_with_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DistStoreError, match=f"rank 1 at HashStore is taken.*pid {os.getpid()}") as caught:
         _without_history(lambda: rendezvous(store=store, rank=1, world_size=3, environ={}, timeout=20))
     assert caught.value.rank == 1
+    assert type(caught.value) is DistStoreError
     for found in all_found:
         found.close()
 
@@ -610,6 +616,38 @@ def test_different_world_sizes() -> None:
     with pytest.raises(DistArgumentError, match="world_size is 2 on rank 0 and 4 on rank 1"):
         rendezvous(store=store, rank=1, world_size=4, environ={})
     found.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "text"),
+    [
+        (3, DistArgumentError, "world_size is 2 on rank 0 and 3 on rank 1"),
+        (2, BackendUnavailableError, "its library does not start"),
+    ],
+)
+def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
+    world_size: int, kind: type[DistError], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(found: Rendezvous, backend: str | None) -> Any:
+        if found.rank == 1:
+            raise BackendUnavailableError(text)
+        return registry.choose(backend)
+
+    monkeypatch.setattr("unicoll.bootstrap.join.choose", choose)
+    store = HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        rank_0 = pool.submit(join, "gloo", None, 0, 2, store, 30.0, 30.0)
+        with pytest.raises(kind, match=text):
+            join("gloo", None, 1, world_size, store, 30.0, 30.0)
+        with pytest.raises(RankLostError, match=f"rank 1 .* could not join: {kind.__name__}: {text}"):
+            rank_0.result()
+
+
+def test_ranks_that_do_not_come_are_named_with_the_address() -> None:
+    port = free_port()
+    expected = f"1 of 2 ranks have joined; missing: rank 1; the store is at tcp://127.0.0.1:{port}"
+    with pytest.raises(OperationTimeoutError, match=expected):
+        join("gloo", f"tcp://127.0.0.1:{port}", 0, 2, None, 0.3, 0.3)
 
 
 def test_another_programs_record() -> None:

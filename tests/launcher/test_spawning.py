@@ -194,6 +194,19 @@ def test_bad_arguments() -> None:
         spawn(lambda rank: None)
 
 
+def test_a_function_of_an_interactive_session_is_refused() -> None:
+    source = "import unicoll\ndef work(rank): pass\nunicoll.spawn(work)"
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert "DistArgumentError: spawn: fn is defined in an interactive session" in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("from_thread", [False, True])
 def test_nothing_survives_the_parent(tmp_path: Path, number: signal.Signals, from_thread: bool) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+import unicoll as dist
 from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import DTYPES
-from unicoll.errors import DistTypeError
+from unicoll.errors import DistArgumentError, DistTypeError
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -117,6 +118,20 @@ def test_a_subclass_is_communicated_as_its_memory(cls: Any, strided: bool) -> No
     flat += 1
     buffer.write_back()
     assert torch.equal(base, (torch.arange(12.0).reshape(4, 3) + 1)[:, : base.shape[1]])
+
+
+@pytest.mark.parametrize("cls", [torch.Tensor, Quantity])
+def test_an_expanded_tensor_is_sent_and_refused_as_a_result(cls: Any) -> None:
+    expanded = torch.ones(1).expand(4).as_subclass(cls)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(DistArgumentError, match=r"elements in the same memory; give its .clone\(\)"):
+            dist.all_reduce(expanded)
+        out = torch.zeros(4)
+        dist.all_gather_into_tensor(out, expanded)
+        assert out.tolist() == [1.0] * 4
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_subclass_that_was_computed_with_gradients_is_not_written_to() -> None:

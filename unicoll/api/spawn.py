@@ -72,7 +72,7 @@ def spawn(
     that a child starts, outlives this process.
 
     Args:
-        fn: a picklable function: defined at the top level of a module.
+        fn: a picklable function: defined at the top level of a module, not in a notebook or interactive session.
         args: its further arguments, pickled too.
         nprocs: number of processes.
         join: wait for all of them; otherwise return immediately.
@@ -84,11 +84,22 @@ def spawn(
 
     Raises:
         SpawnError: (with ``join``) a process failed; for the first failure.
-        DistArgumentError: ``nprocs`` is below 1, or ``start_method`` is not ``"spawn"``.
+        DistArgumentError: ``nprocs`` is below 1, ``start_method`` is not ``"spawn"``, or ``fn`` is defined in an
+            interactive session.
         DistTypeError: ``fn`` is not callable.
     """
     if not callable(fn):
         raise DistTypeError(f"spawn: fn must be a function, not {type(fn).__name__}")
+    main = sys.modules["__main__"]
+    if (
+        getattr(fn, "__module__", None) == "__main__"
+        and main.__spec__ is None
+        and not hasattr(main, "__file__")
+    ):
+        raise DistArgumentError(
+            "spawn: fn is defined in an interactive session, from which new processes cannot import it; define it in a"
+            " module, that is, in a file"
+        )
     nprocs = as_integer("spawn: nprocs", nprocs)
     if nprocs < 1:
         raise DistArgumentError(f"spawn: nprocs must be at least 1, not {nprocs}")

@@ -79,6 +79,7 @@ class World:
 
 
 _world: World | None = None
+_forked = False  # True in a forked child whose parent was in a job, until it joins one itself
 
 
 class _GroupMeta(type):
@@ -111,7 +112,7 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
     """
     if pg is None:
         if _world is None:
-            raise NotInitializedError("there is no default process group: call init_process_group first")
+            raise _not_initialized()
         return _world.function_view if by_function else _world.default
     if by_function and (view := getattr(pg, "_made_function_view", None)) is not None:
         return view  # type: ignore[no-any-return]
@@ -147,8 +148,8 @@ def init_process_group(
             rank of any world size, for dry runs (:mod:`unicoll.backend.fake`); it needs no init method or store.
         init_method: ``env://`` (the default: the launcher's environment), ``tcp://host:port`` (IPv6 in brackets),
             ``file:///path``. Not together with ``store``.
-        timeout: default timeout of the group's operations, timedelta or seconds; None is 30 minutes. Joining itself
-            fails after this time, too.
+        timeout: default timeout of the group's operations and limit of the time to join, timedelta or seconds; None is
+            30 minutes for operations and 5 minutes to join.
         world_size, rank: number of processes and rank of this one; -1 takes them from the launcher.
         store: a store that all processes share; with it ``world_size`` and ``rank`` are needed.
         group_name: accepted because torch has it; not used.
@@ -162,10 +163,10 @@ def init_process_group(
         AuthenticationError: the other ranks have another secret.
         DistStoreError, DistNetworkError: the store cannot be reached.
     """
-    global _world
+    global _world, _forked
     if _world is not None:
         raise DistArgumentError(
-            "init_process_group: the default process group exists already; destroy it first"
+            "init_process_group: the default process group exists already; call destroy_process_group first"
         )
     # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
     from unicoll.bootstrap.join import join, register_exit_handler
@@ -185,7 +186,7 @@ def init_process_group(
     except BaseException as e:
         membership.close(e)
         raise
-    _world = World(membership, default)
+    _world, _forked = World(membership, default), False
     register_exit_handler(_leave, _forget)
     if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
         from unicoll.group.call_counters import start_file
@@ -234,7 +235,8 @@ def _leave(error: BaseException | None) -> None:
 
 def _forget() -> None:
     """A forked child is not a member of its parent's groups."""
-    global _world
+    global _world, _forked
+    _forked = _forked or _world is not None
     _world = None
 
 
@@ -251,8 +253,15 @@ def seconds(timeout: Timeout, default: float) -> float:
 def current(what: str) -> World:
     """The state of this process; NotInitializedError, naming the call ``what``, before init_process_group."""
     if _world is None:
-        raise NotInitializedError(f"{what}: there is no default process group: call init_process_group first")
+        raise _not_initialized(f"{what}: ")
     return _world
+
+
+def _not_initialized(before: str = "") -> NotInitializedError:
+    forked = "; this process was forked from a rank, and is not a rank itself" if _forked else ""
+    return NotInitializedError(
+        f"{before}there is no default process group: call init_process_group first{forked}"
+    )
 
 
 def explain() -> str:

@@ -29,8 +29,8 @@ class Buffer:
             buffer was made.
         current_stream: for CUDA memory a function that returns the handle of the library's current stream on the
             device at the time of the call; None on the CPU.
-        writable: True if results may be written to the array. False for read-only memory, and for a tensor whose
-            values autograd needs for the backward pass.
+        writable: True if results may be written to the array. False for read-only memory, for a tensor that was
+            expanded, whose elements share memory, and for one whose values autograd needs for the backward pass.
         unpack: copies a packed copy back into ``owner``; None if ``flat`` or ``ptr`` is the owner's own memory.
     """
 

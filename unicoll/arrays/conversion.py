@@ -30,6 +30,13 @@ __all__ = ["Buffer", "as_buffer", "as_buffers", "register_family"]
 
 # --- NumPy -----------------------------------------------------------------------------------------------------
 
+_OBJECTS = "the functions for objects, such as broadcast_object_list"
+_INSTEAD = {
+    "O": f" (use {_OBJECTS})",
+    "M": " (use .view('int64'))",
+    "m": " (use .view('int64'))",
+    **dict.fromkeys("SUV", " (use .view('uint8') to copy the array's bytes)"),
+}
 _BY_NUMPY: dict[np.dtype[Any], DType] = {d.storage: d for d in DTYPES if d.native}
 
 
@@ -39,7 +46,7 @@ def _numpy_dtype(dtype: np.dtype[Any]) -> DType:
         found = BY_NAME.get(dtype.name)  # ml_dtypes' bfloat16 and float8 types
         if found is None or found.native:
             reason = (
-                ""
+                _INSTEAD.get(dtype.kind, "")
                 if dtype.isnative
                 else " (byte order is not this machine's; use .astype(dtype.newbyteorder('=')))"
             )
@@ -296,7 +303,8 @@ def as_buffers(arrays: Iterable[Any], what: str) -> tuple[Buffer, ...]:
 
 def _find_adapter(kind: type, array: Any) -> Adapter:
     if issubclass(kind, np.generic | list | tuple | int | float | complex | str | bytes) or array is None:
-        raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind.__name__}")
+        hint = "" if array is None else f"; make an array of it with np.array, or use {_OBJECTS}"
+        raise DistTypeError(f"expected an array (NumPy, CuPy, torch), got {kind.__name__}{hint}")
     adapter: Adapter | None = None
     for base in kind.__mro__:
         family = _family_of(str(base.__module__))

@@ -50,7 +50,7 @@ def torch_family(kind: type) -> Adapter | None:
             in_a_graph = requires_grad(tensor) and grad_fn(tensor) is not None
         buffer = adapt(plain)
         buffer.owner = tensor
-        buffer.writable = not in_a_graph or not torch.is_grad_enabled()
+        buffer.writable = buffer.writable and (not in_a_graph or not torch.is_grad_enabled())
         return buffer
 
     return adapt_subclass
@@ -82,9 +82,10 @@ def _torch_adapter(torch: Any) -> Adapter:
         except RuntimeError as e:  # a nested tensor has none
             raise DistTypeError(f"tensors without a shape cannot be communicated: {e}") from None
         unpack, packed = None, tensor
+        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             packed, unpack = _packed_tensor(tensor.detach())
-        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
+            writable = writable and not _has_shared_elements(tensor)
         return Buffer(tensor, dtype, shape, _memory(packed, dtype), writable, unpack)
 
     return adapt
@@ -108,6 +109,11 @@ def _no_memory(tensor: Any) -> int:
         f"a tensor of shape {list(tensor.shape)} without memory cannot be communicated: it is a functional tensor of"
         " torch's tracing, or its storage was freed"
     )
+
+
+def _has_shared_elements(tensor: Any) -> bool:
+    """True if several elements of a tensor have the same memory, as after ``expand``; torch refuses to write to it."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _packed_tensor(source: Any) -> tuple[Any, Callable[[], None]]:
@@ -139,9 +145,10 @@ def _torch_on_cuda(torch: Any) -> Callable[[Any, DType, Any], Buffer]:
         index = torch_device.index
         device, current_stream = devices.get(index) or add_device(index)
         unpack, packed = None, tensor
+        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             packed, unpack = _packed_tensor(tensor.detach())
-        writable = not tensor.requires_grad or tensor.grad_fn is None or not grad_enabled()
+            writable = writable and not _has_shared_elements(tensor)
         return Buffer(
             tensor,
             dtype,

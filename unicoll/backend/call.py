@@ -121,6 +121,10 @@ class Call:
             if buffer.unpack is not None:
                 buffer.unpack()
 
+    def describe_with_number(self) -> str:
+        """The call in words and its number; sends and receives have none."""
+        return f"{self.describe()} #{self.seq}" if self.seq else self.describe()
+
     def describe(self) -> str:
         """The call in words, for errors: ``all_reduce(float32[4], SUM)``."""
         parts = []

@@ -68,9 +68,8 @@ def lost(context: Context, call: Call, peer: int, why: str) -> RankLostError:
     rank, control = context.ranks[peer], context.job.control
     if control is not None and rank in control.died:  # for a rank that left, ``why`` has the reason
         why += context.job.cause_of_death(rank)
-    seq = f" #{call.seq}" if call.seq else ""
     error = RankLostError(
-        f"{call.describe()}{seq} on group {context.name!r}: {why}",
+        f"{call.describe_with_number()} on group {context.name!r}: {why}",
         group=context.name,
         rank=rank,
         op=call.op.name,
@@ -85,7 +84,7 @@ def failed(context: Context, call: Call, cause: BaseException) -> GroupAbortedEr
     """The error that the other ranks raise after this rank has raised ``cause`` in a call."""
     return GroupAbortedError(
         f"{context.who(context.rank)} failed in {call.describe()} #{call.seq} on group {context.name!r}:"
-        f" {type(cause).__name__}: {cause}",
+        f" {_described(cause)}",
         group=context.name,
         rank=context.ranks[context.rank],
         op=call.op.name,
@@ -97,7 +96,7 @@ def thread_failed(context: Context, cause: BaseException) -> DistError:
     """The error that all ranks of a group raise after the calling thread, which runs its operations, has failed."""
     who, thread = context.who(context.rank), threading.current_thread().name
     error: DistError = GroupAbortedError(
-        f"{who}: the thread {thread!r} of group {context.name!r} failed: {type(cause).__name__}: {cause}",
+        f"{who}: the thread {thread!r} of group {context.name!r} failed: {_described(cause)}",
         group=context.name,
         rank=context.ranks[context.rank],
     )
@@ -157,11 +156,23 @@ def timed_out(context: Context, call: Call) -> OperationTimeoutError:
     return error
 
 
-def message_timed_out(context: Context, call: Call, peer: int, state: str) -> OperationTimeoutError:
-    """The error of a send or receive whose deadline has passed; member ``peer`` (-1: any) is in ``state``."""
-    who = context.who(peer) if peer >= 0 else "no rank"
+def message_timed_out(context: Context, call: Call, peer: int, state: str = "") -> OperationTimeoutError:
+    """The error of a send or receive whose deadline has passed.
+
+    Args:
+        context, call: of the group, and the send or receive.
+        peer: the other member; -1 for a receive from any that has no message.
+        state: what the other member has done; "" if no part of the message has moved.
+    """
+    who = context.who(peer) if peer >= 0 else "any rank"
+    if state:
+        reason = f"{who} {state}"
+    elif call.outputs:
+        reason = f"no message for it has come from {who}"
+    else:
+        reason = f"{who} has not taken part"
     return OperationTimeoutError(
-        f"{call.describe()} on group {context.name!r} timed out after {call.timeout:g} s: {who} {state}",
+        f"{call.describe()} on group {context.name!r} timed out after {call.timeout:g} s: {reason}",
         group=context.name,
         op=call.op.name,
     )
@@ -177,8 +188,8 @@ def died(context: Context) -> int | None:
 
 def log_stall(context: Context, call: Call, seconds: float) -> None:
     """Log a warning that a call has waited for some seconds, with what the ranks do that it waits for."""
-    number = f" #{call.seq}" if call.seq else ""
-    text = f"{call.describe()}{number} on group {context.name!r}{_at(call.site)} has waited {seconds:.0f} s"
+    what = f"{call.describe_with_number()} on group {context.name!r}{_at(call.site)}"
+    text = f"{what} has waited {seconds:.0f} s"
     if call.op.message:
         peers = [call.peer] if call.peer >= 0 else [m for m in range(context.size) if m != context.rank]
         reports = _request_reports(context, {context.ranks[peer] for peer in peers})
@@ -216,6 +227,10 @@ def where() -> str:
                 return f"{frame.f_code.co_filename}:{frame.f_lineno}"
             frame = frame.f_back
     return ""
+
+
+def _described(cause: BaseException) -> str:
+    return f"{type(cause).__name__}: {cause}".removesuffix(": ")
 
 
 def _plural(ranks: list[int]) -> str:

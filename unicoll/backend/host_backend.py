@@ -240,7 +240,7 @@ class HostBackend(Backend):
         if rank is not None and reason is not None and now - self._departed.setdefault(rank, now) >= _GRACE_S:
             raise failure_diagnosis.lost(context, call, context.ranks.index(rank), reason)
         if now >= deadline:
-            raise failure_diagnosis.message_timed_out(context, call, call.peer, "has not taken part")
+            raise failure_diagnosis.message_timed_out(context, call, call.peer)
 
     def thread_failed(self, cause: BaseException) -> DistError:
         """Fail the group because the calling thread, which executes or watches its operations, ends with ``cause``."""

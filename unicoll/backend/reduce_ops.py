@@ -53,7 +53,8 @@ def as_reduce_op(op: Any) -> Reduction:
     name = op if isinstance(op, str) else getattr(op, "name", None)
     found = getattr(ReduceOp, str(name).upper(), None)
     if not isinstance(found, Reduction):
-        raise DistTypeError(f"op: expected a ReduceOp, got {op!r}")
+        names = ", ".join(one.name for one in _ALL_OPS)
+        raise DistTypeError(f"op: expected a ReduceOp or the name of one ({names}), got {op!r}")
     return found
 
 

@@ -60,6 +60,8 @@ def _write_refusal(buffer: Buffer) -> str:
             "requires grad and was computed from other tensors: writing to it unseen by autograd would make their"
             " gradients wrong; give its .detach(), or call this under torch.no_grad()"
         )
+    if hasattr(type(buffer.owner), "stride"):  # a tensor of torch: none is read-only
+        return "has several elements in the same memory; give its .clone()"
     return "is read-only"
 
 

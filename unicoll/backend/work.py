@@ -144,7 +144,7 @@ class HostCompletion(Completion):
             if not self._done_lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
                 call = self.calls[0]
                 raise OperationTimeoutError(
-                    f"{call.describe()} #{call.seq} was not done after waiting {timeout:g} s;"
+                    f"{call.describe_with_number()} was not done after waiting {timeout:g} s;"
                     " the operation is still running",
                     op=call.op.name,
                     seq=call.seq,

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from unicoll.backend.contract import Job
 from unicoll.backend.wait_monitor import WaitMonitor
@@ -22,6 +22,7 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.group.registry import BackendChoice
 from unicoll.net import debug_level, excepthook, fork_safety, logs, settings
 from unicoll.net.control.client import ControlClient
+from unicoll.net.control.departures import publish_refusal
 from unicoll.net.stores import Store
 from unicoll.net.stores.signed import SignedStore
 
@@ -177,11 +178,14 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
             job.control = ControlClient(
                 job.rank, job.size, job.key, job.addresses[0], rendezvous.store_ends_with_rank_0
             )
-            job.control.start(job.store, join_timeout)
+            job.control.start(job.store, join_timeout, rendezvous.address)
             job.shared("wait monitor", lambda: WaitMonitor(job))
         if rendezvous.mpi_started:
             registry.register_job_with_mpi(job)
     except BaseException as e:
+        if job.control is None and job.rank != 0:
+            with suppress(DistError):
+                publish_refusal(job.store, job.rank, e)
         _close_all(rendezvous, job, e)
         raise
     return Membership(rendezvous, job, choices)

@@ -62,6 +62,7 @@ class Rendezvous:
         mpi_started: True if MPI is used, even if only for the store.
         mpi_reason: why MPI is not used for arrays although its launcher started the job; "" otherwise.
         store_ends_with_rank_0: True if the store may end with rank 0's process.
+        address: of the store, and its source, for messages.
         fake: True if there are no other processes (:mod:`unicoll.bootstrap.fake_job`).
     """
 
@@ -80,6 +81,7 @@ class Rendezvous:
     mpi_started: bool = False
     mpi_reason: str = ""
     store_ends_with_rank_0: bool = True
+    address: str = ""
     fake: bool = False
 
     @property
@@ -186,6 +188,7 @@ def rendezvous(
         notes=notes,
         _close=lambda: location.close(linger=True),
         store_ends_with_rank_0=location.ends_with_rank_0,
+        address=location.describe(),
     )
 
 

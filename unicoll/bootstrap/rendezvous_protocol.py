@@ -15,20 +15,24 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
 from unicoll.errors import (
     AuthenticationError,
     DistArgumentError,
+    DistError,
     DistNetworkError,
     DistStoreError,
     StoreTimeoutError,
 )
 from unicoll.net import interfaces, logs
 from unicoll.net.auth import NoAnswerError
+from unicoll.net.control.departures import publish_refusal
 from unicoll.net.secret import Key, Secret, new_key
 from unicoll.net.stores import PrefixStore, Store
+from unicoll.net.stores.signed import SignedStore
 from unicoll.net.timeouts import backoff, seconds_left
 
 __all__ = ["MIN_SECONDS", "AgreedStore", "JobRecord", "StoreLocation", "agree_on_store", "was_used"]
@@ -159,7 +163,9 @@ def agree_on_store(
             return _agree_at(location, root, rank, world_size, secret, deadline)
         except (DistStoreError, DistNetworkError) as error:
             location.close()
-            final = isinstance(error, (StoreTimeoutError, AuthenticationError, _RankTakenError))
+            if isinstance(error, _RankTakenError):
+                raise DistStoreError(str(error), rank=rank) from None
+            final = isinstance(error, (StoreTimeoutError, AuthenticationError))
             if final and not isinstance(error, NoAnswerError):
                 raise
             # This may have been the server of an earlier rendezvous, which has stopped meanwhile.
@@ -183,10 +189,15 @@ def _agree_at(
         record = _await_record(location, store, rank, secret, deadline)
     with _lock:
         _used.add((record.token, rank))
+    namespace = PrefixStore(f"{location.namespace}/{record.token}", root)
+    key = Key(secret.key or record.key)
     if record.world_size != world_size:
-        raise DistArgumentError(
+        error = DistArgumentError(
             f"world_size is {record.world_size} on rank 0 and {world_size} on rank {rank}", rank=rank
         )
+        with suppress(DistError):
+            publish_refusal(SignedStore(namespace, key), rank, error)
+        raise error
     trusted = record.private and (bool(secret.key) or location.private())
     if record.private and not trusted:
         log.warning(
@@ -195,8 +206,7 @@ def _agree_at(
             rank,
             location.address,
         )
-    namespace = PrefixStore(f"{location.namespace}/{record.token}", root)
-    return AgreedStore(namespace, root, rank, world_size, Key(secret.key or record.key), trusted)
+    return AgreedStore(namespace, root, rank, world_size, key, trusted)
 
 
 def _check_secrets(location: StoreLocation, record: JobRecord, rank: int, secret: Secret) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from unicoll.arrays.conversion import Buffer, as_buffers
@@ -38,11 +38,13 @@ def same_length(name: str, first: Sequence[Any], second: Sequence[Any]) -> None:
         raise DistArgumentError(f"{name}: {len(first)} given for {len(second)} inputs")
 
 
-def check_ranks(what: str, ranks: Sequence[int], size: int) -> list[int]:
+def check_ranks(what: str, ranks: Iterable[int], size: int) -> list[int]:
     """A list of ranks; refused if it is empty, has duplicates, or one that is not in a group of ``size``."""
-    if len(ranks) == 0:
-        raise DistArgumentError(f"{what}: ranks is empty")
+    if not isinstance(ranks, Iterable):
+        raise DistTypeError(f"{what}: ranks: expected a list of ranks, got {ranks!r}")
     found = [as_integer(f"{what}: a rank", rank) for rank in ranks]
+    if not found:
+        raise DistArgumentError(f"{what}: ranks is empty")
     if len(set(found)) != len(found):
         raise DistArgumentError(f"{what}: ranks {found} has duplicates")
     for rank in found:

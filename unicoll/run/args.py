@@ -113,7 +113,9 @@ def _refuse_unsupported(parsed: argparse.Namespace) -> None:
     if parsed.max_restarts < 0:
         raise ValueError("--max-restarts must not be negative")
     if parsed.max_restarts > 0:
-        raise ValueError("--max-restarts: restarting workers is not supported; only 0 is accepted")
+        raise ValueError(
+            "--max-restarts: restarting workers is not supported; only 0 is accepted. torchrun restarts them"
+        )
     if parsed.start_method not in ("spawn", "fork", "forkserver"):
         raise ValueError(f"--start-method {parsed.start_method} is none of spawn, fork, forkserver")
     if parsed.event_log_handler != "null":

@@ -50,6 +50,8 @@ log = logs.logger("control")
 
 _TAKEOVER_S = 30.0
 """Seconds in which the ranks connect to a new relay after the relay's process has died."""
+_REFUSALS_S = 1.0
+"""Seconds between rank 0's looks into the store for ranks that cannot join."""
 _RETRY_S = 0.02
 _REPLY_S = 1.0
 """Seconds to wait for a reply of the relay, or for the end of this process's thread."""
@@ -119,8 +121,13 @@ class ControlClient:
 
     # --- joining and leaving ---------------------------------------------------------------------------------
 
-    def start(self, store: Store, timeout: float) -> None:
+    def start(self, store: Store, timeout: float, address: str = "") -> None:
         """Join the job; returns when every rank of the world has joined.
+
+        Args:
+            store: the job's.
+            timeout: seconds to wait for the other ranks.
+            address: of the store, for messages.
 
         Raises:
             OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has them.
@@ -147,7 +154,7 @@ class ControlClient:
         self._thread.start()
         with suppress(OSError):  # the thread also sees the error
             self._introduce(sock)
-        self._await_ranks(deadline, timeout)
+        self._await_ranks(store, deadline, timeout, address)
 
     def _introduce(self, sock: Connection) -> None:
         """Send hello, which must be the first message, and let other threads use the connection."""
@@ -180,22 +187,25 @@ class ControlClient:
         sock.settimeout(None)
         return sock
 
-    def _await_ranks(self, deadline: float, timeout: float) -> None:
-        with self._changed:
-            done = self._changed.wait_for(lambda: self._ready or self.departed, deadline - time.monotonic())
+    def _await_ranks(self, store: Store, deadline: float, timeout: float, address: str) -> None:
+        while not (self._ready or self.departed) and time.monotonic() < deadline:
+            with self._changed:
+                left = min(_REFUSALS_S, deadline - time.monotonic())
+                self._changed.wait_for(lambda: self._ready or self.departed, left)
+            if self.rank == 0 and not self._ready:
+                self._departures.read_refusal(store)
         if self._ready:
             return
         if self.departed:
             rank, reason = next(iter(self.departed.items()))
             raise RankLostError(f"init_process_group: {reason}", rank=rank, op="init_process_group")
-        assert not done
         self.send({"t": "joined"})
         with self._changed:
             self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
         missing = sorted(set(range(self.size)) - set(self._joined))
         raise OperationTimeoutError(
             f"init_process_group: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
-            f" missing: {_ranks(missing)}",
+            f" missing: {_ranks(missing)}{address and f'; the store is at {address}'}",
             op="init_process_group",
         )
 
@@ -211,7 +221,7 @@ class ControlClient:
         if isinstance(error, SystemExit):
             how = f"sys.exit({error.code!r})" if error.code else "its program ended"
         elif error is not None:
-            failure = f"{type(error).__name__}: {error}"
+            failure = f"{type(error).__name__}: {error}".removesuffix(": ")
         goodbye = frame({"t": "bye", "error": failure[:2000], "how": how[:2000]})
         with self._sending:
             self._goodbye = goodbye

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from unicoll.net.control.relay import Departure
+    from unicoll.net.stores import Store
 
-__all__ = ["Departures"]
+__all__ = ["Departures", "publish_refusal"]
+
+_REFUSAL = "refusal"
+
+
+def publish_refusal(store: Store, rank: int, error: BaseException) -> None:
+    """Let rank 0, which waits for all ranks, know that ``rank`` will not connect because of ``error``."""
+    process = f"rank {rank} (host {socket.gethostname()}, pid {os.getpid()})"
+    reason = f"{process} could not join: {type(error).__name__}: {error}"
+    store.set(_REFUSAL, json.dumps([rank, reason]))
 
 
 class Departures:
@@ -37,6 +50,13 @@ class Departures:
                 self.reasons[rank] = reason
                 {"left": self.left, "died": self.died}.get(manner, set()).add(rank)
             self._changed.notify_all()
+
+    def read_refusal(self, store: Store) -> None:
+        """Record the rank of :func:`publish_refusal`, if there is one."""
+        found = store.try_get(_REFUSAL)
+        if found is not None:
+            rank, reason = json.loads(found)
+            self.record(rank, reason, "failed")
 
     def record_death(self, rank: int, process: str) -> None:
         """Nothing listens at the address of ``rank`` any more; ``process`` describes it for messages."""

@@ -125,7 +125,8 @@ def _cannot_listen(address: str, port: int, error: OSError) -> DistNetworkError:
     where = join_hostport("0.0.0.0" if address == _ALL_INTERFACES else address, port)
     if error.errno == errno.EADDRINUSE:
         return DistNetworkError(
-            f"{where} is in use: another job or program listens there. Choose another port, or 0 for any free port"
+            f"{where} is in use: another job or program, or another process with rank 0, listens there. "
+            "Choose another port, or 0 for any free port"
         )
     return DistNetworkError(f"cannot listen at {where}: {error.strerror or error}")
 
