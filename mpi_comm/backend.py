@@ -263,7 +263,7 @@ class MPIBackend(HostBackend):
         if self.communicator is None:
             return f"mpi, alone: {self.mpi.describe()}"
         oversubscribed = (
-            "; more ranks than cores, so waiting yields" if self.communicator.oversubscribed else ""
+            "; more ranks than cores, so waiting yields at once" if self.communicator.oversubscribed else ""
         )
         large = f"; {self._shared_memory.describe()}" if self._shared_memory is not None else ""
         return (
