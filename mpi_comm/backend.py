@@ -108,9 +108,10 @@ class MPIBackend(HostBackend):
 
     def run(self, call: Call) -> None:
         execute = self._collectives.get(call.op.name)
+        buffers = call.inputs or call.outputs
         if execute is None:
             self.engine(call).run(call)
-        elif not call.inputs or call.inputs[0].count < _FEW:
+        elif not buffers or buffers[0].count < _FEW:
             self.queue.run(call, execute)
         else:
             self.run_with(call, execute)
@@ -122,7 +123,8 @@ class MPIBackend(HostBackend):
             self.queue.run(call, execute)
 
     def needs_thread(self, call: Call) -> bool:
-        long = bool(call.inputs) and call.inputs[0].nbytes >= _LONG
+        buffers = call.inputs or call.outputs
+        long = bool(buffers) and buffers[0].nbytes >= _LONG
         return long and self.communicator is not None and not self.mpi.prefers_nonblocking
 
     @property
