@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
-
 from gloo_fallback.p2p.engine import P2PEngine
-from gloo_fallback.shm.symmetric import SymmetricMemory
+from gloo_fallback.shm.symmetric import ROW, SymmetricMemory
 from gloo_fallback.transport.connections import GroupConnections
 from gloo_fallback.transport.endpoint import Endpoint
 from gloo_fallback.transport.selection import OPERATIONS, Transport, select_transport
@@ -19,6 +17,7 @@ from unicoll.arrays.types import DType
 from unicoll.backend import Call, Caps, Context, Job, failure_diagnosis
 from unicoll.backend.fallbacks import one_rank
 from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.op_queue import Execute
 from unicoll.backend.options import as_options
 from unicoll.backend.size_agreement import exchange_sizes
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistArgumentError, DistError
@@ -54,6 +53,7 @@ class GlooBackend(HostBackend):
             self._connections.deterministic = in_order
             engine = P2PEngine(context, endpoint, self._spins, self.thread_failed)
         super().__init__(context, engine, self._connections)
+        self._collectives[ROW.name] = self._execute_allocation
 
     @classmethod
     def prepare(cls, job: Job) -> None:
@@ -104,16 +104,8 @@ class GlooBackend(HostBackend):
                 connections.last = call.seq, call.kind or call  # as call.ended, which costs more
             connections.call = None
 
-    def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
-        if self._connections is None:
-            return np.zeros(shape, dtype.storage)
-        return self._symmetric.allocate(
-            self.context,
-            lambda call: self.run_with(call, self._execute_allocation),
-            self._near,
-            shape,
-            dtype,
-        )
+    def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
+        return self._symmetric.allocate(self.context, execute, self._near, shape, dtype)
 
     def _execute_allocation(self, call: Call) -> None:
         """Execute an exchange of an allocation; all later calls in the group's order may have symmetric arrays."""
@@ -122,6 +114,8 @@ class GlooBackend(HostBackend):
             self._transport.slots.symmetric = self._symmetric
 
     def peer_view(self, buffer: Buffer, rank: int) -> Any:
+        if self._connections is None:
+            return super().peer_view(buffer, rank)
         near, flat = self._near(), buffer.flat
         assert flat is not None
         if rank not in near:

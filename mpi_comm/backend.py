@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mpi_comm import watchdog
 from mpi_comm.collectives import COLLECTIVES, LAYOUT_DEPENDENT, ROOT_SIZED
 from mpi_comm.flat_memory import device_memory
@@ -14,14 +16,17 @@ from mpi_comm.runtime.communicators import WorldRanks, publish, world_ranks_of
 from mpi_comm.runtime.lifetime import runtime
 from mpi_comm.shared_memory import SharedMemory
 from mpi_comm.small_arrays import prepared, put
+from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.cuda import CudaError
 from unicoll.arrays.kernels import IgnoreFPErrors
+from unicoll.arrays.types import DType
 from unicoll.backend import Call, Caps, Context, Job, failure_diagnosis
 from unicoll.backend.fallbacks import one_rank
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import Execute
 from unicoll.backend.size_agreement import exchange_sizes, shape_hash
 from unicoll.errors import (
+    BackendUnavailableError,
     CollectiveMismatchError,
     DistBackendError,
     DistError,
@@ -61,6 +66,7 @@ class MPIBackend(HostBackend):
             engine = MPIP2PEngine(context, self.communicator, self.thread_failed)
         self._direct = self.cuda.direct
         super().__init__(context, engine, self.communicator)
+        self._collectives["symmetric_empty"] = self.execute  # the exchanges of an allocation
         if self.communicator is not None:
             self.mpi.groups.add(self)
             watchdog.watch(self)
@@ -81,11 +87,31 @@ class MPIBackend(HostBackend):
         assert self.communicator is not None
         self._shared_memory = SharedMemory(self.communicator, backend)
 
+    def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
+        return self._beside("symmetric_empty").allocate(execute, shape, dtype)
+
+    def peer_view(self, buffer: Buffer, rank: int) -> Any:
+        if self.communicator is None:
+            return super().peer_view(buffer, rank)
+        return self._beside("peer_view").peer_view(buffer, rank)
+
+    def _beside(self, what: str) -> HostBackend:
+        """The backend with the group's symmetric memory."""
+        if self._shared_memory is None:
+            context, control = self.context, self.context.job.control
+            hosts = {control.peers[rank].host for rank in context.ranks} if control is not None else ()
+            raise BackendUnavailableError(
+                f"{what}: backend mpi has symmetric memory in groups of one host, beside which it has gloo;"
+                f" the ranks of group {context.name!r} are on {', '.join(sorted(hosts))}"
+            )
+        return self._shared_memory.backend
+
     def run(self, call: Call) -> None:
         execute = self._collectives.get(call.op.name)
+        buffers = call.inputs or call.outputs
         if execute is None:
             self.engine(call).run(call)
-        elif not call.inputs or call.inputs[0].count < _FEW:
+        elif not buffers or buffers[0].count < _FEW:
             self.queue.run(call, execute)
         else:
             self.run_with(call, execute)
@@ -97,7 +123,8 @@ class MPIBackend(HostBackend):
             self.queue.run(call, execute)
 
     def needs_thread(self, call: Call) -> bool:
-        long = bool(call.inputs) and call.inputs[0].nbytes >= _LONG
+        buffers = call.inputs or call.outputs
+        long = bool(buffers) and buffers[0].nbytes >= _LONG
         return long and self.communicator is not None and not self.mpi.prefers_nonblocking
 
     @property
@@ -238,7 +265,7 @@ class MPIBackend(HostBackend):
         if self.communicator is None:
             return f"mpi, alone: {self.mpi.describe()}"
         oversubscribed = (
-            "; more ranks than cores, so waiting yields" if self.communicator.oversubscribed else ""
+            "; more ranks than cores, so waiting yields at once" if self.communicator.oversubscribed else ""
         )
         large = f"; {self._shared_memory.describe()}" if self._shared_memory is not None else ""
         return (

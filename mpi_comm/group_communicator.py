@@ -43,9 +43,11 @@ _GRACE_S = 0.5
 """How long messages that a departed rank has sent may take to arrive."""
 _NOTICE_S = 0.5
 """How long the notice of a rank's death may take to arrive, once MPI has reported an error."""
-_SPINS, _YIELD_SPINS = 400, 16
+_SPINS, _FEW_SPINS = 400, 16
+"""How often a rank polls before it yields its core between polls; the latter in the background, and if cores are
+oversubscribed."""
 _SPIN_S = 0.005
-"""How long a rank polls without a pause; it yields its core between polls if cores are oversubscribed."""
+"""How long it polls without a pause."""
 _SHORTEST_S, _LONGEST_S = 2e-5, 1e-3
 
 _FASTER_BLOCKING = frozenset(("Reduce_scatter", "Reduce_scatter_block"))
@@ -113,7 +115,7 @@ class GroupCommunicator:
         self.in_mpi_since = 0.0
         self.in_background = False
         self.abandoned_seq = 0
-        self._yields = self._blocks_in_mpi = False
+        self._blocks_in_mpi = False
         self._spins = range(0)
         self._pending = False
         self._deadline = 0.0
@@ -153,8 +155,7 @@ class GroupCommunicator:
         """Set how to wait: asynchronous operations block in MPI, without the GIL, unless cores are oversubscribed."""
         self.in_background = in_background
         self._blocks_in_mpi = in_background and not self.oversubscribed and self.mpi.mpi_thread is None
-        self._yields = self.oversubscribed or in_background
-        self._spins = range(_SPINS if not self._yields else _YIELD_SPINS)
+        self._spins = range(_FEW_SPINS if self.oversubscribed or in_background else _SPINS)
 
     def _prepare_agreement(self) -> None:
         mpi, comm = self.mpi.MPI, self.comm
@@ -347,8 +348,7 @@ class GroupCommunicator:
             self._start_clock()
         spin_until = time.monotonic() + (_SPIN_S if not self.in_background else _SPIN_S / 10)
         while not test():
-            if self._yields:
-                os.sched_yield()
+            os.sched_yield()  # the peer may be waiting for this core, also behind other programs
             if self.error is not None:
                 raise self.error.with_traceback(None)
             if time.monotonic() > spin_until:

@@ -2,7 +2,8 @@
 
 The ranks compare their calls by MPI's agreement first, so all calls of the group have one order and differences between
 the ranks are found as always. Whether the other backend has shared memory, the ranks find out in a barrier of it before
-the first large array; the result is equal on all of them.
+the first large array or allocation; the result is equal on all of them. Symmetric memory is that of the other backend,
+which executes each exchange of an allocation as it moves a large array.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from unicoll.backend import Call
 from unicoll.backend.call import ProxyCall
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.ops import OPS
-from unicoll.errors import DistError
+from unicoll.errors import BackendUnavailableError, DistError
 
 __all__ = ["SharedMemory"]
 
@@ -40,7 +41,7 @@ class SharedMemory:
         self._usable: bool | None = None  # None until the first large call
 
     def move(self, call: Call, equal: bool) -> bool:
-        """Do a call on which all ranks have agreed, if it is large and shared memory can be used.
+        """Do a call on which all ranks have agreed, if it is large or allocates, and shared memory can be used.
 
         Args:
             call: the one in progress.
@@ -48,27 +49,35 @@ class SharedMemory:
 
         Returns:
             False if nothing was done; equal on all ranks.
+
+        Raises:
+            BackendUnavailableError: it allocates symmetric memory, and there is no shared memory.
         """
-        if self._usable is False or (not equal and call.op.name in _EXCHANGED):
+        allocates = call.op.name not in OPS
+        if not allocates and not self._is_faster(call, equal):
             return False
-        communicator = self._communicator
-        least = _LEAST_MOVED if call.reduce is None else _LEAST_REDUCED
-        if contribution(communicator, call) < least:
-            return False
-        if not isinstance((call.inputs or call.outputs)[0].flat, np.ndarray):
-            return False
-        backend = self.backend
+        communicator, backend = self._communicator, self.backend
         backend.queue.in_background = communicator.in_background
         try:
             if self._usable is None:
                 self._usable = self._find_out(call)
-                if not self._usable:
-                    return False
-            backend.perform(call)
+            if self._usable:
+                backend.perform(call)
         except DistError as e:  # all ranks raise it
             communicator.abort(e)
             raise
-        return True
+        if allocates and not self._usable:
+            raise BackendUnavailableError(f"{call.describe()}: {self.describe()}", op=call.op.name)
+        return self._usable
+
+    def _is_faster(self, call: Call, equal: bool) -> bool:
+        """True if shared memory, unless it cannot be used, is faster than MPI for a call; equal on all ranks."""
+        if self._usable is False or (not equal and call.op.name in _EXCHANGED):
+            return False
+        least = _LEAST_MOVED if call.reduce is None else _LEAST_REDUCED
+        if contribution(self._communicator, call) < least:
+            return False
+        return isinstance((call.inputs or call.outputs)[0].flat, np.ndarray)
 
     def _find_out(self, call: Call) -> bool:
         barrier = ProxyCall(call, _BARRIER, (), (), call.timeout)

@@ -29,7 +29,7 @@ log = logs.logger("mpi")
 
 _TICK_S = 0.1
 _GRACE_S = 0.5
-_SPINS = 2000
+_SPINS = 100
 _EAGER_S = 0.005
 _PAUSES_S = (2e-5, 5e-4, 1.2)
 """Pauses between polls of pending messages: the first, the longest, the factor."""
@@ -142,8 +142,7 @@ class MPIP2PEngine:
                 pauses, eager = backoff(*_PAUSES_S), time.monotonic() + _EAGER_S
             now = time.monotonic()
             if now < eager:
-                if self._communicator.oversubscribed:
-                    os.sched_yield()
+                os.sched_yield()
             else:
                 time.sleep(next(pauses))
             if now - self._checked_at >= _TICK_S:

@@ -59,6 +59,9 @@ class RequestMatcher:
         self._lock = threading.RLock()
         self._posted: list[PendingRequest] = []  # receives without a matching message
         self._sending: list[PendingRequest] = []
+        self._given_up: list[
+            PendingRequest
+        ] = []  # sends that have ended with an error; MPI uses their arrays
         self._incoming: list[ArrivedMessage] = []  # messages whose payload is being received
         self._announced: list[ArrivedMessage] = []  # messages whose payload has no receive yet
         self._unexpected: list[deque[ArrivedMessage]] = [deque() for _ in range(context.size)]
@@ -166,7 +169,7 @@ class RequestMatcher:
             progressed = self._header_receive is not None and self._poll_headers()
             if self._incoming or self._announced:
                 progressed |= self._poll_payloads()
-            if self._sending:
+            if self._sending or self._given_up:
                 progressed |= self._poll_sends()
             return progressed
 
@@ -191,6 +194,7 @@ class RequestMatcher:
                 self._receive_payload(message, None)
 
     def _poll_sends(self) -> bool:
+        self._given_up = [r for r in self._given_up if not all_done(r.mpi_requests)]
         sent = [r for r in self._sending if all_done(r.mpi_requests)]
         for request in sent:
             self._sending.remove(request)
@@ -307,13 +311,13 @@ class RequestMatcher:
             self._sending.append(request)
 
     def withdraw(self, request: PendingRequest) -> None:
-        """Abandon a request: a posted receive no longer matches; arrays of requests started in MPI are kept alive."""
+        """Give up a request: a posted receive no longer matches; the array of a send is kept until MPI has sent it."""
         with self._lock:
             if request in self._posted:
                 self._posted.remove(request)
             if request in self._sending:
                 self._sending.remove(request)
-                self._mpi.abandoned.append((request.mpi_requests, request.view))
+                self._given_up.append(request)
             for message in [m for m in self._incoming if m.receiver is request]:
                 message.receiver = None  # it is received in any case, and then dropped
 
@@ -322,11 +326,12 @@ class RequestMatcher:
         with self._lock:
             requests = self.pending_requests()
             self._posted.clear()
-            for request in self._sending:
+            for request in (*self._sending, *self._given_up):
                 self._mpi.abandoned.append((request.mpi_requests, request.view))
             for message in self._incoming:
                 self._mpi.abandoned.append((message.mpi_requests, message.data))
             self._sending.clear()
+            self._given_up.clear()
             self._incoming.clear()
             self._announced.clear()
             return requests

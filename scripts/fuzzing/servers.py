@@ -272,6 +272,7 @@ class Frames(Target):
         messages: list[dict[str, Any]] = [
             {"t": "hello", "rank": 1, "host": "h", "pid": 5},
             {"t": "joined"},
+            {"t": "initialized"},
             {"t": "bye", "error": "why", "how": ""},
             {"t": "fail", "group": "g", "members": [0, 1], "error": error},
             {"t": "joined", "ranks": [0, 1]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from gloo_fallback.transport.endpoint import Endpoint
 from tests.support.calls import COLLECTIVES, EVERYTHING, invoke
 from tests.support.order import await_true, await_word, in_a_call, send_word
 from tests.support.outcomes import CallOutcome, outcome_of
@@ -213,6 +215,25 @@ def start_anew(path: str, survivors: list[int]) -> list[float]:
     x = np.ones(3)
     dist.all_reduce(x)
     return [float(v) for v in x]
+
+
+def keep_the_gil(fifo: str) -> None:
+    """Once it is initialized, rank 0 keeps the GIL until the other rank is, as MPI_Init does."""
+    descriptor = os.open(fifo, os.O_RDWR)
+    if worker._rank == 1:
+        read_directory = Endpoint.read_directory
+
+        def late(self: Endpoint) -> None:
+            time.sleep(0.5)
+            read_directory(self)
+
+        Endpoint.read_directory = late  # type: ignore[method-assign]
+    worker.enter()
+    if worker._rank == 0:
+        ctypes.PyDLL(None).read(descriptor, ctypes.create_string_buffer(1), 1)
+    else:
+        os.write(descriptor, b"x")
+    os.close(descriptor)
 
 
 # --- interruptions and clocks -------------------------------------------------------------------------------

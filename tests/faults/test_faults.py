@@ -21,7 +21,7 @@ from tests.support.calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row
 from tests.support.order import named_pipe, tell
 from unicoll.errors import DistError
 from unicoll.net import auth
-from unicoll.testing.ranks import Outcome, Pool, end_cleanly, joined
+from unicoll.testing.ranks import Outcome, Pool, ProcessJob, end_cleanly, joined
 from unicoll.testing.worker import end, leave
 
 turn = 1 if os.environ.get("UNICOLL_TRANSPORT") else 0  # see :mod:`sampling`
@@ -98,6 +98,14 @@ def test_survivors_make_a_smaller_world(tmp_path: Path) -> None:
         assert [o.value for o in job.collect(30, [1, 2])] == [[2.0] * 3] * 2
         job.call(leave, ranks=[1, 2])
         assert [o.value for o in job.collect(30, [1, 2])] == [[], []]
+
+
+def test_rank_0_may_keep_the_gil_once_it_is_initialized(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with ProcessJob(2, join="tcp") as job:
+        job.call(jobs.keep_the_gil, str(fifo))
+        assert job.results() == [None] * 2
 
 
 @pytest.mark.parametrize("join", ["tcp", "file"])

@@ -163,9 +163,9 @@ def equal_results_between_hosts(name: str, count: int, dtype: str, reduction: st
 
 def read_from(nbytes: int) -> None:
     """Let collectives of the world from a number of bytes on read the memory of other processes."""
-    dist.barrier()
-    backends: Any = dist.group.WORLD._dispatcher._backends
-    slots = backends.host._transport.slots
+    dist.all_reduce(np.zeros(1 << 15))  # selects the transport
+    backend: Any = dist.group.WORLD._dispatcher._backends.all[-1]
+    slots = backend._transport.slots
     if slots is not None and slots.peers is not None:
         slots.peers.minimum = nbytes
 
@@ -351,6 +351,28 @@ def survives_the_group(rank: int, size: int, folder: str) -> list[int]:
     return [int(array.sum()), int(view.size)]
 
 
+def survives_a_subgroup() -> list[int]:
+    """What a rank writes after the end of the group is in the view of the rank before it."""
+    group, rank, size = dist.new_group(), dist.get_rank(), dist.get_world_size()
+    array = group.symmetric_empty(8, "int64")
+    view = group.peer_view(array, (rank + 1) % size)
+    dist.destroy_process_group(group)
+    array[:] = rank
+    del array
+    dist.barrier()
+    return [int(x) for x in set(view.tolist())]
+
+
+def alone() -> str:
+    """Symmetric memory in a group of one rank."""
+    group = dist.group.WORLD
+    array = group.symmetric_empty((2, 3), "int64")
+    group.peer_view(array[1:], 0)[:] = 7
+    group.fence()
+    dist.all_reduce(array)
+    return str(array.tolist())
+
+
 def torch_tensors() -> list[str]:
     """Tensors in symmetric memory, and their slices."""
     import torch
@@ -369,23 +391,23 @@ def torch_tensors() -> list[str]:
     return list(_TAKEN)
 
 
-def gradient_buckets() -> list[str]:
+def gradient_buckets(with_torch: bool) -> list[str]:
     """Averages of large buckets, of NumPy arrays and tensors."""
-    import torch
-
     from unicoll.parallel import GradientBuckets
 
     _watch()
     rank, size = dist.get_rank(), dist.get_world_size()
     _TAKEN.clear()
-    for parameters in (
-        [np.zeros((100, 300), np.float32), np.zeros(70_000, np.float32)],
-        [torch.zeros(300, 400, dtype=torch.bfloat16), torch.zeros(7, dtype=torch.bfloat16)],
-    ):
+    models: list[list[Any]] = [[np.zeros((100, 300), np.float32), np.zeros(70_000, np.float32)]]
+    if with_torch:
+        import torch
+
+        models.append([torch.zeros(300, 400, dtype=torch.bfloat16), torch.zeros(7, dtype=torch.bfloat16)])
+    for parameters in models:
         buckets = GradientBuckets(parameters, first_bucket_mb=25)
         for _ in range(2):
             for i, parameter in enumerate(parameters):
-                buckets.ready(i, parameter + (rank + i))  # type: ignore[operator]
+                buckets.ready(i, parameter + (rank + i))
             for i, average in enumerate(buckets.wait()):
                 assert type(average) is type(parameters[i])
                 assert average.dtype == parameters[i].dtype

@@ -103,7 +103,7 @@ def test_tensors_of_torch() -> None:
         job.results()
         job.call(jobs.torch_tensors)
         assert job.results() == [["all_reduce"] * 2] * 2
-        job.call(jobs.gradient_buckets)
+        job.call(jobs.gradient_buckets, True)
         assert job.results() == [["all_reduce"] * 4] * 2
 
 
@@ -153,6 +153,10 @@ def test_arrays_survive_their_group(tmp_path: Path) -> None:
 
 def test_callbacks_may_call_collectives_during_an_allocation(pool: Pools) -> None:
     assert pool(3).run(jobs.allocation_beside_callbacks) == [20] * 3
+
+
+def test_a_group_of_one_rank() -> None:
+    assert run_ranks(1, jobs.alone) == ["[[0, 0, 0], [7, 7, 7]]"]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "hierarchical"])

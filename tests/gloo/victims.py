@@ -12,7 +12,11 @@ from unicoll.testing.worker import enter
 
 
 def check_victim_is_named(
-    number: signal.Signals, loop: Callable[..., str], *args: object, env: dict[str, str] | None = None
+    number: signal.Signals,
+    loop: Callable[..., str],
+    *args: object,
+    env: dict[str, str] | None = None,
+    start: Callable[..., ProcessJob] = ProcessJob,
 ) -> None:
     """Rank 1 of 3 gets a signal while all ranks are in ``loop``; the error texts of the others name it.
 
@@ -21,9 +25,10 @@ def check_victim_is_named(
         loop: sends a note once calls have begun, and returns type and text of the error of a call.
         args: of ``loop``.
         env: additional environment variables of the ranks.
+        start: starts the job, with its size and ``env``.
     """
     expected = "RankLostError" if number == signal.SIGKILL else "OperationTimeoutError"
-    with ProcessJob(3, env=env) as job:
+    with start(3, env=env) as job:
         job.call(enter)
         job.results()
         job.call(loop, *args)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import unicoll as dist
-from mpi_comm import watchdog
+from mpi_comm import collectives, watchdog
+from mpi_comm.backend import _LONG
 from mpi_comm.p2p.matcher import RequestMatcher
 from mpi_comm.runtime.lifetime import runtime
 from tests.support.outcomes import failure_of
-from unicoll.testing.worker import Failure
+from unicoll.testing.worker import Failure, send_note
 
 _LIMIT_S = 30.0
 
@@ -44,6 +48,42 @@ def message_thread_fails() -> list[Failure | None]:
     for work in works:
         _await_end(work)
     return [failure_of(call) for call in (works[0].wait, works[1].wait, dist.barrier)]
+
+
+def array_of_a_late_send() -> bool:
+    """True if rank 0 keeps the array of a send that has timed out, once rank 1 has received it."""
+    beside = dist.new_group(backend="gloo")
+    x = np.ones(1 << 20)
+    if dist.get_rank() == 0:
+        assert failure_of(partial(dist.group.WORLD.send, x, 1, timeout=0.2)) is not None
+    dist.barrier(group=beside)
+    if dist.get_rank() == 1:
+        dist.recv(x, 0)
+    array = weakref.ref(x)
+    del x
+    dist.barrier(group=beside)
+    for _ in range(3):  # messages, with which MPI makes progress
+        dist.send(np.ones(1), 1 - dist.get_rank())
+        dist.recv(np.ones(1), 1 - dist.get_rank())
+    gc.collect()
+    dist.destroy_process_group(beside)
+    return array() is not None
+
+
+def scatter_of_a_dying_root() -> Failure | None:
+    """The root of a large scatter is killed when it is about to send, and the other rank receives: its error."""
+    out = np.zeros(_LONG // 8)
+    arrays = [out, np.zeros(out.size)] if dist.get_rank() == 0 else None
+    if dist.get_rank() == 0:
+
+        def stall(*args: Any) -> None:
+            send_note("about to send")
+            time.sleep(_LIMIT_S)
+
+        collectives._send = stall
+    else:
+        send_note("scattering")
+    return failure_of(lambda: dist.scatter(out, arrays, src=0))
 
 
 def mpi_thread_fails() -> list[Failure | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +170,27 @@ def shared_memory_fails() -> list[Failure | None]:
     dist.all_reduce(x)  # other groups are not affected
     dist.destroy_process_group(group)
     return errors
+
+
+def pretend_own_host(variable: str) -> None:
+    """Let each rank be on a host of its own; ``variable`` is the launcher's variable with its rank."""
+    name = f"node{os.environ[variable]}"
+    socket.gethostname = lambda: name
+
+
+def no_symmetric_memory() -> list[str]:
+    """The errors of an allocation and of a view, in a group that stays usable."""
+    group, texts = dist.group.WORLD, []
+    calls: list[Callable[[], Any]] = [
+        lambda: group.symmetric_empty(10),
+        lambda: group.peer_view(np.zeros(3), 1 - dist.get_rank()),
+    ]
+    for call in calls:
+        failure = failure_of(call)
+        assert failure is not None
+        texts.append(f"{failure.type}: {failure.message}")
+        dist.barrier()
+    return texts
 
 
 def overflow() -> bool:

@@ -70,6 +70,23 @@ def test_mpirun_ends_the_job_of_a_killed_rank(victim: int) -> None:
         assert "signal 9" in job.mpirun_output()
 
 
+def test_the_root_of_a_large_scatter_dies_while_the_others_receive() -> None:
+    """Large arrays are moved on another thread, which is given up, so that the job need not end."""
+    with MpiJob(2, backend="mpi", quiet=False, recover=True) as job:
+        job.call(enter)
+        job.results()
+        job.call(mpi_fault_jobs.scatter_of_a_dying_root)
+        job.await_notes()
+        job.signal(0, signal.SIGKILL)
+        (outcome,) = job.collect(30, [1])
+        assert outcome.value.type == "RankLostError", outcome.value.traceback
+        assert outcome.value.fields["pid"] == job.pids[0]
+
+
+def test_the_array_of_a_send_that_timed_out_is_released(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(mpi_fault_jobs.array_of_a_late_send) == [False] * 2
+
+
 # --- threads that fail ----------------------------------------------------------------------------------------
 
 

@@ -183,6 +183,8 @@ def init_process_group(
         default = ProcessGroup.create(
             job, "world", all_ranks, choices, limit, "default_pg", pg_options, device_id
         )
+        if job.control is not None:
+            job.control.initialized(patience)
     except BaseException as e:
         membership.close(e)
         raise

@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
+import numpy as np
+
+from unicoll.arrays.buffer import Buffer
+from unicoll.arrays.types import DType
 from unicoll.backend import failure_diagnosis, fallbacks
 from unicoll.backend.call import Call, EndedCall
 from unicoll.backend.coalescing import merge_all_reduces
@@ -157,6 +161,25 @@ class HostBackend(Backend):
     def perform(self, call: Call) -> None:
         """Execute a collective within the one that the queue executes now, by the backend or by a fallback."""
         self._collectives[call.op.name](call)
+
+    def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        if self.context.size == 1:
+            return np.zeros(shape, dtype.storage)
+        return self.allocate(self.run, shape, dtype)
+
+    def peer_view(self, buffer: Buffer, rank: int) -> Any:
+        if self.context.size > 1:
+            return super().peer_view(buffer, rank)
+        if buffer.flat is None or buffer.unpack is not None:
+            raise DistArgumentError(f"peer_view: {buffer} is not contiguous", op="peer_view")
+        return buffer.flat.reshape(buffer.shape)
+
+    def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
+        """:meth:`symmetric_empty`; ``execute`` executes each of its exchanges in its place among the group's calls.
+
+        A backend that uses this one (:meth:`use`) passes a function that calls :meth:`perform`.
+        """
+        return super().symmetric_empty(shape, dtype)
 
     def engine(self, call: Call) -> P2PEngine:
         """The engine for a send or receive.

@@ -38,6 +38,7 @@ TABLE: dict[str, ContenderRow] = {
     "gloo": ContenderRow(Unicoll, "--backend"),
     "gloo-symmetric": ContenderRow(Symmetric, "--backend"),
     "mpi": ContenderRow(Unicoll, "--backend", mpi=True),
+    "mpi-symmetric": ContenderRow(Symmetric, "--backend", mpi=True),
     "nccl": ContenderRow(Unicoll, "--backend"),
     "torch-unicoll-gloo": ContenderRow(TorchOnUnicoll, "--backend"),
     "torch-unicoll-mpi": ContenderRow(TorchOnUnicoll, "--backend", mpi=True),

@@ -132,7 +132,7 @@ class Unicoll(_Distributed):
 
 
 class Symmetric(Unicoll):
-    """unicoll's CPU backend on arrays in symmetric memory."""
+    """unicoll's CPU backend, or MPI, on arrays in symmetric memory."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

@@ -75,11 +75,12 @@ def symmetric_empty(
 ) -> Any:
     """An array in memory that the other ranks reach directly, of one size on all ranks; all members call it.
 
-    On the CPU (backend gloo) it is a NumPy array of zeros in memory shared by the ranks of a host. Collectives of
-    arrays larger than 64 KiB that lie in such memory on all ranks, whole or in part, need no copies; their results are
-    the same. ``torch.from_numpy(x)`` and ``torch.from_dlpack(x)`` use it in place. The memory lasts until no rank
-    refers to it any more, also after the end of the group. After a collective that has failed, other ranks may still
-    write to it until they have noticed the failure.
+    On the CPU it is a NumPy array of zeros in memory shared by the ranks of a host: with the backend gloo, and with
+    the backend mpi if all ranks are on one host. Collectives of arrays larger than 64 KiB that lie in such memory on
+    all ranks, whole or in part, need no copies (with mpi from 256 KiB of each rank on, if nothing is reduced); their
+    results are the same. ``torch.from_numpy(x)`` and ``torch.from_dlpack(x)`` use it in place. The memory lasts until
+    no rank refers to it any more, also after the end of the group. After a collective that has failed, other ranks may
+    still write to it until they have noticed the failure.
 
     On a GPU (NCCL) it is uninitialized memory in a window of the group (``ncclCommWindowRegister``), with
     ``__cuda_array_interface__``: ``torch.as_tensor(x, device="cuda")`` and ``cupy.asarray(x)`` use it in place. It
@@ -95,7 +96,8 @@ def symmetric_empty(
         DistArgumentError: the ranks pass different sizes, or a size is negative.
         DistTypeError: no such element type.
         DistBackendError: there is not enough memory.
-        BackendUnavailableError: the group's backend has no symmetric memory; NCCL has it since 2.27.
+        BackendUnavailableError: the group's backend has no symmetric memory. NCCL has it since 2.27, the backend mpi
+            if all ranks share the memory of one host.
     """
     several = shape if isinstance(shape, Sequence) else (shape,)
     sizes = tuple(as_integer("symmetric_empty: shape", n) for n in several)
@@ -133,7 +135,7 @@ def peer_view(self: ProcessGroup, tensor: Any, rank: int) -> Any:
 
     Raises:
         DistArgumentError: ``tensor`` is not in symmetric memory of this group, or there is no such rank.
-        BackendUnavailableError: that rank is on another host, or the group's backend is not gloo.
+        BackendUnavailableError: that rank is on another host, or the group's backend has no such memory.
     """
     members = self._members
     buffer = as_buffer(tensor, "peer_view: tensor")

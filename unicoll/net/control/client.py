@@ -209,6 +209,17 @@ class ControlClient:
             op="init_process_group",
         )
 
+    def initialized(self, timeout: float) -> None:
+        """Tell rank 0 that this rank is initialized; on rank 0 wait until all are, ``timeout`` seconds at most.
+
+        They need threads of rank 0 until then, and the program may next keep the GIL until all ranks have made the same
+        call, as MPI_Init in ``import mpi4py.MPI`` does.
+        """
+        if self._relay is None:
+            self.send({"t": "initialized"})
+        else:
+            self._relay.await_initialized(timeout)
+
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job; idempotent. ``error`` is the exception that ended this process, for the other ranks.
 

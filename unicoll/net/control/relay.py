@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -134,7 +135,13 @@ class Relay(FrameServer):
             lambda rank: self._members[rank].describe(),
         )
         self._warnings = _Warnings()
+        self._initializing = set(range(size)) - {rank}
+        self._all_initialized = threading.Event()
         self.start()
+
+    def await_initialized(self, timeout: float) -> None:
+        """Wait until all other ranks have said that they are initialized, or have ended; any thread."""
+        self._all_initialized.wait(timeout)
 
     def handle(self, client: Client, message: dict[str, Any]) -> None:
         kind = message["t"]
@@ -146,6 +153,8 @@ class Relay(FrameServer):
             self._register(client, _Member(rank, host, pid, address, port))
         elif kind == "joined":
             self.send(client, {"t": "joined", "ranks": sorted(self._connected)})
+        elif kind == "initialized":
+            self._initialized(client.state.rank)
         elif kind == "bye":
             client.state.goodbye = {
                 name: str(message[name] or "")[:_MAX_CHARACTERS] for name in ("error", "how")
@@ -161,6 +170,11 @@ class Relay(FrameServer):
                 self.send(client, message)
         elif kind in ("ask", "tell"):
             self._forward(message["to"], message)
+
+    def _initialized(self, rank: int) -> None:
+        self._initializing.discard(rank)
+        if not self._initializing:
+            self._all_initialized.set()
 
     def _fail(self, group: str, members: Sequence[int], error: dict[str, Any]) -> None:
         if group not in self._failures:  # all ranks raise the first failure of a group
@@ -234,6 +248,7 @@ class Relay(FrameServer):
         if member is None or self._connected.get(member.rank) is not client:
             return
         del self._connected[member.rank]
+        self._initialized(member.rank)
         self._deadlocks.forget(member.rank)
         self._unannounced.append(member.departure(client.error))
 
