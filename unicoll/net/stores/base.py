@@ -190,6 +190,19 @@ def key_list(keys: Sequence[str], op: str) -> list[str]:
         raise DistTypeError(f"{op}: keys is a sequence of str, not {type(keys).__name__}", op=op) from None
 
 
+def as_bytes(value: Value, op: str) -> bytes:
+    """A value as it is stored.
+
+    Raises:
+        DistTypeError: it is neither text nor bytes.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape")
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise DistTypeError(f"{op}: a value is bytes or str, not {type(value).__name__}", op=op)
+    return bytes(value)
+
+
 def integer(value: SupportsIndex, name: str, op: str) -> int:
     """``value`` as an int.
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from unicoll.errors import DistStoreError
 from unicoll.net.fork_safety import in_child
 from unicoll.net.stores.protocol import (
-    MUTATING,
     REQUEST,
     MalformedError,
     StoreOp,
@@ -73,9 +72,9 @@ class FileLog:
         Raises:
             WaitRequired: the operation has to wait for keys.
         """
-        with self._locked(op in MUTATING):
+        with self._locked(op.mutates):
             self._replay_new_records()
-            return self._mutate(op, fields, record) if op in MUTATING else self._table.apply(op, fields)
+            return self._mutate(op, fields, record) if op.mutates else self._table.apply(op, fields)
 
     def add_user(self) -> bool:
         """Counts a new user; False if the file was removed after it was opened."""

@@ -17,7 +17,6 @@ from unicoll.net.secret import Secret
 from unicoll.net.server import Client, Server
 from unicoll.net.stores.protocol import (
     REQUEST,
-    WAITING,
     MalformedError,
     Status,
     StoreOp,
@@ -179,7 +178,7 @@ class StoreServer(Server):
         client.inbox = bytearray()
         answer = self._try_request(op, fields)
         if isinstance(answer, WaitRequired):
-            if op not in WAITING or not math.isfinite(seconds):
+            if not op.waits or not math.isfinite(seconds):
                 raise MalformedError(f"{op.name} cannot wait for {seconds} s")
             client.state.serial += 1
             self._add_waiter(client, op, fields, answer)
