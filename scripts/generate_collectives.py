@@ -143,8 +143,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
-from unicoll.api.arguments import Array, Timeout, documented, rank_in_group, root_or_zero
+from unicoll.api.arguments import Array, documented, rank_in_group, root_or_zero
 from unicoll.arrays.types import ReduceOp
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
@@ -247,7 +248,7 @@ from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.group.arguments import buffers_of, splits_of
-from unicoll.group.call_settings import Timeout
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unicoll.api import world
-from unicoll.api.arguments import Timeout, documented
+from unicoll.api.arguments import documented
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
-from unicoll.api.arguments import Array, Timeout, documented, rank_in_group, refuse
+from unicoll.api.arguments import Array, documented, rank_in_group, refuse
 from unicoll.arrays.types import ReduceOp
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 
 from unicoll.backend.call import Call
 from unicoll.backend.options import CallOptions
-from unicoll.errors import DistArgumentError
-from unicoll.net.timeouts import to_seconds
+from unicoll.net.timeouts import Timeout, positive_seconds
 
-__all__ = ["CallSettings", "Timeout"]
-
-Timeout = timedelta | float | None
+__all__ = ["CallSettings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +49,8 @@ class CallSettings:
         Raises:
             DistArgumentError: it is not positive.
         """
-        seconds = to_seconds(timeout)
-        if seconds is None:
-            return self.timeout
-        if seconds <= 0:
-            raise DistArgumentError(f"timeout: {timeout} is not a positive time")
-        return seconds
+        seconds = positive_seconds(timeout)
+        return self.timeout if seconds is None else seconds
 
     def apply(self, call: Call) -> None:
         """Set options and timing of a new call."""

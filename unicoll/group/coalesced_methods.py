@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.group.arguments import buffers_of, pairs_of, same_length
-from unicoll.group.call_settings import Timeout
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work

@@ -13,7 +13,7 @@ from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.group.arguments import buffers_of, splits_of
-from unicoll.group.call_settings import Timeout
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work

@@ -26,11 +26,12 @@ from unicoll.backend.work import Completion, Work
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.group.arguments import as_integer, buffers_of, call_site
 from unicoll.group.backends import GroupBackends
-from unicoll.group.call_settings import CallSettings, Timeout
+from unicoll.group.call_settings import CallSettings
 from unicoll.group.compression import compress
 from unicoll.group.hooks import Hook, HookedBackend
 from unicoll.group.members import GroupMembers
 from unicoll.net import debug_level
+from unicoll.net.timeouts import Timeout
 
 __all__ = ["RUNNING", "Buffers", "Dispatcher"]
 

@@ -11,11 +11,11 @@ import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
+from unicoll.net.timeouts import Timeout
 from unicoll.parallel.common import (
     Arrays,
     Kind,
@@ -192,7 +192,7 @@ class GradientBuckets:
         while self._launched < len(self._buckets) and not self._buckets[self._launched].expected:
             self._launch()
 
-    def wait(self, timeout: timedelta | float | None = None) -> list[Any]:
+    def wait(self, timeout: Timeout = None) -> list[Any]:
         """Complete the step: launch the remaining buckets, wait for all buckets, and start a new step.
 
         Args:
@@ -288,7 +288,7 @@ class GradientBuckets:
         except Exception as error:
             raise self._explained(error, self._launched - 1) from error
 
-    def _complete(self, timeout: timedelta | float | None) -> None:
+    def _complete(self, timeout: Timeout) -> None:
         """Launch the remaining buckets and wait for all, also after an error: no bucket may stay in flight."""
         failure: DistError | None = None
         try:
