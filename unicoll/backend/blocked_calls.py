@@ -22,8 +22,9 @@ from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import OpQueue
 from unicoll.backend.thread_frames import ThreadFrames
 from unicoll.backend.work import Completion, HostCompletion, Work
+from unicoll.net.control.wait_graph import LinkState
 
-__all__ = ["BlockedCall", "LinkState", "MessageQueues", "find_blocked_calls"]
+__all__ = ["BlockedCall", "MessageQueues", "find_blocked_calls"]
 
 _OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
@@ -41,26 +42,6 @@ _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 """Timers that interrupt the main thread: the signal's handler may end its call."""
 _MAX_FRAMES = 60
 """Frames of unicoll in one stack at most; deeper stacks count as not blocked."""
-
-
-class LinkState(NamedTuple):
-    """The messages between this rank and another one, as they are known here.
-
-    Attributes:
-        outgoing, incoming: the peer's ``incoming`` equals this rank's ``outgoing``, and the reverse, unless a message
-            or a connection is on its way.
-        delivered: True if what this rank has sent has reached the peer's host.
-        read: True if all that has come from the peer was read.
-        unsent: bytes of the first queued send that this rank's host does not take while the peer reads nothing.
-        takes: bytes from the peer that this rank's host takes while no thread reads; -1 if one does.
-    """
-
-    outgoing: int = 0
-    incoming: int = 0
-    delivered: bool = True
-    read: bool = True
-    unsent: int = 0
-    takes: int = -1
 
 
 @runtime_checkable
