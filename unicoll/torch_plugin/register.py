@@ -25,11 +25,7 @@ def register() -> None:
     for name, devices in BACKENDS.items():
         if name.upper() not in c10d.Backend._plugins:
             dist.Backend.register_backend(name, _factory(name), extended_api=True, devices=list(devices))
-    compat.dispatch_monitored_barrier(TorchProcessGroup)
-    compat.dispatch_batch_isend_irecv(TorchProcessGroup)
-    compat.dispatch_splits(TorchProcessGroup)
-    compat.dispatch_shutdown(TorchProcessGroup)
-    compat.skip_flight_recorder(TorchProcessGroup)
+    compat.dispatch(TorchProcessGroup)
     functional.register()
     rendezvous.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
 

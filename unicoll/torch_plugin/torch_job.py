@@ -20,9 +20,6 @@ _RENDEZVOUS_TIMEOUT_S = 300.0
 class TorchJob:
     """A job with torch's groups in it.
 
-    Args:
-        membership: the membership of the joined job.
-
     Attributes:
         ranks: all ranks of the job.
         store: torch's store of the job; this reference keeps it alive.
@@ -59,7 +56,7 @@ class TorchJob:
         """
         membership = self.membership
         membership.named[name] = number = membership.named.get(name, 0) + 1
-        group = ProcessGroup.create(
+        return ProcessGroup.create(
             membership.job,
             name if number == 1 else f"{name}#{number}",
             tuple(ranks),
@@ -70,8 +67,6 @@ class TorchJob:
             device,
             parent,
         )
-        membership.groups.append(group)
-        return group
 
     def remove(self, group: ProcessGroup) -> None:
         """Close a group; the last one leaves the job."""

@@ -22,10 +22,6 @@ class WrappedProcessGroup(TorchProcessGroup):
     """torch's process group over an existing unicoll group.
 
     Destroying it does not close the unicoll group; closing the unicoll group destroys it.
-
-    Args:
-        group: the unicoll group.
-        requested: torch's arguments for the group.
     """
 
     def __init__(self, group: ProcessGroup, requested: RequestedGroup) -> None:
