@@ -40,7 +40,8 @@ Entry = tuple[Any, ...]
 code object and offset, or as ``file:line`` and 0. If it failed, the error as text follows; of a message the error or
 "", and shape, peer and tag."""
 
-_LIBRARIES = ("unicoll", "torch.")
+_LIBRARIES = ("unicoll", "torch")
+_SUBMODULES = ("unicoll.", "torch.")
 _MAX_ERROR = 1000
 _ON_END_LOCK = threading.Lock()
 _ring: deque[Entry | PendingEntry] | None = None
@@ -226,7 +227,7 @@ def user_frame(frame: FrameType) -> FrameType:
 
 def _is_library(names: dict[str, Any]) -> bool:
     name = names.get("__name__")
-    if isinstance(name, str) and (name == "torch" or name.startswith(_LIBRARIES)):
+    if isinstance(name, str) and (name.startswith(_SUBMODULES) or name in _LIBRARIES):
         _library_modules[id(names)] = names
         return True
     return False

@@ -71,6 +71,17 @@ class GroupBackends:
 
             connects = device is not None and not grown  # a grown group connects only if its parent has
             call_comparison.agree_on_level(members, timeout, connects)
+        try:
+            self.host = self._create(timeout, parent, excluded, grown)
+        except BaseException:
+            self.close()  # the backends that have been created
+            raise
+
+    def _create(
+        self, timeout: float, parent: GroupBackends | None, excluded: Sequence[int], grown: bool
+    ) -> Backend:
+        """Create the backends; returns :attr:`host`."""
+        members = self._members
 
         def context_of(cls: type[Backend], explicit: bool) -> Context:
             return Context(
@@ -79,25 +90,26 @@ class GroupBackends:
                 members.rank,
                 members.ranks,
                 timeout,
-                options,
-                device,
+                self._options,
+                self.bound_device,
                 explicit,
                 cls.name,
             )
 
-        for choice in choices:
+        for choice in self.choices:
             if choice.cls not in self._by_class:
                 context = context_of(choice.cls, choice.explicit)
                 above = parent._by_class.get(choice.cls) if parent is not None else None
                 self._by_class[choice.cls] = _create(choice.cls, context, above, excluded, grown)
             if not choice.staged:
                 self._by_device[choice.device] = self._by_class[choice.cls]
-        self.host = self._by_device.get("cpu") or next(iter(self._by_class.values()))
-        beside = self._beside(self.host)
+        host = self._by_device.get("cpu") or next(iter(self._by_class.values()))
+        beside = self._beside(host)
         if beside is not None:
             beside.prepare(members.job)
             self._by_class[beside] = made = beside.create(context_of(beside, False))
-            self.host.use(made)
+            host.use(made)
+        return host
 
     def debug_level_changed(self) -> None:
         """Have later calls logged at debug level DETAIL; they are compared if the group was made at that level."""

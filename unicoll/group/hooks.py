@@ -44,26 +44,6 @@ class HookedCall:
         error: the error's type and text, or "".
     """
 
-    __slots__ = (
-        "_text",
-        "backend",
-        "blocking",
-        "ended",
-        "error",
-        "group",
-        "inputs",
-        "nbytes",
-        "op",
-        "outputs",
-        "peer",
-        "ranks",
-        "root",
-        "seq",
-        "site",
-        "started",
-        "tag",
-    )
-
     def __init__(self, call: Call, members: GroupMembers, backend: str, blocking: bool) -> None:
         self.group = members.name
         self.ranks = members.ranks
@@ -153,13 +133,7 @@ def add_to_job(job: Job, hook: Hook) -> Hook:
 
 
 class HookedBackend(Backend):
-    """A backend that calls hooks around the calls of another one.
-
-    Args:
-        inner: that backend.
-        members: of the group.
-        hooks: in the order in which they are called.
-    """
+    """A backend that calls hooks around the calls of another one."""
 
     def __init__(self, inner: Backend, members: GroupMembers, hooks: Sequence[Hook]) -> None:
         self.name = inner.name  # type: ignore[misc]

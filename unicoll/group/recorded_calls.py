@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from types import CodeType, FrameType
 from typing import Any
 
@@ -146,7 +147,7 @@ def _record(
         shape, peer, tag = message
         inputs, outputs = _reshaped(inputs, shape), _reshaped(outputs, shape)
         (dtype, _), *_ = inputs or outputs
-        nbytes = _count(shape) * dtype.itemsize
+        nbytes = prod(shape) * dtype.itemsize
     return RecordedCall(
         kind.group,
         kind.ranks,
@@ -173,10 +174,3 @@ def _reshaped(
     arrays: tuple[ArrayKind, ...], shape: tuple[int, ...]
 ) -> tuple[tuple[DType, tuple[int, ...]], ...]:
     return tuple((dtype, shape) for dtype, _ in arrays)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -274,6 +274,8 @@ def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str =
         device, _, name = part.strip().partition(":")
         if not device or not name:
             raise DistArgumentError(f"backend: {backend!r} is not of the form 'cpu:gloo,cuda:nccl'")
+        if any(device == choice.device for choice in choices):
+            raise DistArgumentError(f"backend: {backend!r} has two backends of {device} arrays")
         cls = _usable([name])[1]
         why = f"backend={backend!r}"
         staged = device == "cuda" and device not in _devices(name, cls) and cls.stages
