@@ -81,29 +81,11 @@ def content(
 
 
 def _call(call: RecordedCall) -> Content:
-    return {
-        "group": call.group,
-        "ranks": list(call.ranks),
-        "seq": call.seq,
-        "op": call.op,
-        "inputs": [[dtype.name, list(shape)] for dtype, shape in call.inputs],
-        "outputs": [[dtype.name, list(shape)] for dtype, shape in call.outputs],
-        "bytes": call.nbytes,
-        "reduce": call.reduce,
-        "compression": call.compression,
-        "root": call.root,
-        "peer": call.peer,
-        "tag": call.tag,
-        "backend": call.backend,
-        "text": call.describe(),
-        "site": call.site,
-        "state": call.state,
-        "created": call.created,
-        "started": call.started,
-        "ended": call.ended,
-        "blocking": call.blocking,
-        "error": call.error,
-    }
+    entry = {**vars(call), "ranks": list(call.ranks), "text": call.describe()}
+    entry["bytes"] = entry.pop("nbytes")
+    for side in ("inputs", "outputs"):
+        entry[side] = [[dtype.name, list(shape)] for dtype, shape in entry[side]]
+    return entry
 
 
 def threads(omitted: str) -> list[Content]:

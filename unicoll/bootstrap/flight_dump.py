@@ -45,9 +45,6 @@ class FlightDumper:
 
     Failures of groups are dumped if UNICOLL_TRACE_DIR is set now. In the main thread of a process that has no handler
     of SIGUSR1, the signal is handled.
-
-    Args:
-        job: a job that has been joined.
     """
 
     def __init__(self, job: Job) -> None:

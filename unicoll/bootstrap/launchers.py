@@ -26,6 +26,7 @@ __all__ = [
     "expand_nodelist",
     "from_mpi_world",
     "is_torchelastic_launched",
+    "master_of",
     "near_misses",
     "size_only_in_mpi",
 ]
@@ -99,8 +100,7 @@ def detect(environ: Environ = os.environ) -> LaunchInfo | None:
 
 def from_mpi_world(rank: int, world_size: int) -> LaunchInfo:
     """The information of MPI itself, if no launcher of the table applies."""
-    address = os.environ.get("MASTER_ADDR", "").strip().strip("[]") or None
-    text = os.environ.get("MASTER_PORT", "").strip()
+    address, port = master_of(os.environ)
     return LaunchInfo(
         name="mpi",
         rank=rank,
@@ -111,12 +111,22 @@ def from_mpi_world(rank: int, world_size: int) -> LaunchInfo:
         source="MPI_COMM_WORLD",
         started_by_mpi=True,
         master_addr=address,
-        master_port=parse_port(text, f"MASTER_PORT={text}") if text else None,
+        master_port=port,
         master_source="MASTER_ADDR, MASTER_PORT" if address else "",
         master_hint="set MASTER_ADDR and MASTER_PORT on every rank",
-        port_fixed=bool(text),
+        port_fixed=port is not None,
         job="",
     )
+
+
+def master_of(environ: Environ) -> tuple[str | None, int | None]:
+    """MASTER_ADDR without brackets and MASTER_PORT, each None if it is not set.
+
+    Raises:
+        DistArgumentError: MASTER_PORT is not a port.
+    """
+    address, port = (environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return address.strip("[]") or None, parse_port(port, f"MASTER_PORT={port}") if port else None
 
 
 def size_only_in_mpi() -> bool:
@@ -178,7 +188,7 @@ def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
         master_port=master.port,
         master_source=master.source,
         master_hint=_hint(row, master, single_host=local_size == world_size),
-        port_fixed=bool(environ.get("MASTER_PORT", "").strip()),
+        port_fixed=master_of(environ)[1] is not None,
         job=job,
     )
 
@@ -193,8 +203,8 @@ def _master(row: LauncherRow, environ: Environ, job: str, *, single_host: bool) 
     """Rank 0's address: MASTER_ADDR and MASTER_PORT, else derived from the hosts and the job's id."""
     sources: list[str] = []
     nodelist = _first_set(row.nodelist, environ)
-    address: str | None = environ.get("MASTER_ADDR", "").strip().strip("[]")
-    if address:
+    address, port = master_of(environ)
+    if address is not None:
         sources.append("MASTER_ADDR")
     elif single_host and row is not TORCH_STYLE:
         address = "127.0.0.1"
@@ -202,14 +212,12 @@ def _master(row: LauncherRow, environ: Environ, job: str, *, single_host: bool) 
     elif nodelist is not None:
         address = expand_nodelist(environ[nodelist], limit=1)[0]
         sources.append(f"first host of {nodelist}={environ[nodelist]}")
-    port: int | None = None
-    if text := environ.get("MASTER_PORT", "").strip():
-        port = parse_port(text, f"MASTER_PORT={text}")
+    if port is not None:
         sources.append("MASTER_PORT")
     elif job:
         port = PORT_BASE + zlib.crc32(job.encode()) % PORT_SPAN
         sources.append(f"port from {job}")
-    return _Master(address or None, port, ", ".join(sources))
+    return _Master(address, port, ", ".join(sources))
 
 
 def _hint(row: LauncherRow, master: _Master, *, single_host: bool) -> str:
@@ -283,11 +291,12 @@ def _local_size(
     if name is None:
         return None
     text = environ[name].strip()
-    if not text.isdigit():
+    if text.isdigit():
+        size = _number(name, environ)
+    else:
         counts = expand_counts(name, text)
         if node_rank is None or node_rank >= len(counts):
             return None
-        used[name] = text
-        return counts[node_rank]
+        size = counts[node_rank]
     used[name] = text
-    return int(text)
+    return size

@@ -56,7 +56,6 @@ __all__ = [
     "NoAnswerError",
     "ServerHandshake",
     "client_handshake",
-    "server_handshake",
 ]
 
 HANDSHAKE_SECONDS = 10.0
@@ -241,35 +240,6 @@ def client_handshake(
         return HandshakeResult(
             bool(flags_of(theirs) & PRIVATE), Key(make_proof(key, b"channel", theirs, mine, address))
         )
-    finally:
-        sock.settimeout(timeout_before)
-
-
-def server_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: float) -> None:
-    """The blocking form of :class:`ServerHandshake`, with :func:`client_handshake`'s arguments.
-
-    It reads no bytes after the end of the handshake.
-
-    Raises:
-        AuthenticationError: the client does not hold the key, does not speak this protocol or was silent.
-        DistNetworkError: the connection broke during the handshake.
-    """
-    peer = _peer_address(sock)
-    timeout_before = sock.gettimeout()
-    handshake = ServerHandshake(key, purpose)
-    missing = HELLO_SIZE + PROOF_SIZE
-    try:
-        _send(sock, handshake.outgoing(), deadline, peer)
-        while not handshake.done:
-            data = _recv_some(sock, missing, deadline, peer)
-            if not data:
-                raise DistNetworkError(f"{peer} closed the connection during the handshake")
-            missing -= len(data)
-            handshake.feed(data)
-            _send(sock, handshake.outgoing(), deadline, peer)
-    except AuthenticationError as error:
-        _send(sock, handshake.outgoing(), deadline, peer)
-        raise AuthenticationError(f"handshake with {peer}: {error}") from error
     finally:
         sock.settimeout(timeout_before)
 

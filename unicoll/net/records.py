@@ -57,12 +57,7 @@ class Records(Protocol):
 
 
 class MacRecords:
-    """Data in the clear, each record with a MAC.
-
-    Args:
-        key: the channel key of the handshake.
-        server: True on the server's side.
-    """
+    """Data in the clear, each record with a MAC."""
 
     ready = True
 

@@ -60,18 +60,6 @@ class Client:
         rank: the rank that the client has proved; None if it has none.
     """
 
-    __slots__ = (
-        "error",
-        "handshake",
-        "handshake_chunks",
-        "inbox",
-        "outbox",
-        "rank",
-        "records",
-        "sock",
-        "state",
-    )
-
     def __init__(self, sock: socket.socket, handshake: ServerHandshake) -> None:
         self.sock = sock
         self.handshake: ServerHandshake | None = handshake

@@ -31,12 +31,7 @@ _READ_SIZE = 1 << 16
 
 
 class TlsRecords:
-    """One side of a TLS connection (see :class:`unicoll.net.records.Records`).
-
-    Args:
-        key: the channel key of the handshake, for this connection only.
-        server: True on the server's side.
-    """
+    """One side of a TLS connection (see :class:`unicoll.net.records.Records`)."""
 
     def __init__(self, key: Key, server: bool) -> None:
         self._key = key
