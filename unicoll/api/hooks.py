@@ -39,7 +39,7 @@ def add_hook(
         after: called when the call has ended, with or without an error. For an asynchronous call that is another
             thread; for one that NCCL has enqueued it is the watchdog's, within about 0.1 s. Exceptions are logged.
         returned: called on the caller's thread when the call returns, with or without an exception; an asynchronous
-            call, or one on a GPU, has then been enqueued.
+            call, or one on a GPU, has then been enqueued. Exceptions are logged.
         waited: called with the seconds for which a thread of the program was blocked: in a blocking call, or each time
             in ``Work.wait`` or ``Work.synchronize``.
         group: whose calls; None means all groups of the job, also later ones.

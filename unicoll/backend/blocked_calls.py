@@ -13,14 +13,15 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import islice, takewhile
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from unicoll.backend.call import Call, ProxyCall
-from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES, fail_group, mismatch, timed_out
+from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES, fail_group, line_of_user, mismatch, timed_out
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import OpQueue
-from unicoll.backend.thread_frames import ThreadFrames
+from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.backend.work import Completion, HostCompletion, Work
 from unicoll.net.control.wait_graph import LinkState
 
@@ -158,7 +159,7 @@ def _blocked_call(
     if found is None:
         return None
     backend, call = found
-    return BlockedCall(backend, call, _line(frame), _ends_alone(backend, call))
+    return BlockedCall(backend, call, line_of_user(frame), _ends_alone(backend, call))
 
 
 def _owner(completion: Completion, backends: Sequence[HostBackend]) -> tuple[HostBackend, Call] | None:
@@ -191,22 +192,17 @@ def _ends_alone(backend: HostBackend, call: Call) -> bool:
 
 def _joins(top: FrameType) -> threading.Thread | None:
     """The thread that a thread joins without a timeout."""
-    frame: FrameType | None = top
-    while frame is not None and _package(frame) == "threading":
+    for frame in takewhile(lambda frame: _package(frame) == "threading", outwards(top)):
         if frame.f_code is threading.Thread.join.__code__:
-            thread = frame.f_locals["self"]
-            return thread if frame.f_locals["timeout"] is None else None
-        frame = frame.f_back
+            return frame.f_locals["self"] if frame.f_locals["timeout"] is None else None
     return None
 
 
 def _waits_for_future(top: FrameType) -> bool:
     """True for a thread that waits without a timeout for a future, which another thread has to complete."""
-    frame: FrameType | None = top
-    while frame is not None and _package(frame) in ("threading", "concurrent"):
+    for frame in takewhile(lambda frame: _package(frame) in ("threading", "concurrent"), outwards(top)):
         if frame.f_globals["__name__"] == "concurrent.futures._base" and frame.f_code.co_name == "result":
             return frame.f_locals["timeout"] is None
-        frame = frame.f_back
     return False
 
 
@@ -218,12 +214,10 @@ def _cannot_call(thread: threading.Thread | None, top: FrameType) -> bool:
     """True for a thread that does not call unicoll, as far as its stack shows."""
     if thread is not None and not thread.daemon:
         return False
-    frame: FrameType | None = top
-    while frame is not None:
+    for frame in outwards(top):
         names = frame.f_globals
         if names.get("__name__") == "__main__" or any(_is_ours(value) for value in [*names.values()]):
             return False
-        frame = frame.f_back
     return True
 
 
@@ -235,35 +229,19 @@ def _is_ours(value: Any) -> bool:
 
 def _runs_callback(top: FrameType) -> bool:
     """True for a thread of unicoll that runs a callback."""
-    frame: FrameType | None = top
-    while frame is not None:
-        if frame.f_code is _FINISH or _package(frame) not in _LIBRARIES:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is _FINISH or _package(frame) not in _LIBRARIES for frame in outwards(top))
 
 
 def _handles_failure(top: FrameType) -> bool:
     """True for a thread in which a call ends with an error, which the threads that wait for the call then get."""
-    frame: FrameType | None = top
-    for _ in range(_MAX_FRAMES):
-        if frame is None or _package(frame) not in _LIBRARIES:
+    for frame in islice(outwards(top), _MAX_FRAMES):
+        if _package(frame) not in _LIBRARIES:
             return False
         if frame.f_code in _FAILURES or frame.f_globals.get("__name__") in _FAILURE_MODULES:
             return True
-        frame = frame.f_back
     return False
 
 
 def _package(frame: FrameType) -> str:
     name: str = frame.f_globals.get("__name__", "")
     return name.partition(".")[0]
-
-
-def _line(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame of the user's code."""
-    while frame is not None:
-        if _package(frame) not in LIBRARY_PACKAGES:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,23 +100,9 @@ def detect(environ: Environ = os.environ) -> LaunchInfo | None:
 
 def from_mpi_world(rank: int, world_size: int) -> LaunchInfo:
     """The information of MPI itself, if no launcher of the table applies."""
-    address, port = master_of(os.environ)
-    return LaunchInfo(
-        name="mpi",
-        rank=rank,
-        world_size=world_size,
-        local_rank=None,
-        local_world_size=None,
-        node_rank=None,
-        source="MPI_COMM_WORLD",
-        started_by_mpi=True,
-        master_addr=address,
-        master_port=port,
-        master_source="MASTER_ADDR, MASTER_PORT" if address else "",
-        master_hint="set MASTER_ADDR and MASTER_PORT on every rank",
-        port_fixed=port is not None,
-        job="",
-    )
+    row = LauncherRow("mpi", "rank", ("size",), mpi=True)
+    found = _read(row, "size", {**os.environ, "rank": str(rank), "size": str(world_size)})
+    return replace(found, source="MPI_COMM_WORLD")
 
 
 def master_of(environ: Environ) -> tuple[str | None, int | None]:

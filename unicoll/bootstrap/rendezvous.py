@@ -82,11 +82,6 @@ class Rendezvous:
     store_ends_with_rank_0: bool = True
     fake: bool = False
 
-    @property
-    def listen_host(self) -> str:
-        """The first of :attr:`listen_addresses`."""
-        return self.listen_addresses[0]
-
     def close(self) -> None:
         """Close the store, unless it is the caller's. Idempotent.
 

@@ -293,9 +293,9 @@ class TCPLocation(StoreLocation):
     def _has_new_record(self, store: TCPStore, rank: int) -> bool:
         try:
             text = PrefixStore(self.namespace, store).try_get("generation")
-        except DistError:
+            return text is not None and not was_used(JobRecord.parse(text).token, rank)
+        except DistError:  # lost, or another program's
             return False
-        return text is not None and not was_used(JobRecord.parse(text).token, rank)
 
 
 def _innermost(store: Store) -> Store:

@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
+from unicoll.backend.failure_diagnosis import announce
 from unicoll.backend.options import compression_of, wants_order
-from unicoll.errors import BackendUnavailableError, DistError, DistTypeError, GroupAbortedError
-from unicoll.group.compression import check as compression_check
+from unicoll.errors import (
+    BackendUnavailableError,
+    DistArgumentError,
+    DistError,
+    DistTypeError,
+    GroupAbortedError,
+)
 from unicoll.group.members import GroupMembers
 from unicoll.group.registry import BackendChoice, load, reason_against
 from unicoll.net.debug_level import DebugLevel, get_debug_level
@@ -130,9 +136,18 @@ class GroupBackends:
 
     def check_compression(self, where: str, compression: str | None) -> None:
         """Raise DistArgumentError if the group cannot have a compression; ``where``: argument or function."""
-        if compression is not None:
-            classes = [choice.cls for choice in self.choices]
-            compression_check(where, compression, classes, wants_order(self._options))
+        if compression in (None, "", "none"):
+            return
+        if not any(choice.cls.caps.compresses for choice in self.choices):
+            names = ", ".join(sorted({choice.cls.name for choice in self.choices}))
+            raise DistArgumentError(
+                f"{where}: compression={compression!r}: backend {names} compresses nothing; the backend gloo does"
+            )
+        if wants_order(self._options):
+            raise DistArgumentError(
+                f"{where}: compression={compression!r}: the reductions of this group are deterministic, and the result"
+                " of a compressed one depends on the transport"
+            )
 
     @property
     def all(self) -> tuple[Backend, ...]:
@@ -235,10 +250,7 @@ class GroupBackends:
 
     def fail(self, error: DistError) -> None:
         """End the group with an error, on all members."""
-        members = self._members
-        if members.job.control is not None:
-            error = members.job.control.announce_failure(members.name, members.ranks, error)
-        self.abort(error)
+        self.abort(announce(self._members, error))
 
     def abort(self, error: Exception) -> None:
         """End the group with an error, on this rank."""

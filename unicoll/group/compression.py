@@ -6,7 +6,6 @@ refused for a call that cannot be compressed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from unicoll.arrays.types import COMPRESSED
@@ -15,41 +14,12 @@ from unicoll.backend.ops import OPS
 from unicoll.errors import DistArgumentError
 
 if TYPE_CHECKING:
-    from unicoll.backend.contract import Backend
     from unicoll.group.backends import GroupBackends
     from unicoll.group.call_settings import CallSettings
 
-__all__ = ["check", "compress"]
+__all__ = ["compress"]
 
 _ALL_REDUCE = OPS["all_reduce"]
-
-
-def check(
-    where: str, compression: str, backends: Iterable[type[Backend] | Backend], deterministic: bool
-) -> None:
-    """Refuse a compression that a group cannot have.
-
-    Args:
-        where: function or argument, for the error.
-        compression: the option; "" and ``"none"`` are not refused.
-        backends: of the group.
-        deterministic: True if the group's reductions are deterministic.
-
-    Raises:
-        DistArgumentError: none of the backends compresses, or reductions are deterministic.
-    """
-    if compression in ("", "none"):
-        return
-    if not any(backend.caps.compresses for backend in backends):
-        names = ", ".join(sorted({backend.name for backend in backends}))
-        raise DistArgumentError(
-            f"{where}: compression={compression!r}: backend {names} compresses nothing; the backend gloo does"
-        )
-    if deterministic:
-        raise DistArgumentError(
-            f"{where}: compression={compression!r}: the reductions of this group are deterministic, and the result of a"
-            " compressed one depends on the transport"
-        )
 
 
 def compress(call: Call, settings: CallSettings, backends: GroupBackends) -> None:

@@ -79,14 +79,7 @@ HookFunction = Callable[[HookedCall], None]
 class Hook:
     """Functions that are called for each call of one group or of all groups; :meth:`remove` ends that.
 
-    Args:
-        before: called on the caller's thread before the call starts. An exception is raised to the caller; nothing was
-            sent then, and the hooks that were called before see the call end with that error.
-        after: called when the call has ended, with or without an error, on the thread that notices it. For a call that
-            NCCL has enqueued that is the watchdog's, within about 0.1 s. An exception is logged.
-        returned: called on the caller's thread when the call returns. An exception is logged.
-        waited: called with the seconds for which a thread of the user was blocked: in a blocking call, or in
-            ``Work.wait`` or ``Work.synchronize``, each time.
+    :func:`unicoll.add_hook` describes them.
 
     Attributes:
         on_remove: functions that :meth:`remove` calls with the hook.

@@ -313,10 +313,7 @@ class ProcessGroup:
         """The group's own name, unique in the job."""
         return self._members.name
 
-    @property
-    def group_name(self) -> str:
-        """The same as :attr:`name` (torch's spelling)."""
-        return self._members.name
+    group_name = name  # torch's spelling
 
     @property
     def group_desc(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.backend.flight_recorder import ArrayKind, CallKind, PendingEntry, line_of, ring, user_frame
-from unicoll.backend.thread_frames import ThreadFrames
+from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.group.dispatcher import RUNNING
 
 __all__ = ["RecordedCall", "recorded_calls"]
@@ -22,21 +22,13 @@ class RecordedCall:
     """One call, as the flight recorder has it.
 
     Attributes:
-        group, ranks: name of the group, and the global ranks of its members.
+        group, ranks, op, inputs, outputs, nbytes, reduce, root, peer, tag, backend, compression: see :class:`CallKind`.
         seq: sequence number in the group, from 1; 0 for messages of most backends, and before the backend has it.
-        op: name of the operation.
-        inputs, outputs: element type and shape of each array; the same tuple for operations in place.
-        nbytes: bytes of the inputs, or of the outputs where a rank has no inputs.
-        reduce: the reduction in words, or "".
-        root: rank in the group, or -1.
-        peer, tag: of a message; else -1 and 0.
-        backend: name of the backend.
         site: ``file:line`` of the caller.
         state: "scheduled" (behind other calls, or just posted), "started", "completed" or "failed".
         created, started, ended: seconds on the clock of ``time.monotonic``; 0 if not yet.
         blocking: True if the caller was blocked until it ended.
         error: text, or "".
-        compression: of what is sent between hosts, or "".
     """
 
     group: str
@@ -114,12 +106,10 @@ def _running() -> list[RecordedCall]:
     found = []
     with ThreadFrames() as frames:
         for top in frames.values():
-            frame: Any = top
-            while frame is not None:
+            for frame in outwards(top):
                 if frame.f_code in RUNNING and "begun" in (names := frame.f_locals):
                     found.append(_running_call(frame, names))
-                frame = frame.f_back
-        del frames, top  # the frames keep themselves and their arrays alive
+        del frames, top, frame  # the frames keep themselves and their arrays alive
     return found
 
 

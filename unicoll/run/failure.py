@@ -88,7 +88,7 @@ def describe_exit(status: int, pid: int) -> str:
     if status >= 0:
         return f"exit code {status}, no exception recorded"
     hint = " (often the kernel's out-of-memory killer)" if -status == signal.SIGKILL else ""
-    return f"Signal {-status} ({_signal_name(-status)}) received by PID {pid}{hint}"
+    return f"Signal {-status} ({signal_name(-status)}) received by PID {pid}{hint}"
 
 
 def read_record(path: str) -> ExceptionRecord | None:
@@ -146,13 +146,13 @@ def report(title: str, failures: Sequence[WorkerFailure], stopped: Sequence[int]
 
 
 def _entry(failure: WorkerFailure) -> list[str]:
-    signal_name = f" ({_signal_name(-failure.status)})" if failure.status < 0 else ""
+    by_signal = f" ({signal_name(-failure.status)})" if failure.status < 0 else ""
     return [
         "[0]:",
         f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.time))}",
         f"  host      : {socket.gethostname()}",
         f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
-        f"  exitcode  : {failure.status} (pid: {failure.pid}){signal_name}",
+        f"  exitcode  : {failure.status} (pid: {failure.pid}){by_signal}",
         f"  error_file: {failure.error_file or '<N/A>'}",
         f"  traceback : {_first_line(failure.cause)}{' (above)' if failure.record else ''}",
     ]
@@ -202,7 +202,8 @@ def _first_line(text: str) -> str:
     return line if len(line) <= _ONE_LINE else line[: _ONE_LINE - 3] + "..."
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """``"SIGKILL"`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -160,7 +160,7 @@ class TorchStoreLocation(StoreLocation):
             self.address = f"torch's tcp://{interfaces.join_hostport(inner.host, inner.port)}"
         elif isinstance(inner, UnicollBackedStore):
             self.address = "unicoll's store, through torch"
-            self.master_host = inner.rendezvous.listen_host
+            self.master_host = inner.rendezvous.listen_addresses[0]
         elif isinstance(inner, dist.HashStore):
             self.master_host = "127.0.0.1"
 

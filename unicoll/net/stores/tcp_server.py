@@ -70,10 +70,14 @@ class StoreServer(Server):
         listeners: bound and listening, all on one port; owned by the server from now on.
         secret: the secret that clients must prove. Without one, if all listeners are on loopback, clients must run as
             this process's user.
+        multi_tenant: True if it may have several owners.
     """
 
-    def __init__(self, listeners: Sequence[socket.socket], secret: Secret) -> None:
+    def __init__(
+        self, listeners: Sequence[socket.socket], secret: Secret, multi_tenant: bool = False
+    ) -> None:
         self.secret = secret
+        self._multi_tenant = multi_tenant
         self.port: int = listeners[0].getsockname()[1]
         on_loopback = all(is_loopback_name(str(sock.getsockname()[0])) for sock in listeners)
         self.private = on_loopback and (bool(secret.key) or peer_credentials.is_supported())
@@ -96,14 +100,14 @@ class StoreServer(Server):
         """True once the thread has ended and closed the sockets."""
         return not self._thread.is_alive()
 
-    def attach(self, share: bool) -> bool:
-        """Adds an owner: to a server that lingers, or with ``share`` to any server; False if that is not possible.
+    def attach(self, multi_tenant: bool) -> bool:
+        """Adds an owner: to a server that lingers, or if both are multi-tenant; False if that is not possible.
 
         A server that is stopping has closed its sockets when this returns.
         """
         with self._lock:
             if not self._stopping:
-                if self._owners and not share:
+                if self._owners and not (multi_tenant and self._multi_tenant):
                     return False
                 self._owners += 1
                 return True
