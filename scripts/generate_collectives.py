@@ -128,7 +128,6 @@ def _call(head: str, arguments: list[str]) -> str:
 
 def functions() -> str:
     """The file of the public functions."""
-    names = sorted(name for row in rows() for name in public_names(row))
     aliases = [f"{' = '.join(row.aliases)} = {row.name}\n" for row in rows() if row.aliases]
     head = f'''{HEADER}"""The collectives, with torch.distributed's names, argument names, order and defaults.
 
@@ -150,9 +149,6 @@ from unicoll.net.timeouts import Timeout
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-{"".join(f'    "{name}",{chr(10)}' for name in names)}]
 
 
 '''
@@ -233,7 +229,6 @@ def _start_rooted(row: Op) -> list[str]:
 def methods() -> str:
     """The file of the methods."""
     constants = "".join(f'_{row.name.upper()} = OPS["{row.name}"]\n' for row in rows())
-    names = "".join(f'    "{name}",\n' for name in sorted(row.name for row in rows()))
     head = f'''{HEADER}"""Methods of :class:`~unicoll.group.process_group.ProcessGroup`: the collectives.
 
 A method makes buffers of its arrays and says which of them go in and come out.
@@ -254,9 +249,6 @@ if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.dispatcher import Buffers
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-{names}]
 
 {constants}
 

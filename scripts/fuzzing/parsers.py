@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from unicoll.errors import AuthenticationError, DistError, DistNetworkError
-from unicoll.net import auth, handshake_messages, object_codec, records
+from unicoll.net import auth, handshake_messages, object_codec, object_format, records
 from unicoll.net.secret import Key
 from unicoll.net.stores.protocol import StoreOp
 
@@ -25,7 +25,7 @@ class Codec(Target):
         circle: list[Any] = [1]
         circle.append(circle)
         deep: Any = None
-        for _ in range(object_codec.MAX_DEPTH):
+        for _ in range(object_format.MAX_DEPTH):
             deep = [deep]
         objects: list[Any] = [
             None,

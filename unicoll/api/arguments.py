@@ -12,8 +12,6 @@ from unicoll.errors import DistArgumentError, DistTypeError
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["Array", "documented", "rank_in_group", "refuse", "root_or_zero"]
-
 Array = Any
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["barrier", "monitored_barrier"]
-
 
 @documented("barrier")
 def barrier(

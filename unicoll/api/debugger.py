@@ -16,8 +16,6 @@ from unicoll.errors import DistArgumentError, DistError
 from unicoll.group.arguments import as_integer
 from unicoll.net.stores import PrefixStore
 
-__all__ = ["breakpoint"]
-
 _visits: dict[tuple[str, int], int] = {}
 """Number of calls with ``skip`` at each line."""
 

@@ -16,8 +16,6 @@ from unicoll.arrays.conversion import as_buffer
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 from unicoll.group.hooks import Hook, HookedCall, add_to_job
 
-__all__ = ["Hook", "HookedCall", "add_hook", "annotate", "check_finite"]
-
 
 def add_hook(
     before: Callable[[HookedCall], None] | None = None,

@@ -21,20 +21,6 @@ from unicoll.net.timeouts import Timeout, positive_seconds
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "HEADER",
-    "Body",
-    "ByteArray",
-    "Deadline",
-    "Payload",
-    "fill",
-    "fill_each",
-    "load_all",
-    "load_one",
-    "pickle_allowed",
-    "read_headers",
-]
-
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 Body = ByteArray | bytes
 

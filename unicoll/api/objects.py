@@ -38,14 +38,6 @@ from unicoll.net.timeouts import Timeout
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "pickle_allowed",
-    "scatter_object_list",
-]
-
 
 def broadcast_object_list(
     object_list: MutableSequence[Any],

@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "P2POp",
-    "batch_isend_irecv",
-    "irecv",
-    "isend",
-    "recv",
-    "recv_object_list",
-    "send",
-    "send_object_list",
-]
-
 Array = Any
 
 

@@ -30,8 +30,6 @@ from unicoll.run.failure import DETECTION_DELAY, ExceptionRecord, describe_exit,
 from unicoll.run.guard import JOB_VARIABLE, Guard, kill_members
 from unicoll.run.job import LocalJob, job_token, job_variable
 
-__all__ = ["ProcessContext", "SpawnError", "spawn"]
-
 _POLL_INTERVAL = 1.0  # seconds between checks for failed processes that do not end
 _CAUSE_SECONDS = 1.0  # to wait for the root cause if only its consequences have been detected
 _TERM_SECONDS = 30.0

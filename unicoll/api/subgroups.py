@@ -16,15 +16,6 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.group.registry import BackendChoice
 from unicoll.net.timeouts import Timeout
 
-__all__ = [
-    "grow_group",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "shrink_group",
-    "split_group",
-]
-
 
 def _make(
     here: World,

@@ -17,33 +17,6 @@ if TYPE_CHECKING:
     from unicoll.bootstrap.join import Membership
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "GroupMember",
-    "destroy_process_group",
-    "explain",
-    "get_backend",
-    "get_backend_config",
-    "get_default_backend_for_device",
-    "get_global_rank",
-    "get_group_rank",
-    "get_node_local_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "group",
-    "init_process_group",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_initialized",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
-]
-
 _RENDEZVOUS_S = 300.0
 
 

@@ -25,8 +25,6 @@ from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.backend.work import Completion, HostCompletion, Work
 from unicoll.net.control.wait_graph import LinkState
 
-__all__ = ["BlockedCall", "MessageQueues", "find_blocked_calls"]
-
 _OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
 _RUN, _COMPLETION_WAIT = OpQueue.run.__code__, HostCompletion.wait.__code__

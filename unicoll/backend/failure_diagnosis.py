@@ -25,23 +25,6 @@ if TYPE_CHECKING:
     from unicoll.backend.call import Call, EndedCall
     from unicoll.backend.contract import Context, Job
 
-__all__ = [
-    "Report",
-    "aborted",
-    "announce",
-    "died",
-    "line_of_user",
-    "fail_group",
-    "failed",
-    "log_stall",
-    "lost",
-    "message_timed_out",
-    "mismatch",
-    "report",
-    "timed_out",
-    "where",
-]
-
 _SHOWN = 64
 """Maximum number of ranks that an error lists."""
 _UNKNOWN_S = 0.3

@@ -21,20 +21,6 @@ from unicoll.arrays.types import DType
 from unicoll.backend.call import Call
 from unicoll.net.settings import number
 
-__all__ = [
-    "ArrayKind",
-    "CallKind",
-    "line_of",
-    "replace_ring",
-    "PendingEntry",
-    "begin",
-    "end",
-    "entry",
-    "failure_text",
-    "ring",
-    "user_frame",
-]
-
 Entry = tuple[Any, ...]
 """A call that has ended: kind, sequence number, start, end (on the clock of ``time.monotonic``), and the call site as
 code object and offset, or as ``file:line`` and 0. If it failed, the error as text follows; of a message the error or

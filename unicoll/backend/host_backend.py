@@ -19,8 +19,6 @@ from unicoll.backend.ops import OPS
 from unicoll.backend.work import Completion, HostCompletion
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError, OperationTimeoutError
 
-__all__ = ["BlockingP2P", "CallRecord", "CombinedCompletion", "HostBackend", "P2PEngine"]
-
 _DRAIN_S = 5.0
 """How long closing a group waits for operations in flight."""
 _GRACE_S = 0.5

@@ -10,16 +10,6 @@ from unicoll.arrays.types import COMPRESSIONS
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.net import settings
 
-__all__ = [
-    "CallOptions",
-    "Options",
-    "as_call_options",
-    "as_options",
-    "compression_of",
-    "wants_order",
-    "wants_timing",
-]
-
 _COMPRESSIONS = ("none", *COMPRESSIONS)
 
 

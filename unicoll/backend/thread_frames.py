@@ -15,8 +15,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["ThreadFrames", "outwards"]
-
 _PAUSES = (3, 11) <= sys.version_info < (3, 12)
 
 _lock = threading.RLock()

@@ -22,8 +22,6 @@ from unicoll.errors import DeadlockError, DistError
 from unicoll.net import settings
 from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, LinkState, compress, lane_of
 
-__all__ = ["WaitMonitor"]
-
 _POLL_S = 0.2
 _BLOCKED_S = 0.15
 """How long a rank's calls must have lasted before it reports them."""

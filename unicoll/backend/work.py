@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from unicoll.backend.flight_recorder import PendingEntry
     from unicoll.backend.futures import Future
 
-__all__ = ["Completion", "HostCompletion", "Work"]
-
 
 class Completion(ABC):
     """The state of a posted batch of calls, as the backend keeps it."""

@@ -21,8 +21,6 @@ from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.group.recorded_calls import RecordedCall
 from unicoll.net.control.clock import Offset, now
 
-__all__ = ["FORMAT", "content", "threads"]
-
 FORMAT = "unicoll flight recorder"
 _VERSION = 1
 _MAX_FRAMES = 100

@@ -21,8 +21,6 @@ from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 from unicoll.net import fork_safety
 from unicoll.net.control.clock import Offset
 
-__all__ = ["FlightDumper", "current"]
-
 log = logging.getLogger("unicoll")
 
 _WRITER = "unicoll-flight-dump"

@@ -18,19 +18,6 @@ from unicoll.bootstrap.slurm_lists import expand_counts, expand_nodelist
 from unicoll.errors import DistArgumentError
 from unicoll.net.interfaces import parse_port
 
-__all__ = [
-    "LAUNCHERS",
-    "LaunchInfo",
-    "LauncherRow",
-    "detect",
-    "expand_nodelist",
-    "from_mpi_world",
-    "is_torchelastic_launched",
-    "master_of",
-    "near_misses",
-    "size_only_in_mpi",
-]
-
 PORT_BASE = 20000
 """First port derived from a job's id; the last one is below 32768, where Linux's ephemeral ports begin."""
 PORT_SPAN = 12000

@@ -25,15 +25,6 @@ from unicoll.net import interfaces, settings
 from unicoll.net.secret import Secret, find_secret
 from unicoll.net.stores import PrefixStore, Store
 
-__all__ = [
-    "Rendezvous",
-    "members",
-    "parse_init_method",
-    "refuse_protection",
-    "register_rendezvous_handler",
-    "rendezvous",
-]
-
 Environ = Mapping[str, str]
 
 PORTS_TO_TRY = 8

@@ -31,8 +31,6 @@ from unicoll.net.secret import Key, Secret, new_key
 from unicoll.net.stores import PrefixStore, Store
 from unicoll.net.timeouts import backoff, seconds_left
 
-__all__ = ["MIN_SECONDS", "AgreedStore", "JobRecord", "StoreLocation", "agree_on_store", "was_used"]
-
 log = logs.logger("rendezvous")
 
 _MAGIC = "unicoll1"

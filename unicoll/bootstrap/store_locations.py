@@ -16,16 +16,6 @@ from unicoll.net.secret import Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unicoll.net.timeouts import backoff, seconds_left
 
-__all__ = [
-    "FileLocation",
-    "ExistingStoreLocation",
-    "Handler",
-    "HandlerLocation",
-    "LocalLocation",
-    "MPILocation",
-    "TCPLocation",
-]
-
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 
 PROBE_SECONDS = 2.0

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from unicoll.group.call_comparison import CallChecks
     from unicoll.staging.backend import Staged
 
-__all__ = ["GroupBackends"]
-
 
 class GroupBackends:
     """Creates, selects, aborts and closes the backends of one group.

@@ -35,8 +35,6 @@ from unicoll.net import logs
 from unicoll.net.debug_level import DebugLevel, get_debug_level
 from unicoll.net.stores import PrefixStore
 
-__all__ = ["CallChecks", "agree_on_level"]
-
 log = logs.logger("calls")
 
 _BARRIER = OPS["barrier"]

@@ -8,8 +8,6 @@ from unicoll.backend.call import Call
 from unicoll.backend.options import CallOptions
 from unicoll.net.timeouts import Timeout, positive_seconds
 
-__all__ = ["CallSettings"]
-
 
 @dataclass(frozen=True, slots=True)
 class CallSettings:

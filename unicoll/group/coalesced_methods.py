@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "all_gather_coalesced",
-    "all_gather_into_tensor_coalesced",
-    "all_reduce_coalesced",
-    "broadcast_coalesced",
-    "reduce_scatter_tensor_coalesced",
-]
-
 
 def all_reduce_coalesced(
     self: ProcessGroup,

@@ -20,22 +20,6 @@ if TYPE_CHECKING:
     from unicoll.group.dispatcher import Buffers
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "exscan",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scan",
-    "scatter",
-]
-
 _BROADCAST = OPS["broadcast"]
 _ALL_REDUCE = OPS["all_reduce"]
 _REDUCE = OPS["reduce"]

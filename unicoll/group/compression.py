@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from unicoll.group.backends import GroupBackends
     from unicoll.group.call_settings import CallSettings
 
-__all__ = ["compress"]
-
 _ALL_REDUCE = OPS["all_reduce"]
 
 

@@ -33,8 +33,6 @@ from unicoll.group.members import GroupMembers
 from unicoll.net import debug_level
 from unicoll.net.timeouts import Timeout
 
-__all__ = ["RUNNING", "Buffers", "Dispatcher"]
-
 Buffers = tuple[Buffer, ...]
 Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 

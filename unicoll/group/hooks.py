@@ -19,8 +19,6 @@ from unicoll.group.arguments import call_site
 from unicoll.group.members import GroupMembers
 from unicoll.net import logs
 
-__all__ = ["Hook", "HookedBackend", "HookedCall", "add_to_job"]
-
 log = logs.logger("calls")
 
 T = TypeVar("T")

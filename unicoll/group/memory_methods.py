@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from unicoll.backend.contract import Registration
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["fence", "peer_view", "put", "register", "signal", "symmetric_empty", "wait_signal"]
-
 _PUT, _SIGNAL, _WAIT_SIGNAL = (
     Op(name, 0, Arity.ONE, Arity.NONE, Sizes.NONE) for name in ("put", "signal", "wait_signal")
 )

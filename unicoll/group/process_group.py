@@ -27,8 +27,6 @@ from unicoll.group.registry import BackendChoice
 from unicoll.net import logs
 from unicoll.net.timeouts import Timeout
 
-__all__ = ["ProcessGroup"]
-
 log = logs.logger("group")
 
 _BARRIER = OPS["barrier"]

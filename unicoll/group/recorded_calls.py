@@ -12,8 +12,6 @@ from unicoll.backend.flight_recorder import ArrayKind, CallKind, PendingEntry, l
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.group.dispatcher import RUNNING
 
-__all__ = ["RecordedCall", "recorded_calls"]
-
 _ATTEMPTS = 10
 
 

@@ -21,21 +21,6 @@ from unicoll.errors import BackendUnavailableError, DistArgumentError
 if TYPE_CHECKING:
     from unicoll.net.stores import Store
 
-__all__ = [
-    "BackendName",
-    "BackendChoice",
-    "MPIWorld",
-    "choose",
-    "backend_names",
-    "default_backend_for_device",
-    "fakes",
-    "mpi_store",
-    "mpi_world",
-    "reason_against",
-    "register_job_with_mpi",
-    "status_line",
-]
-
 _BUILT_IN = {
     "fake": "unicoll.backend.fake",
     "gloo": "gloo_fallback",

@@ -50,14 +50,6 @@ from unicoll.net.handshake_messages import (
 )
 from unicoll.net.secret import Key
 
-__all__ = [
-    "HANDSHAKE_SECONDS",
-    "HandshakeResult",
-    "NoAnswerError",
-    "ServerHandshake",
-    "client_handshake",
-]
-
 HANDSHAKE_SECONDS = 10.0
 """Seconds after which a server closes a connection whose handshake is not done."""
 

@@ -7,28 +7,6 @@ import secrets
 
 from unicoll.net.secret import SOURCES
 
-__all__ = [
-    "ACCEPTED",
-    "CLIENT_HAS_NONE",
-    "HELLO_SIZE",
-    "MAGIC",
-    "OTHER_PROTECTION",
-    "OTHER_USER",
-    "PRIVATE",
-    "PROOF_SIZE",
-    "PROTECTIONS",
-    "REASONS",
-    "SERVER_HAS_NONE",
-    "WRONG_PURPOSE",
-    "WRONG_SECRET",
-    "check_hellos",
-    "flags_of",
-    "make_hello",
-    "make_proof",
-    "purpose_of",
-    "rank_of",
-]
-
 MAGIC = b"unicoll1\r\n\r\n"
 PURPOSE_SIZE = 16
 NONCE_SIZE = 32

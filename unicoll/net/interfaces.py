@@ -17,23 +17,6 @@ from typing import Any, NamedTuple
 
 from unicoll.errors import DistArgumentError, DistNetworkError
 
-__all__ = [
-    "AddressChoice",
-    "Interface",
-    "hostname",
-    "interfaces",
-    "is_local_address",
-    "is_loopback",
-    "is_loopback_name",
-    "join_hostport",
-    "listen_addresses",
-    "match_interfaces",
-    "parse_port",
-    "raise_descriptor_limit",
-    "resolve",
-    "split_hostport",
-]
-
 _IFF_UP = 0x1
 _IFF_LOOPBACK = 0x8
 # Addresses for documentation are assigned to no host, so their route is the default route (RFC 5737, RFC 3849).

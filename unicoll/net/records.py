@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from unicoll.net.secret import Key
 
-__all__ = ["HEADER_SIZE", "MAX_DATA", "Buffer", "MacRecords", "Records", "TamperedError"]
-
 MAX_DATA = 1 << 17
 """Bytes of data in a record at most."""
 

@@ -32,8 +32,6 @@ from unicoll.net.auth import ServerHandshake
 from unicoll.net.fork_safety import guard
 from unicoll.net.records import MAX_DATA, Records, TamperedError
 
-__all__ = ["Client", "Server", "listen"]
-
 ACCEPTS_PER_WAKEUP = 32
 
 _READ_SIZE = 256 * 1024

@@ -8,8 +8,6 @@ from datetime import timedelta
 
 from unicoll.errors import DistArgumentError, DistTypeError
 
-__all__ = ["Timeout", "backoff", "positive_seconds", "seconds_left", "to_seconds"]
-
 Timeout = timedelta | float | None
 """A timedelta or seconds; None is a default."""
 

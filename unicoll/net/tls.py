@@ -22,8 +22,6 @@ from typing import Any
 from unicoll.net.records import TamperedError
 from unicoll.net.secret import Key
 
-__all__ = ["TlsRecords"]
-
 _CERTIFICATE = Path(__file__).with_name("tls_certificate.pem")
 _IDENTITY = "unicoll"
 _PROOF_SIZE = 32

@@ -31,8 +31,6 @@ from unicoll.parallel.common import (
     without_history,
 )
 
-__all__ = ["GradientBuckets"]
-
 _MIB = 2**20
 
 

@@ -28,25 +28,6 @@ from unicoll.errors import (
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "Arrays",
-    "Kind",
-    "Packer",
-    "byte_array",
-    "check_writable",
-    "element_type",
-    "explained",
-    "bucket_like",
-    "flat_like",
-    "host_bytes",
-    "kind_of",
-    "listed",
-    "member_group",
-    "named",
-    "plan_buckets",
-    "without_history",
-]
-
 Arrays = Sequence[Any] | Mapping[str, Any]
 """Arrays in the same order on every rank; the keys of a mapping are used as names in messages."""
 

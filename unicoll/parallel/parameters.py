@@ -23,8 +23,6 @@ from unicoll.parallel.common import (
     plan_buckets,
 )
 
-__all__ = ["average_gradients", "broadcast_parameters", "check_identical", "parameters_digest"]
-
 MESSAGE_BYTES = 25 * 2**20
 DIGEST_BYTES = 32
 

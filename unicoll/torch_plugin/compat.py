@@ -20,19 +20,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from unicoll.net import logs
 
-__all__ = [
-    "OLD_NAMES",
-    "TESTED",
-    "RequestedGroup",
-    "backend_of_init",
-    "dispatch",
-    "is_awaited",
-    "is_profiling",
-    "requested_group",
-    "timeout_or_none",
-    "warn_of_untested",
-]
-
 TESTED = ("2.6.0", "2.13.0", "2.15.0")
 """Tested versions of torch: the oldest supported one, that of most tests, and the newest."""
 

@@ -26,8 +26,6 @@ from unicoll.torch_plugin.symmetric import TensorPool
 from unicoll.torch_plugin.torch_job import TorchJob
 from unicoll.torch_plugin.work import DONE, CompletedWork, TorchWork, WorkRegistry
 
-__all__ = ["TorchProcessGroup"]
-
 _set_grad_enabled: Callable[[bool], Any] = torch._C._set_grad_enabled
 _LABEL = "unicoll:"
 """Prefix of operation names in profiles: ``unicoll:all_reduce``."""

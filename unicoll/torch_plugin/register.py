@@ -17,8 +17,6 @@ from unicoll.torch_plugin.names import BACKENDS, MPI, spec_of
 from unicoll.torch_plugin.torch_job import join_torch_job
 from unicoll.torch_plugin.wrapped import WrappedProcessGroup
 
-__all__ = ["enable_mpi", "explain", "register"]
-
 
 def register() -> None:
     """Register the backends with torch.distributed. Importing the package calls it; repeated calls do nothing."""

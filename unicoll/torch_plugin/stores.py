@@ -17,8 +17,6 @@ from unicoll.net.stores import Store
 from unicoll.net.stores.base import Timeout, Value, seconds_of
 from unicoll.net.timeouts import backoff
 
-__all__ = ["TorchBackedStore", "UnicollBackedStore", "TorchStoreLocation", "innermost"]
-
 _MIN_POLL_S, _MAX_POLL_S = 0.002, 0.05
 
 

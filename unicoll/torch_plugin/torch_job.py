@@ -12,8 +12,6 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.group.registry import BackendChoice
 from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
 
-__all__ = ["TorchJob", "join_torch_job", "leave"]
-
 _RENDEZVOUS_TIMEOUT_S = 300.0
 
 

@@ -18,8 +18,6 @@ from unicoll.errors import OperationTimeoutError
 from unicoll.net.timeouts import Timeout, to_seconds
 from unicoll.torch_plugin.error_messages import as_torch_error
 
-__all__ = ["DONE", "CompletedWork", "WorkRegistry", "TorchWork"]
-
 _NO_TIMEOUT = timedelta(0)
 
 

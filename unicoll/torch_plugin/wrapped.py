@@ -15,8 +15,6 @@ from unicoll.torch_plugin.group import TorchProcessGroup
 from unicoll.torch_plugin.stores import UnicollBackedStore, innermost
 from unicoll.torch_plugin.torch_job import TorchJob
 
-__all__ = ["WrappedProcessGroup", "torch_group"]
-
 
 class WrappedProcessGroup(TorchProcessGroup):
     """torch's process group over an existing unicoll group.

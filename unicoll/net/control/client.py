@@ -43,8 +43,6 @@ from unicoll.net.timeouts import seconds_left
 if TYPE_CHECKING:
     from unicoll.net.stores import Store
 
-__all__ = ["ControlClient", "PeerInfo"]
-
 Message = dict[str, Any]
 
 log = logs.logger("control")

@@ -28,8 +28,6 @@ from unicoll.net.control.wait_graph import (
     stuck_waits,
 )
 
-__all__ = ["DeadlockDetector"]
-
 Message = dict[str, Any]
 Link = tuple[str, int, int]
 """Lane, rank and peer: the connection between two ranks as the first one sees it."""

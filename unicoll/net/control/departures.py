@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from unicoll.net.control.relay import Departure
 
-__all__ = ["Departures"]
-
 
 class Departures:
     """How each rank that has ended did so.

@@ -10,8 +10,6 @@ from typing import Any
 from unicoll import errors
 from unicoll.errors import DistError
 
-__all__ = ["GroupFailures", "pack_error", "unpack_error"]
-
 Message = dict[str, Any]
 
 _ANNOUNCEMENT_S = 1.0

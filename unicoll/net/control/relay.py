@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from unicoll.net.control.clock import ClockOffset
 from unicoll.net.control.deadlock_detector import DeadlockDetector
-from unicoll.net.framed_server import MAX_FRAME, Client, FrameServer, frame
+from unicoll.net.framed_server import MAX_FRAME, FrameServer, frame
 from unicoll.net.records import TamperedError
-
-__all__ = ["Departure", "Relay", "Takeover"]
+from unicoll.net.server import Client
 
 Departure = tuple[int, str, str]
 """A rank that has ended, a sentence on how it ended, and "left", "failed" or "died" (it did not leave the job)."""

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-__all__ = ["Report", "Reports"]
-
 Message = dict[str, Any]
 Report = dict[str, Any]
 

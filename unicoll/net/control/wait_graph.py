@@ -14,23 +14,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ANY",
-    "RECEIVE",
-    "SEND",
-    "Edge",
-    "LinkState",
-    "State",
-    "Wait",
-    "compress",
-    "find_circle",
-    "find_stuck",
-    "group_of",
-    "lane_of",
-    "parse",
-    "stuck_waits",
-]
-
 ANY = -1
 """The peer of a receive from any member."""
 RECEIVE, SEND = 0, -1

@@ -12,8 +12,6 @@ from typing import Any, SupportsIndex
 from unicoll.errors import DistArgumentError, DistStoreError, DistTypeError
 from unicoll.net.timeouts import to_seconds
 
-__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "Timeout", "Value", "seconds_of"]
-
 Timeout = timedelta | float
 Value = str | bytes
 

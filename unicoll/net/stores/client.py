@@ -25,8 +25,6 @@ from unicoll.net.stores.base import (
 )
 from unicoll.net.stores.protocol import MAX_KEY, StoreOp, max_request, max_value, pack_request
 
-__all__ = ["RequestStore"]
-
 _SHOWN_KEYS = 8
 
 

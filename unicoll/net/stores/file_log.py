@@ -31,8 +31,6 @@ from unicoll.net.stores.protocol import (
 from unicoll.net.stores.table import HIDDEN, Table, WaitRequired
 from unicoll.net.timeouts import backoff
 
-__all__ = ["FIRST_LINE", "FileLog", "close_log", "open_log"]
-
 FIRST_LINE = b"unicoll file store 1\n"
 _JOINED = HIDDEN + b"users"
 _LEFT = HIDDEN + b"left"

@@ -16,8 +16,6 @@ from unicoll.net.secret import Secret
 from unicoll.net.server import listen
 from unicoll.net.stores.tcp_server import StoreServer
 
-__all__ = ["acquire_server", "bind_addresses", "connect_addresses", "release_server"]
-
 _BACKLOG = 65535
 _ALL_INTERFACES = "*"
 _PORT_TRIES = 20

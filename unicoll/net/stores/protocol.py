@@ -17,23 +17,6 @@ from itertools import cycle
 
 from unicoll.net import settings
 
-__all__ = [
-    "MAX_KEY",
-    "MAX_NUMBER",
-    "REPLY",
-    "REQUEST",
-    "MalformedError",
-    "StoreOp",
-    "Status",
-    "max_request",
-    "max_value",
-    "pack_reply",
-    "pack_request",
-    "unpack_fields",
-    "validate",
-    "validate_reply",
-]
-
 REQUEST = struct.Struct("<QBd")
 REPLY = struct.Struct("<QB")
 _LENGTH = struct.Struct("<I")

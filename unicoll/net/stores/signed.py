@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from unicoll.errors import AuthenticationError
 from unicoll.net.stores.base import PrefixStore, Value, as_bytes, key_value_pairs
 
-__all__ = ["SignedStore"]
-
 _DIGITS = 64
 
 

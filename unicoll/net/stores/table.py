@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from unicoll.errors import DistStoreError
 from unicoll.net.stores.protocol import MAX_NUMBER, StoreOp, max_value
 
-__all__ = ["HIDDEN", "Table", "WaitRequired"]
-
 Fields = Sequence[bytes]
 
 HIDDEN = b"\0unicoll/"

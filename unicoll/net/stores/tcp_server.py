@@ -29,8 +29,6 @@ from unicoll.net.stores.protocol import (
 from unicoll.net.stores.table import Table, WaitRequired
 from unicoll.net.timeouts import seconds_left
 
-__all__ = ["PURPOSE", "StoreServer", "keep_alive"]
-
 PURPOSE = b"store"
 
 _STOP_SECONDS = 5.0
