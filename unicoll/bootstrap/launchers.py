@@ -213,15 +213,15 @@ def _hint(row: LauncherRow, master: _Master, *, single_host: bool) -> str:
 def _job(row: LauncherRow, environ: Environ, *, single_host: bool) -> str:
     parts = [f"{name}={environ[name]}" for name in row.job if environ.get(name)]
     if not parts and single_host:
-        parts = [f"{name}={pid}" for name, pid in _ancestors() if name in row.agents][:1]
+        parts = [f"{name}={pid}" for name, pid in ancestors() if name in row.agents and pid > 1][:1]
     return ", ".join(parts)
 
 
-def _ancestors() -> list[tuple[str, int]]:
+def ancestors() -> list[tuple[str, int]]:
     """Names and ids of this process's ancestors, nearest first, as far as /proc has them."""
     found: list[tuple[str, int]] = []
     pid = os.getppid()
-    while pid > 1:
+    while pid > 0:
         try:
             stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:

@@ -42,11 +42,9 @@ from unicoll.net.handshake_messages import (
     WRONG_PURPOSE,
     WRONG_SECRET,
     check_hellos,
-    flags_of,
     make_hello,
     make_proof,
-    purpose_of,
-    rank_of,
+    parse_hello,
 )
 from unicoll.net.secret import Key
 
@@ -152,7 +150,7 @@ class ServerHandshake:
         self._out += bytes([ACCEPTED]) + make_proof(self._key, b"server", self._hello, hello, self._address)
         self.leftover = self._received[HELLO_SIZE + PROOF_SIZE :]
         self._received = b""
-        self.peer = rank_of(hello)
+        self.peer = parse_hello(hello).rank
         self.channel_key = Key(make_proof(self._key, b"channel", self._hello, hello, self._address))
         self.done = True
 
@@ -209,7 +207,7 @@ def client_handshake(
         theirs = _receive_hello(sock, min(deadline, time.monotonic() + SILENCE_SECONDS), peer)
         if (verdict := check_hellos(theirs, mine)) is not None:
             raise AuthenticationError(
-                f"handshake with {peer}: {_explain(verdict, purpose, purpose_of(theirs))}"
+                f"handshake with {peer}: {_explain(verdict, purpose, parse_hello(theirs).purpose)}"
             )
         _send(sock, make_proof(key, b"client", theirs, mine, address), deadline, peer)
         verdict = _receive(sock, 1, deadline, peer)[0]
@@ -225,12 +223,13 @@ def client_handshake(
             raise AuthenticationError(
                 f"{peer} accepted this client but cannot prove that it holds the job's secret itself"
             )
-        if server is not None and rank_of(theirs) != server:
+        hello = parse_hello(theirs)
+        if server is not None and hello.rank != server:
             raise AuthenticationError(
-                f"{peer} is rank {rank_of(theirs)}, not rank {server}: a value in the store was forged"
+                f"{peer} is rank {hello.rank}, not rank {server}: a value in the store was forged"
             )
         return HandshakeResult(
-            bool(flags_of(theirs) & PRIVATE), Key(make_proof(key, b"channel", theirs, mine, address))
+            bool(hello.flags & PRIVATE), Key(make_proof(key, b"channel", theirs, mine, address))
         )
     finally:
         sock.settimeout(timeout_before)

@@ -150,7 +150,7 @@ class TorchStoreLocation(StoreLocation):
     warns = True  # a torch store accepts every connection, and users of torch expect no warning
 
     def __init__(self, store: Any) -> None:
-        self._store = TorchBackedStore(store)
+        self._store: TorchBackedStore = TorchBackedStore(store)
         inner = self._inner = innermost(store)
         self.address = type(inner).__name__
         if isinstance(inner, dist.TCPStore):
