@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from types import CodeType, FrameType
 from typing import Any
@@ -117,6 +118,7 @@ def _arrays(buffers: Iterable[Any]) -> tuple[ArrayKind, ...]:
     return tuple([(b.dtype, b.shape) for b in buffers])
 
 
+@dataclass(slots=True, eq=False)
 class PendingEntry:
     """A call that may not have ended.
 
@@ -130,18 +132,15 @@ class PendingEntry:
         on_end: called when the call has ended, or None.
     """
 
-    __slots__ = ("call", "created", "ended", "error", "kind", "on_end", "seq", "site", "started")
-
-    def __init__(self, kind: CallKind, call: Call, created: float, started: float, site: str) -> None:
-        self.kind = kind
-        self.call: Call | None = call
-        self.seq = 0
-        self.created = created
-        self.started = started
-        self.ended = 0.0
-        self.site = site
-        self.error = ""
-        self.on_end: Callable[[], None] | None = None
+    kind: CallKind
+    call: Call | None
+    created: float
+    started: float
+    site: str
+    seq: int = 0
+    ended: float = 0.0
+    error: str = ""
+    on_end: Callable[[], None] | None = None
 
     def release(self) -> None:
         """Take the call's number; the call, which keeps the arrays alive, is no longer needed."""

@@ -7,6 +7,7 @@ does not, so that hooks cost nothing where there are none. torchcomms has hooks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -74,6 +75,7 @@ class HookedCall:
 HookFunction = Callable[[HookedCall], None]
 
 
+@dataclass(eq=False)
 class Hook:
     """Functions that are called for each call of one group or of all groups; :meth:`remove` ends that.
 
@@ -83,18 +85,11 @@ class Hook:
         on_remove: functions that :meth:`remove` calls with the hook.
     """
 
-    def __init__(
-        self,
-        before: HookFunction | None = None,
-        after: HookFunction | None = None,
-        returned: HookFunction | None = None,
-        waited: Callable[[HookedCall, float], None] | None = None,
-    ) -> None:
-        self.before = before
-        self.after = after
-        self.returned = returned
-        self.waited = waited
-        self.on_remove: list[Callable[[Hook], None]] = []
+    before: HookFunction | None = None
+    after: HookFunction | None = None
+    returned: HookFunction | None = None
+    waited: Callable[[HookedCall, float], None] | None = None
+    on_remove: list[Callable[[Hook], None]] = field(default_factory=list, init=False)
 
     def remove(self) -> None:
         """Call the functions no more for calls that start from now on; idempotent."""

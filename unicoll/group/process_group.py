@@ -15,7 +15,7 @@ from unicoll.backend.contract import Backend, Job
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import CallOptions, as_call_options, compression_of, wants_timing
 from unicoll.backend.work import Work
-from unicoll.errors import BackendUnavailableError, DistArgumentError, GroupAbortedError
+from unicoll.errors import DistArgumentError, GroupAbortedError
 from unicoll.group import coalesced_methods, collective_methods, memory_methods
 from unicoll.group.arguments import check_ranks
 from unicoll.group.backends import GroupBackends
@@ -376,19 +376,6 @@ class ProcessGroup:
     def backends(self) -> tuple[Backend, ...]:
         """Every backend of the group once, in the order of :attr:`choices`; then one that another one uses."""
         return self._backends.all
-
-    def backend_for(self, device: str) -> Backend:
-        """The backend that serves arrays of a device type, ``"cpu"`` or ``"cuda"``.
-
-        Raises:
-            BackendUnavailableError: none does.
-        """
-        found = self._backends.for_device(device)
-        if found is None:
-            raise BackendUnavailableError(
-                f"group {self.name!r} ({self.backend_config}) serves no {device} arrays"
-            )
-        return found
 
     def global_rank(self, group_rank: int) -> int:
         """The global rank of a member; DistArgumentError if there is none of that rank."""

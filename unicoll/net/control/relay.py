@@ -10,6 +10,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from unicoll.net.control.clock import ClockOffset
@@ -53,16 +54,16 @@ class Takeover(NamedTuple):
     expected: dict[int, tuple[Any, ...]]
 
 
+@dataclass
 class _Member:
     """One process, as it has introduced itself."""
 
-    def __init__(self, rank: int, host: str, pid: int, address: str, port: int) -> None:
-        self.rank = rank
-        self.host = host
-        self.pid = pid
-        self.address = address
-        self.port = port
-        self.goodbye: dict[str, str] | None = None
+    rank: int
+    host: str
+    pid: int
+    address: str
+    port: int
+    goodbye: dict[str, str] | None = None
 
     def describe(self) -> str:
         """The process for messages."""

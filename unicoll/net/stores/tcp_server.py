@@ -53,12 +53,9 @@ class _ClientState:
         serial: its number, with which a timer detects that the request has changed.
     """
 
-    __slots__ = ("awaited_key", "request", "serial")
-
-    def __init__(self) -> None:
-        self.request: tuple[StoreOp, Sequence[bytes]] | None = None
-        self.awaited_key = b""
-        self.serial = 0
+    request: tuple[StoreOp, Sequence[bytes]] | None = None
+    awaited_key = b""
+    serial = 0
 
 
 class StoreServer(Server):
