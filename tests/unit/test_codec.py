@@ -317,7 +317,7 @@ def nested(levels: int) -> list:
 
 
 def test_nesting_is_bounded():
-    assert again(nested(object_format.MAX_DEPTH)) == nested(object_codec.MAX_DEPTH)
+    assert again(nested(object_format.MAX_DEPTH)) == nested(object_format.MAX_DEPTH)
     deep = nested(object_format.MAX_DEPTH + 1)
     assert object_codec.loads(object_codec.dumps(deep, allow_pickle=True), allow_pickle=True) == deep
     with pytest.raises(PickleRefusedError, match="levels deep"):
