@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from unicoll.api.world import member
 from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.net.timeouts import Timeout
@@ -25,7 +26,6 @@ from unicoll.parallel.common import (
     host_bytes,
     kind_of,
     listed,
-    member_group,
     named,
     plan_buckets,
     without_history,
@@ -117,7 +117,7 @@ class GradientBuckets:
             )
         self.names, arrays = named(parameters)
         self._kinds = [_gradient_kind(name, array) for name, array in zip(self.names, arrays, strict=True)]
-        self._group = member_group(group)
+        self._group = member(group, "GradientBuckets")
         self._op = op
         self._find_unused = find_unused
         self.layout = plan_buckets(
