@@ -20,7 +20,6 @@ from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.protocol import (
     REPLY,
     REQUEST,
-    WAITING,
     MalformedError,
     Status,
     StoreOp,
@@ -184,7 +183,7 @@ class _Server:
             with self.changed:
                 reply = self.table.apply(request.op, request.fields)
         except WaitRequired as state:
-            if request.op in WAITING and time.monotonic() < request.deadline:
+            if request.op.waits and time.monotonic() < request.deadline:
                 if request not in self._waiting:
                     self._waiting.append(request)
                 return False
@@ -243,7 +242,7 @@ class MPIStore(RequestStore):
         if self._is_closed:
             raise self._closed_error(name)
         if self._server is not None:
-            deadline = time.monotonic() + seconds if op in WAITING else None
+            deadline = time.monotonic() + seconds if op.waits else None
             try:
                 return self._server.apply(op, fields, deadline)
             except WaitRequired as state:

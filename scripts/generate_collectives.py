@@ -128,7 +128,6 @@ def _call(head: str, arguments: list[str]) -> str:
 
 def functions() -> str:
     """The file of the public functions."""
-    names = sorted(name for row in rows() for name in public_names(row))
     aliases = [f"{' = '.join(row.aliases)} = {row.name}\n" for row in rows() if row.aliases]
     head = f'''{HEADER}"""The collectives, with torch.distributed's names, argument names, order and defaults.
 
@@ -143,15 +142,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
-from unicoll.api.arguments import Array, Timeout, documented, rank_in_group, root_or_zero
+from unicoll.api.arguments import Array, documented, rank_in_group, root_or_zero
 from unicoll.arrays.types import ReduceOp
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-{"".join(f'    "{name}",{chr(10)}' for name in names)}]
 
 
 '''
@@ -232,7 +229,6 @@ def _start_rooted(row: Op) -> list[str]:
 def methods() -> str:
     """The file of the methods."""
     constants = "".join(f'_{row.name.upper()} = OPS["{row.name}"]\n' for row in rows())
-    names = "".join(f'    "{name}",\n' for name in sorted(row.name for row in rows()))
     head = f'''{HEADER}"""Methods of :class:`~unicoll.group.process_group.ProcessGroup`: the collectives.
 
 A method makes buffers of its arrays and says which of them go in and come out.
@@ -247,15 +243,12 @@ from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.group.arguments import buffers_of, splits_of
-from unicoll.group.call_settings import Timeout
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.dispatcher import Buffers
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-{names}]
 
 {constants}
 

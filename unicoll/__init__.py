@@ -107,7 +107,7 @@ if TYPE_CHECKING:
     from unicoll.api import mesh as device_mesh
     from unicoll.api import metrics
     from unicoll.api.debugger import breakpoint
-    from unicoll.api.hooks import Hook, HookedCall, add_hook, annotate, check_finite
+    from unicoll.api.hooks import add_hook, annotate, check_finite
     from unicoll.api.mesh import DeviceMesh, init_device_mesh
     from unicoll.api.spawn import SpawnError, spawn
     from unicoll.api.subgroups import (
@@ -120,6 +120,7 @@ if TYPE_CHECKING:
     )
     from unicoll.backend.work import Work
     from unicoll.bootstrap.rendezvous import register_rendezvous_handler
+    from unicoll.group.hooks import Hook, HookedCall
     from unicoll.group.process_group import ProcessGroup
     from unicoll.net.debug_level import (
         DebugLevel,
@@ -145,7 +146,8 @@ _LAZY = {
     "ProcessGroup": "group.process_group",
     "Work": "backend.work",
     "register_rendezvous_handler": "bootstrap.rendezvous",
-    **dict.fromkeys(("Hook", "HookedCall", "add_hook", "annotate", "check_finite"), "api.hooks"),
+    **dict.fromkeys(("add_hook", "annotate", "check_finite"), "api.hooks"),
+    **dict.fromkeys(("Hook", "HookedCall"), "group.hooks"),
     **dict.fromkeys(("grow_group", "new_group", "shrink_group", "split_group"), "api.subgroups"),
     **dict.fromkeys(("new_subgroups", "new_subgroups_by_enumeration"), "api.subgroups"),
     **dict.fromkeys(("DebugLevel", "get_debug_level"), "net.debug_level"),

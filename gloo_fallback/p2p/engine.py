@@ -25,10 +25,10 @@ from gloo_fallback.shm.ring_buffer import SHARED_THRESHOLD
 from gloo_fallback.transport.endpoint import MESSAGES, Endpoint
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
 from unicoll.backend import Call, Context, failure_diagnosis
-from unicoll.backend.blocked_calls import LinkState
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistError, DistNetworkError, RankLostError
 from unicoll.net.channel import Connection
+from unicoll.net.control.wait_graph import LinkState
 from unicoll.net.records import TamperedError
 
 __all__ = ["P2PEngine"]

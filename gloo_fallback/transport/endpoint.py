@@ -22,8 +22,9 @@ from unicoll.errors import AuthenticationError, DistNetworkError, GroupAbortedEr
 from unicoll.net import auth, channel, settings
 from unicoll.net.channel import Connection
 from unicoll.net.fork_safety import guard
-from unicoll.net.framed_server import Client, FrameServer, frame, handshake_address, read_exactly
+from unicoll.net.framed_server import FrameServer, frame, handshake_address, read_exactly
 from unicoll.net.interfaces import raise_descriptor_limit
+from unicoll.net.server import Client
 from unicoll.net.timeouts import backoff
 
 __all__ = ["COLLECTIVE", "MESSAGES", "Endpoint", "Key"]

@@ -17,10 +17,10 @@ from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
 from mpi_comm.p2p.matcher import EAGER_LIMIT, PACK, RequestMatcher
 from mpi_comm.p2p.requests import PendingRequest
 from unicoll.backend import Call, Context, failure_diagnosis
-from unicoll.backend.blocked_calls import LinkState
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistBackendError, DistError, GroupAbortedError, OperationTimeoutError
 from unicoll.net import logs
+from unicoll.net.control.wait_graph import LinkState
 from unicoll.net.timeouts import backoff
 
 __all__ = ["MPIP2PEngine"]

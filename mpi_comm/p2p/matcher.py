@@ -27,8 +27,8 @@ from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
 from unicoll.arrays.kernels import Flat
 from unicoll.arrays.types import DTYPES
 from unicoll.backend import Call, Context
-from unicoll.backend.blocked_calls import LinkState
 from unicoll.errors import MessageMismatchError
+from unicoll.net.control.wait_graph import LinkState
 
 __all__ = ["EAGER_LIMIT", "PACK", "RequestMatcher"]
 

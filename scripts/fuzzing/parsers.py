@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from unicoll.errors import AuthenticationError, DistError, DistNetworkError
-from unicoll.net import auth, handshake_messages, object_codec, records
+from unicoll.net import auth, handshake_messages, object_codec, object_format, records
 from unicoll.net.secret import Key
 from unicoll.net.stores.protocol import StoreOp
 
@@ -25,7 +25,7 @@ class Codec(Target):
         circle: list[Any] = [1]
         circle.append(circle)
         deep: Any = None
-        for _ in range(object_codec.MAX_DEPTH):
+        for _ in range(object_format.MAX_DEPTH):
             deep = [deep]
         objects: list[Any] = [
             None,
@@ -89,16 +89,16 @@ class Handshake(Target):
             handshake_messages.make_hello(b"", b"store"),
             b"HTTP/1.1 400 Bad Request\r\n\r\n",
         ]
-        self.valid = [bytes([side]) + data for side in (0, 1) for data in (client, client + b"rest", *others)]
-        self.valid += [b"\2" + data for data in (self._server, *refusals, *others)]
+        self.valid = [b"\0" + data for data in (client, client + b"rest", *others)]
+        self.valid += [b"\1" + data for data in (self._server, *refusals, *others)]
 
     def run(self, data: bytes) -> bool:
-        side, data = data[0] % 3 if data else 0, data[1:]
+        side, data = data[0] % 2 if data else 0, data[1:]
         try:
-            (self._machine, self._blocking, self._client_side)[side](data)
+            (self._machine, self._client_side)[side](data)
         except (AuthenticationError, DistNetworkError):
             return False
-        if not data.startswith(self._server if side == 2 else self._client):
+        if not data.startswith(self._server if side == 1 else self._client):
             raise Found("accepted without a proof")
         return True
 
@@ -109,10 +109,6 @@ class Handshake(Target):
             machine.outgoing()
         if not machine.done:
             raise AuthenticationError("not done")
-
-    def _blocking(self, data: bytes) -> None:
-        with pair(data) as sock:
-            auth.server_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
 
     def _client_side(self, data: bytes) -> None:
         with pair(data) as sock:

@@ -66,7 +66,7 @@ def message_thread_dies(where: str) -> list[Failure | None]:
     first, second = must(dist.irecv(x, other, tag=1)), must(dist.irecv(x, other, tag=2))
     dist.barrier()  # both ranks have posted their receives
     if me() == 0:
-        engine: Any = group.backend_for("cpu")._p2p  # type: ignore[attr-defined]
+        engine: Any = group._backends.for_device("cpu")._p2p  # type: ignore[attr-defined]
         if where == "serve":
             engine._progress._progress_once = _injected
         else:

@@ -58,7 +58,7 @@ def _alone() -> Any:
 def test_on_the_host_it_is_the_hosts_time_without_that_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = dist.group.WORLD
     gate, inside = threading.Event(), threading.Event()
-    collectives = group.backend_for("cpu")._collectives
+    collectives = group._backends.for_device("cpu")._collectives
     execute = collectives["all_reduce"]
 
     def slow(call: Any) -> None:

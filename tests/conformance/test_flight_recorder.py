@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tests.conformance import recorder_jobs as jobs
 from tests.nccl import nccl_jobs
 from tests.simulated_nccl.ranks import run as run_simulated
+from unicoll.backend.flight_recorder import user_frame
 from unicoll.testing.ranks import Pool, joined
 from unicoll.testing.worker import leave
 
@@ -45,6 +47,12 @@ def test_call_sites_of_functions_and_methods(pool: Callable[[int], Pool]) -> Non
 
 def test_a_call_without_a_call_site(pool: Callable[[int], Pool]) -> None:
     assert pool(2).run(jobs.called_by_no_python_code) == [1, 1]
+
+
+def test_a_users_module_whose_name_begins_as_the_librarys() -> None:
+    names = {"__name__": "unicoll_train", "getframe": sys._getframe}
+    exec("frame = getframe()", names)
+    assert user_frame(names["frame"]).f_globals is names  # type: ignore[arg-type]
 
 
 def test_calls_that_fail() -> None:

@@ -147,6 +147,25 @@ def test_one_backend_for_each_device() -> None:
     dist.Backend.register_backend("elsewhere", Elsewhere, devices="moon")
     choices = registry.choose("cpu:gloo,moon:elsewhere")
     assert [(c.device, c.name) for c in choices] == [("cpu", "gloo"), ("moon", "elsewhere")]
+    with pytest.raises(DistArgumentError, match="two backends of cpu arrays"):
+        registry.choose("cpu:gloo,cpu:gloo")
+
+
+def test_a_backend_that_cannot_be_created_leaves_none_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no cable")
+
+    dist.Backend.register_backend("counting", CountingBackend)
+    dist.Backend.register_backend("elsewhere", Elsewhere)
+    dist.init_process_group("counting", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(Elsewhere, "create", fail)
+        before = CountingBackend.closed
+        with pytest.raises(OSError, match="no cable"):
+            dist.new_group(backend="cpu:counting,moon:elsewhere")
+        assert CountingBackend.closed == before + 1
+    finally:
+        dist.destroy_process_group()
 
 
 # --- reasons -------------------------------------------------------------------------------------------------------

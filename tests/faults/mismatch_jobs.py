@@ -233,6 +233,7 @@ def bad_calls() -> dict[str, tuple[Callable[[], Any], str, str]]:
         ),
         "time is up": (lambda: d.all_reduce(x, timeout=-1), "DistArgumentError", "timeout"),
         "no time": (lambda: d.barrier(timeout=0), "DistArgumentError", "timeout"),
+        "no number": (lambda: d.barrier(timeout=float("nan")), "DistArgumentError", "timeout"),
         "time of no kind": (lambda: d.barrier(timeout="long"), "DistTypeError", "timeout"),
         "no arrays": (lambda: d.all_reduce_coalesced([]), "DistArgumentError", "all_reduce"),
         "send to oneself": (lambda: d.send(x, dist.get_rank()), "DistArgumentError", "dst"),

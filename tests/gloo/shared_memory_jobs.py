@@ -17,7 +17,7 @@ def transport_of_world() -> Any:
     """The transport of this rank's world group; None before its first collective."""
     pg = dist.group.WORLD
     assert pg is not None
-    return pg.backend_for("cpu")._transport  # type: ignore[attr-defined]
+    return pg._backends.for_device("cpu")._transport  # type: ignore[attr-defined]
 
 
 def transport() -> tuple[str, float]:

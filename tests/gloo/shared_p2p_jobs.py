@@ -21,7 +21,7 @@ LARGE = 3 * RING + 12_345
 
 def engine(group: Any = None) -> Any:
     """This rank's point-to-point engine of a group."""
-    return (group or dist.group.WORLD).backend_for("cpu")._p2p
+    return (group or dist.group.WORLD)._backends.for_device("cpu")._p2p
 
 
 def rings(group: Any = None) -> list[tuple[bool, bool]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from unicoll.bootstrap import launchers, rendezvous_protocol
+from unicoll.bootstrap import launchers, rendezvous_protocol, store_locations
 from unicoll.bootstrap.join import join
 from unicoll.bootstrap.rendezvous import Rendezvous, register_rendezvous_handler, rendezvous
 from unicoll.errors import (
@@ -35,7 +35,7 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.group import registry
-from unicoll.net.secret import Secret
+from unicoll.net.secret import Key, Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,7 +198,12 @@ def test_a_world_of_size_1_opens_no_port() -> None:
         busy.bind(("127.0.0.1", 0))
         environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         found = rendezvous(environ=environ | {"MASTER_PORT": str(busy.getsockname()[1])})
-    assert (found.rank, found.world_size, found.trusted, found.listen_host) == (0, 1, True, "127.0.0.1")
+    assert (found.rank, found.world_size, found.trusted, found.listen_addresses[0]) == (
+        0,
+        1,
+        True,
+        "127.0.0.1",
+    )
     assert isinstance(found.root, HashStore)
     found.close()
     found.close()
@@ -367,6 +372,22 @@ def test_another_jobs_store_on_the_derived_port_is_skipped(pool: ProcessPoolExec
         other.close()
         mute.close()
     assert_same_rendezvous(results)
+
+
+def test_a_store_with_another_programs_record_is_skipped() -> None:
+    secret = Secret(b"", "none")
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, secret=secret) as other,
+        TCPStore("127.0.0.1", 0, is_master=True, secret=secret) as ours,
+    ):
+        location = store_locations.TCPLocation("127.0.0.1", [other.port, ours.port], "test", secret, job="1")
+        PrefixStore(location.namespace, other).set("generation", "42")
+        record = rendezvous_protocol.JobRecord("token", 2, True, Key())
+        PrefixStore(location.namespace, ours).set("generation", record.format())
+        found = location.open(1, 2, time.monotonic() + 60)
+        assert isinstance(found, TCPStore)
+        assert found.port == ours.port
+        location.close()
 
 
 def torchrun(rank: int, size: int, port: int) -> dict[str, str]:
@@ -685,7 +706,7 @@ PROGRAM = textwrap.dedent(
         found.store.wait([f"here/{rank}" for rank in range(1, found.world_size)], timedelta(seconds=60))
     else:
         found.store.set(f"here/{found.rank}", "yes")
-    print(f"found {found.rank}/{found.world_size} {found.listen_host} {found.trusted}", flush=True)
+    print(f"found {found.rank}/{found.world_size} {found.listen_addresses[0]} {found.trusted}", flush=True)
     found.close()
     """
 )

@@ -231,7 +231,7 @@ def _swap(x: arrays.Array, y: arrays.Array, me: int, n: int) -> None:
 
 def posted() -> list[str]:
     """The nonblocking MPI collectives that get device pointers."""
-    communicator: Any = dist.group.WORLD.backend_for("cpu").communicator  # type: ignore[union-attr,attr-defined]
+    communicator: Any = dist.group.WORLD._backends.for_device("cpu").communicator  # type: ignore[union-attr,attr-defined]
     kept, found = dict(communicator._nonblocking), []
 
     def watched(name: str) -> Callable[..., Any]:

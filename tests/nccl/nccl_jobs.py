@@ -244,7 +244,7 @@ def miss(late: int) -> list[str]:
     connect()
     if dist.get_rank() == late:
         group: Any = dist.group.WORLD
-        await_true(lambda: group.backend_for("cuda")._state.error)
+        await_true(lambda: group._backends.for_device("cuda")._state.error)
         errors = []
     else:
         x = arrays.full(2, 1.0)
@@ -637,7 +637,7 @@ def timed() -> dict[str, Any]:
     made = []
     took = []
     for _ in range(10):
-        while group.backend_for(
+        while group._backends.for_device(
             "cuda"
         ).connection.in_flight.operations:  # until the watchdog has removed the last
             time.sleep(0.01)

@@ -22,7 +22,7 @@ from unicoll.testing import worker
 
 
 def backend_of(group: Any = None) -> NCCLBackend:
-    found = (group or dist.group.WORLD).backend_for("cuda")
+    found = (group or dist.group.WORLD)._backends.for_device("cuda")
     assert isinstance(found, NCCLBackend)
     return found
 

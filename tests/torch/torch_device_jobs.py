@@ -100,7 +100,7 @@ def refused_messages() -> tuple[str, list[float]]:
 def _nccl() -> Any:
     """The NCCL backend of the default group."""
     group: Any = dist.group.WORLD
-    return group.unicoll.backend_for("cuda")
+    return group.unicoll._backends.for_device("cuda")
 
 
 def asking() -> list[bool]:

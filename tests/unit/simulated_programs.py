@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from unicoll.backend.blocked_calls import LinkState
 from unicoll.net.control import wait_graph
 from unicoll.net.control.deadlock_detector import DeadlockDetector
-from unicoll.net.control.wait_graph import ANY, compress, lane_of
+from unicoll.net.control.wait_graph import ANY, LinkState, compress, lane_of
 
 COLLECTIVE, POST, WAIT, SEND, RECV, SLEEP = "collective", "post", "wait", "send", "recv", "sleep"
 LARGE = "large"

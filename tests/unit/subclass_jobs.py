@@ -244,7 +244,7 @@ def failures_inside() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group: Any = dist.new_group()
     group.barrier()  # selects the transport
-    place = _before_sending(group.backend_for("cpu"))
+    place = _before_sending(group._backends.for_device("cpu"))
     x = np.ones(5, np.float32)
     restore = _broken(*place, 2 if rank == 0 else 0)
     try:

@@ -182,7 +182,7 @@ SHARED: list = [1]
         [np.float64(1)],
         ["x" * 64],
         {"x" * 64: 1},
-        [[] for _ in range(object_codec.MAX_DEPTH)],
+        [[] for _ in range(object_format.MAX_DEPTH)],
         ["[" * 60, "{" * 60],
         3,
         "text",
@@ -317,8 +317,8 @@ def nested(levels: int) -> list:
 
 
 def test_nesting_is_bounded():
-    assert again(nested(object_codec.MAX_DEPTH)) == nested(object_codec.MAX_DEPTH)
-    deep = nested(object_codec.MAX_DEPTH + 1)
+    assert again(nested(object_format.MAX_DEPTH)) == nested(object_format.MAX_DEPTH)
+    deep = nested(object_format.MAX_DEPTH + 1)
     assert object_codec.loads(object_codec.dumps(deep, allow_pickle=True), allow_pickle=True) == deep
     with pytest.raises(PickleRefusedError, match="levels deep"):
         object_codec.dumps(deep, allow_pickle=False)

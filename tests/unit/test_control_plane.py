@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unicoll.errors import RankLostError
+from unicoll.errors import OperationTimeoutError, RankLostError
 from unicoll.net.control.client import ControlClient
 from unicoll.net.stores.hash import HashStore
 
@@ -42,6 +42,16 @@ def end(client: ControlClient) -> None:
     client._closed = True
     client._standby.close()
     relay.close()
+
+
+def test_joining_without_rank_0_ends_in_time() -> None:
+    """Whatever the timeout of the store, which may be the user's."""
+    client = ControlClient(1, 2, KEY, "127.0.0.1")
+    try:
+        with pytest.raises(OperationTimeoutError, match="rank 0 has not joined"):
+            client.start(HashStore(), 0.2)
+    finally:
+        client.close()
 
 
 def test_messages_wait_until_a_new_relay_knows_the_process(capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from unicoll.errors import (
 )
 from unicoll.net.secret import Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore, file_log, protocol
+from unicoll.net.stores.signed import SignedStore
 
 SECRET = Secret(b"s" * 32, "test")
 # Some of these tests fork.
@@ -313,6 +314,14 @@ def test_wrong_types_are_refused_and_nothing_changes(call: Callable[[Store], obj
         with pytest.raises(DistTypeError):
             call(store)
         assert store.num_keys() == 0
+
+
+def test_a_number_is_not_signed_as_that_many_zeros():
+    store = SignedStore(PrefixStore("p", HashStore()), b"key")
+    for call in (lambda: store.set("k", 3), lambda: store.multi_set(["k"], [3])):
+        with pytest.raises(DistTypeError):
+            call()
+    assert store.num_keys() == 0
 
 
 def test_wrong_values_are_refused():

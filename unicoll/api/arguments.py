@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from unicoll.backend.ops import OPS
@@ -13,10 +12,7 @@ from unicoll.errors import DistArgumentError, DistTypeError
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["Array", "Timeout", "documented", "rank_in_group", "refuse", "root_or_zero"]
-
 Array = Any
-Timeout = timedelta | float | None
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _COMMON = """

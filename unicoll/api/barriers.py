@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from unicoll.api import world
-from unicoll.api.arguments import Timeout, documented
+from unicoll.api.arguments import documented
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = ["barrier", "monitored_barrier"]
 
 
 @documented("barrier")

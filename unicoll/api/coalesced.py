@@ -6,20 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
-from unicoll.api.arguments import Array, Timeout, documented, rank_in_group, refuse
+from unicoll.api.arguments import Array, documented, rank_in_group, refuse
 from unicoll.arrays.types import ReduceOp
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-    "all_gather_coalesced",
-    "all_gather_into_tensor_coalesced",
-    "all_reduce_coalesced",
-    "broadcast_coalesced",
-    "reduce_scatter_tensor_coalesced",
-]
 
 
 @documented("all_reduce")

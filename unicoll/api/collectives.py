@@ -12,30 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
-from unicoll.api.arguments import Array, Timeout, documented, rank_in_group, root_or_zero
+from unicoll.api.arguments import Array, documented, rank_in_group, root_or_zero
 from unicoll.arrays.types import ReduceOp
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "exscan",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scan",
-    "scatter",
-]
 
 
 @documented("broadcast")

@@ -12,11 +12,10 @@ from types import FrameType
 from typing import Any, TextIO
 
 from unicoll.api import world
+from unicoll.bootstrap.launchers import ancestors
 from unicoll.errors import DistArgumentError, DistError
 from unicoll.group.arguments import as_integer
 from unicoll.net.stores import PrefixStore
-
-__all__ = ["breakpoint"]
 
 _visits: dict[tuple[str, int], int] = {}
 """Number of calls with ``skip`` at each line."""
@@ -189,15 +188,9 @@ def _open_terminal() -> int:
 
 def _possible_terminals() -> Iterator[str]:
     yield "/dev/tty"  # of the session
-    pid = os.getpid()
-    while pid > 0:
+    for pid in (os.getpid(), *(pid for _, pid in ancestors())):
         for fd in (0, 1, 2):
             with contextlib.suppress(OSError):
                 path = os.readlink(f"/proc/{pid}/fd/{fd}")
                 if path.startswith(("/dev/pts/", "/dev/tty", "/dev/console")):
                     yield path
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                pid = int(file.read().rpartition(")")[2].split()[1])  # the parent
-        except (OSError, ValueError, IndexError):
-            return

@@ -6,8 +6,6 @@ import os
 
 from unicoll.errors import DistArgumentError, NotInitializedError
 
-__all__ = ["dump_flight_recorder"]
-
 
 def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> str:
     """Write this rank's last calls, with the stacks of its threads, for ``python -m unicoll.trace``; returns the path.

@@ -16,8 +16,6 @@ from unicoll.arrays.conversion import as_buffer
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 from unicoll.group.hooks import Hook, HookedCall, add_to_job
 
-__all__ = ["Hook", "HookedCall", "add_hook", "annotate", "check_finite"]
-
 
 def add_hook(
     before: Callable[[HookedCall], None] | None = None,
@@ -39,7 +37,7 @@ def add_hook(
         after: called when the call has ended, with or without an error. For an asynchronous call that is another
             thread; for one that NCCL has enqueued it is the watchdog's, within about 0.1 s. Exceptions are logged.
         returned: called on the caller's thread when the call returns, with or without an exception; an asynchronous
-            call, or one on a GPU, has then been enqueued.
+            call, or one on a GPU, has then been enqueued. Exceptions are logged.
         waited: called with the seconds for which a thread of the program was blocked: in a blocking call, or each time
             in ``Work.wait`` or ``Work.synchronize``.
         group: whose calls; None means all groups of the job, also later ones.

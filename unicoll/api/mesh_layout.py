@@ -29,7 +29,7 @@ class DimensionError(DistArgumentError, KeyError, IndexError):
 
 
 def merged(pairs: Iterable[tuple[int, int]]) -> Axis:
-    """One axis that slice_positions pairs of (size, stride), outermost first; equal slice_positions give equal axes."""
+    """One axis of pairs of (size, stride), outermost first; equal positions give equal axes."""
     axis: list[tuple[int, int]] = []
     for size, stride in pairs:
         if size == 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import MutableSequence, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,27 +16,11 @@ import numpy as np
 
 from unicoll.errors import DistArgumentError, DistError, PickleRefusedError
 from unicoll.net import object_codec, settings
-from unicoll.net.timeouts import to_seconds
+from unicoll.net.timeouts import Timeout, positive_seconds
 
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "HEADER",
-    "Body",
-    "ByteArray",
-    "Deadline",
-    "Payload",
-    "Timeout",
-    "fill",
-    "fill_each",
-    "load_all",
-    "load_one",
-    "pickle_allowed",
-    "read_headers",
-]
-
-Timeout = timedelta | float | None
 ByteArray = np.ndarray[Any, np.dtype[np.uint8]]
 Body = ByteArray | bytes
 
@@ -52,9 +35,7 @@ class Deadline:
     """Splits a call's timeout over its steps."""
 
     def __init__(self, timeout: Timeout) -> None:
-        seconds = to_seconds(timeout)
-        if seconds is not None and seconds <= 0:
-            raise DistArgumentError(f"timeout: {timeout} is not a positive time")
+        seconds = positive_seconds(timeout)
         self._end = None if seconds is None else time.monotonic() + seconds
 
     def left(self) -> float | None:

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unicoll.api import world
-from unicoll.api.arguments import rank_in_group
+from unicoll.api.arguments import rank_in_group, root_or_zero
 from unicoll.api.object_payload import (
     HEADER,
     Body,
     ByteArray,
     Deadline,
     Payload,
-    Timeout,
     fill,
     fill_each,
     load_one,
@@ -34,17 +33,10 @@ from unicoll.api.object_payload import (
     read_headers,
 )
 from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "pickle_allowed",
-    "scatter_object_list",
-]
 
 
 def broadcast_object_list(
@@ -76,7 +68,7 @@ def broadcast_object_list(
     pg = world.resolve(group)
     if pg is None:
         return
-    root = _root(pg, op, "src", src, group_src)
+    root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
     clock = Deadline(timeout)
     mine = Payload.of(pg, object_list, op) if pg.rank() == root or pg.job.fake else None
     header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
@@ -108,7 +100,7 @@ def all_gather_object(
     pg = world.resolve(group)
     if pg is None:
         return
-    _check_length(pg, op, "object_list", object_list)
+    _check_list(pg, op, "object_list", object_list, pg.size())
     clock = Deadline(timeout)
     mine = Payload.of(pg, [obj], op)
     sizes, bodies = _exchange_headers(pg, mine, op, clock)
@@ -143,10 +135,10 @@ def gather_object(
     pg = world.resolve(group)
     if pg is None:
         return
-    root = _root(pg, op, "dst", dst, group_dst)
+    root = rank_in_group(pg, op, "dst", *root_or_zero(dst, group_dst))
     receiving = pg.rank() == root
     if receiving:
-        _check_length(pg, op, "object_gather_list", object_gather_list)
+        _check_list(pg, op, "object_gather_list", object_gather_list, pg.size())
     elif object_gather_list:
         raise DistArgumentError(
             f"{op}: object_gather_list is for the destination (rank {root} of the group) alone",
@@ -187,7 +179,7 @@ def scatter_object_list(
     pg = world.resolve(group)
     if pg is None:
         return
-    root = _root(pg, op, "src", src, group_src)
+    root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
     _check_list(pg, op, "scatter_object_output_list", scatter_object_output_list, 1)
     clock = Deadline(timeout)
     payloads = None
@@ -276,9 +268,8 @@ def _payload_for_each_rank(pg: ProcessGroup, objects: Sequence[Any] | None, op: 
     return [Payload.of(pg, [obj], op) for obj in objects]
 
 
-# gather and scatter are fastest with equal parts. Objects of similar size are padded to the largest; where most of the
-# bytes would be padding, all_to_all with sizes moves the objects without padding. All ranks know all sizes, so they
-# make the same choice.
+# gather and scatter are fastest with equal parts, so objects of similar size are padded to the largest; not where most
+# of the bytes would be padding. All ranks know all sizes, so they make the same choice.
 
 
 _MOST_PADDING = 65536
@@ -313,54 +304,23 @@ def _gather_bodies(
     pg: ProcessGroup, body: ByteArray, sizes: Sequence[int], dst: int, clock: Deadline
 ) -> list[ByteArray]:
     """Every rank's body on ``dst``, nothing elsewhere."""
-    receiving = pg.rank() == dst
-    if _even_enough(sizes):
-        widest = max(sizes)
-        parts = [np.empty(widest, np.uint8) for _ in sizes] if receiving else None
-        pg.gather(_padded(body, widest), parts, dst=dst, timeout=clock.left())
-        return [part[:size] for part, size in zip(parts or (), sizes, strict=False)]
-    incoming = list(sizes) if receiving else [0] * len(sizes)
-    outgoing = [body.size if rank == dst else 0 for rank in range(len(sizes))]
-    return np.split(_exchange(pg, body, outgoing, incoming, clock), np.cumsum(incoming)[:-1])
+    widths = [max(sizes)] * len(sizes) if _even_enough(sizes) else sizes
+    parts = [np.empty(width, np.uint8) for width in widths] if pg.rank() == dst else None
+    pg.gather(_padded(body, widths[pg.rank()]), parts, dst=dst, timeout=clock.left())
+    return [part[:size] for part, size in zip(parts or (), sizes, strict=False)]
 
 
 def _scatter_bodies(
     pg: ProcessGroup, bodies: Sequence[ByteArray], sizes: Sequence[int], src: int, clock: Deadline
 ) -> ByteArray:
     """This rank's body; ``bodies`` holds all of them on ``src`` and nothing elsewhere."""
-    mine = sizes[pg.rank()]
-    if _even_enough(sizes):
-        widest = max(sizes)
-        output = np.empty(widest, np.uint8)
-        parts: list[ByteArray] | None = [_padded(body, widest) for body in bodies] or None
-        if parts and pg.rank() != src:  # with the backend fake
-            output, parts = parts[pg.rank()], None
-        pg.scatter(output, parts, src=src, timeout=clock.left())
-        return output[:mine]
-    incoming = [mine if rank == src else 0 for rank in range(len(sizes))]
-    outgoing = list(sizes) if bodies else [0] * len(sizes)
-    joined = np.concatenate(bodies) if bodies else np.empty(0, np.uint8)
-    return _exchange(pg, joined, outgoing, incoming, clock)
-
-
-def _exchange(
-    pg: ProcessGroup, body: ByteArray, outgoing: list[int], incoming: list[int], clock: Deadline
-) -> ByteArray:
-    output = np.empty(sum(incoming), np.uint8)
-    pg.all_to_all_single(
-        output, body, output_split_sizes=incoming, input_split_sizes=outgoing, timeout=clock.left()
-    )
-    return output
-
-
-def _root(pg: ProcessGroup, op: str, name: str, rank: int | None, group_rank: int | None) -> int:
-    if rank is None and group_rank is None:
-        rank = 0
-    return rank_in_group(pg, op, name, rank, group_rank)
-
-
-def _check_length(pg: ProcessGroup, op: str, name: str, target: Any) -> None:
-    _check_list(pg, op, name, target, pg.size())
+    widths = [max(sizes)] * len(sizes) if _even_enough(sizes) else sizes
+    output = np.empty(widths[pg.rank()], np.uint8)
+    parts = [_padded(body, width) for body, width in zip(bodies, widths, strict=False)] or None
+    if parts and pg.rank() != src:  # with the backend fake
+        output, parts = parts[pg.rank()], None
+    pg.scatter(output, parts, src=src, timeout=clock.left())
+    return output[: sizes[pg.rank()]]
 
 
 def _check_list(pg: ProcessGroup, op: str, name: str, target: Any, length: int) -> None:

@@ -6,30 +6,18 @@ Messages between two ranks of a group match by tag, in the order in which they w
 from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
 from unicoll.api.arguments import rank_in_group
 from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "P2POp",
-    "batch_isend_irecv",
-    "irecv",
-    "isend",
-    "recv",
-    "recv_object_list",
-    "send",
-    "send_object_list",
-]
-
 Array = Any
-Timeout = timedelta | float | None
 
 
 def send(

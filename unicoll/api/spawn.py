@@ -25,12 +25,11 @@ from typing import Any, NamedTuple
 from unicoll.bootstrap.join import set_exit_cause
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.group.arguments import as_integer
+from unicoll.net.texts import signal_name
 from unicoll.run import worker_main
 from unicoll.run.failure import DETECTION_DELAY, ExceptionRecord, describe_exit, read_record
 from unicoll.run.guard import JOB_VARIABLE, Guard, kill_members
 from unicoll.run.job import LocalJob, job_token, job_variable
-
-__all__ = ["ProcessContext", "SpawnError", "spawn"]
 
 _POLL_INTERVAL = 1.0  # seconds between checks for failed processes that do not end
 _CAUSE_SECONDS = 1.0  # to wait for the root cause if only its consequences have been detected
@@ -54,7 +53,7 @@ class SpawnError(DistError):
         super().__init__(message, rank=rank)
         self.pid = pid
         self.exitcode = exitcode
-        self.signal = _signal_name(-exitcode) if exitcode < 0 else None
+        self.signal = signal_name(-exitcode) if exitcode < 0 else None
 
 
 def spawn(
@@ -317,10 +316,3 @@ def _added_to_environment(added: Mapping[str, str]) -> Iterator[None]:
                     del os.environ[name]
                 else:
                     os.environ[name] = value
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 from unicoll.api import world
@@ -15,17 +14,7 @@ from unicoll.group.arguments import as_integer, check_ranks
 from unicoll.group.growth import GrowthRecord
 from unicoll.group.process_group import ProcessGroup
 from unicoll.group.registry import BackendChoice
-
-__all__ = [
-    "grow_group",
-    "new_group",
-    "new_subgroups",
-    "new_subgroups_by_enumeration",
-    "shrink_group",
-    "split_group",
-]
-
-Timeout = timedelta | float | None
+from unicoll.net.timeouts import Timeout
 
 
 def _make(
@@ -45,11 +34,9 @@ def _make(
         return world.GroupMember.NON_GROUP_MEMBER
     if device is None and parent is not None:
         device = parent.bound_device_id
-    made = ProcessGroup.create(
+    return ProcessGroup.create(
         here.job, name, tuple(ranks), choices, timeout, desc or "", options, device, parent
     )
-    here.groups.append(made)
-    return made
 
 
 def _choices(here: World, backend: str | None, parent: ProcessGroup) -> Sequence[BackendChoice]:
@@ -264,11 +251,9 @@ def grow_group(
     same = record.backends == here.default.backend_config
     choices = here.default.choices if same else _choices(here, record.backends, here.default)
     device = here.default.bound_device_id if device_id is None else device_id
-    made = ProcessGroup.create(
+    return ProcessGroup.create(
         job, record.name, record.ranks, choices, record.timeout, record.desc, pg_options, device, grown=True
     )
-    here.groups.append(made)
-    return made
 
 
 def shrink_group(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from unicoll.arrays.types import default_pg_timeout
@@ -12,40 +11,12 @@ from unicoll.errors import DistArgumentError, DistError, DistTypeError, NotIniti
 from unicoll.group import registry
 from unicoll.group.arguments import as_integer
 from unicoll.group.registry import BackendName
-from unicoll.net.timeouts import to_seconds
+from unicoll.net.timeouts import Timeout, positive_seconds
 
 if TYPE_CHECKING:
     from unicoll.bootstrap.join import Membership
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "GroupMember",
-    "destroy_process_group",
-    "explain",
-    "get_backend",
-    "get_backend_config",
-    "get_default_backend_for_device",
-    "get_global_rank",
-    "get_group_rank",
-    "get_node_local_rank",
-    "get_pg_count",
-    "get_process_group_ranks",
-    "get_rank",
-    "get_world_size",
-    "group",
-    "init_process_group",
-    "is_available",
-    "is_backend_available",
-    "is_gloo_available",
-    "is_initialized",
-    "is_mpi_available",
-    "is_nccl_available",
-    "is_torchelastic_launched",
-    "is_ucc_available",
-    "is_xccl_available",
-]
-
-Timeout = timedelta | float | None
 _RENDEZVOUS_S = 300.0
 
 
@@ -69,7 +40,6 @@ class World:
         self.default = default
         self.function_view = default._function_view  # the group's view for public functions
         self.groups = membership.groups
-        self.groups.append(default)
         self.notes = membership.notes
         self.made = 0  # number of new_group calls so far, equal on all ranks; numbers the next group
         self.named = membership.named
@@ -244,12 +214,8 @@ def _forget() -> None:
 
 def seconds(timeout: Timeout, default: float) -> float:
     """A timeout in seconds, checked; ``default`` for None."""
-    given = to_seconds(timeout)
-    if given is None:
-        return default
-    if given <= 0:
-        raise DistArgumentError(f"timeout: {timeout} is not a positive time")
-    return given
+    given = positive_seconds(timeout)
+    return default if given is None else given
 
 
 def current(what: str) -> World:

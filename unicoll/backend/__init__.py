@@ -7,15 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unicoll.backend.contract import (
-    Backend,
-    Call,
-    Caps,
-    Context,
-    Job,
-    OneSidedCall,
-    Registration,
-)
+from unicoll.backend.call import Call, OneSidedCall
+from unicoll.backend.contract import Backend, Caps, Context, Job, Registration
 
 if TYPE_CHECKING:
     from unicoll.backend.host_backend import HostBackend

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from unicoll.backend.work import Completion
     from unicoll.errors import DistError
 
-__all__ = ["with_fallbacks"]
-
 
 def with_fallbacks(backend: Backend, context: Context) -> Backend:
     """The backend of a group, with all the operations that fallbacks can add to it."""

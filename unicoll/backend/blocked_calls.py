@@ -13,17 +13,17 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import islice, takewhile
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from unicoll.backend.call import Call, ProxyCall
-from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES, fail_group, mismatch, timed_out
+from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES, fail_group, line_of_user, mismatch, timed_out
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import OpQueue
-from unicoll.backend.thread_frames import ThreadFrames
+from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.backend.work import Completion, HostCompletion, Work
-
-__all__ = ["BlockedCall", "LinkState", "MessageQueues", "find_blocked_calls"]
+from unicoll.net.control.wait_graph import LinkState
 
 _OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
@@ -41,26 +41,6 @@ _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 """Timers that interrupt the main thread: the signal's handler may end its call."""
 _MAX_FRAMES = 60
 """Frames of unicoll in one stack at most; deeper stacks count as not blocked."""
-
-
-class LinkState(NamedTuple):
-    """The messages between this rank and another one, as they are known here.
-
-    Attributes:
-        outgoing, incoming: the peer's ``incoming`` equals this rank's ``outgoing``, and the reverse, unless a message
-            or a connection is on its way.
-        delivered: True if what this rank has sent has reached the peer's host.
-        read: True if all that has come from the peer was read.
-        unsent: bytes of the first queued send that this rank's host does not take while the peer reads nothing.
-        takes: bytes from the peer that this rank's host takes while no thread reads; -1 if one does.
-    """
-
-    outgoing: int = 0
-    incoming: int = 0
-    delivered: bool = True
-    read: bool = True
-    unsent: int = 0
-    takes: int = -1
 
 
 @runtime_checkable
@@ -177,7 +157,7 @@ def _blocked_call(
     if found is None:
         return None
     backend, call = found
-    return BlockedCall(backend, call, _line(frame), _ends_alone(backend, call))
+    return BlockedCall(backend, call, line_of_user(frame), _ends_alone(backend, call))
 
 
 def _owner(completion: Completion, backends: Sequence[HostBackend]) -> tuple[HostBackend, Call] | None:
@@ -210,22 +190,17 @@ def _ends_alone(backend: HostBackend, call: Call) -> bool:
 
 def _joins(top: FrameType) -> threading.Thread | None:
     """The thread that a thread joins without a timeout."""
-    frame: FrameType | None = top
-    while frame is not None and _package(frame) == "threading":
+    for frame in takewhile(lambda frame: _package(frame) == "threading", outwards(top)):
         if frame.f_code is threading.Thread.join.__code__:
-            thread = frame.f_locals["self"]
-            return thread if frame.f_locals["timeout"] is None else None
-        frame = frame.f_back
+            return frame.f_locals["self"] if frame.f_locals["timeout"] is None else None
     return None
 
 
 def _waits_for_future(top: FrameType) -> bool:
     """True for a thread that waits without a timeout for a future, which another thread has to complete."""
-    frame: FrameType | None = top
-    while frame is not None and _package(frame) in ("threading", "concurrent"):
+    for frame in takewhile(lambda frame: _package(frame) in ("threading", "concurrent"), outwards(top)):
         if frame.f_globals["__name__"] == "concurrent.futures._base" and frame.f_code.co_name == "result":
             return frame.f_locals["timeout"] is None
-        frame = frame.f_back
     return False
 
 
@@ -237,12 +212,10 @@ def _cannot_call(thread: threading.Thread | None, top: FrameType) -> bool:
     """True for a thread that does not call unicoll, as far as its stack shows."""
     if thread is not None and not thread.daemon:
         return False
-    frame: FrameType | None = top
-    while frame is not None:
+    for frame in outwards(top):
         names = frame.f_globals
         if names.get("__name__") == "__main__" or any(_is_ours(value) for value in [*names.values()]):
             return False
-        frame = frame.f_back
     return True
 
 
@@ -254,35 +227,19 @@ def _is_ours(value: Any) -> bool:
 
 def _runs_callback(top: FrameType) -> bool:
     """True for a thread of unicoll that runs a callback."""
-    frame: FrameType | None = top
-    while frame is not None:
-        if frame.f_code is _FINISH or _package(frame) not in _LIBRARIES:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is _FINISH or _package(frame) not in _LIBRARIES for frame in outwards(top))
 
 
 def _handles_failure(top: FrameType) -> bool:
     """True for a thread in which a call ends with an error, which the threads that wait for the call then get."""
-    frame: FrameType | None = top
-    for _ in range(_MAX_FRAMES):
-        if frame is None or _package(frame) not in _LIBRARIES:
+    for frame in islice(outwards(top), _MAX_FRAMES):
+        if _package(frame) not in _LIBRARIES:
             return False
         if frame.f_code in _FAILURES or frame.f_globals.get("__name__") in _FAILURE_MODULES:
             return True
-        frame = frame.f_back
     return False
 
 
 def _package(frame: FrameType) -> str:
     name: str = frame.f_globals.get("__name__", "")
     return name.partition(".")[0]
-
-
-def _line(frame: FrameType | None) -> str:
-    """``file:line`` of the innermost frame of the user's code."""
-    while frame is not None:
-        if _package(frame) not in LIBRARY_PACKAGES:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

@@ -10,8 +10,6 @@ from unicoll.arrays.types import DType, Reduction
 from unicoll.backend.ops import Op, Sizes
 from unicoll.backend.options import CallOptions
 
-__all__ = ["Call", "Described", "EndedCall", "OneSidedCall", "ProxyCall"]
-
 
 class Described(Protocol):
     """What a call, and what all calls of a kind have in common, can say."""

@@ -12,8 +12,6 @@ from unicoll.backend.call import Call
 from unicoll.backend.ops import OPS
 from unicoll.backend.validation import sign
 
-__all__ = ["merge_all_reduces"]
-
 
 def merge_all_reduces(calls: Sequence[Call]) -> tuple[Call, ...]:
     """The calls with neighbouring all_reduces of one dtype and reduction merged over a flat copy, as one operation."""

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from unicoll.net.control.client import ControlClient
     from unicoll.net.stores import Store
 
-__all__ = ["Backend", "Call", "Caps", "Context", "Job", "OneSidedCall", "Registration", "Tracker"]
-
 
 def host_reduces(dtype: DType, reduction: Reduction) -> bool:
     """True if :mod:`unicoll.arrays.kernels` reduces elements of this type: all types but float8."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import NoneType
+from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from unicoll.backend.thread_frames import ThreadFrames
+from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.errors import (
     CollectiveMismatchError,
     DistError,
@@ -23,22 +23,7 @@ from unicoll.net import logs
 
 if TYPE_CHECKING:
     from unicoll.backend.call import Call, EndedCall
-    from unicoll.backend.contract import Context
-
-__all__ = [
-    "Report",
-    "aborted",
-    "died",
-    "fail_group",
-    "failed",
-    "log_stall",
-    "lost",
-    "message_timed_out",
-    "mismatch",
-    "report",
-    "timed_out",
-    "where",
-]
+    from unicoll.backend.contract import Context, Job
 
 _SHOWN = 64
 """Maximum number of ranks that an error lists."""
@@ -49,6 +34,14 @@ _BEHIND_S = 1.0
 LIBRARY_PACKAGES = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "torch", *sys.stdlib_module_names}
 
 Report = dict[str, Any]
+
+
+class Group(Protocol):
+    """A group's job, name, and members' global ranks."""
+
+    job: Job
+    name: str
+    ranks: tuple[int, ...]
 
 
 class FailingGroup(Protocol):
@@ -101,17 +94,19 @@ def thread_failed(context: Context, cause: BaseException) -> DistError:
         rank=context.ranks[context.rank],
     )
     error.__cause__ = cause
-    control = context.job.control
-    return error if control is None else control.announce_failure(context.name, context.ranks, error)
+    return announce(context, error)
+
+
+def announce(group: Group, error: DistError) -> DistError:
+    """Announce that a group failed; returns the error that all its ranks raise."""
+    control = group.job.control
+    return error if control is None else control.announce_failure(group.name, group.ranks, error)
 
 
 def fail_group(group: FailingGroup, error: DistError) -> NoReturn:
     """Fail a group: announce ``error`` to all ranks, and raise the error that all of them raise."""
     if group.error is None:
-        control = group.context.job.control
-        if control is not None:
-            error = control.announce_failure(group.context.name, group.context.ranks, error)
-        group.abort(error)
+        group.abort(announce(group.context, error))
     assert group.error is not None
     raise group.error.with_traceback(None) from None
 
@@ -220,12 +215,17 @@ def report(call: Call | None, last: EndedCall | None) -> Report:
 def where() -> str:
     """``file:line`` of the user's code that the main thread runs; called from any thread."""
     with ThreadFrames() as frames:
-        frame = frames.get(threading.main_thread().ident or 0)
-        del frames
-        while frame is not None:
-            if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARY_PACKAGES:
-                return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            frame = frame.f_back
+        try:
+            return line_of_user(frames.get(threading.main_thread().ident or 0))
+        finally:
+            frames.clear()  # they keep arrays alive
+
+
+def line_of_user(innermost: FrameType | None) -> str:
+    """``file:line`` of the innermost frame of the user's code, "" if there is none."""
+    for frame in outwards(innermost):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARY_PACKAGES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return ""
 
 

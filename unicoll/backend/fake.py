@@ -42,8 +42,6 @@ from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 if TYPE_CHECKING:
     from unicoll.backend.work import Completion
 
-__all__ = ["FakeBackend", "backend_class", "counts"]
-
 _RECV = OPS["recv"]
 _counts: dict[Any, tuple[CallKind, int]] = {}
 _lock = threading.Lock()

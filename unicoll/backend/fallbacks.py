@@ -31,19 +31,6 @@ if TYPE_CHECKING:
     from unicoll.backend.contract import Caps, Context
     from unicoll.backend.host_backend import HostBackend
 
-__all__ = [
-    "FALLBACKS",
-    "TAG",
-    "CollectiveOps",
-    "Fallback",
-    "GroupOps",
-    "MessageOps",
-    "available",
-    "group_ops",
-    "one_rank",
-    "perform",
-]
-
 TAG = -(1 << 63)
 """Tag of the messages of fallbacks."""
 _SMALL = 1 << 14

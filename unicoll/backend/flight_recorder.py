@@ -13,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from types import CodeType, FrameType
 from typing import Any
@@ -21,26 +22,13 @@ from unicoll.arrays.types import DType
 from unicoll.backend.call import Call
 from unicoll.net.settings import number
 
-__all__ = [
-    "ArrayKind",
-    "CallKind",
-    "line_of",
-    "replace_ring",
-    "PendingEntry",
-    "begin",
-    "end",
-    "entry",
-    "failure_text",
-    "ring",
-    "user_frame",
-]
-
 Entry = tuple[Any, ...]
 """A call that has ended: kind, sequence number, start, end (on the clock of ``time.monotonic``), and the call site as
 code object and offset, or as ``file:line`` and 0. If it failed, the error as text follows; of a message the error or
 "", and shape, peer and tag."""
 
-_LIBRARIES = ("unicoll", "torch.")
+_LIBRARIES = ("unicoll", "torch")
+_SUBMODULES = ("unicoll.", "torch.")
 _MAX_ERROR = 1000
 _MAX_MESSAGE_KINDS = 256
 """Kinds of messages that are kept for each operation and element type."""
@@ -140,6 +128,7 @@ def _arrays(buffers: Iterable[Any]) -> tuple[ArrayKind, ...]:
     return tuple([(b.dtype, b.shape) for b in buffers])
 
 
+@dataclass(slots=True, eq=False)
 class PendingEntry:
     """A call that may not have ended.
 
@@ -153,18 +142,15 @@ class PendingEntry:
         on_end: called when the call has ended, or None.
     """
 
-    __slots__ = ("call", "created", "ended", "error", "kind", "on_end", "seq", "site", "started")
-
-    def __init__(self, kind: CallKind, call: Call, created: float, started: float, site: str) -> None:
-        self.kind = kind
-        self.call: Call | None = call
-        self.seq = 0
-        self.created = created
-        self.started = started
-        self.ended = 0.0
-        self.site = site
-        self.error = ""
-        self.on_end: Callable[[], None] | None = None
+    kind: CallKind
+    call: Call | None
+    created: float
+    started: float
+    site: str
+    seq: int = 0
+    ended: float = 0.0
+    error: str = ""
+    on_end: Callable[[], None] | None = None
 
     def release(self) -> None:
         """Take the call's number; the call, which keeps the arrays alive, is no longer needed."""
@@ -236,7 +222,7 @@ def user_frame(frame: FrameType) -> FrameType:
 
 def _is_library(names: dict[str, Any]) -> bool:
     name = names.get("__name__")
-    if isinstance(name, str) and (name == "torch" or name.startswith(_LIBRARIES)):
+    if isinstance(name, str) and (name.startswith(_SUBMODULES) or name in _LIBRARIES):
         _library_modules[id(names)] = names
         return True
     return False

@@ -6,8 +6,6 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Future"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 

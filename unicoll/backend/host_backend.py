@@ -23,8 +23,6 @@ from unicoll.backend.ops import OPS
 from unicoll.backend.work import Completion, HostCompletion
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError, OperationTimeoutError
 
-__all__ = ["BlockingP2P", "CallRecord", "CombinedCompletion", "HostBackend", "P2PEngine"]
-
 _DRAIN_S = 5.0
 """How long closing a group waits for operations in flight."""
 _GRACE_S = 0.5
@@ -246,10 +244,6 @@ class HostBackend(Backend):
     def check(self, call: Call, deadline: float) -> None:
         """Raise if a send or receive that waits cannot succeed any more; called now and then while waiting.
 
-        Args:
-            call: the send or receive.
-            deadline: on the clock of ``time.monotonic``.
-
         Raises:
             OperationTimeoutError: the deadline has passed.
             RankLostError: the peer has left the job or died; for a receive from any member, a member died.
@@ -350,10 +344,6 @@ class BlockingP2P:
     A blocking call runs on the caller's thread, one in the background on a thread of its own. Sends to one peer run one
     after another, and so do receives of one peer and tag; all others run at the same time. A receive from any member
     is not ordered with receives from a certain one.
-
-    Args:
-        name: of the group.
-        execute: does one send or receive; raises when the group is aborted.
     """
 
     def __init__(self, name: str, execute: Execute) -> None:
@@ -366,14 +356,8 @@ class BlockingP2P:
 
     def run(self, call: Call) -> None:
         """Send or receive; return when the array may be used again."""
-        with self._lock:
-            waiting = self._waiting.get(_order(call))
-            if waiting is None:
-                self._waiting[_order(call)] = deque()
-            else:
-                completion = HostCompletion((call,))
-                waiting.append(completion)
-        if waiting is not None:
+        completion = HostCompletion((call,))
+        if not self._is_next(completion):
             completion.wait(None)
             return
         try:
@@ -384,15 +368,19 @@ class BlockingP2P:
     def post(self, call: Call) -> HostCompletion:
         """Send or receive in the background."""
         completion = HostCompletion((call,))
-        with self._lock:
-            waiting = self._waiting.get(_order(call))
-            if waiting is None:
-                self._waiting[_order(call)] = deque()
-            else:
-                waiting.append(completion)
-        if waiting is None:
+        if self._is_next(completion):
             self._start(completion)
         return completion
+
+    def _is_next(self, completion: HostCompletion) -> bool:
+        """True if nothing is before a send or receive; else it is queued."""
+        order = _order(completion.calls[0])
+        with self._lock:
+            if order in self._waiting:
+                self._waiting[order].append(completion)
+                return False
+            self._waiting[order] = deque()
+            return True
 
     def _start(self, completion: HostCompletion) -> None:
         name = f"unicoll-{self._name}-messages"

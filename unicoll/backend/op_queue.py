@@ -20,8 +20,6 @@ from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistError
 from unicoll.net.timeouts import backoff
 
-__all__ = ["Execute", "OpQueue"]
-
 Execute = Callable[[Call], None]
 """Executes one call, or raises."""
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["OPS", "Arity", "Op", "Parameter", "Sizes"]
-
 
 class Arity(Enum):
     """How many arrays, and on which ranks."""

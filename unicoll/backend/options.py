@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from unicoll.arrays.types import COMPRESSIONS
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.net import settings
-
-__all__ = [
-    "CallOptions",
-    "Options",
-    "as_call_options",
-    "as_options",
-    "compression_of",
-    "wants_order",
-    "wants_timing",
-]
 
 _COMPRESSIONS = ("none", *COMPRESSIONS)
 
@@ -110,30 +100,9 @@ class CallOptions:
 
 _UNDEFINED = -(1 << 31)
 """The value of an option that is not set in NCCL's own option objects."""
-_TYPES: dict[str, type] = {
-    "deterministic": bool,
-    "high_priority": bool,
-    "blocking": bool,
-    "cga_cluster_size": int,
-    "min_ctas": int,
-    "max_ctas": int,
-    "net_name": str,
-    "split_share": bool,
-    "traffic_class": int,
-    "timing": bool,
-    "compression": str,
-}
-_CALL_TYPES: dict[str, type] = {
-    "min_ctas": int,
-    "max_ctas": int,
-    "nvls_ctas": int,
-    "cga_cluster_size": int,
-    "algorithm": str,
-    "force_algorithm": bool,
-    "cta_policy": str,
-    "profiler_tag": int,
-    "compression": str,
-}
+_KINDS: dict[Any, type] = {"bool | None": bool, "int | None": int, "str | None": str}
+_TYPES = {option.name: _KINDS[option.type] for option in fields(Options)}
+_CALL_TYPES = {option.name: _KINDS[option.type] for option in fields(CallOptions)}
 _POLICIES = ("default", "efficiency", "zero")
 _TAGS = 1 << 63
 

@@ -8,8 +8,6 @@ from unicoll.arrays.types import DTYPES, DType, ReduceOp, Reduction
 from unicoll.backend.ops import Op
 from unicoll.errors import DistTypeError
 
-__all__ = ["as_reduce_op", "check_reduction", "supported_reductions"]
-
 
 def _reduces(dtype: DType, op: Reduction) -> bool:
     if op.name in ("BAND", "BOR", "BXOR"):

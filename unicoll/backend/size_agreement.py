@@ -19,8 +19,6 @@ from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.ops import OPS, Sizes
 from unicoll.errors import CollectiveMismatchError, DistArgumentError, DistError
 
-__all__ = ["SIZES_DIFFER", "shape_hash", "check_sizes", "exchange_sizes", "largest_part"]
-
 SIZES_DIFFER = -1
 """The result of :func:`shape_hash` on a rank that knows that sizes differ."""
 _INT64 = BY_NAME["int64"]

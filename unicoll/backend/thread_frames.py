@@ -12,9 +12,8 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
-
-__all__ = ["ThreadFrames"]
 
 _PAUSES = (3, 11) <= sys.version_info < (3, 12)
 
@@ -49,6 +48,13 @@ class ThreadFrames:
                 _walks -= 1
                 if not _walks and _enabled:
                     gc.enable()
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and those of its callers, from the innermost to the outermost."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _after_fork() -> None:

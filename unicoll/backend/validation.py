@@ -16,8 +16,6 @@ from unicoll.backend.ops import Arity, Op, Sizes
 from unicoll.backend.reduce_ops import check_reduction
 from unicoll.errors import DistArgumentError, DistTypeError
 
-__all__ = ["check", "sign"]
-
 
 def check(call: Call, rank: int, size: int) -> None:
     """Refuse a call that breaks its row's rules; ``rank`` and ``size`` are those of the group.

@@ -14,15 +14,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend import failure_diagnosis
-from unicoll.backend.blocked_calls import BlockedCall, LinkState, MessageQueues, find_blocked_calls
+from unicoll.backend.blocked_calls import BlockedCall, MessageQueues, find_blocked_calls
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Job
 from unicoll.backend.host_backend import HostBackend
 from unicoll.errors import DeadlockError, DistError
 from unicoll.net import settings
-from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, compress, lane_of
-
-__all__ = ["WaitMonitor"]
+from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, LinkState, compress, lane_of
 
 _POLL_S = 0.2
 _BLOCKED_S = 0.15

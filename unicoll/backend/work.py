@@ -8,19 +8,16 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from unicoll.backend import flight_recorder
 from unicoll.errors import BackendUnavailableError, DistArgumentError, OperationTimeoutError
-from unicoll.net.timeouts import to_seconds
+from unicoll.net.timeouts import Timeout, to_seconds
 
 if TYPE_CHECKING:
     from unicoll.backend.call import Call
     from unicoll.backend.flight_recorder import PendingEntry
     from unicoll.backend.futures import Future
-
-__all__ = ["Completion", "HostCompletion", "Work"]
 
 
 class Completion(ABC):
@@ -202,7 +199,7 @@ class Work:
         """The backend's handle of the operation, which does not keep the arrays alive once it has been waited for."""
         return self._completion
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Order the caller after the operation; returns True.
 
         CPU arrays: blocks until the operation is done. CUDA arrays: makes the current stream wait and returns.
@@ -220,7 +217,7 @@ class Work:
         self._completion.wait(to_seconds(timeout) or None)
         return True
 
-    def synchronize(self, timeout: timedelta | float | None = None) -> None:
+    def synchronize(self, timeout: Timeout = None) -> None:
         """Block the host until the operation is done on the device too; raises as :meth:`wait`."""
         self._waited = True
         self._completion.synchronize(to_seconds(timeout) or None)

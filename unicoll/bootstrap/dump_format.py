@@ -11,16 +11,15 @@ import socket
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from types import FrameType
 from typing import Any
 
 from unicoll.backend.contract import Job
-from unicoll.backend.thread_frames import ThreadFrames
+from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.group.recorded_calls import RecordedCall
 from unicoll.net.control.clock import Offset, now
-
-__all__ = ["FORMAT", "content", "threads"]
 
 FORMAT = "unicoll flight recorder"
 _VERSION = 1
@@ -81,10 +80,10 @@ def content(
 
 
 def _call(call: RecordedCall) -> Content:
-    entry = {**vars(call), "ranks": list(call.ranks), "bytes": call.nbytes, "text": call.describe()}
+    entry = {**vars(call), "ranks": list(call.ranks), "text": call.describe()}
+    entry["bytes"] = entry.pop("nbytes")
     for side in ("inputs", "outputs"):
         entry[side] = [[dtype.name, list(shape)] for dtype, shape in entry[side]]
-    del entry["nbytes"]
     return entry
 
 
@@ -102,7 +101,7 @@ def threads(omitted: str) -> list[Content]:
         for ident in sorted(frames, key=lambda each: each != main):
             if names.get(ident) == omitted:
                 continue
-            stack = list(_outwards(frames[ident]))
+            stack = list(islice(outwards(frames[ident]), _MAX_FRAMES))
             users = [frame for frame in stack if _is_users(frame, library)]
             found.append(
                 {
@@ -115,14 +114,6 @@ def threads(omitted: str) -> list[Content]:
             del stack, users
         del frames  # the frames keep their arrays alive
     return found
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    for _ in range(_MAX_FRAMES):
-        if frame is None:
-            return
-        yield frame
-        frame = frame.f_back
 
 
 def _is_users(frame: FrameType, library: tuple[str, ...]) -> bool:

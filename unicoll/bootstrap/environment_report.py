@@ -12,8 +12,6 @@ from unicoll.group import registry
 from unicoll.net import interfaces
 from unicoll.net.secret import find_secret
 
-__all__ = ["lines"]
-
 
 def lines(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Launcher, rank, store, secret, interface, backends and devices, one line each; makes no connection."""

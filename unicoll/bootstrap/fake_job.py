@@ -9,8 +9,6 @@ from unicoll.bootstrap.rendezvous import Rendezvous, members, parse_init_method
 from unicoll.net.secret import Secret, new_key
 from unicoll.net.stores import HashStore, PrefixStore
 
-__all__ = ["override", "rendezvous"]
-
 override: str | None = None
 """Name of the backend of ``init_process_group``, whatever the program asks for; None for the program's own. For
 ``python -m unicoll.trace.summary``."""

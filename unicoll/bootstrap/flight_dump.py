@@ -22,8 +22,6 @@ from unicoll.net import fork_safety
 from unicoll.net.control.clock import Offset
 from unicoll.net.files import write_whole
 
-__all__ = ["FlightDumper", "current"]
-
 log = logging.getLogger("unicoll")
 
 _WRITER = "unicoll-flight-dump"
@@ -46,9 +44,6 @@ class FlightDumper:
 
     Failures of groups are dumped if UNICOLL_TRACE_DIR is set now. In the main thread of a process that has no handler
     of SIGUSR1, the signal is handled.
-
-    Args:
-        job: a job that has been joined.
     """
 
     def __init__(self, job: Job) -> None:

@@ -26,16 +26,6 @@ from unicoll.net.control.departures import publish_refusal
 from unicoll.net.stores import Store
 from unicoll.net.stores.signed import SignedStore
 
-__all__ = [
-    "Membership",
-    "choose",
-    "join",
-    "join_job",
-    "register_exit_handler",
-    "run_rendezvous",
-    "set_exit_cause",
-]
-
 log = logs.logger("job")
 
 _EXIT_NOTE_S = 0.3

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["LAUNCHERS", "TORCH_STYLE", "Environ", "LauncherRow"]
-
 Environ = Mapping[str, str]
 
 

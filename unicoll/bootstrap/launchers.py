@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,18 +17,6 @@ from unicoll.bootstrap.launcher_table import LAUNCHERS, TORCH_STYLE, Environ, La
 from unicoll.bootstrap.slurm_lists import expand_counts, expand_nodelist
 from unicoll.errors import DistArgumentError
 from unicoll.net.interfaces import parse_port
-
-__all__ = [
-    "LAUNCHERS",
-    "LaunchInfo",
-    "LauncherRow",
-    "detect",
-    "expand_nodelist",
-    "from_mpi_world",
-    "is_torchelastic_launched",
-    "near_misses",
-    "size_only_in_mpi",
-]
 
 PORT_BASE = 20000
 """First port derived from a job's id; the last one is below 32768, where Linux's ephemeral ports begin."""
@@ -99,24 +87,19 @@ def detect(environ: Environ = os.environ) -> LaunchInfo | None:
 
 def from_mpi_world(rank: int, world_size: int) -> LaunchInfo:
     """The information of MPI itself, if no launcher of the table applies."""
-    address = os.environ.get("MASTER_ADDR", "").strip().strip("[]") or None
-    text = os.environ.get("MASTER_PORT", "").strip()
-    return LaunchInfo(
-        name="mpi",
-        rank=rank,
-        world_size=world_size,
-        local_rank=None,
-        local_world_size=None,
-        node_rank=None,
-        source="MPI_COMM_WORLD",
-        started_by_mpi=True,
-        master_addr=address,
-        master_port=parse_port(text, f"MASTER_PORT={text}") if text else None,
-        master_source="MASTER_ADDR, MASTER_PORT" if address else "",
-        master_hint="set MASTER_ADDR and MASTER_PORT on every rank",
-        port_fixed=bool(text),
-        job="",
-    )
+    row = LauncherRow("mpi", "rank", ("size",), mpi=True)
+    found = _read(row, "size", {**os.environ, "rank": str(rank), "size": str(world_size)})
+    return replace(found, source="MPI_COMM_WORLD")
+
+
+def master_of(environ: Environ) -> tuple[str | None, int | None]:
+    """MASTER_ADDR without brackets and MASTER_PORT, each None if it is not set.
+
+    Raises:
+        DistArgumentError: MASTER_PORT is not a port.
+    """
+    address, port = (environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return address.strip("[]") or None, parse_port(port, f"MASTER_PORT={port}") if port else None
 
 
 def size_only_in_mpi() -> bool:
@@ -178,7 +161,7 @@ def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
         master_port=master.port,
         master_source=master.source,
         master_hint=_hint(row, master, single_host=local_size == world_size),
-        port_fixed=bool(environ.get("MASTER_PORT", "").strip()),
+        port_fixed=master_of(environ)[1] is not None,
         job=job,
     )
 
@@ -193,8 +176,8 @@ def _master(row: LauncherRow, environ: Environ, job: str, *, single_host: bool) 
     """Rank 0's address: MASTER_ADDR and MASTER_PORT, else derived from the hosts and the job's id."""
     sources: list[str] = []
     nodelist = _first_set(row.nodelist, environ)
-    address: str | None = environ.get("MASTER_ADDR", "").strip().strip("[]")
-    if address:
+    address, port = master_of(environ)
+    if address is not None:
         sources.append("MASTER_ADDR")
     elif single_host and row is not TORCH_STYLE:
         address = "127.0.0.1"
@@ -202,14 +185,12 @@ def _master(row: LauncherRow, environ: Environ, job: str, *, single_host: bool) 
     elif nodelist is not None:
         address = expand_nodelist(environ[nodelist], limit=1)[0]
         sources.append(f"first host of {nodelist}={environ[nodelist]}")
-    port: int | None = None
-    if text := environ.get("MASTER_PORT", "").strip():
-        port = parse_port(text, f"MASTER_PORT={text}")
+    if port is not None:
         sources.append("MASTER_PORT")
     elif job:
         port = PORT_BASE + zlib.crc32(job.encode()) % PORT_SPAN
         sources.append(f"port from {job}")
-    return _Master(address or None, port, ", ".join(sources))
+    return _Master(address, port, ", ".join(sources))
 
 
 def _hint(row: LauncherRow, master: _Master, *, single_host: bool) -> str:
@@ -232,15 +213,15 @@ def _hint(row: LauncherRow, master: _Master, *, single_host: bool) -> str:
 def _job(row: LauncherRow, environ: Environ, *, single_host: bool) -> str:
     parts = [f"{name}={environ[name]}" for name in row.job if environ.get(name)]
     if not parts and single_host:
-        parts = [f"{name}={pid}" for name, pid in _ancestors() if name in row.agents][:1]
+        parts = [f"{name}={pid}" for name, pid in ancestors() if name in row.agents and pid > 1][:1]
     return ", ".join(parts)
 
 
-def _ancestors() -> list[tuple[str, int]]:
+def ancestors() -> list[tuple[str, int]]:
     """Names and ids of this process's ancestors, nearest first, as far as /proc has them."""
     found: list[tuple[str, int]] = []
     pid = os.getppid()
-    while pid > 1:
+    while pid > 0:
         try:
             stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -283,11 +264,12 @@ def _local_size(
     if name is None:
         return None
     text = environ[name].strip()
-    if not text.isdigit():
+    if text.isdigit():
+        size = _number(name, environ)
+    else:
         counts = expand_counts(name, text)
         if node_rank is None or node_rank >= len(counts):
             return None
-        used[name] = text
-        return counts[node_rank]
+        size = counts[node_rank]
     used[name] = text
-    return int(text)
+    return size

@@ -14,8 +14,6 @@ from unicoll.group import registry
 from unicoll.net import logs
 from unicoll.net.stores import Store
 
-__all__ = ["MPIJobStart", "start"]
-
 log = logs.logger("mpi")
 
 

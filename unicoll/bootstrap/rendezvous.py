@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from unicoll.bootstrap.launchers import LaunchInfo, detect, near_misses
+from unicoll.bootstrap.launchers import LaunchInfo, detect, master_of, near_misses
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation, agree_on_store
 from unicoll.bootstrap.store_locations import (
     ExistingStoreLocation,
@@ -24,15 +24,6 @@ from unicoll.errors import DistArgumentError
 from unicoll.net import interfaces, settings
 from unicoll.net.secret import Secret, find_secret
 from unicoll.net.stores import PrefixStore, Store
-
-__all__ = [
-    "Rendezvous",
-    "members",
-    "parse_init_method",
-    "refuse_protection",
-    "register_rendezvous_handler",
-    "rendezvous",
-]
 
 Environ = Mapping[str, str]
 
@@ -83,11 +74,6 @@ class Rendezvous:
     store_ends_with_rank_0: bool = True
     address: str = ""
     fake: bool = False
-
-    @property
-    def listen_host(self) -> str:
-        """The first of :attr:`listen_addresses`."""
-        return self.listen_addresses[0]
 
     def close(self) -> None:
         """Close the store, unless it is the caller's. Idempotent.
@@ -392,15 +378,14 @@ def _env_location(
 
 
 def _master_from_environment(environ: Environ) -> tuple[str, int]:
-    host = environ.get("MASTER_ADDR", "").strip().strip("[]")
-    port = environ.get("MASTER_PORT", "").strip()
-    missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if not value]
-    if missing:
+    host, port = master_of(environ)
+    if host is None or port is None:
+        missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
         raise DistArgumentError(
             f"no address for the rendezvous: set {' and '.join(missing)} on every rank (the address of "
             "rank 0's host, and a free port there), or pass init_method='tcp://host:port' or 'file:///path'"
         )
-    return host, interfaces.parse_port(port, f"MASTER_PORT={port}")
+    return host, port
 
 
 def _ports(launched: LaunchInfo, environ: Environ) -> Sequence[int]:

@@ -35,8 +35,6 @@ from unicoll.net.stores import PrefixStore, Store
 from unicoll.net.stores.signed import SignedStore
 from unicoll.net.timeouts import backoff, seconds_left
 
-__all__ = ["MIN_SECONDS", "AgreedStore", "JobRecord", "StoreLocation", "agree_on_store", "was_used"]
-
 log = logs.logger("rendezvous")
 
 _MAGIC = "unicoll1"
@@ -72,6 +70,7 @@ class StoreLocation(ABC):
     warns = False
     members: tuple[int, int] | None = None
     ends_with_rank_0 = True
+    _store: Store | None = None  # to close
 
     @abstractmethod
     def open(self, rank: int, world_size: int, deadline: float) -> Store:
@@ -89,8 +88,11 @@ class StoreLocation(ABC):
         """The address and its source."""
         return self.address
 
-    def close(self, linger: bool = False) -> None:  # noqa: B027 - optional
+    def close(self, linger: bool = False) -> None:
         """Close the store of :meth:`open`; a server may linger until its last client has disconnected. Idempotent."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
 
 class AgreedStore(NamedTuple):

@@ -6,8 +6,6 @@ import re
 
 from unicoll.errors import DistArgumentError
 
-__all__ = ["expand_counts", "expand_nodelist"]
-
 
 def expand_counts(name: str, text: str) -> list[int]:
     """``"2(x3),1"`` as ``[2, 2, 2, 1]``: tasks by node; ``name`` is the variable, for errors."""

@@ -16,16 +16,6 @@ from unicoll.net.secret import Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unicoll.net.timeouts import backoff, seconds_left
 
-__all__ = [
-    "FileLocation",
-    "ExistingStoreLocation",
-    "Handler",
-    "HandlerLocation",
-    "LocalLocation",
-    "MPILocation",
-    "TCPLocation",
-]
-
 Handler = Callable[..., Iterator[tuple[Store, int, int]]]
 
 PROBE_SECONDS = 2.0
@@ -38,7 +28,7 @@ class ExistingStoreLocation(StoreLocation):
     def __init__(self, store: Store) -> None:
         if not hasattr(store, "compare_set"):  # torch's stores and compatible objects work too
             raise DistArgumentError(f"store must be a Store, not {type(store).__name__}")
-        self._store = store
+        self._given = store
         self._inner = inner = _innermost(store)
         self.master_host = "127.0.0.1" if isinstance(inner, HashStore) else None
         self.address = type(inner).__name__
@@ -51,7 +41,7 @@ class ExistingStoreLocation(StoreLocation):
             self.ends_with_rank_0 = False
 
     def open(self, rank: int, world_size: int, deadline: float) -> Store:
-        return self._store
+        return self._given
 
     def private(self) -> bool:
         if isinstance(self._inner, (FileStore, TCPStore)):
@@ -90,7 +80,6 @@ class MPILocation(StoreLocation):
 
     def __init__(self, opener: Callable[[float], Store], master: str | None) -> None:
         self._opener = opener
-        self._store: Store | None = None
         self.master_host = master
 
     def open(self, rank: int, world_size: int, deadline: float) -> Store:
@@ -103,20 +92,15 @@ class MPILocation(StoreLocation):
     def describe(self) -> str:
         return "over MPI, held by rank 0"
 
-    def close(self, linger: bool = False) -> None:
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
-
 
 class FileLocation(StoreLocation):
     """A FileStore in a file that all ranks can lock."""
 
     ends_with_rank_0 = False
+    _store: FileStore | None = None
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._store: FileStore | None = None
         self.address = f"file://{path}"
 
     def open(self, rank: int, world_size: int, deadline: float) -> Store:
@@ -125,11 +109,6 @@ class FileLocation(StoreLocation):
 
     def private(self) -> bool:
         return self._store is not None and self._store.private
-
-    def close(self, linger: bool = False) -> None:
-        store, self._store = self._store, None
-        if store is not None:
-            store.close()
 
 
 class HandlerLocation(StoreLocation):
@@ -293,9 +272,9 @@ class TCPLocation(StoreLocation):
     def _has_new_record(self, store: TCPStore, rank: int) -> bool:
         try:
             text = PrefixStore(self.namespace, store).try_get("generation")
-        except DistError:
+            return text is not None and not was_used(JobRecord.parse(text).token, rank)
+        except DistError:  # lost, or another program's
             return False
-        return text is not None and not was_used(JobRecord.parse(text).token, rank)
 
 
 def _innermost(store: Store) -> Store:

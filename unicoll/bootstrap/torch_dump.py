@@ -19,8 +19,6 @@ from typing import Any
 
 from unicoll.group.recorded_calls import RecordedCall
 
-__all__ = ["PREFIX", "dumped"]
-
 PREFIX = "nccl_trace_rank_"
 """Prefix of the files' names, as torch's."""
 

@@ -11,8 +11,6 @@ from unicoll.arrays.conversion import Buffer, as_buffers
 from unicoll.backend.flight_recorder import user_frame
 from unicoll.errors import DistArgumentError, DistTypeError
 
-__all__ = ["as_integer", "buffers_of", "call_site", "check_ranks", "pairs_of", "same_length", "splits_of"]
-
 
 def as_integer(what: str, value: Any) -> int:
     """An integer of any type as an int; ``what`` is operation and argument, for the DistTypeError for others."""

@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
+from unicoll.backend.failure_diagnosis import announce
 from unicoll.backend.options import compression_of, wants_order
-from unicoll.errors import BackendUnavailableError, DistError, DistTypeError, GroupAbortedError
-from unicoll.group.compression import check as compression_check
+from unicoll.errors import (
+    BackendUnavailableError,
+    DistArgumentError,
+    DistError,
+    DistTypeError,
+    GroupAbortedError,
+)
 from unicoll.group.members import GroupMembers
 from unicoll.group.registry import BackendChoice, load, reason_against
 from unicoll.net.debug_level import DebugLevel, get_debug_level
@@ -18,8 +24,6 @@ from unicoll.net.debug_level import DebugLevel, get_debug_level
 if TYPE_CHECKING:
     from unicoll.group.call_comparison import CallChecks
     from unicoll.staging.backend import Staged
-
-__all__ = ["GroupBackends"]
 
 
 class GroupBackends:
@@ -71,6 +75,17 @@ class GroupBackends:
 
             connects = device is not None and not grown  # a grown group connects only if its parent has
             call_comparison.agree_on_level(members, timeout, connects)
+        try:
+            self.host = self._create(timeout, parent, excluded, grown)
+        except BaseException:
+            self.close()  # the backends that have been created
+            raise
+
+    def _create(
+        self, timeout: float, parent: GroupBackends | None, excluded: Sequence[int], grown: bool
+    ) -> Backend:
+        """Create the backends; returns :attr:`host`."""
+        members = self._members
 
         def context_of(cls: type[Backend], explicit: bool) -> Context:
             return Context(
@@ -79,25 +94,26 @@ class GroupBackends:
                 members.rank,
                 members.ranks,
                 timeout,
-                options,
-                device,
+                self._options,
+                self.bound_device,
                 explicit,
                 cls.name,
             )
 
-        for choice in choices:
+        for choice in self.choices:
             if choice.cls not in self._by_class:
                 context = context_of(choice.cls, choice.explicit)
                 above = parent._by_class.get(choice.cls) if parent is not None else None
                 self._by_class[choice.cls] = _create(choice.cls, context, above, excluded, grown)
             if not choice.staged:
                 self._by_device[choice.device] = self._by_class[choice.cls]
-        self.host = self._by_device.get("cpu") or next(iter(self._by_class.values()))
-        beside = self._beside(self.host)
+        host = self._by_device.get("cpu") or next(iter(self._by_class.values()))
+        beside = self._beside(host)
         if beside is not None:
             beside.prepare(members.job)
             self._by_class[beside] = made = beside.create(context_of(beside, False))
-            self.host.use(made)
+            host.use(made)
+        return host
 
     def debug_level_changed(self) -> None:
         """Have later calls logged at debug level DETAIL; they are compared if the group was made at that level."""
@@ -118,9 +134,18 @@ class GroupBackends:
 
     def check_compression(self, where: str, compression: str | None) -> None:
         """Raise DistArgumentError if the group cannot have a compression; ``where``: argument or function."""
-        if compression is not None:
-            classes = [choice.cls for choice in self.choices]
-            compression_check(where, compression, classes, wants_order(self._options))
+        if compression in (None, "", "none"):
+            return
+        if not any(choice.cls.caps.compresses for choice in self.choices):
+            names = ", ".join(sorted({choice.cls.name for choice in self.choices}))
+            raise DistArgumentError(
+                f"{where}: compression={compression!r}: backend {names} compresses nothing; the backend gloo does"
+            )
+        if wants_order(self._options):
+            raise DistArgumentError(
+                f"{where}: compression={compression!r}: the reductions of this group are deterministic, and the result"
+                " of a compressed one depends on the transport"
+            )
 
     @property
     def all(self) -> tuple[Backend, ...]:
@@ -223,10 +248,7 @@ class GroupBackends:
 
     def fail(self, error: DistError) -> None:
         """End the group with an error, on all members."""
-        members = self._members
-        if members.job.control is not None:
-            error = members.job.control.announce_failure(members.name, members.ranks, error)
-        self.abort(error)
+        self.abort(announce(self._members, error))
 
     def abort(self, error: Exception) -> None:
         """End the group with an error, on this rank."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Backend, Context, Tracker
+from unicoll.backend.failure_diagnosis import announce
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.ops import OPS, Sizes
 from unicoll.backend.size_agreement import check_sizes
@@ -33,8 +34,6 @@ from unicoll.group.members import GroupMembers
 from unicoll.net import logs
 from unicoll.net.debug_level import DebugLevel, get_debug_level
 from unicoll.net.stores import PrefixStore
-
-__all__ = ["CallChecks", "agree_on_level"]
 
 log = logs.logger("calls")
 
@@ -227,14 +226,12 @@ def agree_on_level(members: GroupMembers, timeout: float, connects: bool) -> Non
     if detail in (0, members.size):
         return
     some = ", ".join(f"rank {rank}: {found}" for rank, found in zip(members.ranks, levels, strict=True))
-    error: DistError = DistArgumentError(
+    error = DistArgumentError(
         f"group {name!r}: the debug level (UNICOLL_DEBUG, set_debug_level) is DETAIL on {detail} of {members.size}"
         f" ranks: with DETAIL the ranks compare their calls, so all must have it ({some})",
         group=name,
     )
-    if job.control is not None:
-        error = job.control.announce_failure(name, members.ranks, error)
-    raise error
+    raise announce(members, error)
 
 
 def _await_members(store: PrefixStore, keys: list[str], members: GroupMembers, timeout: float) -> None:

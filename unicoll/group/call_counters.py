@@ -16,8 +16,6 @@ from unicoll.errors import DistArgumentError
 from unicoll.group.hooks import Hook, HookedCall, add_to_job
 from unicoll.net import logs
 
-__all__ = ["CallCounters", "Counters", "counters_of_process", "start_file", "write_file"]
-
 log = logs.logger("metrics")
 
 _INTERVAL_S = 5.0

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from typing import TYPE_CHECKING
 
+from unicoll.arrays.types import COMPRESSED
 from unicoll.backend.call import Call
+from unicoll.backend.ops import OPS
 from unicoll.backend.options import CallOptions
 from unicoll.errors import DistArgumentError
-from unicoll.net.timeouts import to_seconds
+from unicoll.net.timeouts import Timeout, positive_seconds
 
-__all__ = ["CallSettings", "Timeout"]
+if TYPE_CHECKING:
+    from unicoll.group.backends import GroupBackends
 
-Timeout = timedelta | float | None
+_ALL_REDUCE = OPS["all_reduce"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +56,46 @@ class CallSettings:
         Raises:
             DistArgumentError: it is not positive.
         """
-        seconds = to_seconds(timeout)
-        if seconds is None:
-            return self.timeout
-        if seconds <= 0:
-            raise DistArgumentError(f"timeout: {timeout} is not a positive time")
-        return seconds
+        seconds = positive_seconds(timeout)
+        return self.timeout if seconds is None else seconds
 
-    def apply(self, call: Call) -> None:
-        """Set options and timing of a new call."""
+    def apply(self, call: Call, backends: GroupBackends) -> None:
+        """Set options, timing and compression of a new call.
+
+        The compression of a group applies to the calls that can be compressed; the others do not change.
+
+        Raises:
+            DistArgumentError: the call has a compression of its own, and cannot be compressed.
+        """
         call.options = self.passed
         call.timed = self.timed
+        if not self.compressed:
+            return
+        asked = self.options.compression if self.options is not None else None
+        compression = self.compression if asked is None else asked
+        if compression in ("", "none"):
+            return
+        suits = (
+            call.op is _ALL_REDUCE
+            and call.reduce is not None
+            and call.reduce.name in ("SUM", "AVG")
+            and call.inputs[0].dtype.name in COMPRESSED
+        )
+        if suits:
+            backend = backends.for_device(call.inputs[0].device.type)
+            if backend is None or backend.caps.compresses:  # None is refused later
+                call.compression = compression
+            elif asked is not None:
+                raise DistArgumentError(
+                    f"{call.describe()}: compression={asked!r}: backend {backend.name} compresses nothing",
+                    op=call.op.name,
+                )
+        elif asked is not None:
+            raise DistArgumentError(
+                f"{call.describe()}: compression={asked!r} needs an all_reduce by SUM or AVG of"
+                f" {' or '.join(COMPRESSED)}",
+                op=call.op.name,
+            )
 
     def changed(self, timeout: Timeout, timed: bool | None, options: CallOptions | None) -> CallSettings:
         """These settings with other options; None for timeout or timing keeps the present value."""

@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING, Any
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.group.arguments import buffers_of, pairs_of, same_length
-from unicoll.group.call_settings import Timeout
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-    "all_gather_coalesced",
-    "all_gather_into_tensor_coalesced",
-    "all_reduce_coalesced",
-    "broadcast_coalesced",
-    "reduce_scatter_tensor_coalesced",
-]
 
 
 def all_reduce_coalesced(

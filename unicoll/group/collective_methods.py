@@ -13,28 +13,12 @@ from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.group.arguments import buffers_of, splits_of
-from unicoll.group.call_settings import Timeout
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.dispatcher import Buffers
     from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "exscan",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scan",
-    "scatter",
-]
 
 _BROADCAST = OPS["broadcast"]
 _ALL_REDUCE = OPS["all_reduce"]

@@ -26,13 +26,11 @@ from unicoll.backend.work import Completion, Work
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.group.arguments import as_integer, buffers_of, call_site
 from unicoll.group.backends import GroupBackends
-from unicoll.group.call_settings import CallSettings, Timeout
-from unicoll.group.compression import compress
+from unicoll.group.call_settings import CallSettings
 from unicoll.group.hooks import Hook, HookedBackend
 from unicoll.group.members import GroupMembers
 from unicoll.net import debug_level
-
-__all__ = ["RUNNING", "Buffers", "Dispatcher"]
+from unicoll.net.timeouts import Timeout
 
 Buffers = tuple[Buffer, ...]
 Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
@@ -356,9 +354,7 @@ class Dispatcher:
 
     def _apply(self, settings: CallSettings, call: Call, key: Any = None) -> Any:
         """Set the options of a new call; returns the key of its kind with its compression."""
-        settings.apply(call)
-        if settings.compressed:
-            compress(call, settings, self._backends)
+        settings.apply(call, self._backends)
         return (key, call.compression) if call.compression else key
 
     def _validate(self, call: Call) -> tuple[Backend, CallKind]:

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from unicoll.errors import DistArgumentError, OperationTimeoutError, StoreTimeoutError
 from unicoll.net.stores import Store
 
-__all__ = ["GrowthRecord"]
-
 
 @dataclass(frozen=True)
 class GrowthRecord:

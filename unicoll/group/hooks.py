@@ -7,6 +7,7 @@ does not, so that hooks cost nothing where there are none. torchcomms has hooks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -18,8 +19,6 @@ from unicoll.backend.work import Completion
 from unicoll.group.arguments import call_site
 from unicoll.group.members import GroupMembers
 from unicoll.net import logs
-
-__all__ = ["Hook", "HookedBackend", "HookedCall", "add_to_job"]
 
 log = logs.logger("calls")
 
@@ -43,26 +42,6 @@ class HookedCall:
         started, ended: seconds on the clock of ``time.monotonic``; ``ended`` is 0 until ``after``.
         error: the error's type and text, or "".
     """
-
-    __slots__ = (
-        "_text",
-        "backend",
-        "blocking",
-        "ended",
-        "error",
-        "group",
-        "inputs",
-        "nbytes",
-        "op",
-        "outputs",
-        "peer",
-        "ranks",
-        "root",
-        "seq",
-        "site",
-        "started",
-        "tag",
-    )
 
     def __init__(self, call: Call, members: GroupMembers, backend: str, blocking: bool) -> None:
         self.group = members.name
@@ -96,34 +75,21 @@ class HookedCall:
 HookFunction = Callable[[HookedCall], None]
 
 
+@dataclass(eq=False)
 class Hook:
     """Functions that are called for each call of one group or of all groups; :meth:`remove` ends that.
 
-    Args:
-        before: called on the caller's thread before the call starts. An exception is raised to the caller; nothing was
-            sent then, and the hooks that were called before see the call end with that error.
-        after: called when the call has ended, with or without an error, on the thread that notices it. For a call that
-            NCCL has enqueued that is the watchdog's, within about 0.1 s. An exception is logged.
-        returned: called on the caller's thread when the call returns. An exception is logged.
-        waited: called with the seconds for which a thread of the user was blocked: in a blocking call, or in
-            ``Work.wait`` or ``Work.synchronize``, each time.
+    :func:`unicoll.add_hook` describes them.
 
     Attributes:
         on_remove: functions that :meth:`remove` calls with the hook.
     """
 
-    def __init__(
-        self,
-        before: HookFunction | None = None,
-        after: HookFunction | None = None,
-        returned: HookFunction | None = None,
-        waited: Callable[[HookedCall, float], None] | None = None,
-    ) -> None:
-        self.before = before
-        self.after = after
-        self.returned = returned
-        self.waited = waited
-        self.on_remove: list[Callable[[Hook], None]] = []
+    before: HookFunction | None = None
+    after: HookFunction | None = None
+    returned: HookFunction | None = None
+    waited: Callable[[HookedCall, float], None] | None = None
+    on_remove: list[Callable[[Hook], None]] = field(default_factory=list, init=False)
 
     def remove(self) -> None:
         """Call the functions no more for calls that start from now on; idempotent."""
@@ -153,13 +119,7 @@ def add_to_job(job: Job, hook: Hook) -> Hook:
 
 
 class HookedBackend(Backend):
-    """A backend that calls hooks around the calls of another one.
-
-    Args:
-        inner: that backend.
-        members: of the group.
-        hooks: in the order in which they are called.
-    """
+    """A backend that calls hooks around the calls of another one."""
 
     def __init__(self, inner: Backend, members: GroupMembers, hooks: Sequence[Hook]) -> None:
         self.name = inner.name  # type: ignore[misc]

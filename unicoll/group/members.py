@@ -6,8 +6,6 @@ from unicoll.backend.contract import Job
 from unicoll.errors import DistArgumentError
 from unicoll.group.arguments import as_integer
 
-__all__ = ["GroupMembers"]
-
 
 class GroupMembers:
     """The name and the ranks of one group.

@@ -13,15 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import BY_NAME, DType
+from unicoll.backend.call import OneSidedCall
+from unicoll.backend.ops import Arity, Op, Sizes
 from unicoll.errors import DistArgumentError, DistTypeError
-from unicoll.group.arguments import as_integer
-from unicoll.group.call_settings import Timeout
+from unicoll.group.arguments import as_integer, call_site
+from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.contract import Registration
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["fence", "peer_view", "put", "register", "signal", "symmetric_empty", "wait_signal"]
+_PUT, _SIGNAL, _WAIT_SIGNAL = (
+    Op(name, 0, Arity.ONE, Arity.NONE, Sizes.NONE) for name in ("put", "signal", "wait_signal")
+)
 
 
 def put(
@@ -40,7 +44,7 @@ def put(
         offset: where, in elements of ``tensor``'s type from the window's begin.
         timeout: as of any call.
     """
-    self._one_sided.put(self._settings, tensor, dst, window, offset, timeout)
+    _start_one_sided(self, _PUT, tensor, {dst: 1}, timeout, window, offset)
 
 
 def signal(self: ProcessGroup, dst: int, tensor: Any, *, timeout: Timeout = None) -> None:
@@ -51,7 +55,7 @@ def signal(self: ProcessGroup, dst: int, tensor: Any, *, timeout: Timeout = None
         tensor: an array on the group's device, of any size; nothing of it is sent.
         timeout: as of any call.
     """
-    self._one_sided.signal(self._settings, tensor, dst, timeout)
+    _start_one_sided(self, _SIGNAL, tensor, {dst: 1}, timeout)
 
 
 def wait_signal(
@@ -67,7 +71,36 @@ def wait_signal(
         count: how many signals of ``src``; each is waited for once.
         timeout: as of any call.
     """
-    self._one_sided.wait_signal(self._settings, tensor, src, count, timeout)
+    signals = dict(src) if isinstance(src, Mapping) else {src: count}
+    _start_one_sided(self, _WAIT_SIGNAL, tensor, signals, timeout)
+
+
+def _start_one_sided(
+    self: ProcessGroup,
+    op: Op,
+    tensor: Any,
+    signals: dict[int, int],
+    timeout: Timeout,
+    window: Any = None,
+    offset: int = 0,
+) -> None:
+    """Check a one-sided operation and hand it to the group's CUDA backend."""
+    buffer = as_buffer(tensor, f"{op.name}: tensor")
+    signals = {
+        as_integer(f"{op.name}: a rank", peer): as_integer(f"{op.name}: count", count)
+        for peer, count in signals.items()
+    }
+    offset = as_integer(f"{op.name}: offset", offset)
+    size = self._members.size
+    wrong = [peer for peer in signals if not 0 <= peer < size]
+    if wrong or not signals:
+        raise DistArgumentError(f"{op.name}: no ranks of a group of {size}: {wrong}", op=op.name)
+    if any(count < 1 for count in signals.values()) or offset < 0:
+        raise DistArgumentError(f"{op.name}: {signals} signals at offset {offset}: too few", op=op.name)
+    call = OneSidedCall(op, (buffer,), (), self._settings.seconds(timeout))
+    call.signals, call.window, call.offset = signals, window, offset
+    call.site = call_site()
+    self._backends.unstaged("cuda").one_sided(call)
 
 
 def symmetric_empty(

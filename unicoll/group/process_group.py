@@ -15,19 +15,17 @@ from unicoll.backend.contract import Backend, Job
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import CallOptions, as_call_options, compression_of, wants_timing
 from unicoll.backend.work import Work
-from unicoll.errors import BackendUnavailableError, DistArgumentError, GroupAbortedError
+from unicoll.errors import DistArgumentError, GroupAbortedError
 from unicoll.group import coalesced_methods, collective_methods, memory_methods
 from unicoll.group.arguments import check_ranks
 from unicoll.group.backends import GroupBackends
-from unicoll.group.call_settings import CallSettings, Timeout
+from unicoll.group.call_settings import CallSettings
 from unicoll.group.dispatcher import Dispatcher
 from unicoll.group.growth import GrowthRecord
 from unicoll.group.members import GroupMembers
-from unicoll.group.one_sided import OneSidedOperations
 from unicoll.group.registry import BackendChoice
 from unicoll.net import logs
-
-__all__ = ["ProcessGroup"]
+from unicoll.net.timeouts import Timeout
 
 log = logs.logger("group")
 
@@ -69,7 +67,6 @@ class ProcessGroup:
         self._dispatcher = dispatcher
         self._settings = settings
         self._whole = whole
-        self._one_sided = OneSidedOperations(members, backends)
         self._made_function_view: ProcessGroup | None = None
 
     @classmethod
@@ -87,27 +84,15 @@ class ProcessGroup:
         excluded: Sequence[int] = (),
         grown: bool = False,
     ) -> ProcessGroup:
-        """A new group; called by all its members.
-
-        Args:
-            job: of the group.
-            name: unique in the job.
-            ranks: global ranks in group order.
-            choices: the backend of each device type.
-            timeout: default timeout of the operations, seconds.
-            desc: the user's description.
-            options: the user's ``pg_options``.
-            device: the device that the group is bound to, or None.
-            parent: the group that this one is split, shrunk or grown from.
-            excluded: ranks in the parent that a shrink leaves out.
-            grown: True if the group is the result of a grow.
-        """
+        """A new group, added to those of the job; all its members call it. :class:`GroupBackends` has the arguments."""
         members = GroupMembers(job, name, ranks, desc)
         above = parent._backends if parent is not None else None
         backends = GroupBackends(members, choices, timeout, options, device, above, excluded, grown)
         log.info("created group %r (%s): rank %d of %d", name, backends.config, members.rank, members.size)
         settings = CallSettings(timeout, wants_timing(options), compression=compression_of(options))
-        return cls(members, backends, Dispatcher(members, backends), settings)
+        made = cls(members, backends, Dispatcher(members, backends), settings)
+        job.groups.append(made)
+        return made
 
     def __repr__(self) -> str:
         members = self._members
@@ -215,10 +200,10 @@ class ProcessGroup:
         excluded: Sequence[int] = (),
         grown: bool = False,
     ) -> ProcessGroup:
-        """A group made from this one, entered in the job's list."""
-        whole, job = self.whole, self._members.job
-        made = ProcessGroup.create(
-            job,
+        """A group made from this one."""
+        whole = self.whole
+        return ProcessGroup.create(
+            self._members.job,
             name,
             ranks,
             self.choices,
@@ -230,8 +215,6 @@ class ProcessGroup:
             excluded,
             grown,
         )
-        job.groups.append(made)
-        return made
 
     def next_child(self) -> int:
         """Number of the next group derived from this one, from 1; equal on all members that make the same calls."""
@@ -328,10 +311,7 @@ class ProcessGroup:
         """The group's own name, unique in the job."""
         return self._members.name
 
-    @property
-    def group_name(self) -> str:
-        """The same as :attr:`name` (torch's spelling)."""
-        return self._members.name
+    group_name = name  # torch's spelling
 
     @property
     def group_desc(self) -> str:
@@ -357,11 +337,6 @@ class ProcessGroup:
     def job(self) -> Job:
         """The state that all groups of the job share."""
         return self._members.job
-
-    @property
-    def splits(self) -> int:
-        """Number of groups derived from this one so far."""
-        return self._members.children
 
     @property
     def choices(self) -> tuple[BackendChoice, ...]:
@@ -401,19 +376,6 @@ class ProcessGroup:
     def backends(self) -> tuple[Backend, ...]:
         """Every backend of the group once, in the order of :attr:`choices`; then one that another one uses."""
         return self._backends.all
-
-    def backend_for(self, device: str) -> Backend:
-        """The backend that serves arrays of a device type, ``"cpu"`` or ``"cuda"``.
-
-        Raises:
-            BackendUnavailableError: none does.
-        """
-        found = self._backends.for_device(device)
-        if found is None:
-            raise BackendUnavailableError(
-                f"group {self.name!r} ({self.backend_config}) serves no {device} arrays"
-            )
-        return found
 
     def global_rank(self, group_rank: int) -> int:
         """The global rank of a member; DistArgumentError if there is none of that rank."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from types import CodeType, FrameType
 from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.backend.flight_recorder import ArrayKind, CallKind, PendingEntry, line_of, ring, user_frame
-from unicoll.backend.thread_frames import ThreadFrames
+from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.group.dispatcher import RUNNING
-
-__all__ = ["RecordedCall", "recorded_calls"]
 
 _ATTEMPTS = 10
 
@@ -21,21 +20,13 @@ class RecordedCall:
     """One call, as the flight recorder has it.
 
     Attributes:
-        group, ranks: name of the group, and the global ranks of its members.
+        group, ranks, op, inputs, outputs, nbytes, reduce, root, peer, tag, backend, compression: see :class:`CallKind`.
         seq: sequence number in the group, from 1; 0 for messages of most backends, and before the backend has it.
-        op: name of the operation.
-        inputs, outputs: element type and shape of each array; the same tuple for operations in place.
-        nbytes: bytes of the inputs, or of the outputs where a rank has no inputs.
-        reduce: the reduction in words, or "".
-        root: rank in the group, or -1.
-        peer, tag: of a message; else -1 and 0.
-        backend: name of the backend.
         site: ``file:line`` of the caller.
         state: "scheduled" (behind other calls, or just posted), "started", "completed" or "failed".
         created, started, ended: seconds on the clock of ``time.monotonic``; 0 if not yet.
         blocking: True if the caller was blocked until it ended.
         error: text, or "".
-        compression: of what is sent between hosts, or "".
     """
 
     group: str
@@ -113,12 +104,10 @@ def _running() -> list[RecordedCall]:
     found = []
     with ThreadFrames() as frames:
         for top in frames.values():
-            frame: Any = top
-            while frame is not None:
+            for frame in outwards(top):
                 if frame.f_code in RUNNING and "begun" in (names := frame.f_locals):
                     found.append(_running_call(frame, names))
-                frame = frame.f_back
-        del frames, top  # the frames keep themselves and their arrays alive
+        del frames, top, frame  # the frames keep themselves and their arrays alive
     return found
 
 
@@ -146,7 +135,7 @@ def _record(
         shape, peer, tag = message
         inputs, outputs = _reshaped(inputs, shape), _reshaped(outputs, shape)
         (dtype, _), *_ = inputs or outputs
-        nbytes = _count(shape) * dtype.itemsize
+        nbytes = prod(shape) * dtype.itemsize
     return RecordedCall(
         kind.group,
         kind.ranks,
@@ -173,10 +162,3 @@ def _reshaped(
     arrays: tuple[ArrayKind, ...], shape: tuple[int, ...]
 ) -> tuple[tuple[DType, tuple[int, ...]], ...]:
     return tuple((dtype, shape) for dtype, _ in arrays)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

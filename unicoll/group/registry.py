@@ -21,21 +21,6 @@ from unicoll.errors import BackendUnavailableError, DistArgumentError
 if TYPE_CHECKING:
     from unicoll.net.stores import Store
 
-__all__ = [
-    "BackendName",
-    "BackendChoice",
-    "MPIWorld",
-    "choose",
-    "backend_names",
-    "default_backend_for_device",
-    "fakes",
-    "mpi_store",
-    "mpi_world",
-    "reason_against",
-    "register_job_with_mpi",
-    "status_line",
-]
-
 _BUILT_IN = {
     "fake": "unicoll.backend.fake",
     "gloo": "gloo_fallback",
@@ -274,6 +259,8 @@ def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str =
         device, _, name = part.strip().partition(":")
         if not device or not name:
             raise DistArgumentError(f"backend: {backend!r} is not of the form 'cpu:gloo,cuda:nccl'")
+        if any(device == choice.device for choice in choices):
+            raise DistArgumentError(f"backend: {backend!r} has two backends of {device} arrays")
         cls = _usable([name])[1]
         why = f"backend={backend!r}"
         staged = device == "cuda" and device not in _devices(name, cls) and cls.stages

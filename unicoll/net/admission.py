@@ -14,8 +14,6 @@ from typing import Generic, TypeVar
 
 from unicoll.net.auth import HANDSHAKE_SECONDS
 
-__all__ = ["Admission", "max_unauthenticated", "uses_last_descriptors"]
-
 MAX_UNAUTHENTICATED = 1024
 """Connections without a finished handshake that a server keeps; fewer if the limit of open files is low."""
 SILENT_SECONDS, SLOW_SECONDS = 0.25, 2.0

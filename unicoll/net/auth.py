@@ -42,22 +42,11 @@ from unicoll.net.handshake_messages import (
     WRONG_PURPOSE,
     WRONG_SECRET,
     check_hellos,
-    flags_of,
     make_hello,
     make_proof,
-    purpose_of,
-    rank_of,
+    parse_hello,
 )
 from unicoll.net.secret import Key
-
-__all__ = [
-    "HANDSHAKE_SECONDS",
-    "HandshakeResult",
-    "NoAnswerError",
-    "ServerHandshake",
-    "client_handshake",
-    "server_handshake",
-]
 
 HANDSHAKE_SECONDS = 10.0
 """Seconds after which a server closes a connection whose handshake is not done."""
@@ -161,7 +150,7 @@ class ServerHandshake:
         self._out += bytes([ACCEPTED]) + make_proof(self._key, b"server", self._hello, hello, self._address)
         self.leftover = self._received[HELLO_SIZE + PROOF_SIZE :]
         self._received = b""
-        self.peer = rank_of(hello)
+        self.peer = parse_hello(hello).rank
         self.channel_key = Key(make_proof(self._key, b"channel", self._hello, hello, self._address))
         self.done = True
 
@@ -218,7 +207,7 @@ def client_handshake(
         theirs = _receive_hello(sock, min(deadline, time.monotonic() + SILENCE_SECONDS), peer)
         if (verdict := check_hellos(theirs, mine)) is not None:
             raise AuthenticationError(
-                f"handshake with {peer}: {_explain(verdict, purpose, purpose_of(theirs))}"
+                f"handshake with {peer}: {_explain(verdict, purpose, parse_hello(theirs).purpose)}"
             )
         _send(sock, make_proof(key, b"client", theirs, mine, address), deadline, peer)
         verdict = _receive(sock, 1, deadline, peer)[0]
@@ -234,42 +223,14 @@ def client_handshake(
             raise AuthenticationError(
                 f"{peer} accepted this client but cannot prove that it holds the job's secret itself"
             )
-        if server is not None and rank_of(theirs) != server:
+        hello = parse_hello(theirs)
+        if server is not None and hello.rank != server:
             raise AuthenticationError(
-                f"{peer} is rank {rank_of(theirs)}, not rank {server}: a value in the store was forged"
+                f"{peer} is rank {hello.rank}, not rank {server}: a value in the store was forged"
             )
         return HandshakeResult(
-            bool(flags_of(theirs) & PRIVATE), Key(make_proof(key, b"channel", theirs, mine, address))
+            bool(hello.flags & PRIVATE), Key(make_proof(key, b"channel", theirs, mine, address))
         )
-    finally:
-        sock.settimeout(timeout_before)
-
-
-def server_handshake(sock: socket.socket, key: bytes, purpose: bytes, deadline: float) -> None:
-    """The blocking form of :class:`ServerHandshake`, with :func:`client_handshake`'s arguments.
-
-    It reads no bytes after the end of the handshake.
-
-    Raises:
-        AuthenticationError: the client does not hold the key, does not speak this protocol or was silent.
-        DistNetworkError: the connection broke during the handshake.
-    """
-    peer = _peer_address(sock)
-    timeout_before = sock.gettimeout()
-    handshake = ServerHandshake(key, purpose)
-    missing = HELLO_SIZE + PROOF_SIZE
-    try:
-        _send(sock, handshake.outgoing(), deadline, peer)
-        while not handshake.done:
-            data = _recv_some(sock, missing, deadline, peer)
-            if not data:
-                raise DistNetworkError(f"{peer} closed the connection during the handshake")
-            missing -= len(data)
-            handshake.feed(data)
-            _send(sock, handshake.outgoing(), deadline, peer)
-    except AuthenticationError as error:
-        _send(sock, handshake.outgoing(), deadline, peer)
-        raise AuthenticationError(f"handshake with {peer}: {error}") from error
     finally:
         sock.settimeout(timeout_before)
 

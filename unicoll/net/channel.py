@@ -19,8 +19,6 @@ from unicoll.net.records import HEADER_SIZE, MAX_DATA, MacRecords, Records, Tamp
 from unicoll.net.secret import Key
 from unicoll.net.timeouts import seconds_left
 
-__all__ = ["Channel", "Connection", "authenticate", "choose_protection", "records_for", "within_a_host"]
-
 _READ_SIZE = MAX_DATA + HEADER_SIZE
 
 

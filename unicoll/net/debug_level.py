@@ -10,15 +10,6 @@ from weakref import WeakMethod
 from unicoll.errors import DistTypeError
 from unicoll.net import logs, settings
 
-__all__ = [
-    "DebugLevel",
-    "apply",
-    "get_debug_level",
-    "on_change",
-    "set_debug_level",
-    "set_debug_level_from_env",
-]
-
 
 class DebugLevel(IntEnum):
     """How much is logged and checked, as in torch.distributed."""

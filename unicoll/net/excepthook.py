@@ -21,8 +21,6 @@ from itertools import groupby
 from types import TracebackType
 from typing import Any
 
-__all__ = ["as_text", "install", "show"]
-
 _PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm")
 
 

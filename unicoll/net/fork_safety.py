@@ -12,8 +12,6 @@ import socket
 import weakref
 from collections.abc import Callable
 
-__all__ = ["guard", "in_child"]
-
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _callbacks: list[Callable[[], None]] = []
 

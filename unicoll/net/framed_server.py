@@ -15,16 +15,6 @@ from typing import Any
 from unicoll.net.channel import Channel, Connection
 from unicoll.net.server import Client, Server, listen
 
-__all__ = [
-    "MAX_FRAME",
-    "Client",
-    "FrameServer",
-    "frame",
-    "handshake_address",
-    "read_exactly",
-    "read_frame",
-]
-
 Message = dict[str, Any]
 
 _HEADER = struct.Struct("<I")

@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import struct
+from typing import NamedTuple
 
 from unicoll.net.secret import SOURCES
-
-__all__ = [
-    "ACCEPTED",
-    "CLIENT_HAS_NONE",
-    "HELLO_SIZE",
-    "MAGIC",
-    "OTHER_PROTECTION",
-    "OTHER_USER",
-    "PRIVATE",
-    "PROOF_SIZE",
-    "PROTECTIONS",
-    "REASONS",
-    "SERVER_HAS_NONE",
-    "WRONG_PURPOSE",
-    "WRONG_SECRET",
-    "check_hellos",
-    "flags_of",
-    "make_hello",
-    "make_proof",
-    "purpose_of",
-    "rank_of",
-]
 
 MAGIC = b"unicoll1\r\n\r\n"
 PURPOSE_SIZE = 16
 NONCE_SIZE = 32
 PROOF_SIZE = 32
-RANK_SIZE = 4
-HELLO_SIZE = len(MAGIC) + 1 + PURPOSE_SIZE + RANK_SIZE + NONCE_SIZE
+_HELLO = struct.Struct(f"<{len(MAGIC)}sB{PURPOSE_SIZE}sI{NONCE_SIZE}s")
+HELLO_SIZE = _HELLO.size
 NO_RANK = (1 << 32) - 1
 KEYED, PRIVATE = 1, 2
 PROTECTIONS = {"plain": 0, "mac": 4, "tls": 8}
@@ -49,42 +29,32 @@ OTHER_PROTECTION = 7
 """Verdicts of the server."""
 
 
+class Hello(NamedTuple):
+    """A hello; ``flags`` are KEYED, PRIVATE and the protection, ``rank`` is that of the process, or None."""
+
+    flags: int
+    purpose: bytes
+    rank: int | None
+
+    @property
+    def protection(self) -> int:
+        """A value of PROTECTIONS."""
+        return self.flags & sum(PROTECTIONS.values())
+
+
 def make_hello(key: bytes, purpose: bytes, flags: int = 0, rank: int | None = None) -> bytes:
-    """A hello with a fresh nonce; ``rank`` is that of the client, or None."""
+    """A hello with a fresh nonce; ``rank`` is that of the process, or None."""
     if not 0 < len(purpose) <= PURPOSE_SIZE or b"\0" in purpose:
         raise ValueError(f"a purpose has 1 to {PURPOSE_SIZE} bytes and no zero byte, not {purpose!r}")
     flags |= KEYED if key else 0
-    rank_field = (NO_RANK if rank is None else rank).to_bytes(RANK_SIZE, "little")
-    return (
-        MAGIC
-        + bytes([flags])
-        + purpose.ljust(PURPOSE_SIZE, b"\0")
-        + rank_field
-        + secrets.token_bytes(NONCE_SIZE)
-    )
+    nonce = secrets.token_bytes(NONCE_SIZE)
+    return _HELLO.pack(MAGIC, flags, purpose, NO_RANK if rank is None else rank, nonce)
 
 
-def flags_of(hello: bytes) -> int:
-    """The flags of a hello: KEYED, PRIVATE and the protection."""
-    return hello[len(MAGIC)]
-
-
-def protection_of(hello: bytes) -> int:
-    """The protection that a hello states; a value of PROTECTIONS."""
-    return flags_of(hello) & sum(PROTECTIONS.values())
-
-
-def purpose_of(hello: bytes) -> bytes:
-    """The purpose of a hello, without padding."""
-    start = len(MAGIC) + 1
-    return hello[start : start + PURPOSE_SIZE].rstrip(b"\0")
-
-
-def rank_of(hello: bytes) -> int | None:
-    """The rank of a hello, or None."""
-    start = len(MAGIC) + 1 + PURPOSE_SIZE
-    rank = int.from_bytes(hello[start : start + RANK_SIZE], "little")
-    return None if rank == NO_RANK else rank
+def parse_hello(hello: bytes) -> Hello:
+    """The fields of a hello."""
+    _, flags, purpose, rank, _ = _HELLO.unpack(hello)
+    return Hello(flags, purpose.rstrip(b"\0"), None if rank == NO_RANK else rank)
 
 
 def make_proof(
@@ -108,10 +78,11 @@ REASONS = {
 
 def check_hellos(server_hello: bytes, client_hello: bytes) -> int | None:
     """The verdict if the hellos alone are incompatible, else None."""
-    if purpose_of(server_hello) != purpose_of(client_hello):
+    server, client = parse_hello(server_hello), parse_hello(client_hello)
+    if server.purpose != client.purpose:
         return WRONG_PURPOSE
-    if (flags_of(server_hello) ^ flags_of(client_hello)) & KEYED:
-        return CLIENT_HAS_NONE if flags_of(server_hello) & KEYED else SERVER_HAS_NONE
-    if protection_of(server_hello) != protection_of(client_hello):
+    if (server.flags ^ client.flags) & KEYED:
+        return CLIENT_HAS_NONE if server.flags & KEYED else SERVER_HAS_NONE
+    if server.protection != client.protection:
         return OTHER_PROTECTION
     return None

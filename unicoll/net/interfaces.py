@@ -12,26 +12,10 @@ import os
 import resource
 import socket
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.errors import DistArgumentError, DistNetworkError
-
-__all__ = [
-    "AddressChoice",
-    "Interface",
-    "hostname",
-    "interfaces",
-    "is_local_address",
-    "is_loopback",
-    "is_loopback_name",
-    "join_hostport",
-    "listen_addresses",
-    "match_interfaces",
-    "parse_port",
-    "raise_descriptor_limit",
-    "resolve",
-    "split_hostport",
-]
 
 _IFF_UP = 0x1
 _IFF_LOOPBACK = 0x8
@@ -311,17 +295,9 @@ def _loopback_address(host: str) -> str:
     if ":" in name:
         return "::1"
     if is_loopback_name(name) and not name[0].isdigit():
-        # "localhost" may be ::1 alone on an IPv6-only host.
-        return next((str(address[0]) for family, address in _resolve_ipv4_first(name)), "127.0.0.1")
+        with suppress(DistNetworkError):  # "localhost" may be ::1 alone on an IPv6-only host
+            return str(min(resolve(name, 0), key=lambda answer: answer[0] != socket.AF_INET)[1][0])
     return "127.0.0.1"
-
-
-def _resolve_ipv4_first(host: str) -> list[tuple[int, Any]]:
-    try:
-        answers = resolve(host, 0)
-    except DistNetworkError:
-        return []
-    return sorted(answers, key=lambda answer: answer[0] != socket.AF_INET)
 
 
 def split_hostport(text: str, default_port: int | None = None) -> tuple[str, int]:

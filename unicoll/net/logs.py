@@ -13,8 +13,6 @@ import sys
 
 from unicoll.net import settings
 
-__all__ = ["configure", "logger", "set_rank"]
-
 _rank: int | None = None
 _handler: logging.Handler | None = None
 _level_before: int | None = None  # of the logger "unicoll", where the handler needs another one

@@ -17,11 +17,9 @@ from typing import Any
 
 from unicoll.errors import DistError, PickleRefusedError
 from unicoll.net import object_text
-from unicoll.net.object_format import MAX_DEPTH, PICKLED, TEXT, TYPED, NotPlainError, type_name
+from unicoll.net.object_format import PICKLED, TEXT, TYPED, NotPlainError, type_name
 from unicoll.net.object_reader import Reader
 from unicoll.net.object_writer import Writer
-
-__all__ = ["MAX_DEPTH", "Allowed", "dumps", "loads"]
 
 HOW_TO_ALLOW = (
     "Pickle is not allowed in this job. Send plain objects (numbers, str, bytes, lists, tuples, dicts, sets, NumPy "

@@ -24,8 +24,6 @@ from unicoll.net.object_format import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Reader"]
-
 T = TypeVar("T")
 _UNPACK_INT, _UNPACK_FLOAT, _UNPACK_LENGTH = INT.unpack_from, FLOAT.unpack_from, LENGTH.unpack_from
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from unicoll.net.object_format import MAX_DEPTH, MIN_SHARED_SIZE, TEXT
 
-__all__ = ["read", "write"]
-
 _OTHERS = frozenset((bool, type(None)))
 _FIRST = bytes((TEXT,))
 

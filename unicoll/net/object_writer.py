@@ -22,8 +22,6 @@ from unicoll.net.object_format import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Writer"]
-
 _FIRST = bytes((TYPED,))
 _PACK_INT, _PACK_FLOAT, _PACK_LENGTH = [struct.Struct(f"<c{code}").pack for code in "qdQ"]  # with the tag
 

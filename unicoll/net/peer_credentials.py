@@ -12,8 +12,6 @@ import struct
 import sys
 from functools import cache
 
-__all__ = ["is_same_user", "is_supported", "peer_uid"]
-
 _TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
 _ESTABLISHED = b"01"
 _READS = 3

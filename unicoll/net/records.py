@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from unicoll.net.secret import Key
 
-__all__ = ["HEADER_SIZE", "MAX_DATA", "Buffer", "MacRecords", "Records", "TamperedError"]
-
 MAX_DATA = 1 << 17
 """Bytes of data in a record at most."""
 
@@ -57,12 +55,7 @@ class Records(Protocol):
 
 
 class MacRecords:
-    """Data in the clear, each record with a MAC.
-
-    Args:
-        key: the channel key of the handshake.
-        server: True on the server's side.
-    """
+    """Data in the clear, each record with a MAC."""
 
     ready = True
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from unicoll.errors import DistArgumentError
 from unicoll.net import logs
 
-__all__ = ["SOURCES", "Key", "Secret", "find_secret", "new_key"]
-
 SOURCES = (
     "a secret comes from UNICOLL_SECRET, from UNICOLL_SECRET_FILE, or from the launcher, which makes one per "
     "job; every process of the job needs the same one"

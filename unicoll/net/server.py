@@ -32,8 +32,6 @@ from unicoll.net.auth import ServerHandshake
 from unicoll.net.fork_safety import guard
 from unicoll.net.records import MAX_DATA, Records, TamperedError
 
-__all__ = ["Client", "Server", "listen"]
-
 ACCEPTS_PER_WAKEUP = 32
 
 _READ_SIZE = 256 * 1024
@@ -59,18 +57,6 @@ class Client:
         error: the reason of a disconnection other than the end of the connection.
         rank: the rank that the client has proved; None if it has none.
     """
-
-    __slots__ = (
-        "error",
-        "handshake",
-        "handshake_chunks",
-        "inbox",
-        "outbox",
-        "rank",
-        "records",
-        "sock",
-        "state",
-    )
 
     def __init__(self, sock: socket.socket, handshake: ServerHandshake) -> None:
         self.sock = sock

@@ -14,19 +14,6 @@ from collections.abc import Mapping
 
 from unicoll.errors import DistArgumentError
 
-__all__ = [
-    "CHOICES",
-    "FLAGS",
-    "NUMBERS",
-    "TEXTS",
-    "check",
-    "choice",
-    "debug_level",
-    "flag",
-    "number",
-    "warn_of_unknown",
-]
-
 Environ = Mapping[str, str]
 
 _PREFIX = "UNICOLL_"

@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 
-from unicoll.errors import DistTypeError
+from unicoll.errors import DistArgumentError, DistTypeError
 
-__all__ = ["backoff", "seconds_left", "to_seconds"]
+Timeout = timedelta | float | None
+"""A timedelta or seconds; None is a default."""
 
 
-def to_seconds(timeout: timedelta | float | None) -> float | None:
+def to_seconds(timeout: Timeout) -> float | None:
     """A timedelta or a number of seconds as seconds; None stays None."""
     if timeout is None:
         return None
@@ -20,6 +21,14 @@ def to_seconds(timeout: timedelta | float | None) -> float | None:
     if isinstance(timeout, int | float):
         return float(timeout)
     raise DistTypeError(f"timeout: expected a timedelta or seconds, got {timeout!r}")
+
+
+def positive_seconds(timeout: Timeout) -> float | None:
+    """:func:`to_seconds`; DistArgumentError if that is not positive."""
+    seconds = to_seconds(timeout)
+    if seconds is not None and not seconds > 0:  # NaN is not either
+        raise DistArgumentError(f"timeout: {timeout} is not a positive time")
+    return seconds
 
 
 def seconds_left(deadline: float, least: float = 0.0) -> float:

@@ -22,8 +22,6 @@ from typing import Any
 from unicoll.net.records import TamperedError
 from unicoll.net.secret import Key
 
-__all__ = ["TlsRecords"]
-
 _CERTIFICATE = Path(__file__).with_name("tls_certificate.pem")
 _IDENTITY = "unicoll"
 _PROOF_SIZE = 32
@@ -31,12 +29,7 @@ _READ_SIZE = 1 << 16
 
 
 class TlsRecords:
-    """One side of a TLS connection (see :class:`unicoll.net.records.Records`).
-
-    Args:
-        key: the channel key of the handshake, for this connection only.
-        server: True on the server's side.
-    """
+    """One side of a TLS connection (see :class:`unicoll.net.records.Records`)."""
 
     def __init__(self, key: Key, server: bool) -> None:
         self._key = key

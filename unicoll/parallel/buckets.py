@@ -11,11 +11,12 @@ import math
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
+from unicoll.api.world import member
 from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
+from unicoll.net.timeouts import Timeout
 from unicoll.parallel.common import (
     Arrays,
     Kind,
@@ -25,13 +26,10 @@ from unicoll.parallel.common import (
     host_bytes,
     kind_of,
     listed,
-    member_group,
     named,
     plan_buckets,
     without_history,
 )
-
-__all__ = ["GradientBuckets"]
 
 _MIB = 2**20
 
@@ -119,7 +117,7 @@ class GradientBuckets:
             )
         self.names, arrays = named(parameters)
         self._kinds = [_gradient_kind(name, array) for name, array in zip(self.names, arrays, strict=True)]
-        self._group = member_group(group)
+        self._group = member(group, "GradientBuckets")
         self._op = op
         self._find_unused = find_unused
         self.layout = plan_buckets(
@@ -192,7 +190,7 @@ class GradientBuckets:
         while self._launched < len(self._buckets) and not self._buckets[self._launched].expected:
             self._launch()
 
-    def wait(self, timeout: timedelta | float | None = None) -> list[Any]:
+    def wait(self, timeout: Timeout = None) -> list[Any]:
         """Complete the step: launch the remaining buckets, wait for all buckets, and start a new step.
 
         Args:
@@ -288,7 +286,7 @@ class GradientBuckets:
         except Exception as error:
             raise self._explained(error, self._launched - 1) from error
 
-    def _complete(self, timeout: timedelta | float | None) -> None:
+    def _complete(self, timeout: Timeout) -> None:
         """Launch the remaining buckets and wait for all, also after an error: no bucket may stay in flight."""
         failure: DistError | None = None
         try:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.api.world import GroupMember, resolve
 from unicoll.arrays.conversion import as_buffer
 from unicoll.arrays.types import BY_NAME, DType
 from unicoll.errors import (
@@ -26,42 +25,10 @@ from unicoll.errors import (
 )
 
 if TYPE_CHECKING:
-    from unicoll.group.process_group import ProcessGroup
-
-__all__ = [
-    "Arrays",
-    "Kind",
-    "Packer",
-    "byte_array",
-    "check_writable",
-    "element_type",
-    "explained",
-    "bucket_like",
-    "flat_like",
-    "host_bytes",
-    "kind_of",
-    "listed",
-    "member_group",
-    "named",
-    "plan_buckets",
-    "without_history",
-]
+    pass
 
 Arrays = Sequence[Any] | Mapping[str, Any]
 """Arrays in the same order on every rank; the keys of a mapping are used as names in messages."""
-
-
-def member_group(group: Any) -> ProcessGroup:
-    """The unicoll group for an argument ``group``; the default group for None.
-
-    Raises:
-        DistArgumentError: this process is not in the given group.
-        NotInitializedError: none is given, and there is no default group.
-    """
-    found = None if group is GroupMember.NON_GROUP_MEMBER else resolve(group)
-    if found is None:
-        raise DistArgumentError("this process is not in the given group")
-    return found
 
 
 _SMALL_BUCKET = 1 << 16

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from unicoll.api.world import member
 from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistError
 from unicoll.parallel.common import (
@@ -18,12 +19,9 @@ from unicoll.parallel.common import (
     check_writable,
     host_bytes,
     kind_of,
-    member_group,
     named,
     plan_buckets,
 )
-
-__all__ = ["average_gradients", "broadcast_parameters", "check_identical", "parameters_digest"]
 
 MESSAGE_BYTES = 25 * 2**20
 DIGEST_BYTES = 32
@@ -43,7 +41,7 @@ def broadcast_parameters(parameters: Arrays, src: int = 0, group: Any = None) ->
         DistTypeError: an element is not an array, or of a dtype that cannot be communicated.
         NotInitializedError: no group is given, and there is no default group.
     """
-    members = member_group(group)
+    members = member(group, "broadcast_parameters")
     root = members.group_rank(src)
     for packer in _packers(parameters):
         packer.pack()
@@ -66,7 +64,7 @@ def average_gradients(gradients: Arrays, group: Any = None) -> None:
         DistTypeError: an element is not an array, or of a dtype that cannot be communicated.
         NotInitializedError: no group is given, and there is no default group.
     """
-    members = member_group(group)
+    members = member(group, "average_gradients")
     packers = _packers(gradients)
     works: list[Any] = []
     for packer in packers:
@@ -101,7 +99,7 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
             such rank.
         NotInitializedError: no group is given, and there is no default group.
     """
-    members = member_group(group)
+    members = member(group, "check_identical")
     names, arrays = named(parameters)
     own = _digest(names, arrays)
     count = len(arrays).to_bytes(8, "little")

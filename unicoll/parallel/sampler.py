@@ -11,8 +11,6 @@ from unicoll.api.world import get_rank, get_world_size
 from unicoll.errors import DistArgumentError
 from unicoll.group.arguments import as_integer
 
-__all__ = ["DistributedSampler"]
-
 
 class DistributedSampler:
     """Splits the indices ``0 .. len(dataset) - 1`` evenly over the ranks, reshuffled every epoch.

@@ -147,13 +147,13 @@ def report(title: str, failures: Sequence[WorkerFailure], stopped: Sequence[int]
 
 
 def _entry(failure: WorkerFailure) -> list[str]:
-    number = f" ({signal_name(-failure.status)})" if failure.status < 0 else ""
+    by_signal = f" ({signal_name(-failure.status)})" if failure.status < 0 else ""
     return [
         "[0]:",
         f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.time))}",
         f"  host      : {socket.gethostname()}",
         f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
-        f"  exitcode  : {failure.status} (pid: {failure.pid}){number}",
+        f"  exitcode  : {failure.status} (pid: {failure.pid}){by_signal}",
         f"  error_file: {failure.error_file or '<N/A>'}",
         f"  traceback : {_first_line(failure.cause)}{' (above)' if failure.record else ''}",
     ]

@@ -15,8 +15,6 @@ from torch.distributed import distributed_c10d as c10d
 from unicoll.arrays.types import ReduceOp, Reduction
 from unicoll.errors import DistArgumentError, DistTypeError
 
-__all__ = ["ROWS", "TorchCollective", "one", "reduction"]
-
 Tensors = Sequence[Any]
 
 _REDUCTIONS: dict[Any, Reduction] = {

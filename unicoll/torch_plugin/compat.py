@@ -20,23 +20,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from unicoll.net import logs
 
-__all__ = [
-    "OLD_NAMES",
-    "TESTED",
-    "RequestedGroup",
-    "backend_of_init",
-    "dispatch_batch_isend_irecv",
-    "dispatch_shutdown",
-    "dispatch_monitored_barrier",
-    "dispatch_splits",
-    "is_awaited",
-    "is_profiling",
-    "skip_flight_recorder",
-    "requested_group",
-    "timeout_or_none",
-    "warn_of_untested",
-]
-
 TESTED = ("2.6.0", "2.13.0", "2.15.0")
 """Tested versions of torch: the oldest supported one, that of most tests, and the newest."""
 
@@ -168,100 +151,56 @@ def is_profiling() -> bool:
     return torch.autograd._profiler_enabled()  # type: ignore[no-any-return]
 
 
-def dispatch_monitored_barrier(cls: type[Any]) -> None:
-    """Make ``dist.monitored_barrier`` accept unicoll groups: torch's accepts the backend named gloo only."""
-    torchs = c10d.monitored_barrier
-    if getattr(torchs, "dispatches_unicoll", False):
-        return
-
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        pg = c10d.GroupMember.WORLD if group is None else group
-        if not isinstance(pg, cls):
-            torchs(group, timeout, wait_all_ranks)
-            return
-        pg.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
-
-    monitored_barrier.__doc__ = torchs.__doc__
-    monitored_barrier.dispatches_unicoll = True  # type: ignore[attr-defined]
-    c10d.monitored_barrier = monitored_barrier
-    dist.monitored_barrier = monitored_barrier
-
-
-def dispatch_batch_isend_irecv(cls: type[Any]) -> None:
-    """Pass all messages of a ``dist.batch_isend_irecv`` to a unicoll group in one call.
-
-    torch starts them one by one if the group is not of its own class (2.7 to 2.14) or has a CPU backend. Each would
-    then be a separate NCCL operation that waits for the previous one.
-    """
-    torchs = c10d.batch_isend_irecv
-    if getattr(torchs, "dispatches_unicoll", False):
-        return
-
-    @functools.wraps(torchs)
-    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
-        c10d._check_p2p_op_list(p2p_op_list)
-        group = p2p_op_list[0].group or c10d.GroupMember.WORLD
-        start: Callable[[list[Any]], list[Any]] = (
-            group.batch_isend_irecv if isinstance(group, cls) else torchs
-        )
-        return start(p2p_op_list)
-
-    batch_isend_irecv.dispatches_unicoll = True  # type: ignore[attr-defined]
-    c10d.batch_isend_irecv = batch_isend_irecv
-    dist.batch_isend_irecv = batch_isend_irecv
-
-
-def dispatch_splits(cls: type[Any]) -> None:
-    """Make ``new_group`` skip torch's own group splitting, which requires a C++ backend, for unicoll groups.
-
-    torch calls the patched function on all processes; those outside the new group take part in the split there.
-    """
-    torchs = c10d._get_split_source
-    if getattr(torchs, "dispatches_unicoll", False):
-        return
-
-    def split_source(pg: Any, *arguments: Any) -> Any:
-        if not isinstance(pg, cls):
-            return torchs(pg, *arguments)
-        pg.skip_split()
-        return None
-
-    split_source.dispatches_unicoll = True  # type: ignore[attr-defined]
-    c10d._get_split_source = split_source
-
-
-def dispatch_shutdown(cls: type[Any]) -> None:
-    """Shut down and abort unicoll groups in torch versions that do so for some of torch's own backends only."""
-    for name, method in (("_shutdown_backend", "shutdown"), ("_abort_backend", "abort")):
-        torchs = getattr(c10d, name, None)
-        if torchs is not None and not getattr(torchs, "dispatches_unicoll", False):
-            setattr(c10d, name, _dispatching(torchs, cls, method))
-
-
-def skip_flight_recorder(cls: type[Any]) -> None:
-    """Do not attach torch's flight recorder (2.15 and newer) to unicoll groups, since that raises.
-
-    Its hooks run in the C++ dispatch to a C++ backend, and a process group in Python has neither. torch skips such
-    groups itself, but recognises only those without devices.
-    """
-    torchs = getattr(c10d, "_maybe_attach_flight_recorder", None)
+def _replace(name: str, made: Callable[[Any], Any]) -> None:
+    """Replace a function of torch.distributed, where this version has it, by ``made(function)``, once."""
+    torchs = getattr(c10d, name, None)
     if torchs is None or getattr(torchs, "dispatches_unicoll", False):
         return
-
-    def attach(pg: Any, *arguments: Any, **options: Any) -> None:
-        if not isinstance(pg, cls):
-            torchs(pg, *arguments, **options)
-
-    attach.dispatches_unicoll = True  # type: ignore[attr-defined]
-    c10d._maybe_attach_flight_recorder = attach
+    function: Any = functools.wraps(torchs)(made(torchs))
+    function.dispatches_unicoll = True
+    setattr(c10d, name, function)
+    if getattr(dist, name, None) is torchs:
+        setattr(dist, name, function)
 
 
-def _dispatching(torchs: Callable[[Any], None], cls: type[Any], method: str) -> Callable[[Any], None]:
-    def end(pg: Any) -> None:
-        if isinstance(pg, cls):
-            getattr(pg, method)()
-        else:
-            torchs(pg)
+def dispatch(cls: type[Any]) -> None:
+    """Make functions of torch.distributed, which support groups of torch's own classes only, call groups of ``cls``.
 
-    end.dispatches_unicoll = True  # type: ignore[attr-defined]
-    return end
+    * ``monitored_barrier`` accepts the backend named gloo only.
+    * ``batch_isend_irecv`` starts messages one by one if the group is not of torch's own class (2.7 to 2.14) or has a
+      CPU backend. Each would then be a separate NCCL operation that waits for the previous one.
+    * ``new_group`` splits groups by their C++ backends. It calls ``_get_split_source`` on all processes; those outside
+      the new group take part in the split there.
+    * ``destroy_process_group`` and ``abort`` end groups of some backends only, in some versions.
+    * torch's flight recorder (2.15 and newer) cannot be attached. Its hooks run in the C++ dispatch to a C++ backend,
+      and a process group in Python has neither. torch skips such groups itself, but only those without devices.
+    """
+
+    def barrier(torchs: Any) -> Any:
+        def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+            pg = c10d.GroupMember.WORLD if group is None else group
+            call = pg.monitored_barrier if isinstance(pg, cls) else functools.partial(torchs, group)
+            call(timeout, wait_all_ranks=wait_all_ranks)
+
+        return monitored_barrier
+
+    def batch(torchs: Any) -> Any:
+        def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+            c10d._check_p2p_op_list(p2p_op_list)
+            group = p2p_op_list[0].group or c10d.GroupMember.WORLD
+            start = group.batch_isend_irecv if isinstance(group, cls) else torchs
+            return start(p2p_op_list)  # type: ignore[no-any-return]
+
+        return batch_isend_irecv
+
+    def calling(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda torchs: (
+            lambda pg, *args, **options: method(pg) if isinstance(pg, cls) else torchs(pg, *args, **options)
+        )
+
+    _replace("monitored_barrier", barrier)
+    _replace("batch_isend_irecv", batch)
+    _replace("_get_split_source", calling(lambda pg: pg.skip_split()))
+    _replace("_shutdown_backend", calling(lambda pg: pg.shutdown()))
+    _replace("_abort_backend", calling(lambda pg: pg.abort()))
+    _replace("_maybe_attach_flight_recorder", calling(lambda pg: None))

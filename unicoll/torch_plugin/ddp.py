@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel as _TorchDDP
 
 from unicoll.torch_plugin.wrapped import torch_group
 
-__all__ = ["DistributedDataParallel"]
-
 _PARAMETERS = inspect.signature(_TorchDDP.__init__)
 
 

@@ -7,8 +7,6 @@ from typing import NoReturn
 from unicoll.errors import DistError, OperationTimeoutError
 from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["as_torch_error", "raise_monitored"]
-
 
 def as_torch_error(error: BaseException) -> BaseException:
     """The same error; the message of a timeout gets the prefix of torch's backends."""

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["register"]
-
 _library: Any = None
 
 

@@ -16,7 +16,7 @@ from unicoll.bootstrap.join import choose
 from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
 from unicoll.group.process_group import ProcessGroup
 from unicoll.group.registry import BackendChoice
-from unicoll.net.timeouts import to_seconds
+from unicoll.net.timeouts import Timeout, to_seconds
 from unicoll.torch_plugin.calls import ROWS, TorchCollective, one, reduction
 from unicoll.torch_plugin.compat import OLD_NAMES, is_awaited, is_profiling, requested_group, timeout_or_none
 from unicoll.torch_plugin.error_messages import as_torch_error, raise_monitored
@@ -25,8 +25,6 @@ from unicoll.torch_plugin.sparse import sparse_all_reduce
 from unicoll.torch_plugin.symmetric import TensorPool
 from unicoll.torch_plugin.torch_job import TorchJob
 from unicoll.torch_plugin.work import DONE, CompletedWork, TorchWork, WorkRegistry
-
-__all__ = ["TorchProcessGroup"]
 
 _set_grad_enabled: Callable[[bool], Any] = torch._C._set_grad_enabled
 _LABEL = "unicoll:"
@@ -52,14 +50,6 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     All operations of torch.distributed are supported, on tensors of the devices that the group's backends serve. They
     raise the errors of :mod:`unicoll.errors`, which are all RuntimeErrors.
-
-    Args:
-        job: the job that the group belongs to.
-        group: the unicoll group.
-        backend: the user's backend string.
-        name: torch's name of the group.
-        desc: torch's description of the group.
-        store: torch's store of the group.
 
     Attributes:
         unicoll: the unicoll group.
@@ -89,23 +79,18 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     # --- properties ---------------------------------------------------------------------------------------------
 
     def getBackendName(self) -> str:
-        """The user's backend string."""
         return self._backend
 
     def getGroupName(self) -> str:
-        """torch's name of the group."""
         return self._names[0]
 
     def setGroupName(self, name: str) -> None:
-        """Set torch's name of the group."""
         self._names[0] = name
 
     def getGroupDesc(self) -> str:
-        """The user's description."""
         return self._names[1]
 
     def setGroupDesc(self, desc: str) -> None:
-        """Set the description."""
         self._names[1] = desc
 
     @property
@@ -121,7 +106,6 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     supports_reconfigure = supports_window = supports_abort_hooks = False
 
     def get_group_store(self) -> Any:
-        """The store of the group."""
         return self._store
 
     def _get_sequence_number_for_group(self) -> int:
@@ -165,9 +149,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self._coalescing.works.append(work)
         return work
 
-    def monitored_barrier(
-        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
-    ) -> None:
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose timeout error names the missing ranks; the group is unusable after it."""
         seconds = to_seconds(self._timeout if timeout is None else timeout)
         if seconds is None:
@@ -345,24 +327,18 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
 
 class CoalescedWork(dist.Work):  # type: ignore[misc]
-    """The work of coalesced operations.
-
-    Args:
-        works: the works of the operations.
-    """
+    """The work of coalesced operations."""
 
     def __init__(self, works: Sequence[TorchWork]) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for all operations."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """True if all operations have ended."""
         return all(work.is_completed() for work in self._works)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from unicoll.group import registry
 
-__all__ = ["BACKENDS", "MPI", "names_unicoll", "spec_of"]
-
 _PREFIX = "unicoll"
 BACKENDS: dict[str, tuple[str, ...]] = {
     "unicoll": ("cpu", "cuda"),

@@ -17,19 +17,13 @@ from unicoll.torch_plugin.names import BACKENDS, MPI, spec_of
 from unicoll.torch_plugin.torch_job import join_torch_job
 from unicoll.torch_plugin.wrapped import WrappedProcessGroup
 
-__all__ = ["enable_mpi", "explain", "register"]
-
 
 def register() -> None:
     """Register the backends with torch.distributed. Importing the package calls it; repeated calls do nothing."""
     for name, devices in BACKENDS.items():
         if name.upper() not in c10d.Backend._plugins:
             dist.Backend.register_backend(name, _factory(name), extended_api=True, devices=list(devices))
-    compat.dispatch_monitored_barrier(TorchProcessGroup)
-    compat.dispatch_batch_isend_irecv(TorchProcessGroup)
-    compat.dispatch_splits(TorchProcessGroup)
-    compat.dispatch_shutdown(TorchProcessGroup)
-    compat.skip_flight_recorder(TorchProcessGroup)
+    compat.dispatch(TorchProcessGroup)
     functional.register()
     rendezvous.register(lambda: c10d.ProcessGroupMPI is _MPI if hasattr(c10d, "ProcessGroupMPI") else False)
 

@@ -14,8 +14,6 @@ from unicoll.torch_plugin.compat import backend_of_init
 from unicoll.torch_plugin.names import names_unicoll, spec_of
 from unicoll.torch_plugin.stores import UnicollBackedStore
 
-__all__ = ["register"]
-
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT_S = 300.0
 

@@ -10,8 +10,6 @@ from unicoll.arrays.types import ReduceOp, Reduction
 from unicoll.errors import DistTypeError
 from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["sparse_all_reduce"]
-
 
 def sparse_all_reduce(group: ProcessGroup, tensor: Any, op: Reduction, timeout: Any) -> None:
     """Sum a tensor over all ranks, in place; the number of elements may differ between ranks.

@@ -17,8 +17,6 @@ from unicoll.net.stores import Store
 from unicoll.net.stores.base import Timeout, Value, seconds_of
 from unicoll.net.timeouts import backoff
 
-__all__ = ["TorchBackedStore", "UnicollBackedStore", "TorchStoreLocation", "innermost"]
-
 _MIN_POLL_S, _MAX_POLL_S = 0.002, 0.05
 
 
@@ -26,9 +24,6 @@ class TorchBackedStore(Store):
     """A unicoll store over torch's store. It raises unicoll's errors, and its ``wait`` does not block other threads.
 
     A client of torch's TCPStore handles one request at a time, so ``wait`` polls.
-
-    Args:
-        store: torch's store.
     """
 
     def __init__(self, store: Any) -> None:
@@ -89,11 +84,7 @@ def _text(value: Value) -> str:
 
 
 class UnicollBackedStore(dist.Store):  # type: ignore[misc]
-    """A torch store over the store of a completed rendezvous; the job that uses the rendezvous closes it.
-
-    Args:
-        rendezvous: its result.
-    """
+    """A torch store over the store of a completed rendezvous; the job that uses the rendezvous closes it."""
 
     def __init__(self, rendezvous: Rendezvous) -> None:
         super().__init__()
@@ -110,45 +101,35 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
 
     @property
     def timeout(self) -> timedelta:
-        """Timeout of ``get`` and ``wait``."""
         return self._limit
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Change :attr:`timeout`."""
         self._limit = timeout
         self._store.set_timeout(timeout)
 
     def set(self, key: str, value: Any) -> None:
-        """Set the value of a key."""
         self._store.set(key, value if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """The value of a key; waits until the key exists."""
         return self._store.get(key)
 
     def add(self, key: str, amount: int) -> int:
-        """Add to the integer value of a key; returns the sum."""
         return self._store.add(key, amount)
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Set a key if its value is ``expected``; returns its value afterwards."""
         expected, desired = (x if isinstance(x, str) else bytes(x) for x in (expected, desired))
         return self._store.compare_set(key, expected, desired)
 
     def check(self, keys: list[str]) -> bool:
-        """True if all keys exist."""
         return self._store.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys exist."""
         self._store.wait(keys, timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key; True if it existed."""
         return self._store.delete_key(key)
 
     def num_keys(self) -> int:
-        """The number of keys."""
         return self._store.num_keys()
 
     def clone(self) -> UnicollBackedStore:
@@ -164,16 +145,12 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
 
 
 class TorchStoreLocation(StoreLocation):
-    """Rendezvous in a store of torch.
-
-    Args:
-        store: torch's store.
-    """
+    """Rendezvous in a store of torch."""
 
     warns = True  # a torch store accepts every connection, and users of torch expect no warning
 
     def __init__(self, store: Any) -> None:
-        self._store = TorchBackedStore(store)
+        self._store: TorchBackedStore = TorchBackedStore(store)
         inner = self._inner = innermost(store)
         self.address = type(inner).__name__
         if isinstance(inner, dist.TCPStore):
@@ -181,7 +158,7 @@ class TorchStoreLocation(StoreLocation):
             self.address = f"torch's tcp://{interfaces.join_hostport(inner.host, inner.port)}"
         elif isinstance(inner, UnicollBackedStore):
             self.address = "unicoll's store, through torch"
-            self.master_host = inner.rendezvous.listen_host
+            self.master_host = inner.rendezvous.listen_addresses[0]
         elif isinstance(inner, dist.HashStore):
             self.master_host = "127.0.0.1"
 

@@ -12,8 +12,6 @@ from unicoll.arrays.types import ReduceOp
 from unicoll.errors import BackendUnavailableError
 from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["TensorPool"]
-
 _SMALL = 1 << 16
 """Bytes up to which symmetric memory is of no use."""
 _MOST = 62

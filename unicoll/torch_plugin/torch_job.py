@@ -12,16 +12,11 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.group.registry import BackendChoice
 from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
 
-__all__ = ["TorchJob", "join_torch_job", "leave"]
-
 _RENDEZVOUS_TIMEOUT_S = 300.0
 
 
 class TorchJob:
     """A job with torch's groups in it.
-
-    Args:
-        membership: the membership of the joined job.
 
     Attributes:
         ranks: all ranks of the job.
@@ -59,7 +54,7 @@ class TorchJob:
         """
         membership = self.membership
         membership.named[name] = number = membership.named.get(name, 0) + 1
-        group = ProcessGroup.create(
+        return ProcessGroup.create(
             membership.job,
             name if number == 1 else f"{name}#{number}",
             tuple(ranks),
@@ -70,8 +65,6 @@ class TorchJob:
             device,
             parent,
         )
-        membership.groups.append(group)
-        return group
 
     def remove(self, group: ProcessGroup) -> None:
         """Close a group; the last one leaves the job."""

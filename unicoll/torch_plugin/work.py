@@ -15,22 +15,14 @@ import torch.distributed as dist
 from unicoll.backend.work import Completion
 from unicoll.backend.work import Work as Handle
 from unicoll.errors import OperationTimeoutError
-from unicoll.net.timeouts import to_seconds
+from unicoll.net.timeouts import Timeout, to_seconds
 from unicoll.torch_plugin.error_messages import as_torch_error
-
-__all__ = ["DONE", "CompletedWork", "WorkRegistry", "TorchWork"]
 
 _NO_TIMEOUT = timedelta(0)
 
 
 class TorchWork(dist.Work):  # type: ignore[misc]
     """torch.distributed's ``Work`` for a unicoll operation.
-
-    Args:
-        handle: unicoll's work of the operation.
-        outputs: the output tensors.
-        registry: keeps this object alive while C++ may hold it.
-        key: key in the registry.
 
     Attributes:
         released: True if the references to the tensors have been dropped.
@@ -58,24 +50,18 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         """Same as :meth:`wait`."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """Same as :meth:`wait`."""
-        self.wait()
+    block_current_stream = synchronize
 
     def is_completed(self) -> bool:
-        """True if the operation has ended, with or without an error."""
         return self._handle.is_completed()
 
     def is_success(self) -> bool:
-        """True if the operation has ended without an error."""
         return self._handle.is_success()
 
     def exception(self) -> BaseException | None:
-        """The operation's error, or None."""
         return self._handle.exception()
 
     def result(self) -> list[Any]:
-        """The output tensors."""
         return self._outputs
 
     def _source_rank(self) -> int:
@@ -122,9 +108,6 @@ class ReleasedHandle:
     """The state of an operation whose tensors have been released.
 
     The operation may still run on the device: the backend keeps its memory.
-
-    Args:
-        handle: the work that this object replaces.
     """
 
     __slots__ = ("_error", "_source", "completion")
@@ -134,8 +117,7 @@ class ReleasedHandle:
         self._error = handle.exception()
         self._source = handle.source_rank()
 
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Wait for the operation; raises its error."""
+    def wait(self, timeout: Timeout = None) -> bool:
         if self.completion is not None:
             self.completion.wait(to_seconds(timeout) or None)
         elif self._error is not None:
@@ -143,23 +125,18 @@ class ReleasedHandle:
         return True
 
     def is_completed(self) -> bool:
-        """True if the operation has ended."""
         return self.completion is None or self.completion.done()
 
     def is_success(self) -> bool:
-        """True if the operation has ended without an error."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """The operation's error, or None."""
         return self._error if self.completion is None else self.completion.exception()
 
     def source_rank(self) -> int:
-        """Rank in the group of a message's sender."""
         return self._source
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
-        """Call ``fn`` when the operation ends."""
         if self.completion is None:
             fn()
         else:
@@ -168,9 +145,6 @@ class ReleasedHandle:
 
 class CompletedWork(dist.Work):  # type: ignore[misc]
     """The work of a completed blocking call.
-
-    Args:
-        outputs: the output tensors, for its future.
 
     Attributes:
         released: True if the references to the tensors have been dropped.
@@ -182,30 +156,24 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
         self.released = False
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True at once."""
         return True
 
     def is_completed(self) -> bool:
-        """True."""
         return True
 
     def is_success(self) -> bool:
-        """True."""
         return True
 
     def release_tensors(self) -> None:
-        """Drop the references to the tensors."""
         self._outputs = []
         self.released = True
 
     def get_future(self) -> Any:
-        """A completed future of the output tensors."""
         future: Any = torch.futures.Future()
         future.set_result(self._outputs)
         return future
 
     def result(self) -> list[Any]:
-        """The output tensors."""
         return self._outputs
 
 

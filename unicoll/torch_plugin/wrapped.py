@@ -15,17 +15,11 @@ from unicoll.torch_plugin.group import TorchProcessGroup
 from unicoll.torch_plugin.stores import UnicollBackedStore, innermost
 from unicoll.torch_plugin.torch_job import TorchJob
 
-__all__ = ["WrappedProcessGroup", "torch_group"]
-
 
 class WrappedProcessGroup(TorchProcessGroup):
     """torch's process group over an existing unicoll group.
 
     Destroying it does not close the unicoll group; closing the unicoll group destroys it.
-
-    Args:
-        group: the unicoll group.
-        requested: torch's arguments for the group.
     """
 
     def __init__(self, group: ProcessGroup, requested: RequestedGroup) -> None:

@@ -25,6 +25,7 @@ from unicoll.errors import (
     DistNetworkError,
     OperationTimeoutError,
     RankLostError,
+    StoreTimeoutError,
 )
 from unicoll.net import logs
 from unicoll.net.channel import Connection, authenticate
@@ -41,8 +42,6 @@ from unicoll.net.timeouts import seconds_left
 
 if TYPE_CHECKING:
     from unicoll.net.stores import Store
-
-__all__ = ["ControlClient", "PeerInfo"]
 
 Message = dict[str, Any]
 
@@ -84,6 +83,9 @@ class ControlClient:
         clock: the offset to rank 0's clock.
         failure_listeners: functions that are called with a group's name and error, once for each group that fails,
             before its calls raise the error; also for groups of other ranks whose failure the relay announces here.
+        await_departure, find_lost_rank: methods of :class:`Departures`.
+        group_failure, announce_failure: the methods ``await_failure`` and ``announce`` of :class:`GroupFailures`.
+        request_reports: the method ``request`` of :class:`Reports`.
     """
 
     def __init__(
@@ -105,9 +107,14 @@ class ControlClient:
         self.departed = self._departures.reasons
         self.left = self._departures.left
         self.died = self._departures.died
+        self.await_departure = self._departures.await_departure
+        self.find_lost_rank = self._departures.find_lost_rank
         self._failures = GroupFailures(self._changed, self.send, self._relay_ended)
         self.failure_listeners = self._failures.listeners
+        self.group_failure = self._failures.await_failure
+        self.announce_failure = self._failures.announce
         self._reports = Reports(rank, self.departed, self._changed, self.send, self._relay_ended)
+        self.request_reports = self._reports.request
         self._handlers: dict[str, Callable[[Message], None]] = {}
         self._ready = False
         self._closed = False
@@ -139,6 +146,14 @@ class ControlClient:
         if self.rank == 0:
             self._relay = Relay(self.size, self._key, self._address)
             store.set("control", json.dumps(self._relay.addresses[0]))
+        try:
+            store.wait(
+                ["control"], seconds_left(deadline)
+            )  # by default it would wait for the store's own timeout
+        except StoreTimeoutError:
+            raise OperationTimeoutError(
+                f"init_process_group: after {timeout:g} s rank 0 has not joined", op="init_process_group"
+            ) from None
         host, port = json.loads(store.get("control"))
         self._sock = bare = guard(self._connect(host, port, deadline))
         try:
@@ -268,17 +283,6 @@ class ControlClient:
             return f"rank {rank} (host {peer.host}, pid {peer.pid})"
         return f"rank {rank}"
 
-    def await_departure(self, rank: int, timeout: float = 0.5) -> str | None:
-        """How ``rank`` has ended, waiting up to ``timeout`` seconds; None if it has not."""
-        return self._departures.await_departure(rank, timeout)
-
-    def find_lost_rank(self, peer: int, members: Iterable[int], timeout: float) -> int | None:
-        """The rank that caused the end of a connection to ``peer``, waiting up to ``timeout`` seconds; None if unknown.
-
-        It is the peer if it has ended, else a lost member of the group, after which the peer closed its connections.
-        """
-        return self._departures.find_lost_rank(peer, members, timeout)
-
     # --- failures of groups -----------------------------------------------------------------------------------
 
     def watch(
@@ -297,25 +301,9 @@ class ControlClient:
         self._failures.unwatch(group, backend)
         self._reports.remove_source(group, backend)
 
-    def group_failure(self, group: str, timeout: float = 0.0) -> DistError | None:
-        """The error with which ``group`` failed, waiting up to ``timeout`` seconds; None if it has not failed."""
-        return self._failures.await_failure(group, timeout)
-
-    def announce_failure(self, group: str, members: Iterable[int], error: DistError) -> DistError:
-        """Announce that ``group`` failed; returns the error that all its members raise.
-
-        It is the first error that has reached the relay, or ``error`` if the relay cannot be reached. Then a relay that
-        replaces it gets the error.
-        """
-        return self._failures.announce(group, members, error)
-
     def measure_clock(self) -> Offset | None:
         """Rank 0's clock minus this process's, measured within a fraction of a second; None if it never was."""
         return self.clock.measure(self.send)
-
-    def request_reports(self, group: str, backend: str, ranks: Iterable[int]) -> dict[int, Report]:
-        """The reports of these ranks about a backend of ``group``, without ranks that do not reply within a second."""
-        return self._reports.request(group, backend, ranks)
 
     # --- messages of other modules -----------------------------------------------------------------------------
 

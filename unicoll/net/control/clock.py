@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-__all__ = ["ClockOffset", "Offset", "now"]
-
 Message = dict[str, Any]
 
 _ROUND_TRIPS = 5

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from unicoll.net.control.wait_graph import (
     ANY,
     SEND,
+    LinkState,
     State,
     find_circle,
     find_stuck,
@@ -26,8 +27,6 @@ from unicoll.net.control.wait_graph import (
     parse,
     stuck_waits,
 )
-
-__all__ = ["DeadlockDetector"]
 
 Message = dict[str, Any]
 Link = tuple[str, int, int]
@@ -43,17 +42,6 @@ _CHARACTERS = 400
 """Longest description of a call in an error."""
 _SHOWN = 32
 """Most ranks that an error lists."""
-
-
-class _LinkState(NamedTuple):
-    """As :class:`unicoll.backend.blocked_calls.LinkState`."""
-
-    outgoing: int
-    incoming: int
-    delivered: bool
-    read: bool
-    unsent: int
-    takes: int
 
 
 def _reverse(link: Link) -> Link:
@@ -90,10 +78,10 @@ class _Check:
 
     def messages_in_flight(self) -> bool:
         """True if the answers leave open whether a message may still reach a receive, or a send end."""
-        known: dict[Link, _LinkState] = {}
+        known: dict[Link, LinkState] = {}
         for rank, links in self.links.items():
             for link, answer in zip(links, self.answers[rank]["links"], strict=True):
-                known[link] = _LinkState(*answer)
+                known[link] = LinkState(*answer)
         for link in self._receives:
             receiver, sender = known[link], known[_reverse(link)]
             if not (sender.delivered and receiver.read) or sender.outgoing != receiver.incoming:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from unicoll.net.control.relay import Departure
     from unicoll.net.stores import Store
 
-__all__ = ["Departures", "publish_refusal"]
-
 _REFUSAL = "refusal"
 
 
@@ -27,9 +25,6 @@ def publish_refusal(store: Store, rank: int, error: BaseException) -> None:
 
 class Departures:
     """How each rank that has ended did so.
-
-    Args:
-        changed: notified when a rank is recorded.
 
     Attributes:
         reasons: for each rank that has ended, how it ended.
@@ -69,14 +64,17 @@ class Departures:
     def _manner(self, rank: int) -> str:
         return "left" if rank in self.left else "died" if rank in self.died else "failed"
 
-    def await_departure(self, rank: int, timeout: float) -> str | None:
+    def await_departure(self, rank: int, timeout: float = 0.5) -> str | None:
         """How ``rank`` has ended, waiting up to ``timeout`` seconds; None if it has not."""
         with self._changed:
             self._changed.wait_for(lambda: rank in self.reasons, timeout)
             return self.reasons.get(rank)
 
     def find_lost_rank(self, peer: int, members: Iterable[int], timeout: float) -> int | None:
-        """As :meth:`ControlClient.find_lost_rank`."""
+        """The rank that caused the end of a connection to ``peer``, waiting up to ``timeout`` seconds; None if unknown.
+
+        It is the peer if it has ended, else a lost member of the group, after which the peer closed its connections.
+        """
         with self._changed:
             self._changed.wait_for(lambda: peer in self.reasons or self._lost(members), timeout)
             if peer in self.reasons:

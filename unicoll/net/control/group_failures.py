@@ -10,8 +10,6 @@ from typing import Any
 from unicoll import errors
 from unicoll.errors import DistError
 
-__all__ = ["GroupFailures", "pack_error", "unpack_error"]
-
 Message = dict[str, Any]
 
 _ANNOUNCEMENT_S = 1.0
@@ -56,7 +54,7 @@ class GroupFailures:
         with self._changed:
             self._callbacks.pop((group, backend), None)
 
-    def await_failure(self, group: str, timeout: float) -> DistError | None:
+    def await_failure(self, group: str, timeout: float = 0.0) -> DistError | None:
         """The error with which ``group`` failed, waiting up to ``timeout`` seconds; None if it has not failed."""
         with self._changed:
             self._changed.wait_for(lambda: group in self._errors or self._relay_ended(), timeout)
@@ -67,7 +65,11 @@ class GroupFailures:
         return copy.copy(self._errors.get(group))
 
     def announce(self, group: str, members: Iterable[int], error: DistError) -> DistError:
-        """As :meth:`ControlClient.announce_failure`."""
+        """Announce that ``group`` failed; returns the error that all its members raise.
+
+        It is the first error that has reached the relay, or ``error`` if the relay cannot be reached. Then a relay that
+        replaces it gets the error.
+        """
         failure = {"t": "fail", "group": group, "members": list(members), "error": pack_error(error)}
         with self._changed:
             self._messages.setdefault(group, failure)

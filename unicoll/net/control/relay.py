@@ -11,14 +11,14 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from unicoll.net.control.clock import ClockOffset
 from unicoll.net.control.deadlock_detector import DeadlockDetector
-from unicoll.net.framed_server import MAX_FRAME, Client, FrameServer, frame
+from unicoll.net.framed_server import MAX_FRAME, FrameServer, frame
 from unicoll.net.records import TamperedError
-
-__all__ = ["Departure", "Relay", "Takeover"]
+from unicoll.net.server import Client
 
 Departure = tuple[int, str, str]
 """A rank that has ended, a sentence on how it ended, and "left", "failed" or "died" (it did not leave the job)."""
@@ -55,16 +55,16 @@ class Takeover(NamedTuple):
     expected: dict[int, tuple[Any, ...]]
 
 
+@dataclass
 class _Member:
     """One process, as it has introduced itself."""
 
-    def __init__(self, rank: int, host: str, pid: int, address: str, port: int) -> None:
-        self.rank = rank
-        self.host = host
-        self.pid = pid
-        self.address = address
-        self.port = port
-        self.goodbye: dict[str, str] | None = None
+    rank: int
+    host: str
+    pid: int
+    address: str
+    port: int
+    goodbye: dict[str, str] | None = None
 
     def describe(self) -> str:
         """The process for messages."""

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-__all__ = ["Report", "Reports"]
-
 Message = dict[str, Any]
 Report = dict[str, Any]
 
@@ -54,7 +52,7 @@ class Reports:
             self._sources.pop((group, backend), None)
 
     def request(self, group: str, backend: str, ranks: Iterable[int]) -> dict[int, Report]:
-        """As :meth:`ControlClient.request_reports`."""
+        """The reports of these ranks about a backend of ``group``, without ranks that do not reply within a second."""
         wanted = set(ranks)
         with self._changed:
             self._last_request += 1

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from unicoll.net.stores import Store
     from unicoll.net.stores.tcp import TCPStore
 
-__all__ = ["Standby"]
-
 _STORE_TIMEOUT = timedelta(seconds=30)
 
 

@@ -14,22 +14,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-__all__ = [
-    "ANY",
-    "RECEIVE",
-    "SEND",
-    "Edge",
-    "State",
-    "Wait",
-    "compress",
-    "find_circle",
-    "find_stuck",
-    "group_of",
-    "lane_of",
-    "parse",
-    "stuck_waits",
-]
-
 ANY = -1
 """The peer of a receive from any member."""
 RECEIVE, SEND = 0, -1
@@ -70,6 +54,26 @@ class State(NamedTuple):
     def members(self, lane: str) -> tuple[int, ...]:
         """The global ranks of a lane's group."""
         return _expand(self.groups[lane])
+
+
+class LinkState(NamedTuple):
+    """The messages between this rank and another one, as they are known here.
+
+    Attributes:
+        outgoing, incoming: the peer's ``incoming`` equals this rank's ``outgoing``, and the reverse, unless a message
+            or a connection is on its way.
+        delivered: True if what this rank has sent has reached the peer's host.
+        read: True if all that has come from the peer was read.
+        unsent: bytes of the first queued send that this rank's host does not take while the peer reads nothing.
+        takes: bytes from the peer that this rank's host takes while no thread reads; -1 if one does.
+    """
+
+    outgoing: int = 0
+    incoming: int = 0
+    delivered: bool = True
+    read: bool = True
+    unsent: int = 0
+    takes: int = -1
 
 
 class Edge(NamedTuple):

@@ -12,8 +12,6 @@ from typing import Any, SupportsIndex
 from unicoll.errors import DistArgumentError, DistStoreError, DistTypeError
 from unicoll.net.timeouts import to_seconds
 
-__all__ = ["DEFAULT_TIMEOUT", "PrefixStore", "Store", "Timeout", "Value", "seconds_of"]
-
 Timeout = timedelta | float
 Value = str | bytes
 
@@ -188,6 +186,19 @@ def key_list(keys: Sequence[str], op: str) -> list[str]:
         return list(keys)
     except TypeError:
         raise DistTypeError(f"{op}: keys is a sequence of str, not {type(keys).__name__}", op=op) from None
+
+
+def as_bytes(value: Value, op: str) -> bytes:
+    """A value as it is stored.
+
+    Raises:
+        DistTypeError: it is neither text nor bytes.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape")
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise DistTypeError(f"{op}: a value is bytes or str, not {type(value).__name__}", op=op)
+    return bytes(value)
 
 
 def integer(value: SupportsIndex, name: str, op: str) -> int:

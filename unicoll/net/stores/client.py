@@ -17,14 +17,13 @@ from unicoll.net.stores.base import (
     Store,
     Timeout,
     Value,
+    as_bytes,
     integer,
     key_list,
     key_value_pairs,
     seconds_of,
 )
 from unicoll.net.stores.protocol import MAX_KEY, StoreOp, max_request, max_value, pack_request
-
-__all__ = ["RequestStore"]
 
 _SHOWN_KEYS = 8
 
@@ -38,13 +37,7 @@ class RequestStore(Store):
 
     @abstractmethod
     def _execute(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> Sequence[bytes]:
-        """Executes one operation and returns the reply's fields.
-
-        Args:
-            op: the operation.
-            fields: its fields, checked.
-            seconds: how long it may wait for missing keys.
-            name: of the calling method, for errors.
+        """Executes one operation for the method ``name``; it may wait ``seconds`` for keys. Returns the reply's fields.
 
         Raises:
             StoreTimeoutError: keys were missing for ``seconds``; see :meth:`_timeout_error`.
@@ -132,18 +125,13 @@ class RequestStore(Store):
         return [self._key(key, op) for key in key_list(keys, op)]
 
     def _value(self, value: Value, op: str) -> bytes:
-        if isinstance(value, str):
-            value = value.encode("utf-8", "surrogateescape")
-        elif isinstance(value, (bytearray, memoryview)):
-            value = bytes(value)
-        elif not isinstance(value, bytes):
-            raise DistTypeError(f"{op}: a value is bytes or str, not {type(value).__name__}", op=op)
-        if len(value) > self._max_value:
+        data = as_bytes(value, op)
+        if len(data) > self._max_value:
             raise DistArgumentError(
-                f"{op}: a value has at most {self._max_value} bytes, not {len(value)} (UNICOLL_STORE_MAX_VALUE)",
+                f"{op}: a value has at most {self._max_value} bytes, not {len(data)} (UNICOLL_STORE_MAX_VALUE)",
                 op=op,
             )
-        return value
+        return data
 
     def _pack(self, op: StoreOp, fields: Sequence[bytes], seconds: float, name: str) -> bytes:
         request = pack_request(op, fields, seconds)

@@ -20,8 +20,6 @@ from unicoll.net.secret import Secret
 from unicoll.net.stores.tcp_server import PURPOSE, keep_alive
 from unicoll.net.timeouts import backoff, seconds_left
 
-__all__ = ["ConnectionPool"]
-
 _ATTEMPT_SECONDS = 10.0
 _PAUSES = (0.01, 1.0)
 _SHUTTING_DOWN_SECONDS = 5.0

@@ -15,8 +15,6 @@ from unicoll.net.stores.protocol import StoreOp
 from unicoll.net.stores.table import WaitRequired
 from unicoll.net.timeouts import backoff, seconds_left
 
-__all__ = ["FileStore"]
-
 _POLL_PAUSES = (0.001, 0.05, 1.5)
 
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from unicoll.errors import DistStoreError
 from unicoll.net.fork_safety import in_child
 from unicoll.net.stores.protocol import (
-    MUTATING,
     REQUEST,
     MalformedError,
     StoreOp,
@@ -31,8 +30,6 @@ from unicoll.net.stores.protocol import (
 )
 from unicoll.net.stores.table import HIDDEN, Table, WaitRequired
 from unicoll.net.timeouts import backoff
-
-__all__ = ["FIRST_LINE", "FileLog", "close_log", "open_log"]
 
 FIRST_LINE = b"unicoll file store 1\n"
 _JOINED = HIDDEN + b"users"
@@ -73,9 +70,9 @@ class FileLog:
         Raises:
             WaitRequired: the operation has to wait for keys.
         """
-        with self._locked(op in MUTATING):
+        with self._locked(op.mutates):
             self._replay_new_records()
-            return self._mutate(op, fields, record) if op in MUTATING else self._table.apply(op, fields)
+            return self._mutate(op, fields, record) if op.mutates else self._table.apply(op, fields)
 
     def add_user(self) -> bool:
         """Counts a new user; False if the file was removed after it was opened."""

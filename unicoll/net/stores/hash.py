@@ -13,8 +13,6 @@ from unicoll.net.stores.protocol import StoreOp
 from unicoll.net.stores.table import Table, WaitRequired
 from unicoll.net.timeouts import seconds_left
 
-__all__ = ["HashStore"]
-
 
 class _Shared:
     """The state of a HashStore and its clones."""

@@ -16,8 +16,6 @@ from unicoll.net.secret import Secret
 from unicoll.net.server import listen
 from unicoll.net.stores.tcp_server import StoreServer
 
-__all__ = ["acquire_server", "bind_addresses", "connect_addresses", "release_server"]
-
 _BACKLOG = 65535
 _ALL_INTERFACES = "*"
 _PORT_TRIES = 20
@@ -27,7 +25,6 @@ log = logs.logger("store")
 # Reentrant: the garbage collector may close one store while another one is created.
 _lock = threading.RLock()
 _servers: dict[tuple[tuple[str, ...], int], StoreServer] = {}
-_multi_tenant: set[int] = set()
 
 
 def bind_addresses(host: str, bind: str | None) -> tuple[str, ...]:
@@ -60,7 +57,7 @@ def acquire_server(
     with _lock:
         _remove_ended()
         running = _servers.get((addresses, port)) if port and listen_fd is None else None
-        if running is not None and running.attach(id(running) in _multi_tenant and multi_tenant):
+        if running is not None and running.attach(multi_tenant):
             if running.secret.key != secret.key:
                 release_server(running, linger=True)
                 raise DistArgumentError(
@@ -69,13 +66,11 @@ def acquire_server(
             return running
         listeners = [_from_descriptor(listen_fd, port)] if listen_fd is not None else _listen(addresses, port)
         try:
-            server = StoreServer(listeners, secret)
+            server = StoreServer(listeners, secret, multi_tenant)
         except BaseException:
             _close(listeners)
             raise
         _servers[addresses, server.port] = server
-        if multi_tenant:
-            _multi_tenant.add(id(server))
     if not secret.key and not server.private:
         log.warning(
             "the store on port %d is OPEN: any process that can reach this host can read and change it, since there is "
@@ -95,7 +90,7 @@ def release_server(server: StoreServer, linger: bool) -> None:
 
 def _remove_ended() -> None:
     for key in [key for key, server in _servers.items() if server.ended]:
-        _multi_tenant.discard(id(_servers.pop(key)))
+        del _servers[key]
 
 
 def _listen(addresses: Sequence[str], port: int) -> list[socket.socket]:
@@ -182,4 +177,3 @@ def _clear_in_child() -> None:
     global _lock
     _lock = threading.RLock()
     _servers.clear()
-    _multi_tenant.clear()

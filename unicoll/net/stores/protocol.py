@@ -17,25 +17,6 @@ from itertools import cycle
 
 from unicoll.net import settings
 
-__all__ = [
-    "MAX_KEY",
-    "MAX_NUMBER",
-    "MUTATING",
-    "REPLY",
-    "REQUEST",
-    "WAITING",
-    "MalformedError",
-    "StoreOp",
-    "Status",
-    "max_request",
-    "max_value",
-    "pack_reply",
-    "pack_request",
-    "unpack_fields",
-    "validate",
-    "validate_reply",
-]
-
 REQUEST = struct.Struct("<QBd")
 REPLY = struct.Struct("<QB")
 _LENGTH = struct.Struct("<I")
@@ -50,26 +31,45 @@ class MalformedError(ValueError):
 
 
 class StoreOp(IntEnum):
-    """The operations. The codes are stored in files, so none is ever reused."""
+    """The operations. The codes are stored in files, so none is ever reused.
 
-    SET = 1
-    GET = 2
-    TRY_GET = 3
-    ADD = 4
-    COMPARE_SET = 5
-    WAIT = 6
-    CHECK = 7
-    DELETE = 8
-    NUM_KEYS = 9
-    LIST_KEYS = 10
-    APPEND = 11
-    MULTI_GET = 12
-    MULTI_SET = 13
-    QUEUE_PUSH = 14
-    QUEUE_POP = 15
-    QUEUE_TRY_POP = 16
-    QUEUE_LEN = 17
-    AT_LEAST = 18
+    Attributes:
+        fields: those of a request: k a key, v a value, n a number; "*" for any number of such groups.
+        reply: the fields of a successful reply; "?" for one or none.
+        mutates: True if the operation may change a key.
+        waits: True if it may wait for a key.
+    """
+
+    fields: str
+    reply: str
+    mutates: bool
+    waits: bool
+
+    SET = 1, "kv", "", "mutates"
+    GET = 2, "k", "v", "waits"
+    TRY_GET = 3, "k", "v?"
+    ADD = 4, "kn", "n", "mutates"
+    COMPARE_SET = 5, "kvv", "v", "mutates"
+    WAIT = 6, "k*", "", "waits"
+    CHECK = 7, "k*", "n"
+    DELETE = 8, "k", "n", "mutates"
+    NUM_KEYS = 9, "", "n"
+    LIST_KEYS = 10, "", "v*"
+    APPEND = 11, "kv", "", "mutates"
+    MULTI_GET = 12, "k*", "v*", "waits"
+    MULTI_SET = 13, "kv*", "", "mutates"
+    QUEUE_PUSH = 14, "kv", "", "mutates"
+    QUEUE_POP = 15, "k", "v", "mutates", "waits"
+    QUEUE_TRY_POP = 16, "k", "v?", "mutates"
+    QUEUE_LEN = 17, "k", "n"
+    AT_LEAST = 18, "kn", "", "waits"
+
+    def __new__(cls, code: int, fields: str = "", reply: str = "", *properties: str) -> StoreOp:
+        made = int.__new__(cls, code)
+        made._value_ = code
+        made.fields, made.reply = fields, reply
+        made.mutates, made.waits = "mutates" in properties, "waits" in properties
+        return made
 
 
 class Status(IntEnum):
@@ -78,64 +78,6 @@ class Status(IntEnum):
     OK = 0
     TIMEOUT = 1
     ERROR = 2
-
-
-# The fields of a request: k a key, v a value, n a number; "*" for any number of such groups.
-_SHAPES = {
-    StoreOp.SET: "kv",
-    StoreOp.GET: "k",
-    StoreOp.TRY_GET: "k",
-    StoreOp.ADD: "kn",
-    StoreOp.COMPARE_SET: "kvv",
-    StoreOp.WAIT: "k*",
-    StoreOp.CHECK: "k*",
-    StoreOp.DELETE: "k",
-    StoreOp.NUM_KEYS: "",
-    StoreOp.LIST_KEYS: "",
-    StoreOp.APPEND: "kv",
-    StoreOp.MULTI_GET: "k*",
-    StoreOp.MULTI_SET: "kv*",
-    StoreOp.QUEUE_PUSH: "kv",
-    StoreOp.QUEUE_POP: "k",
-    StoreOp.QUEUE_TRY_POP: "k",
-    StoreOp.QUEUE_LEN: "k",
-    StoreOp.AT_LEAST: "kn",
-}
-# The fields of a successful reply; "?" for one or none.
-_REPLIES = {
-    StoreOp.SET: "",
-    StoreOp.GET: "v",
-    StoreOp.TRY_GET: "v?",
-    StoreOp.ADD: "n",
-    StoreOp.COMPARE_SET: "v",
-    StoreOp.WAIT: "",
-    StoreOp.CHECK: "n",
-    StoreOp.DELETE: "n",
-    StoreOp.NUM_KEYS: "n",
-    StoreOp.LIST_KEYS: "v*",
-    StoreOp.APPEND: "",
-    StoreOp.MULTI_GET: "v*",
-    StoreOp.MULTI_SET: "",
-    StoreOp.QUEUE_PUSH: "",
-    StoreOp.QUEUE_POP: "v",
-    StoreOp.QUEUE_TRY_POP: "v?",
-    StoreOp.QUEUE_LEN: "n",
-    StoreOp.AT_LEAST: "",
-}
-MUTATING = frozenset(
-    {
-        StoreOp.SET,
-        StoreOp.ADD,
-        StoreOp.COMPARE_SET,
-        StoreOp.DELETE,
-        StoreOp.APPEND,
-        StoreOp.MULTI_SET,
-        StoreOp.QUEUE_PUSH,
-        StoreOp.QUEUE_POP,
-        StoreOp.QUEUE_TRY_POP,
-    }
-)
-WAITING = frozenset({StoreOp.GET, StoreOp.WAIT, StoreOp.MULTI_GET, StoreOp.QUEUE_POP, StoreOp.AT_LEAST})
 
 
 def max_value() -> int:
@@ -199,7 +141,7 @@ def validate(code: int, fields: Sequence[bytes], largest_value: int) -> StoreOp:
         op = StoreOp(code)
     except ValueError:
         raise MalformedError(f"no operation has the code {code}") from None
-    shape = _SHAPES[op]
+    shape = op.fields
     kinds = shape.rstrip("*")
     if len(fields) % len(kinds) if shape.endswith("*") else len(fields) != len(kinds):
         raise MalformedError(f"{op.name} with {len(fields)} fields")
@@ -219,7 +161,7 @@ def validate_reply(op: StoreOp, status: int, fields: Sequence[bytes], request_fi
     Raises:
         MalformedError: the status or a field is invalid.
     """
-    shape = {Status.OK: _REPLIES[op], Status.TIMEOUT: "v*", Status.ERROR: "v"}.get(status)  # type: ignore[call-overload]
+    shape = {Status.OK: op.reply, Status.TIMEOUT: "v*", Status.ERROR: "v"}.get(status)  # type: ignore[call-overload]
     if shape is None:
         raise MalformedError(f"no status has the code {status}")
     kinds = shape.rstrip("?*")

@@ -6,9 +6,7 @@ import hmac
 from collections.abc import Sequence
 
 from unicoll.errors import AuthenticationError
-from unicoll.net.stores.base import PrefixStore, Value, key_value_pairs
-
-__all__ = ["SignedStore"]
+from unicoll.net.stores.base import PrefixStore, Value, as_bytes, key_value_pairs
 
 _DIGITS = 64
 
@@ -18,10 +16,6 @@ class SignedStore(PrefixStore):
 
     A key that names its publisher and job is covered by the MAC. Numbers (:meth:`add`), queues and the existence of
     keys are not signed. Values are set once: an earlier value of the same key would be accepted.
-
-    Args:
-        view: the job's part of the store.
-        key: the job's secret key.
     """
 
     def __init__(self, view: PrefixStore, key: bytes) -> None:
@@ -30,8 +24,8 @@ class SignedStore(PrefixStore):
         self._key = key
 
     def _sign(self, key: str, value: Value) -> bytes:
-        data = value.encode() if isinstance(value, str) else bytes(value)
-        name = self._full_key(key, "set").encode()
+        data = as_bytes(value, "set")
+        name = self._full_key(key, "set").encode("utf-8", "surrogateescape")
         signed = b"%d %s %s" % (len(name), name, data)
         return hmac.digest(self._key, signed, "sha256").hex().encode() + data
 

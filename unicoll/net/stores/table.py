@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from unicoll.errors import DistStoreError
 from unicoll.net.stores.protocol import MAX_NUMBER, StoreOp, max_value
 
-__all__ = ["HIDDEN", "Table", "WaitRequired"]
-
 Fields = Sequence[bytes]
 
 HIDDEN = b"\0unicoll/"
@@ -39,24 +37,7 @@ class Table:
         self._values: dict[bytes, bytes | bytearray] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._operations: dict[StoreOp, Callable[[Fields], Fields]] = {
-            StoreOp.SET: self._set,
-            StoreOp.GET: self._get,
-            StoreOp.TRY_GET: self._try_get,
-            StoreOp.ADD: self._add,
-            StoreOp.COMPARE_SET: self._compare_set,
-            StoreOp.WAIT: self._wait,
-            StoreOp.CHECK: self._check,
-            StoreOp.DELETE: self._delete,
-            StoreOp.NUM_KEYS: self._num_keys,
-            StoreOp.LIST_KEYS: self._list_keys,
-            StoreOp.APPEND: self._append,
-            StoreOp.MULTI_GET: self._multi_get,
-            StoreOp.MULTI_SET: self._multi_set,
-            StoreOp.QUEUE_PUSH: self._push,
-            StoreOp.QUEUE_POP: self._pop,
-            StoreOp.QUEUE_TRY_POP: self._try_pop,
-            StoreOp.QUEUE_LEN: self._queue_len,
-            StoreOp.AT_LEAST: self._at_least,
+            op: getattr(self, f"_{op.name.lower()}") for op in StoreOp
         }
 
     def apply(self, op: StoreOp, fields: Fields) -> Fields:
@@ -169,19 +150,19 @@ class Table:
             self._put(key, value)
         return ()
 
-    def _push(self, fields: Fields) -> Fields:
+    def _queue_push(self, fields: Fields) -> Fields:
         key, value = fields
         self._queues.setdefault(key, deque()).append(value)
         self.changed_keys.append(key)
         return ()
 
-    def _pop(self, fields: Fields) -> Fields:
-        popped = self._try_pop(fields)
+    def _queue_pop(self, fields: Fields) -> Fields:
+        popped = self._queue_try_pop(fields)
         if not popped:
             raise WaitRequired(fields)
         return popped
 
-    def _try_pop(self, fields: Fields) -> Fields:
+    def _queue_try_pop(self, fields: Fields) -> Fields:
         key = fields[0]
         queue = self._queues.get(key)
         if queue is None:

@@ -33,8 +33,6 @@ from unicoll.net.stores.table import HIDDEN
 from unicoll.net.stores.tcp_server import StoreServer
 from unicoll.net.timeouts import seconds_left
 
-__all__ = ["TCPStore"]
-
 _JOINED = HIDDEN + b"joined"
 _ANSWER_SECONDS = 10.0
 _MIN_BYTES_PER_SECOND = 1e6

@@ -17,7 +17,6 @@ from unicoll.net.secret import Secret
 from unicoll.net.server import Client, Server
 from unicoll.net.stores.protocol import (
     REQUEST,
-    WAITING,
     MalformedError,
     Status,
     StoreOp,
@@ -29,8 +28,6 @@ from unicoll.net.stores.protocol import (
 )
 from unicoll.net.stores.table import Table, WaitRequired
 from unicoll.net.timeouts import seconds_left
-
-__all__ = ["PURPOSE", "StoreServer", "keep_alive"]
 
 PURPOSE = b"store"
 
@@ -56,12 +53,9 @@ class _ClientState:
         serial: its number, with which a timer detects that the request has changed.
     """
 
-    __slots__ = ("awaited_key", "request", "serial")
-
-    def __init__(self) -> None:
-        self.request: tuple[StoreOp, Sequence[bytes]] | None = None
-        self.awaited_key = b""
-        self.serial = 0
+    request: tuple[StoreOp, Sequence[bytes]] | None = None
+    awaited_key = b""
+    serial = 0
 
 
 class StoreServer(Server):
@@ -71,10 +65,14 @@ class StoreServer(Server):
         listeners: bound and listening, all on one port; owned by the server from now on.
         secret: the secret that clients must prove. Without one, if all listeners are on loopback, clients must run as
             this process's user.
+        multi_tenant: True if it may have several owners.
     """
 
-    def __init__(self, listeners: Sequence[socket.socket], secret: Secret) -> None:
+    def __init__(
+        self, listeners: Sequence[socket.socket], secret: Secret, multi_tenant: bool = False
+    ) -> None:
         self.secret = secret
+        self._multi_tenant = multi_tenant
         self.port: int = listeners[0].getsockname()[1]
         on_loopback = all(is_loopback_name(str(sock.getsockname()[0])) for sock in listeners)
         self.private = on_loopback and (bool(secret.key) or peer_credentials.is_supported())
@@ -97,14 +95,14 @@ class StoreServer(Server):
         """True once the thread has ended and closed the sockets."""
         return not self._thread.is_alive()
 
-    def attach(self, share: bool) -> bool:
-        """Adds an owner: to a server that lingers, or with ``share`` to any server; False if that is not possible.
+    def attach(self, multi_tenant: bool) -> bool:
+        """Adds an owner: to a server that lingers, or if both are multi-tenant; False if that is not possible.
 
         A server that is stopping has closed its sockets when this returns.
         """
         with self._lock:
             if not self._stopping:
-                if self._owners and not share:
+                if self._owners and not (multi_tenant and self._multi_tenant):
                     return False
                 self._owners += 1
                 return True
@@ -179,7 +177,7 @@ class StoreServer(Server):
         client.inbox = bytearray()
         answer = self._try_request(op, fields)
         if isinstance(answer, WaitRequired):
-            if op not in WAITING or not math.isfinite(seconds):
+            if not op.waits or not math.isfinite(seconds):
                 raise MalformedError(f"{op.name} cannot wait for {seconds} s")
             client.state.serial += 1
             self._add_waiter(client, op, fields, answer)
