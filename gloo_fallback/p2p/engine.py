@@ -237,7 +237,8 @@ class P2PEngine:
     def _add_connection(self, global_rank: int, sock: Connection) -> None:
         peer = self._context.ranks.index(global_rank)
         with self._lock:
-            if self._closed or self._connections[peer] is not None:
+            # another thread may have dropped the connection, and closed its socket, since it arrived
+            if self._closed or self._connections[peer] is not None or sock.fileno() < 0:
                 return
             connection = self._connections[peer] = PeerConnection(
                 self, peer, sock, self._progress.poll, self._share

@@ -18,7 +18,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend import Job
-from unicoll.errors import AuthenticationError, DistNetworkError, GroupAbortedError, RankLostError
+from unicoll.errors import (
+    AuthenticationError,
+    DistError,
+    DistNetworkError,
+    GroupAbortedError,
+    RankLostError,
+)
 from unicoll.net import auth, channel, settings
 from unicoll.net.channel import Connection
 from unicoll.net.fork_safety import guard
@@ -229,11 +235,10 @@ class Endpoint:
             except OSError as e:
                 self._connect_failed(key, f"{host}:{port}", e)
                 return None
-        deadline = float("inf")
+        deadline: float | None = None  # of the handshake, while it lasts
         try:
-            self._await_readable(
-                sock, peer, check
-            )  # the kernel accepts for a stopped process, which sends nothing
+            # the kernel accepts for a stopped process, which sends nothing
+            self._await_readable(sock, peer, check)
             deadline = time.monotonic() + _HANDSHAKE_S
             connection, _ = channel.authenticate(
                 sock,
@@ -247,12 +252,14 @@ class Endpoint:
             )
             connection.settimeout(None)
             connection.sendall(frame({"group": group, "kind": kind, "rank": self._job.rank}))
-            deadline = float("inf")
+            deadline = None
             self._await_readable(sock, peer, check)
             answer = read_exactly(connection, 1)
         except (OSError, EOFError, DistNetworkError) as e:
             sock.close()
-            if time.monotonic() >= deadline and not isinstance(e, EOFError):
+            if deadline is None and isinstance(e, DistError):
+                raise  # by the check, or since the peer has ended
+            if deadline is not None and time.monotonic() >= deadline and not isinstance(e, EOFError):
                 raise _SlowError(f"rank {peer} stopped answering within the handshake") from e
             if isinstance(e, AuthenticationError) and not isinstance(e, auth.NoAnswerError):
                 raise

@@ -1,20 +1,56 @@
-"""Connections that arrive while a group ends, or whose other end has gone."""
+"""Connections that arrive while a group ends, whose other end has gone, or that are not made in time."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from gloo_fallback.p2p.engine import P2PEngine
-from gloo_fallback.transport.endpoint import _Listener
-from unicoll.errors import GroupAbortedError
+from gloo_fallback.transport.endpoint import Endpoint, _Addresses, _Listener
+from unicoll.errors import DistError, DistNetworkError, GroupAbortedError, OperationTimeoutError
+
+
+def engine_of_two() -> P2PEngine:
+    context = SimpleNamespace(name="g", rank=0, size=2, ranks=(0, 1), job=SimpleNamespace(control=None))
+    endpoint = SimpleNamespace(listen=lambda *_: None, forget=lambda key: None)
+    return P2PEngine(cast(Any, context), cast(Any, endpoint), 0, lambda cause: None)
+
+
+@pytest.mark.parametrize("error", [OperationTimeoutError("too late"), DistNetworkError("it was closed")])
+def test_the_error_that_ends_a_connection_attempt_is_raised(error: DistError) -> None:
+    """The peer, a stopped process, does not answer: OperationTimeoutError became DistNetworkError."""
+    endpoint: Any = Endpoint.__new__(Endpoint)
+    endpoint._job = SimpleNamespace(rank=0, key=b"k" * 32, control=None)
+    endpoint._changed, endpoint._open, endpoint._arriving = threading.Condition(), {}, set()
+    calls = iter((False, True))
+
+    def check() -> None:
+        if next(calls):
+            raise error
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint._directory = {1: _Addresses([server.getsockname()], 1)}
+        with pytest.raises(type(error), match=str(error)) as raised:
+            endpoint._try_connect(("g", "m", 1), check)
+    assert raised.value is error
+
+
+def test_a_message_connection_that_was_dropped_before_it_is_added_is_not_used() -> None:
+    engine = engine_of_two()
+    here, there = socket.socketpair()
+    here.close()
+    with there:
+        engine._add_connection(1, here)
+        assert not engine._open
+        assert engine.close(0.0)
 
 
 def test_a_message_connection_that_arrives_while_the_group_ends_is_not_used() -> None:
-    context = SimpleNamespace(name="g", rank=0, size=2, ranks=(0, 1), job=SimpleNamespace(control=None))
-    endpoint = SimpleNamespace(listen=lambda *_: None, forget=lambda key: None)
-    engine = P2PEngine(cast(Any, context), cast(Any, endpoint), 0, lambda cause: None)
+    engine = engine_of_two()
     here, there = socket.socketpair()
     report = engine.report_completed
 
