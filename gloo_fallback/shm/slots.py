@@ -37,8 +37,9 @@ SLOT = 1 << 20
 """Bytes of one slot; a rank has two, whatever the size of the arrays."""
 _WORDS = 16
 """64-bit words for each rank's flags: two cache lines, because processors fetch lines in pairs."""
-_SLEEPING = 1
-"""The word that other ranks set before they sleep on this rank's flag; words 2 to 5 are signatures."""
+_AWAITED = 1
+"""The word in which other ranks write the step that they wait for before they sleep on this rank's flag; words 2 to 5
+are signatures."""
 _VALUE = 6
 """The first of two words, used alternately, that :meth:`Slots.publish_value` writes."""
 _YIELDS = 2000
@@ -158,7 +159,8 @@ class Slots:
 
     def sync_step(self, call: Call | None = None) -> None:
         """Signal the next step and wait for the signals of all ranks; with ``call``, also compare signatures."""
-        step = self.step + 1
+        last = self.step
+        step = last + 1
         flags, mine = self._flags, self._mine
         if call is not None:
             signature, seq = call.signature & _MASK, call.seq
@@ -166,11 +168,11 @@ class Slots:
             flags[mine + place] = signature
             flags[mine + place + 1] = seq
         flags[mine] = self.step = step
-        # the flag must be visible before the sleepers are read: acquiring a lock is a full barrier on x86
+        # the flag must be visible before the awaited step is read: acquiring a lock is a full barrier on x86
         self._release()
         self._acquire()
-        if flags[mine + _SLEEPING]:
-            flags[mine + _SLEEPING] = 0
+        # a rank that is late in the last step may have overwritten this one
+        if flags[mine + _AWAITED] >= last:
             futex.wake(self._address + 8 * mine)
         for other in self._others:
             if flags[other] < step:
@@ -211,7 +213,7 @@ class Slots:
         address = self._address + 8 * other
         checked = time.monotonic()
         while (seen := flags[other]) < step:
-            flags[other + _SLEEPING] = 1
+            flags[other + _AWAITED] = step
             futex.sleep(address, seen & 0xFFFFFFFF, _TICK_S)
             checked = self._check_liveness(other // _WORDS, checked)
             if checked == _LOST and flags[other] < step:  # its signals from before it ended are valid

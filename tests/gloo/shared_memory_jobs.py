@@ -101,11 +101,11 @@ def descriptors() -> list[str]:
 
 def where() -> tuple[int, int]:
     """Process and descriptor of a segment that stays open, for attempts of other processes to open it."""
-    from gloo_fallback.shm.segment import _resize_and_map
+    from gloo_fallback.shm.segment import create_offer
 
-    segment = _resize_and_map(os.memfd_create("unicoll"), 8192)
+    segment, _ = create_offer(8192)
     globals()["kept"] = segment
-    return os.getpid(), segment._descriptor
+    return os.getpid(), segment.descriptor
 
 
 def staging() -> tuple[int, int]:
