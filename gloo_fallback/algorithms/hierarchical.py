@@ -26,7 +26,7 @@ from gloo_fallback.algorithms.hierarchy_context import (
     reduce_node,
 )
 from gloo_fallback.algorithms.hierarchy_reduction import chunk_elements, reduce_in_chunks
-from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of, split_blocks
+from gloo_fallback.algorithms.operands import blocks_of, bounds_of, exchanged_blocks, flat_of, kernel_of
 from gloo_fallback.algorithms.over_sockets import SMALL, codec_of
 from gloo_fallback.algorithms.rings import SEGMENT, chain_broadcast, chain_reduce, chain_scan
 from gloo_fallback.algorithms.shared_exchange import exchange_blocks
@@ -364,13 +364,9 @@ def _scatter_chunk(
 
 def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
     """Block j of rank i becomes block i of rank j: through the slots within a node, otherwise by messages."""
-    assert call.in_counts is not None
-    assert call.out_counts is not None
     connections, size, rank = hierarchy.connections, hierarchy.size, hierarchy.connections.rank
-    single = call.op.joined
-    sources = split_blocks(call.inputs, call.in_counts, single)
-    targets = split_blocks(call.outputs, call.out_counts, single)
-    table = over_sockets.agree_on_counts(connections, call.in_counts, call.out_counts)
+    table = over_sockets.agree_on_counts(connections, call)
+    sources, targets = exchanged_blocks(call)
     local = hierarchy.members
     targets[rank][:] = sources[rank]
     longest = int(table[np.ix_(local, local)].max())

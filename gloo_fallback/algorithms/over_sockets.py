@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gloo_fallback.algorithms import circulant, compressed
-from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of, split_blocks
+from gloo_fallback.algorithms.operands import blocks_of, bounds_of, exchanged_blocks, flat_of, kernel_of
 from gloo_fallback.algorithms.rings import (
     chain_broadcast,
     chain_reduce,
@@ -306,24 +306,20 @@ def scatter(connections: Connections, call: Call, counts: Sequence[int] | None =
 def all_to_all(connections: Connections, call: Call) -> None:
     """Block j of rank i becomes block i of rank j."""
     size, rank = connections.size, connections.rank
-    assert call.in_counts is not None
-    assert call.out_counts is not None
-    single = call.op.joined
-    sources = split_blocks(call.inputs, call.in_counts, single)
-    targets = split_blocks(call.outputs, call.out_counts, single)
-    agree_on_counts(connections, call.in_counts, call.out_counts)
+    agree_on_counts(connections, call)
+    sources, targets = exchanged_blocks(call)
     targets[rank][:] = sources[rank]
     for distance in range(1, size):
         to, frm = (rank + distance) % size, (rank - distance) % size
         connections.duplex(to, bytes_of(sources[to]), frm, bytes_of(targets[frm]))
 
 
-def agree_on_counts(connections: Connections, in_counts: Sequence[int], out_counts: Sequence[int]) -> Flat:
+def agree_on_counts(connections: Connections, call: Call) -> Flat:
     """Exchange the sizes of all ranks, so that all ranks detect the same error; returns the table of both counts."""
     size = connections.size
     plan = connections.plan((16 * size,) * size, np.dtype(np.int64))
-    plan.mine[:size] = in_counts
-    plan.mine[size:] = out_counts
+    plan.mine[:size] = call.in_counts
+    plan.mine[size:] = call.out_counts
     table: Flat = np.stack(connections.exchange(plan))
     check_counts(connections, table)
     return table

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from gloo_fallback.algorithms import direct
-from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of
+from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of, slices_of
 from gloo_fallback.algorithms.shared_exchange import all_to_all
-from gloo_fallback.algorithms.shared_plans import CHUNKED, WHOLE, Plan, make_plan, slices_of
+from gloo_fallback.algorithms.shared_plans import CHUNKED, WHOLE, Plan, make_plan
 from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
@@ -169,7 +169,7 @@ def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
     blocks = blocks_of(call.inputs, call.op.joined, slots.size)
     size, rank, dtype = slots.size, slots.rank, out.dtype
     nbytes = sum(block.nbytes for block in blocks) // size  # reading a small block is slower than the slots
-    if slots.may_be_direct(nbytes) and direct.reduce_scatter(slots, call, kernel, out, nbytes):
+    if slots.may_be_direct(nbytes) and direct.reduce_scatter(slots, call, kernel, blocks, out, nbytes):
         return
     stride = _stride(slots, dtype)
     step = stride // dtype.itemsize

@@ -236,6 +236,18 @@ def repeated_kinds(seed: int, count: int) -> list[str]:
     return wrong
 
 
+def all_to_all_in_place(count: int) -> list[str]:
+    """all_to_all calls whose outputs are their inputs, with blocks of ``count`` elements; those with a wrong result."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    sent = [np.arange(count) + 1000.0 * (size * me + r) for r in range(size)]
+    expected = [np.arange(count) + 1000.0 * (size * r + me) for r in range(size)]
+    whole = np.concatenate(sent)
+    dist.all_to_all_single(whole, whole)
+    dist.all_to_all(sent[::-1], sent)  # entry i of the outputs is entry size - 1 - i of the inputs
+    pairs = {"all_to_all_single": (whole, np.concatenate(expected)), "all_to_all": (sent[::-1], expected)}
+    return [name for name, pair in pairs.items() if not np.array_equal(*pair)]
+
+
 def sizes_change() -> list[Any]:
     """all_to_all calls of which the sizes agreed before, and no longer do on one rank: the outcomes."""
     me, size = dist.get_rank(), dist.get_world_size()

@@ -35,6 +35,16 @@ def test_small_calls_of_few_kinds_many_times(size: int, pool: Pools, seed: int) 
     assert pool(size).run(jobs.repeated_kinds, seed, 150) == [[]] * size
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp", "hierarchical"])
+def test_an_all_to_all_in_place(transport: str) -> None:
+    with ProcessJob(3, env={"UNICOLL_TRANSPORT": transport}) as job:
+        job.call(enter)
+        job.results()
+        for count in (5, 100_000, 700_000):  # in one step, through the slots, and from the peers' memory
+            job.call(jobs.all_to_all_in_place, count)
+            assert job.results() == [[]] * 3, count
+
+
 def test_sizes_that_agreed_before_are_compared_again(pool: Pools) -> None:
     for failure, out in pool(3).run(jobs.sizes_change):
         assert failure is not None
