@@ -84,24 +84,16 @@ class GroupConnections(Connections):
             self._receive(peer, view, length, header)
 
     def duplex(
-        self,
-        to: int,
-        outgoing: memoryview,
-        frm: int,
-        incoming: memoryview,
-        header: bytes | None = None,
-        *,
-        whole: bool = True,
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, *, whole: bool = True
     ) -> None:
         if (
-            header is None
-            and whole
+            whole
             and max(len(outgoing), len(incoming)) >= STRIPED
             and max(len(self._lanes_to(to)), len(self._lanes_to(frm))) > 1
         ):
             self._transfer(to, outgoing, frm, incoming)
         else:
-            self._duplex(to, outgoing, frm, incoming, header)
+            self._duplex(to, outgoing, frm, incoming)
 
     def _transfer(self, to: int, outgoing: memoryview, frm: int, incoming: memoryview) -> None:
         """Send and receive messages of which at least one is cut into stripes."""
@@ -177,13 +169,11 @@ class GroupConnections(Connections):
                 return
             if not count:
                 self._connection_broken(peer, None)
-            if header is not None and got >= HEADER_SIZE:
-                self._compare(peer, view, header)
+            if header is not None and got >= HEADER_SIZE and view[:HEADER_SIZE] != header:
+                self._bad_header(peer, bytes(view[:HEADER_SIZE]))
             spins = 0
 
-    def _duplex(
-        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, header: bytes | None
-    ) -> None:
+    def _duplex(self, to: int, outgoing: memoryview, frm: int, incoming: memoryview) -> None:
         out_sock = self._sockets[to] or self._connect(to)
         in_sock = self._sockets[frm] or self._connect(frm)
         sent = got = idle = 0
@@ -203,9 +193,6 @@ class GroupConnections(Connections):
                     self._connection_broken(frm, None)
                 got += count
                 moved = True
-                if header is not None and got >= HEADER_SIZE:
-                    self._compare(frm, incoming, header)
-                    header = None
             except BlockingIOError:
                 pass
             except OSError as e:
@@ -216,10 +203,6 @@ class GroupConnections(Connections):
                 idle += 1
                 if idle > self._spins and not self._poller(to, frm).poll(_TICK_S * 1000):
                     self.tick(frm)
-        if header is not None and got < HEADER_SIZE:
-            self._receive(frm, incoming[got:HEADER_SIZE], HEADER_SIZE - got)
-            self._compare(frm, incoming, header)
-            got = HEADER_SIZE
         if sent < to_send:
             self._send(to, outgoing[sent:])
         elif got < to_get:
@@ -395,16 +378,9 @@ class SubsetConnections(Connections):
         self._parent.receive(self.members[peer], view, length, header)
 
     def duplex(
-        self,
-        to: int,
-        outgoing: memoryview,
-        frm: int,
-        incoming: memoryview,
-        header: bytes | None = None,
-        *,
-        whole: bool = True,
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, *, whole: bool = True
     ) -> None:
-        self._parent.duplex(self.members[to], outgoing, self.members[frm], incoming, header, whole=whole)
+        self._parent.duplex(self.members[to], outgoing, self.members[frm], incoming, whole=whole)
 
     def swap(
         self,
@@ -413,7 +389,7 @@ class SubsetConnections(Connections):
         frm: int,
         incoming: memoryview,
         header: bytes,
-        discard: Callable[[bytes], memoryview],
+        discard: Callable[[bytes], memoryview] | None = None,
     ) -> bool:
         return self._parent.swap(self.members[to], outgoing, self.members[frm], incoming, header, discard)
 

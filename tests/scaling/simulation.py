@@ -225,18 +225,9 @@ class _Recorder(Connections):
             view[:HEADER_SIZE] = header
 
     def duplex(
-        self,
-        to: int,
-        outgoing: memoryview,
-        frm: int,
-        incoming: memoryview,
-        header: bytes | None = None,
-        *,
-        whole: bool = True,
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, *, whole: bool = True
     ) -> None:
         self._note(to, len(outgoing), frm, len(incoming))
-        if header is not None:
-            incoming[:HEADER_SIZE] = header
 
     def swap(
         self,
@@ -245,7 +236,7 @@ class _Recorder(Connections):
         frm: int,
         incoming: memoryview,
         header: bytes,
-        discard: Callable[[bytes], memoryview],
+        discard: Callable[[bytes], memoryview] | None = None,
     ) -> bool:
         self._trace.turns += _swapped(to, len(outgoing), frm, len(incoming))
         return True
@@ -387,12 +378,12 @@ def watch(cases: Sequence[Case]) -> list[list[Turn]]:
         noting(
             GroupConnections,
             "duplex",
-            lambda to, out, frm, into, header=None: (_turn(to, len(out), frm, len(into)),),
+            lambda to, out, frm, into: (_turn(to, len(out), frm, len(into)),),
         ),
         noting(
             Connections,
             "swap",
-            lambda to, out, frm, into, header, discard: _swapped(to, len(out), frm, len(into)),
+            lambda to, out, frm, into, header, discard=None: _swapped(to, len(out), frm, len(into)),
         ),
         noting(Slots, "sync_step", lambda call=None: (Turn(),)),
     ):
