@@ -162,14 +162,16 @@ class P2PEngine:
         if message.got == message.size:
             self.complete(pending.call.source, message)
 
-    # --- progress (see ProgressTarget) --------------------------------------------------------------------------------
+    # --- for ProgressEngine -------------------------------------------------------------------------------------------
 
     def pending(self) -> bool:
+        """True if any operation is pending."""
         if self._matcher.posted or self._to_connect:
             return True
         return any(connection.busy for connection in self._open.copy().values())
 
     def spin(self, pending: PendingMessage) -> bool:
+        """Poll the connection of an operation a few times; True if data arrived."""
         peer = pending.call.peer
         connection = self._connections[peer] if peer >= 0 else None
         if connection is None:
@@ -189,6 +191,7 @@ class P2PEngine:
         return False
 
     def serve(self, descriptor: int, event: int) -> None:
+        """Handle an epoll event of a connection."""
         with self._lock:
             connection = self._open.get(descriptor)
             if connection is None:
@@ -215,6 +218,7 @@ class P2PEngine:
         return True
 
     def check_deadlines(self, now: float) -> None:
+        """Check deadlines and lost ranks; called every 0.1 s."""
         control = self._context.job.control
         departed = control.departed if control is not None else {}
         died = failure_diagnosis.died(self._context)
@@ -262,6 +266,7 @@ class P2PEngine:
         self._add_connection(rank, sock)
 
     def connect_pending(self) -> None:
+        """Make the connections that sends wait for; on the progress thread, because it may take long."""
         while self._to_connect:
             self._connect_next()
 
@@ -290,7 +295,7 @@ class P2PEngine:
                     connection.flush()
         self.report_completed()
 
-    # --- callbacks of connections (see ConnectionOwner; under the lock) -----------------------------------------------
+    # --- callbacks of connections (under the lock) ------------------------------------------------------------------
 
     def deliver(self, peer: int, tag: int, code: int, body: memoryview) -> bool:
         """Copy a whole message into the posted receive that it matches and fits; False if there is none."""
@@ -456,7 +461,7 @@ class P2PEngine:
         with self._lock:
             pending = [*self._matcher.posted, *self._to_connect]
             pending += [p for c in self._open.values() for p in (*c.outbox, _receiver(c)) if p is not None]
-            return any(p.completion._callbacks for p in pending)
+            return any(p.completion.has_callbacks for p in pending)
 
     def close(self, timeout: float) -> bool:
         """Finish pending sends within ``timeout`` seconds and release everything; True if all were sent."""
