@@ -91,7 +91,8 @@ def arrays_of_all(
         rows = [slots.slot(r, row.nbytes, 1 + size, _LOCATIONS, 0).tolist() for r in range(size)]
         if min(row[0] for row in rows) < 0:
             return None
-        there = _peer_arrays(slots, [row[1 + index] for row in rows], counts, dtype)
+        assert slots.peers is not None
+        there: list[_Array] = slots.peers.arrays([row[1 + index] for row in rows], counts, dtype)
         if own:
             there[rank] = own[index][: counts[rank]]
         return there
@@ -105,16 +106,6 @@ def arrays_of_all(
         if not slots.sync_step_checked(None, -1 if missing else 0):
             return None
     return arrays
-
-
-def _peer_arrays(
-    slots: Slots, addresses: Sequence[int], counts: Sequence[int], dtype: np.dtype[Any]
-) -> list[_Array]:
-    assert slots.peers is not None
-    return [
-        slots.peers.array(r, address, count, dtype)
-        for r, (address, count) in enumerate(zip(addresses, counts, strict=True))
-    ]
 
 
 def _fetch(slots: Slots, target: Flat, rank: int, array: _Array) -> None:
@@ -178,7 +169,8 @@ def all_reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat
         _reduce_read(slots, kernel, arrays, low, out[low:high])
         slots.publish_value(address_of(out))
         slots.sync_step()
-        outs = _peer_arrays(slots, [slots.published_value(r) for r in range(size)], counts, dtype)
+        assert slots.peers is not None
+        outs = slots.peers.arrays([slots.published_value(r) for r in range(size)], counts, dtype)
         for r in _others(slots):
             part = slice(bounds[r], bounds[r + 1])
             _fetch(slots, out[part], r, outs[r][part])

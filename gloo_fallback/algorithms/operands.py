@@ -13,6 +13,8 @@ from unicoll.arrays.types import DType
 from unicoll.backend import Call
 
 __all__ = [
+    "NodeSums",
+    "ReductionKernel",
     "blocks_of",
     "bounds_of",
     "exchanged_blocks",
@@ -76,3 +78,37 @@ def exchanged_blocks(call: Call) -> tuple[list[Flat], list[Flat]]:
         if source.nbytes and place and spans[place - 1][1] > start:
             return [source.copy() for source in sources], targets
     return sources, targets
+
+
+class NodeSums:
+    """A reduction of node sums, which have the accumulator type and are scaled, but not yet divided."""
+
+    plain = True
+
+    def __init__(self, kernel: Kernel, ranks: int) -> None:
+        self.storage = self.acc = kernel.acc
+        self.ufunc = kernel.ufunc
+        self._kernel = kernel
+        self._ranks = ranks
+
+    def begin(self, acc: Flat, values: Flat) -> None:
+        acc[:] = values
+
+    def widen(self, values: Flat) -> Flat:
+        return values
+
+    def fold(self, acc: Flat, values: Flat) -> None:
+        self.ufunc(acc, values, out=acc)
+
+    def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
+        self._kernel.finish(acc, out, self._ranks)
+
+    def combine(self, blocks: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
+        acc = blocks[0].copy() if len(blocks) == 1 else self.ufunc(blocks[0], blocks[1])
+        for chunk in blocks[2:]:
+            self.fold(acc, chunk)
+        self.finish(acc, out, len(blocks))
+
+
+ReductionKernel = Kernel | NodeSums
+"""What the algorithms over sockets reduce with."""

@@ -18,7 +18,7 @@ from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 
-__all__ = ["all_to_all", "exchange_blocks"]
+__all__ = ["BlockExchange", "all_to_all"]
 
 
 def all_to_all(slots: Slots, call: Call) -> None:
@@ -53,7 +53,7 @@ def all_to_all(slots: Slots, call: Call) -> None:
                 slots.sync_step()
         return
     sources, targets = exchanged_blocks(call)
-    parts = _BlockExchange(slots, sources, targets, head=_head(slots))
+    parts = BlockExchange(slots, sources, targets, head=_head(slots))
     parts.write(0)
     slots.sync_step(call)
     largest = _agree_on_counts(slots, plan)
@@ -105,7 +105,7 @@ class _ExchangePlan(NamedTuple):
 
 
 def _plan_exchange(slots: Slots, call: Call) -> _ExchangePlan:
-    """The blocks are where :class:`_BlockExchange` has them: other ranks may have larger ones."""
+    """The blocks are where :class:`BlockExchange` has them: other ranks may have larger ones."""
     assert call.in_counts is not None
     assert call.out_counts is not None
     size, rank, single = slots.size, slots.rank, call.op.joined
@@ -142,12 +142,7 @@ def _agree_on_counts(slots: Slots, plan: _ExchangePlan) -> int:
     return largest
 
 
-def exchange_blocks(slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], largest: int) -> None:
-    """Exchange one block for each pair of ranks; ``largest`` is the size of the largest block of all ranks."""
-    _BlockExchange(slots, sources, targets).exchange(0, largest)
-
-
-class _BlockExchange:
+class BlockExchange:
     """One block for each rank: a slot holds ``head`` bytes, then ``step`` elements for each rank."""
 
     def __init__(self, slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], head: int = 0) -> None:
@@ -173,7 +168,7 @@ class _BlockExchange:
                 part[:] = slots.slot(r, self._head + slots.rank * self._stride, part.size, self._dtype, 0)
 
     def exchange(self, start: int, largest: int) -> None:
-        """Exchange all elements from ``start`` on."""
+        """Exchange all elements from ``start`` on; ``largest`` is the size of the largest block of all ranks."""
         for at in range(start, largest, self.step):
             self.write(at)
             self._slots.sync_step()

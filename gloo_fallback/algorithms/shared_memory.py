@@ -85,15 +85,16 @@ def _plan_all_reduce(slots: Slots, call: Call) -> Plan:
 
 def reduce(slots: Slots, call: Call) -> None:
     """The reduction of all ranks' data to the root."""
-    source, kernel = flat_of(call.inputs[0]), kernel_of(call)
+    plan = slots.plans.get((call.kind, slots.step & 1)) or make_plan(slots, call, _plan_all_reduce)
+    source = flat_of(call.inputs[0])
     out = flat_of(call.outputs[0]) if call.outputs else None
-    if source.nbytes * (slots.size - 1) <= WHOLE:
-        mine, contributions = slots.rows(source.size, source.dtype)
-        mine[:] = source
+    if plan.write is not None:
+        plan.write[...] = source
         slots.sync_step(call)
         if out is not None:
-            kernel.combine(contributions, out, disjoint=True)
+            plan.kernel.combine(plan.read, out, True)
         return
+    kernel = kernel_of(call)
     if slots.symmetric is None or not direct.reduce(slots, call, kernel, source, out):
         _reduce_in_chunks(slots, call, kernel, source, out)
 

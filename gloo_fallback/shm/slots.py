@@ -98,7 +98,6 @@ class Slots:
             segment.memory, np.uint8, 2 * size * SLOT, _slots_start(size)
         ).reshape(2, size, SLOT)
         self._views: dict[tuple[int, int, int, Any], Flat] = {}
-        self._rows: dict[tuple[int, int, Any], tuple[Flat, list[Flat]]] = {}
         self.step = 0
         self.plans: dict[Any, Any] = {}
         self.symmetric: SymmetricMemory | None = None
@@ -112,7 +111,6 @@ class Slots:
         """Release the memory."""
         self.connections.wake = lambda: None
         self._views.clear()
-        self._rows.clear()
         self.plans.clear()
         self._slots = np.zeros((2, self.size, 0), np.uint8)
         self._flags = memoryview(b"")
@@ -132,14 +130,8 @@ class Slots:
 
     def rows(self, count: int, dtype: np.dtype[Any]) -> tuple[Flat, list[Flat]]:
         """This rank's slot for the next step, and the slots of all ranks in rank order, to be read after it."""
-        key = ((self.step + 1) & 1, count, dtype)
-        found = self._rows.get(key)
-        if found is None:
-            if len(self._rows) > 512:
-                self._rows.clear()
-            rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
-            found = self._rows[key] = (rows[self.rank], rows)
-        return found
+        rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
+        return rows[self.rank], rows
 
     def may_be_direct(self, nbytes: int) -> bool:
         """True if a large collective may need no slots, which :mod:`gloo_fallback.algorithms.direct` finds out.
@@ -178,7 +170,7 @@ class Slots:
             if flags[other] < step:
                 self._wait(other, step)
             if call is not None and (flags[other + place] != signature or flags[other + place + 1] != seq):
-                self._mismatch(other // _WORDS, flags[other + place + 1])
+                self.connections.mismatch(self.members[other // _WORDS], flags[other + place + 1])
 
     def publish_value(self, value: int) -> None:
         """Store a number that the other ranks can read after the next step."""
@@ -226,9 +218,6 @@ class Slots:
             return checked
         return _LOST if self.connections.check_peer(self.members[other]) else now
 
-    def _mismatch(self, other: int, seq: int) -> None:
-        self.connections.mismatch(self.members[other], seq)
-
     def _wake_sleepers(self) -> None:
         """Wake the thread that sleeps on a flag after the group has failed; sleepers of other processes sleep again."""
         for other in self._others:
@@ -272,7 +261,7 @@ class SemaphoreSlots(Slots):
             if call is not None:
                 offset = rank * _WORDS + place
                 if flags[offset] != signature or flags[offset + 1] != seq:
-                    self._mismatch(rank, flags[offset + 1])
+                    self.connections.mismatch(self.members[rank], flags[offset + 1])
 
     def _wait_for_post(self, rank: int, semaphore: int) -> None:
         """Wait for a semaphore that is not posted yet: poll, then yield, then sleep."""

@@ -86,9 +86,8 @@ class SymmetricMemory:
 
     def __init__(self) -> None:
         self.allocations = 0
-        self._regions: tuple[
-            _Region, ...
-        ] = ()  # by address; replaced, since other threads may look for an array
+        # by address; replaced, since other threads may look for an array
+        self._regions: tuple[_Region, ...] = ()
 
     def allocate(
         self,
