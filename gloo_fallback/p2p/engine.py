@@ -148,6 +148,7 @@ class P2PEngine:
             self._receive_available(connection)  # the answer may be there
         if connection is None or connection.closed or self._awaits_connection(pending.call.peer):
             self._to_connect.append(pending)
+            self._progress.wake()  # the thread that connects may sleep until data arrives
             return
         connection.outbox.append(pending)
         if len(connection.outbox) == 1:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
+import numpy as np
 import pytest
 
+from gloo_fallback.p2p import progress
 from gloo_fallback.p2p.engine import P2PEngine
 from gloo_fallback.transport.endpoint import Endpoint, _Addresses, _Listener
+from unicoll.arrays.buffer import Buffer
+from unicoll.arrays.types import BY_NAME
+from unicoll.backend import Call
+from unicoll.backend.ops import OPS
 from unicoll.errors import DistError, DistNetworkError, GroupAbortedError, OperationTimeoutError
 
 
@@ -37,6 +45,30 @@ def test_the_error_that_ends_a_connection_attempt_is_raised(error: DistError) ->
         with pytest.raises(type(error), match=str(error)) as raised:
             endpoint._try_connect(("g", "m", 1), check)
     assert raised.value is error
+
+
+def test_a_send_that_needs_a_connection_wakes_the_thread_that_connects() -> None:
+    """It slept until its next look at the deadlines, because a receive was posted."""
+    engine = engine_of_two()
+    connects = threading.Event()
+
+    def connect(key: Any, check: Any) -> Any:
+        connects.set()
+        raise DistNetworkError("enough")
+
+    cast(Any, engine)._endpoint.connect = connect
+    values = np.zeros(1)
+    array = (Buffer(values, BY_NAME["float64"], values.shape, values),)
+    calls = [Call(OPS["recv"], (), array, 60.0, peer=1), Call(OPS["send"], array, (), 60.0, peer=1)]
+    with mock.patch.object(progress, "_TICK_S", 60.0):
+        engine.post(calls[0])
+        while not engine._progress._progress_owner:
+            time.sleep(0.01)
+        send = engine.post(calls[1])
+        assert connects.wait(10)
+        with pytest.raises(DistNetworkError, match="enough"):
+            send.wait(10)
+        engine.close(0.0)
 
 
 def test_a_message_connection_that_was_dropped_before_it_is_added_is_not_used() -> None:
