@@ -97,13 +97,14 @@ class GroupConnections(Connections):
 
     def _transfer(self, to: int, outgoing: memoryview, frm: int, incoming: memoryview) -> None:
         """Send and receive messages of which at least one is cut into stripes."""
-        transfer(self._cut(to, outgoing), self._cut(frm, incoming), self.tick, self._connection_broken)
+        parts = [*self._cut(frm, incoming, False), *self._cut(to, outgoing, True)]
+        transfer(parts, self.tick, self._connection_broken)
 
-    def _cut(self, peer: int, view: memoryview) -> list[Stripe]:
+    def _cut(self, peer: int, view: memoryview, sends: bool) -> list[Stripe]:
         if not view:
             return []
         lanes = self._lanes_to(peer)
-        return stripes(lanes if len(view) >= STRIPED else lanes[:1], peer, view)
+        return stripes(lanes if len(view) >= STRIPED else lanes[:1], peer, view, sends)
 
     def _lanes_to(self, peer: int) -> list[Connection]:
         """The connections that large messages to and from a peer use; they are made on first use."""
