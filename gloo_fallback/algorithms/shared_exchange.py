@@ -143,13 +143,13 @@ def _agree_on_counts(slots: Slots, plan: _ExchangePlan) -> int:
 
 
 class BlockExchange:
-    """One block for each rank: a slot holds ``head`` bytes, then ``step`` elements for each rank."""
+    """One block for each rank: a slot holds ``head`` bytes, then ``step`` elements (``stride`` bytes) for each rank."""
 
     def __init__(self, slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], head: int = 0) -> None:
         self._slots, self._sources, self._targets, self._head = slots, sources, targets, head
         self._dtype = sources[0].dtype
         self.step = (SLOT - head) // slots.size // self._dtype.itemsize
-        self._stride = self.step * self._dtype.itemsize
+        self.stride = self.step * self._dtype.itemsize
 
     def write(self, start: int) -> None:
         """Write ``step`` elements from ``start`` on of each block into this rank's slot for the next step."""
@@ -157,7 +157,7 @@ class BlockExchange:
         for r, source in enumerate(self._sources):
             if r != slots.rank and source.size > start:
                 part = source[start : start + self.step]
-                slots.slot(slots.rank, self._head + r * self._stride, part.size, self._dtype)[:] = part
+                slots.slot(slots.rank, self._head + r * self.stride, part.size, self._dtype)[:] = part
 
     def read(self, start: int) -> None:
         """Read the elements from ``start`` on that the other ranks wrote for this rank before the last step."""
@@ -165,7 +165,7 @@ class BlockExchange:
         for r, target in enumerate(self._targets):
             if r != slots.rank and target.size > start:
                 part = target[start : start + self.step]
-                part[:] = slots.slot(r, self._head + slots.rank * self._stride, part.size, self._dtype, 0)
+                part[:] = slots.slot(r, self._head + slots.rank * self.stride, part.size, self._dtype, 0)
 
     def exchange(self, start: int, largest: int) -> None:
         """Exchange all elements from ``start`` on; ``largest`` is the size of the largest block of all ranks."""

@@ -232,7 +232,7 @@ class PeerConnection:
         if pending is not None and pending.begun:
             if pending.offset == len(pending.view):
                 self.outbox.popleft()
-                self._engine.sent(pending)
+                self._engine.finish(pending)
                 return True
             if not pending.shared:
                 pending.offset += self.sock.send(
@@ -303,7 +303,9 @@ class PeerConnection:
         return within_a_host(self.sock) and hasattr(os, "memfd_create")
 
     def _log_socket_fallback(self, reason: str) -> None:
-        logs.logger("gloo").info("messages to %s use the socket: %s", self._engine.who(self.peer), reason)
+        logs.logger("gloo").info(
+            "messages to %s use the socket: %s", self._engine.context.who(self.peer), reason
+        )
 
     # --- receive --------------------------------------------------------------------------------------------
 

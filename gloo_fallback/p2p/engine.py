@@ -46,13 +46,16 @@ class P2PEngine:
         endpoint: this process's listener.
         spins: polls of a connection before sleeping; 0 if ranks outnumber cores.
         died: called on the progress thread with the exception that ended it; fails the group.
+
+    Attributes:
+        context, died: as above.
     """
 
     def __init__(
         self, context: Context, endpoint: Endpoint, spins: int, died: Callable[[BaseException], object]
     ) -> None:
-        self._context = context
-        self._died = died
+        self.context = context
+        self.died = died
         self._endpoint = endpoint
         self._spins = spins
         self._share = transport_preference() is not TransportPreference.TCP
@@ -69,7 +72,7 @@ class P2PEngine:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._progress = ProgressEngine(self, spins)
         self._closed = False
-        endpoint.listen(context.name, MESSAGES, self._add_connection)
+        endpoint.listen(context.name, self._add_connection)
 
     # --- the operations ---------------------------------------------------------------------------------------------
 
@@ -220,27 +223,27 @@ class P2PEngine:
 
     def check_deadlines(self, now: float) -> None:
         """Check deadlines and lost ranks; called every 0.1 s."""
-        control = self._context.job.control
+        control = self.context.job.control
         departed = control.departed if control is not None else {}
-        died = failure_diagnosis.died(self._context)
+        died = failure_diagnosis.died(self.context)
         with self._lock:
             operations = [*self._matcher.posted, *(p for c in self._open.values() for p in c.outbox)]
             operations += [p for p in map(_receiver, self._open.values()) if p is not None]
         for pending in operations:
             peer = pending.call.peer
             if peer >= 0:
-                rank = self._context.ranks[peer]
+                rank = self.context.ranks[peer]
                 if rank in departed and self._connections[peer] is None:
-                    self._end(pending, lost(self._context, pending.call, rank, departed[rank]))
+                    self._end(pending, lost(self.context, pending.call, rank, departed[rank]))
             elif died is not None and pending.call.source < 0:
-                self._end(pending, lost(self._context, pending.call, died, departed[died]))
+                self._end(pending, lost(self.context, pending.call, died, departed[died]))
             if now >= pending.deadline and not pending.completion.done():
                 self._time_out(pending)
 
     # --- connections ----------------------------------------------------------------------------------------------
 
     def _add_connection(self, global_rank: int, sock: Connection) -> None:
-        peer = self._context.ranks.index(global_rank)
+        peer = self.context.ranks.index(global_rank)
         with self._lock:
             # another thread may have dropped the connection, and closed its socket, since it arrived
             if self._closed or self._connections[peer] is not None or sock.fileno() < 0:
@@ -252,18 +255,18 @@ class P2PEngine:
 
     def _connect(self, pending: PendingMessage) -> None:
         peer = pending.call.peer
-        rank = self._context.ranks[peer]
+        rank = self.context.ranks[peer]
 
         def check() -> None:
             if self._error is not None:
                 raise self._error
             if time.monotonic() >= pending.deadline:
-                raise timed_out(self._context, pending, begun=False)
+                raise timed_out(self.context, pending, begun=False)
 
         try:
-            sock = self._endpoint.connect((self._context.name, MESSAGES, rank), check)
+            sock = self._endpoint.connect((self.context.name, MESSAGES, rank), check)
         except RankLostError as e:
-            raise lost(self._context, pending.call, rank, str(e)) from e
+            raise lost(self.context, pending.call, rank, str(e)) from e
         self._add_connection(rank, sock)
 
     def connect_pending(self) -> None:
@@ -306,7 +309,7 @@ class P2PEngine:
         self._matcher.match(pending, peer)
         pending.view[:] = body
         pending.call.write_back()
-        self._finish(pending)
+        self.finish(pending)
         return True
 
     def begin(self, peer: int, message: IncomingMessage) -> None:
@@ -328,27 +331,14 @@ class P2PEngine:
         """Finish the receive of a complete message, if there is one yet."""
         if message.receive is not None:
             message.receive.call.write_back()
-            self._finish(message.receive)
+            self.finish(message.receive)
         elif message.mismatched is not None:
-            self._finish(
-                message.mismatched, message_mismatch(self._context, message.mismatched.call, message)
-            )
-
-    def sent(self, pending: PendingMessage) -> None:
-        """Finish a send whose data has left."""
-        self._finish(pending)
-
-    def who(self, peer: int) -> str:
-        """The description of a peer."""
-        return self._context.who(peer)
+            self.finish(message.mismatched, message_mismatch(self.context, message.mismatched.call, message))
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
-    def died(self, cause: BaseException) -> None:
-        """Fail the group: the progress thread has ended with an exception."""
-        self._died(cause)
-
-    def _finish(self, pending: PendingMessage, error: BaseException | None = None) -> None:
+    def finish(self, pending: PendingMessage, error: BaseException | None = None) -> None:
+        """Finish a send whose data has left, or a receive."""
         if pending.background:
             self._ended.append((pending, error))  # its callbacks must run without the lock
         else:
@@ -374,7 +364,7 @@ class P2PEngine:
         self._connections[peer] = None
         del self._open[connection.descriptor]
         connection.close()
-        self._endpoint.forget((self._context.name, MESSAGES, self._context.ranks[peer]))
+        self._endpoint.forget((self.context.name, MESSAGES, self.context.ranks[peer]))
         operations = [*connection.outbox, *self._matcher.cancel_all(peer)]
         receiver = _receiver(connection)
         if receiver is not None:
@@ -389,19 +379,19 @@ class P2PEngine:
         operations = [pending for pending in operations if not pending.completion.done()]
         if not operations:
             return
-        rank = self._context.ranks[peer]
+        rank = self.context.ranks[peer]
         if isinstance(error, TamperedError):
             for pending in operations:
-                pending.completion.finish(self._error or tampered(self._context, pending.call, rank, error))
+                pending.completion.finish(self._error or tampered(self.context, pending.call, rank, error))
             return
-        control = self._context.job.control
-        why = f"{self._context.who(peer)} closed its connection"
+        control = self.context.job.control
+        why = f"{self.context.who(peer)} closed its connection"
         if control is not None and self._error is None:
-            lost_rank = control.find_lost_rank(rank, self._context.ranks, 0.5)
+            lost_rank = control.find_lost_rank(rank, self.context.ranks, 0.5)
             if lost_rank is not None:
                 rank, why = lost_rank, control.departed[lost_rank]
         for pending in operations:
-            pending.completion.finish(self._error or lost(self._context, pending.call, rank, why))
+            pending.completion.finish(self._error or lost(self.context, pending.call, rank, why))
 
     def _end(self, pending: PendingMessage, error: BaseException) -> None:
         with self._lock:
@@ -410,7 +400,7 @@ class P2PEngine:
 
     def _time_out(self, pending: PendingMessage) -> None:
         begun = self._withdraw(pending)
-        pending.completion.finish(timed_out(self._context, pending, begun))
+        pending.completion.finish(timed_out(self.context, pending, begun))
 
     def _withdraw(self, pending: PendingMessage) -> bool:
         """Cancel a send or receive; True if part of its data had moved, so that its connection was closed."""
@@ -471,7 +461,7 @@ class P2PEngine:
             time.sleep(0.005)
         with self._lock:
             self._closed = True  # a connection that arrives from now on would not be ended
-        self.abort(DistNetworkError(f"group {self._context.name!r} was closed", group=self._context.name))
+        self.abort(DistNetworkError(f"group {self.context.name!r} was closed", group=self.context.name))
         self._progress.close()
         return not unsent
 

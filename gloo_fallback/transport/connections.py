@@ -32,8 +32,6 @@ _SYSCALL_BYTES = 1 << 18
 _DONTWAIT = socket.MSG_DONTWAIT
 _NOTHING = memoryview(b"")
 
-Progress = Callable[[int], None]
-
 
 class GroupConnections(Connections):
     """The connections of one rank of a group to the other ranks.
@@ -120,19 +118,14 @@ class GroupConnections(Connections):
         return lanes
 
     def _send(self, peer: int, view: memoryview) -> None:
-        sock = self._sockets[peer] or self._connect(peer)
-        try:
-            sent = sock.send(view, _DONTWAIT)
-        except BlockingIOError:
-            sent = 0
-        except OSError as e:
-            self._connection_broken(peer, e)
-        total = len(view)
+        sent, total = self.send_some(peer, view), len(view)
         while sent < total:
+            sock = self._sockets[peer]
+            assert sock is not None
             try:
                 sent += sock.send(view[sent : sent + _SYSCALL_BYTES])
             except BlockingIOError:
-                self.tick(peer)
+                self.tick()
             except OSError as e:
                 self._connection_broken(peer, e)
 
@@ -154,14 +147,12 @@ class GroupConnections(Connections):
         spins = self._spins
         while True:
             try:
+                count = sock.recv_into(view[got:] if got else view, length - got, _DONTWAIT if spins else 0)
+            except BlockingIOError:
                 if spins:
                     spins -= 1
-                    count = sock.recv_into(view[got:] if got else view, length - got, _DONTWAIT)
                 else:
-                    count = sock.recv_into(view[got:] if got else view, length - got)
-            except BlockingIOError:
-                if not spins:
-                    self.tick(peer)
+                    self.tick()
                 continue
             except OSError as e:
                 self._connection_broken(peer, e)
@@ -203,7 +194,7 @@ class GroupConnections(Connections):
             else:
                 idle += 1
                 if idle > self._spins and not self._poller(to, frm).poll(_TICK_S * 1000):
-                    self.tick(frm)
+                    self.tick()
         if sent < to_send:
             self._send(to, outgoing[sent:])
         elif got < to_get:
@@ -243,7 +234,7 @@ class GroupConnections(Connections):
             raise self.error
         return sock
 
-    def tick(self, peer: int = -1) -> None:
+    def tick(self) -> None:
         """Check for failure and deadline of the group; called while a wait makes no progress."""
         if self.error is not None:
             raise self.error.with_traceback(None) from None

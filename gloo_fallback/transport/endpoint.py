@@ -97,7 +97,7 @@ class Endpoint:
         self._dialing: set[Key] = set()
         self._arriving: set[Key] = set()  # accepted, not yet in the table
         self._closed_groups: set[str] = set()
-        self._listeners: dict[tuple[str, str], Callable[[int, Connection], None]] = {}
+        self._message_engines: dict[str, Callable[[int, Connection], None]] = {}
         self._listener = _Listener(job, self._admit, self._deliver)
         published = {"addresses": self._listener.addresses, "connections": self._wanted}
         job.store.set(f"gloo/{job.rank}", json.dumps(published))
@@ -117,17 +117,16 @@ class Endpoint:
             self._closed_groups.add(group)
             mine = [k for k in self._open if k[0] == group]
             sockets = [self._open.pop(k) for k in mine]
-            for kind in (COLLECTIVE, MESSAGES):
-                self._listeners.pop((group, kind), None)
+            self._message_engines.pop(group, None)
             self._changed.notify_all()
         for sock in sockets:
             sock.close()
 
-    def listen(self, group: str, kind: str, arrived: Callable[[int, Connection], None]) -> None:
-        """Call ``arrived(peer's global rank, socket)`` for every connection of a kind, whichever side made it."""
+    def listen(self, group: str, arrived: Callable[[int, Connection], None]) -> None:
+        """Call ``arrived(peer's global rank, socket)`` for every connection of a group's messages, whoever made it."""
         with self._changed:
-            self._listeners[(group, kind)] = arrived
-            present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, kind)]
+            self._message_engines[group] = arrived
+            present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, MESSAGES)]
         for peer, sock in present:
             arrived(peer, sock)
 
@@ -186,7 +185,7 @@ class Endpoint:
             if key not in self._open and key[0] not in self._closed_groups:
                 self._open[key] = sock
                 self._changed.notify_all()
-                arrived = self._listeners.get(key[:2])
+                arrived = self._message_engines.get(key[0]) if key[1] == MESSAGES else None
             else:
                 sock.close()
                 return

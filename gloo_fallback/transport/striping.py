@@ -39,13 +39,13 @@ def stripes(sockets: list[Connection], peer: int, view: memoryview, sends: bool)
 
 
 def transfer(
-    parts: list[Stripe], tick: Callable[[int], None], broken: Callable[[int, Exception | None], None]
+    parts: list[Stripe], tick: Callable[[], None], broken: Callable[[int, Exception | None], None]
 ) -> None:
     """Send and receive the parts of messages concurrently.
 
     Args:
         parts: to and from any peers.
-        tick: called with a peer every 0.1 s without progress; raises to stop.
+        tick: called every 0.1 s without progress; raises to stop.
         broken: called with a peer and the error of its connection, None at its end; raises.
     """
     left = list(parts)
@@ -71,7 +71,7 @@ def transfer(
             _wait(left, tick)
 
 
-def _wait(parts: list[Stripe], tick: Callable[[int], None]) -> None:
+def _wait(parts: list[Stripe], tick: Callable[[], None]) -> None:
     """Wait until one of the connections is ready."""
     events: dict[Connection, int] = {}
     for sock, _, _, sends in parts:
@@ -80,4 +80,4 @@ def _wait(parts: list[Stripe], tick: Callable[[int], None]) -> None:
     for sock, mask in events.items():
         poller.register(sock, mask)
     if not poller.poll(_TICK_MS):
-        tick(parts[0].peer)
+        tick()
