@@ -118,10 +118,15 @@ class GroupConnections(Connections):
         return lanes
 
     def _send(self, peer: int, view: memoryview) -> None:
-        sent, total = self.send_some(peer, view), len(view)
+        sock = self._sockets[peer] or self._connect(peer)
+        try:
+            sent = sock.send(view, _DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError as e:
+            self._connection_broken(peer, e)
+        total = len(view)
         while sent < total:
-            sock = self._sockets[peer]
-            assert sock is not None
             try:
                 sent += sock.send(view[sent : sent + _SYSCALL_BYTES])
             except BlockingIOError:
