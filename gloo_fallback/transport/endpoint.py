@@ -18,13 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend import Job
-from unicoll.errors import (
-    AuthenticationError,
-    DistError,
-    DistNetworkError,
-    GroupAbortedError,
-    RankLostError,
-)
+from unicoll.errors import AuthenticationError, DistError, DistNetworkError, GroupAbortedError, RankLostError
 from unicoll.net import auth, channel, settings
 from unicoll.net.channel import Connection
 from unicoll.net.fork_safety import guard
