@@ -36,6 +36,12 @@ __all__ = ["P2PEngine"]
 _BUFFER_BYTES = 1 << 16
 _MAX_RECEIVES = 16
 """Reads from one connection before the others are read."""
+_ATTEMPT_S = 1.0
+"""Seconds for which the progress thread waits for a peer that does not answer while sends to others wait."""
+
+
+class _PostponedError(Exception):
+    """A peer does not answer, and sends wait for connections to other peers."""
 
 
 class P2PEngine:
@@ -253,15 +259,21 @@ class P2PEngine:
             )
             self._open[connection.descriptor] = connection
 
-    def _connect(self, pending: PendingMessage) -> None:
+    def _connect(self, pending: PendingMessage, queued: bool = False) -> None:
+        """Connect to the peer of a send, which is ``queued`` if other peers' sends may wait for this attempt to end."""
         peer = pending.call.peer
-        rank = self.context.ranks[peer]
+        rank, started = self.context.ranks[peer], time.monotonic()
 
         def check() -> None:
+            now = time.monotonic()
             if self._error is not None:
                 raise self._error
-            if time.monotonic() >= pending.deadline:
+            if now >= pending.deadline:
                 raise timed_out(self.context, pending, begun=False)
+            if queued and now - started >= _ATTEMPT_S:
+                with self._lock:
+                    if any(other.call.peer != peer for other in self._to_connect):
+                        raise _PostponedError
 
         try:
             sock = self._endpoint.connect((self.context.name, MESSAGES, rank), check)
@@ -282,7 +294,12 @@ class P2PEngine:
         error: BaseException | None = None
         if self._connections[pending.call.peer] is None:
             try:
-                self._connect(pending)
+                self._connect(pending, queued=True)
+            except _PostponedError:
+                with self._lock:  # those to other peers first
+                    peer = pending.call.peer
+                    self._to_connect = deque(sorted(self._to_connect, key=lambda p: p.call.peer == peer))
+                return
             except BaseException as e:
                 error = e
         with self._lock:

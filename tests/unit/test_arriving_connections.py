@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from gloo_fallback.p2p import engine as p2p_engine
 from gloo_fallback.p2p import progress
 from gloo_fallback.p2p.engine import P2PEngine
 from gloo_fallback.transport.endpoint import Endpoint, _Addresses, _Listener
@@ -22,8 +23,9 @@ from unicoll.backend.ops import OPS
 from unicoll.errors import DistError, DistNetworkError, GroupAbortedError, OperationTimeoutError
 
 
-def engine_of_two() -> P2PEngine:
-    context = SimpleNamespace(name="g", rank=0, size=2, ranks=(0, 1), job=SimpleNamespace(control=None))
+def engine_of(size: int = 2) -> P2PEngine:
+    ranks = tuple(range(size))
+    context = SimpleNamespace(name="g", rank=0, size=size, ranks=ranks, job=SimpleNamespace(control=None))
     endpoint = SimpleNamespace(listen=lambda *_: None, forget=lambda key: None)
     return P2PEngine(cast(Any, context), cast(Any, endpoint), 0, lambda cause: None)
 
@@ -49,7 +51,7 @@ def test_the_error_that_ends_a_connection_attempt_is_raised(error: DistError) ->
 
 def test_a_send_that_needs_a_connection_wakes_the_thread_that_connects() -> None:
     """It slept until its next look at the deadlines, because a receive was posted."""
-    engine = engine_of_two()
+    engine = engine_of()
     connects = threading.Event()
 
     def connect(key: Any, check: Any) -> Any:
@@ -71,8 +73,37 @@ def test_a_send_that_needs_a_connection_wakes_the_thread_that_connects() -> None
         engine.close(0.0)
 
 
+def test_sends_to_other_peers_do_not_wait_for_a_peer_that_does_not_answer() -> None:
+    engine = engine_of(3)
+    order: list[int] = []
+    answers = threading.Event()
+
+    def connect(key: Any, check: Any) -> Any:
+        order.append(key[2])
+        while key[2] == 1 and not answers.is_set():
+            check()
+            time.sleep(0.01)
+        raise DistNetworkError("enough")
+
+    cast(Any, engine)._endpoint.connect = connect
+    values = np.zeros(1)
+    array = (Buffer(values, BY_NAME["float64"], values.shape, values),)
+    with mock.patch.object(p2p_engine, "_ATTEMPT_S", 0.0):
+        first, *others = (engine.post(Call(OPS["send"], array, (), 60.0, peer=peer)) for peer in (1, 1, 2))
+        with pytest.raises(DistNetworkError, match="enough"):
+            others[1].wait(10)
+        answers.set()
+        for send in (first, others[0]):
+            with pytest.raises(DistNetworkError, match="enough"):
+                send.wait(10)
+    assert order[0] == 1
+    assert order[-2:] == [1, 1]
+    assert 2 in order
+    assert engine.close(0.0)
+
+
 def test_a_message_connection_that_was_dropped_before_it_is_added_is_not_used() -> None:
-    engine = engine_of_two()
+    engine = engine_of()
     here, there = socket.socketpair()
     here.close()
     with there:
@@ -82,7 +113,7 @@ def test_a_message_connection_that_was_dropped_before_it_is_added_is_not_used() 
 
 
 def test_a_message_connection_that_arrives_while_the_group_ends_is_not_used() -> None:
-    engine = engine_of_two()
+    engine = engine_of()
     here, there = socket.socketpair()
     report = engine.report_completed
 
