@@ -82,13 +82,14 @@ class GlooBackend(HostBackend):
         connections.deadline = 0.0  # set when the call waits for the first time
         withdrawn = False
         try:
-            transport = self._transport or self._find_transport(connections)
+            transport = self._transport
+            if transport is None:
+                self._transport = transport = select_transport(connections, self._spins)
             if transport.slots is not None:
                 transport.slots.background = self.queue.in_background
             if call.reduce is not None:
-                self._quietly(
-                    transport.table[call.op.name], transport.target, call
-                )  # overflow and NaN are results, as on a GPU
+                # overflow and NaN are results, as on a GPU
+                self._quietly(transport.table[call.op.name], transport.target, call)
             else:
                 done = transport.table[call.op.name](transport.target, call)
                 if done is False:
@@ -157,10 +158,6 @@ class GlooBackend(HostBackend):
             return exchange_sizes(call, context.rank, context.ranks, context.name, execute)
         except CollectiveMismatchError as e:
             connections.fail(connections.error or failure_diagnosis.mismatch(context, call, -1, 0, str(e)))
-
-    def _find_transport(self, connections: GroupConnections) -> Transport:
-        self._transport = transport = select_transport(connections, self._spins)
-        return transport
 
     def describe(self) -> str:
         if self._connections is None:

@@ -16,7 +16,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from gloo_fallback.transport.exchange import Connections, ReductionKernel, bytes_of
+from gloo_fallback.algorithms.operands import ReductionKernel
+from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.kernels import Flat
 
 __all__ = ["BLOCK", "gather_blocks", "is_efficient", "reduce_blocks"]

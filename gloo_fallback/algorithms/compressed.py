@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from gloo_fallback.transport.exchange import Connections, ReductionKernel
+from gloo_fallback.algorithms.operands import ReductionKernel
+from gloo_fallback.transport.exchange import Connections
 from unicoll.arrays.compression import BLOCK, Codec
 from unicoll.arrays.kernels import Flat
 
@@ -261,11 +262,8 @@ class Stream(_Pipeline):
         self._bounds = [_bounds(size, connections.size) for size in sizes]
         self._next = 0
         longest = max(high - low for low, high in pairwise(self._bounds[0]))
-        own = np.empty((5, longest), dtype)
-        self._own, self._own_results = (
-            own[:2],
-            own[2:],
-        )  # until the others' contributions, and results, have come
+        # until the others' contributions, and results, have come
+        self._own, self._own_results = np.empty((2, longest), dtype), np.empty((3, longest), dtype)
         super().__init__(connections, kernel, codec, longest, dtype)
 
     def step(self, chunk: Flat, result: Flat) -> None:

@@ -12,12 +12,11 @@ Reductions proceed in rank order, as those through slots, so both give the same 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from gloo_fallback.algorithms.operands import bounds_of, flat_of
+from gloo_fallback.algorithms.operands import bounds_of
 from gloo_fallback.shm.peer_memory import PeerArray, address_of, is_readable
 from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat, Kernel
@@ -54,7 +53,6 @@ def arrays_of_all(
     dtype: np.dtype[Any],
     *,
     index: int = 0,
-    starts: Sequence[int] | None = None,
     in_place: bool = True,
     nbytes: int = 0,
     also: Flat | None = None,
@@ -67,7 +65,6 @@ def arrays_of_all(
         counts: elements of each rank's array.
         dtype: their element type.
         index: the array of each rank that this one needs.
-        starts: element of each rank's array to begin at.
         in_place: False if this rank's array would have to be copied before others may write to it.
         nbytes: of the collective, equal on all ranks: if enough, arrays that are not all in symmetric memory are read
             from the processes' memory.
@@ -87,7 +84,6 @@ def arrays_of_all(
         more[: 1 + len(own)] = [len(own) if readable else -1, *map(address_of, own)]
     slots.sync_step(call)
     rows = [slots.slot(r, 0, 1 + size, _LOCATIONS, 0).tolist() for r in range(size)]
-    offsets = [0] * size if starts is None else [start * dtype.itemsize for start in starts]
     numbers = [row[0] for row in rows]
     if memory is None or min(numbers) < 0:
         if not may_read:
@@ -95,15 +91,14 @@ def arrays_of_all(
         rows = [slots.slot(r, row.nbytes, 1 + size, _LOCATIONS, 0).tolist() for r in range(size)]
         if min(row[0] for row in rows) < 0:
             return None
-        addresses = [row[1 + index] + offset for row, offset in zip(rows, offsets, strict=True)]
-        there = _peer_arrays(slots, addresses, counts, dtype)
+        assert slots.peers is not None
+        there: list[_Array] = slots.peers.arrays([row[1 + index] for row in rows], counts, dtype)
         if own:
-            start = offsets[rank] // dtype.itemsize
-            there[rank] = own[index][start : start + counts[rank]]
+            there[rank] = own[index][: counts[rank]]
         return there
     arrays = []
     for r, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        arrays.append(memory.view(row[1 + index] + offsets[r], r, count, dtype) if row[0] else None)
+        arrays.append(memory.view(row[1 + index], r, count, dtype) if row[0] else None)
     # a rank that passes no array of a region may have dropped its own, and with it the mapping
     regions = {memory.region_of(location) for row in rows for location in row[1 : 1 + row[0]]}
     if len(regions) > 1 or min(numbers) == 0:
@@ -111,16 +106,6 @@ def arrays_of_all(
         if not slots.sync_step_checked(None, -1 if missing else 0):
             return None
     return arrays
-
-
-def _peer_arrays(
-    slots: Slots, addresses: Sequence[int], counts: Sequence[int], dtype: np.dtype[Any]
-) -> list[_Array]:
-    assert slots.peers is not None
-    return [
-        slots.peers.array(r, address, count, dtype)
-        for r, (address, count) in enumerate(zip(addresses, counts, strict=True))
-    ]
 
 
 def _fetch(slots: Slots, target: Flat, rank: int, array: _Array) -> None:
@@ -184,7 +169,8 @@ def all_reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat
         _reduce_read(slots, kernel, arrays, low, out[low:high])
         slots.publish_value(address_of(out))
         slots.sync_step()
-        outs = _peer_arrays(slots, [slots.published_value(r) for r in range(size)], counts, dtype)
+        assert slots.peers is not None
+        outs = slots.peers.arrays([slots.published_value(r) for r in range(size)], counts, dtype)
         for r in _others(slots):
             part = slice(bounds[r], bounds[r + 1])
             _fetch(slots, out[part], r, outs[r][part])
@@ -215,20 +201,12 @@ def reduce(slots: Slots, call: Call, kernel: Kernel, source: Flat, out: Flat | N
     return True
 
 
-def reduce_scatter(slots: Slots, call: Call, kernel: Kernel, out: Flat, nbytes: int) -> bool:
-    """Each rank reduces its block of all arrays."""
-    rank, size = slots.rank, slots.size
-    single = call.op.joined
-    arrays = arrays_of_all(
-        slots,
-        call,
-        [flat_of(b) for b in call.inputs],
-        [out.size] * size,
-        out.dtype,
-        index=0 if single else rank,
-        starts=[rank * out.size if single else 0] * size,
-        nbytes=nbytes,
-    )
+def reduce_scatter(
+    slots: Slots, call: Call, kernel: Kernel, blocks: Sequence[Flat], out: Flat, nbytes: int
+) -> bool:
+    """Each rank reduces its block of all ranks' ``blocks``."""
+    counts = [out.size] * slots.size
+    arrays = arrays_of_all(slots, call, blocks, counts, out.dtype, index=slots.rank, nbytes=nbytes)
     if arrays is None:
         return False
     if _must_read(slots, arrays):
@@ -300,40 +278,24 @@ def scatter(slots: Slots, sources: Sequence[Flat], out: Flat, root: int, start: 
 
 
 def all_to_all(
-    slots: Slots,
-    call: Call,
-    inputs: Sequence[Flat],
-    targets: Sequence[Flat],
-    table: Sequence[Sequence[int]],
-    start: int,
-    nbytes: int,
+    slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], start: int, nbytes: int
 ) -> bool:
-    """Each rank copies its block of all arrays, from element ``start`` of the block on.
+    """Each rank copies its block of every other rank, from element ``start`` of the block on.
 
     Args:
-        inputs: the call's: one array, or one for each rank.
-        targets: a block for each rank.
-        table: for each rank, the elements that it sends to each rank.
+        sources, targets: a block for each rank, and from each rank.
         start: elements of each block that have been exchanged.
         nbytes: of the blocks of a rank, if all were as large as the largest.
     """
-    rank, single = slots.rank, call.op.joined
-    first = [list(accumulate(row, initial=0))[rank] if single else 0 for row in table]
-    arrays = arrays_of_all(
-        slots,
-        None,
-        inputs,
-        [max(target.size - start, 0) for target in targets],
-        targets[rank].dtype,
-        index=0 if single else rank,
-        starts=[at + start for at in first],
-        nbytes=nbytes,
-    )
+    rank, targets = slots.rank, [target[start:] for target in targets]
+    counts = [target.size for target in targets]
+    own = [source[start:] for source in sources]
+    arrays = arrays_of_all(slots, None, own, counts, targets[rank].dtype, index=rank, nbytes=nbytes)
     if arrays is None:
         return False
     for r in _others(slots):
-        if targets[r].size > start:
-            _fetch(slots, targets[r][start:], r, arrays[r])
+        if counts[r]:
+            _fetch(slots, targets[r], r, arrays[r])
     slots.sync_step()
     return True
 

@@ -21,15 +21,21 @@ from gloo_fallback.algorithms import compressed, direct, over_sockets
 from gloo_fallback.algorithms.hierarchy_context import (
     ChunkedArray,
     HierarchyContext,
-    NodeSums,
     PackedBlocks,
     reduce_node,
 )
 from gloo_fallback.algorithms.hierarchy_reduction import chunk_elements, reduce_in_chunks
-from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of, split_blocks
+from gloo_fallback.algorithms.operands import (
+    NodeSums,
+    blocks_of,
+    bounds_of,
+    exchanged_blocks,
+    flat_of,
+    kernel_of,
+)
 from gloo_fallback.algorithms.over_sockets import SMALL, codec_of
 from gloo_fallback.algorithms.rings import SEGMENT, chain_broadcast, chain_reduce, chain_scan
-from gloo_fallback.algorithms.shared_exchange import exchange_blocks
+from gloo_fallback.algorithms.shared_exchange import BlockExchange
 from gloo_fallback.shm.slots import SLOT
 from gloo_fallback.transport.connections import SubsetConnections
 from gloo_fallback.transport.exchange import bytes_of
@@ -55,7 +61,7 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
     if flat.nbytes <= SMALL:
         slots.sync_step(call)
         if internode is not None:
-            _small_broadcast(internode, flat, hierarchy.node_of(root))
+            over_sockets.small_broadcast(internode, flat, hierarchy.node_of(root))
             slots.slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
         slots.sync_step()
         if internode is None:
@@ -86,15 +92,6 @@ def _symmetric_arrays(hierarchy: HierarchyContext, call: Call, flat: Flat) -> li
     if slots.symmetric is None:
         return None
     return direct.arrays_of_all(slots, call, [flat], [flat.size] * slots.size, flat.dtype)
-
-
-def _small_broadcast(internode: SubsetConnections, flat: Flat, root: int) -> None:
-    plan = internode.plan(tuple(flat.nbytes if r == root else 0 for r in range(internode.size)), flat.dtype)
-    if internode.rank == root:
-        plan.mine[:] = flat
-        internode.exchange(plan)
-    else:
-        flat[:] = internode.exchange(plan)[root]
 
 
 # --- reductions ---------------------------------------------------------------------------------------------
@@ -284,31 +281,47 @@ def gather(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None
             local = [
                 slots.slot(r, 0, parts[rank], source.dtype, 0) for r, rank in enumerate(hierarchy.members)
             ]
-            _gather_chunk(hierarchy, internode, targets, start, parts, local, root_node)
+            _move_chunk(hierarchy, internode, targets, start, parts, local, root_node, gathers=True)
     return True
 
 
-def _gather_chunk(
+def _move_chunk(
     hierarchy: HierarchyContext,
     internode: SubsetConnections,
-    targets: Sequence[Flat],
+    arrays: Sequence[Flat],
     start: int,
     parts: Sequence[int],
     local: Sequence[Flat],
     root_node: int,
+    *,
+    gathers: bool,
 ) -> None:
-    """Gather a chunk of ``parts[rank]`` elements from every rank into the ``targets`` of the root."""
-    if not targets:
-        for part in local:
-            internode.send(root_node, bytes_of(part))
+    """Move a chunk of ``parts[rank]`` elements of every rank between the root's ``arrays`` and the slots of its node.
+
+    Args:
+        local: where the chunks of this node's ranks are.
+        gathers: True from the slots to the root, False from the root to the slots.
+    """
+
+    def move(node: int, chunk: Flat) -> None:
+        if gathers is (internode.rank == root_node):
+            internode.receive(node, bytes_of(chunk), chunk.nbytes)
+        else:
+            internode.send(node, bytes_of(chunk))
+
+    if internode.rank != root_node:
+        for chunk in local:
+            move(root_node, chunk)
         return
     for node, members in enumerate(hierarchy.nodes):
         for r, rank in enumerate(members):
-            target = targets[rank][start : start + parts[rank]]
-            if node == root_node:
-                target[:] = local[r]
+            chunk = arrays[rank][start : start + parts[rank]]
+            if node != root_node:
+                move(node, chunk)
+            elif gathers:
+                chunk[:] = local[r]
             else:
-                internode.receive(node, bytes_of(target), target.nbytes)
+                local[r][:] = chunk
 
 
 def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None = None) -> bool:
@@ -330,7 +343,7 @@ def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | Non
                 slots.slot(slots.rank, r * stride, parts[rank], out.dtype)
                 for r, rank in enumerate(hierarchy.members)
             ]
-            _scatter_chunk(hierarchy, internode, sources, start, parts, local, root_node)
+            _move_chunk(hierarchy, internode, sources, start, parts, local, root_node, gathers=False)
         slots.sync_step()
         if counts is None and start == 0 and not hierarchy.sizes_agree(root):
             return False
@@ -339,42 +352,17 @@ def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | Non
     return True
 
 
-def _scatter_chunk(
-    hierarchy: HierarchyContext,
-    internode: SubsetConnections,
-    sources: Sequence[Flat],
-    start: int,
-    parts: Sequence[int],
-    local: Sequence[Flat],
-    root_node: int,
-) -> None:
-    """The reverse of :func:`_gather_chunk`: fill ``local`` from the root's ``sources``."""
-    if not sources:
-        for part in local:
-            internode.receive(root_node, bytes_of(part), part.nbytes)
-        return
-    for node, members in enumerate(hierarchy.nodes):
-        for r, rank in enumerate(members):
-            part = sources[rank][start : start + parts[rank]]
-            if node == root_node:
-                local[r][:] = part
-            else:
-                internode.send(node, bytes_of(part))
-
-
 def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
     """Block j of rank i becomes block i of rank j: through the slots within a node, otherwise by messages."""
-    assert call.in_counts is not None
-    assert call.out_counts is not None
     connections, size, rank = hierarchy.connections, hierarchy.size, hierarchy.connections.rank
-    single = call.op.joined
-    sources = split_blocks(call.inputs, call.in_counts, single)
-    targets = split_blocks(call.outputs, call.out_counts, single)
-    table = over_sockets.agree_on_counts(connections, call.in_counts, call.out_counts)
+    table = over_sockets.agree_on_counts(connections, call)
+    sources, targets = exchanged_blocks(call)
     local = hierarchy.members
     targets[rank][:] = sources[rank]
     longest = int(table[np.ix_(local, local)].max())
-    exchange_blocks(hierarchy.slots, [sources[r] for r in local], [targets[r] for r in local], longest)
+    BlockExchange(hierarchy.slots, [sources[r] for r in local], [targets[r] for r in local]).exchange(
+        0, longest
+    )
     for distance in range(1, size):
         to, frm = (rank + distance) % size, (rank - distance) % size
         outgoing, incoming = bytes_of(sources[to]), bytes_of(targets[frm])

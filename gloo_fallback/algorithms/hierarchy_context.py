@@ -12,7 +12,7 @@ from gloo_fallback.transport.connections import GroupConnections, SubsetConnecti
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
 
-__all__ = ["HierarchyContext", "PackedBlocks", "NodeSums", "ChunkedArray", "reduce_node"]
+__all__ = ["HierarchyContext", "PackedBlocks", "ChunkedArray", "reduce_node"]
 
 
 class HierarchyContext:
@@ -47,9 +47,8 @@ class HierarchyContext:
 
     def internode(self, root: int = -1) -> SubsetConnections | None:
         """The connections between the leaders, in the order of the nodes; None on ranks that are not leaders."""
-        root = (
-            root if root >= 0 and root not in {m[0] for m in self.nodes} else -1
-        )  # the first rank is the leader anyway
+        if root in {m[0] for m in self.nodes}:  # the leader anyway
+            root = -1
         if root not in self._internode:
             leaders = tuple(root if root in members else members[0] for members in self.nodes)
             rank = self.connections.rank
@@ -71,46 +70,13 @@ class HierarchyContext:
         if (internode := self.internode(root)) is None:
             return False
         none = (0,) * internode.size
-        same = (
-            internode.exchange_checked(value if same else -1, 0, lambda _: none, np.dtype(np.uint8))
-            is not None
-        )
-        self.slots.publish_value(same)
-        return same
+        found = internode.exchange_checked(value if same else -1, 0, lambda _: none, np.dtype(np.uint8))
+        self.slots.publish_value(found is not None)
+        return found is not None
 
     def sizes_agree(self, root: int) -> bool:
         """The result of :meth:`sync_step_checked` that this node's leader has published."""
         return bool(self.slots.published_value(self.leader(root)))
-
-
-class NodeSums:
-    """A reduction of node sums, which have the accumulator type and are scaled, but not yet divided."""
-
-    plain = True
-
-    def __init__(self, kernel: Kernel, ranks: int) -> None:
-        self.storage = self.acc = kernel.acc
-        self.ufunc = kernel.ufunc
-        self._kernel = kernel
-        self._ranks = ranks
-
-    def begin(self, acc: Flat, values: Flat) -> None:
-        acc[:] = values
-
-    def widen(self, values: Flat) -> Flat:
-        return values
-
-    def fold(self, acc: Flat, values: Flat) -> None:
-        self.ufunc(acc, values, out=acc)
-
-    def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
-        self._kernel.finish(acc, out, self._ranks)
-
-    def combine(self, blocks: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
-        acc = blocks[0].copy() if len(blocks) == 1 else self.ufunc(blocks[0], blocks[1])
-        for chunk in blocks[2:]:
-            self.fold(acc, chunk)
-        self.finish(acc, out, len(blocks))
 
 
 def reduce_node(kernel: Kernel, parts: Sequence[Flat], acc: Flat) -> None:

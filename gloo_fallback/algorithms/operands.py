@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
+from gloo_fallback.shm.peer_memory import address_of
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import DType
 from unicoll.backend import Call
 
-__all__ = ["blocks_of", "bounds_of", "flat_of", "kernel_of", "split_blocks"]
+__all__ = [
+    "NodeSums",
+    "ReductionKernel",
+    "blocks_of",
+    "bounds_of",
+    "exchanged_blocks",
+    "flat_of",
+    "kernel_of",
+    "slices_of",
+    "split_blocks",
+]
 
 
 def flat_of(buffer: Buffer) -> Flat:
@@ -31,13 +44,9 @@ def bounds_of(count: int, parts: int) -> list[int]:
     return [count * i // parts for i in range(parts + 1)]
 
 
-def blocks_of(buffers: Sequence[Buffer], single: bool, ranks: int) -> list[Flat]:
-    """One block per rank: a list of arrays, or with ``single`` the equal parts of one array."""
-    if not single:
-        return [flat_of(b) for b in buffers]
-    flat = flat_of(buffers[0])
-    count = flat.size // ranks
-    return [flat[i * count : (i + 1) * count] for i in range(ranks)]
+def slices_of(counts: Sequence[int]) -> list[slice]:
+    """Where blocks of these sizes are in an array that holds one after another."""
+    return [slice(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
 
 
 def split_blocks(buffers: Sequence[Buffer], counts: Sequence[int], single: bool) -> list[Flat]:
@@ -45,8 +54,61 @@ def split_blocks(buffers: Sequence[Buffer], counts: Sequence[int], single: bool)
     if not single:
         return [flat_of(b) for b in buffers]
     flat = flat_of(buffers[0])
-    blocks, start = [], 0
-    for count in counts:
-        blocks.append(flat[start : start + count])
-        start += count
-    return blocks
+    return [flat[where] for where in slices_of(counts)]
+
+
+def blocks_of(buffers: Sequence[Buffer], single: bool, ranks: int) -> list[Flat]:
+    """One block per rank: a list of arrays, or with ``single`` the equal parts of one array."""
+    return split_blocks(buffers, (buffers[0].count // ranks,) * ranks, single)
+
+
+def exchanged_blocks(call: Call) -> tuple[list[Flat], list[Flat]]:
+    """The blocks of an all_to_all that go to each rank, and those that come from each rank.
+
+    Those that go are copies if the others overlap them, which are written before all have left.
+    """
+    assert call.in_counts is not None
+    assert call.out_counts is not None
+    sources = split_blocks(call.inputs, call.in_counts, call.op.joined)
+    targets = split_blocks(call.outputs, call.out_counts, call.op.joined)
+    spans = sorted((address_of(t), address_of(t) + t.nbytes) for t in targets if t.nbytes)
+    for source in sources:
+        start = address_of(source)
+        place = bisect_left(spans, (start + source.nbytes,))
+        if source.nbytes and place and spans[place - 1][1] > start:
+            return [source.copy() for source in sources], targets
+    return sources, targets
+
+
+class NodeSums:
+    """A reduction of node sums, which have the accumulator type and are scaled, but not yet divided."""
+
+    plain = True
+
+    def __init__(self, kernel: Kernel, ranks: int) -> None:
+        self.storage = self.acc = kernel.acc
+        self.ufunc = kernel.ufunc
+        self._kernel = kernel
+        self._ranks = ranks
+
+    def begin(self, acc: Flat, values: Flat) -> None:
+        acc[:] = values
+
+    def widen(self, values: Flat) -> Flat:
+        return values
+
+    def fold(self, acc: Flat, values: Flat) -> None:
+        self.ufunc(acc, values, out=acc)
+
+    def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
+        self._kernel.finish(acc, out, self._ranks)
+
+    def combine(self, blocks: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
+        acc = blocks[0].copy() if len(blocks) == 1 else self.ufunc(blocks[0], blocks[1])
+        for chunk in blocks[2:]:
+            self.fold(acc, chunk)
+        self.finish(acc, out, len(blocks))
+
+
+ReductionKernel = Kernel | NodeSums
+"""What the algorithms over sockets reduce with."""

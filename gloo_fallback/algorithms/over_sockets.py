@@ -14,7 +14,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from gloo_fallback.algorithms import circulant, compressed
-from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of, split_blocks
+from gloo_fallback.algorithms.operands import (
+    ReductionKernel,
+    blocks_of,
+    bounds_of,
+    exchanged_blocks,
+    flat_of,
+    kernel_of,
+)
 from gloo_fallback.algorithms.rings import (
     chain_broadcast,
     chain_reduce,
@@ -23,7 +30,7 @@ from gloo_fallback.algorithms.rings import (
     ring_all_gather,
     ring_reduce_scatter,
 )
-from gloo_fallback.transport.exchange import Connections, ReductionKernel, bytes_of
+from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.compression import Codec, codec_for
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
@@ -55,12 +62,7 @@ def broadcast(connections: Connections, call: Call) -> None:
     flat = flat_of(call.inputs[0])
     root, rank, size = call.root, connections.rank, connections.size
     if flat.nbytes <= SMALL:
-        plan = connections.plan(tuple(flat.nbytes if r == root else 0 for r in range(size)), flat.dtype)
-        if rank == root:
-            plan.mine[:] = flat
-            connections.exchange(plan)
-        else:
-            flat[:] = connections.exchange(plan)[root]
+        small_broadcast(connections, flat, root)
         return
     connections.agree()
     position = (rank - root) % size
@@ -68,6 +70,18 @@ def broadcast(connections: Connections, call: Call) -> None:
         chain_broadcast(connections, bytes_of(flat), position, root)
     else:
         _tree_broadcast(connections, bytes_of(flat), position, root)
+
+
+def small_broadcast(connections: Connections, flat: Flat, root: int) -> None:
+    """The root's data to all in the exchange."""
+    plan = connections.plan(
+        tuple(flat.nbytes if r == root else 0 for r in range(connections.size)), flat.dtype
+    )
+    if connections.rank == root:
+        plan.mine[:] = flat
+        connections.exchange(plan)
+    else:
+        flat[:] = connections.exchange(plan)[root]
 
 
 def _tree_broadcast(connections: Connections, data: memoryview, position: int, root: int) -> None:
@@ -196,9 +210,8 @@ def _deterministic_reduce(
 ) -> None:
     """As :func:`_direct_reduce_scatter`; the root then collects the blocks."""
     size, rank = connections.size, connections.rank
-    step = size * max(
-        1, _DETERMINISTIC_BYTES // size // source.itemsize
-    )  # each block fits the working memory of _direct_reduce_scatter
+    # each block fits the working memory of _direct_reduce_scatter
+    step = size * max(1, _DETERMINISTIC_BYTES // size // source.itemsize)
     for start in range(0, source.size, step):
         segment = source[start : start + step]
         bounds = bounds_of(segment.size, size)
@@ -306,24 +319,20 @@ def scatter(connections: Connections, call: Call, counts: Sequence[int] | None =
 def all_to_all(connections: Connections, call: Call) -> None:
     """Block j of rank i becomes block i of rank j."""
     size, rank = connections.size, connections.rank
-    assert call.in_counts is not None
-    assert call.out_counts is not None
-    single = call.op.joined
-    sources = split_blocks(call.inputs, call.in_counts, single)
-    targets = split_blocks(call.outputs, call.out_counts, single)
-    agree_on_counts(connections, call.in_counts, call.out_counts)
+    agree_on_counts(connections, call)
+    sources, targets = exchanged_blocks(call)
     targets[rank][:] = sources[rank]
     for distance in range(1, size):
         to, frm = (rank + distance) % size, (rank - distance) % size
         connections.duplex(to, bytes_of(sources[to]), frm, bytes_of(targets[frm]))
 
 
-def agree_on_counts(connections: Connections, in_counts: Sequence[int], out_counts: Sequence[int]) -> Flat:
+def agree_on_counts(connections: Connections, call: Call) -> Flat:
     """Exchange the sizes of all ranks, so that all ranks detect the same error; returns the table of both counts."""
     size = connections.size
     plan = connections.plan((16 * size,) * size, np.dtype(np.int64))
-    plan.mine[:size] = in_counts
-    plan.mine[size:] = out_counts
+    plan.mine[:size] = call.in_counts
+    plan.mine[size:] = call.out_counts
     table: Flat = np.stack(connections.exchange(plan))
     check_counts(connections, table)
     return table

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gloo_fallback.transport.exchange import Connections, ReductionKernel, bytes_of
+from gloo_fallback.algorithms.operands import ReductionKernel
+from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.kernels import Flat
 
 __all__ = [

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gloo_fallback.algorithms import direct
-from gloo_fallback.algorithms.operands import flat_of, split_blocks
+from gloo_fallback.algorithms.operands import exchanged_blocks, flat_of, slices_of
 from gloo_fallback.algorithms.over_sockets import check_counts
-from gloo_fallback.algorithms.shared_plans import WHOLE, make_plan, slices_of
+from gloo_fallback.algorithms.shared_plans import WHOLE, make_plan
 from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 
-__all__ = ["all_to_all", "exchange_blocks"]
+__all__ = ["BlockExchange", "all_to_all"]
 
 
 def all_to_all(slots: Slots, call: Call) -> None:
@@ -46,39 +46,29 @@ def all_to_all(slots: Slots, call: Call) -> None:
             outputs[rank].flat[...] = inputs[rank].flat
             for r, view in plan.read:
                 outputs[r].flat[...] = view
-        if largest > plan.step and not _exchanged_directly(slots, call, plan, plan.step, largest):
+        if largest > plan.step and not _exchanged_directly(
+            slots, *exchanged_blocks(call), plan.step, largest
+        ):
             for _ in range(plan.step, largest, plan.step):  # blocks of other ranks
                 slots.sync_step()
         return
-    sources, targets = _blocks(call)
-    parts = _BlockExchange(slots, sources, targets, head=_head(slots))
+    sources, targets = exchanged_blocks(call)
+    parts = BlockExchange(slots, sources, targets, head=_head(slots))
     parts.write(0)
     slots.sync_step(call)
     largest = _agree_on_counts(slots, plan)
     targets[rank][:] = sources[rank]
     parts.read(0)
-    if largest > parts.step and not _exchanged_directly(slots, call, plan, parts.step, largest):
+    if largest > parts.step and not _exchanged_directly(slots, sources, targets, parts.step, largest):
         parts.exchange(parts.step, largest)
 
 
-def _blocks(call: Call) -> tuple[list[Flat], list[Flat]]:
-    """The blocks that this rank sends to each rank, and those that it receives."""
-    assert call.in_counts is not None
-    assert call.out_counts is not None
-    single = call.op.joined
-    return split_blocks(call.inputs, call.in_counts, single), split_blocks(
-        call.outputs, call.out_counts, single
-    )
-
-
-def _exchanged_directly(slots: Slots, call: Call, plan: _ExchangePlan, start: int, largest: int) -> bool:
+def _exchanged_directly(
+    slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], start: int, largest: int
+) -> bool:
     """Exchange all blocks from element ``start`` on without slots; False, on all ranks, if that is impossible."""
-    inputs = [flat_of(b) for b in call.inputs]
-    nbytes = largest * slots.size * inputs[0].itemsize
-    if not slots.may_be_direct(nbytes):
-        return False
-    table = plan.seen[2][:, : slots.size].tolist()
-    return direct.all_to_all(slots, call, inputs, _blocks(call)[1], table, start, nbytes)
+    nbytes = largest * slots.size * sources[0].itemsize
+    return slots.may_be_direct(nbytes) and direct.all_to_all(slots, sources, targets, start, nbytes)
 
 
 _COUNTS = np.dtype(np.int64)
@@ -97,8 +87,7 @@ class _ExchangePlan(NamedTuple):
         counts: elements that this rank sends to each rank, then those that it expects.
         head: where they are written in this rank's slot.
         heads: where those of the other ranks are after the step.
-        seen: the sizes of the other ranks at the last call, which have been compared, the largest of all ranks, and the
-            table of all sizes.
+        seen: the sizes of the other ranks at the last call, which have been compared, and the largest of all ranks.
         step: elements per block and step; 0 if the blocks of this rank need several steps, or are large.
         write, read: for each other rank its number, or its part of the one array, and the view of a slot.
         own_source, own_target: this rank's part of the one array.
@@ -116,7 +105,7 @@ class _ExchangePlan(NamedTuple):
 
 
 def _plan_exchange(slots: Slots, call: Call) -> _ExchangePlan:
-    """The blocks are where :class:`_BlockExchange` has them: other ranks may have larger ones."""
+    """The blocks are where :class:`BlockExchange` has them: other ranks may have larger ones."""
     assert call.in_counts is not None
     assert call.out_counts is not None
     size, rank, single = slots.size, slots.rank, call.op.joined
@@ -128,7 +117,7 @@ def _plan_exchange(slots: Slots, call: Call) -> _ExchangePlan:
     stride = step * dtype.itemsize
     large = max(sum(call.in_counts), sum(call.out_counts)) * dtype.itemsize > WHOLE
     if large or counts.max() > step:
-        return _ExchangePlan(counts, own, heads, [None, 0, None])
+        return _ExchangePlan(counts, own, heads, [None, 0])
     sources, targets = slices_of(call.in_counts), slices_of(call.out_counts)
     write, read = [], []
     for r, (sent, expected) in enumerate(zip(call.in_counts, call.out_counts, strict=True)):
@@ -138,7 +127,7 @@ def _plan_exchange(slots: Slots, call: Call) -> _ExchangePlan:
         if r != rank and expected:
             view = slots.slot(r, head + rank * stride, expected, dtype)
             read.append((targets[r] if single else r, view))
-    return _ExchangePlan(counts, own, heads, [None, 0, None], step, write, read, sources[rank], targets[rank])
+    return _ExchangePlan(counts, own, heads, [None, 0], step, write, read, sources[rank], targets[rank])
 
 
 def _agree_on_counts(slots: Slots, plan: _ExchangePlan) -> int:
@@ -148,24 +137,19 @@ def _agree_on_counts(slots: Slots, plan: _ExchangePlan) -> int:
         rows = [np.frombuffer(row, _COUNTS) for row in found]
         table = np.stack([*rows[: slots.rank], plan.counts, *rows[slots.rank :]])
         check_counts(slots.connections, table)
-        plan.seen[:] = found, int(table.max()), table
+        plan.seen[:] = found, int(table.max())
     largest: int = plan.seen[1]
     return largest
 
 
-def exchange_blocks(slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], largest: int) -> None:
-    """Exchange one block for each pair of ranks; ``largest`` is the size of the largest block of all ranks."""
-    _BlockExchange(slots, sources, targets).exchange(0, largest)
-
-
-class _BlockExchange:
-    """One block for each rank: a slot holds ``head`` bytes, then ``step`` elements for each rank."""
+class BlockExchange:
+    """One block for each rank: a slot holds ``head`` bytes, then ``step`` elements (``stride`` bytes) for each rank."""
 
     def __init__(self, slots: Slots, sources: Sequence[Flat], targets: Sequence[Flat], head: int = 0) -> None:
         self._slots, self._sources, self._targets, self._head = slots, sources, targets, head
         self._dtype = sources[0].dtype
         self.step = (SLOT - head) // slots.size // self._dtype.itemsize
-        self._stride = self.step * self._dtype.itemsize
+        self.stride = self.step * self._dtype.itemsize
 
     def write(self, start: int) -> None:
         """Write ``step`` elements from ``start`` on of each block into this rank's slot for the next step."""
@@ -173,7 +157,7 @@ class _BlockExchange:
         for r, source in enumerate(self._sources):
             if r != slots.rank and source.size > start:
                 part = source[start : start + self.step]
-                slots.slot(slots.rank, self._head + r * self._stride, part.size, self._dtype)[:] = part
+                slots.slot(slots.rank, self._head + r * self.stride, part.size, self._dtype)[:] = part
 
     def read(self, start: int) -> None:
         """Read the elements from ``start`` on that the other ranks wrote for this rank before the last step."""
@@ -181,10 +165,10 @@ class _BlockExchange:
         for r, target in enumerate(self._targets):
             if r != slots.rank and target.size > start:
                 part = target[start : start + self.step]
-                part[:] = slots.slot(r, self._head + slots.rank * self._stride, part.size, self._dtype, 0)
+                part[:] = slots.slot(r, self._head + slots.rank * self.stride, part.size, self._dtype, 0)
 
     def exchange(self, start: int, largest: int) -> None:
-        """Exchange all elements from ``start`` on."""
+        """Exchange all elements from ``start`` on; ``largest`` is the size of the largest block of all ranks."""
         for at in range(start, largest, self.step):
             self.write(at)
             self._slots.sync_step()

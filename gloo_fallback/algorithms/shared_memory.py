@@ -13,12 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from gloo_fallback.algorithms import direct
-from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of
-from gloo_fallback.algorithms.shared_exchange import all_to_all
-from gloo_fallback.algorithms.shared_plans import CHUNKED, WHOLE, Plan, make_plan, slices_of
+from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of, slices_of
+from gloo_fallback.algorithms.shared_exchange import BlockExchange, all_to_all
+from gloo_fallback.algorithms.shared_plans import CHUNKED, WHOLE, Plan, make_plan
 from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
@@ -85,15 +83,16 @@ def _plan_all_reduce(slots: Slots, call: Call) -> Plan:
 
 def reduce(slots: Slots, call: Call) -> None:
     """The reduction of all ranks' data to the root."""
-    source, kernel = flat_of(call.inputs[0]), kernel_of(call)
+    plan = slots.plans.get((call.kind, slots.step & 1)) or make_plan(slots, call, _plan_all_reduce)
+    source = flat_of(call.inputs[0])
     out = flat_of(call.outputs[0]) if call.outputs else None
-    if source.nbytes * (slots.size - 1) <= WHOLE:
-        mine, contributions = slots.rows(source.size, source.dtype)
-        mine[:] = source
+    if plan.write is not None:
+        plan.write[...] = source
         slots.sync_step(call)
         if out is not None:
-            kernel.combine(contributions, out, disjoint=True)
+            plan.kernel.combine(plan.read, out, True)
         return
+    kernel = kernel_of(call)
     if slots.symmetric is None or not direct.reduce(slots, call, kernel, source, out):
         _reduce_in_chunks(slots, call, kernel, source, out)
 
@@ -167,21 +166,20 @@ def _plan_reduce_scatter(slots: Slots, call: Call) -> Plan:
 def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
     out, kernel = flat_of(call.outputs[0]), kernel_of(call)
     blocks = blocks_of(call.inputs, call.op.joined, slots.size)
-    size, rank, dtype = slots.size, slots.rank, out.dtype
-    nbytes = sum(block.nbytes for block in blocks) // size  # reading a small block is slower than the slots
-    if slots.may_be_direct(nbytes) and direct.reduce_scatter(slots, call, kernel, out, nbytes):
+    rank, dtype = slots.rank, out.dtype
+    nbytes = (
+        sum(block.nbytes for block in blocks) // slots.size
+    )  # reading a small block is slower than the slots
+    if slots.may_be_direct(nbytes) and direct.reduce_scatter(slots, call, kernel, blocks, out, nbytes):
         return
-    stride = _stride(slots, dtype)
-    step = stride // dtype.itemsize
-    for start in range(0, max(1, *(p.size for p in blocks)), step):
-        for r in range(size):
-            if r != rank:
-                part = blocks[r][start : start + step]
-                slots.slot(rank, r * stride, part.size, dtype)[:] = part
+    exchange = BlockExchange(slots, blocks, ())
+    for start in range(0, max(1, *(block.size for block in blocks)), exchange.step):
+        exchange.write(start)
         slots.sync_step(None if start else call)
-        mine = blocks[rank][start : start + step]
+        mine = blocks[rank][start : start + exchange.step]
         if mine.size:
-            parts = [slots.slot(r, rank * stride, mine.size, dtype, 0) for r in range(size)]
+            at = rank * exchange.stride
+            parts = [slots.slot(r, at, mine.size, dtype, 0) for r in range(slots.size)]
             parts[rank] = mine
             kernel.combine(parts, out[start : start + mine.size])
 
@@ -204,11 +202,6 @@ def scan(slots: Slots, call: Call) -> None:
             contributions.append(chunk)
         if contributions and chunk.size:
             kernel.combine(contributions, chunk)
-
-
-def _stride(slots: Slots, dtype: np.dtype[Any]) -> int:
-    """Bytes of a slot for each rank, if the slot holds one block per rank."""
-    return SLOT // slots.size // dtype.itemsize * dtype.itemsize
 
 
 # --- data movement ------------------------------------------------------------------------------------------
@@ -325,8 +318,8 @@ def scatter(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bo
             return True
     dtype, rank, root = out.dtype, slots.rank, call.root
     sources = [flat_of(b) for b in call.inputs]
-    stride = _stride(slots, dtype)
-    step = stride // dtype.itemsize
+    step = SLOT // slots.size // dtype.itemsize
+    stride = step * dtype.itemsize
     largest = out.size if counts is None else max(counts)
     for start in range(0, max(largest, 1), step):
         for r, source in enumerate(sources):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gloo_fallback.shm.slots import Slots
 from unicoll.backend import Call
 
-__all__ = ["CHUNKED", "WHOLE", "Plan", "make_plan", "slices_of"]
+__all__ = ["CHUNKED", "WHOLE", "Plan", "make_plan"]
 
 WHOLE = 1 << 16
 """Arrays up to this size are reduced entirely by every rank, in one step; all blocks together up to this size are moved
@@ -44,9 +43,3 @@ def make_plan(slots: Slots, call: Call, make: Callable[[Slots, Call], Any]) -> A
             slots.plans.clear()
         slots.plans[call.kind, slots.step & 1] = found
     return found
-
-
-def slices_of(counts: Sequence[int]) -> list[slice]:
-    """Where blocks of these sizes are in an array that holds one after another."""
-    stops = [*accumulate(counts)]
-    return [slice(stop - count, stop) for count, stop in zip(counts, stops, strict=True)]

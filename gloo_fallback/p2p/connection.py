@@ -14,7 +14,7 @@ import socket
 import struct
 import termios
 from collections import deque
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,7 +39,10 @@ from unicoll.backend import Call
 from unicoll.net import logs
 from unicoll.net.channel import Channel, Connection, within_a_host
 
-__all__ = ["PeerConnection", "ConnectionOwner"]
+if TYPE_CHECKING:
+    from gloo_fallback.p2p.engine import P2PEngine
+
+__all__ = ["PeerConnection"]
 
 _DONTWAIT = socket.MSG_DONTWAIT
 _SYSCALL_BYTES = 1 << 20
@@ -60,30 +63,11 @@ def _most_buffered(setting: str) -> int:
         return _MORE_THAN_ANY
 
 
-class ConnectionOwner(Protocol):
-    """The callbacks of a connection."""
-
-    def deliver(self, peer: int, tag: int, code: int, body: memoryview) -> bool:
-        """Deliver a whole message to its receive; False if none matches it, then ``begin`` and ``complete`` follow."""
-
-    def begin(self, peer: int, message: IncomingMessage) -> None:
-        """Set the destination of a message whose header has arrived."""
-
-    def complete(self, peer: int, message: IncomingMessage) -> None:
-        """Handle a message that has arrived completely."""
-
-    def sent(self, pending: PendingMessage) -> None:
-        """Handle a send that has left completely."""
-
-    def who(self, peer: int) -> str:
-        """The description of a peer, for log messages."""
-
-
 class PeerConnection:
     """The message connection to one peer.
 
     Args:
-        owner: the engine.
+        engine: matches the messages to receives, and finishes sends.
         peer: the peer's rank in the group.
         sock: the connection.
         poll: the epoll object to register it at.
@@ -94,11 +78,12 @@ class PeerConnection:
         message: the message that is being received, or None.
         descriptor: of the socket.
         closed: True once :meth:`close` was called.
+        blocked: True if the socket's send buffer is full.
         writer, reader: the rings of large messages, or None.
     """
 
     def __init__(
-        self, owner: ConnectionOwner, peer: int, sock: Connection, poll: select.epoll, share: bool
+        self, engine: P2PEngine, peer: int, sock: Connection, poll: select.epoll, share: bool
     ) -> None:
         self.peer = peer
         self.sock = sock
@@ -108,7 +93,7 @@ class PeerConnection:
         self.closed = False
         self.writer: RingWriter | None = None
         self.reader: RingReader | None = None
-        self._owner = owner
+        self._engine = engine
         self._poll = poll
         self._share = share
         self._may_offer = share
@@ -117,7 +102,7 @@ class PeerConnection:
         self._partial_header = bytearray()  # received bytes of an incomplete header
         self._offered: IncomingMessage | None = None
         self._send_closed = False  # the peer has closed its end; its data can still be read
-        self._blocked = False
+        self.blocked = False
         self.descriptor = sock.fileno()
         poll.register(self.descriptor, select.EPOLLIN)
 
@@ -234,14 +219,9 @@ class PeerConnection:
         self._block(blocked)
 
     def _block(self, blocked: bool) -> None:
-        if blocked is not self._blocked:
-            self._blocked = blocked
+        if blocked is not self.blocked:
+            self.blocked = blocked
             self._poll.modify(self.descriptor, select.EPOLLIN | (select.EPOLLOUT if blocked else 0))
-
-    @property
-    def blocked(self) -> bool:
-        """True if the socket's send buffer is full."""
-        return self._blocked
 
     def _advance(self) -> bool:
         """Make one step of sending; False if nothing is queued or the ring is full."""
@@ -252,7 +232,7 @@ class PeerConnection:
         if pending is not None and pending.begun:
             if pending.offset == len(pending.view):
                 self.outbox.popleft()
-                self._owner.sent(pending)
+                self._engine.finish(pending)
                 return True
             if not pending.shared:
                 pending.offset += self.sock.send(
@@ -323,7 +303,9 @@ class PeerConnection:
         return within_a_host(self.sock) and hasattr(os, "memfd_create")
 
     def _log_socket_fallback(self, reason: str) -> None:
-        logs.logger("gloo").info("messages to %s use the socket: %s", self._owner.who(self.peer), reason)
+        logs.logger("gloo").info(
+            "messages to %s use the socket: %s", self._engine.context.who(self.peer), reason
+        )
 
     # --- receive --------------------------------------------------------------------------------------------
 
@@ -378,7 +360,7 @@ class PeerConnection:
                 start += HEADER.size
                 end = start + size
                 whole = kind == MESSAGE and end <= stop and magic == MAGIC
-                if whole and self._owner.deliver(self.peer, tag, code, inbox[start:end]):
+                if whole and self._engine.deliver(self.peer, tag, code, inbox[start:end]):
                     start = end
                 else:
                     self._handle_frame(magic, kind, code, 0, tag, size, length)
@@ -390,7 +372,7 @@ class PeerConnection:
             raise OSError(errno.EPROTO, "invalid frame")
         if kind <= SHARED and self.message is None:
             message = IncomingMessage(tag, code, size)
-            self._owner.begin(self.peer, message)
+            self._engine.begin(self.peer, message)
             self.message = message
             if kind == SHARED:
                 message.shared = True
@@ -431,7 +413,7 @@ class PeerConnection:
             self._offered = None
             self._accept_offer(message)
         else:
-            self._owner.complete(self.peer, message)
+            self._engine.complete(self.peer, message)
 
     def _accept_offer(self, offer: IncomingMessage) -> None:
         """Map an offered ring, and answer with 0 or an error number."""

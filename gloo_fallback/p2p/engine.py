@@ -36,6 +36,12 @@ __all__ = ["P2PEngine"]
 _BUFFER_BYTES = 1 << 16
 _MAX_RECEIVES = 16
 """Reads from one connection before the others are read."""
+_ATTEMPT_S = 1.0
+"""Seconds for which the progress thread waits for a peer that does not answer while sends to others wait."""
+
+
+class _PostponedError(Exception):
+    """A peer does not answer, and sends wait for connections to other peers."""
 
 
 class P2PEngine:
@@ -46,13 +52,16 @@ class P2PEngine:
         endpoint: this process's listener.
         spins: polls of a connection before sleeping; 0 if ranks outnumber cores.
         died: called on the progress thread with the exception that ended it; fails the group.
+
+    Attributes:
+        context, died: as above.
     """
 
     def __init__(
         self, context: Context, endpoint: Endpoint, spins: int, died: Callable[[BaseException], object]
     ) -> None:
-        self._context = context
-        self._died = died
+        self.context = context
+        self.died = died
         self._endpoint = endpoint
         self._spins = spins
         self._share = transport_preference() is not TransportPreference.TCP
@@ -69,7 +78,7 @@ class P2PEngine:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._progress = ProgressEngine(self, spins)
         self._closed = False
-        endpoint.listen(context.name, MESSAGES, self._add_connection)
+        endpoint.listen(context.name, self._add_connection)
 
     # --- the operations ---------------------------------------------------------------------------------------------
 
@@ -152,6 +161,7 @@ class P2PEngine:
             self._receive_available(connection)  # the answer may be there
         if connection is None or connection.closed or self._awaits_connection(pending.call.peer):
             self._to_connect.append(pending)
+            self._progress.wake()  # the thread that connects may sleep until data arrives
             return
         connection.outbox.append(pending)
         if len(connection.outbox) == 1:
@@ -166,14 +176,16 @@ class P2PEngine:
         if message.got == message.size:
             self.complete(pending.call.source, message)
 
-    # --- progress (see ProgressTarget) --------------------------------------------------------------------------------
+    # --- for ProgressEngine -------------------------------------------------------------------------------------------
 
     def pending(self) -> bool:
+        """True if any operation is pending."""
         if self._matcher.posted or self._to_connect:
             return True
         return any(connection.busy for connection in self._open.copy().values())
 
     def spin(self, pending: PendingMessage) -> bool:
+        """Poll the connection of an operation a few times; True if data arrived."""
         peer = pending.call.peer
         connection = self._connections[peer] if peer >= 0 else None
         if connection is None:
@@ -193,6 +205,7 @@ class P2PEngine:
         return False
 
     def serve(self, descriptor: int, event: int) -> None:
+        """Handle an epoll event of a connection."""
         with self._lock:
             connection = self._open.get(descriptor)
             if connection is None:
@@ -219,52 +232,61 @@ class P2PEngine:
         return True
 
     def check_deadlines(self, now: float) -> None:
-        control = self._context.job.control
+        """Check deadlines and lost ranks; called every 0.1 s."""
+        control = self.context.job.control
         departed = control.departed if control is not None else {}
-        died = failure_diagnosis.died(self._context)
+        died = failure_diagnosis.died(self.context)
         with self._lock:
             operations = [*self._matcher.posted, *(p for c in self._open.values() for p in c.outbox)]
             operations += [p for p in map(_receiver, self._open.values()) if p is not None]
         for pending in operations:
             peer = pending.call.peer
             if peer >= 0:
-                rank = self._context.ranks[peer]
+                rank = self.context.ranks[peer]
                 if rank in departed and self._connections[peer] is None:
-                    self._end(pending, lost(self._context, pending.call, rank, departed[rank]))
+                    self._end(pending, lost(self.context, pending.call, rank, departed[rank]))
             elif died is not None and pending.call.source < 0:
-                self._end(pending, lost(self._context, pending.call, died, departed[died]))
+                self._end(pending, lost(self.context, pending.call, died, departed[died]))
             if now >= pending.deadline and not pending.completion.done():
                 self._time_out(pending)
 
     # --- connections ----------------------------------------------------------------------------------------------
 
     def _add_connection(self, global_rank: int, sock: Connection) -> None:
-        peer = self._context.ranks.index(global_rank)
+        peer = self.context.ranks.index(global_rank)
         with self._lock:
-            if self._closed or self._connections[peer] is not None:
+            # another thread may have dropped the connection, and closed its socket, since it arrived
+            if self._closed or self._connections[peer] is not None or sock.fileno() < 0:
                 return
             connection = self._connections[peer] = PeerConnection(
                 self, peer, sock, self._progress.poll, self._share
             )
             self._open[connection.descriptor] = connection
 
-    def _connect(self, pending: PendingMessage) -> None:
+    def _connect(self, pending: PendingMessage, queued: bool = False) -> None:
+        """Connect to the peer of a send, which is ``queued`` if other peers' sends may wait for this attempt to end."""
         peer = pending.call.peer
-        rank = self._context.ranks[peer]
+        rank, started = self.context.ranks[peer], time.monotonic()
 
         def check() -> None:
+            now = time.monotonic()
             if self._error is not None:
                 raise self._error
-            if time.monotonic() >= pending.deadline:
-                raise timed_out(self._context, pending, begun=False)
+            if now >= pending.deadline:
+                raise timed_out(self.context, pending, begun=False)
+            if queued and now - started >= _ATTEMPT_S:
+                with self._lock:
+                    if any(other.call.peer != peer for other in self._to_connect):
+                        raise _PostponedError
 
         try:
-            sock = self._endpoint.connect((self._context.name, MESSAGES, rank), check)
+            sock = self._endpoint.connect((self.context.name, MESSAGES, rank), check)
         except RankLostError as e:
-            raise lost(self._context, pending.call, rank, str(e)) from e
+            raise lost(self.context, pending.call, rank, str(e)) from e
         self._add_connection(rank, sock)
 
     def connect_pending(self) -> None:
+        """Make the connections that sends wait for; on the progress thread, because it may take long."""
         while self._to_connect:
             self._connect_next()
 
@@ -276,7 +298,12 @@ class P2PEngine:
         error: BaseException | None = None
         if self._connections[pending.call.peer] is None:
             try:
-                self._connect(pending)
+                self._connect(pending, queued=True)
+            except _PostponedError:
+                with self._lock:  # those to other peers first
+                    peer = pending.call.peer
+                    self._to_connect = deque(sorted(self._to_connect, key=lambda p: p.call.peer == peer))
+                return
             except BaseException as e:
                 error = e
         with self._lock:
@@ -293,7 +320,7 @@ class P2PEngine:
                     connection.flush()
         self.report_completed()
 
-    # --- callbacks of connections (see ConnectionOwner; under the lock) -----------------------------------------------
+    # --- callbacks of connections (under the lock) ------------------------------------------------------------------
 
     def deliver(self, peer: int, tag: int, code: int, body: memoryview) -> bool:
         """Copy a whole message into the posted receive that it matches and fits; False if there is none."""
@@ -303,7 +330,7 @@ class P2PEngine:
         self._matcher.match(pending, peer)
         pending.view[:] = body
         pending.call.write_back()
-        self._finish(pending)
+        self.finish(pending)
         return True
 
     def begin(self, peer: int, message: IncomingMessage) -> None:
@@ -325,27 +352,14 @@ class P2PEngine:
         """Finish the receive of a complete message, if there is one yet."""
         if message.receive is not None:
             message.receive.call.write_back()
-            self._finish(message.receive)
+            self.finish(message.receive)
         elif message.mismatched is not None:
-            self._finish(
-                message.mismatched, message_mismatch(self._context, message.mismatched.call, message)
-            )
-
-    def sent(self, pending: PendingMessage) -> None:
-        """Finish a send whose data has left."""
-        self._finish(pending)
-
-    def who(self, peer: int) -> str:
-        """The description of a peer."""
-        return self._context.who(peer)
+            self.finish(message.mismatched, message_mismatch(self.context, message.mismatched.call, message))
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
-    def died(self, cause: BaseException) -> None:
-        """Fail the group: the progress thread has ended with an exception."""
-        self._died(cause)
-
-    def _finish(self, pending: PendingMessage, error: BaseException | None = None) -> None:
+    def finish(self, pending: PendingMessage, error: BaseException | None = None) -> None:
+        """Finish a send whose data has left, or a receive."""
         if pending.background:
             self._ended.append((pending, error))  # its callbacks must run without the lock
         else:
@@ -371,7 +385,7 @@ class P2PEngine:
         self._connections[peer] = None
         del self._open[connection.descriptor]
         connection.close()
-        self._endpoint.forget((self._context.name, MESSAGES, self._context.ranks[peer]))
+        self._endpoint.forget((self.context.name, MESSAGES, self.context.ranks[peer]))
         operations = [*connection.outbox, *self._matcher.cancel_all(peer)]
         receiver = _receiver(connection)
         if receiver is not None:
@@ -386,19 +400,19 @@ class P2PEngine:
         operations = [pending for pending in operations if not pending.completion.done()]
         if not operations:
             return
-        rank = self._context.ranks[peer]
+        rank = self.context.ranks[peer]
         if isinstance(error, TamperedError):
             for pending in operations:
-                pending.completion.finish(self._error or tampered(self._context, pending.call, rank, error))
+                pending.completion.finish(self._error or tampered(self.context, pending.call, rank, error))
             return
-        control = self._context.job.control
-        why = f"{self._context.who(peer)} closed its connection"
+        control = self.context.job.control
+        why = f"{self.context.who(peer)} closed its connection"
         if control is not None and self._error is None:
-            lost_rank = control.find_lost_rank(rank, self._context.ranks, 0.5)
+            lost_rank = control.find_lost_rank(rank, self.context.ranks, 0.5)
             if lost_rank is not None:
                 rank, why = lost_rank, control.departed[lost_rank]
         for pending in operations:
-            pending.completion.finish(self._error or lost(self._context, pending.call, rank, why))
+            pending.completion.finish(self._error or lost(self.context, pending.call, rank, why))
 
     def _end(self, pending: PendingMessage, error: BaseException) -> None:
         with self._lock:
@@ -407,7 +421,7 @@ class P2PEngine:
 
     def _time_out(self, pending: PendingMessage) -> None:
         begun = self._withdraw(pending)
-        pending.completion.finish(timed_out(self._context, pending, begun))
+        pending.completion.finish(timed_out(self.context, pending, begun))
 
     def _withdraw(self, pending: PendingMessage) -> bool:
         """Cancel a send or receive; True if part of its data had moved, so that its connection was closed."""
@@ -459,7 +473,7 @@ class P2PEngine:
         with self._lock:
             pending = [*self._matcher.posted, *self._to_connect]
             pending += [p for c in self._open.values() for p in (*c.outbox, _receiver(c)) if p is not None]
-            return any(p.completion._callbacks for p in pending)
+            return any(p.completion.has_callbacks for p in pending)
 
     def close(self, timeout: float) -> bool:
         """Finish pending sends within ``timeout`` seconds and release everything; True if all were sent."""
@@ -468,7 +482,7 @@ class P2PEngine:
             time.sleep(0.005)
         with self._lock:
             self._closed = True  # a connection that arrives from now on would not be ended
-        self.abort(DistNetworkError(f"group {self._context.name!r} was closed", group=self._context.name))
+        self.abort(DistNetworkError(f"group {self.context.name!r} was closed", group=self.context.name))
         self._progress.close()
         return not unsent
 

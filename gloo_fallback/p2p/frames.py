@@ -128,9 +128,8 @@ class PostedCompletion(HostCompletion):
         self._progress = progress
 
     def finish(self, error: BaseException | None = None) -> None:
-        self._pending = (
-            None  # breaks a reference cycle that would keep the array until the next garbage collection
-        )
+        # breaks a reference cycle that would keep the array until the next garbage collection
+        self._pending = None
         super().finish(error)
 
     def wait(self, timeout: float | None) -> None:

@@ -6,13 +6,16 @@ import select
 import threading
 import time
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gloo_fallback.p2p.frames import PendingMessage, Waker
 from unicoll.errors import OperationTimeoutError
 from unicoll.net import logs
 
-__all__ = ["ProgressEngine", "ProgressTarget"]
+if TYPE_CHECKING:
+    from gloo_fallback.p2p.engine import P2PEngine
+
+__all__ = ["ProgressEngine"]
 
 log = logs.logger("gloo")
 
@@ -22,46 +25,21 @@ _FAIR_INTERVAL = 64
 """A thread that waits for one connection polls all of them every so many rounds."""
 
 
-class ProgressTarget(Protocol):
-    """The object whose messages are moved."""
-
-    def pending(self) -> bool:
-        """True if any operation is pending."""
-
-    def connect_pending(self) -> None:
-        """Make the connections that sends wait for; on the progress thread, because it may take long."""
-
-    def spin(self, pending: PendingMessage) -> bool:
-        """Poll the connection of an operation a few times; True if data arrived."""
-
-    def serve(self, descriptor: int, event: int) -> None:
-        """Handle an epoll event of a connection."""
-
-    def check_deadlines(self, now: float) -> None:
-        """Check deadlines and lost ranks; called every 0.1 s."""
-
-    def report_completed(self) -> None:
-        """Finish the completions of ended operations."""
-
-    def died(self, cause: BaseException) -> None:
-        """Fail the group after the progress thread ended with an exception."""
-
-
 class ProgressEngine:
     """Lets exactly one thread run progress while anything is pending.
 
     Args:
-        target: the object whose messages are moved.
+        engine: moves the messages, and knows whether any are pending.
         spins: polls of the connections before sleeping on them; 0 if ranks outnumber cores.
 
     Attributes:
         poll: the epoll object at which connections are registered.
     """
 
-    def __init__(self, target: ProgressTarget, spins: int) -> None:
+    def __init__(self, engine: P2PEngine, spins: int) -> None:
         self.poll = select.epoll()
         self._spins = spins
-        self._target = target
+        self._engine = engine
         self._waker = Waker()
         self.poll.register(self._waker.descriptor, select.EPOLLIN)
         self._progress_lock = threading.Lock()
@@ -91,7 +69,7 @@ class ProgressEngine:
                     except OperationTimeoutError:
                         continue  # not done in this tick; a timeout of the operation itself is raised by its caller
         finally:
-            if self._target.pending():
+            if self._engine.pending():
                 self.wake_thread()
 
     def _progress_until_done(self, pending: PendingMessage, me: int) -> None:
@@ -133,21 +111,21 @@ class ProgressEngine:
             self._serve()
         except BaseException as e:
             log.exception("the thread %r died", threading.current_thread().name)
-            self._target.died(e)
+            self._engine.died(e)
 
     def _serve(self) -> None:
         while self._wakeups.get():
             while True:
-                self._target.connect_pending()
+                self._engine.connect_pending()
                 with self._lock:
-                    if self._closed or self._waiters or not self._target.pending():
+                    if self._closed or self._waiters or not self._engine.pending():
                         self._thread_active = False
                         break
                 if not self._progress_lock.acquire(timeout=_TICK_S):
                     continue
                 self._progress_owner = threading.get_ident()
                 try:
-                    if self._target.pending():  # another thread may have completed everything meanwhile
+                    if self._engine.pending():  # another thread may have completed everything meanwhile
                         self._progress_once()
                 finally:
                     self._progress_owner = 0
@@ -157,17 +135,17 @@ class ProgressEngine:
         """Run one round of progress, waiting a tick at most; ``pending`` is the operation that the caller waits for."""
         self._rounds += 1
         fair = self._rounds % _FAIR_INTERVAL == 0  # one busy connection must not block the others
-        if pending is None or fair or not self._target.spin(pending):
+        if pending is None or fair or not self._engine.spin(pending):
             for descriptor, event in self._events(pending):
                 if descriptor == self._waker.descriptor:
                     self._waker.clear()
                 else:
-                    self._target.serve(descriptor, event)
+                    self._engine.serve(descriptor, event)
         now = time.monotonic()
         if now - self._checked_at >= _TICK_S:
             self._checked_at = now
-            self._target.check_deadlines(now)
-        self._target.report_completed()
+            self._engine.check_deadlines(now)
+        self._engine.report_completed()
 
     def _events(self, pending: PendingMessage | None) -> list[tuple[int, int]]:
         """Wait for events; for a receive from any source after polling all connections a few times."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,9 +91,11 @@ class PeerMemory:
         self._pids = pids
         self.minimum = minimum
 
-    def array(self, rank: int, address: int, size: int, dtype: np.dtype[Any]) -> PeerArray:
-        """An array of a rank, by its place among those of this host."""
-        return PeerArray(self._pids[rank], address, size, dtype)
+    def arrays(
+        self, addresses: Sequence[int], counts: Sequence[int], dtype: np.dtype[Any]
+    ) -> list[PeerArray]:
+        """One array of each rank of this host, of ``counts`` elements."""
+        return [PeerArray(*at, dtype) for at in zip(self._pids, addresses, counts, strict=True)]
 
 
 def find_peer_memory(slots: Slots, oversubscribed: bool) -> PeerMemory | None:

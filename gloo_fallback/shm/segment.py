@@ -48,6 +48,7 @@ class SharedSegment:
     once all ranks have mapped the segment.
 
     Attributes:
+        descriptor: of the memfd; -1 once it is closed.
         memory: the whole mapping; user data starts at ``SharedSegment.START``.
         address: start address of the mapping in this process.
     """
@@ -55,7 +56,7 @@ class SharedSegment:
     START = 4096
 
     def __init__(self, descriptor: int, size: int) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         address = _mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
         if address == ctypes.c_void_p(-1).value:
             error = ctypes.get_errno()
@@ -69,7 +70,7 @@ class SharedSegment:
 
     def close_descriptor(self) -> None:
         """Close the descriptor: no other process can map the segment any more. Idempotent."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -119,29 +120,27 @@ def create_published(
 
     ``prepare`` initializes the contents before the segment is published.
     """
-    key = f"shm/{context.name}/{name}"
+    segment = location = None
     try:
-        descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        segment = _resize_and_map(descriptor, size)
+        segment, location = create_offer(size)
         prepare(segment)
     except OSError:
-        context.job.store.set(key, json.dumps(None))
-        return None
-    token = secrets.token_hex(_TOKEN // 2)
-    segment.memory[:_TOKEN] = token.encode()
-    location = {"boot": boot_id(), "pid": os.getpid(), "fd": descriptor, "size": size, "token": token}
-    context.job.store.set(key, json.dumps(location))
+        if segment is not None:
+            segment.close()
+        segment = location = None
+    context.job.store.set(f"shm/{context.name}/{name}", json.dumps(location))
     return segment
 
 
 def create_private(size: int) -> SharedSegment:
     """A segment that no other process maps."""
-    segment = _resize_and_map(os.memfd_create(_NAME, os.MFD_CLOEXEC), size)
+    segment = _create(size)
     segment.close_descriptor()
     return segment
 
 
-def _resize_and_map(descriptor: int, size: int) -> SharedSegment:
+def _create(size: int) -> SharedSegment:
+    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     try:
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, size)
@@ -170,16 +169,16 @@ def open_published(context: Context, name: str, check: Callable[[], None]) -> Sh
 
 
 def create_offer(size: int) -> tuple[SharedSegment, dict[str, Any]]:
-    """Create a segment for one other process; returns it and its address for :func:`open_offer`.
+    """Create a segment for other processes; returns it and its address for :func:`open_offer`.
 
     Raises:
         OSError: no descriptor or no memory is available.
     """
-    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-    segment = _resize_and_map(descriptor, size)
     token = secrets.token_hex(_TOKEN // 2)
+    where = {"boot": boot_id(), "pid": os.getpid(), "size": size, "token": token}
+    segment = _create(size)
     segment.memory[:_TOKEN] = token.encode()
-    return segment, {"boot": boot_id(), "pid": os.getpid(), "fd": descriptor, "size": size, "token": token}
+    return segment, where | {"fd": segment.descriptor}
 
 
 def open_offer(location: dict[str, Any]) -> SharedSegment:

@@ -37,8 +37,9 @@ SLOT = 1 << 20
 """Bytes of one slot; a rank has two, whatever the size of the arrays."""
 _WORDS = 16
 """64-bit words for each rank's flags: two cache lines, because processors fetch lines in pairs."""
-_SLEEPING = 1
-"""The word that other ranks set before they sleep on this rank's flag; words 2 to 5 are signatures."""
+_AWAITED = 1
+"""The word in which other ranks write the step that they wait for before they sleep on this rank's flag; words 2 to 5
+are signatures."""
 _VALUE = 6
 """The first of two words, used alternately, that :meth:`Slots.publish_value` writes."""
 _YIELDS = 2000
@@ -97,7 +98,6 @@ class Slots:
             segment.memory, np.uint8, 2 * size * SLOT, _slots_start(size)
         ).reshape(2, size, SLOT)
         self._views: dict[tuple[int, int, int, Any], Flat] = {}
-        self._rows: dict[tuple[int, int, Any], tuple[Flat, list[Flat]]] = {}
         self.step = 0
         self.plans: dict[Any, Any] = {}
         self.symmetric: SymmetricMemory | None = None
@@ -111,7 +111,6 @@ class Slots:
         """Release the memory."""
         self.connections.wake = lambda: None
         self._views.clear()
-        self._rows.clear()
         self.plans.clear()
         self._slots = np.zeros((2, self.size, 0), np.uint8)
         self._flags = memoryview(b"")
@@ -131,14 +130,8 @@ class Slots:
 
     def rows(self, count: int, dtype: np.dtype[Any]) -> tuple[Flat, list[Flat]]:
         """This rank's slot for the next step, and the slots of all ranks in rank order, to be read after it."""
-        key = ((self.step + 1) & 1, count, dtype)
-        found = self._rows.get(key)
-        if found is None:
-            if len(self._rows) > 512:
-                self._rows.clear()
-            rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
-            found = self._rows[key] = (rows[self.rank], rows)
-        return found
+        rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
+        return rows[self.rank], rows
 
     def may_be_direct(self, nbytes: int) -> bool:
         """True if a large collective may need no slots, which :mod:`gloo_fallback.algorithms.direct` finds out.
@@ -158,7 +151,8 @@ class Slots:
 
     def sync_step(self, call: Call | None = None) -> None:
         """Signal the next step and wait for the signals of all ranks; with ``call``, also compare signatures."""
-        step = self.step + 1
+        last = self.step
+        step = last + 1
         flags, mine = self._flags, self._mine
         if call is not None:
             signature, seq = call.signature & _MASK, call.seq
@@ -166,17 +160,17 @@ class Slots:
             flags[mine + place] = signature
             flags[mine + place + 1] = seq
         flags[mine] = self.step = step
-        # the flag must be visible before the sleepers are read: acquiring a lock is a full barrier on x86
+        # the flag must be visible before the awaited step is read: acquiring a lock is a full barrier on x86
         self._release()
         self._acquire()
-        if flags[mine + _SLEEPING]:
-            flags[mine + _SLEEPING] = 0
+        # a rank that is late in the last step may have overwritten this one
+        if flags[mine + _AWAITED] >= last:
             futex.wake(self._address + 8 * mine)
         for other in self._others:
             if flags[other] < step:
                 self._wait(other, step)
             if call is not None and (flags[other + place] != signature or flags[other + place + 1] != seq):
-                self._mismatch(other // _WORDS, flags[other + place + 1])
+                self.connections.mismatch(self.members[other // _WORDS], flags[other + place + 1])
 
     def publish_value(self, value: int) -> None:
         """Store a number that the other ranks can read after the next step."""
@@ -211,7 +205,7 @@ class Slots:
         address = self._address + 8 * other
         checked = time.monotonic()
         while (seen := flags[other]) < step:
-            flags[other + _SLEEPING] = 1
+            flags[other + _AWAITED] = step
             futex.sleep(address, seen & 0xFFFFFFFF, _TICK_S)
             checked = self._check_liveness(other // _WORDS, checked)
             if checked == _LOST and flags[other] < step:  # its signals from before it ended are valid
@@ -223,9 +217,6 @@ class Slots:
         if now - checked < _TICK_S and self.connections.error is None:
             return checked
         return _LOST if self.connections.check_peer(self.members[other]) else now
-
-    def _mismatch(self, other: int, seq: int) -> None:
-        self.connections.mismatch(self.members[other], seq)
 
     def _wake_sleepers(self) -> None:
         """Wake the thread that sleeps on a flag after the group has failed; sleepers of other processes sleep again."""
@@ -270,7 +261,7 @@ class SemaphoreSlots(Slots):
             if call is not None:
                 offset = rank * _WORDS + place
                 if flags[offset] != signature or flags[offset + 1] != seq:
-                    self._mismatch(rank, flags[offset + 1])
+                    self.connections.mismatch(self.members[rank], flags[offset + 1])
 
     def _wait_for_post(self, rank: int, semaphore: int) -> None:
         """Wait for a semaphore that is not posted yet: poll, then yield, then sleep."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from gloo_fallback.shm.peer_memory import address_of
 from gloo_fallback.shm.segment import SharedSegment, create_offer, open_offer
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.kernels import Flat
@@ -85,9 +86,8 @@ class SymmetricMemory:
 
     def __init__(self) -> None:
         self.allocations = 0
-        self._regions: tuple[
-            _Region, ...
-        ] = ()  # by address; replaced, since other threads may look for an array
+        # by address; replaced, since other threads may look for an array
+        self._regions: tuple[_Region, ...] = ()
 
     def allocate(
         self,
@@ -166,7 +166,7 @@ class SymmetricMemory:
 
     def locate(self, flat: Flat) -> int:
         """The location of an array of this rank: a number for :meth:`view` on any rank; -1 if it is not symmetric."""
-        address: int = flat.__array_interface__["data"][0]
+        address = address_of(flat)
         regions = self._regions
         for place in range(bisect_right(regions, address, key=_start) - 1, -1, -1):
             region = regions[place]

@@ -32,8 +32,6 @@ _SYSCALL_BYTES = 1 << 18
 _DONTWAIT = socket.MSG_DONTWAIT
 _NOTHING = memoryview(b"")
 
-Progress = Callable[[int], None]
-
 
 class GroupConnections(Connections):
     """The connections of one rank of a group to the other ranks.
@@ -84,34 +82,27 @@ class GroupConnections(Connections):
             self._receive(peer, view, length, header)
 
     def duplex(
-        self,
-        to: int,
-        outgoing: memoryview,
-        frm: int,
-        incoming: memoryview,
-        header: bytes | None = None,
-        *,
-        whole: bool = True,
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, *, whole: bool = True
     ) -> None:
         if (
-            header is None
-            and whole
+            whole
             and max(len(outgoing), len(incoming)) >= STRIPED
             and max(len(self._lanes_to(to)), len(self._lanes_to(frm))) > 1
         ):
             self._transfer(to, outgoing, frm, incoming)
         else:
-            self._duplex(to, outgoing, frm, incoming, header)
+            self._duplex(to, outgoing, frm, incoming)
 
     def _transfer(self, to: int, outgoing: memoryview, frm: int, incoming: memoryview) -> None:
         """Send and receive messages of which at least one is cut into stripes."""
-        transfer(self._cut(to, outgoing), self._cut(frm, incoming), self.tick, self._connection_broken)
+        parts = [*self._cut(frm, incoming, False), *self._cut(to, outgoing, True)]
+        transfer(parts, self.tick, self._connection_broken)
 
-    def _cut(self, peer: int, view: memoryview) -> list[Stripe]:
+    def _cut(self, peer: int, view: memoryview, sends: bool) -> list[Stripe]:
         if not view:
             return []
         lanes = self._lanes_to(peer)
-        return stripes(lanes if len(view) >= STRIPED else lanes[:1], peer, view)
+        return stripes(lanes if len(view) >= STRIPED else lanes[:1], peer, view, sends)
 
     def _lanes_to(self, peer: int) -> list[Connection]:
         """The connections that large messages to and from a peer use; they are made on first use."""
@@ -139,7 +130,7 @@ class GroupConnections(Connections):
             try:
                 sent += sock.send(view[sent : sent + _SYSCALL_BYTES])
             except BlockingIOError:
-                self.tick(peer)
+                self.tick()
             except OSError as e:
                 self._connection_broken(peer, e)
 
@@ -161,14 +152,12 @@ class GroupConnections(Connections):
         spins = self._spins
         while True:
             try:
+                count = sock.recv_into(view[got:] if got else view, length - got, _DONTWAIT if spins else 0)
+            except BlockingIOError:
                 if spins:
                     spins -= 1
-                    count = sock.recv_into(view[got:] if got else view, length - got, _DONTWAIT)
                 else:
-                    count = sock.recv_into(view[got:] if got else view, length - got)
-            except BlockingIOError:
-                if not spins:
-                    self.tick(peer)
+                    self.tick()
                 continue
             except OSError as e:
                 self._connection_broken(peer, e)
@@ -177,13 +166,11 @@ class GroupConnections(Connections):
                 return
             if not count:
                 self._connection_broken(peer, None)
-            if header is not None and got >= HEADER_SIZE:
-                self._compare(peer, view, header)
+            if header is not None and got >= HEADER_SIZE and view[:HEADER_SIZE] != header:
+                self._bad_header(peer, bytes(view[:HEADER_SIZE]))
             spins = 0
 
-    def _duplex(
-        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, header: bytes | None
-    ) -> None:
+    def _duplex(self, to: int, outgoing: memoryview, frm: int, incoming: memoryview) -> None:
         out_sock = self._sockets[to] or self._connect(to)
         in_sock = self._sockets[frm] or self._connect(frm)
         sent = got = idle = 0
@@ -203,9 +190,6 @@ class GroupConnections(Connections):
                     self._connection_broken(frm, None)
                 got += count
                 moved = True
-                if header is not None and got >= HEADER_SIZE:
-                    self._compare(frm, incoming, header)
-                    header = None
             except BlockingIOError:
                 pass
             except OSError as e:
@@ -215,11 +199,7 @@ class GroupConnections(Connections):
             else:
                 idle += 1
                 if idle > self._spins and not self._poller(to, frm).poll(_TICK_S * 1000):
-                    self.tick(frm)
-        if header is not None and got < HEADER_SIZE:
-            self._receive(frm, incoming[got:HEADER_SIZE], HEADER_SIZE - got)
-            self._compare(frm, incoming, header)
-            got = HEADER_SIZE
+                    self.tick()
         if sent < to_send:
             self._send(to, outgoing[sent:])
         elif got < to_get:
@@ -259,7 +239,7 @@ class GroupConnections(Connections):
             raise self.error
         return sock
 
-    def tick(self, peer: int = -1) -> None:
+    def tick(self) -> None:
         """Check for failure and deadline of the group; called while a wait makes no progress."""
         if self.error is not None:
             raise self.error.with_traceback(None) from None
@@ -395,16 +375,9 @@ class SubsetConnections(Connections):
         self._parent.receive(self.members[peer], view, length, header)
 
     def duplex(
-        self,
-        to: int,
-        outgoing: memoryview,
-        frm: int,
-        incoming: memoryview,
-        header: bytes | None = None,
-        *,
-        whole: bool = True,
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, *, whole: bool = True
     ) -> None:
-        self._parent.duplex(self.members[to], outgoing, self.members[frm], incoming, header, whole=whole)
+        self._parent.duplex(self.members[to], outgoing, self.members[frm], incoming, whole=whole)
 
     def swap(
         self,
@@ -413,7 +386,7 @@ class SubsetConnections(Connections):
         frm: int,
         incoming: memoryview,
         header: bytes,
-        discard: Callable[[bytes], memoryview],
+        discard: Callable[[bytes], memoryview] | None = None,
     ) -> bool:
         return self._parent.swap(self.members[to], outgoing, self.members[frm], incoming, header, discard)
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend import Job
-from unicoll.errors import AuthenticationError, DistNetworkError, GroupAbortedError, RankLostError
+from unicoll.errors import AuthenticationError, DistError, DistNetworkError, GroupAbortedError, RankLostError
 from unicoll.net import auth, channel, settings
 from unicoll.net.channel import Connection
 from unicoll.net.fork_safety import guard
@@ -92,7 +92,7 @@ class Endpoint:
         self._dialing: set[Key] = set()
         self._arriving: set[Key] = set()  # accepted, not yet in the table
         self._closed_groups: set[str] = set()
-        self._listeners: dict[tuple[str, str], Callable[[int, Connection], None]] = {}
+        self._message_engines: dict[str, Callable[[int, Connection], None]] = {}
         self._listener = _Listener(job, self._admit, self._deliver)
         published = {"addresses": self._listener.addresses, "connections": self._wanted}
         job.store.set(f"gloo/{job.rank}", json.dumps(published))
@@ -112,17 +112,16 @@ class Endpoint:
             self._closed_groups.add(group)
             mine = [k for k in self._open if k[0] == group]
             sockets = [self._open.pop(k) for k in mine]
-            for kind in (COLLECTIVE, MESSAGES):
-                self._listeners.pop((group, kind), None)
+            self._message_engines.pop(group, None)
             self._changed.notify_all()
         for sock in sockets:
             sock.close()
 
-    def listen(self, group: str, kind: str, arrived: Callable[[int, Connection], None]) -> None:
-        """Call ``arrived(peer's global rank, socket)`` for every connection of a kind, whichever side made it."""
+    def listen(self, group: str, arrived: Callable[[int, Connection], None]) -> None:
+        """Call ``arrived(peer's global rank, socket)`` for every connection of a group's messages, whoever made it."""
         with self._changed:
-            self._listeners[(group, kind)] = arrived
-            present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, kind)]
+            self._message_engines[group] = arrived
+            present = [(k[2], s) for k, s in self._open.items() if k[:2] == (group, MESSAGES)]
         for peer, sock in present:
             arrived(peer, sock)
 
@@ -181,7 +180,7 @@ class Endpoint:
             if key not in self._open and key[0] not in self._closed_groups:
                 self._open[key] = sock
                 self._changed.notify_all()
-                arrived = self._listeners.get(key[:2])
+                arrived = self._message_engines.get(key[0]) if key[1] == MESSAGES else None
             else:
                 sock.close()
                 return
@@ -230,11 +229,10 @@ class Endpoint:
             except OSError as e:
                 self._connect_failed(key, f"{host}:{port}", e)
                 return None
-        deadline = float("inf")
+        deadline: float | None = None  # of the handshake, while it lasts
         try:
-            self._await_readable(
-                sock, peer, check
-            )  # the kernel accepts for a stopped process, which sends nothing
+            # the kernel accepts for a stopped process, which sends nothing
+            self._await_readable(sock, peer, check)
             deadline = time.monotonic() + _HANDSHAKE_S
             connection, _ = channel.authenticate(
                 sock,
@@ -248,12 +246,14 @@ class Endpoint:
             )
             connection.settimeout(None)
             connection.sendall(frame({"group": group, "kind": kind, "rank": self._job.rank}))
-            deadline = float("inf")
+            deadline = None
             self._await_readable(sock, peer, check)
             answer = read_exactly(connection, 1)
         except (OSError, EOFError, DistNetworkError) as e:
             sock.close()
-            if time.monotonic() >= deadline and not isinstance(e, EOFError):
+            if deadline is None and isinstance(e, DistError):
+                raise  # by the check, or since the peer has ended
+            if deadline is not None and time.monotonic() >= deadline and not isinstance(e, EOFError):
                 raise _SlowError(f"rank {peer} stopped answering within the handshake") from e
             if isinstance(e, AuthenticationError) and not isinstance(e, auth.NoAnswerError):
                 raise

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from unicoll.errors import DistError
 __all__ = [
     "HEADER_SIZE",
     "MAGIC",
-    "ReductionKernel",
     "Connections",
     "ExchangePlan",
     "bytes_of",
@@ -45,21 +44,6 @@ def read_header(header: bytes) -> tuple[int, int]:
     """Magic and sequence number of a header."""
     magic, seq, _, _ = _HEADER.unpack(header)
     return magic, seq
-
-
-class ReductionKernel(Protocol):
-    """The reduction interface of the algorithms; :class:`~unicoll.arrays.kernels.Kernel` implements it."""
-
-    acc: np.dtype[Any]
-    storage: np.dtype[Any]
-    plain: bool
-    ufunc: Any
-
-    def begin(self, acc: Flat, values: Flat) -> None: ...
-    def widen(self, values: Flat) -> Flat: ...
-    def fold(self, acc: Flat, values: Flat) -> None: ...
-    def finish(self, acc: Flat, out: Flat, ranks: int) -> None: ...
-    def combine(self, pieces: Sequence[Flat], out: Flat, disjoint: bool = False) -> None: ...
 
 
 def bytes_of(flat: Flat) -> memoryview:
@@ -149,19 +133,11 @@ class Connections(ABC):
 
     @abstractmethod
     def duplex(
-        self,
-        to: int,
-        outgoing: memoryview,
-        frm: int,
-        incoming: memoryview,
-        header: bytes | None = None,
-        *,
-        whole: bool = True,
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, *, whole: bool = True
     ) -> None:
         """Send ``outgoing`` to one member while ``incoming`` is filled from another (or the same).
 
-        ``header`` is as for :meth:`receive`. ``whole`` is False if the other members send and receive the messages in
-        other parts than these.
+        ``whole`` is False if the other members send and receive the messages in other parts than these.
         """
 
     @abstractmethod
@@ -207,7 +183,7 @@ class Connections(ABC):
         plan.head[:] = header
         for to, frm, outgoing, incoming, length, overlap in plan.rounds:
             if length > _EAGER_LIMIT:
-                self._exchange_long(to, frm, outgoing, incoming, header)
+                self.swap(to, outgoing, frm, incoming[HEADER_SIZE:], header)
                 continue
             self.send(to, outgoing)
             saved = bytes(overlap)
@@ -264,11 +240,12 @@ class Connections(ABC):
         frm: int,
         incoming: memoryview,
         header: bytes,
-        discard: Callable[[bytes], memoryview],
+        discard: Callable[[bytes], memoryview] | None = None,
     ) -> bool:
-        """Send a message and receive one into ``incoming``; True if the received header equals ``header``.
+        """Send a message and receive one into ``incoming``, without its header; True if that equals ``header``.
 
-        If the headers differ only in their last word, the data is received into ``discard(theirs)`` and dropped.
+        Messages that might fill both sockets' buffers are sent and received concurrently. If the headers differ only
+        in their last word, the data is received into ``discard(theirs)``, if that is given, and dropped.
         """
         theirs = self._theirs
         long = len(outgoing) > _EAGER_LIMIT
@@ -276,7 +253,7 @@ class Connections(ABC):
         self.receive(frm, theirs, HEADER_SIZE)
         same = theirs == header
         if not same:
-            if theirs[:-8] != header[:-8]:
+            if discard is None or theirs[:-8] != header[:-8]:
                 self._bad_header(frm, bytes(theirs))
             incoming = discard(bytes(theirs))
         if long:
@@ -284,16 +261,3 @@ class Connections(ABC):
         elif len(incoming):
             self.receive(frm, incoming, len(incoming))
         return same
-
-    def _exchange_long(
-        self, to: int, frm: int, outgoing: memoryview, incoming: memoryview, header: bytes
-    ) -> None:
-        """A round whose bytes might fill both sockets' buffers: send and receive concurrently."""
-        staging = memoryview(bytearray(len(incoming)))
-        self.duplex(to, outgoing, frm, staging, header)
-        self._compare(frm, staging, header)
-        incoming[HEADER_SIZE:] = staging[HEADER_SIZE:]
-
-    def _compare(self, peer: int, view: memoryview, header: bytes) -> None:
-        if view[:HEADER_SIZE] != header:
-            self._bad_header(peer, bytes(view[:HEADER_SIZE]))

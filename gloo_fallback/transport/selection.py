@@ -56,8 +56,9 @@ class Transport:
         target: their first argument: connections, slots, or a hierarchy.
         description: the transport and the reason for it, for :func:`unicoll.explain`.
         staging: maximum bytes that this rank allocates besides the arrays, independent of their size. Not included:
-            the size tables of an all_to_all (two of 16 n^2 bytes for n ranks, over sockets or by host), Python
-            objects such as the plans of exchanges, and a thread's buffers for the conversion of half types.
+            of an all_to_all the size tables (two of 16 n^2 bytes for n ranks, over sockets or by host) and copies of
+            inputs that the outputs overlap; Python objects such as the plans of exchanges; a thread's buffers for the
+            conversion of half types.
         slots: the shared memory, or None.
     """
 

@@ -24,52 +24,38 @@ _DONTWAIT = socket.MSG_DONTWAIT
 
 
 class Stripe(NamedTuple):
-    """A part of a message, and the connection that it takes to or from a peer."""
+    """A part of a message, and the connection that it takes to (``sends``) or from a peer."""
 
     sock: Connection
     peer: int
     view: memoryview
+    sends: bool
 
 
-def stripes(sockets: list[Connection], peer: int, view: memoryview) -> list[Stripe]:
+def stripes(sockets: list[Connection], peer: int, view: memoryview, sends: bool) -> list[Stripe]:
     """The equal parts of a message, one for each connection."""
     bounds = [len(view) * i // len(sockets) for i in range(len(sockets) + 1)]
-    return [Stripe(sock, peer, view[bounds[i] : bounds[i + 1]]) for i, sock in enumerate(sockets)]
+    return [Stripe(sock, peer, view[bounds[i] : bounds[i + 1]], sends) for i, sock in enumerate(sockets)]
 
 
 def transfer(
-    outgoing: list[Stripe],
-    incoming: list[Stripe],
-    tick: Callable[[int], None],
-    broken: Callable[[int, Exception | None], None],
+    parts: list[Stripe], tick: Callable[[], None], broken: Callable[[int, Exception | None], None]
 ) -> None:
     """Send and receive the parts of messages concurrently.
 
     Args:
-        outgoing, incoming: to and from any peers.
-        tick: called with a peer every 0.1 s without progress; raises to stop.
+        parts: to and from any peers.
+        tick: called every 0.1 s without progress; raises to stop.
         broken: called with a peer and the error of its connection, None at its end; raises.
     """
-    sending, receiving = list(outgoing), list(incoming)
-    while sending or receiving:
+    left = list(parts)
+    while left:
         moved = False
-        for i in range(len(sending) - 1, -1, -1):
-            sock, peer, view = sending[i]
+        for i in range(len(left) - 1, -1, -1):
+            sock, peer, view, sends = left[i]
+            part = view[:_SYSCALL_BYTES]
             try:
-                count = sock.send(view[:_SYSCALL_BYTES], _DONTWAIT)
-            except BlockingIOError:
-                continue
-            except OSError as e:
-                broken(peer, e)
-            moved = True
-            if count == len(view):
-                del sending[i]
-            else:
-                sending[i] = Stripe(sock, peer, view[count:])
-        for i in range(len(receiving) - 1, -1, -1):
-            sock, peer, view = receiving[i]
-            try:
-                count = sock.recv_into(view, min(len(view), _SYSCALL_BYTES), _DONTWAIT)
+                count = sock.send(part, _DONTWAIT) if sends else sock.recv_into(part, 0, _DONTWAIT)
             except BlockingIOError:
                 continue
             except OSError as e:
@@ -78,22 +64,20 @@ def transfer(
                 broken(peer, None)
             moved = True
             if count == len(view):
-                del receiving[i]
+                del left[i]
             else:
-                receiving[i] = Stripe(sock, peer, view[count:])
+                left[i] = Stripe(sock, peer, view[count:], sends)
         if not moved:
-            _wait(sending, receiving, tick)
+            _wait(left, tick)
 
 
-def _wait(sending: list[Stripe], receiving: list[Stripe], tick: Callable[[int], None]) -> None:
+def _wait(parts: list[Stripe], tick: Callable[[], None]) -> None:
     """Wait until one of the connections is ready."""
     events: dict[Connection, int] = {}
-    for part in receiving:
-        events[part.sock] = select.POLLIN
-    for part in sending:
-        events[part.sock] = events.get(part.sock, 0) | select.POLLOUT
+    for sock, _, _, sends in parts:
+        events[sock] = events.get(sock, 0) | (select.POLLOUT if sends else select.POLLIN)
     poller = select.poll()
     for sock, mask in events.items():
         poller.register(sock, mask)
     if not poller.poll(_TICK_MS):
-        tick((receiving or sending)[0].peer)
+        tick()

@@ -152,7 +152,10 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
         if topology.all_separate:
             return topology, None
         kind = Slots if all(b.strong_ordering for b in infos) else SemaphoreSlots
-        slots = _make_slots(connections, topology.of(connections.rank), kind, segment, spins)
+        mine = topology.of(connections.rank)
+        memory = create_private(size_of(1)) if len(mine) == 1 else segment
+        assert memory is not None
+        slots = kind(connections, mine, memory, spins)
         slots.peers = find_peer_memory(slots, not spins)
         return topology, slots
     finally:
@@ -195,20 +198,6 @@ def _segment(connections: GroupConnections, members: tuple[int, ...]) -> SharedS
             lambda segment: SemaphoreSlots.prepare(segment, ranks),
         )
     return open_published(connections.context, str(members[0]), connections.tick)
-
-
-def _make_slots(
-    connections: GroupConnections,
-    members: tuple[int, ...],
-    kind: type[Slots],
-    segment: SharedSegment | None,
-    spins: int,
-) -> Slots:
-    """This rank's slots; they are private in a node of one rank."""
-    if len(members) == 1:
-        return Slots(connections, members, create_private(size_of(1)), spins)
-    assert segment is not None
-    return kind(connections, members, segment, spins)
 
 
 def _ranks_without_segment(connections: GroupConnections, could: bool) -> list[int]:

@@ -31,7 +31,7 @@ from gloo_fallback.p2p.frames import (
 from gloo_fallback.shm import ring_buffer, segment
 from gloo_fallback.shm.ring_buffer import SHARED_THRESHOLD, RingReader, RingWriter
 from gloo_fallback.transport import exchange, topology
-from gloo_fallback.transport.endpoint import MESSAGES, Key
+from gloo_fallback.transport.endpoint import Key
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import BY_NAME, ReduceOp
 from unicoll.backend import Call, Context
@@ -70,9 +70,8 @@ class Endpoint:
     def read_directory(self) -> None:
         pass
 
-    def listen(self, group: str, channel: str, arrived: Callable[[int, socket.socket], None]) -> None:
-        if channel == MESSAGES:
-            self.arrived = arrived
+    def listen(self, group: str, arrived: Callable[[int, socket.socket], None]) -> None:
+        self.arrived = arrived
 
     def connect(self, key: Key, check: Callable[[], None]) -> Any:
         return self._sock

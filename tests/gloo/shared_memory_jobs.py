@@ -101,11 +101,11 @@ def descriptors() -> list[str]:
 
 def where() -> tuple[int, int]:
     """Process and descriptor of a segment that stays open, for attempts of other processes to open it."""
-    from gloo_fallback.shm.segment import _resize_and_map
+    from gloo_fallback.shm.segment import create_offer
 
-    segment = _resize_and_map(os.memfd_create("unicoll"), 8192)
+    segment, _ = create_offer(8192)
     globals()["kept"] = segment
-    return os.getpid(), segment._descriptor
+    return os.getpid(), segment.descriptor
 
 
 def staging() -> tuple[int, int]:
@@ -234,6 +234,18 @@ def repeated_kinds(seed: int, count: int) -> list[str]:
                 "all_to_all", *((out, np.arange(n + r + me) + value + 0.5 * r) for r, out in enumerate(outs))
             )
     return wrong
+
+
+def all_to_all_in_place(count: int) -> list[str]:
+    """all_to_all calls whose outputs are their inputs, with blocks of ``count`` elements; those with a wrong result."""
+    me, size = dist.get_rank(), dist.get_world_size()
+    sent = [np.arange(count) + 1000.0 * (size * me + r) for r in range(size)]
+    expected = [np.arange(count) + 1000.0 * (size * r + me) for r in range(size)]
+    whole = np.concatenate(sent)
+    dist.all_to_all_single(whole, whole)
+    dist.all_to_all(sent[::-1], sent)  # entry i of the outputs is entry size - 1 - i of the inputs
+    pairs = {"all_to_all_single": (whole, np.concatenate(expected)), "all_to_all": (sent[::-1], expected)}
+    return [name for name, pair in pairs.items() if not np.array_equal(*pair)]
 
 
 def sizes_change() -> list[Any]:

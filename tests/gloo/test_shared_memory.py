@@ -6,12 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from gloo_fallback.shm.slots import SLOT, size_of
+from gloo_fallback.shm import futex, segment
+from gloo_fallback.shm.slots import SLOT, Slots, size_of
 from tests.gloo import shared_memory_jobs as jobs
+from unicoll.net.stores.hash import HashStore
 from unicoll.testing.ranks import Pool, ProcessJob, run_ranks
 from unicoll.testing.worker import enter
 
@@ -27,6 +33,16 @@ def test_ranks_of_one_host_share_memory(size: int, pool: Pools) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_small_calls_of_few_kinds_many_times(size: int, pool: Pools, seed: int) -> None:
     assert pool(size).run(jobs.repeated_kinds, seed, 150) == [[]] * size
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "hierarchical"])
+def test_an_all_to_all_in_place(transport: str) -> None:
+    with ProcessJob(3, env={"UNICOLL_TRANSPORT": transport}) as job:
+        job.call(enter)
+        job.results()
+        for count in (5, 100_000, 700_000):  # in one step, through the slots, and from the peers' memory
+            job.call(jobs.all_to_all_in_place, count)
+            assert job.results() == [[]] * 3, count
 
 
 def test_sizes_that_agreed_before_are_compared_again(pool: Pools) -> None:
@@ -105,6 +121,66 @@ def test_signals_of_a_rank_that_left_are_valid(order: str) -> None:
 
 def test_descriptors_are_closed_after_mapping(pool: Pools) -> None:
     assert pool(3).run(jobs.descriptors) == [[]] * 3
+
+
+def test_a_segment_that_cannot_be_prepared_is_released() -> None:
+    def prepare(made: segment.SharedSegment) -> None:
+        raise OSError("no semaphores")
+
+    store = HashStore()
+    context: Any = SimpleNamespace(name="g", job=SimpleNamespace(store=store))
+    before = len(os.listdir("/proc/self/fd"))
+    assert segment.create_published(context, "0", 8192, prepare) is None
+    assert store.get("shm/g/0") == b"null"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_rank_that_begins_to_wait_while_another_signals_is_woken() -> None:
+    """Rank 1 is about to sleep on step 2 of rank 0, which has not yet left step 1."""
+    connections: Any = [
+        SimpleNamespace(rank=r, error=None, check_peer=lambda peer: False, wake=None) for r in (0, 1)
+    ]
+    made = segment.create_private(size_of(2))
+    slow, fast = (Slots(one, (0, 1), made, 0) for one in connections)
+    sleeps, leaves = threading.Event(), threading.Event()
+    wakes: list[int] = []
+
+    class Flags:
+        """The flags as rank 0 sees them: between two accesses rank 1 gets as far as it can."""
+
+        def __init__(self, flags: Any) -> None:
+            self._flags = flags
+
+        def __getitem__(self, place: int) -> int:
+            found: int = self._flags[place]
+            if place == 1 and not other.is_alive():
+                other.start()
+                assert sleeps.wait(10)
+            return found
+
+        def __setitem__(self, place: int, value: int) -> None:
+            self._flags[place] = value
+
+    def proceed() -> None:
+        fast.sync_step()
+        fast.sync_step()
+
+    def sleep(address: int, expected: int, seconds: float) -> None:
+        sleeps.set()
+        assert leaves.wait(10)
+
+    other = threading.Thread(target=proceed)
+    flags: Any = Flags(slow._flags)
+    slow._flags[1] = 1  # rank 1 has slept before
+    slow._flags = flags
+    with mock.patch.multiple(futex, sleep=sleep, wake=wakes.append):
+        slow.sync_step()
+        wakes.clear()
+        slow._others = []
+        slow.sync_step()
+        leaves.set()
+        other.join(10)
+    assert wakes, "rank 1 would sleep until its next look at the deadline"
 
 
 def test_memory_does_not_grow_with_the_arrays(pool: Pools) -> None:

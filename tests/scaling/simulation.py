@@ -40,9 +40,8 @@ __all__ = ["BUFFER", "Deadlock", "Trace", "Turn", "replay", "run", "tallying", "
 BUFFER = 1 << 14
 """Bytes that a connection is assumed to buffer while the receiver is not receiving."""
 
-_MEMORY = np.zeros(
-    160 << 20, np.uint8
-)  # shared by all arrays of all ranks; it is never written, so it uses no memory
+_MEMORY = np.zeros((2, 160 << 20), np.uint8)
+"""Shared by all inputs, and by all outputs, of all ranks; it is never written, so it uses no memory."""
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------
@@ -120,9 +119,9 @@ class _Counted(np.ndarray[Any, Any]):
         self.notes.copied += target.nbytes
 
 
-def _array(count: int, dtype: np.dtype[Any], trace: Trace) -> Flat:
-    assert count * dtype.itemsize <= _MEMORY.size
-    counted = _MEMORY[: count * dtype.itemsize].view(dtype).view(_Counted)
+def _array(count: int, dtype: np.dtype[Any], trace: Trace, side: int = 0) -> Flat:
+    assert count * dtype.itemsize <= _MEMORY.shape[1]
+    counted = _MEMORY[side, : count * dtype.itemsize].view(dtype).view(_Counted)
     counted.notes = trace
     return counted
 
@@ -226,18 +225,9 @@ class _Recorder(Connections):
             view[:HEADER_SIZE] = header
 
     def duplex(
-        self,
-        to: int,
-        outgoing: memoryview,
-        frm: int,
-        incoming: memoryview,
-        header: bytes | None = None,
-        *,
-        whole: bool = True,
+        self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, *, whole: bool = True
     ) -> None:
         self._note(to, len(outgoing), frm, len(incoming))
-        if header is not None:
-            incoming[:HEADER_SIZE] = header
 
     def swap(
         self,
@@ -246,7 +236,7 @@ class _Recorder(Connections):
         frm: int,
         incoming: memoryview,
         header: bytes,
-        discard: Callable[[bytes], memoryview],
+        discard: Callable[[bytes], memoryview] | None = None,
     ) -> bool:
         self._trace.turns += _swapped(to, len(outgoing), frm, len(incoming))
         return True
@@ -318,13 +308,15 @@ class _Slots:
 def _make_call(case: Case, rank: int, trace: Trace) -> Call:
     dtype = case.type
 
-    def one(count: int) -> Buffer:
-        return Buffer(None, dtype, (count,), _array(count, dtype.storage, trace))
+    def several(side: int, counts: Sequence[int]) -> tuple[Buffer, ...]:
+        return tuple(
+            Buffer(None, dtype, (count,), _array(count, dtype.storage, trace, side)) for count in counts
+        )
 
-    inputs, outputs = case.arrays(rank)
+    inputs, outputs = map(several, (0, 1), case.arrays(rank))
     reduce = ReduceOp.SUM if OPS[case.op].reduces else None
     root = case.root if case.op in ROOTED else -1
-    call = _Call(OPS[case.op], tuple(map(one, inputs)), tuple(map(one, outputs)), 60.0, reduce, root)
+    call = _Call(OPS[case.op], inputs, outputs, 60.0, reduce, root)
     call.in_counts, call.out_counts = tuple(case.given(rank)), tuple(case.taken(rank))
     call.compression = case.compression
     call.trace = trace
@@ -386,12 +378,12 @@ def watch(cases: Sequence[Case]) -> list[list[Turn]]:
         noting(
             GroupConnections,
             "duplex",
-            lambda to, out, frm, into, header=None: (_turn(to, len(out), frm, len(into)),),
+            lambda to, out, frm, into: (_turn(to, len(out), frm, len(into)),),
         ),
         noting(
             Connections,
             "swap",
-            lambda to, out, frm, into, header, discard: _swapped(to, len(out), frm, len(into)),
+            lambda to, out, frm, into, header, discard=None: _swapped(to, len(out), frm, len(into)),
         ),
         noting(Slots, "sync_step", lambda call=None: (Turn(),)),
     ):

@@ -1,20 +1,119 @@
-"""Connections that arrive while a group ends, or whose other end has gone."""
+"""Connections that arrive while a group ends, whose other end has gone, or that are not made in time."""
 
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
+import numpy as np
+import pytest
+
+from gloo_fallback.p2p import engine as p2p_engine
+from gloo_fallback.p2p import progress
 from gloo_fallback.p2p.engine import P2PEngine
-from gloo_fallback.transport.endpoint import _Listener
-from unicoll.errors import GroupAbortedError
+from gloo_fallback.transport.endpoint import Endpoint, _Addresses, _Listener
+from unicoll.arrays.buffer import Buffer
+from unicoll.arrays.types import BY_NAME
+from unicoll.backend import Call
+from unicoll.backend.ops import OPS
+from unicoll.errors import DistError, DistNetworkError, GroupAbortedError, OperationTimeoutError
+
+
+def engine_of(size: int = 2) -> P2PEngine:
+    ranks = tuple(range(size))
+    context = SimpleNamespace(name="g", rank=0, size=size, ranks=ranks, job=SimpleNamespace(control=None))
+    endpoint = SimpleNamespace(listen=lambda *_: None, forget=lambda key: None)
+    return P2PEngine(cast(Any, context), cast(Any, endpoint), 0, lambda cause: None)
+
+
+@pytest.mark.parametrize("error", [OperationTimeoutError("too late"), DistNetworkError("it was closed")])
+def test_the_error_that_ends_a_connection_attempt_is_raised(error: DistError) -> None:
+    """The peer, a stopped process, does not answer: OperationTimeoutError became DistNetworkError."""
+    endpoint: Any = Endpoint.__new__(Endpoint)
+    endpoint._job = SimpleNamespace(rank=0, key=b"k" * 32, control=None)
+    endpoint._changed, endpoint._open, endpoint._arriving = threading.Condition(), {}, set()
+    calls = iter((False, True))
+
+    def check() -> None:
+        if next(calls):
+            raise error
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint._directory = {1: _Addresses([server.getsockname()], 1)}
+        with pytest.raises(type(error), match=str(error)) as raised:
+            endpoint._try_connect(("g", "m", 1), check)
+    assert raised.value is error
+
+
+def test_a_send_that_needs_a_connection_wakes_the_thread_that_connects() -> None:
+    """It slept until its next look at the deadlines, because a receive was posted."""
+    engine = engine_of()
+    connects = threading.Event()
+
+    def connect(key: Any, check: Any) -> Any:
+        connects.set()
+        raise DistNetworkError("enough")
+
+    cast(Any, engine)._endpoint.connect = connect
+    values = np.zeros(1)
+    array = (Buffer(values, BY_NAME["float64"], values.shape, values),)
+    calls = [Call(OPS["recv"], (), array, 60.0, peer=1), Call(OPS["send"], array, (), 60.0, peer=1)]
+    with mock.patch.object(progress, "_TICK_S", 60.0):
+        engine.post(calls[0])
+        while not engine._progress._progress_owner:
+            time.sleep(0.01)
+        send = engine.post(calls[1])
+        assert connects.wait(10)
+        with pytest.raises(DistNetworkError, match="enough"):
+            send.wait(10)
+        engine.close(0.0)
+
+
+def test_sends_to_other_peers_do_not_wait_for_a_peer_that_does_not_answer() -> None:
+    engine = engine_of(3)
+    order: list[int] = []
+    answers = threading.Event()
+
+    def connect(key: Any, check: Any) -> Any:
+        order.append(key[2])
+        while key[2] == 1 and not answers.is_set():
+            check()
+            time.sleep(0.01)
+        raise DistNetworkError("enough")
+
+    cast(Any, engine)._endpoint.connect = connect
+    values = np.zeros(1)
+    array = (Buffer(values, BY_NAME["float64"], values.shape, values),)
+    with mock.patch.object(p2p_engine, "_ATTEMPT_S", 0.0):
+        first, *others = (engine.post(Call(OPS["send"], array, (), 60.0, peer=peer)) for peer in (1, 1, 2))
+        with pytest.raises(DistNetworkError, match="enough"):
+            others[1].wait(10)
+        answers.set()
+        for send in (first, others[0]):
+            with pytest.raises(DistNetworkError, match="enough"):
+                send.wait(10)
+    assert order[0] == 1
+    assert order[-2:] == [1, 1]
+    assert 2 in order
+    assert engine.close(0.0)
+
+
+def test_a_message_connection_that_was_dropped_before_it_is_added_is_not_used() -> None:
+    engine = engine_of()
+    here, there = socket.socketpair()
+    here.close()
+    with there:
+        engine._add_connection(1, here)
+        assert not engine._open
+        assert engine.close(0.0)
 
 
 def test_a_message_connection_that_arrives_while_the_group_ends_is_not_used() -> None:
-    context = SimpleNamespace(name="g", rank=0, size=2, ranks=(0, 1), job=SimpleNamespace(control=None))
-    endpoint = SimpleNamespace(listen=lambda *_: None, forget=lambda key: None)
-    engine = P2PEngine(cast(Any, context), cast(Any, endpoint), 0, lambda cause: None)
+    engine = engine_of()
     here, there = socket.socketpair()
     report = engine.report_completed
 
