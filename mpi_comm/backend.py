@@ -33,8 +33,6 @@ from unicoll.errors import (
     OperationTimeoutError,
 )
 
-__all__ = ["MPIBackend"]
-
 _MESSAGES = frozenset(("send", "recv"))
 _NATIVE = frozenset((*REDUCTIONS, *COLLECTIVES, *LAYOUT_DEPENDENT, *ROOT_SIZED, *_MESSAGES))
 _LONG = 1 << 25

@@ -19,8 +19,6 @@ from unicoll.backend import Call
 from unicoll.backend.fallbacks import split
 from unicoll.errors import CollectiveMismatchError
 
-__all__ = ["COLLECTIVES", "LAYOUT_DEPENDENT", "ROOT_SIZED", "even_size"]
-
 Collective = Callable[[GroupCommunicator, Call], None]
 
 

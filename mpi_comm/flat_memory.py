@@ -15,19 +15,6 @@ from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 
-__all__ = [
-    "address",
-    "clone",
-    "concatenated",
-    "contiguous_view",
-    "copy",
-    "deliver_bytes",
-    "device_memory",
-    "empty",
-    "overlap",
-    "split_into",
-]
-
 
 def address(flat: Flat) -> int:
     """Address of the first element."""

@@ -27,8 +27,6 @@ from unicoll.backend.options import as_options
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net.timeouts import backoff
 
-__all__ = ["COLLECTIVE_TAG", "HEADER_TAG", "PAYLOAD_TAGS", "GroupCommunicator"]
-
 HEADER_TAG, COLLECTIVE_TAG, PAYLOAD_TAGS = 0, 1, 2
 """Tags in a group's communicator: headers of messages, chunks of collectives, and the first tag of payloads."""
 

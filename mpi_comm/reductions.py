@@ -25,8 +25,6 @@ from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Call
 
-__all__ = ["REDUCTIONS", "ReductionMethod", "flat_of", "is_native", "method_for", "offsets", "value_to_agree"]
-
 ALLGATHER_LIMIT = 1 << 16
 """Bytes of all contributions together up to which every rank reduces all elements (MPI_Allgather)."""
 SEGMENT = 1 << 22

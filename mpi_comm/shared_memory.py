@@ -18,8 +18,6 @@ from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.ops import OPS
 from unicoll.errors import BackendUnavailableError, DistError
 
-__all__ = ["SharedMemory"]
-
 _LEAST_REDUCED, _LEAST_MOVED = 1 << 14, 1 << 18
 """Bytes of a rank's contribution from which shared memory is faster than MPI: in reductions, in other collectives."""
 _BARRIER = OPS["barrier"]

@@ -22,8 +22,6 @@ from unicoll.backend.fallbacks import split
 from unicoll.backend.ops import Op
 from unicoll.backend.size_agreement import shape_hash
 
-__all__ = ["SmallCall", "contribution", "prepared", "put"]
-
 Finish = Callable[[Call], None]
 """Writes a call's results from the contributions of all ranks."""
 _MAX_CALLS = 512

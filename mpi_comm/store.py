@@ -31,8 +31,6 @@ from unicoll.net.stores.protocol import (
 from unicoll.net.stores.table import Table, WaitRequired
 from unicoll.net.timeouts import backoff, seconds_left
 
-__all__ = ["MPIStore"]
-
 _REQUESTS = 1
 _FIRST_REPLY = 2
 _ENVELOPE = struct.Struct("<qq")

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from mpi_comm.backend import MPIBackend
     from mpi_comm.group_communicator import GroupCommunicator
 
-__all__ = ["watch"]
-
 log = logs.logger("mpi")
 
 _INTERVAL_S = 0.25

@@ -45,8 +45,6 @@ from unicoll.backend.work import Completion
 from unicoll.errors import DistArgumentError
 from unicoll.net import logs
 
-__all__ = ["NCCLBackend"]
-
 log = logs.logger("nccl")
 
 _SENDS_AND_RECEIVES = frozenset(("send", "recv"))

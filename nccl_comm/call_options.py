@@ -13,8 +13,6 @@ from unicoll.backend import Call
 from unicoll.backend.options import CallOptions
 from unicoll.errors import DistArgumentError
 
-__all__ = ["AnyCommunicator", "CommunicatorWithOptions", "check_algorithm", "check_options"]
-
 _FUNCTION = "ncclAllReduceConfig"
 """One of the functions that take options; NCCL has all of them or none."""
 _P2P_OPERATIONS = frozenset(("send", "recv", "gather", "scatter", "all_to_all"))

@@ -12,8 +12,6 @@ from unicoll.backend.flight_recorder import PendingEntry
 from unicoll.backend.work import Completion
 from unicoll.errors import OperationTimeoutError
 
-__all__ = ["StreamCompletion"]
-
 
 class StreamCompletion(Completion):
     """A completion that the device finishes.

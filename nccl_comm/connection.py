@@ -15,8 +15,6 @@ from nccl_comm.memory.registry import MemoryRegistry
 from nccl_comm.state import GroupState
 from nccl_comm.stream_order import StreamOrder
 
-__all__ = ["SCRATCH_BYTES", "Connection"]
-
 SCRATCH_BYTES = 512
 """Device memory for barriers."""
 _OPTIONS_CACHED = 64

@@ -14,9 +14,6 @@ from unicoll.arrays.cuda import LEGACY_STREAM, SPIN_S, Cuda, backoff
 from unicoll.backend import Call, flight_recorder
 from unicoll.backend.flight_recorder import PendingEntry
 
-__all__ = ["EventPool", "InFlight", "PendingWork"]
-
-
 _FINISH_LOCK = threading.RLock()
 """Held for a moment while an operation ends or gets a callback. Reentrant: the garbage collector may run in between and
 end other operations."""

@@ -26,8 +26,6 @@ from nccl_comm.library.types import BYTES, NativeReduction, native_reduction
 from nccl_comm.memory.one_sided import ONE_SIDED
 from unicoll.backend import Call
 
-__all__ = ["OPERATIONS", "batch"]
-
 Operation = Callable[[AnyCommunicator, Call, int], int]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from unicoll.errors import DistError
 
-__all__ = ["GroupState"]
-
 
 class GroupState:
     """The state of one group.

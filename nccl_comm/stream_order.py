@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from unicoll.arrays.cuda import PER_THREAD_STREAM, Cuda, on_device
 from unicoll.backend import Call
 
-__all__ = ["StreamOrder"]
-
 _NO_CONTEXT = nullcontext()
 
 

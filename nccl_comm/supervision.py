@@ -21,8 +21,6 @@ from nccl_comm.watchdog_thread import Watchdog
 from unicoll.backend import Call, Context, failure_diagnosis
 from unicoll.errors import DistError, GroupAbortedError, OperationTimeoutError, RankLostError
 
-__all__ = ["Supervision"]
-
 _DRAIN_S = 5.0
 """How long :meth:`Supervision.close` waits for operations in flight."""
 _STOP_S = 20.0

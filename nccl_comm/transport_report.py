@@ -18,8 +18,6 @@ from typing import Any
 
 from unicoll.arrays.cuda import Cuda, CudaError
 
-__all__ = ["expected", "logged", "settings"]
-
 Fact = Mapping[str, Any]
 """What a member published: ``host``, ``device`` (ordinal in its process), ``uuid``, and ``hostid`` if NCCL_HOSTID is
 set; see :mod:`nccl_comm.communicators.bootstrap`."""

@@ -9,8 +9,6 @@ from typing import Protocol
 from unicoll.arrays import cuda
 from unicoll.net import logs
 
-__all__ = ["Watchdog"]
-
 log = logs.logger("nccl")
 
 _PERIOD_S = 0.1

@@ -23,8 +23,6 @@ from unicoll.net import logs
 from unicoll.net.control.wait_graph import LinkState
 from unicoll.net.timeouts import backoff
 
-__all__ = ["MPIP2PEngine"]
-
 log = logs.logger("mpi")
 
 _TICK_S = 0.1

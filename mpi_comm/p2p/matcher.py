@@ -30,8 +30,6 @@ from unicoll.backend import Call, Context
 from unicoll.errors import MessageMismatchError
 from unicoll.net.control.wait_graph import LinkState
 
-__all__ = ["EAGER_LIMIT", "PACK", "RequestMatcher"]
-
 _HEADER = struct.Struct("<qqqq")
 """The user's tag, dtype code, bytes of payload, MPI's tag of the payload (0 if it is in the same message)."""
 PACK = _HEADER.pack

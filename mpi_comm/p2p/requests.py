@@ -11,8 +11,6 @@ from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 from unicoll.backend.work import HostCompletion
 
-__all__ = ["ArrivedMessage", "PendingRequest", "all_done"]
-
 
 class PendingRequest:
     """A send or receive in flight.

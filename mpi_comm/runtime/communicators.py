@@ -14,8 +14,6 @@ from mpi_comm.runtime.lifetime import Runtime, runtime
 from unicoll.backend import Context, Job
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError
 
-__all__ = ["WorldRanks", "publish", "world_ranks_of"]
-
 _TOKEN = 16
 
 

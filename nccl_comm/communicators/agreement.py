@@ -18,8 +18,6 @@ from unicoll.errors import (
 )
 from unicoll.net import logs
 
-__all__ = ["Purpose", "await_keys", "decide", "outcome_of", "value_of"]
-
 _KINDS: dict[str, type[DistError]] = {"argument": DistArgumentError, "timeout": OperationTimeoutError}
 """Errors that keep their class on the other ranks; the rest become DistBackendError."""
 _CHECK_PERIOD_S = 1.0

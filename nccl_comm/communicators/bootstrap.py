@@ -21,15 +21,6 @@ from unicoll.backend import Context
 from unicoll.errors import DistArgumentError
 from unicoll.net import settings
 
-__all__ = [
-    "RANKS_PER_ROOT",
-    "SHARING",
-    "STARTING",
-    "exchange_ids",
-    "member_facts",
-    "roots",
-]
-
 SHARING = "UNICOLL_NCCL_SHARE_DEVICE"
 """With the value 1 several ranks may use one device (for tests; NCCL has a variable of its own for that)."""
 RANKS_PER_ROOT = "UNICOLL_NCCL_RANKS_PER_ROOT"

@@ -18,8 +18,6 @@ from unicoll.backend import Call, Context
 from unicoll.errors import DistError, OperationTimeoutError
 from unicoll.net import logs
 
-__all__ = ["Communicator"]
-
 _Result = TypeVar("_Result")
 
 _END_S = 10.0

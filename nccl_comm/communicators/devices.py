@@ -10,8 +10,6 @@ from unicoll.arrays.cuda import Cuda
 from unicoll.backend import Context
 from unicoll.errors import DistArgumentError
 
-__all__ = ["bound_device", "index_of"]
-
 
 def index_of(device: Any) -> int:
     """The ordinal of a user's ``device_id``: 1, ``"cuda:1"``, or a device of torch, CuPy or unicoll.

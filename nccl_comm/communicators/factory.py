@@ -11,8 +11,6 @@ from nccl_comm.library.api import Config, HandleSlot, Nccl
 from unicoll.arrays.cuda import Cuda
 from unicoll.backend import Call, Context
 
-__all__ = ["CommunicatorFactory"]
-
 
 class CommunicatorFactory:
     """Makes the communicator of one group; the group's device is current.

@@ -16,8 +16,6 @@ from unicoll.arrays.cuda import Cuda
 from unicoll.backend import Context
 from unicoll.errors import DistArgumentError
 
-__all__ = ["GROW", "LAZY", "RECONNECT", "await_growth", "decide_growth", "device_of_new_rank"]
-
 GROW, RECONNECT, LAZY = "grow", "reconnect", "lazy"
 """NCCL grows the communicator; all ranks make a new one, since NCCL cannot; all do so at the first operation."""
 

@@ -9,8 +9,6 @@ from queue import SimpleQueue
 
 from unicoll.arrays import cuda
 
-__all__ = ["TeardownThreads"]
-
 _SPARE = 2
 """Idle threads that are kept: one ends a group, and waits while another one calls NCCL."""
 _CLOSE_S = 1.0

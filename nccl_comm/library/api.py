@@ -13,23 +13,6 @@ from typing import Protocol
 
 from unicoll.backend.options import CallOptions
 
-__all__ = [
-    "AVG",
-    "DATA_TYPES",
-    "IN_PROGRESS",
-    "MAX",
-    "MIN",
-    "PEER_ERRORS",
-    "PROD",
-    "SUCCESS",
-    "SUM",
-    "UNIQUE_ID_BYTES",
-    "Config",
-    "HandleSlot",
-    "Nccl",
-    "Operations",
-]
-
 SUCCESS, IN_PROGRESS = 0, 7
 PEER_ERRORS = (2, 3, 6)
 """Codes that the death of another rank may cause: system, internal and remote errors."""

@@ -26,8 +26,6 @@ from nccl_comm.library.structs import (
 from unicoll.backend.options import CallOptions
 from unicoll.errors import DistBackendError
 
-__all__ = ["DIRECT", "SIGNATURES", "WITH_CONFIG", "Bindings"]
-
 _HOST_IMMEDIATE = 1
 _WINDOW_DEFAULT, _WINDOW_SYMMETRIC = 0x00, 0x01
 _SHRINK_DEFAULT, _SHRINK_ABORT = 0x00, 0x01

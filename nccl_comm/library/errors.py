@@ -16,8 +16,6 @@ from unicoll.errors import (
     RankLostError,
 )
 
-__all__ = ["CODES", "Code", "error_for"]
-
 
 class Code(NamedTuple):
     """A value of ncclResult_t: its name, the class of its exception, and its meaning."""

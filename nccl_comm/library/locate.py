@@ -20,8 +20,6 @@ from nccl_comm.library.bindings import Bindings
 from nccl_comm.library.structs import version_text
 from unicoll.errors import BackendUnavailableError, DistError
 
-__all__ = ["OLDEST", "VARIABLE", "describe", "find", "install", "nccl"]
-
 VARIABLE = "UNICOLL_NCCL_LIBRARY"
 OLDEST = 21800
 _NAME = "libnccl.so.2"

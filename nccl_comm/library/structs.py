@@ -10,20 +10,6 @@ from nccl_comm.library.api import UNIQUE_ID_BYTES, Config
 from unicoll.backend.options import CallOptions
 from unicoll.errors import DistArgumentError
 
-__all__ = [
-    "CALL_CONFIGS_SINCE",
-    "NEWEST",
-    "NO_COLOR",
-    "UNDEFINED",
-    "CallConfigStruct",
-    "ConfigStruct",
-    "UniqueId",
-    "WaitSignal",
-    "call_config_struct",
-    "config_struct",
-    "version_text",
-]
-
 UNDEFINED = -(2**31)
 """NCCL_CONFIG_UNDEF_INT."""
 NO_COLOR = -1

@@ -16,8 +16,6 @@ import numpy as np
 from nccl_comm.library import api
 from unicoll.arrays.types import DType, Reduction
 
-__all__ = ["BYTES", "FP8_VERSION", "NativeReduction", "factor_bytes", "native_reduction"]
-
 BYTES = api.DATA_TYPES["int8"]
 FP8_VERSION = 22400
 """The first version with the 8-bit floating types (2.24)."""

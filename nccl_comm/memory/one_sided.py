@@ -16,8 +16,6 @@ from nccl_comm.memory.registration import Region
 from unicoll.backend import Call, OneSidedCall
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 
-__all__ = ["ONE_SIDED", "check_one_sided", "check_put", "no_window", "set_up"]
-
 _SIGNAL_INDEX = _CONTEXT = 0
 """NCCL has one of each so far."""
 _NO_FLAGS = 0

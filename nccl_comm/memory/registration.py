@@ -11,8 +11,6 @@ from unicoll.arrays.conversion import as_buffer
 from unicoll.backend import Registration
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistTypeError
 
-__all__ = ["Region", "RegisteredMemory", "regions_of"]
-
 
 class Region(NamedTuple):
     """Memory of a device."""

@@ -15,8 +15,6 @@ from unicoll.arrays.types import DType
 from unicoll.backend import OneSidedCall
 from unicoll.errors import DistArgumentError
 
-__all__ = ["MemoryRegistry"]
-
 _ALIGNMENT = 4096
 """NCCL_WIN_REQUIRED_ALIGNMENT."""
 

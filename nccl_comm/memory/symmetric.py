@@ -20,8 +20,6 @@ from unicoll.arrays.cuda import LEGACY_STREAM, CudaError, backoff, on_device
 from unicoll.arrays.types import DType
 from unicoll.errors import BackendUnavailableError, DistBackendError
 
-__all__ = ["DeviceArray", "SymmetricMemory"]
-
 _FREE_S = 5.0
 """How long dropped memory that is needed, or would be left over, is waited for."""
 

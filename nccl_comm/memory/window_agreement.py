@@ -17,8 +17,6 @@ from nccl_comm.communicators.agreement import Purpose, decide
 from unicoll.backend import Context
 from unicoll.errors import DistArgumentError
 
-__all__ = ["Extent", "WindowAgreement"]
-
 
 class Extent(NamedTuple):
     """A window's bytes, and where in its allocation it begins."""

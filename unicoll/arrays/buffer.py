@@ -9,8 +9,6 @@ import numpy as np
 
 from unicoll.arrays.types import CPU, Device, DType
 
-__all__ = ["Adapter", "Buffer", "FlatArray", "current_streams", "register_current_stream"]
-
 FlatArray = np.ndarray[Any, np.dtype[Any]]
 
 

@@ -26,8 +26,6 @@ import numpy as np
 from unicoll.arrays.half_precision import BLOCK as _CONVERTED
 from unicoll.arrays.half_precision import HALVES, Flat, scratch
 
-__all__ = ["BLOCK", "Codec", "codec_for"]
-
 BLOCK = 256
 """Elements of an array that share a scale."""
 _STEPS = 127

@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 from unicoll.arrays.cuda_interface import Cuda, CudaError, DeviceFacts
 from unicoll.net import fork_safety
 
-__all__ = ["SIGNATURES", "VARIABLE", "CudaDriver", "load"]
-
 VARIABLE = "UNICOLL_CUDA_LIBRARY"
 _NAME = "libcuda.so.1"
 

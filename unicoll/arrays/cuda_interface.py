@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from unicoll.errors import DistBackendError
 
-__all__ = ["Cuda", "CudaError", "DeviceFacts"]
-
 
 class CudaError(DistBackendError):
     """A CUDA call failed."""

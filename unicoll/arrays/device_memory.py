@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from unicoll.backend.call import Call
     from unicoll.staging.copier import HostCopier
 
-__all__ = ["DeviceFlat", "DeviceMemory", "DeviceMemoryPool"]
-
 _MIN_BLOCK_BYTES = 4096
 _MAX_POOLED_BYTES = 16 << 20
 """Largest block that is kept for reuse."""

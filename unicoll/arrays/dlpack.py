@@ -14,8 +14,6 @@ import numpy as np
 from unicoll.arrays.types import BY_NAME, DType
 from unicoll.errors import DistArgumentError, DistTypeError
 
-__all__ = ["CPU_DEVICE", "CUDA_DEVICES", "DLPackMemory", "device_of", "host_view", "import_cuda"]
-
 CPU_DEVICE = 1
 CUDA_DEVICES = (2, 13)
 """kDLCUDA and kDLCUDAManaged."""

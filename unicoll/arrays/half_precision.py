@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 from unicoll.net import logs
 
-__all__ = ["BLOCK", "HALVES", "HalfConversion", "scratch"]
-
 Flat = npt.NDArray[Any]
 Convert = Callable[[Flat, Flat], None]
 

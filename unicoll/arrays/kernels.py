@@ -22,8 +22,6 @@ from unicoll.arrays.half_precision import BLOCK, HALVES, scratch
 from unicoll.arrays.types import BY_NAME, DType, Reduction
 from unicoll.errors import DistTypeError
 
-__all__ = ["Kernel", "IgnoreFPErrors", "kernel_for", "quiet_runner"]
-
 Flat = npt.NDArray[Any]
 T = TypeVar("T")
 

@@ -17,8 +17,6 @@ from unicoll.arrays.buffer import Adapter, Buffer, FlatArray, register_current_s
 from unicoll.arrays.types import DTYPES, Device, DType
 from unicoll.errors import DistTypeError
 
-__all__ = ["torch_family"]
-
 
 def torch_family(kind: type) -> Adapter | None:
     """The adapter for a tensor type; None if ``kind`` is not derived from ``torch.Tensor``.

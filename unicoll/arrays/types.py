@@ -12,20 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "BY_NAME",
-    "COMPRESSED",
-    "COMPRESSIONS",
-    "DTYPES",
-    "DType",
-    "Device",
-    "ReduceOp",
-    "Reduction",
-    "default_pg_timeout",
-    "reduce_op",
-]
-
-
 default_pg_timeout = timedelta(minutes=30)
 """Timeout of an operation if neither the call nor the group has one (torch.distributed's default)."""
 

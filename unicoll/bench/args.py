@@ -25,8 +25,6 @@ from unicoll.errors import DistArgumentError
 from unicoll.group import registry
 from unicoll.run.flags import OneLineParser
 
-__all__ = ["TYPES", "BenchOptions", "parse"]
-
 TYPES: dict[str, str] = {
     "int8": "int8",
     "uint8": "uint8",

@@ -16,17 +16,6 @@ import numpy.typing as npt
 
 from unicoll.arrays.types import DType, ReduceOp
 
-__all__ = [
-    "CupyArrays",
-    "BenchArrays",
-    "NumpyArrays",
-    "StorageArrays",
-    "SymmetricArrays",
-    "TorchArrays",
-    "Unsupported",
-    "family",
-]
-
 Flat = npt.NDArray[Any]
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 

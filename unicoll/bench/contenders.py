@@ -16,8 +16,6 @@ from unicoll.bench.mpi import Mpi4py
 from unicoll.bench.nccl import BareNccl
 from unicoll.bootstrap import launchers
 
-__all__ = ["TABLE", "ContenderRow", "make_contender", "open_contenders"]
-
 
 @dataclass(frozen=True)
 class ContenderRow:

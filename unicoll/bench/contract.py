@@ -14,8 +14,6 @@ from unicoll.arrays.types import DType
 from unicoll.bench.arrays import BenchArrays, Unsupported, family
 from unicoll.bench.operations import Counts, Operation
 
-__all__ = ["Call", "BenchCase", "Contender", "BenchJob", "ping_pong"]
-
 Call = Callable[[], Any]
 
 

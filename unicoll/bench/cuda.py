@@ -9,8 +9,6 @@ from importlib.util import find_spec
 from unicoll.arrays import cuda as streams
 from unicoll.bench.contract import BenchJob
 
-__all__ = ["facts", "use_cuda"]
-
 
 def use_cuda(job: BenchJob) -> str:
     """Select this rank's device in the driver and in the imported array libraries; returns ``"cuda:N"``."""

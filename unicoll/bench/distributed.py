@@ -19,8 +19,6 @@ from unicoll.bench.cuda import use_cuda
 from unicoll.bench.values import FACTOR
 from unicoll.group import registry
 
-__all__ = ["Torch", "TorchOnUnicoll", "Unicoll", "own_address"]
-
 _REDUCTIONS = {"sum": "SUM", "prod": "PRODUCT", "min": "MIN", "max": "MAX", "avg": "AVG"}
 
 

@@ -37,8 +37,6 @@ from unicoll.bench.distributed import own_address
 from unicoll.bench.operations import IN, CallRank, Operation
 from unicoll.net import settings
 
-__all__ = ["Floor", "bytes_on_links", "bytes_written"]
-
 _LINE = 16
 """Flags of 8 bytes from one rank's to the next one's: two cache lines."""
 _LOOKS = 200

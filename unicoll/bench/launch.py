@@ -18,8 +18,6 @@ from unicoll.bench.args import BenchOptions
 from unicoll.bench.contenders import TABLE
 from unicoll.run.workers import checkout_path
 
-__all__ = ["launch", "mpirun", "mpirun_command", "mpirun_variables"]
-
 
 def launch(options: BenchOptions) -> int:
     """Start the ranks with the same arguments and return their exit status; mpirun replaces this process (exec)."""

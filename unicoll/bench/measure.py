@@ -25,19 +25,6 @@ from unicoll.bench.contract import BenchCase, Contender
 from unicoll.bench.operations import IN, CallRank, SourceRange
 from unicoll.bench.values import Values
 
-__all__ = [
-    "STATISTICS",
-    "Series",
-    "Pace",
-    "Stats",
-    "agree",
-    "attempt",
-    "check",
-    "measure",
-    "over_ranks",
-    "timed",
-]
-
 Call = Callable[[], Any]
 Show = Callable[[str], None]
 

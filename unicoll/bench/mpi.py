@@ -15,8 +15,6 @@ from unicoll.bench.operations import IN, OUT, Operation
 from unicoll.bootstrap import launchers
 from unicoll.group import registry
 
-__all__ = ["Mpi4py", "library"]
-
 
 class Mpi4py(Contender):
     """mpi4py: upper-case methods of COMM_WORLD on preallocated NumPy arrays with explicit datatypes."""

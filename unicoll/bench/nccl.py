@@ -15,8 +15,6 @@ from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_po
 from unicoll.bench.cuda import use_cuda
 from unicoll.group import registry
 
-__all__ = ["BareNccl"]
-
 _REDUCTIONS = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "avg": "AVG"}
 
 

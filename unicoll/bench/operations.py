@@ -15,17 +15,6 @@ from typing import NamedTuple
 
 from unicoll.backend.ops import OPS, Op
 
-__all__ = [
-    "IN",
-    "OPERATIONS",
-    "OUT",
-    "REDUCED",
-    "Counts",
-    "Operation",
-    "SourceRange",
-    "find_operation",
-]
-
 IN, OUT = "in_place", "out_of_place"
 REDUCED = -1
 """Value of ``SourceRange.rank`` for the reduction of all ranks' source data; minus n for that of the first n ranks."""

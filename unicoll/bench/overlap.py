@@ -20,8 +20,6 @@ from unicoll.bench.measure import Series, agree, attempt, check, over_ranks, tim
 if TYPE_CHECKING:
     from unicoll.bench.session import Session
 
-__all__ = ["Computation", "sweep"]
-
 _ELEMENTS = 1 << 15
 _COLUMNS = ("comm", "compute", "serial", "overlapped")
 

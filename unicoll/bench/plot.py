@@ -19,8 +19,6 @@ from unicoll.bench.operations import IN, OPERATIONS, OUT
 from unicoll.bench.sizes import short
 from unicoll.net.files import write_whole
 
-__all__ = ["curves", "draw", "plot_problem"]
-
 _STYLES = (
     ("o", "-", "#000000"),
     ("s", "--", "#444444"),

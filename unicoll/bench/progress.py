@@ -7,8 +7,6 @@ import time
 
 from unicoll.net import settings
 
-__all__ = ["VARIABLE", "Progress", "is_wanted"]
-
 VARIABLE = "UNICOLL_BENCH_PROGRESS"
 """Set by a launcher with a terminal: the standard error of its ranks may be a pipe to that terminal."""
 _PERIOD_S = 0.1

@@ -26,8 +26,6 @@ from unicoll.bench.operations import IN, OUT
 from unicoll.bench.table import PlacementRow, TableRow
 from unicoll.net.files import write_whole
 
-__all__ = ["BenchReport", "cpu", "device", "machine", "write"]
-
 _FORMAT = 1
 """Version of nccl-tests' JSON format."""
 _TIME = "%Y-%m-%d %H:%M:%S"

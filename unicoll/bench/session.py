@@ -18,8 +18,6 @@ from unicoll.bench.operations import IN, OUT
 from unicoll.bench.progress import Progress, is_wanted
 from unicoll.net.texts import print_text
 
-__all__ = ["Session", "in_job", "run"]
-
 _PLACES = {"both": (OUT, IN), "out": (OUT,), "in": (IN,)}
 _OVER_RANKS = ("of rank 0", "average over {n} ranks", "minimum of {n} ranks", "maximum of {n} ranks")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["DEFAULT_SIZES", "Sweep", "listed", "parse_size", "short", "stepped"]
-
 DEFAULT_SIZES = tuple(1 << k for k in (3, 6, 9, 12, 14, 16, 18, 20, 22, 24, 26))
 """Default sizes in bytes: 8, 64, 512, 4K, 16K, 64K, 256K, 1M, 4M, 16M, 64M."""
 

@@ -14,18 +14,6 @@ from dataclasses import dataclass
 from unicoll.bench.measure import Stats
 from unicoll.bench.operations import IN, OUT, Operation
 
-__all__ = [
-    "PlacementRow",
-    "TableRow",
-    "bandwidths",
-    "float_str",
-    "footer",
-    "header",
-    "osu_header",
-    "osu_line",
-    "row",
-]
-
 _NAME = 12
 _TIME_OF_DAY = "%Y-%m-%d %H:%M:%S"
 

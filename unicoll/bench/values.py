@@ -21,8 +21,6 @@ import numpy.typing as npt
 from unicoll.arrays.types import DType
 from unicoll.bench.operations import REDUCED, SourceRange
 
-__all__ = ["FACTOR", "PERIOD", "REDOPS", "Values", "decoded", "encoded"]
-
 Flat = npt.NDArray[Any]
 Numbers = npt.NDArray[np.float64]
 

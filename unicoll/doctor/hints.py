@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from unicoll.doctor.host import size_text
 from unicoll.doctor.probes import Facts
 
-__all__ = ["LEVELS", "Hint", "hints"]
-
 LEVELS = ("note", "warning", "error")
 """Severity levels; the exit status is the index of the most severe."""
 

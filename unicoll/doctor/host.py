@@ -19,8 +19,6 @@ from unicoll.net import interfaces as net
 from unicoll.net import settings
 from unicoll.net.secret import find_secret
 
-__all__ = ["PROBES", "host_key", "interface_of", "launched_or_none", "size_text"]
-
 SHM = "/dev/shm"
 SYS = "/sys"
 CGROUP = "/sys/fs/cgroup"

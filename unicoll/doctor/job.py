@@ -20,8 +20,6 @@ from unicoll.group import registry
 from unicoll.net import interfaces
 from unicoll.net.texts import print_text, rank_spans
 
-__all__ = ["run"]
-
 _MIN_TIMEOUT_S = 60.0
 _CLOCK_S = 1.0
 """Tolerated difference between the clocks of two hosts; the ranks read them after the same barrier."""

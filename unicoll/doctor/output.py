@@ -13,8 +13,6 @@ from unicoll.doctor.hints import LEVELS, Hint
 from unicoll.doctor.probes import Facts
 from unicoll.net import interfaces
 
-__all__ = ["LAYOUT", "HostReport", "as_json", "as_text", "dumped", "entry", "hint_lines"]
-
 LAYOUT = 1
 """Version of the JSON layout; it increases when a key is removed or changes its meaning."""
 _WIDTH, _LABEL = 100, 13

@@ -18,18 +18,6 @@ from numpy.typing import NDArray
 from unicoll.errors import DistError
 from unicoll.group.process_group import ProcessGroup
 
-__all__ = [
-    "FACTOR",
-    "LARGE",
-    "RankPair",
-    "PairSummary",
-    "summarize",
-    "measure",
-    "merge",
-    "rounds",
-    "slow_pairs",
-]
-
 LARGE = 4 << 20
 """Bytes of the message that gives the bandwidth."""
 FACTOR = 3.0

@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 
 from unicoll.net.texts import signal_name
 
-__all__ = ["Facts", "Probe", "run_probes"]
-
 Facts = dict[str, Any]
 Probe = Callable[[], Iterator[Facts]]
 

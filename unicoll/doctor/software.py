@@ -21,8 +21,6 @@ from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import BackendUnavailableError
 from unicoll.group import registry
 
-__all__ = ["PROBES", "mpi_family"]
-
 MAPS = "/proc/self/maps"
 PCI = "/sys/bus/pci/devices"
 

@@ -6,8 +6,6 @@ import os
 import stat
 from contextlib import suppress
 
-__all__ = ["write_whole"]
-
 
 def write_whole(path: str, data: bytes, mode: int = 0o600) -> None:
     """Write a file: readers see its old content or the new one. A device, a pipe or a link is written in place.

@@ -8,8 +8,6 @@ import signal
 import sys
 from collections.abc import Iterable
 
-__all__ = ["print_text", "rank_spans", "ranks_text", "signal_name"]
-
 
 def rank_spans(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """The first and the last rank of each run of consecutive ranks, in order."""

@@ -34,8 +34,6 @@ from unicoll.run.output import Console, Streams
 from unicoll.run.tracebacks import Tracebacks
 from unicoll.run.workers import LogFiles, Worker, shared_environment, start_worker
 
-__all__ = ["Agent"]
-
 log = logs.logger("run")
 
 _TRACEBACK_DELAY = 1.0  # seconds for which a traceback waits for those of the other ranks

@@ -21,8 +21,6 @@ from importlib.util import find_spec
 from unicoll.net.interfaces import split_hostport
 from unicoll.run.flags import UNSUPPORTED, make_parser
 
-__all__ = ["LaunchOptions", "parse"]
-
 OUT, ERR = 1, 2
 _MOST_PROCESSES = 1 << 22
 

@@ -12,8 +12,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 
-__all__ = ["TRACE_VARIABLE", "TraceDirectory"]
-
 TRACE_VARIABLE = "UNICOLL_TRACE_DIR"
 _FILE = re.compile(r"rank_\d+\.json$")
 

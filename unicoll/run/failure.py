@@ -14,17 +14,6 @@ from typing import NamedTuple
 from unicoll.net.texts import ranks_text, signal_name
 from unicoll.run.tracebacks import keys
 
-__all__ = [
-    "DETECTION_DELAY",
-    "ExceptionRecord",
-    "WorkerFailure",
-    "describe_exit",
-    "last_stderr_lines",
-    "read_record",
-    "report",
-    "root_cause",
-]
-
 # Errors that report the failure of another rank.
 _CONSEQUENCES = ("unicoll.errors.RankLostError", "unicoll.errors.GroupAbortedError")
 _ONE_LINE = 300

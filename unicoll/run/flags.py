@@ -8,8 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-__all__ = ["UNSUPPORTED", "OneLineParser", "make_parser"]
-
 
 class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line and exit with status 2."""

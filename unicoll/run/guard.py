@@ -22,8 +22,6 @@ import sys
 import time
 from collections.abc import Collection
 
-__all__ = ["JOB_VARIABLE", "Guard", "kill_group", "kill_members", "kill_process", "members"]
-
 JOB_VARIABLE = "UNICOLL_JOB"
 
 

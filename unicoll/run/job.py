@@ -14,8 +14,6 @@ from unicoll.run.guard import JOB_VARIABLE
 if TYPE_CHECKING:
     from unicoll.net.stores import TCPStore
 
-__all__ = ["EXIT_KEY", "LocalJob", "job_token", "job_variable", "reserve_port"]
-
 EXIT_KEY = "launcher/exit/{rank}"
 """Key in the job's store for how a rank ended: JSON with its pid, status (``-N`` for signal N) and cause."""
 

@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import BinaryIO, NamedTuple
 
-__all__ = ["Console", "Lines", "Stream", "Streams"]
-
 _READ_SIZE = 1 << 16
 _PIPE_READS = 16  # reads that empty the largest pipe of an unprivileged process
 _MAX_LINE = 1 << 20

@@ -6,8 +6,6 @@ import re
 
 from unicoll.net.texts import ranks_text
 
-__all__ = ["Tracebacks", "keys"]
-
 _VARIES = re.compile(r"\b(?i:pid) \d+|#\d+\b|\b0x[0-9a-fA-F]+\b")
 
 

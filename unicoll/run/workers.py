@@ -17,8 +17,6 @@ from unicoll.run.args import ERR, OUT, LaunchOptions
 from unicoll.run.failure import ExceptionRecord
 from unicoll.run.output import Console, Stream, Streams
 
-__all__ = ["LogFiles", "Worker", "checkout_path", "shared_environment", "start_worker"]
-
 _WORKER_MAIN = str(Path(__file__).with_name("worker_main.py"))
 _TAIL_SIZE = 16 << 10
 

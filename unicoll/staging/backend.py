@@ -37,8 +37,6 @@ from unicoll.staging.device_pointers import DirectCalls
 from unicoll.staging.p2p import HARMLESS, DeviceP2P
 from unicoll.staging.pinned_pool import PinnedBlock
 
-__all__ = ["CHUNK", "Staged"]
-
 CHUNK = 4 << 20
 """Bytes of a call that are moved at a time; larger calls are cut into several chunks."""
 _DEPTH = 3

@@ -10,8 +10,6 @@ from unicoll.arrays.conversion import Buffer
 from unicoll.backend.call import Call
 from unicoll.backend.ops import Sizes
 
-__all__ = ["ChunkPlan", "plan"]
-
 
 @dataclass(frozen=True)
 class ChunkPlan:

@@ -13,8 +13,6 @@ from unicoll.backend.call import Call
 from unicoll.errors import DistArgumentError, OperationTimeoutError
 from unicoll.staging.pinned_pool import PinnedBlock, PinnedPool
 
-__all__ = ["HostCopier", "CopyStreams"]
-
 _SETTLE_S = 5.0
 """How long closing waits for the device."""
 

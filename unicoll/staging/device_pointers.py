@@ -23,8 +23,6 @@ from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import Execute
 from unicoll.staging.copier import HostCopier
 
-__all__ = ["DirectCalls"]
-
 _BY_ADDRESS = -5
 """Marks the signatures of calls by address; see also :mod:`unicoll.backend.size_agreement`."""
 

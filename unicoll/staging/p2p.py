@@ -22,8 +22,6 @@ from unicoll.staging.copier import HostCopier
 from unicoll.staging.device_pointers import DirectCalls
 from unicoll.staging.pinned_pool import PinnedBlock
 
-__all__ = ["HARMLESS", "DeviceP2P"]
-
 HARMLESS = (CollectiveMismatchError, MessageMismatchError)
 """Errors after which no backend uses the arrays any more."""
 _SETTLE_S = 5.0

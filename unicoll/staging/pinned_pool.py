@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from unicoll.arrays.cuda import Cuda
 
-__all__ = ["PinnedBlock", "PinnedPool"]
-
 _LEAST = 4096
 _KEPT = 64 << 20
 """Bytes that are kept for reuse; blocks that are given back beyond that are freed."""

@@ -41,8 +41,6 @@ from unicoll.testing.families import NumpyFamily, TorchFamily, layouts
 from unicoll.testing.ranks import SEED_VARIABLE, Pool, ProcessJob, pools, sample_seed
 from unicoll.testing.sampling import sampled
 
-__all__ = ["COLLECTIVES", "DATA", "REDUCING", "SIZES", "Conformance", "as_reduction", "has"]
-
 COLLECTIVES = [name for name, row in OPS.items() if not row.message]
 DATA = [name for name in COLLECTIVES if OPS[name].moves_data]
 REDUCING = [name for name in DATA if OPS[name].reduces]

@@ -7,8 +7,6 @@ import random
 import socket
 from pathlib import Path
 
-__all__ = ["LAUNCHER_VARIABLES", "ROOT", "environment", "free_port"]
-
 ROOT = Path(__file__).resolve().parents[2]
 """The directory that contains the packages."""
 

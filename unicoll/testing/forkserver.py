@@ -27,8 +27,6 @@ from typing import Any
 
 from unicoll.testing import worker
 
-__all__ = ["Forked", "ForkServer", "running", "serve", "server", "is_supported"]
-
 _LENGTH = struct.Struct("=i")
 _START_S = 60.0
 _DESCRIPTORS = 4

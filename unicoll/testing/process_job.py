@@ -20,8 +20,6 @@ from unicoll.testing import forkserver, sampling
 from unicoll.testing.environment import LAUNCHER_VARIABLES, environment, free_port
 from unicoll.testing.worker import Failure
 
-__all__ = ["Outcome", "ProcessJob", "RanksFailed"]
-
 _GRACE_S = 8.0
 """Time limit for the other ranks after a failure, and for the release of resources."""
 

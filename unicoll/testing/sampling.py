@@ -18,18 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, TypeVar
 
-__all__ = [
-    "FULL_VARIABLE",
-    "SEED_VARIABLE",
-    "cells",
-    "drawn",
-    "is_on",
-    "sample_seed",
-    "sampled",
-    "wants_all",
-    "wants_full",
-]
-
 _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 FULL_VARIABLE = "UNICOLL_TEST_FULL"

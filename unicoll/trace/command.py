@@ -15,8 +15,6 @@ from unicoll.trace.diagnosis import Diagnosis, diagnose
 from unicoll.trace.dumps import Trace, read
 from unicoll.trace.table import tables
 
-__all__ = ["main"]
-
 _EXIT_CODES = """exit codes:
   0  all calls have completed
   1  calls have not completed, differ between ranks, or a rank left no dump

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from unicoll.backend.ops import OPS
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
 
-__all__ = ["Diagnosis", "diagnose"]
-
 _SLOW_SHARE, _SLOW_S = 0.2, 0.1
 """A rank is slow if the others wait for it alone for this share of the time, and for so many seconds."""
 

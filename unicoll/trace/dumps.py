@@ -14,8 +14,6 @@ from unicoll.bootstrap.dump_format import FORMAT
 from unicoll.group.recorded_calls import RecordedCall
 from unicoll.net.texts import ranks_text
 
-__all__ = ["MALFORMED", "Call", "Dump", "Group", "Trace", "call_of", "name_ranks", "read"]
-
 name_ranks = partial(ranks_text, last=" and ")
 """Ranks in words: ``rank 2``, ``ranks 0-3 and 5``."""
 

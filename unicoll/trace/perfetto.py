@@ -8,8 +8,6 @@ from typing import Any
 from unicoll.net.files import write_whole
 from unicoll.trace.dumps import Call, Trace
 
-__all__ = ["chrome_trace", "write"]
-
 Event = dict[str, Any]
 
 

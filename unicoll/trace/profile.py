@@ -27,8 +27,6 @@ from unicoll.trace.dumps import Trace
 from unicoll.trace.table import aligned
 from unicoll.trace.waits import Totals, Wait, find_waits, totals
 
-__all__ = ["Profile", "profile", "summary"]
-
 _SHOWN = 8
 """Places in the summary."""
 

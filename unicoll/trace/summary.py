@@ -36,19 +36,6 @@ from unicoll.net.texts import print_text
 from unicoll.trace.dumps import MALFORMED, Call, call_of
 from unicoll.trace.table import aligned
 
-__all__ = [
-    "Cost",
-    "Line",
-    "Network",
-    "Summary",
-    "add_up",
-    "compressed_cost",
-    "cost",
-    "dry_run_summary",
-    "from_dump",
-    "main",
-]
-
 _SMALL = 64 << 10
 """Contributions of up to this many bytes, all ranks together, are part of the exchange."""
 _SEGMENT = 256 << 10

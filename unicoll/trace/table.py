@@ -9,8 +9,6 @@ from unicoll.net.texts import ranks_text
 from unicoll.trace.diagnosis import Diagnosis
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
 
-__all__ = ["aligned", "tables"]
-
 _WIDTH = 120
 _BEFORE, _AFTER, _MESSAGES = 5, 2, 10
 _HEADINGS = ("#", "ranks", "call", "state", "begun", "took", "at")

@@ -13,8 +13,6 @@ from itertools import pairwise
 
 from unicoll.trace.dumps import Call, Trace
 
-__all__ = ["Totals", "Wait", "find_waits", "totals"]
-
 
 @dataclass(frozen=True)
 class Wait:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from unicoll.bench.suite.rows import RatioRow
 
-__all__ = ["LEAST", "Change", "Measured", "compared", "report_lines"]
-
 LEAST = 1.1
 """The smallest factor that counts as a change, however small the spreads are."""
 

@@ -10,8 +10,6 @@ from unicoll.bench.suite.compare import Measured
 from unicoll.bench.suite.rows import ROWS
 from unicoll.bench.suite.runs import load_run, ratios_of
 
-__all__ = ["page"]
-
 _HEAD = """# Benchmark history
 
 The ratios of the committed runs of `python -m unicoll.bench suite` ([benchmarking.md](benchmarking.md#the-suite)). A

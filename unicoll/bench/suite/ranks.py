@@ -18,8 +18,6 @@ from unicoll.bench.report import machine, write
 from unicoll.bench.session import in_job
 from unicoll.bench.suite.rows import Timing
 
-__all__ = ["run"]
-
 _TIMEOUT_S = 120.0
 _TURNS = 8
 _BYTES = 32 << 20

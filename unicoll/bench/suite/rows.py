@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from unicoll.bench.operations import OPERATIONS
 from unicoll.bench.sizes import short
 
-__all__ = ["JOBS", "ROWS", "RatioRow", "SuiteJob", "Timing"]
-
 
 @dataclass(frozen=True, eq=False)
 class SuiteJob:

@@ -19,8 +19,6 @@ from unicoll.bench.suite.compare import Measured
 from unicoll.bench.suite.rows import JOBS, RatioRow, SuiteJob, Timing
 from unicoll.run.workers import checkout_path
 
-__all__ = ["COMMITTED", "SuiteRun", "load_run", "newest", "ratios_of", "take", "timings_of"]
-
 ROOT = Path(__file__).resolve().parents[3]
 COMMITTED = ROOT / "benchmarks" / "suite"
 """The committed runs, one JSON each, in a checkout."""
