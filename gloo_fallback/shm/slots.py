@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from gloo_fallback.shm.symmetric import SymmetricMemory
 from gloo_fallback.transport.connections import GroupConnections
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
+from unicoll.errors import DistError
 
 __all__ = ["SLOT", "Slots", "SemaphoreSlots", "size_of"]
 
@@ -47,7 +49,7 @@ _OVERSUBSCRIBED_YIELDS = 100
 _BACKGROUND_YIELDS = 20
 _MASK = (1 << 64) - 1
 _TICK_S = 0.1
-_LOST = -1.0
+_ARRIVED = -1.0
 
 
 def size_of(ranks: int) -> int:
@@ -207,16 +209,31 @@ class Slots:
         while (seen := flags[other]) < step:
             flags[other + _AWAITED] = step
             futex.sleep(address, seen & 0xFFFFFFFF, _TICK_S)
-            checked = self._check_liveness(other // _WORDS, checked)
-            if checked == _LOST and flags[other] < step:  # its signals from before it ended are valid
-                self.connections.fail_lost(self.members[other // _WORDS])
+            checked = self._check_liveness(other // _WORDS, checked, lambda: flags[other] >= step)
 
-    def _check_liveness(self, other: int, checked: float) -> float:
-        """Every 0.1 s, or once the group has failed: check the awaited rank and the deadline; ``_LOST`` if it ended."""
+    def _check_liveness(self, other: int, checked: float, arrived: Callable[[], bool]) -> float:
+        """Every 0.1 s, or once the group has failed: check the awaited rank and the deadline.
+
+        A signal from before the rank ended or the group failed is valid.
+
+        Returns:
+            The time of the last check; ``_ARRIVED`` if the awaited signal had come when the check found a failure.
+        """
         now = time.monotonic()
         if now - checked < _TICK_S and self.connections.error is None:
             return checked
-        return _LOST if self.connections.check_peer(self.members[other]) else now
+        member = self.members[other]
+        try:
+            lost = self.connections.check_peer(member)
+        except DistError:
+            if arrived():
+                return _ARRIVED
+            raise
+        if not lost:
+            return now
+        if arrived():
+            return _ARRIVED
+        self.connections.fail_lost(member)
 
     def _wake_sleepers(self) -> None:
         """Wake the thread that sleeps on a flag after the group has failed; sleepers of other processes sleep again."""
@@ -274,11 +291,9 @@ class SemaphoreSlots(Slots):
             os.sched_yield()
         checked = time.monotonic()
         while not futex.timed_wait(semaphore, _TICK_S):
-            checked = self._check_liveness(rank, checked)
-            if checked == _LOST:  # its signals from before it ended are valid
-                if futex.try_wait(semaphore) == 0:
-                    return
-                self.connections.fail_lost(self.members[rank])
+            checked = self._check_liveness(rank, checked, lambda: futex.try_wait(semaphore) == 0)
+            if checked == _ARRIVED:
+                return
 
     def _wake_sleepers(self) -> None:
         """Do nothing: a sleep ends after a tick, and an extra post would count as a signal."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,8 +16,9 @@ from unittest import mock
 import pytest
 
 from gloo_fallback.shm import futex, segment
-from gloo_fallback.shm.slots import SLOT, Slots, size_of
+from gloo_fallback.shm.slots import SLOT, SemaphoreSlots, Slots, size_of
 from tests.gloo import shared_memory_jobs as jobs
+from unicoll.errors import GroupAbortedError
 from unicoll.net.stores.hash import HashStore
 from unicoll.testing.ranks import Pool, ProcessJob, run_ranks
 from unicoll.testing.worker import enter
@@ -181,6 +183,28 @@ def test_a_rank_that_begins_to_wait_while_another_signals_is_woken() -> None:
         leaves.set()
         other.join(10)
     assert wakes, "rank 1 would sleep until its next look at the deadline"
+
+
+@pytest.mark.parametrize("kind", [Slots, SemaphoreSlots])
+@pytest.mark.parametrize("signals", [True, False])
+def test_a_signal_from_before_the_group_failed_is_valid(kind: type[Slots], signals: bool) -> None:
+    """While rank 0 sleeps, rank 1 may signal, and the group fails."""
+    failure = GroupAbortedError("injected", group="world")
+
+    def check_peer(peer: int) -> bool:
+        if signals:
+            following.sync_step()
+        connections[0].error = failure
+        raise failure
+
+    connections: Any = [SimpleNamespace(rank=r, error=None, check_peer=check_peer, wake=None) for r in (0, 1)]
+    made = segment.create_private(size_of(2))
+    if kind is SemaphoreSlots:
+        SemaphoreSlots.prepare(made, 2)
+    waiting, following = (kind(one, (0, 1), made, 0) for one in connections)
+    vars(following).update(_others=[], _from=[])
+    with pytest.raises(GroupAbortedError) if not signals else nullcontext():
+        waiting.sync_step()
 
 
 def test_memory_does_not_grow_with_the_arrays(pool: Pools) -> None:
