@@ -355,8 +355,8 @@ def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | Non
 def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
     """Block j of rank i becomes block i of rank j: through the slots within a node, otherwise by messages."""
     connections, size, rank = hierarchy.connections, hierarchy.size, hierarchy.connections.rank
-    table = over_sockets.agree_on_counts(connections, call)
     sources, targets = exchanged_blocks(call)
+    table = over_sockets.agree_on_counts(connections, call)
     local = hierarchy.members
     targets[rank][:] = sources[rank]
     longest = int(table[np.ix_(local, local)].max())

@@ -6,6 +6,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
+
 from gloo_fallback.shm.peer_memory import address_of
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel, kernel_for
@@ -23,6 +25,9 @@ __all__ = [
     "slices_of",
     "split_blocks",
 ]
+
+_COPIED = 1 << 14
+"""Up to so many bytes a list of arrays is copied faster than compared with other arrays."""
 
 
 def flat_of(buffer: Buffer) -> Flat:
@@ -53,8 +58,15 @@ def split_blocks(buffers: Sequence[Buffer], counts: Sequence[int], single: bool)
     """One block per rank: a list of arrays, or with ``single`` the parts of one array with ``counts`` elements."""
     if not single:
         return [flat_of(b) for b in buffers]
-    flat = flat_of(buffers[0])
-    return [flat[where] for where in slices_of(counts)]
+    return _parts(flat_of(buffers[0]), counts)
+
+
+def _parts(flat: Flat, counts: Sequence[int]) -> list[Flat]:
+    blocks, start = [], 0
+    for count in counts:
+        blocks.append(flat[start : start + count])
+        start += count
+    return blocks
 
 
 def blocks_of(buffers: Sequence[Buffer], single: bool, ranks: int) -> list[Flat]:
@@ -71,13 +83,24 @@ def exchanged_blocks(call: Call) -> tuple[list[Flat], list[Flat]]:
     assert call.out_counts is not None
     sources = split_blocks(call.inputs, call.in_counts, call.op.joined)
     targets = split_blocks(call.outputs, call.out_counts, call.op.joined)
-    spans = sorted((address_of(t), address_of(t) + t.nbytes) for t in targets if t.nbytes)
-    for source in sources:
-        start = address_of(source)
-        place = bisect_left(spans, (start + source.nbytes,))
-        if source.nbytes and place and spans[place - 1][1] > start:
-            return [source.copy() for source in sources], targets
-    return sources, targets
+    if call.op.joined:
+        overlap = np.may_share_memory(flat_of(call.inputs[0]), flat_of(call.outputs[0]))
+    elif sum(call.in_counts) * sources[0].itemsize <= _COPIED:
+        return _parts(np.concatenate(sources), call.in_counts), targets
+    else:
+        overlap = _overlap(sources, targets)
+    return [source.copy() for source in sources] if overlap else sources, targets
+
+
+def _overlap(some: Sequence[Flat], others: Sequence[Flat]) -> bool:
+    """True if one of some arrays shares memory with one of the others, which are apart from each other."""
+    spans = sorted((start := address_of(array), start + array.nbytes) for array in others if array.nbytes)
+    for array in some:
+        start = address_of(array)
+        place = bisect_left(spans, (start + array.nbytes,))
+        if array.nbytes and place and spans[place - 1][1] > start:
+            return True
+    return False
 
 
 class NodeSums:

@@ -319,8 +319,8 @@ def scatter(connections: Connections, call: Call, counts: Sequence[int] | None =
 def all_to_all(connections: Connections, call: Call) -> None:
     """Block j of rank i becomes block i of rank j."""
     size, rank = connections.size, connections.rank
-    agree_on_counts(connections, call)
     sources, targets = exchanged_blocks(call)
+    agree_on_counts(connections, call)
     targets[rank][:] = sources[rank]
     for distance in range(1, size):
         to, frm = (rank + distance) % size, (rank - distance) % size
