@@ -22,8 +22,6 @@ from unicoll.backend.options import as_options
 from unicoll.backend.size_agreement import exchange_sizes
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistArgumentError, DistError
 
-__all__ = ["GlooBackend"]
-
 _SPINS = 50
 
 

@@ -20,8 +20,6 @@ from gloo_fallback.algorithms.operands import ReductionKernel
 from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.kernels import Flat
 
-__all__ = ["BLOCK", "gather_blocks", "is_efficient", "reduce_blocks"]
-
 BLOCK = 1 << 16
 """Bytes of a block from which a ring is as fast."""
 LIMIT = 1 << 22

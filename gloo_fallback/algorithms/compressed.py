@@ -26,8 +26,6 @@ from gloo_fallback.transport.exchange import Connections
 from unicoll.arrays.compression import BLOCK, Codec
 from unicoll.arrays.kernels import Flat
 
-__all__ = ["LAG", "Stream", "all_reduce", "streaming_memory", "working_memory"]
-
 LAG = 3
 """Steps after that in which a chunk is sent, until its result is there."""
 

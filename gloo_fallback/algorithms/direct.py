@@ -22,18 +22,6 @@ from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "arrays_of_all",
-    "broadcast",
-    "reduce",
-    "reduce_scatter",
-    "scan",
-    "scatter",
-]
-
 _BLOCK = 1 << 16
 """Bytes of a block: its result stays in the cache until it has been written everywhere."""
 _READ_BLOCK = 1 << 18

@@ -12,8 +12,6 @@ from gloo_fallback.transport.connections import GroupConnections, SubsetConnecti
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
 
-__all__ = ["HierarchyContext", "PackedBlocks", "ChunkedArray", "reduce_node"]
-
 
 class HierarchyContext:
     """The nodes of a group and this rank's place in them.

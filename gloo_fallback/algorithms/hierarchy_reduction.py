@@ -18,8 +18,6 @@ from gloo_fallback.transport.connections import SubsetConnections
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
 
-__all__ = ["chunk_elements", "reduce_in_chunks"]
-
 
 def chunk_elements(kernel: Kernel) -> int:
     """Elements of a chunk: its contribution and its sum (or result) fit a slot."""

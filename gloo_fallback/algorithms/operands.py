@@ -14,18 +14,6 @@ from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import DType
 from unicoll.backend import Call
 
-__all__ = [
-    "NodeSums",
-    "ReductionKernel",
-    "blocks_of",
-    "bounds_of",
-    "exchanged_blocks",
-    "flat_of",
-    "kernel_of",
-    "slices_of",
-    "split_blocks",
-]
-
 _COPIED = 1 << 14
 """Up to so many bytes a list of arrays is copied faster than compared with other arrays."""
 

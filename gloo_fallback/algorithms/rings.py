@@ -14,16 +14,6 @@ from gloo_fallback.algorithms.operands import ReductionKernel
 from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.kernels import Flat
 
-__all__ = [
-    "SEGMENT",
-    "chain_broadcast",
-    "chain_reduce",
-    "chain_scan",
-    "pair_reduce_scatter",
-    "ring_all_gather",
-    "ring_reduce_scatter",
-]
-
 SEGMENT = 1 << 18
 """Bytes per message of the pipelined algorithms."""
 

@@ -18,8 +18,6 @@ from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 
-__all__ = ["BlockExchange", "all_to_all"]
-
 
 def all_to_all(slots: Slots, call: Call) -> None:
     """Block j of rank i becomes block i of rank j."""

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from gloo_fallback.shm.slots import Slots
 from unicoll.backend import Call
 
-__all__ = ["CHUNKED", "WHOLE", "Plan", "make_plan"]
-
 WHOLE = 1 << 16
 """Arrays up to this size are reduced entirely by every rank, in one step; all blocks together up to this size are moved
 in one step with a plan."""

@@ -42,8 +42,6 @@ from unicoll.net.channel import Channel, Connection, within_a_host
 if TYPE_CHECKING:
     from gloo_fallback.p2p.engine import P2PEngine
 
-__all__ = ["PeerConnection"]
-
 _DONTWAIT = socket.MSG_DONTWAIT
 _SYSCALL_BYTES = 1 << 20
 """Maximum bytes per system call."""

@@ -31,8 +31,6 @@ from unicoll.net.channel import Connection
 from unicoll.net.control.wait_graph import LinkState
 from unicoll.net.records import TamperedError
 
-__all__ = ["P2PEngine"]
-
 _BUFFER_BYTES = 1 << 16
 _MAX_RECEIVES = 16
 """Reads from one connection before the others are read."""

@@ -8,8 +8,6 @@ from unicoll.backend import Call, Context, failure_diagnosis
 from unicoll.errors import AuthenticationError, MessageMismatchError, OperationTimeoutError, RankLostError
 from unicoll.net.records import TamperedError
 
-__all__ = ["lost", "message_mismatch", "tampered", "timed_out"]
-
 _NAMES = {d.code: d.name for d in DTYPES}
 
 

@@ -15,22 +15,6 @@ from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 from unicoll.backend.work import HostCompletion
 
-__all__ = [
-    "ANSWER",
-    "CREDIT",
-    "HEADER",
-    "INLINE_LIMIT",
-    "MAGIC",
-    "MESSAGE",
-    "OFFER",
-    "CHUNK",
-    "SHARED",
-    "Waker",
-    "PendingMessage",
-    "IncomingMessage",
-    "frame",
-]
-
 HEADER = struct.Struct("<IBBHqQQ")
 """Magic, kind, dtype code, padding, tag, bytes of the message, bytes of this chunk of it."""
 MAGIC = 0x736D6375

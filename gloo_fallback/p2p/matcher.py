@@ -6,8 +6,6 @@ from collections import deque
 
 from gloo_fallback.p2p.frames import IncomingMessage, PendingMessage
 
-__all__ = ["MessageMatcher"]
-
 
 class MessageMatcher:
     """The posted receives, and the messages without a receive. Moves no bytes; the caller holds the lock.

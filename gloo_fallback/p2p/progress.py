@@ -15,8 +15,6 @@ from unicoll.net import logs
 if TYPE_CHECKING:
     from gloo_fallback.p2p.engine import P2PEngine
 
-__all__ = ["ProgressEngine"]
-
 log = logs.logger("gloo")
 
 _TICK_S = 0.1

@@ -14,17 +14,6 @@ import os
 import platform
 import time
 
-__all__ = [
-    "SEMAPHORE_BYTES",
-    "has_futex",
-    "init_semaphore",
-    "post",
-    "sleep",
-    "try_wait",
-    "timed_wait",
-    "wake",
-]
-
 SEMAPHORE_BYTES = 64
 """Bytes reserved for one semaphore: a cache line; the C library's takes 32 bytes."""
 

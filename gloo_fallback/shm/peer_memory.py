@@ -21,8 +21,6 @@ from unicoll.net import settings
 if TYPE_CHECKING:
     from gloo_fallback.shm.slots import Slots
 
-__all__ = ["PeerArray", "PeerMemory", "address_of", "find_peer_memory", "is_readable"]
-
 READ_MIN, OVERSUBSCRIBED_READ_MIN = 1 << 22, 1 << 24
 """Bytes of a collective from which reading is faster than slots; the second one if ranks outnumber cores."""
 _TOKEN = np.dtype(np.int64)

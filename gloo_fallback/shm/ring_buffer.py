@@ -27,8 +27,6 @@ import numpy as np
 
 from gloo_fallback.shm.segment import SharedSegment, create_offer, open_offer
 
-__all__ = ["CREDIT", "CHUNK", "RING", "SHARED_THRESHOLD", "RingReader", "RingWriter"]
-
 RING = 1 << 21
 """Size of a ring in bytes."""
 CHUNK = 1 << 19

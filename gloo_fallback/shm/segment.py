@@ -24,18 +24,6 @@ from unicoll.backend import Context
 from unicoll.net import settings
 from unicoll.net.timeouts import backoff
 
-__all__ = [
-    "SharedSegment",
-    "boot_id",
-    "can_share",
-    "create_published",
-    "has_strong_ordering",
-    "create_offer",
-    "open_published",
-    "create_private",
-    "open_offer",
-]
-
 _NAME = "unicoll"
 _TOKEN = 32
 """Bytes of the random token at the start, which identifies the segment behind a descriptor number."""

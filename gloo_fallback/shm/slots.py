@@ -33,8 +33,6 @@ from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 from unicoll.errors import DistError
 
-__all__ = ["SLOT", "Slots", "SemaphoreSlots", "size_of"]
-
 SLOT = 1 << 20
 """Bytes of one slot; a rank has two, whatever the size of the arrays."""
 _WORDS = 16

@@ -25,8 +25,6 @@ from unicoll.backend import Call, Context
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistArgumentError, DistBackendError
 
-__all__ = ["ROW", "SymmetricMemory"]
-
 ROW = replace(OPS["all_gather_into_tensor"], name="symmetric_empty", code=250)
 """The exchanges of an allocation: all_gathers with a name of their own."""
 _RECORD = 512

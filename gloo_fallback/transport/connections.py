@@ -22,8 +22,6 @@ from unicoll.errors import DistError, DistNetworkError, RankLostError
 from unicoll.net.channel import Connection
 from unicoll.net.records import TamperedError
 
-__all__ = ["SubsetConnections", "GroupConnections"]
-
 _TICK_S = 0.1
 _TICK_TIMEVAL = struct.pack("@ll", 0, int(_TICK_S * 1e6))
 _SYSCALL_BYTES = 1 << 18

@@ -27,8 +27,6 @@ from unicoll.net.interfaces import raise_descriptor_limit
 from unicoll.net.server import Client
 from unicoll.net.timeouts import backoff
 
-__all__ = ["COLLECTIVE", "MESSAGES", "Endpoint", "Key"]
-
 COLLECTIVE = "c"
 MESSAGES = "m"
 

@@ -19,15 +19,6 @@ from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call, Context
 from unicoll.errors import DistError
 
-__all__ = [
-    "HEADER_SIZE",
-    "MAGIC",
-    "Connections",
-    "ExchangePlan",
-    "bytes_of",
-    "read_header",
-]
-
 _HEADER = struct.Struct("<QQqQ")
 HEADER_SIZE = _HEADER.size
 MAGIC = 0x316C6C6F63696E75  # "unicoll1" in memory

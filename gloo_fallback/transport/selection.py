@@ -19,8 +19,6 @@ from gloo_fallback.transport.exchange import HEADER_SIZE
 from gloo_fallback.transport.topology import Topology, build_topology
 from unicoll.net import logs
 
-__all__ = ["OPERATIONS", "Transport", "between_hosts", "over_sockets", "select_transport"]
-
 OPERATIONS = {
     "barrier": "barrier",
     "broadcast": "broadcast",

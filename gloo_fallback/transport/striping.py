@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from unicoll.net.channel import Connection
 
-__all__ = ["STRIPED", "Stripe", "stripes", "transfer"]
-
 STRIPED = 1 << 17
 """Bytes from which a message is cut: more than the exchange at the beginning of a collective sends."""
 _SYSCALL_BYTES = 1 << 18

@@ -31,15 +31,6 @@ from unicoll.backend import Context
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistNetworkError
 from unicoll.net import settings
 
-__all__ = [
-    "HostInfo",
-    "Topology",
-    "TransportPreference",
-    "plan_topology",
-    "build_topology",
-    "transport_preference",
-]
-
 _SIMULATED_HOST_SIZE = 2
 """Ranks of each simulated host under UNICOLL_TRANSPORT=hierarchical."""
 
