@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -27,8 +28,9 @@ def _watch() -> None:
     """Note in _TAKEN which functions of ``direct`` move data."""
     if hasattr(direct.all_reduce, "watched"):
         return
-    for name in set(direct.__all__) - {"arrays_of_all"}:
-        function = getattr(direct, name)
+    for name, function in inspect.getmembers(direct, inspect.isfunction):
+        if function.__module__ != direct.__name__ or name.startswith("_") or name == "arrays_of_all":
+            continue
 
         def watched(*args: Any, _function: Any = function, _name: str = name) -> bool:
             done: bool = _function(*args)
