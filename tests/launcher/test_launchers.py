@@ -289,17 +289,17 @@ def test_the_hint_without_an_address_of_rank_0(environ: dict[str, str], message:
 
 
 def test_hydra_jobs_are_distinguished_by_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "_ancestors", lambda: [("sh", 12), ("hydra_pmi_proxy", 11), ("bash", 2)])
+    monkeypatch.setattr(launchers, "ancestors", lambda: [("sh", 12), ("hydra_pmi_proxy", 11), ("bash", 2)])
     assert found(HYDRA).job == "hydra_pmi_proxy=11"
     assert found(HYDRA).master_port is not None
-    monkeypatch.setattr(launchers, "_ancestors", lambda: [("sh", 12)])
+    monkeypatch.setattr(launchers, "ancestors", lambda: [("sh", 12)])
     assert found(HYDRA).master_port is None
     assert "mpich does not distinguish the jobs of a host: set MASTER_PORT" in found(HYDRA).master_hint
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_ancestors() -> None:
-    assert launchers._ancestors()[0][1] == os.getppid()
+    assert launchers.ancestors()[0][1] == os.getppid()
 
 
 def test_torchelastic() -> None:
