@@ -286,20 +286,15 @@ def test_pickles_are_allowed_with_a_secret(hosts: Hosts) -> None:
 
 
 LISTEN = """
-import socket, sys
+import select, socket, sys
+SO_RCVBUFFORCE = 33
 packets = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+packets.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, 1 << 24)
 marks = [mark.encode() for mark in sys.argv[1:]]
 print("listening", flush=True)
 found, tail = set(), b""
-packets.settimeout(1.0)
-while True:
-    try:
-        packet = packets.recv(65536)
-    except TimeoutError:
-        if found or tail:
-            break
-        continue
-    tail = tail[-200:] + packet
+while packets in select.select([packets, sys.stdin], [], [])[0]:  # until the job has ended
+    tail = tail[-200:] + packets.recv(65536)
     found |= {mark for mark in marks if mark in tail}
 print(sorted(mark.decode() for mark in found), flush=True)
 """
@@ -310,7 +305,8 @@ def test_only_tls_hides_data_on_the_network(hosts: Hosts, channel: str) -> None:
     """Arrays, messages and store values are readable on the network, except with TLS."""
     marks = ["reduced-by-two-ranks", "sent-to-the-other-rank", "put-into-the-store"]
     switches = ["ip", "netns", "exec", hosts.names[0], sys.executable, "-c", LISTEN, *marks]
-    with subprocess.Popen(switches, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listener:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(switches, **pipes, text=True) as listener:
         assert listener.stdout is not None
         assert listener.stdout.readline() == "listening\n"
         job = FinishedJob(launch(hosts, "send_marks", *marks, env={**SECRET, "UNICOLL_CHANNEL": channel}))
