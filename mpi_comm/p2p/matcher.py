@@ -57,9 +57,8 @@ class RequestMatcher:
         self._lock = threading.RLock()
         self._posted: list[PendingRequest] = []  # receives without a matching message
         self._sending: list[PendingRequest] = []
-        self._given_up: list[
-            PendingRequest
-        ] = []  # sends that have ended with an error; MPI uses their arrays
+        # sends that have ended with an error; MPI still uses their arrays
+        self._given_up: list[PendingRequest] = []
         self._incoming: list[ArrivedMessage] = []  # messages whose payload is being received
         self._announced: list[ArrivedMessage] = []  # messages whose payload has no receive yet
         self._unexpected: list[deque[ArrivedMessage]] = [deque() for _ in range(context.size)]

@@ -138,6 +138,19 @@ class Bench:
         yield comm
         self.end(comm)
 
+    @contextmanager
+    def window(self, comm: int, nbytes: int) -> Iterator[tuple[int, int]]:
+        """Memory of NCCL's and the handle of a window on it, or 0, for a block; freed if the block raises nothing."""
+        code, ptr = self.nccl.mem_alloc(nbytes)
+        assert code == SUCCESS, self.nccl.last_error()
+        code, slot = self.nccl.window_register(comm, ptr, nbytes, True)
+        self.settle(comm, code, "ncclCommWindowRegister")
+        yield ptr, slot.value or 0
+        if slot.value:
+            code = self.nccl.window_deregister(comm, slot.value)
+            self.settle(comm, code, "ncclCommWindowDeregister")
+        assert self.nccl.mem_free(ptr) == SUCCESS
+
 
 # --- the device -------------------------------------------------------------------------------------------------
 
@@ -360,44 +373,28 @@ def nccls_memory_can_be_registered(b: Bench) -> None:
     """Memory of NCCL's is the device's; a window on it can be made and given back."""
     if not b.nccl.has("ncclCommWindowRegister"):
         return
-    nbytes = 2 << 20
-    with b.communicator() as comm:
-        code, ptr = b.nccl.mem_alloc(nbytes)
-        assert code == SUCCESS, b.nccl.last_error()
+    with b.communicator() as comm, b.window(comm, 2 << 20) as (ptr, _):
         assert b.cuda.device_of(ptr) == b.device
-        code, slot = b.nccl.window_register(comm, ptr, nbytes, True)
-        b.settle(comm, code, "ncclCommWindowRegister")
         values = np.arange(COUNT, dtype=np.float32)
         b.cuda.copy(ptr, b.up(values), values.nbytes, b.stream)
         b.settle(comm, b.nccl.all_reduce(ptr, ptr, COUNT, F32, api.SUM, comm, b.stream), "all_reduce")
         assert np.array_equal(b.down(ptr, np.float32), values)
-        if slot.value:
-            b.settle(comm, b.nccl.window_deregister(comm, slot.value), "ncclCommWindowDeregister")
-        assert b.nccl.mem_free(ptr) == SUCCESS
 
 
 def a_rank_writes_and_signals_to_itself(b: Bench) -> None:
     """unicoll sets one-sided operations of NCCL 2.29 and 2.30 up by a signal of each rank to itself."""
     if not b.nccl.has("ncclPutSignal"):
         return
-    nbytes = 2 << 20
-    with b.communicator() as comm:
-        code, ptr = b.nccl.mem_alloc(nbytes)
-        assert code == SUCCESS, b.nccl.last_error()
-        code, slot = b.nccl.window_register(comm, ptr, nbytes, True)
-        b.settle(comm, code, "ncclCommWindowRegister")
-        if slot.value and b.nccl.signal(0, 0, 0, 0, comm, b.stream) == SUCCESS:  # else there is no transport
+    with b.communicator() as comm, b.window(comm, 2 << 20) as (ptr, window):
+        if window and b.nccl.signal(0, 0, 0, 0, comm, b.stream) == SUCCESS:  # else there is no transport
             b.settle(comm, b.nccl.wait_signal([(0, 1)], comm, b.stream), "ncclWaitSignal")
             values = np.arange(COUNT, dtype=np.float32)
             b.cuda.copy(ptr, b.up(values), values.nbytes, b.stream)
-            code = b.nccl.put_signal(ptr, COUNT, F32, 0, slot.value, 1 << 20, 0, 0, 0, comm, b.stream)
+            code = b.nccl.put_signal(ptr, COUNT, F32, 0, window, 1 << 20, 0, 0, 0, comm, b.stream)
             b.settle(comm, code, "ncclPutSignal")
             b.settle(comm, b.nccl.wait_signal([(0, 1)], comm, b.stream), "ncclWaitSignal")
             assert np.array_equal(b.down(ptr + (1 << 20), np.float32), values)
         b.finish()
-        if slot.value:
-            b.settle(comm, b.nccl.window_deregister(comm, slot.value), "ncclCommWindowDeregister")
-        assert b.nccl.mem_free(ptr) == SUCCESS
 
 
 def invalid_arguments_are_refused(b: Bench) -> None:
