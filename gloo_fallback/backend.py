@@ -8,13 +8,13 @@ from typing import Any
 from gloo_fallback.p2p.engine import P2PEngine
 from gloo_fallback.shm.symmetric import ROW, SymmetricMemory
 from gloo_fallback.transport.connections import GroupConnections
-from gloo_fallback.transport.endpoint import Endpoint
 from gloo_fallback.transport.selection import OPERATIONS, Transport, select_transport
 from gloo_fallback.transport.topology import transport_preference
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import DType
 from unicoll.backend import Call, Caps, Context, Job, failure_diagnosis
+from unicoll.backend.endpoint import Endpoint
 from unicoll.backend.fallbacks import one_rank
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import Execute
@@ -42,8 +42,7 @@ class GlooBackend(HostBackend):
         in_order = options.in_order
         self._compression = f", compression {options.compression}" if options.compression else ""
         if context.size > 1:
-            job = context.job
-            endpoint: Endpoint = job.shared("gloo", lambda: Endpoint(job))
+            endpoint = Endpoint.of(context.job)
             endpoint.read_directory()
             self._spins = 0 if _oversubscribed(context) else _SPINS
             transport_preference()  # raises for an invalid setting before any rank waits
@@ -56,7 +55,7 @@ class GlooBackend(HostBackend):
     @classmethod
     def prepare(cls, job: Job) -> None:
         if job.size > 1:
-            job.shared("gloo", lambda: Endpoint(job))
+            Endpoint.of(job)
 
     @property
     def staging(self) -> int:

@@ -13,11 +13,12 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from gloo_fallback.p2p.errors import tampered
-from gloo_fallback.transport.endpoint import COLLECTIVE, Endpoint
+from gloo_fallback.transport.endpoint import COLLECTIVE
 from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
 from gloo_fallback.transport.striping import STRIPED, Stripe, stripes, transfer
 from unicoll.backend import Call, Context, failure_diagnosis
 from unicoll.backend.call import EndedCall
+from unicoll.backend.endpoint import Endpoint
 from unicoll.errors import DistError, DistNetworkError, RankLostError
 from unicoll.net.channel import Connection
 from unicoll.net.records import TamperedError

@@ -31,10 +31,10 @@ from gloo_fallback.p2p.frames import (
 from gloo_fallback.shm import ring_buffer, segment
 from gloo_fallback.shm.ring_buffer import SHARED_THRESHOLD, RingReader, RingWriter
 from gloo_fallback.transport import exchange, topology
-from gloo_fallback.transport.endpoint import Key
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import BY_NAME, ReduceOp
 from unicoll.backend import Call, Context
+from unicoll.backend.endpoint import Key
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistError
 

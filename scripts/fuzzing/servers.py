@@ -13,8 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from gloo_fallback.transport.endpoint import _Listener
 from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend.endpoint import _Listener
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistError
 from unicoll.net.control.client import ControlClient

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from gloo_fallback.transport.endpoint import Endpoint
 from tests.support.calls import COLLECTIVES, EVERYTHING, invoke
 from tests.support.order import await_true, await_word, in_a_call, send_word
 from tests.support.outcomes import CallOutcome, outcome_of
+from unicoll.backend.endpoint import Endpoint
 from unicoll.testing import worker
 from unicoll.testing.worker import send_note
 

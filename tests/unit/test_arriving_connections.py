@@ -15,10 +15,10 @@ import pytest
 from gloo_fallback.p2p import engine as p2p_engine
 from gloo_fallback.p2p import progress
 from gloo_fallback.p2p.engine import P2PEngine
-from gloo_fallback.transport.endpoint import Endpoint, _Addresses, _Listener
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend import Call
+from unicoll.backend.endpoint import Endpoint, _Addresses, _Listener
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistError, DistNetworkError, GroupAbortedError, OperationTimeoutError
 
