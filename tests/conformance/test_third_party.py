@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,14 @@ import numpy as np
 import pytest
 
 import unicoll as dist
+from tests.conformance import pipes_jobs as jobs
 from tests.conformance.counting import CountingBackend
 from unicoll.backend import Backend as BackendBase
 from unicoll.backend import Caps
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 from unicoll.group import registry
-from unicoll.testing.ranks import ROOT, environment
+from unicoll.testing import worker
+from unicoll.testing.ranks import ROOT, ProcessJob, end_cleanly, environment, joined
 
 HERE = Path(__file__).parent
 
@@ -327,12 +332,68 @@ def test_the_suite_passes_an_installed_backend(tmp_path: Path) -> None:
     assert "3 passed" in done.stdout
 
 
+def write_pipes(folder: Path) -> None:
+    """The module of the documentation's backend, which sends and receives alone."""
+    page = (ROOT / "docs" / "writing-a-backend.md").read_text()
+    (code,) = re.findall(r"^```python file=pipes.py\n(.*?)^```$", page, re.M | re.S)
+    (folder / "pipes.py").write_text(code)
+
+
+@pytest.fixture
+def pipes_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessJob]:
+    """Three ranks that have joined with the documentation's backend."""
+    write_pipes(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with joined(3, prepare=(worker.use, "pipes", ["pipes"])) as job:
+        yield job
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_messages_to_and_from_a_stopped_rank_end_at_their_deadline(
+    pipes_job: ProcessJob, connected: bool
+) -> None:
+    if connected:
+        pipes_job.call(jobs.exchange)
+        pipes_job.results()
+    pipes_job.signal(2, signal.SIGSTOP)
+    pipes_job.call(jobs.receive_from, 2, 1.0, ranks=[1])
+    pipes_job.call(jobs.send_to, 2, jobs.LARGE, 2.0, ranks=[0])
+    for outcome in pipes_job.collect(60, [0, 1]):
+        failure, seconds = outcome.value
+        assert failure.type == "OperationTimeoutError"
+        assert seconds >= (2.0 if outcome.rank == 0 else 1.0) - 0.1
+
+
+@pytest.mark.parametrize("peer", [2, None])
+def test_messages_to_and_from_a_dead_rank_name_it(pipes_job: ProcessJob, peer: int | None) -> None:
+    pipes_job.call(jobs.exchange)
+    pipes_job.results()
+    pipes_job.call(jobs.receive_from, peer, 60.0, ranks=[1])
+    pipes_job.call(jobs.send_to, 2, jobs.LARGE, 60.0, ranks=[0])
+    pipes_job.signal(2, signal.SIGKILL)
+    for outcome in pipes_job.collect(30, [0, 1]):
+        failure, _ = outcome.value
+        assert failure.type == "RankLostError"
+        assert f"pid {pipes_job.pids[2]}" in failure.message
+
+
+def test_a_stranger_does_not_disturb_ranks_that_connect(pipes_job: ProcessJob) -> None:
+    """It connects to every port, and says nothing."""
+    pipes_job.call(worker.listening_ports)
+    addresses = {address for found in pipes_job.results() for address in found}
+    assert len(addresses) >= pipes_job.size
+    with ExitStack() as strangers:
+        for address in addresses:
+            strangers.enter_context(socket.create_connection(address))
+        pipes_job.call(jobs.exchange)
+        pipes_job.results()
+        end_cleanly(pipes_job)
+
+
 @pytest.mark.in_turn
 def test_the_suite_passes_the_backend_of_the_documentation(tmp_path: Path) -> None:
     """All tests of the suite, with a sample of the operations, for a backend that sends and receives alone."""
-    page = (ROOT / "docs" / "writing-a-backend.md").read_text()
-    (code,) = re.findall(r"^```python file=pipes.py\n(.*?)^```$", page, re.M | re.S)
-    (tmp_path / "pipes.py").write_text(code)
+    write_pipes(tmp_path)
     info = tmp_path / "pipes_backend-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pipes-backend\nVersion: 1.0\n")

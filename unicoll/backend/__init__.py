@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.call import Call, OneSidedCall
@@ -12,14 +13,26 @@ from unicoll.backend.contract import Backend, Caps, Context, Job, Registration
 
 if TYPE_CHECKING:
     from unicoll.backend.host_backend import HostBackend
+    from unicoll.backend.messages import Inbox, MemberConnections
 
-__all__ = ["Backend", "Call", "Caps", "Context", "HostBackend", "Job", "OneSidedCall", "Registration"]
+__all__ = [
+    "Backend",
+    "Call",
+    "Caps",
+    "Context",
+    "HostBackend",
+    "Inbox",
+    "Job",
+    "MemberConnections",
+    "OneSidedCall",
+    "Registration",
+]
+
+_LAZY = {"HostBackend": "host_backend", "Inbox": "messages", "MemberConnections": "messages"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the base class of host backends when it is used: ``import unicoll`` does not need it."""
-    if name != "HostBackend":
+    """Import what backends of host arrays need when it is used: ``import unicoll`` does not need it."""
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from unicoll.backend.host_backend import HostBackend
-
-    return HostBackend
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
