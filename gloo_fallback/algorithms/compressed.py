@@ -23,6 +23,7 @@ import numpy as np
 
 from gloo_fallback.algorithms.operands import ReductionKernel
 from gloo_fallback.transport.exchange import Connections
+from gloo_fallback.transport.striping import Stripe
 from unicoll.arrays.compression import BLOCK, Codec
 from unicoll.arrays.kernels import Flat
 
@@ -112,7 +113,7 @@ class _Pipeline(ABC):
         memory = np.empty((3, len(self._peers), 2 * self._size(longest)), np.uint8)
         self._outgoing = [dict(zip(self._peers, part, strict=True)) for part in memory[:2]]
         self._incoming = dict(zip(self._peers, memory[2], strict=True))
-        self._unsent: dict[int, memoryview] = {}
+        self._unsent: dict[int, list[Stripe]] = {}
         self._sum, self._loaded = np.empty((2, min(longest, _PIECE)), dtype)
 
     @abstractmethod
@@ -137,22 +138,20 @@ class _Pipeline(ABC):
         ranks, rank, connections = self._ranks, self._rank, self._connections
         for to in self._peers:
             self._compress(self._contribution(to, k), self._outgoing[k % 2][to])
-        messages = {to: self._message(k, to) for to in self._peers}
+        messages = {to: connections.begin(to, self._message(k, to)) for to in self._peers}
         if k:
-            messages |= self._send_some({to: messages[to] for to in self._peers if not len(self._unsent[to])})
+            for to in self._peers:
+                if not self._unsent[to]:
+                    connections.send_some(messages[to])
             for distance in range(1, ranks):
                 to, frm = (rank + distance) % ranks, (rank - distance) % ranks
                 length = self._nbytes(rank, k - 1) + self._nbytes(frm, k - 3)
-                connections.duplex(
-                    to, self._unsent[to], frm, memoryview(self._incoming[frm])[:length], whole=False
-                )
-        self._unsent = self._send_some(messages)
+                connections.finish(to, self._unsent[to], frm, memoryview(self._incoming[frm])[:length])
+        self._unsent = messages
+        for parts in messages.values():
+            connections.send_some(parts)
         if k:
             self._take(k - 1)
-
-    def _send_some(self, messages: dict[int, memoryview]) -> dict[int, memoryview]:
-        """Send as much as the sockets take; returns the rests."""
-        return {to: data[self._connections.send_some(to, data) :] for to, data in messages.items()}
 
     def _message(self, k: int, to: int) -> memoryview:
         length = self._nbytes(to, k) + self._nbytes(self._rank, k - 2)

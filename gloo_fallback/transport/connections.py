@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from gloo_fallback.p2p.errors import tampered
 from gloo_fallback.transport.endpoint import COLLECTIVE
 from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
-from gloo_fallback.transport.striping import STRIPED, Stripe, stripes, transfer
+from gloo_fallback.transport.striping import STRIPED, STRIPED_COMPRESSED, Stripe, advance, stripes, transfer
 from unicoll.backend import Call, Context, failure_diagnosis
 from unicoll.backend.call import EndedCall
 from unicoll.backend.endpoint import Endpoint
@@ -97,11 +97,26 @@ class GroupConnections(Connections):
         parts = [*self._cut(frm, incoming, False), *self._cut(to, outgoing, True)]
         transfer(parts, self.tick, self._connection_broken)
 
-    def _cut(self, peer: int, view: memoryview, sends: bool) -> list[Stripe]:
+    def begin(self, to: int, outgoing: memoryview) -> list[Stripe]:
+        return self._cut(to, outgoing, True, STRIPED_COMPRESSED)
+
+    def send_some(self, parts: list[Stripe]) -> None:
+        while advance(parts, self._connection_broken):
+            pass
+
+    def finish(self, to: int, parts: list[Stripe], frm: int, incoming: memoryview) -> None:
+        arriving = self._cut(frm, incoming, False, STRIPED_COMPRESSED)
+        if self._more_sockets:
+            transfer([*arriving, *parts], self.tick, self._connection_broken)
+        else:
+            self._duplex(to, parts[0].view if parts else _NOTHING, frm, incoming)
+
+    def _cut(self, peer: int, view: memoryview, sends: bool, least: int = STRIPED) -> list[Stripe]:
         if not view:
             return []
-        lanes = self._lanes_to(peer)
-        return stripes(lanes if len(view) >= STRIPED else lanes[:1], peer, view, sends)
+        if len(view) < least:
+            return [Stripe(self._sockets[peer] or self._connect(peer), peer, view, sends)]
+        return stripes(self._lanes_to(peer), peer, view, sends)
 
     def _lanes_to(self, peer: int) -> list[Connection]:
         """The connections that large messages to and from a peer use; they are made on first use."""
@@ -132,18 +147,6 @@ class GroupConnections(Connections):
                 self.tick()
             except OSError as e:
                 self._connection_broken(peer, e)
-
-    def send_some(self, peer: int, view: memoryview) -> int:
-        sock = self._sockets[peer] or self._connect(peer)
-        sent, total = 0, len(view)
-        try:
-            while sent < total:
-                sent += sock.send(view[sent:], _DONTWAIT)
-        except BlockingIOError:
-            pass
-        except OSError as e:
-            self._connection_broken(peer, e)
-        return sent
 
     def _receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
         sock = self._sockets[peer] or self._connect(peer)
@@ -367,8 +370,14 @@ class SubsetConnections(Connections):
     def send(self, peer: int, view: memoryview) -> None:
         self._parent.send(self.members[peer], view)
 
-    def send_some(self, peer: int, view: memoryview) -> int:
-        return self._parent.send_some(self.members[peer], view)
+    def begin(self, to: int, outgoing: memoryview) -> list[Stripe]:
+        return self._parent.begin(self.members[to], outgoing)
+
+    def send_some(self, parts: list[Stripe]) -> None:
+        self._parent.send_some(parts)
+
+    def finish(self, to: int, parts: list[Stripe], frm: int, incoming: memoryview) -> None:
+        self._parent.finish(self.members[to], parts, self.members[frm], incoming)
 
     def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
         self._parent.receive(self.members[peer], view, length, header)

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from gloo_fallback.transport.striping import Stripe
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call, Context
 from unicoll.errors import DistError
@@ -110,9 +111,17 @@ class Connections(ABC):
     def send(self, peer: int, view: memoryview) -> None:
         """Send all of ``view`` (bytes) to a member."""
 
-    def send_some(self, peer: int, view: memoryview) -> int:
-        """Begin to send ``view`` without waiting; returns the bytes sent. The caller sends the rest next."""
-        return 0
+    @abstractmethod
+    def begin(self, to: int, outgoing: memoryview) -> list[Stripe]:
+        """The parts of a message of compressed data, which the caller sends before the next message to that member."""
+
+    @abstractmethod
+    def send_some(self, parts: list[Stripe]) -> None:
+        """Send what is possible without waiting, and drop it from ``parts``."""
+
+    @abstractmethod
+    def finish(self, to: int, parts: list[Stripe], frm: int, incoming: memoryview) -> None:
+        """Send the parts left of a message while one that another member has begun is received."""
 
     @abstractmethod
     def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:

@@ -2,7 +2,8 @@
 
 The connections of a pair of ranks are as many as the interfaces that both listen on (``UNICOLL_SOCKET_IFNAME``), or as
 ``UNICOLL_SOCKET_CONNECTIONS`` if that is more on both. A message of :data:`STRIPED` bytes and more is cut into equal
-parts, one for each connection. Both sides know its size, so they need no headers. Compressed data is not cut.
+parts, one for each connection. Both sides know its size, so they need no headers. Messages of compressed data are
+shorter, and cut from :data:`STRIPED_COMPRESSED` bytes on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from unicoll.net.channel import Connection
 
 STRIPED = 1 << 17
 """Bytes from which a message is cut: more than the exchange at the beginning of a collective sends."""
+STRIPED_COMPRESSED = 1 << 15
 _SYSCALL_BYTES = 1 << 18
 _TICK_MS = 100
 _DONTWAIT = socket.MSG_DONTWAIT
@@ -42,31 +44,36 @@ def transfer(
     """Send and receive the parts of messages concurrently.
 
     Args:
-        parts: to and from any peers.
+        parts: to and from any peers, one for each connection and direction.
         tick: called every 0.1 s without progress; raises to stop.
         broken: called with a peer and the error of its connection, None at its end; raises.
     """
     left = list(parts)
     while left:
-        moved = False
-        for i in range(len(left) - 1, -1, -1):
-            sock, peer, view, sends = left[i]
-            part = view[:_SYSCALL_BYTES]
-            try:
-                count = sock.send(part, _DONTWAIT) if sends else sock.recv_into(part, 0, _DONTWAIT)
-            except BlockingIOError:
-                continue
-            except OSError as e:
-                broken(peer, e)
-            if not count:
-                broken(peer, None)
-            moved = True
-            if count == len(view):
-                del left[i]
-            else:
-                left[i] = Stripe(sock, peer, view[count:], sends)
-        if not moved:
+        if not advance(left, broken):
             _wait(left, tick)
+
+
+def advance(left: list[Stripe], broken: Callable[[int, Exception | None], None]) -> bool:
+    """Send and receive what is possible without waiting, and drop it from ``left``; True if that is anything."""
+    moved = False
+    for i in range(len(left) - 1, -1, -1):
+        sock, peer, view, sends = left[i]
+        part = view[:_SYSCALL_BYTES]
+        try:
+            count = sock.send(part, _DONTWAIT) if sends else sock.recv_into(part, 0, _DONTWAIT)
+        except BlockingIOError:
+            continue
+        except OSError as e:
+            broken(peer, e)
+        if not count:
+            broken(peer, None)
+        moved = True
+        if count == len(view):
+            del left[i]
+        else:
+            left[i] = Stripe(sock, peer, view[count:], sends)
+    return moved
 
 
 def _wait(parts: list[Stripe], tick: Callable[[], None]) -> None:

@@ -97,6 +97,24 @@ def by_host() -> Report:
     return report
 
 
+def compressed_by_interface(nbytes: str, compression: str) -> Report:
+    """Run a large compressed all_reduce; report the bytes that each interface sent, and the largest error."""
+    dist.init_process_group(timeout=60)
+    world: Any = dist.group.WORLD
+    rank, size = world.rank(), world.size()
+    data = np.linspace(-1, 1, int(nbytes) // 4, dtype=np.float32)
+    exact = data * (size * (size + 1) / 2)
+    data *= rank + 1
+    dist.barrier()
+    before = sent_by_interface()
+    dist.all_reduce(data, group=world.using(compression=compression))
+    dist.barrier()
+    taken = {name: count - before[name] for name, count in sent_by_interface().items()}
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"sent": taken, "error": float(np.abs(data - exact).max())}
+
+
 def by_interface(nbytes: str, times: str) -> Report:
     """Run large collectives; report the bytes that each interface sent, and the median time of an all_reduce."""
     dist.init_process_group(timeout=60)

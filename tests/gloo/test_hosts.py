@@ -242,6 +242,25 @@ def test_large_messages_use_several_interfaces_at_once(hosts: Hosts, per_node: i
         assert 0.8 < bytes_of["lan0"] / bytes_of["lan1"] < 1.25
 
 
+@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize(
+    ("compression", "fraction", "error"), [("bfloat16", 1 / 2, 1 / 256), ("int8", 65 / 256, 1 / 254)]
+)
+def test_compressed_messages_use_several_interfaces_at_once(
+    hosts: Hosts, per_node: int, compression: str, fraction: float, error: float
+) -> None:
+    nbytes, ranks = 8_000_000, 2 * per_node
+    env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan0,lan1"}
+    job = FinishedJob(
+        launch(hosts, "compressed_by_interface", str(nbytes), compression, per_node=per_node, env=env)
+    )
+    for report in job.successful_reports(ranks):
+        bytes_of = report["sent"]
+        assert nbytes * fraction < bytes_of["lan0"] + bytes_of["lan1"] < 1.2 * nbytes * fraction
+        assert 0.8 < bytes_of["lan0"] / bytes_of["lan1"] < 1.25
+        assert report["error"] <= 2 * error * ranks * (ranks + 1) / 2
+
+
 def test_missing_interface_raises(hosts: Hosts) -> None:
     job = FinishedJob(launch(hosts, "join", env={**SECRET, "UNICOLL_SOCKET_IFNAME": "ib0"}))
     for report in job.successful_reports(2):

@@ -25,6 +25,7 @@ from gloo_fallback.shm.slots import SLOT, Slots
 from gloo_fallback.transport import selection
 from gloo_fallback.transport.connections import GroupConnections
 from gloo_fallback.transport.exchange import HEADER_SIZE, Connections, ExchangePlan
+from gloo_fallback.transport.striping import Stripe
 from tests.scaling.formulas import ROOTED, Case
 from tests.support.calls import invoke
 from unicoll.arrays.compression import Codec
@@ -228,6 +229,15 @@ class _Recorder(Connections):
         self, to: int, outgoing: memoryview, frm: int, incoming: memoryview, *, whole: bool = True
     ) -> None:
         self._note(to, len(outgoing), frm, len(incoming))
+
+    def begin(self, to: int, outgoing: memoryview) -> list[Stripe]:
+        return [Stripe(cast(Any, None), to, outgoing, True)]
+
+    def send_some(self, parts: list[Stripe]) -> None:
+        pass
+
+    def finish(self, to: int, parts: list[Stripe], frm: int, incoming: memoryview) -> None:
+        self._note(to, sum(len(part.view) for part in parts), frm, len(incoming))
 
     def swap(
         self,
