@@ -22,9 +22,9 @@ from gloo_fallback.p2p.frames import IncomingMessage, PendingMessage
 from gloo_fallback.p2p.matcher import MessageMatcher
 from gloo_fallback.p2p.progress import ProgressEngine
 from gloo_fallback.shm.ring_buffer import SHARED_THRESHOLD
-from gloo_fallback.transport.endpoint import MESSAGES, Endpoint
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
 from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend.endpoint import MESSAGES, Endpoint
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistError, DistNetworkError, RankLostError
 from unicoll.net.channel import Connection

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from gloo_fallback.p2p.errors import tampered
-from gloo_fallback.transport.endpoint import COLLECTIVE
 from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
 from gloo_fallback.transport.striping import STRIPED, STRIPED_COMPRESSED, Stripe, advance, stripes, transfer
 from unicoll.backend import Call, Context, failure_diagnosis
@@ -23,6 +22,8 @@ from unicoll.errors import DistError, DistNetworkError, RankLostError
 from unicoll.net.channel import Connection
 from unicoll.net.records import TamperedError
 
+_COLLECTIVE = "c"
+"""The first character of the kind of these connections, as opposed to ``MESSAGES``."""
 _TICK_S = 0.1
 _TICK_TIMEVAL = struct.pack("@ll", 0, int(_TICK_S * 1e6))
 _SYSCALL_BYTES = 1 << 18
@@ -222,7 +223,7 @@ class GroupConnections(Connections):
 
     def _connect(self, peer: int, lane: int = 0) -> Connection:
         """Make the connection to a member, or with ``lane`` one of the others that large messages use."""
-        kind = f"{COLLECTIVE}{lane}" if lane else COLLECTIVE
+        kind = f"{_COLLECTIVE}{lane}" if lane else _COLLECTIVE
         try:
             sock = self._endpoint.connect((self.context.name, kind, self.context.ranks[peer]), self.tick)
         except RankLostError as e:
