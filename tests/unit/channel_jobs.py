@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from gloo_fallback.transport import endpoint
 from tests.unit.on_path import OnPath
+from unicoll.backend import endpoint
 
 
 def collectives() -> None:
