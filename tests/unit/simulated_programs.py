@@ -260,8 +260,8 @@ class Simulation:
         self._to_relay: list[deque[dict[str, Any]]] = [deque() for _ in range(self._size)]
         self._to_ranks: list[deque[dict[str, Any]]] = [deque() for _ in range(self._size)]
         self._sent: list[Any] = [None] * self._size
-        # of ranks that have looked at their threads for an answer, and not yet at their connections
-        self._looked: list[tuple[dict[str, Any], Any] | None] = [None] * self._size
+        # of ranks that have looked at their connections for an answer, and not yet at their threads
+        self._looked: list[tuple[dict[str, Any], list[LinkState]] | None] = [None] * self._size
         self.failures: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
         self._detector = DeadlockDetector(
             self._size,
@@ -472,9 +472,8 @@ class Simulation:
         return not link.room and not link.arrived_credit
 
     def _look(self, rank: int, question: dict[str, Any]) -> None:
-        # a thread that runs for a moment, as one that looks at its deadline does, counts as not blocked
-        self._sent[rank] = self._state(rank) if self._draw.random() < 0.9 else None
-        self._looked[rank] = question, self._sent[rank]
+        links = [self._link_state(rank, lane.partition(":")[2], peer) for lane, peer in question["links"]]
+        self._looked[rank] = question, links
 
     def _link_state(self, rank: int, name: str, peer: int) -> LinkState:
         out, incoming = self._links[name, rank, peer], self._links[name, peer, rank]
@@ -492,9 +491,10 @@ class Simulation:
     def _answer(self, rank: int) -> None:
         looked = self._looked[rank]
         assert looked is not None
-        question, state = looked
+        question, links = looked
         self._looked[rank] = None
-        links = [self._link_state(rank, lane.partition(":")[2], peer) for lane, peer in question["links"]]
+        # a thread that runs for a moment, as one that looks at its deadline does, counts as not blocked
+        self._sent[rank] = state = self._state(rank) if self._draw.random() < 0.9 else None
         texts = [f"call {wait[3]}" for wait in state["waits"]] if state is not None else []
         self._to_relay[rank].append(
             {"t": "confirmed", "id": question["id"], "state": state, "texts": texts, "links": links}

@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from unicoll.backend import failure_diagnosis
+from unicoll.backend import failure_diagnosis, wait_monitor
 from unicoll.backend.blocked_calls import find_blocked_calls
 from unicoll.backend.call import Call
 from unicoll.backend.ops import OPS
-from unicoll.backend.wait_monitor import _Seen
+from unicoll.backend.wait_monitor import WaitMonitor, _Look, _Seen
 from unicoll.errors import DistError
 from unicoll.net.control.group_failures import GroupFailures
+from unicoll.net.control.wait_graph import LinkState
 
 
 def call() -> Call:
@@ -67,3 +68,33 @@ def test_a_rank_whose_call_is_failing_is_not_blocked(monkeypatch: pytest.MonkeyP
     queue.join(30)
     assert (before, meanwhile) == (True, False)
     assert isinstance(group.error, DistError)
+
+
+def test_a_message_that_is_read_during_an_answer_ends_the_wait_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The relay takes a rank that has read everything and still waits for stuck."""
+    sent: list[Any] = []
+    handlers: dict[str, Any] = {}
+    control = SimpleNamespace(
+        handle=handlers.__setitem__, failure_listeners=[], send=sent.append, relay_rank=0
+    )
+    monitor = WaitMonitor(cast(Any, SimpleNamespace(control=control, groups=[])))
+    read = False
+
+    def link(*_: object) -> LinkState:
+        nonlocal read
+        state, read = LinkState(read=read), True  # the thread reads the message directly afterwards
+        return state
+
+    def look(_: WaitMonitor) -> _Look:
+        nonlocal read
+        state, read = None if read else {"waits": []}, True
+        return _Look(state, [], 0.0, {}, [])
+
+    monkeypatch.setattr(wait_monitor, "_link", link)
+    monkeypatch.setattr(WaitMonitor, "_look", look)
+    try:
+        handlers["confirm"]({"id": 1, "links": [["sim:g", 1]]})
+    finally:
+        monitor.close()
+    (answer,) = (message for message in sent if message["t"] == "confirmed")
+    assert not answer["links"][0].read or answer["state"] is None

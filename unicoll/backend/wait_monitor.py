@@ -177,9 +177,10 @@ class WaitMonitor:
     def _confirm(self, message: Message) -> None:
         """The relay asks for the present state (on the control thread)."""
         with self._lock:
-            look = self._look()
             backends = {_lane(backend): backend for backend in self._backends()}
             links = [_link(backends.get(lane), peer) for lane, peer in message["links"]]
+            # after the links: a thread that has read a message of these since then must not count as blocked
+            look = self._look()
             answer = {"id": message["id"], "state": look.state, "texts": look.texts, "links": links}
             # the relay takes the answer for the state, so a thread that ran just now must not hide the next report
             self._sent = None if look.state is None else (self._control.relay_rank, look.state)

@@ -5,9 +5,10 @@ could only be woken by each other, the relay asks each of them twice for its pre
 own, so a rank that answers with the state that was analysed was blocked in the same calls since it sent that, and all
 of them were blocked at the time of the question. A receive needs the second question: a message that was posted before
 all ranks were blocked, and that has left the sender's host at the first question, has reached the receiver's process at
-the second, so it cannot match the receive if that still waits and nothing is unread. A send is stuck if its receiver's
-process does not read from the connection, which only a call there would change, and more of it is unsent than the
-receiver's host takes unread; the second question finds the room that the receiver had announced before the first.
+the second, so it cannot match the receive if nothing is unread there and the receive still waits afterwards: a rank
+looks at its connections first, then at its calls. A send is stuck if its receiver's process does not read from the
+connection, which only a call there would change, and more of it is unsent than the receiver's host takes unread; the
+second question finds the room that the receiver had announced before the first.
 """
 
 from __future__ import annotations
