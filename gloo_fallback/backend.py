@@ -13,7 +13,7 @@ from gloo_fallback.transport.topology import transport_preference
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import DType
-from unicoll.backend import Call, Caps, Context, Job, failure_diagnosis
+from unicoll.backend import Call, Caps, Context, Job, operation_errors
 from unicoll.backend.endpoint import Endpoint
 from unicoll.backend.fallbacks import one_rank
 from unicoll.backend.host_backend import HostBackend
@@ -59,7 +59,7 @@ class GlooBackend(HostBackend):
 
     @property
     def staging(self) -> int:
-        return self._transport.staging if self._transport is not None else 0
+        return self._transport.buffer_bytes if self._transport is not None else 0
 
     @property
     def shares_memory(self) -> bool:
@@ -154,19 +154,24 @@ class GlooBackend(HostBackend):
         try:
             return exchange_sizes(call, context.rank, context.ranks, context.name, execute)
         except CollectiveMismatchError as e:
-            connections.fail(connections.error or failure_diagnosis.mismatch(context, call, -1, 0, str(e)))
+            connections.fail(
+                connections.error or operation_errors.mismatch_error(context, call, -1, 0, str(e))
+            )
+
+    def report(self) -> operation_errors.Report:
+        return super().report() if self._connections is None else self._connections.report()
 
     def describe(self) -> str:
         if self._connections is None:
-            return "gloo, alone"
+            return "gloo, one rank"
         if self._transport is None:
-            return "gloo, shared memory or sockets as its first collective will find out"
+            return "gloo; its first collective selects shared memory or sockets"
         in_order = ", deterministic" if self._connections.deterministic else ""
         return f"gloo{in_order}{self._compression} {self._transport.description}"
 
     def abort(self, error: Exception) -> None:
         if self._connections is not None:
-            self._connections.abort(failure_diagnosis.aborted(self.context, error))
+            self._connections.abort(operation_errors.group_aborted_error(self.context, error))
         super().abort(error)
 
     def release(self, clean: bool, destroyed: DistError) -> None:

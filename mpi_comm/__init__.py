@@ -1,6 +1,6 @@
 """The MPI backend, ``mpi``: mpi4py's communicators, where an MPI launcher started the processes.
 
-Importing this package imports neither mpi4py nor an MPI library; :mod:`mpi_comm.runtime.lifetime` does, once
+Importing this package imports neither mpi4py nor an MPI library; :mod:`mpi_comm.runtime.init_finalize` does, once
 MPI is chosen.
 """
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mpi_comm.store import MPIStore
     from unicoll.backend import Job
 
-__all__ = ["backend_class", "identity", "open_store", "register_job"]
+__all__ = ["backend_class", "describe_mpi_world", "open_store", "register_job"]
 
 
 def backend_class() -> type[MPIBackend]:
@@ -23,7 +23,7 @@ def backend_class() -> type[MPIBackend]:
     return MPIBackend
 
 
-def identity(timeout: float) -> tuple[int, int, str, bool, str]:
+def describe_mpi_world(timeout: float) -> tuple[int, int, str, bool, str]:
     """Initialise MPI and describe MPI_COMM_WORLD; the processes may wait for each other in the initialisation.
 
     Args:
@@ -36,7 +36,7 @@ def identity(timeout: float) -> tuple[int, int, str, bool, str]:
     Raises:
         BackendUnavailableError: MPI cannot be used in this process.
     """
-    from mpi_comm.runtime.lifetime import runtime
+    from mpi_comm.runtime.init_finalize import runtime
 
     mpi = runtime(timeout)
     return mpi.rank, mpi.size, mpi.library, mpi.usable_concurrently, str(mpi.cuda)

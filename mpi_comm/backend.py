@@ -8,19 +8,19 @@ from mpi_comm import watchdog
 from mpi_comm.collectives import COLLECTIVES, LAYOUT_DEPENDENT, ROOT_SIZED
 from mpi_comm.flat_memory import device_memory
 from mpi_comm.group_communicator import GroupCommunicator
+from mpi_comm.large_host_arrays import LargeHostArrays
 from mpi_comm.p2p.engine import MPIP2PEngine
 from mpi_comm.p2p.matcher import EAGER_LIMIT
 from mpi_comm.reductions import REDUCTIONS, is_native, method_for, value_to_agree
 from mpi_comm.runtime import library
 from mpi_comm.runtime.communicators import WorldRanks, publish, world_ranks_of
-from mpi_comm.runtime.lifetime import runtime
-from mpi_comm.shared_memory import SharedMemory
-from mpi_comm.small_arrays import prepared, put
+from mpi_comm.runtime.init_finalize import runtime
+from mpi_comm.small_arrays import pack_inputs, prepare_small_call
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.cuda import CudaError
-from unicoll.arrays.kernels import IgnoreFPErrors
+from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import DType
-from unicoll.backend import Call, Caps, Context, Job, failure_diagnosis
+from unicoll.backend import Call, Caps, Context, Job, operation_errors
 from unicoll.backend.fallbacks import one_rank
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import Execute
@@ -54,7 +54,7 @@ class MPIBackend(HostBackend):
         self.cuda = self.mpi.cuda
         self._single_threaded = self.mpi.mpi_thread is not None
         self._members: WorldRanks | None = None
-        self._shared_memory: SharedMemory | None = None
+        self._large_host_arrays: LargeHostArrays | None = None
         self._moving = False  # True once the call executed last has begun to move data
         engine = None
         if context.size > 1:
@@ -83,7 +83,7 @@ class MPIBackend(HostBackend):
 
     def use(self, backend: HostBackend) -> None:
         assert self.communicator is not None
-        self._shared_memory = SharedMemory(self.communicator, backend)
+        self._large_host_arrays = LargeHostArrays(self.communicator, backend)
 
     def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
         return self._beside("symmetric_empty").allocate(execute, shape, dtype)
@@ -95,14 +95,14 @@ class MPIBackend(HostBackend):
 
     def _beside(self, what: str) -> HostBackend:
         """The backend with the group's symmetric memory."""
-        if self._shared_memory is None:
+        if self._large_host_arrays is None:
             context, control = self.context, self.context.job.control
             hosts = {control.peers[rank].host for rank in context.ranks} if control is not None else ()
             raise BackendUnavailableError(
-                f"{what}: backend mpi has symmetric memory in groups of one host, beside which it has gloo;"
+                f"{what}: backend mpi has symmetric memory in groups of one host, where it uses that of gloo;"
                 f" the ranks of group {context.name!r} are on {', '.join(sorted(hosts))}"
             )
-        return self._shared_memory.backend
+        return self._large_host_arrays.backend
 
     def run(self, call: Call) -> None:
         execute = self._collectives.get(call.op.name)
@@ -150,7 +150,7 @@ class MPIBackend(HostBackend):
         if communicator is None:
             if self.error is not None:
                 raise self.error
-            IgnoreFPErrors()(one_rank, call)  # overflow and NaN are results, as on a GPU
+            quiet_runner()(one_rank, call)  # overflow and NaN are results, as on a GPU
             call.write_back()
             return
         self._moving = withdrawn = False
@@ -172,7 +172,7 @@ class MPIBackend(HostBackend):
             raise self._mpi_error(communicator, call, e) from e
         except BaseException as e:
             if communicator.error is None:
-                withdrawn = self.withdraw_or_give_up(call, e, communicator.agreement_started(call))
+                withdrawn = self.withdraw_or_give_up(call, e, communicator.agreement.has_started(call))
             raise
         finally:
             if not withdrawn:
@@ -185,22 +185,22 @@ class MPIBackend(HostBackend):
         if small is not None and small.op is call.op:  # internal calls may have the signature of another size
             inputs = call.inputs
             if not inputs:  # a barrier
-                communicator.agree(call)
+                communicator.agreement.agree(call)
                 return False
             first = inputs[0]
             if first.count == small.count and first.dtype is small.dtype:
                 small.own[...] = first.flat
-                communicator.agree(call)
+                communicator.agreement.agree(call)
                 small.finish(call)
                 return False
-        if (made := prepared(communicator, call)) is None:
-            equal = communicator.agree(call, _value_to_agree(communicator, call))
-            if self._shared_memory is not None and self._shared_memory.move(call, equal):
+        if (made := prepare_small_call(communicator, call)) is None:
+            equal = communicator.agreement.agree(call, _value_to_agree(communicator, call))
+            if self._large_host_arrays is not None and self._large_host_arrays.move(call, equal):
                 return True
             self._move(communicator, call, equal)
         else:
-            put(call, made.own)
-            if communicator.agree(call, made.value):
+            pack_inputs(call, made.own)
+            if communicator.agreement.agree(call, made.value):
                 made.finish(call)
             else:
                 self._move(communicator, call, False)
@@ -261,25 +261,25 @@ class MPIBackend(HostBackend):
 
     def describe(self) -> str:
         if self.communicator is None:
-            return f"mpi, alone: {self.mpi.describe()}"
+            return f"mpi, one rank: {self.mpi.describe()}"
         oversubscribed = (
             "; more ranks than cores, so waiting yields at once" if self.communicator.oversubscribed else ""
         )
-        large = f"; {self._shared_memory.describe()}" if self._shared_memory is not None else ""
+        large = f"; {self._large_host_arrays.describe()}" if self._large_host_arrays is not None else ""
         return (
             f"mpi: {self.mpi.describe()}; every call is compared across ranks{oversubscribed}{large};"
-            f" cuda arrays that come to it are {self.cuda}"
+            f" cuda arrays that it serves are {self.cuda}"
         )
 
     @property
     def staging(self) -> int:
-        return self._shared_memory.backend.staging if self._shared_memory is not None else 0
+        return self._large_host_arrays.backend.staging if self._large_host_arrays is not None else 0
 
     def abort(self, error: Exception) -> None:
         if self.communicator is not None:
-            self.communicator.abort(failure_diagnosis.aborted(self.context, error))
-        if self._shared_memory is not None:
-            self._shared_memory.backend.abort(error)
+            self.communicator.abort(operation_errors.group_aborted_error(self.context, error))
+        if self._large_host_arrays is not None:
+            self._large_host_arrays.backend.abort(error)
         super().abort(error)
 
     @property

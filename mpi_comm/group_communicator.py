@@ -1,27 +1,19 @@
-"""A group's communicator: the agreement before every collective, waits with deadlines, and failure of the group.
+"""A group's communicator: MPI's collectives, waits with deadlines, and failure of the group.
 
-Every collective begins with :meth:`GroupCommunicator.agree`: an MPI_Allgather of a few bytes, a persistent request, in
-which the ranks compare sequence number, signature and (for some operations) a value of their calls. It completes when
-all ranks have entered it. So a call that differs between ranks raises on all ranks before data moves, and the wait for
-a missing rank is in the agreement, where it can time out. MPI's own collective, which cannot be cancelled, comes after.
-
-Behind the header each rank's contribution has room for a small array, with which the agreement is the whole collective
-(:mod:`mpi_comm.small_arrays`).
+Every collective begins with an agreement of the ranks on their calls (:mod:`mpi_comm.call_agreement`).
 """
 
 from __future__ import annotations
 
 import os
-import struct
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-import numpy as np
-
+from mpi_comm.call_agreement import CallAgreement
 from mpi_comm.runtime.communicators import WorldRanks
 from unicoll.arrays.kernels import Flat, quiet_runner
-from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.call import EndedCall
 from unicoll.backend.options import as_options
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
@@ -30,12 +22,6 @@ from unicoll.net.timeouts import backoff
 HEADER_TAG, COLLECTIVE_TAG, PAYLOAD_TAGS = 0, 1, 2
 """Tags in a group's communicator: headers of messages, chunks of collectives, and the first tag of payloads."""
 
-_HEADER = struct.Struct("<qqq")
-_PACK = _HEADER.pack_into
-_COMPARE_ALL_LIMIT = 64
-"""Ranks up to which each rank gathers all headers; larger groups compare maxima."""
-_LARGEST_CONTRIBUTION, _MOST_GATHERED = 24 + 256, 2304
-"""Bytes of a rank's contribution to an agreement, and of all of them together; a larger one would slow every call."""
 _TICK_S = 0.1
 _GRACE_S = 0.5
 """How long messages that a departed rank has sent may take to arrive."""
@@ -85,7 +71,7 @@ class GroupCommunicator:
         oversubscribed: True if a host has more ranks of the group than cores.
         requires_blocking: True if the collective in progress needs MPI's blocking collectives, on all ranks.
         in_order: True if reductions are in rank order (``deterministic``).
-        room: bytes of an array that the agreement carries; equal on all ranks.
+        agreement: the comparison of the ranks' calls.
         reduction_methods: cache of :mod:`mpi_comm.reductions`.
         small_calls: cache of :mod:`mpi_comm.small_arrays`, by signature.
         ignoring_fp_errors: calls a function without NumPy's floating-point warnings; not nested.
@@ -114,8 +100,7 @@ class GroupCommunicator:
         self.in_background = False
         self.abandoned_seq = 0
         self._blocks_in_mpi = False
-        self._spins = range(0)
-        self._pending = False
+        self.spins = range(0)
         self._deadline = 0.0
         self._last_tick = 0.0
         self._departure_seen = 0.0
@@ -135,7 +120,7 @@ class GroupCommunicator:
             raise
         self._blocking = {name: getattr(self.comm, name) for name in _FUNCTIONS}
         self._nonblocking = {name: getattr(self.comm, f"I{name.lower()}") for name in _FUNCTIONS}
-        self._prepare_agreement()
+        self.agreement = CallAgreement(self)
 
     # --- one operation ------------------------------------------------------------------------------------------
 
@@ -153,119 +138,21 @@ class GroupCommunicator:
         """Set how to wait: asynchronous operations block in MPI, without the GIL, unless cores are oversubscribed."""
         self.in_background = in_background
         self._blocks_in_mpi = in_background and not self.oversubscribed and self.mpi.mpi_thread is None
-        self._spins = range(_FEW_SPINS if self.oversubscribed or in_background else _SPINS)
-
-    def _prepare_agreement(self) -> None:
-        mpi, comm = self.mpi.MPI, self.comm
-        self._compares_all = self.size <= _COMPARE_ALL_LIMIT
-        self._stride = stride = min(_LARGEST_CONTRIBUTION, _MOST_GATHERED // self.size & ~7)
-        self.room = stride - _HEADER.size if self._compares_all else 0
-        if self._compares_all:
-            self._header = bytearray(stride)
-            self._received = bytearray(stride * self.size)
-            self._own_headers, self._headers = self._views_of_headers()
-            arguments: tuple[Any, ...] = ([self._header, mpi.BYTE], [self._received, mpi.BYTE])
-            ready, start = getattr(comm, "Allgather_init", None), comm.Iallgather
-        else:
-            self._header = bytearray(2 * _HEADER.size)
-            self._received = bytearray(2 * _HEADER.size)
-            arguments = ([self._header, mpi.INT64_T], [self._received, mpi.INT64_T], mpi.MAX)
-            ready, start = getattr(comm, "Allreduce_init", None), comm.Iallreduce
-        self._persistent: Any = None
-        try:
-            if ready is not None:
-                self._persistent = self.mpi.call(ready, *arguments)
-        except NotImplementedError:  # MPI libraries before MPI 4
-            pass
-        self._start = self._start_persistent if self._persistent is not None else lambda: start(*arguments)
-        self._fast_agreement = (
-            self._compares_all and self._persistent is not None and self.mpi.mpi_thread is None
-        )
-        if self._fast_agreement:
-            self._persistent_start, self._persistent_test = self._persistent.Start, self._persistent.Test
-
-    def _views_of_headers(self) -> tuple[memoryview, memoryview]:
-        """This rank's header as often as there are ranks, and the headers of all ranks: equal if the ranks agree."""
-        words = _HEADER.size // 8
-        own = np.frombuffer(self._header, np.int64, words)
-        received = np.frombuffer(self._received, np.int64).reshape(self.size, self._stride // 8)
-        return np.broadcast_to(own, (self.size, words)).data, received[:, :words].data
-
-    def _start_persistent(self) -> Any:
-        self._persistent.Start()
-        return self._persistent
-
-    def agreement_started(self, call: Call) -> bool:
-        """True if the agreement on a call has started: other ranks may have received its header."""
-        seq: int = _HEADER.unpack_from(self._header)[0]
-        return seq == call.seq
-
-    def agree(self, call: Call, value: int = 0) -> bool:
-        """Wait until all ranks are in this call; returns True if ``value`` is equal on all of them and not negative.
-
-        The arrays of :meth:`contributions` are exchanged, too.
-
-        Raises:
-            CollectiveMismatchError: the ranks are in different calls.
-        """
-        seq, signature = call.seq, call.signature
-        _PACK(self._header, 0, seq, signature, value)
-        self._pending = True
-        if self._fast_agreement:
-            self._persistent_start()
-            test = self._persistent_test
-            for _ in self._spins:
-                if test():
-                    break
-            else:
-                self.wait(self._persistent)
-        else:
-            if not self._compares_all:
-                _PACK(self._header, _HEADER.size, ~seq, ~signature, ~value)
-            self._complete(self._start, ())
-        self._pending = False
-        if self._compares_all:
-            equal = self._headers == self._own_headers  # which makes no objects of Python
-        else:
-            equal = self._received == self._header
-        return value >= 0 if equal else self._compare(call)
-
-    def _compare(self, call: Call) -> bool:
-        """The headers differ: return False if only their values do, else raise."""
-        if not self._compares_all:
-            highest, lowest = (_HEADER.unpack_from(self._received, at) for at in (0, _HEADER.size))
-            if (highest[0], highest[1]) == (~lowest[0], ~lowest[1]):
-                return False
-            self.mismatch(call, -1, 0)
-        for peer in range(self.size):
-            seq, signature, _ = _HEADER.unpack_from(self._received, peer * self._stride)
-            if (seq, signature) != (call.seq, call.signature):
-                self.mismatch(call, peer, seq)
-        return False
-
-    def contributions(self, dtype: np.dtype[Any], count: int) -> tuple[Flat, list[Flat]]:
-        """Memory of the agreement as arrays of at most :attr:`room` bytes.
-
-        Returns:
-            This rank's array, which the next agreement sends; and all ranks' arrays, which an agreement receives.
-        """
-        starts = range(_HEADER.size, len(self._received), self._stride)
-        received = [np.frombuffer(self._received, dtype, count, start) for start in starts]
-        return np.frombuffer(self._header, dtype, count, _HEADER.size), received
+        self.spins = range(_FEW_SPINS if self.oversubscribed or in_background else _SPINS)
 
     def mismatch(self, call: Call, peer: int, seq: int, reason: str = "") -> NoReturn:
         """Raise the error of calls that differ: rank 0 writes it, the other ranks wait for it."""
         if self.error is None:
             self.await_agreed_error(self.rank == 0)
-        self.fail(self.error or failure_diagnosis.mismatch(self.context, call, peer, seq, reason))
+        self.fail(self.error or operation_errors.mismatch_error(self.context, call, peer, seq, reason))
 
     def await_agreed_error(self, writes: bool) -> None:
         """Unless this rank ``writes`` the error, wait up to 3 s for the rank that does, and raise its error."""
         control = self.context.job.control
         if not writes and control is not None:
-            verdict = control.group_failure(self.context.name, 3.0)
-            if verdict is not None:
-                self.fail(verdict)
+            agreed_error = control.group_failure(self.context.name, 3.0)
+            if agreed_error is not None:
+                self.fail(agreed_error)
 
     # --- MPI's collectives ----------------------------------------------------------------------------------------
 
@@ -288,9 +175,9 @@ class GroupCommunicator:
             finally:
                 self.in_mpi_since = 0.0
         else:
-            self._complete(self._nonblocking[name], args)
+            self.complete(self._nonblocking[name], args)
 
-    def _complete(self, start: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def complete(self, start: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Start a request, on a thread that may call MPI, and return when it is complete."""
         mpi_thread = self.mpi.mpi_thread
         if mpi_thread is None:
@@ -333,7 +220,7 @@ class GroupCommunicator:
         if mpi_thread is not None:
             test = lambda: mpi_thread.call(request.Test)  # noqa: E731
         try:
-            for _ in self._spins if mpi_thread is None else ():
+            for _ in self.spins if mpi_thread is None else ():
                 if test():
                     return
             self._poll_until(test)
@@ -406,13 +293,13 @@ class GroupCommunicator:
         assert control is not None
         reason = control.departed[self.context.ranks[peer]]
         if self.call is not None:
-            return failure_diagnosis.lost(self.context, self.call, peer, reason)
+            return operation_errors.rank_lost_error(self.context, self.call, peer, reason)
         rank = self.context.ranks[peer]
         return RankLostError(f"{self._activity}: {reason}", group=self.context.name, rank=rank)
 
     def _timed_out(self) -> DistError:
         if self.call is not None:
-            return failure_diagnosis.timed_out(self.context, self.call)
+            return operation_errors.timeout_error(self.context, self.call)
         return OperationTimeoutError(
             f"{self._activity} of ranks {list(self.context.ranks)}: not all ranks have entered it after"
             f" {self._creation_timeout:g} s",
@@ -428,11 +315,11 @@ class GroupCommunicator:
 
     def fail(self, error: DistError) -> NoReturn:
         """Fail the group: agree with the other ranks on one error, and raise it."""
-        failure_diagnosis.fail_group(self, error)
+        operation_errors.fail_group(self, error)
 
     def report(self) -> dict[str, Any]:
         """The state of this rank in the group, for other ranks' errors (called on the control thread)."""
-        return failure_diagnosis.report(self.call, self.last)
+        return operation_errors.report(self.call, self.last)
 
     def close(self, stuck_in_mpi: bool) -> None:
         """Free the communicator, unless requests are pending in it.
@@ -443,29 +330,10 @@ class GroupCommunicator:
         if self._closed:
             return
         self._closed = True
-        if stuck_in_mpi or not self.mpi.callable or not self._complete_agreement():
-            self.mpi.abandoned.append((self.comm, self._persistent, self._header, self._received))
+        agreement = self.agreement
+        can_call = not stuck_in_mpi and self.mpi.callable
+        if not can_call or (self.error is not None and not agreement.complete_pending()):
+            self.mpi.abandoned.append((self.comm, *agreement.memory))
             return
-        if self._persistent is not None:
-            self.mpi.call(self._persistent.Free)
+        agreement.free()
         self.mpi.call(self.comm.Free)
-
-    def _complete_agreement(self) -> bool:
-        """Complete the pending agreement after a failure, which some ranks have started and others have not.
-
-        Ranks differ by at most one agreement, because an agreement starts only after the last has completed. Returns
-        True if no agreement is pending.
-        """
-        if self.error is None:
-            return True
-        deadline = time.monotonic() + _GRACE_S
-        request = self._persistent if self._pending and self._persistent is not None else None
-        if self._pending and request is None:
-            return False
-        if request is None:
-            request = self.mpi.call(self._start)
-        while time.monotonic() < deadline:
-            if self.mpi.call(request.Test):
-                return True
-            time.sleep(_LONGEST_S)
-        return False

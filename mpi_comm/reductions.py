@@ -1,9 +1,9 @@
-"""Reductions: MPI's own operation if it has our semantics, else data moved by MPI and reduced by our kernels.
+"""Reductions: MPI's operation if its semantics are unicoll's; otherwise MPI moves the data for unicoll's kernels.
 
-MPI has no half types; its MIN and MAX may lose a NaN, depending on the library; sums of short integers that overflow
-are undefined (Open MPI's vector code saturates them); and its order of reduction is not specified. In these cases, and
-with ``deterministic``, which needs rank order, every rank gets its share of all contributions (MPI_Alltoallv), reduces
-them in rank order with one rounding at the end, and the shares are gathered.
+MPI has neither float16 nor bfloat16; its MIN and MAX may lose a NaN, depending on the library; sums of short integers
+that overflow are undefined (Open MPI's vector code saturates them); and its order of reduction is not specified. In
+these cases, and with ``deterministic``, which needs rank order, every rank gets its share of all contributions
+(MPI_Alltoallv), reduces them in rank order with one rounding at the end, and the shares are gathered.
 
 MIN and MAX of large float arrays use MPI's operation if no rank has a NaN or a -0.0 (MPICH's all_reduce of 0.0 and -0.0
 gives different results on different ranks). Each rank scans its own data and passes the result in the agreement that
@@ -44,7 +44,7 @@ _FLOAT_BITS = {size: (np.dtype(f"i{size}"), np.iinfo(f"i{size}").min) for size i
 
 @lru_cache(maxsize=512)
 def _native(dtype: DType, name: str) -> str | None:
-    """Name of MPI's operation with the semantics of ours; None if there is none."""
+    """Name of MPI's operation with the semantics of unicoll's; None if there is none."""
     if dtype.kind == "b":
         return _OF_BOOL.get(name)
     if dtype.kind in "ui":
@@ -59,11 +59,11 @@ def flat_of(buffer: Buffer) -> Flat:
 
 
 class ReductionMethod:
-    """How a reduction is done: by MPI's operation, or by our kernel.
+    """How a reduction is done: by MPI's operation, or by unicoll's kernel.
 
     Attributes:
         type: MPI's datatype of the elements.
-        kernel: our kernel.
+        kernel: unicoll's kernel.
         op: MPI's operation, or None.
         op_suffices: True if MPI's operation is the whole reduction, with no scaling before or after.
         kernel_only: for MIN and MAX of floats the method without MPI's operation; None for all else.
@@ -291,7 +291,7 @@ REDUCTIONS: dict[str, Callable[[GroupCommunicator, Call, ReductionMethod], None]
 """Reductions by operation; the method is the result of :func:`method_for`."""
 
 
-# --- reduction by our kernels ------------------------------------------------------------------------------------
+# --- reduction by kernels ------------------------------------------------------------------------------------
 
 
 def _shares(count: int, ranks: int) -> list[int]:

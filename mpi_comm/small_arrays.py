@@ -1,8 +1,8 @@
 """Collectives of small arrays: the agreement before every collective carries the data, so it is the only call of MPI.
 
-Every rank gets the arrays of all ranks, and reduces them in rank order by our kernels. A call is done so if its
-signature and the value that the ranks compare say so: the signature covers sizes (where it does not, the value does),
-and whether arrays are passed by address.
+Every rank gets the arrays of all ranks, and reduces them in rank order by unicoll's kernels. A call is executed this
+way if its signature and the value that the ranks compare permit it: the signature covers sizes (where it does not, the
+value does), and whether arrays are passed by address.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SmallCall:
 
 
 @dataclass(slots=True)
-class _Small:
+class _SmallCollective:
     """A collective of small arrays.
 
     Attributes:
@@ -69,7 +69,7 @@ def contribution(group: GroupCommunicator, call: Call) -> int:
     return _SMALL[call.op.name].elements(group, call) * call.dtype.itemsize
 
 
-def prepared(group: GroupCommunicator, call: Call) -> SmallCall | None:
+def prepare_small_call(group: GroupCommunicator, call: Call) -> SmallCall | None:
     """How to do a call within its agreement; None if it has no room there, or its arrays are in device memory.
 
     It is kept for later calls of the signature, in :attr:`GroupCommunicator.small_calls`, if the call has one array and
@@ -84,12 +84,12 @@ def prepared(group: GroupCommunicator, call: Call) -> SmallCall | None:
         )
     first = (call.inputs or call.outputs)[0]
     flat, elements = first.flat, small.elements(group, call)
-    if elements * first.dtype.itemsize > group.room or not isinstance(flat, np.ndarray):
+    if elements * first.dtype.itemsize > group.agreement.room or not isinstance(flat, np.ndarray):
         return None
     value = 0 if small.value is None else small.value(call)
     if value < 0:
         return None
-    own, arrays = group.contributions(flat.dtype, elements)
+    own, arrays = group.agreement.contributions(flat.dtype, elements)
     made = SmallCall(call.op, first.dtype, first.count, own, small.results(group, call, arrays), value)
     if small.value is None and len(call.inputs) == 1 and elements == first.count:
         return _keep(group, call, made)
@@ -103,7 +103,7 @@ def _keep(group: GroupCommunicator, call: Call, made: SmallCall) -> SmallCall:
     return made
 
 
-def put(call: Call, target: Flat) -> None:
+def pack_inputs(call: Call, target: Flat) -> None:
     """Copy a call's inputs to consecutive parts of an array, which may be longer."""
     for part, buffer in zip(split(target, [b.count for b in call.inputs]), call.inputs, strict=True):
         part[:] = buffer.flat
@@ -206,19 +206,19 @@ def _own_part(group: GroupCommunicator, array: Flat) -> Flat:
     return array[group.rank * count : (group.rank + 1) * count]
 
 
-_SMALL: dict[str, _Small] = {
-    "broadcast": _Small(_own, _broadcast),
-    "all_reduce": _Small(_own, _all_reduce),
-    "reduce": _Small(_own, _reduce),
-    "scan": _Small(_own, _scan),
-    "exscan": _Small(_own, _scan),
-    "reduce_scatter": _Small(_listed, _reduce_scatter),
-    "reduce_scatter_tensor": _Small(_own, _reduce_scatter),
-    "all_gather": _Small(_largest, _gather),
-    "all_gather_into_tensor": _Small(_own, _gather_joined),
-    "gather": _Small(_own, _gather, shape_hash),
-    "scatter": _Small(_scattered, _scatter, shape_hash),
-    "all_to_all": _Small(_listed, _all_to_all, even_size),
-    "all_to_all_single": _Small(_own, _all_to_all, even_size),
+_SMALL: dict[str, _SmallCollective] = {
+    "broadcast": _SmallCollective(_own, _broadcast),
+    "all_reduce": _SmallCollective(_own, _all_reduce),
+    "reduce": _SmallCollective(_own, _reduce),
+    "scan": _SmallCollective(_own, _scan),
+    "exscan": _SmallCollective(_own, _scan),
+    "reduce_scatter": _SmallCollective(_listed, _reduce_scatter),
+    "reduce_scatter_tensor": _SmallCollective(_own, _reduce_scatter),
+    "all_gather": _SmallCollective(_largest, _gather),
+    "all_gather_into_tensor": _SmallCollective(_own, _gather_joined),
+    "gather": _SmallCollective(_own, _gather, shape_hash),
+    "scatter": _SmallCollective(_scattered, _scatter, shape_hash),
+    "all_to_all": _SmallCollective(_listed, _all_to_all, even_size),
+    "all_to_all_single": _SmallCollective(_own, _all_to_all, even_size),
 }
 """By operation."""

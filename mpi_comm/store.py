@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mpi_comm.runtime.lifetime import Runtime, runtime
+from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.errors import DistNetworkError, DistStoreError
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.protocol import (

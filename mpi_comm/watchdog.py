@@ -1,6 +1,6 @@
 """The watchdog of collectives that block inside MPI, which has no timeouts; it checks them four times a second.
 
-All ranks have agreed before a collective is entered in MPI (:mod:`mpi_comm.group_communicator`), so it blocks for ever
+All ranks have agreed before a collective is entered in MPI (:mod:`mpi_comm.call_agreement`), so it blocks for ever
 only if a rank dies or stops during it. An asynchronous operation then ends with the error, while MPI keeps its arrays.
 A blocking call cannot be interrupted inside MPI: the job is aborted, with the reason on standard error.
 """
@@ -12,7 +12,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING
 
-from unicoll.backend import failure_diagnosis
+from unicoll.backend import operation_errors
 from unicoll.errors import DistError, OperationTimeoutError
 from unicoll.net import logs
 
@@ -87,7 +87,7 @@ def _check(backend: MPIBackend, communicator: GroupCommunicator) -> None:
     if error is None and peer is not None:
         error = communicator.lost_error(peer)
     if error is None and time.monotonic() - since > call.timeout:
-        error = failure_diagnosis.timed_out(communicator.context, call)
+        error = operation_errors.timeout_error(communicator.context, call)
     if error is None or communicator.in_mpi_since != since:  # it has just completed
         return
     communicator.abandoned_seq = call.seq

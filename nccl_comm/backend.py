@@ -4,9 +4,9 @@ A blocking call goes on the caller's current stream: the host does not wait, and
 asynchronous call goes on the group's own stream, after an event that the caller's stream records; ``wait()`` makes the
 caller's stream wait for an event at its end.
 
-The parts of the backend: :mod:`~nccl_comm.connection` (what the group has once it has connected),
+The parts of the backend: :mod:`~nccl_comm.group_resources` (what the group has once it has connected),
 :mod:`~nccl_comm.in_flight` (operations and the arrays that they keep alive), :mod:`~nccl_comm.stream_order`,
-:mod:`~nccl_comm.supervision` (deadlines, failure, teardown) and :mod:`~nccl_comm.memory.registry`.
+:mod:`~nccl_comm.supervision` (deadlines, failure, teardown) and :mod:`~nccl_comm.memory.group_memory`.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 
 from nccl_comm.call_options import check_algorithm, check_options
 from nccl_comm.communicators import growth
-from nccl_comm.communicators.bootstrap import member_facts
 from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.communicators.devices import bound_device
 from nccl_comm.communicators.factory import CommunicatorFactory
-from nccl_comm.completion import StreamCompletion
-from nccl_comm.connection import SCRATCH_BYTES, Connection
+from nccl_comm.communicators.unique_id import member_facts
+from nccl_comm.group_resources import SCRATCH_BYTES, GroupResources
+from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import PendingWork
 from nccl_comm.library import locate
-from nccl_comm.library.api import Config, Nccl
+from nccl_comm.library.interface import Config, Nccl
 from nccl_comm.library.types import native_reduction
 from nccl_comm.memory.one_sided import check_one_sided, no_window
-from nccl_comm.memory.registration import RegisteredMemory, regions_of
+from nccl_comm.memory.registered_memory import RegisteredMemory, regions_of
 from nccl_comm.memory.symmetric import DeviceArray
 from nccl_comm.operations import OPERATIONS, batch
-from nccl_comm.state import GroupState
+from nccl_comm.stream_completion import StreamCompletion
 from nccl_comm.supervision import Supervision
 from nccl_comm.transport_report import expected, logged, settings
 from unicoll.arrays import cuda as cuda_module
@@ -62,7 +62,7 @@ class NCCLBackend(Backend):
     Attributes:
         context: the group.
         nccl, cuda: the libraries.
-        connection: what the group has on its device, or None until it has connected.
+        resources: what the group has on its device, or None until it has connected.
         supervision: deadlines, failure and teardown.
         can_split: True if all members connected when the group was made, so that it can be split.
     """
@@ -78,7 +78,7 @@ class NCCLBackend(Backend):
         self.context = context
         self.nccl: Nccl = locate.nccl()
         self.cuda = cuda_module.cuda()
-        self.connection: Connection | None = None
+        self.resources: GroupResources | None = None
         self.can_split = False
         self._state = GroupState()
         self._lock = threading.RLock()
@@ -94,8 +94,8 @@ class NCCLBackend(Backend):
             return
         bound = bound_device(context, self.cuda, context.explicit)
         deadline = time.monotonic() + context.timeout
-        if parent is not None and parent.can_split and parent.connection is not None:
-            self._connect_split(parent, parent.connection, deadline)
+        if parent is not None and parent.can_split and parent.resources is not None:
+            self._connect_split(parent, parent.resources, deadline)
             self.can_split = True
         elif bound is not None:
             self._connect(bound, deadline)
@@ -116,29 +116,29 @@ class NCCLBackend(Backend):
 
     # --- connecting -----------------------------------------------------------------------------------------------
 
-    def _connect(self, device: int, deadline: float) -> Connection:
+    def _connect(self, device: int, deadline: float) -> GroupResources:
         """Make the communicator; all members do so, at their first operation or when the group is made."""
         with on_device(self.cuda, device):
             return self._adopt(self._factory.init(device, deadline))
 
-    def _connect_split(self, parent: NCCLBackend, connection: Connection, deadline: float) -> None:
-        with on_device(self.cuda, connection.device):
+    def _connect_split(self, parent: NCCLBackend, resources: GroupResources, deadline: float) -> None:
+        with on_device(self.cuda, resources.device):
             with parent._lock:
                 parent.supervision.await_idle("splitting", self.context.timeout)
-                comm = self._factory.split(connection.comm, deadline)
+                comm = self._factory.split(resources.comm, deadline)
             self._origin = parent._origin
             self._adopt(comm)
 
-    def _adopt(self, comm: Communicator) -> Connection:
+    def _adopt(self, comm: Communicator) -> GroupResources:
         high_priority = self._options.high_priority is not False
         blocking = self._factory.config.blocking
-        connection = Connection(comm, self._state, high_priority, blocking, self.supervision.sweep_often)
-        self.connection = connection
-        self.supervision.start(connection)
+        resources = GroupResources(comm, self._state, high_priority, blocking, self.supervision.sweep_often)
+        self.resources = resources
+        self.supervision.start(resources)
         log.info("group %r: %s, cuda:%d", self.context.name, locate.describe(self.nccl), comm.device)
-        return connection
+        return resources
 
-    def _connect_for(self, call: Call) -> Connection:
+    def _connect_for(self, call: Call) -> GroupResources:
         """Connect to the other members at the first operation, if no graph is being recorded."""
         first = (call.inputs or call.outputs)[0]
         with on_device(self.cuda, first.device.index):
@@ -156,19 +156,19 @@ class NCCLBackend(Backend):
     def split(self, context: Context | None) -> NCCLBackend | None:
         if context is not None:
             return NCCLBackend(context, self if self._state.error is None else None)
-        if self.can_split and self._state.error is None and self.connection is not None:
+        if self.can_split and self._state.error is None and self.resources is not None:
             deadline = time.monotonic() + self.context.timeout
-            with self._lock, on_device(self.cuda, self.connection.device):
+            with self._lock, on_device(self.cuda, self.resources.device):
                 self.supervision.await_idle("splitting", self.context.timeout)
-                self.connection.comm.split(None, self._factory.config, deadline)
+                self._factory.leave_out(self.resources.comm, deadline)
         return None
 
     def shrink(self, context: Context, excluded: Sequence[int]) -> NCCLBackend:
         self.supervision.await_abort()
         made = NCCLBackend(context, connect=False)
-        if self.connection is not None:  # else it connects at its first operation
-            with on_device(self.cuda, self.connection.device):
-                made._connect_shrunk(self.connection.comm, excluded, self._origin)
+        if self.resources is not None:  # else it connects at its first operation
+            with on_device(self.cuda, self.resources.device):
+                made._connect_shrunk(self.resources.comm, excluded, self._origin)
         return made
 
     def _connect_shrunk(self, parent: Communicator, excluded: Sequence[int], origin: Context) -> None:
@@ -186,8 +186,8 @@ class NCCLBackend(Backend):
         with self._lock:
             self._state.check()
             parent = None
-            if self.connection is not None:
-                parent = self.connection.comm
+            if self.resources is not None:
+                parent = self.resources.comm
                 self.supervision.await_idle("growing", context.timeout)
             decision = growth.decide_growth(context, parent)
             if parent is not None:
@@ -218,29 +218,29 @@ class NCCLBackend(Backend):
 
     def run(self, call: Call) -> PendingWork | None:
         with self._lock:
-            connection = self._prepare(call)
+            resources = self._prepare(call)
             if not call.op.moves_data:
-                pending, completion = None, self._post_barrier(connection, call)
+                pending, completion = None, self._post_barrier(resources, call)
             else:
                 completion = None
                 stream = (call.inputs or call.outputs)[0].stream
-                with connection.streams.device_context(stream):
-                    pending = self._run_on((call,), connection, stream)
+                with resources.streams.device_context(stream):
+                    pending = self._run_on((call,), resources, stream)
         if completion is not None:
             completion.wait(None)
         call.write_back()
         return pending
 
-    def _run_on(self, calls: tuple[Call, ...], connection: Connection, stream: int) -> PendingWork | None:
+    def _run_on(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> PendingWork | None:
         """Put a call on the caller's stream. The arrays are not kept alive: later work on the stream runs after it."""
         captured = stream > LEGACY_STREAM and self.cuda.capturing(stream)
-        connection.streams.wait_for_producers(calls, stream)
-        self._issue(calls, connection, stream)
+        resources.streams.wait_for_producers(calls, stream)
+        self._issue(calls, resources, stream)
         pending = None
         if not captured:
-            pending = connection.in_flight.add(calls, stream, stream, False)
+            pending = resources.in_flight.add(calls, stream, stream, False)
             pending.release()
-        connection.streams.release_consumers(calls, stream)
+        resources.streams.release_consumers(calls, stream)
         return pending
 
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
@@ -248,40 +248,40 @@ class NCCLBackend(Backend):
         first = calls[0]
         with self._lock:
             for call in calls:
-                connection = self._prepare(call)
+                resources = self._prepare(call)
             if not first.op.moves_data:
-                return self._post_barrier(connection, first)
+                return self._post_barrier(resources, first)
             current = (first.inputs or first.outputs)[0].stream
-            own, streams, in_flight = connection.stream, connection.streams, connection.in_flight
+            own, streams, in_flight = resources.stream, resources.streams, resources.in_flight
             with streams.device_context(current):
                 captured = current > LEGACY_STREAM and self.cuda.capturing(current)
                 streams.wait_for_producers(calls, own)
                 start = in_flight.record_start(first) if not captured else 0
-                self._issue(calls, connection, own)
+                self._issue(calls, resources, own)
                 return StreamCompletion(in_flight, in_flight.add(calls, own, current, captured, start))
 
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
         """Sends and receives of a batch are one group call, so that their order does not matter."""
         return [self.post(calls, stream)] * len(calls)
 
-    def _post_barrier(self, connection: Connection, call: Call) -> Completion:
+    def _post_barrier(self, resources: GroupResources, call: Call) -> Completion:
         """A barrier on the group's own stream; its ``wait()`` blocks the host, since it has no arrays."""
-        in_flight = connection.in_flight
+        in_flight = resources.in_flight
         start = in_flight.record_start(call)
-        self._issue((call,), connection, connection.stream)
-        work = in_flight.add((call,), connection.stream, connection.stream, False, start)
+        self._issue((call,), resources, resources.stream)
+        work = in_flight.add((call,), resources.stream, resources.stream, False, start)
         return StreamCompletion(in_flight, work, blocking=True)
 
-    def _issue(self, calls: tuple[Call, ...], connection: Connection, stream: int) -> None:
+    def _issue(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> None:
         """Call NCCL, and note that for the watchdog."""
-        first, in_flight = calls[0], connection.in_flight
+        first, in_flight = calls[0], resources.in_flight
         # the options of a batch are those of its first call
-        comm = connection.comm if first.options is None else connection.with_options(first.options)
+        comm = resources.comm if first.options is None else resources.with_options(first.options)
         self._number(calls)
         in_flight.issued += 1
         in_flight.issuing = first
         try:
-            with connection.device_lock:
+            with resources.device_lock:
                 self._state.check()
                 code = (
                     OPERATIONS[first.op.name](comm, first, stream)
@@ -289,7 +289,7 @@ class NCCLBackend(Backend):
                     else batch(comm, calls, stream)
                 )
                 if code:
-                    connection.comm.handle_code(code, first, time.monotonic() + first.timeout)
+                    resources.comm.handle_code(code, first, time.monotonic() + first.timeout)
         finally:
             in_flight.issuing = None
 
@@ -298,31 +298,31 @@ class NCCLBackend(Backend):
         for call in calls:
             self._sequence = call.seq = self._sequence + 1
 
-    def _prepare(self, call: Call) -> Connection:
+    def _prepare(self, call: Call) -> GroupResources:
         """Refuse what NCCL cannot do; connect if necessary."""
         self._state.check()
         self._refuse(call)
         buffers = call.inputs or call.outputs
-        connection = self.connection
-        if connection is None:
+        resources = self.resources
+        if resources is None:
             if not buffers:
                 raise self._no_device(call.op.name)
-            connection = self._connect_for(call)
+            resources = self._connect_for(call)
             self._state.check()  # the group may have failed while there was no communicator to abort
-        if buffers and buffers[0].device.index != connection.device:
-            raise self._other_device(connection, call.op.name, buffers[0].device.index)
-        return connection
+        if buffers and buffers[0].device.index != resources.device:
+            raise self._other_device(resources, call.op.name, buffers[0].device.index)
+        return resources
 
-    def _other_device(self, connection: Connection, name: str, device: int | None) -> DistArgumentError:
+    def _other_device(self, resources: GroupResources, name: str, device: int | None) -> DistArgumentError:
         return DistArgumentError(
             f"{name}: the array is on cuda:{device}, but group {self.context.name!r} is bound to"
-            f" cuda:{connection.device} on this rank (device_id=, or LOCAL_RANK)",
+            f" cuda:{resources.device} on this rank (device_id=, or LOCAL_RANK)",
             op=name,
         )
 
     def _no_device(self, name: str) -> DistArgumentError:
         return DistArgumentError(
-            f"{name}: group {self.context.name!r} does not know its device yet: give device_id= to"
+            f"{name}: group {self.context.name!r} has no device yet: give device_id= to"
             " init_process_group, or use an array first",
             op=name,
         )
@@ -348,47 +348,47 @@ class NCCLBackend(Backend):
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
         with self._lock:
             self._state.check()
-            if self.connection is None:
+            if self.resources is None:
                 raise self._no_device("symmetric_empty")
             deadline = time.monotonic() + self.context.timeout
-            with on_device(self.cuda, self.connection.device), self.supervision.timeouts_end_the_group():
-                return self.connection.memory.allocate(shape, dtype, deadline)
+            with on_device(self.cuda, self.resources.device), self.supervision.failing_group_on_timeout():
+                return self.resources.memory.allocate(shape, dtype, deadline)
 
     def register(self, memory: Any, symmetric: bool) -> RegisteredMemory:
         regions = regions_of(memory)
         deadline = time.monotonic() + self.context.timeout
         with self._lock:
             self._state.check()
-            connection = self.connection or self._connect(regions[0].device, deadline)
-            if regions[0].device != connection.device:
-                raise self._other_device(connection, "register", regions[0].device)
-            with on_device(self.cuda, connection.device), self.supervision.timeouts_end_the_group():
-                return connection.memory.register(memory, regions, symmetric, deadline, self._unregister)
+            resources = self.resources or self._connect(regions[0].device, deadline)
+            if regions[0].device != resources.device:
+                raise self._other_device(resources, "register", regions[0].device)
+            with on_device(self.cuda, resources.device), self.supervision.failing_group_on_timeout():
+                return resources.memory.register(memory, regions, symmetric, deadline, self._unregister)
 
     def _unregister(self, registered: RegisteredMemory) -> None:
         """Wait for the operations in flight, which may use the memory, and deregister it."""
-        connection = self.connection
-        assert connection is not None
+        resources = self.resources
+        assert resources is not None
         self.supervision.await_abort()
         with self._lock:
             if self._state.error is None:
                 self.supervision.await_idle(f"closing {registered!r}", self.context.timeout)
-            with on_device(self.cuda, connection.device):
-                connection.memory.remove(registered)
+            with on_device(self.cuda, resources.device):
+                resources.memory.remove(registered)
 
     def one_sided(self, call: OneSidedCall) -> None:
         check_one_sided(call, self.nccl)
         buffer = call.inputs[0]
         with self._lock:
             self._state.check()
-            if self.connection is None:
+            if self.resources is None:
                 raise no_window(call, self.context.name)
-            connection = self.connection
-            if buffer.device.index != connection.device:
-                raise self._other_device(connection, call.op.name, buffer.device.index)
-            connection.memory.prepare_one_sided(call)
-            with connection.streams.device_context(buffer.stream):
-                self._run_on((call,), connection, buffer.stream)
+            resources = self.resources
+            if buffer.device.index != resources.device:
+                raise self._other_device(resources, call.op.name, buffer.device.index)
+            resources.memory.prepare_one_sided(call)
+            with resources.streams.device_context(buffer.stream):
+                self._run_on((call,), resources, buffer.stream)
 
     # --- failure and teardown -------------------------------------------------------------------------------------
 
@@ -406,13 +406,13 @@ class NCCLBackend(Backend):
 
     @property
     def staging(self) -> int:
-        return SCRATCH_BYTES if self.connection is not None else 0
+        return SCRATCH_BYTES if self.resources is not None else 0
 
     def describe(self) -> str:
         library = locate.describe(self.nccl)
-        if self.connection is None:
+        if self.resources is None:
             return f"{library}, connects at its first operation"
-        device = self.connection.device
+        device = self.resources.device
         place = f"{library} on cuda:{device} ({self.cuda.facts(device).name})"
         return "; ".join(filter(None, (place, *self._transports())))
 

@@ -7,7 +7,7 @@ have no effect there, and a required choice of algorithms is refused.
 from __future__ import annotations
 
 from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.library.api import Nccl, Operations
+from nccl_comm.library.interface import Nccl, Operations
 from nccl_comm.library.structs import CALL_CONFIGS_SINCE, version_text
 from unicoll.backend import Call
 from unicoll.backend.options import CallOptions
@@ -35,19 +35,14 @@ def check_algorithm(call: Call, options: CallOptions, native_all_to_all: bool) -
         return
     if name in _P2P_OPERATIONS or (name == "all_to_all_single" and not (call.even and native_all_to_all)):
         raise DistArgumentError(
-            f"{name}: it is made of sends and receives, which have no choice of algorithms"
-            f" (algorithm={options.algorithm!r}): leave it out, or give force_algorithm=False",
+            f"{name}: it consists of sends and receives, to which algorithm={options.algorithm!r} does not apply:"
+            " omit it, or pass force_algorithm=False",
             op=name,
         )
 
 
 class CommunicatorWithOptions:
-    """The attributes of a communicator that operations use, with collectives that pass options to NCCL.
-
-    Args:
-        comm: the communicator.
-        options: options of the calls.
-    """
+    """The attributes of a communicator that operations use, with collectives that pass options to NCCL."""
 
     def __init__(self, comm: Communicator, options: CallOptions) -> None:
         self.rank, self.size, self.handle, self.scratch = comm.rank, comm.size, comm.handle, comm.scratch

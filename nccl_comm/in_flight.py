@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from nccl_comm.state import GroupState
+from nccl_comm.group_state import GroupState
 from nccl_comm.stream_order import StreamOrder
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.cuda import LEGACY_STREAM, SPIN_S, Cuda, backoff
@@ -159,11 +159,6 @@ class InFlight:
     """The operations that a group has put on its device and that have not ended.
 
     Args:
-        cuda: the CUDA driver.
-        device: ordinal of the group's device.
-        stream: the group's own stream.
-        state: of the group.
-        streams: order between streams.
         sweep_often: makes the watchdog sweep more often, since a callback is pending.
 
     Attributes:
@@ -293,7 +288,7 @@ class InFlight:
             self._state.check()
 
     def finish_all(self, error: BaseException | None) -> None:
-        """End all operations and forget them."""
+        """End all operations and remove them."""
         for work in self.operations:
             work.finish(error)
         self.operations.clear()

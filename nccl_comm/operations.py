@@ -1,14 +1,14 @@
 """The operations of the table as calls of NCCL, all on one stream.
 
 ``OPERATIONS[name](communicator, call, stream)`` returns NCCL's code. Lists of arrays become groups of broadcasts,
-reductions or sends and receives, so sizes may differ by rank and nothing is copied. Data that is only moved is bytes to
-NCCL. The choice of NCCL's functions depends only on what is equal on all ranks.
+reductions or sends and receives, so sizes may differ by rank and nothing is copied. Operations that do not reduce pass
+their data to NCCL as bytes. The choice of NCCL's functions depends only on what is equal on all ranks.
 
 Therefore gather and scatter are sends and receives with every version. NCCL 2.28 has ncclGather and ncclScatter, which
-need the root's arrays in one block of memory: only the root knows whether its list lies so, and all ranks have to call
-the same function. Copies to and from such a block on the root would cost world size times the array in memory, one more
-pass over it, and an order among all streams that use it, without a gain: NCCL itself divides the two functions into
-these sends and receives.
+need the root's arrays in one block of memory: only the root knows whether the arrays of its list are contiguous, and
+all ranks have to call the same function. Copies to and from such a block on the root would cost world size times the
+array in memory, one more pass over it, and an order among all streams that use it, without a gain: NCCL itself divides
+the two functions into these sends and receives.
 
 An all_gather to a list is a group of broadcasts for the same reason: only the rank itself knows whether its list is
 contiguous in memory, where one ncclAllGather would do. From 2.29 on NCCL makes one kernel of such a group, a ring that
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from nccl_comm.call_options import AnyCommunicator
-from nccl_comm.library.api import AVG, SUM
+from nccl_comm.library.interface import AVG, SUM
 from nccl_comm.library.types import BYTES, NativeReduction, native_reduction
 from nccl_comm.memory.one_sided import ONE_SIDED
 from unicoll.backend import Call

@@ -12,12 +12,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class StreamOrder:
-    """The streams of a group's device. The host never blocks here.
-
-    Args:
-        cuda: the CUDA driver.
-        device: ordinal of the group's device.
-    """
+    """The streams of a group's device. The host never blocks here."""
 
     def __init__(self, cuda: Cuda, device: int) -> None:
         self._cuda = cuda

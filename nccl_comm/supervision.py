@@ -1,7 +1,7 @@
 """Supervision of one group: deadlines, deaths of ranks, NCCL's asynchronous errors, abort and teardown.
 
-The watchdog's thread calls :meth:`Supervision.sweep` for every group. Whatever has failed there, or at another rank,
-ends in :meth:`Supervision.abort`.
+The watchdog's thread calls :meth:`Supervision.sweep` for every group. :meth:`Supervision.abort` handles every failure:
+those that a sweep finds, and those that other ranks announce.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from nccl_comm.connection import Connection
+from nccl_comm.group_resources import GroupResources
+from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import InFlight
-from nccl_comm.library.api import IN_PROGRESS, SUCCESS
-from nccl_comm.state import GroupState
-from nccl_comm.watchdog_thread import Watchdog
-from unicoll.backend import Call, Context, failure_diagnosis
+from nccl_comm.library.interface import IN_PROGRESS, SUCCESS
+from nccl_comm.watchdog import Watchdog
+from unicoll.backend import Call, Context, operation_errors
 from unicoll.errors import DistError, GroupAbortedError, OperationTimeoutError, RankLostError
 
 _DRAIN_S = 5.0
@@ -33,8 +33,6 @@ class Supervision:
     """Supervision of one group.
 
     Args:
-        context: the group.
-        state: of the group.
         lock: the group's lock, which a thread holds while it uses the communicator.
 
     Attributes:
@@ -46,7 +44,7 @@ class Supervision:
         self._context = context
         self._state = state
         self._lock = lock
-        self._connection: Connection | None = None
+        self._resources: GroupResources | None = None
         self._last_issuing = (
             0,
             0.0,
@@ -59,9 +57,9 @@ class Supervision:
         if context.job.control is not None:
             context.job.control.watch(context.name, context.backend, self.abort, self._report)
 
-    def start(self, connection: Connection) -> None:
+    def start(self, resources: GroupResources) -> None:
         """Supervise a group that has connected."""
-        self._connection = connection
+        self._resources = resources
         self.watchdog = self._context.job.shared("nccl-watchdog", Watchdog)
         self.watchdog.watch(self)
 
@@ -82,24 +80,24 @@ class Supervision:
 
         On the watchdog's thread.
         """
-        connection = self._connection
-        assert connection is not None
+        resources = self._resources
+        assert resources is not None
         try:
-            connection.in_flight.reap()
+            resources.in_flight.reap()
             if self._state.error is None:
-                self._check_communicator(connection, now)
+                self._check_communicator(resources, now)
         except DistError as e:
             self._fail(e)
-        return connection.in_flight.has_callbacks
+        return resources.in_flight.has_callbacks
 
     def sweep_failed(self, cause: BaseException) -> None:
         """Fail the group because a sweep raised: without sweeps no operation ends. On the watchdog's thread."""
         if self._state.error is None:
-            self.abort(failure_diagnosis.thread_failed(self._context, cause))
+            self.abort(operation_errors.thread_failed(self._context, cause))
 
-    def _check_communicator(self, connection: Connection, now: float) -> None:
+    def _check_communicator(self, resources: GroupResources, now: float) -> None:
         """Raise if NCCL reports an error, a member died or a deadline has passed."""
-        comm, in_flight = connection.comm, connection.in_flight
+        comm, in_flight = resources.comm, resources.in_flight
         state = comm.state()
         first = in_flight.operations[0] if in_flight.operations else None
         self._check_issuing(in_flight, now)
@@ -112,7 +110,7 @@ class Supervision:
         self._check_departures(first.describe_call())
         overdue = in_flight.overdue(now)
         if overdue is not None:
-            raise failure_diagnosis.timed_out(self._context, overdue.describe_call())
+            raise operation_errors.timeout_error(self._context, overdue.describe_call())
 
     def _check_issuing(self, in_flight: InFlight, now: float) -> None:
         """Raise if a thread is in NCCL for longer than its call's timeout.
@@ -126,7 +124,7 @@ class Supervision:
             return
         self._check_departures(call)
         if now - since >= call.timeout:
-            raise failure_diagnosis.timed_out(self._context, call)
+            raise operation_errors.timeout_error(self._context, call)
 
     def _check_departures(self, call: Call | None) -> None:
         """Raise if a member died: NCCL itself may never notice."""
@@ -137,18 +135,18 @@ class Supervision:
             if rank in control.departed and rank not in control.left:
                 reason = control.departed[rank]
                 if call is not None:
-                    raise failure_diagnosis.lost(context, call, member, reason)
+                    raise operation_errors.rank_lost_error(context, call, member, reason)
                 raise RankLostError(
                     f"group {context.name!r}, while it connected: {reason}", group=context.name, rank=rank
                 )
 
     def _report(self) -> dict[str, Any]:
         """The operation that this rank is in, and the last one posted, for the error of another rank."""
-        if self._connection is None:
-            return failure_diagnosis.report(None, None)
-        in_flight = self._connection.in_flight
+        if self._resources is None:
+            return operation_errors.report(None, None)
+        in_flight = self._resources.in_flight
         pending, last = in_flight.first_pending(), in_flight.last
-        return failure_diagnosis.report(
+        return operation_errors.report(
             in_flight.issuing or (pending.describe_call() if pending is not None else None),
             last.describe_call().ended if last is not None else None,
         )
@@ -163,7 +161,7 @@ class Supervision:
         self.abort(error)
 
     @contextmanager
-    def timeouts_end_the_group(self) -> Iterator[None]:
+    def failing_group_on_timeout(self) -> Iterator[None]:
         """Within the context a timeout fails the group: its members no longer agree on what they have registered."""
         try:
             yield
@@ -173,28 +171,28 @@ class Supervision:
 
     def abort(self, error: Exception) -> None:
         """Make every pending and later call raise ``error``; any thread, idempotent."""
-        cause = failure_diagnosis.aborted(self._context, error)
+        cause = operation_errors.group_aborted_error(self._context, error)
         with self._abort_lock:
             if self._state.error is not None:
                 return
             self._state.error = cause
-            connection = self._connection
-            if connection is None or self._state.closed:
+            resources = self._resources
+            if resources is None or self._state.closed:
                 return
             self._aborted = threading.Event()
-        connection.comm.teardown_threads.start(partial(self._abort, connection, cause, self._aborted))
+        resources.comm.teardown_threads.start(partial(self._abort, resources, cause, self._aborted))
 
-    def _abort(self, connection: Connection, cause: DistError, done: threading.Event) -> None:
+    def _abort(self, resources: GroupResources, cause: DistError, done: threading.Event) -> None:
         """Stop the device's work, and only then release the arrays."""
-        operations = list(connection.in_flight.operations)
+        operations = list(resources.in_flight.operations)
         for work in operations:
             work.error = cause
         locked = self._lock.acquire(timeout=_LOCK_S)
         try:
-            stopped = connection.comm.revoke()
+            stopped = resources.comm.revoke()
             if stopped and not locked:  # a thread was in NCCL, and returns now
                 stopped = locked = self._lock.acquire(timeout=_STOP_S)
-            stopped = stopped or connection.comm.abort()
+            stopped = stopped or resources.comm.abort()
         finally:
             if locked:
                 self._lock.release()
@@ -215,8 +213,8 @@ class Supervision:
 
     def await_idle(self, what: str, timeout: float) -> None:
         """Wait until nothing is in flight: NCCL may deadlock if a communicator with work is split."""
-        assert self._connection is not None
-        if self._connection.in_flight.drain(time.monotonic() + timeout):
+        assert self._resources is not None
+        if self._resources.in_flight.drain(time.monotonic() + timeout):
             return
         self._state.check()
         raise OperationTimeoutError(
@@ -226,37 +224,37 @@ class Supervision:
 
     def close(self) -> None:
         """Wait for what is in flight, and end the communicator; idempotent."""
-        state, context, connection = self._state, self._context, self._connection
+        state, context, resources = self._state, self._context, self._resources
         if state.closed:
             return
         if context.job.control is not None:
             context.job.control.unwatch(context.name, context.backend)
-        drained = connection is None or connection.in_flight.drain(time.monotonic() + _DRAIN_S)
+        drained = resources is None or resources.in_flight.drain(time.monotonic() + _DRAIN_S)
         with self._abort_lock:
             state.closed = True
             failed, aborted = state.error, self._aborted
             state.error = failed or GroupAbortedError(
                 f"group {context.name!r} has been destroyed", group=context.name
             )
-        if connection is None:
+        if resources is None:
             return
         assert self.watchdog is not None
         self.watchdog.unwatch(self)
         if aborted is not None:
             aborted.wait(_STOP_S)
         idle = locked = self._lock.acquire(timeout=_LOCK_S)
-        comm = connection.comm
+        comm = resources.comm
         try:
             if not locked and comm.revoke():  # a thread was in NCCL, and returns now
                 locked = self._lock.acquire(timeout=_STOP_S)
             clean = failed is None and drained and idle
             if clean:
-                connection.memory.deregister()
+                resources.memory.deregister()
             ended = comm.finish(_DRAIN_S) if clean else comm.abort()
         finally:
             if locked:
                 self._lock.release()
-        connection.in_flight.finish_all(state.error)
-        connection.memory.close(ended)
+        resources.in_flight.finish_all(state.error)
+        resources.memory.close(ended)
         if ended:  # else the device may still use them
-            connection.release()
+            resources.release()

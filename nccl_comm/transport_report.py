@@ -20,7 +20,7 @@ from unicoll.arrays.cuda import Cuda, CudaError
 
 Fact = Mapping[str, Any]
 """What a member published: ``host``, ``device`` (ordinal in its process), ``uuid``, and ``hostid`` if NCCL_HOSTID is
-set; see :mod:`nccl_comm.communicators.bootstrap`."""
+set; see :mod:`nccl_comm.communicators.unique_id`."""
 
 VARIABLES = (
     "NCCL_P2P_DISABLE",
@@ -84,9 +84,7 @@ def expected(
     """A description of the transports from this rank to the others.
 
     Args:
-        rank: rank of this process in the group.
         facts: facts of the members, in group order.
-        cuda: the devices of this process.
         net_name: the network in the group's options, or None.
         environ, devices: NCCL's variables (:func:`settings`), and the folder of InfiniBand devices.
     """

@@ -63,8 +63,8 @@ def run_rank(rank: int, port: int, secret: str, limit: int, pipe: Connection) ->
         UNICOLL_SECRET=secret, UNICOLL_TRANSPORT="tcp", UNICOLL_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
     )
     import unicoll as dist
+    from tests.support.ports import listening_ports
     from unicoll.net.admission import max_unauthenticated
-    from unicoll.testing.worker import listening_ports
 
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=TIMEOUT_SECONDS)
@@ -86,7 +86,7 @@ def descriptors(pid: int | str = "self") -> int:
 
 
 def work(rank: int, store: Any, seconds: float) -> dict[str, Any]:
-    """Operations for so many seconds; returns their times and the first error."""
+    """Operations for this many seconds; returns their times and the first error."""
     import numpy as np
 
     import unicoll as dist
@@ -174,7 +174,7 @@ def connect_clients(port: int, secret: str, pipe: Connection) -> None:
 def attack(
     number: int, ports: list[int], connections: int, rate: float, seconds: float, pipe: Connection
 ) -> None:
-    """Holds so many silent connections, and resets so many others per second; sends the numbers at the end."""
+    """Holds this many silent connections, and resets this many others per second; sends the numbers at the end."""
     wanted = connections + 64
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < wanted:

@@ -42,7 +42,7 @@ TARGETS: dict[str, type[Target]] = {
 
 
 def fuzz(name: str, inputs: int, seed: int) -> int:
-    """Runs so many inputs; returns the number of findings."""
+    """Runs this many inputs; returns the number of findings."""
     rng = random.Random(f"{name} {seed}")
     target = TARGETS[name]()
     found: set[str] = set()

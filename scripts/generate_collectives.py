@@ -172,7 +172,8 @@ def method(row: Op) -> str:
     parameters += ["op: Any = ReduceOp.SUM"] if row.reduces else []
     parameters += ["*", "async_op: bool = False", "timeout: Timeout = None"]
     lines = [_signature(row.name, parameters, "Work | None")]
-    lines.append(f'    """{row.method} ({row.mpi})."""\n')
+    counterpart = f" ({row.mpi})" if row.mpi else ""
+    lines.append(f'    """{row.method}{counterpart}."""\n')
     lines += _start_rooted(row) if row.root_has_sizes else _start(row)
     return "".join(lines)
 
@@ -200,7 +201,7 @@ def _start(row: Op) -> list[str]:
         if elsewhere:
             outputs = "outputs"
             lines.append(
-                f"    outputs: Buffers = {here} if {row.root_name} == self._members.rank else {elsewhere}\n"
+                f"    outputs: Buffers = {here} if {row.root_name} == self._context.rank else {elsewhere}\n"
             )
     else:
         lines.append(f"    inputs = {_buffers(row, sides['input'])}\n")

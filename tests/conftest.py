@@ -48,9 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if sampling.wants_all(config.args):
         return
     seed = ranks.sample_seed()
-    kept = [item for item in items if selection.is_drawn(item, seed)]
-    if (share := selection.share()) > 1:
-        kept = selection.part(kept, seed, share)
+    kept = selection.of_this_run([item for item in items if selection.is_drawn(item, seed)], seed)
     names = {item.nodeid for item in kept}
     if left_out := [item for item in items if item.nodeid not in names]:
         config.hook.pytest_deselected(items=left_out)

@@ -40,6 +40,7 @@ from unicoll.api.collectives import (
     scatter,
 )
 from unicoll.api.flight_recorder import dump_flight_recorder
+from unicoll.api.init import destroy_process_group, explain, init_process_group
 from unicoll.api.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from unicoll.api.p2p import (
     P2POp,
@@ -53,8 +54,6 @@ from unicoll.api.p2p import (
 )
 from unicoll.api.world import (
     GroupMember,
-    destroy_process_group,
-    explain,
     get_backend,
     get_backend_config,
     get_default_backend_for_device,
@@ -66,7 +65,6 @@ from unicoll.api.world import (
     get_rank,
     get_world_size,
     group,
-    init_process_group,
     is_available,
     is_backend_available,
     is_gloo_available,
@@ -104,11 +102,11 @@ from unicoll.errors import (
 from unicoll.group.registry import BackendName as Backend
 
 if TYPE_CHECKING:
-    from unicoll.api import mesh as device_mesh
+    from unicoll.api import device_mesh as device_mesh
     from unicoll.api import metrics
     from unicoll.api.debugger import breakpoint
+    from unicoll.api.device_mesh import DeviceMesh, init_device_mesh
     from unicoll.api.hooks import add_hook, annotate, check_finite
-    from unicoll.api.mesh import DeviceMesh, init_device_mesh
     from unicoll.api.spawn import SpawnError, spawn
     from unicoll.api.subgroups import (
         grow_group,
@@ -134,9 +132,9 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _LAZY = {
-    "DeviceMesh": "api.mesh",
-    "init_device_mesh": "api.mesh",
-    "device_mesh": "api.mesh",
+    "DeviceMesh": "api.device_mesh",
+    "init_device_mesh": "api.device_mesh",
+    "device_mesh": "api.device_mesh",
     "SpawnError": "api.spawn",
     "breakpoint": "api.debugger",
     "spawn": "api.spawn",

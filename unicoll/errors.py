@@ -13,7 +13,7 @@ Group, rank, operation and sequence number are attributes of every error (None i
     │   ├── CollectiveMismatchError          ranks called different collectives, shapes, dtypes, ops or roots
     │   ├── MessageMismatchError             a point-to-point message does not fit the buffer that received it
     │   ├── OperationTimeoutError (TimeoutError)   a deadline passed; has the ranks that arrived and those that did not
-    │   ├── DeadlockError                    ranks wait for each other in a circle; has their operations and lines
+    │   ├── DeadlockError                    ranks wait for each other in a cycle; has their operations and lines
     │   └── GroupAbortedError                the group was aborted or destroyed while, or before, it was used
     ├── DistNetworkError                     connecting, sending or receiving failed
     │   ├── RankLostError                    a peer process died or left; has rank, host and pid
@@ -121,12 +121,12 @@ class OperationTimeoutError(DistBackendError, TimeoutError):
 
 
 class DeadlockError(DistBackendError):
-    """Ranks wait for each other in a circle through one or several groups; the message has each one's call and line.
+    """Ranks wait for each other in a cycle through one or several groups; the message has each one's call and line.
 
     ``op`` and ``seq`` are of the call in which this rank waits; ``op`` is None if it does not wait in this group.
 
     Attributes:
-        ranks: global ranks of the circle; each waits for the next one, and the last for the first.
+        ranks: global ranks of the cycle; each waits for the next one, and the last for the first.
     """
 
     ranks: Sequence[int] = ()
@@ -143,24 +143,12 @@ class DistNetworkError(DistError):
 class RankLostError(DistNetworkError):
     """A peer process died or left; ``rank``, ``host`` and ``pid`` identify it."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        group: str | None = None,
-        rank: int | None = None,
-        op: str | None = None,
-        seq: int | None = None,
-        host: str | None = None,
-        pid: int | None = None,
-    ) -> None:
-        super().__init__(message, group=group, rank=rank, op=op, seq=seq)
-        self.host = host
-        self.pid = pid
+    host: str | None = None
+    pid: int | None = None
 
 
 class AuthenticationError(DistNetworkError):
-    """The other side lacks the job's secret or speaks another protocol, or received bytes were not sent by it."""
+    """The other side lacks the job's secret or uses another protocol, or received bytes were not sent by it."""
 
 
 class DistStoreError(DistError):

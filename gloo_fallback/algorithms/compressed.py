@@ -7,7 +7,7 @@ one order, by the block's owner, which takes its own contribution unrounded, and
 So all ranks have the same bits.
 
 The blocks are sent in chunks. Message k to a rank is chunk k of the contribution to its block and chunk k-2 of the
-result of the own block. While message k is on its way, message k-1 of the others is decompressed and reduced, and
+result of this rank's block. While message k is on its way, message k-1 of the others is decompressed and reduced, and
 message k+1 is compressed. It is sent, as far as the sockets take it, before message k of the others is waited for, so
 that the link is never idle.
 """
@@ -28,20 +28,20 @@ from unicoll.arrays.compression import BLOCK, Codec
 from unicoll.arrays.kernels import Flat
 
 LAG = 3
-"""Steps after that in which a chunk is sent, until its result is there."""
+"""Number of steps between sending a chunk and having its result."""
 
-_LEAST = 1 << 15
+_MIN_CHUNK = 1 << 15
 """Elements of a chunk, unless the whole block is smaller: shorter messages cost more time than they save."""
-_MOST = 1 << 17
-_OF_ALL = 1 << 19
+_MAX_CHUNK = 1 << 17
+_MAX_ALL_CHUNKS = 1 << 19
 """Maximum elements of the chunks to all ranks together."""
 _CHUNKS = 8
-"""A block is cut into so many chunks if they are not too small."""
+"""Number of chunks of a block, unless chunks would be smaller than :data:`_MIN_CHUNK`."""
 _PIECE = 1 << 15
 """Elements that are compressed, decompressed and reduced at a time: they stay in the cache."""
 
 
-def _up(count: int) -> int:
+def _round_up(count: int) -> int:
     """A number of elements rounded up to whole blocks of the codecs."""
     return -(-count // BLOCK) * BLOCK
 
@@ -54,12 +54,12 @@ def _bounds(count: int, ranks: int) -> list[int]:
 
 def _limit(ranks: int) -> int:
     """Maximum elements of a chunk."""
-    return max(BLOCK, min(_MOST, _OF_ALL // (ranks - 1) // BLOCK * BLOCK))
+    return max(BLOCK, min(_MAX_CHUNK, _MAX_ALL_CHUNKS // (ranks - 1) // BLOCK * BLOCK))
 
 
 def _chunk(longest: int, ranks: int) -> int:
     """Elements of a chunk where the longest block has ``longest``."""
-    return min(_up(longest), _limit(ranks), max(_LEAST, _up(-(-longest // _CHUNKS))))
+    return min(_round_up(longest), _limit(ranks), max(_MIN_CHUNK, _round_up(-(-longest // _CHUNKS))))
 
 
 def working_memory(ranks: int) -> int:
@@ -69,8 +69,8 @@ def working_memory(ranks: int) -> int:
 
 
 def streaming_memory(ranks: int, nbytes: int) -> int:
-    """Maximum bytes that a :class:`Stream` of chunks of ``nbytes`` allocates."""
-    own = _up(-(-nbytes // 4 // ranks))
+    """Maximum bytes that a :class:`ChunkedAllReduce` of chunks of ``nbytes`` allocates."""
+    own = _round_up(-(-nbytes // 4 // ranks))
     return _messages(ranks, own) + 2 * min(own, _PIECE) * 8 + 5 * 4 * own
 
 
@@ -86,15 +86,14 @@ def all_reduce(
 
     The ranks have agreed on the call.
     """
-    _Whole(connections, kernel, codec, source, out).run()
+    _ArrayAllReduce(connections, kernel, codec, source, out).run()
 
 
-class _Pipeline(ABC):
+class _CompressedAllReduce(ABC):
     """The messages of an all-reduce. A message holds pieces, each of which is compressed by itself.
 
     Args:
         longest: maximum elements of a chunk.
-        dtype: element type.
     """
 
     def __init__(
@@ -127,11 +126,11 @@ class _Pipeline(ABC):
 
     @abstractmethod
     def _contribution(self, rank: int, k: int) -> Flat:
-        """This rank's contribution to that chunk: in step ``k``, of the own block also in the next."""
+        """This rank's contribution to that chunk; read in step ``k``, for this rank's block also in step ``k + 1``."""
 
     @abstractmethod
     def _result(self, rank: int, k: int) -> Flat:
-        """Where the result of that chunk is written: in step ``k + 3``, of the own block in step ``k + 1``."""
+        """Where the result of that chunk is written: in step ``k + 3``, for this rank's block in step ``k + 1``."""
 
     def _step(self, k: int) -> None:
         """Send messages ``k``, receive messages ``k - 1``. Afterwards the results of the chunks ``k - 3`` are there."""
@@ -151,7 +150,7 @@ class _Pipeline(ABC):
         for parts in messages.values():
             connections.send_some(parts)
         if k:
-            self._take(k - 1)
+            self._decompress(k - 1)
 
     def _message(self, k: int, to: int) -> memoryview:
         length = self._nbytes(to, k) + self._nbytes(self._rank, k - 2)
@@ -177,8 +176,8 @@ class _Pipeline(ABC):
         for piece, compressed in self._pieces(values.size):
             self._codec.encode(values[piece], data[compressed])
 
-    def _take(self, k: int) -> None:
-        """The messages ``k`` have come: contributions to a chunk of the own block, and the other ranks' results."""
+    def _decompress(self, k: int) -> None:
+        """Decompress messages ``k``: contributions to a chunk of this rank's block, and the other ranks' results."""
         at = self._nbytes(self._rank, k)
         if at:
             self._reduce(k)
@@ -189,7 +188,7 @@ class _Pipeline(ABC):
                     self._codec.decode(data[compressed], values[piece])
 
     def _reduce(self, k: int) -> None:
-        """The result of chunk ``k`` of the own block, also into message ``k + 2``."""
+        """The result of chunk ``k`` of this rank's block, also into message ``k + 2``."""
         codec, kernel = self._codec, self._kernel
         own, out = self._contribution(self._rank, k), self._result(self._rank, k)
         first, *others = (self._incoming[frm] for frm in self._peers)
@@ -200,8 +199,8 @@ class _Pipeline(ABC):
             codec.decode(first[compressed], total)
             for data in others:
                 codec.decode(data[compressed], loaded)
-                kernel.fold(total, loaded)
-            kernel.fold(total, part)
+                kernel.reduce_into(total, loaded)
+            kernel.reduce_into(total, part)
             kernel.finish(total, total, self._ranks)
             codec.encode(total, result[compressed])
             codec.decode(result[compressed], out[piece])
@@ -210,7 +209,7 @@ class _Pipeline(ABC):
             copy[:length] = result[:length]
 
 
-class _Whole(_Pipeline):
+class _ArrayAllReduce(_CompressedAllReduce):
     """The all-reduce of one array."""
 
     def __init__(
@@ -240,12 +239,11 @@ class _Whole(_Pipeline):
         return self._out[self._range(rank, k)]
 
 
-class Stream(_Pipeline):
-    """The all-reduce of an array that comes and goes chunk by chunk; each rank owns a part of every chunk.
+class ChunkedAllReduce(_CompressedAllReduce):
+    """The all-reduce of an array that is passed in, and returned, chunk by chunk; each rank owns a part of every chunk.
 
     Args:
         sizes: elements of the chunks; the first is not exceeded by the others.
-        dtype: element type.
     """
 
     def __init__(
@@ -259,7 +257,7 @@ class Stream(_Pipeline):
         self._bounds = [_bounds(size, connections.size) for size in sizes]
         self._next = 0
         longest = max(high - low for low, high in pairwise(self._bounds[0]))
-        # until the others' contributions, and results, have come
+        # until the others' contributions, and results, have arrived
         self._own, self._own_results = np.empty((2, longest), dtype), np.empty((3, longest), dtype)
         super().__init__(connections, kernel, codec, longest, dtype)
 
@@ -268,7 +266,7 @@ class Stream(_Pipeline):
 
         Args:
             chunk: empty after the last.
-            result: for the first steps empty.
+            result: empty in the first ``LAG`` steps.
         """
         k, self._next = self._next, self._next + 1
         self._chunk, self._into = chunk, result

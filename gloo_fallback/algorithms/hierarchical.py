@@ -1,12 +1,14 @@
 """The collectives of ranks on several hosts: shared memory within a host, sockets between hosts.
 
-Each host is a *node* with slots in shared memory; one rank of it, the *leader*, communicates with the other nodes.
-The root is the leader of its node, which saves a step for its data. Arrays are split into chunks that fit the slots.
+Each host is a *node* with slots in shared memory; one rank of it, the *leader*, communicates with the other nodes. It
+is the first rank of the node; for the data of a large rooted collective it is the root, which saves a step. Arrays are
+split into chunks that fit the slots.
 While leaders exchange one chunk, the other ranks (*followers*) prepare the next and read the previous one: in the
 reductions three chunks are in flight at a time.
 
-No rank returns before all ranks agree on the call: the ranks of a node compare signatures in the first step, the
-leaders in an exchange, and the step after it signals the result to the followers.
+No rank returns before all ranks agree on the call: the ranks of a node compare signatures in the first step, the first
+ranks of the nodes in an exchange, and the step after it signals the result to the other ranks. All collectives begin
+like this, so that ranks whose calls differ do not wait for each other in different places.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from gloo_fallback.algorithms import compressed, direct, over_sockets
+from gloo_fallback.algorithms import compressed, over_sockets, peer_memory
 from gloo_fallback.algorithms.hierarchy_context import (
     ChunkedArray,
     HierarchyContext,
@@ -35,7 +37,7 @@ from gloo_fallback.algorithms.operands import (
 )
 from gloo_fallback.algorithms.over_sockets import SMALL, codec_of
 from gloo_fallback.algorithms.rings import SEGMENT, chain_broadcast, chain_reduce, chain_scan
-from gloo_fallback.algorithms.shared_exchange import BlockExchange
+from gloo_fallback.algorithms.shared_memory_all_to_all import BlockExchange
 from gloo_fallback.shm.slots import SLOT
 from gloo_fallback.transport.connections import SubsetConnections
 from gloo_fallback.transport.exchange import bytes_of
@@ -59,19 +61,23 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
     flat, slots, root = flat_of(call.inputs[0]), hierarchy.slots, call.root
     leader, internode = hierarchy.leader(root), hierarchy.internode(root)
     if flat.nbytes <= SMALL:
+        if leader and internode is not None:
+            slots.slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
         slots.sync_step(call)
-        if internode is not None:
-            over_sockets.small_broadcast(internode, flat, hierarchy.node_of(root))
+        if (first := hierarchy.internode()) is not None:
+            if leader:
+                flat[:] = slots.slot(leader, 0, flat.size, flat.dtype, 0)
+            over_sockets.small_broadcast(first, flat, hierarchy.node_of(root))
             slots.slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
         slots.sync_step()
-        if internode is None:
-            flat[:] = slots.slot(leader, 0, flat.size, flat.dtype, 0)
+        if first is None and internode is None:
+            flat[:] = slots.slot(0, 0, flat.size, flat.dtype, 0)
         return
     arrays = _symmetric_arrays(hierarchy, call, flat)
     hierarchy.agree(call, root)
-    step = SEGMENT // flat.itemsize
-    for start in range(0, flat.size, step):
-        chunk = flat[start : start + step]
+    chunk_size = SEGMENT // flat.itemsize
+    for start in range(0, flat.size, chunk_size):
+        chunk = flat[start : start + chunk_size]
         if internode is not None:
             node = hierarchy.node_of(root)
             chain_broadcast(internode, bytes_of(chunk), (internode.rank - node) % internode.size, node)
@@ -79,7 +85,7 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
                 slots.slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
         slots.sync_step()
         if internode is None and arrays is not None:
-            chunk[:] = arrays[leader][start : start + step]
+            chunk[:] = arrays[leader][start : start + chunk_size]
         elif internode is None:
             chunk[:] = slots.slot(leader, 0, chunk.size, chunk.dtype, 0)
     if arrays is not None:
@@ -91,7 +97,7 @@ def _symmetric_arrays(hierarchy: HierarchyContext, call: Call, flat: Flat) -> li
     slots = hierarchy.slots
     if slots.symmetric is None:
         return None
-    return direct.arrays_of_all(slots, call, [flat], [flat.size] * slots.size, flat.dtype)
+    return peer_memory.arrays_of_all(slots, call, [flat], [flat.size] * slots.size, flat.dtype)
 
 
 # --- reductions ---------------------------------------------------------------------------------------------
@@ -122,15 +128,19 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
         out[start : start + result.size] = result
 
     codec = codec_of(call, source)
-    step = chunk_elements(kernel)
+    chunk_size = chunk_elements(kernel)
     arrays = _symmetric_arrays(hierarchy, call, source)
     if codec is None:
-        reduce_in_chunks(hierarchy, call, kernel, ChunkedArray(source, step), reduce_across, collect, arrays)
+        reduce_in_chunks(
+            hierarchy, call, kernel, ChunkedArray(source, chunk_size), reduce_across, collect, arrays
+        )
         return
-    chunks = ChunkedArray(source, step - step % BLOCK)  # they begin where the codec's blocks do
+    chunks = ChunkedArray(source, chunk_size - chunk_size % BLOCK)  # they begin where the codec's blocks do
     if internode is not None:
         sizes = [chunks.size(start) for start in chunks.starts]
-        stream = compressed.Stream(internode, NodeSums(kernel, hierarchy.size), codec, sizes, kernel.acc)
+        stream = compressed.ChunkedAllReduce(
+            internode, NodeSums(kernel, hierarchy.size), codec, sizes, kernel.acc
+        )
 
     def stream_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
         stream.step(sums, result)
@@ -144,10 +154,14 @@ def reduce(hierarchy: HierarchyContext, call: Call) -> None:
     out = flat_of(call.outputs[0]) if call.outputs else None
     node = hierarchy.node_of(root)
     if _is_small(hierarchy, kernel, source):
-        sums = _exchange_sums(hierarchy, call, kernel, source, hierarchy.internode(root))
-        if sums is not None and out is not None:
-            NodeSums(kernel, hierarchy.size).combine(sums, out)
-        hierarchy.slots.sync_step()
+        slots = hierarchy.slots
+        sums = _exchange_sums(hierarchy, call, kernel, source, hierarchy.internode())
+        if sums is not None and root in hierarchy.members:
+            result = slots.slot(slots.rank, 0, source.size, source.dtype) if out is None else out
+            NodeSums(kernel, hierarchy.size).combine(sums, result)
+        slots.sync_step()
+        if sums is None and out is not None:
+            out[:] = slots.slot(0, 0, out.size, out.dtype, 0)
         return
 
     def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
@@ -175,11 +189,11 @@ def reduce_scatter(hierarchy: HierarchyContext, call: Call) -> None:
     def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
         bounds = packed.node_bounds(start)
         node_blocks = [sums[a:b] for a, b in pairwise(bounds)]
-        mine = result[: node_blocks[hierarchy.mine].size]
+        mine = result[: node_blocks[hierarchy.node_index].size]
         over_sockets.reduce_scatter_blocks(internode, NodeSums(kernel, hierarchy.size), node_blocks, mine)
 
     def collect(start: int, result: Flat) -> None:
-        low, high = packed.mine(start)
+        low, high = packed.own_bounds(start)
         out[start : start + high - low] = result[low:high]
 
     reduce_in_chunks(hierarchy, call, kernel, packed, reduce_across, collect)
@@ -211,16 +225,16 @@ def all_gather(hierarchy: HierarchyContext, call: Call) -> None:
     source, slots, internode = flat_of(call.inputs[0]), hierarchy.slots, hierarchy.internode()
     targets = blocks_of(call.outputs, call.op.joined, hierarchy.size)
     dtype = source.dtype
-    step = max(1, (SLOT - 64) // dtype.itemsize // (hierarchy.size + 1))
-    packed = PackedBlocks(targets, hierarchy, step)
-    result_offset = -(-step * dtype.itemsize // 64) * 64
+    chunk_size = max(1, (SLOT - 64) // dtype.itemsize // (hierarchy.size + 1))
+    packed = PackedBlocks(targets, hierarchy, chunk_size)
+    result_offset = -(-chunk_size * dtype.itemsize // 64) * 64
     starts = packed.starts or range(1)
     arrays = None
     if call.op.joined and source.nbytes * hierarchy.size > SMALL:  # sizes in a list may differ
         arrays = _symmetric_arrays(hierarchy, call, source)
     for s in range(len(starts) + 1):
         if s < len(starts) and arrays is None:
-            chunk = source[starts[s] : starts[s] + step]
+            chunk = source[starts[s] : starts[s] + chunk_size]
             slots.slot(slots.rank, 0, chunk.size, dtype)[:] = chunk
         slots.sync_step(None if s else call)
         if internode is not None and s < len(starts):
@@ -245,7 +259,7 @@ def _all_gather_across(
     slots = hierarchy.slots
     whole = slots.slot(slots.rank, result_offset, packed.size(start), dtype)
     blocks = [whole[a:b] for a, b in pairwise(packed.node_bounds(start))]
-    mine, low = blocks[hierarchy.mine], 0
+    mine, low = blocks[hierarchy.node_index], 0
     for r, size in enumerate(packed.local_sizes(start)):
         if arrays is None:
             mine[low : low + size] = slots.slot(r, 0, size, dtype, 0)
@@ -263,26 +277,37 @@ def gather(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None
     source, slots, root = flat_of(call.inputs[0]), hierarchy.slots, call.root
     targets = [flat_of(b) for b in call.outputs]
     internode, root_node = hierarchy.internode(root), hierarchy.node_of(root)
-    step = SLOT // source.itemsize
+    chunk_size = SLOT // source.itemsize
     sizes = counts or (source.size,) * hierarchy.size
-    same = True
-    for i, start in enumerate(chain(range(0, max(1, *sizes), step), (None,))):
+    same, checked = True, counts is not None
+    if not checked and hierarchy.leader(root):
+        if not _agree_with_root(hierarchy, call):
+            return False
+        checked = True
+    for i, start in enumerate(chain(range(0, max(1, *sizes), chunk_size), (None,))):
         if start is not None:
-            chunk = source[start : start + step]
+            chunk = source[start : start + chunk_size]
             slots.slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
-        if counts is None and i == 0:
-            same = hierarchy.sync_step_checked(call, shape_hash(call), root)
+        if not checked and i == 0:
+            same = hierarchy.sync_step_checked(call, shape_hash(call))
         else:
             slots.sync_step()
-        if counts is None and i == 1 and not hierarchy.sizes_agree(root):
+        if not checked and i == 1 and not hierarchy.sizes_agree():
             return False
         if start is not None and internode is not None and same:
-            parts = [min(max(n - start, 0), step) for n in sizes]
+            parts = [min(max(n - start, 0), chunk_size) for n in sizes]
             local = [
                 slots.slot(r, 0, parts[rank], source.dtype, 0) for r, rank in enumerate(hierarchy.members)
             ]
             _move_chunk(hierarchy, internode, targets, start, parts, local, root_node, gathers=True)
     return True
+
+
+def _agree_with_root(hierarchy: HierarchyContext, call: Call) -> bool:
+    """The agreement of a gather or scatter on a node whose root is not its first rank; True if all sizes are equal."""
+    hierarchy.sync_step_checked(call, shape_hash(call))
+    hierarchy.slots.sync_step()
+    return hierarchy.sizes_agree()
 
 
 def _move_chunk(
@@ -333,21 +358,26 @@ def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | Non
     sources = [flat_of(b) for b in call.inputs]
     internode, root_node, leader = hierarchy.internode(root), hierarchy.node_of(root), hierarchy.leader(root)
     stride = SLOT // max(len(members) for members in hierarchy.nodes) // out.itemsize * out.itemsize
-    step = stride // out.itemsize
+    chunk_size = stride // out.itemsize
     sizes = counts or (out.size,) * hierarchy.size
-    same = counts is not None or hierarchy.sync_step_checked(call, shape_hash(call), root)
-    for start in range(0, max(1, *sizes), step):
+    checked = counts is not None
+    if not checked and leader:
+        if not _agree_with_root(hierarchy, call):
+            return False
+        checked = True
+    same = checked or hierarchy.sync_step_checked(call, shape_hash(call))
+    for start in range(0, max(1, *sizes), chunk_size):
         if internode is not None and same:
-            parts = [min(max(n - start, 0), step) for n in sizes]
+            parts = [min(max(n - start, 0), chunk_size) for n in sizes]
             local = [
                 slots.slot(slots.rank, r * stride, parts[rank], out.dtype)
                 for r, rank in enumerate(hierarchy.members)
             ]
             _move_chunk(hierarchy, internode, sources, start, parts, local, root_node, gathers=False)
         slots.sync_step()
-        if counts is None and start == 0 and not hierarchy.sizes_agree(root):
+        if not checked and start == 0 and not hierarchy.sizes_agree():
             return False
-        mine = out[start : start + step]
+        mine = out[start : start + chunk_size]
         mine[:] = slots.slot(leader, slots.rank * stride, mine.size, out.dtype, 0)
     return True
 
@@ -356,6 +386,7 @@ def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
     """Block j of rank i becomes block i of rank j: through the slots within a node, otherwise by messages."""
     connections, size, rank = hierarchy.connections, hierarchy.size, hierarchy.connections.rank
     sources, targets = exchanged_blocks(call)
+    hierarchy.agree(call)  # a rank in another call takes no part in the exchange of all ranks, but in this
     table = over_sockets.agree_on_counts(connections, call)
     local = hierarchy.members
     targets[rank][:] = sources[rank]

@@ -19,7 +19,7 @@ class HierarchyContext:
     Attributes:
         connections, slots: this rank's connections and its node's shared memory.
         nodes: the group's ranks by node.
-        mine: index of this rank's node.
+        node_index: index of this rank's node.
     """
 
     def __init__(self, connections: GroupConnections, slots: Slots, nodes: Sequence[tuple[int, ...]]) -> None:
@@ -27,13 +27,13 @@ class HierarchyContext:
         self.slots = slots
         self.nodes = tuple(nodes)
         self.size = connections.size
-        self.mine = next(i for i, members in enumerate(self.nodes) if connections.rank in members)
+        self.node_index = next(i for i, members in enumerate(self.nodes) if connections.rank in members)
         self._internode: dict[int, SubsetConnections | None] = {}
 
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks (in the group) of this node."""
-        return self.nodes[self.mine]
+        return self.nodes[self.node_index]
 
     def node_of(self, rank: int) -> int:
         """Index of a rank's node."""
@@ -54,27 +54,33 @@ class HierarchyContext:
         return self._internode[root]
 
     def agree(self, call: Call, root: int = -1) -> None:
-        """Check that all ranks are in this call; complete on all ranks after the next step of the slots."""
-        self.slots.sync_step(call)
-        if (internode := self.internode(root)) is not None:
-            internode.agree()
+        """Check that all ranks are in this call; complete on all ranks after the next step of the slots.
 
-    def sync_step_checked(self, call: Call, value: int, root: int) -> bool:
+        The ranks may differ in the root, so the first ranks of the nodes compare their calls, whatever the root is. A
+        root that is not the first rank of its node waits for the result in one more step of its node.
+        """
+        self.slots.sync_step(call)
+        if (first := self.internode()) is not None:
+            first.agree()
+        if self.leader(root):
+            self.slots.sync_step()
+
+    def sync_step_checked(self, call: Call, value: int) -> bool:
         """One step of the slots that compares ``value``; after one more step :meth:`sizes_agree` has the result.
 
-        Returns the result at once on a leader, False on other ranks.
+        Returns the result at once on the first rank of each node, False on other ranks.
         """
         same = self.slots.sync_step_checked(call, value)
-        if (internode := self.internode(root)) is None:
+        if (first := self.internode()) is None:
             return False
-        none = (0,) * internode.size
-        found = internode.exchange_checked(value if same else -1, 0, lambda _: none, np.dtype(np.uint8))
+        none = (0,) * first.size
+        found = first.exchange_checked(value if same else -1, 0, lambda _: none, np.dtype(np.uint8))
         self.slots.publish_value(found is not None)
         return found is not None
 
-    def sizes_agree(self, root: int) -> bool:
-        """The result of :meth:`sync_step_checked` that this node's leader has published."""
-        return bool(self.slots.published_value(self.leader(root)))
+    def sizes_agree(self) -> bool:
+        """The result of :meth:`sync_step_checked` that the first rank of this node has published."""
+        return bool(self.slots.published_value(0))
 
 
 def reduce_node(kernel: Kernel, parts: Sequence[Flat], acc: Flat) -> None:
@@ -86,47 +92,47 @@ def reduce_node(kernel: Kernel, parts: Sequence[Flat], acc: Flat) -> None:
         kernel.begin(acc, parts[0])
         parts = parts[1:]
     for part in parts:
-        kernel.fold(acc, part)
+        kernel.reduce_into(acc, part)
 
 
 class ChunkedArray:
-    """An array split into chunks of ``step`` elements."""
+    """An array split into chunks of ``chunk_size`` elements."""
 
-    def __init__(self, source: Flat, step: int) -> None:
+    def __init__(self, source: Flat, chunk_size: int) -> None:
         self.source = source
-        self.starts = range(0, source.size, step)
-        self.step = step
+        self.starts = range(0, source.size, chunk_size)
+        self.chunk_size = chunk_size
 
     def size(self, start: int) -> int:
-        return min(self.step, self.source.size - start)
+        return min(self.chunk_size, self.source.size - start)
 
     def pack(self, start: int, into: Flat) -> None:
         into[:] = self.source[start : start + into.size]
 
 
 class PackedBlocks:
-    """One array per rank, split into chunks of ``step`` elements; a packed chunk has one block per rank, by node."""
+    """Arrays of all ranks in chunks of ``chunk_size`` elements; a packed chunk has a block per rank, by node."""
 
-    def __init__(self, arrays: Sequence[Flat], hierarchy: HierarchyContext, step: int) -> None:
+    def __init__(self, arrays: Sequence[Flat], hierarchy: HierarchyContext, chunk_size: int) -> None:
         self.arrays = [arrays[r] for members in hierarchy.nodes for r in members]
         self._sizes = np.array([array.size for array in self.arrays])
         self._shortest = int(self._sizes.min())
-        self.starts = range(0, int(self._sizes.max()), step)
-        self._step = step
+        self.starts = range(0, int(self._sizes.max()), chunk_size)
+        self._chunk_size = chunk_size
         self._firsts = [0, *accumulate(map(len, hierarchy.nodes))]  # index of each node's first block
-        first, last = self._firsts[hierarchy.mine : hierarchy.mine + 2]
+        first, last = self._firsts[hierarchy.node_index : hierarchy.node_index + 2]
         self._local = slice(first, last + 1)
         self._local_rank = hierarchy.slots.rank
         self._cached_bounds: dict[int, list[int]] = {}
 
     def _bounds(self, start: int) -> list[int]:
         """The bounds of the blocks in a packed chunk; computed once for all full chunks."""
-        key = -1 if start + self._step <= self._shortest else start
+        key = -1 if start + self._chunk_size <= self._shortest else start
         bounds = self._cached_bounds.get(key)
         if bounds is None:
             if len(self._cached_bounds) >= 8:  # few chunks are not full at a time
                 self._cached_bounds.clear()
-            lengths = np.clip(self._sizes - start, 0, self._step)
+            lengths = np.clip(self._sizes - start, 0, self._chunk_size)
             bounds = self._cached_bounds[key] = [0, *np.cumsum(lengths).tolist()]
         return bounds
 
@@ -151,7 +157,7 @@ class PackedBlocks:
         """Lengths of the blocks of this node's ranks."""
         return [high - low for low, high in pairwise(self._bounds(start)[self._local])]
 
-    def mine(self, start: int) -> tuple[int, int]:
+    def own_bounds(self, start: int) -> tuple[int, int]:
         """The bounds of this rank's block within those of its node."""
         bounds = self._bounds(start)[self._local]
         return bounds[self._local_rank] - bounds[0], bounds[self._local_rank + 1] - bounds[0]

@@ -46,8 +46,8 @@ def reduce_in_chunks(
 
     ``reduce_across(internode, start, sums, result)`` reduces a node's sums with those of the other nodes into
     ``result``; ``collect(start, result)`` copies from it. ``arrays`` are those of the node's ranks in symmetric memory,
-    which need not be copied to the slots. With a ``lag``, the result is that of so many chunks before; where there is
-    none, and after the last chunk, the arrays are empty.
+    which need not be copied to the slots. With a ``lag``, ``reduce_across`` writes the result of the chunk that was
+    passed ``lag`` steps earlier; ``result`` is empty in the first ``lag`` steps, and ``sums`` in the last ones.
     """
     slots, root = hierarchy.slots, call.root
     leader, internode = hierarchy.leader(root), hierarchy.internode(root)
@@ -63,12 +63,14 @@ def reduce_in_chunks(
             return [array[start : start + size] for array in arrays]
         return [slots.slot(r, 0, size, dtype, steps) for r in range(slots.size)]
 
+    if leader:  # the root waits for the result before it receives
+        hierarchy.agree(call, root)
     for s in range(len(sizes) + 2 + lag):
         if s < len(sizes) and arrays is None:
             source_chunks.pack(starts[s], slots.slot(slots.rank, 0, sizes[s], dtype))
-        slots.sync_step(None if s else call)
-        if s == 0 and internode is not None:
-            internode.agree()
+        slots.sync_step(None if s or leader else call)
+        if s == 0 and not leader and (first := hierarchy.internode()) is not None:
+            first.agree()
         if internode is None and s < len(sizes):
             _sum_own_part(slots, kernel, followers, contributions(starts[s], sizes[s], 0), result_offset)
         if internode is not None and 1 <= s <= len(sizes) + lag:

@@ -15,7 +15,7 @@ from unicoll.arrays.types import DType
 from unicoll.backend import Call
 
 _COPIED = 1 << 14
-"""Up to so many bytes a list of arrays is copied faster than compared with other arrays."""
+"""Maximum bytes of a list of arrays for which a copy is faster than the search for overlaps."""
 
 
 def flat_of(buffer: Buffer) -> Flat:
@@ -108,7 +108,7 @@ class NodeSums:
     def widen(self, values: Flat) -> Flat:
         return values
 
-    def fold(self, acc: Flat, values: Flat) -> None:
+    def reduce_into(self, acc: Flat, values: Flat) -> None:
         self.ufunc(acc, values, out=acc)
 
     def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
@@ -117,7 +117,7 @@ class NodeSums:
     def combine(self, blocks: Sequence[Flat], out: Flat, disjoint: bool = False) -> None:
         acc = blocks[0].copy() if len(blocks) == 1 else self.ufunc(blocks[0], blocks[1])
         for chunk in blocks[2:]:
-            self.fold(acc, chunk)
+            self.reduce_into(acc, chunk)
         self.finish(acc, out, len(blocks))
 
 

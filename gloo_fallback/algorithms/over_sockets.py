@@ -193,16 +193,16 @@ def _direct_reduce_scatter(
     """
     size, rank = connections.size, connections.rank
     longest = max(p.size for p in blocks)
-    step = max(1, min(longest, _DETERMINISTIC_BYTES // size // out.itemsize))
-    received = np.empty((size, step), out.dtype)
-    for start in range(0, longest, step):
-        mine = blocks[rank][start : start + step]
+    chunk_size = max(1, min(longest, _DETERMINISTIC_BYTES // size // out.itemsize))
+    received = np.empty((size, chunk_size), out.dtype)
+    for start in range(0, longest, chunk_size):
+        mine = blocks[rank][start : start + chunk_size]
         for distance in range(1, size):
             to, frm = (rank + distance) % size, (rank - distance) % size
-            outgoing = blocks[to][start : start + step]
+            outgoing = blocks[to][start : start + chunk_size]
             connections.duplex(to, bytes_of(outgoing), frm, bytes_of(received[frm, : mine.size]))
         parts = [mine if r == rank else received[r, : mine.size] for r in range(size)]
-        kernel.combine(parts, out[start : start + step])
+        kernel.combine(parts, out[start : start + chunk_size])
 
 
 def _deterministic_reduce(
@@ -211,9 +211,9 @@ def _deterministic_reduce(
     """As :func:`_direct_reduce_scatter`; the root then collects the blocks."""
     size, rank = connections.size, connections.rank
     # each block fits the working memory of _direct_reduce_scatter
-    step = size * max(1, _DETERMINISTIC_BYTES // size // source.itemsize)
-    for start in range(0, source.size, step):
-        segment = source[start : start + step]
+    chunk_size = size * max(1, _DETERMINISTIC_BYTES // size // source.itemsize)
+    for start in range(0, source.size, chunk_size):
+        segment = source[start : start + chunk_size]
         bounds = bounds_of(segment.size, size)
         result = np.empty(bounds[rank + 1] - bounds[rank], source.dtype)
         _direct_reduce_scatter(

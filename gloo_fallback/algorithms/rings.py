@@ -32,23 +32,23 @@ def chain_broadcast(connections: Connections, data: memoryview, position: int, r
 def chain_reduce(
     connections: Connections, kernel: ReductionKernel, source: Flat, out: Flat | None, root: int
 ) -> None:
-    """Partial results travel in a ring from the rank after the root to the root, segment by segment."""
+    """Partial results are sent in a ring from the rank after the root to the root, segment by segment."""
     position = (connections.rank - root - 1) % connections.size
     before, after = (connections.rank - 1) % connections.size, (connections.rank + 1) % connections.size
-    step = max(1, SEGMENT // kernel.acc.itemsize)
-    scratch = np.empty(min(step, source.size), kernel.acc)
-    for start in range(0, source.size, step):
-        own = source[start : start + step]
+    chunk_size = max(1, SEGMENT // kernel.acc.itemsize)
+    scratch = np.empty(min(chunk_size, source.size), kernel.acc)
+    for start in range(0, source.size, chunk_size):
+        own = source[start : start + chunk_size]
         if position == 0:
             connections.send(after, bytes_of(np.ascontiguousarray(kernel.widen(own), kernel.acc)))
             continue
         partial = scratch[: own.size]
         connections.receive(before, bytes_of(partial), partial.nbytes)
-        kernel.fold(partial, own)
+        kernel.reduce_into(partial, own)
         if out is None:
             connections.send(after, bytes_of(partial))
         else:
-            kernel.finish(partial, out[start : start + step], connections.size)
+            kernel.finish(partial, out[start : start + chunk_size], connections.size)
 
 
 def chain_scan(connections: Connections, kernel: ReductionKernel, flat: Flat, exclusive: bool) -> None:
@@ -57,10 +57,10 @@ def chain_scan(connections: Connections, kernel: ReductionKernel, flat: Flat, ex
     Contributions are reduced in rank order.
     """
     rank, last = connections.rank, connections.rank == connections.size - 1
-    step = max(1, SEGMENT // kernel.acc.itemsize)
-    scratch = np.empty(min(step, flat.size), kernel.acc)
-    for start in range(0, flat.size, step):
-        own = flat[start : start + step]
+    chunk_size = max(1, SEGMENT // kernel.acc.itemsize)
+    scratch = np.empty(min(chunk_size, flat.size), kernel.acc)
+    for start in range(0, flat.size, chunk_size):
+        own = flat[start : start + chunk_size]
         partial = scratch[: own.size]
         total = partial
         if not rank:
@@ -69,7 +69,7 @@ def chain_scan(connections: Connections, kernel: ReductionKernel, flat: Flat, ex
             connections.receive(rank - 1, bytes_of(partial), partial.nbytes)
             total = partial.copy() if exclusive else partial
             if not (exclusive and last):
-                kernel.fold(total, own)
+                kernel.reduce_into(total, own)
             kernel.finish(partial, own, connections.size)
         if not last:
             connections.send(rank + 1, bytes_of(total))
@@ -81,32 +81,32 @@ def pair_reduce_scatter(
     """Two ranks: each sends the other rank's block and reduces the received one with its own."""
     rank = connections.rank
     longest = max(p.size for p in blocks)
-    step = max(1, SEGMENT // kernel.storage.itemsize)
-    staging = np.empty(min(step, longest), kernel.storage)
-    for start in range(0, longest, step):
-        outgoing, own = blocks[1 - rank][start : start + step], blocks[rank][start : start + step]
+    chunk_size = max(1, SEGMENT // kernel.storage.itemsize)
+    staging = np.empty(min(chunk_size, longest), kernel.storage)
+    for start in range(0, longest, chunk_size):
+        outgoing, own = blocks[1 - rank][start : start + chunk_size], blocks[rank][start : start + chunk_size]
         received = staging[: own.size]
         connections.duplex(1 - rank, bytes_of(outgoing), 1 - rank, bytes_of(received))
-        kernel.combine((own, received) if rank == 0 else (received, own), out[start : start + step])
+        kernel.combine((own, received) if rank == 0 else (received, own), out[start : start + chunk_size])
 
 
 def ring_reduce_scatter(
     connections: Connections, kernel: ReductionKernel, blocks: Sequence[Flat], out: Flat
 ) -> None:
-    """The partial result of block i starts at rank i+1 and travels round the ring to rank i.
+    """The partial result of block i starts at rank i+1 and is sent round the ring to rank i.
 
     The first hop carries a rank's own data in the element type, later hops carry sums in the accumulator type.
     """
     size, rank = connections.size, connections.rank
     left, right = (rank - 1) % size, (rank + 1) % size
     wide = kernel.acc.itemsize
-    step = max(1, SEGMENT // wide)
+    chunk_size = max(1, SEGMENT // wide)
     longest = max(p.size for p in blocks)
-    width = min(step, longest)
+    width = min(chunk_size, longest)
     carry, spare = np.empty(width, kernel.acc), np.empty(width, kernel.acc)
     narrow = None if kernel.storage == kernel.acc else np.empty(width, kernel.storage)
-    for start in range(0, longest, step):
-        parts = [p[start : start + step] for p in blocks]
+    for start in range(0, longest, chunk_size):
+        parts = [p[start : start + chunk_size] for p in blocks]
         for hop in range(1, size):
             outgoing, own = parts[(rank - hop) % size], parts[(rank - hop - 1) % size]
             if hop == 1:
@@ -116,9 +116,9 @@ def ring_reduce_scatter(
             else:
                 sums = spare[: own.size]
                 connections.duplex(right, bytes_of(carry[: outgoing.size]), left, bytes_of(sums))
-                kernel.fold(sums, own)
+                kernel.reduce_into(sums, own)
             carry, spare = spare, carry
-        mine = out[start : start + step]
+        mine = out[start : start + chunk_size]
         kernel.finish(carry[: mine.size], mine, size)
 
 
@@ -129,7 +129,7 @@ def _add_first(kernel: ReductionKernel, received: Flat, own: Flat, staging: Flat
         kernel.ufunc(received, own, out=sums)
         return sums
     kernel.begin(sums, received)
-    kernel.fold(sums, own)
+    kernel.reduce_into(sums, own)
     return sums
 
 

@@ -2,10 +2,10 @@
 
 Arrays are processed in chunks that fit the slots, so the shared memory does not grow with the arrays. Reductions
 proceed in rank order, so the result does not depend on the rank that computes it. Large arrays are not copied to the
-slots if they are in symmetric memory (:mod:`~gloo_fallback.algorithms.direct`).
+slots if they are in symmetric memory (:mod:`~gloo_fallback.algorithms.peer_memory`).
 
 Small operations are one step. What they need besides the arrays, such as views of the slots, depends only on the kind
-of call and on which slot is next, so it is made once and kept (:mod:`~gloo_fallback.algorithms.shared_plans`).
+of call and on which slot is next, so it is made once and kept (:mod:`~gloo_fallback.algorithms.shared_memory_plans`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from gloo_fallback.algorithms import direct
+from gloo_fallback.algorithms import peer_memory
 from gloo_fallback.algorithms.operands import blocks_of, bounds_of, flat_of, kernel_of, slices_of
-from gloo_fallback.algorithms.shared_exchange import BlockExchange, all_to_all
-from gloo_fallback.algorithms.shared_plans import CHUNKED, WHOLE, Plan, make_plan
+from gloo_fallback.algorithms.shared_memory_all_to_all import BlockExchange, all_to_all
+from gloo_fallback.algorithms.shared_memory_plans import CHUNKED, WHOLE, Plan, make_plan
 from gloo_fallback.shm.slots import SLOT, Slots
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.backend import Call
@@ -44,11 +44,11 @@ def barrier(slots: Slots, call: Call) -> None:
 def broadcast(slots: Slots, call: Call) -> None:
     """The root's data to all, a slot at a time."""
     flat = flat_of(call.inputs[0])
-    if flat.nbytes > WHOLE and slots.may_be_direct(flat.nbytes) and direct.broadcast(slots, call, flat):
+    if flat.nbytes > WHOLE and slots.may_be_direct(flat.nbytes) and peer_memory.broadcast(slots, call, flat):
         return
-    step = SLOT // flat.itemsize
-    for start in range(0, max(flat.size, 1), step):
-        chunk = flat[start : start + step]
+    chunk_size = SLOT // flat.itemsize
+    for start in range(0, max(flat.size, 1), chunk_size):
+        chunk = flat[start : start + chunk_size]
         shared = slots.slot(call.root, 0, chunk.size, flat.dtype)
         if slots.rank == call.root:
             shared[:] = chunk
@@ -70,7 +70,7 @@ def all_reduce(slots: Slots, call: Call) -> None:
         plan.kernel.combine(plan.read, out, True)
         return
     kernel = kernel_of(call)
-    if not (slots.may_be_direct(out.nbytes) and direct.all_reduce(slots, call, kernel, source, out)):
+    if not (slots.may_be_direct(out.nbytes) and peer_memory.all_reduce(slots, call, kernel, source, out)):
         _reduce_in_chunks(slots, call, kernel, source, out)
 
 
@@ -93,7 +93,7 @@ def reduce(slots: Slots, call: Call) -> None:
             plan.kernel.combine(plan.read, out, True)
         return
     kernel = kernel_of(call)
-    if slots.symmetric is None or not direct.reduce(slots, call, kernel, source, out):
+    if slots.symmetric is None or not peer_memory.reduce(slots, call, kernel, source, out):
         _reduce_in_chunks(slots, call, kernel, source, out)
 
 
@@ -104,11 +104,11 @@ def _reduce_in_chunks(slots: Slots, call: Call, kernel: Kernel, source: Flat, ou
     chunk: one step publishes both.
     """
     half = SLOT // 2
-    step = half // source.itemsize
+    chunk_size = half // source.itemsize
     previous: tuple[int, list[int]] | None = None
     rank, size, dtype = slots.rank, slots.size, source.dtype
-    for start in range(0, source.size + step, step):
-        chunk = source[start : start + step]
+    for start in range(0, source.size + chunk_size, chunk_size):
+        chunk = source[start : start + chunk_size]
         bounds = bounds_of(chunk.size, size)
         low, high = bounds[rank], bounds[rank + 1]
         if chunk.size:
@@ -170,13 +170,13 @@ def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
     nbytes = (
         sum(block.nbytes for block in blocks) // slots.size
     )  # reading a small block is slower than the slots
-    if slots.may_be_direct(nbytes) and direct.reduce_scatter(slots, call, kernel, blocks, out, nbytes):
+    if slots.may_be_direct(nbytes) and peer_memory.reduce_scatter(slots, call, kernel, blocks, out, nbytes):
         return
     exchange = BlockExchange(slots, blocks, ())
-    for start in range(0, max(1, *(block.size for block in blocks)), exchange.step):
+    for start in range(0, max(1, *(block.size for block in blocks)), exchange.chunk_size):
         exchange.write(start)
         slots.sync_step(None if start else call)
-        mine = blocks[rank][start : start + exchange.step]
+        mine = blocks[rank][start : start + exchange.chunk_size]
         if mine.size:
             at = rank * exchange.stride
             parts = [slots.slot(r, at, mine.size, dtype, 0) for r in range(slots.size)]
@@ -190,11 +190,11 @@ def scan(slots: Slots, call: Call) -> None:
     Each rank reduces the slots of the ranks before it, a slot at a time.
     """
     flat, kernel = flat_of(call.inputs[0]), kernel_of(call)
-    if slots.symmetric is not None and flat.nbytes > WHOLE and direct.scan(slots, call, kernel, flat):
+    if slots.symmetric is not None and flat.nbytes > WHOLE and peer_memory.scan(slots, call, kernel, flat):
         return
-    step = SLOT // flat.itemsize
-    for start in range(0, max(flat.size, 1), step):
-        chunk = flat[start : start + step]
+    chunk_size = SLOT // flat.itemsize
+    for start in range(0, max(flat.size, 1), chunk_size):
+        chunk = flat[start : start + chunk_size]
         slots.slot(slots.rank, 0, chunk.size, flat.dtype)[:] = chunk
         slots.sync_step(None if start else call)
         contributions = [slots.slot(r, 0, chunk.size, flat.dtype, 0) for r in range(slots.rank)]
@@ -214,7 +214,7 @@ def all_gather(slots: Slots, call: Call) -> None:
     if plan.write is None:
         targets = blocks_of(call.outputs, call.op.joined, slots.size)
         nbytes = sum(target.nbytes for target in targets)
-        if not (slots.may_be_direct(nbytes) and direct.all_gather(slots, call, source, targets, nbytes)):
+        if not (slots.may_be_direct(nbytes) and peer_memory.all_gather(slots, call, source, targets, nbytes)):
             _all_gather_chunks(slots, call, source, targets, max(t.size for t in targets))
         return
     plan.write[...] = source
@@ -281,22 +281,24 @@ def _all_gather_chunks(
     Returns False, without effect, if ``value`` is not None and not equal on all ranks.
     """
     dtype, rank = source.dtype, slots.rank
-    step = SLOT // dtype.itemsize
-    for start in range(0, max(largest, 1), step):
-        chunk = source[start : start + step]
+    chunk_size = SLOT // dtype.itemsize
+    for start in range(0, max(largest, 1), chunk_size):
+        chunk = source[start : start + chunk_size]
         slots.slot(rank, 0, chunk.size, dtype)[:] = chunk
         if start or value is None:
             slots.sync_step(None if start else call)
         elif not slots.sync_step_checked(call, value):
             return False
         for r, target in enumerate(targets):
-            part = target[start : start + step]
+            part = target[start : start + chunk_size]
             part[:] = chunk if r == rank else slots.slot(r, 0, part.size, dtype, 0)
         nbytes = largest * dtype.itemsize * slots.size
         if (
-            (value is not None and start == 0 and largest > step)
+            (value is not None and start == 0 and largest > chunk_size)
             and slots.may_be_direct(nbytes)
-            and direct.all_gather(slots, None, source[step:], [target[step:] for target in targets], nbytes)
+            and peer_memory.all_gather(
+                slots, None, source[chunk_size:], [target[chunk_size:] for target in targets], nbytes
+            )
         ):
             break
     return True
@@ -318,23 +320,23 @@ def scatter(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bo
             return True
     dtype, rank, root = out.dtype, slots.rank, call.root
     sources = [flat_of(b) for b in call.inputs]
-    step = SLOT // slots.size // dtype.itemsize
-    stride = step * dtype.itemsize
+    chunk_size = SLOT // slots.size // dtype.itemsize
+    stride = chunk_size * dtype.itemsize
     largest = out.size if counts is None else max(counts)
-    for start in range(0, max(largest, 1), step):
+    for start in range(0, max(largest, 1), chunk_size):
         for r, source in enumerate(sources):
-            part = source[start : start + step]
+            part = source[start : start + chunk_size]
             slots.slot(rank, r * stride, part.size, dtype)[:] = part
         if start or counts is not None:
             slots.sync_step()
         elif not slots.sync_step_checked(call, value):
             return False
-        mine = out[start : start + step]
+        mine = out[start : start + chunk_size]
         mine[:] = slots.slot(root, rank * stride, mine.size, dtype, 0)
         if (
-            (counts is None and start == 0 and largest > step)
-            and slots.may_be_direct((largest - step) * dtype.itemsize * slots.size)
-            and direct.scatter(slots, sources, out, root, step)
+            (counts is None and start == 0 and largest > chunk_size)
+            and slots.may_be_direct((largest - chunk_size) * dtype.itemsize * slots.size, scatter=True)
+            and peer_memory.scatter(slots, sources, out, root, chunk_size)
         ):
             break
     return True

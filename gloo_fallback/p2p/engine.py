@@ -4,8 +4,8 @@ The sender makes the connection. A thread that waits runs progress: it reads fro
 connections, so two ranks that send to each other before either receives do not deadlock, however large the messages.
 Progress of asynchronous operations that no thread waits for runs on a thread that sleeps in ``epoll``.
 
-A blocking receive first polls its sender's connection a few times (not if ranks outnumber cores), then sleeps on all
-of them. A small blocking send is one system call.
+A blocking receive first polls its sender's ring or socket for a short time (the socket not if ranks outnumber cores),
+then sleeps on all connections. A small blocking send is one write to the ring, or one system call.
 """
 
 from __future__ import annotations
@@ -17,29 +17,23 @@ from collections import deque
 from collections.abc import Callable
 
 from gloo_fallback.p2p.connection import PeerConnection
-from gloo_fallback.p2p.errors import lost, message_mismatch, tampered, timed_out
+from gloo_fallback.p2p.connector import Connector
+from gloo_fallback.p2p.errors import lost, tampered, timed_out
 from gloo_fallback.p2p.frames import IncomingMessage, PendingMessage
 from gloo_fallback.p2p.matcher import MessageMatcher
 from gloo_fallback.p2p.progress import ProgressEngine
-from gloo_fallback.shm.ring_buffer import SHARED_THRESHOLD
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
-from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.endpoint import MESSAGES, Endpoint
 from unicoll.backend.work import HostCompletion
-from unicoll.errors import DistError, DistNetworkError, RankLostError
+from unicoll.errors import DistError, DistNetworkError
 from unicoll.net.channel import Connection
-from unicoll.net.control.wait_graph import LinkState
+from unicoll.net.control.wait_graph import MessageState
 from unicoll.net.records import TamperedError
 
 _BUFFER_BYTES = 1 << 16
 _MAX_RECEIVES = 16
 """Reads from one connection before the others are read."""
-_ATTEMPT_S = 1.0
-"""Seconds for which the progress thread waits for a peer that does not answer while sends to others wait."""
-
-
-class _PostponedError(Exception):
-    """A peer does not answer, and sends wait for connections to other peers."""
 
 
 class P2PEngine:
@@ -53,6 +47,9 @@ class P2PEngine:
 
     Attributes:
         context, died: as above.
+        lock: held while connections, queues or messages change.
+        open: the connections, by descriptor.
+        buffer: received data without a known destination.
     """
 
     def __init__(
@@ -61,39 +58,39 @@ class P2PEngine:
         self.context = context
         self.died = died
         self._endpoint = endpoint
-        self._spins = spins
         self._share = transport_preference() is not TransportPreference.TCP
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._connections: list[PeerConnection | None] = [None] * context.size
-        self._open: dict[int, PeerConnection] = {}  # by descriptor
+        self.open: dict[int, PeerConnection] = {}
         self._matcher = MessageMatcher(context.size)
-        self._to_connect: deque[PendingMessage] = deque()
+        self._connector = Connector(self, endpoint, self.lock)
         # ended operations and their errors, reported once the lock is released
         self._ended: deque[tuple[PendingMessage, BaseException | None]] = deque()
         # dropped connections: the peer, the operations that needed the connection, the error
         self._dropped: deque[tuple[int, list[PendingMessage], Exception | None]] = deque()
         self._error: DistError | None = None
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self.buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._progress = ProgressEngine(self, spins)
         self._closed = False
-        endpoint.listen(context.name, self._add_connection)
+        endpoint.listen(context.name, self.add_connection)
 
     # --- the operations ---------------------------------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
         """Send or receive, and return when the array may be used again."""
-        if call.inputs and self._send_at_once(call):
+        if self._send_at_once(call) if call.inputs else self._receive_at_once(call):
             return
         pending = PendingMessage(call, None)
         try:
             self._accept(pending)
             if not pending.completion.done():
-                if self._to_connect:
+                if self._connector.queue:
                     self._progress.wake_thread()
                 self._progress.until_done(pending)
         except BaseException:
             if not pending.completion.done():  # interrupted: no thread waits for it any more
                 self._withdraw(pending)
+                self.report_completed()
             raise
         pending.completion.wait(None)
 
@@ -109,6 +106,7 @@ class P2PEngine:
         except BaseException:
             if not pending.completion.done():  # the caller has no completion to wait for
                 self._withdraw(pending)
+                self.report_completed()
             raise
         if not pending.completion.done():
             self._progress.wake_thread()
@@ -119,25 +117,60 @@ class P2PEngine:
         connection = self._connections[call.peer]
         if connection is None or self._error is not None:
             return False
-        with self._lock:
-            if (
-                (self._to_connect and self._awaits_connection(call.peer))
-                or connection.closed
-                or not connection.try_send(call)
-            ):
+        with self.lock:
+            if self._connector.queue and self._connector.has_queued_send_to(call.peer):
                 return False
-        if connection.blocked:
+            if connection.sender.awaits_answer:
+                self._receive_available(connection)  # the answer may be there
+            sent = not connection.closed and connection.sender.try_send(call)
+        if self._ended or self._dropped:
+            self.report_completed()
+        if connection.sender.blocked:
             self._progress.wake_thread()
-        return True
+        return sent
+
+    def _receive_at_once(self, call: Call) -> bool:
+        """Receive a small message that is next in the sender's ring, if no other receive waits; False if it is not."""
+        connection = self._connections[call.peer] if call.peer >= 0 else None
+        if connection is None or not connection.receiver.shared or not self._matcher.empty(call.peer):
+            return False
+        reader = connection.receiver.reader
+        if reader is None or not reader.strong or not self._progress.try_acquire():
+            return False
+        try:
+            if not self._progress.poll_ring(reader):
+                return False
+            with self.lock:
+                if connection.closed or not self._matcher.empty(call.peer) or self._error is not None:
+                    return False
+                try:
+                    return connection.receiver.take(call)
+                except OSError as error:
+                    self.drop_connection(call.peer, error)
+                    return False
+        finally:
+            self._progress.release()
+            # room for a send of this rank, or the end of the connection, was seen
+            if self._ended or self._dropped:
+                self.report_completed()
+
+    def raise_error(self) -> None:
+        """Raise the error of a group that has failed."""
+        if self._error is not None:
+            raise self._error
 
     def _accept(self, pending: PendingMessage) -> None:
         if self._error is not None:
             raise self._error
         call = pending.call
         sends_now = bool(call.inputs) and not pending.background
-        if sends_now and self._connections[call.peer] is None and not self._awaits_connection(call.peer):
-            self._connect(pending)
-        with self._lock:
+        if (
+            sends_now
+            and self._connections[call.peer] is None
+            and not self._connector.has_queued_send_to(call.peer)
+        ):
+            self._connector.connect(pending)
+        with self.lock:
             if self._error is not None:
                 raise self._error
             if not call.inputs:
@@ -148,22 +181,16 @@ class P2PEngine:
                 self._queue(pending)
         self.report_completed()
 
-    def _awaits_connection(self, peer: int) -> bool:
-        with self._lock:
-            return any(pending.call.peer == peer for pending in self._to_connect)
-
     def _queue(self, pending: PendingMessage) -> None:
         """Queue a send behind earlier ones, also those that wait for the connection."""
         connection = self._connections[pending.call.peer]
-        if connection is not None and connection.awaits_answer and len(pending.view) >= SHARED_THRESHOLD:
+        if connection is not None and connection.sender.awaits_answer:
             self._receive_available(connection)  # the answer may be there
-        if connection is None or connection.closed or self._awaits_connection(pending.call.peer):
-            self._to_connect.append(pending)
+        if connection is None or connection.closed or self._connector.has_queued_send_to(pending.call.peer):
+            self._connector.queue.append(pending)
             self._progress.wake()  # the thread that connects may sleep until data arrives
             return
-        connection.outbox.append(pending)
-        if len(connection.outbox) == 1:
-            connection.flush()
+        connection.sender.enqueue(pending)
 
     def _match_unexpected(self, pending: PendingMessage, message: IncomingMessage) -> None:
         """Match a new receive with an unexpected message, which may be incomplete."""
@@ -178,43 +205,30 @@ class P2PEngine:
 
     def pending(self) -> bool:
         """True if any operation is pending."""
-        if self._matcher.posted or self._to_connect:
-            return True
-        return any(connection.busy for connection in self._open.copy().values())
+        return bool(self._connector.queue) or self.moves()
 
-    def spin(self, pending: PendingMessage) -> bool:
-        """Poll the connection of an operation a few times; True if data arrived."""
-        peer = pending.call.peer
-        connection = self._connections[peer] if peer >= 0 else None
-        if connection is None:
-            return False
-        lock, receive, buffer = self._lock, connection.receive, self._buffer
-        for _ in range(self._spins):
-            with lock:
-                if connection.closed:
-                    return True
-                try:
-                    receive(buffer)
-                except BlockingIOError:
-                    continue
-                except (OSError, EOFError) as error:
-                    self._drop_connection(peer, error)
-            return True
-        return False
+    def moves(self) -> bool:
+        """True if any operation that needs no further connection is pending."""
+        return bool(self._matcher.posted) or any(c.busy for c in self.open.copy().values())
+
+    @property
+    def connects(self) -> bool:
+        """True if sends wait for a connection, which only the progress thread makes."""
+        return bool(self._connector.queue)
 
     def serve(self, descriptor: int, event: int) -> None:
         """Handle an epoll event of a connection."""
-        with self._lock:
-            connection = self._open.get(descriptor)
+        with self.lock:
+            connection = self.open.get(descriptor)
             if connection is None:
                 return
             if event & select.EPOLLOUT:
-                connection.flush()
+                connection.sender.flush()
             if event & ~select.EPOLLOUT:
                 for _ in range(_MAX_RECEIVES):
                     if (
                         not self._receive_available(connection)
-                        or connection.message is None
+                        or connection.receiver.message is None
                         or connection.closed
                     ):
                         break
@@ -222,21 +236,23 @@ class P2PEngine:
     def _receive_available(self, connection: PeerConnection) -> bool:
         """Receive the data that has arrived from a peer; False if there is none."""
         try:
-            connection.receive(self._buffer)
+            connection.receiver.receive(self.buffer)
         except BlockingIOError:
             return False
         except (OSError, EOFError) as error:
-            self._drop_connection(connection.peer, error)
+            self.drop_connection(connection.peer, error)
         return True
 
     def check_deadlines(self, now: float) -> None:
         """Check deadlines and lost ranks; called every 0.1 s."""
         control = self.context.job.control
         departed = control.departed if control is not None else {}
-        died = failure_diagnosis.died(self.context)
-        with self._lock:
-            operations = [*self._matcher.posted, *(p for c in self._open.values() for p in c.outbox)]
-            operations += [p for p in map(_receiver, self._open.values()) if p is not None]
+        died = operation_errors.first_dead_member(self.context)
+        with self.lock:
+            # the attempt to connect checks the first that waits for it, and names the address in its error
+            operations = [*self._matcher.posted, *[*self._connector.queue][1:]]
+            operations += [p for c in self.open.values() for p in c.sender.outbox]
+            operations += [p for p in map(_receiver, self.open.values()) if p is not None]
         for pending in operations:
             peer = pending.call.peer
             if peer >= 0:
@@ -250,75 +266,32 @@ class P2PEngine:
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    def _add_connection(self, global_rank: int, sock: Connection) -> None:
+    def connection_to(self, peer: int) -> PeerConnection | None:
+        """The connection to a member, or None."""
+        return self._connections[peer]
+
+    def connect_pending(self) -> None:
+        """Make the connections that sends wait for, until a peer does not answer; on the progress thread."""
+        while self._connector.queue and self._connector.connect_next():
+            pass
+
+    def add_connection(self, global_rank: int, sock: Connection) -> None:
+        """A connection was made from either side."""
         peer = self.context.ranks.index(global_rank)
-        with self._lock:
+        with self.lock:
             # another thread may have dropped the connection, and closed its socket, since it arrived
             if self._closed or self._connections[peer] is not None or sock.fileno() < 0:
                 return
             connection = self._connections[peer] = PeerConnection(
                 self, peer, sock, self._progress.poll, self._share
             )
-            self._open[connection.descriptor] = connection
-
-    def _connect(self, pending: PendingMessage, queued: bool = False) -> None:
-        """Connect to the peer of a send, which is ``queued`` if other peers' sends may wait for this attempt to end."""
-        peer = pending.call.peer
-        rank, started = self.context.ranks[peer], time.monotonic()
-
-        def check() -> None:
-            now = time.monotonic()
-            if self._error is not None:
-                raise self._error
-            if now >= pending.deadline:
-                raise timed_out(self.context, pending, begun=False)
-            if queued and now - started >= _ATTEMPT_S:
-                with self._lock:
-                    if any(other.call.peer != peer for other in self._to_connect):
-                        raise _PostponedError
-
-        try:
-            sock = self._endpoint.connect((self.context.name, MESSAGES, rank), check)
-        except RankLostError as e:
-            raise lost(self.context, pending.call, rank, str(e)) from e
-        self._add_connection(rank, sock)
-
-    def connect_pending(self) -> None:
-        """Make the connections that sends wait for; on the progress thread, because it may take long."""
-        while self._to_connect:
-            self._connect_next()
-
-    def _connect_next(self) -> None:
-        with self._lock:
-            if not self._to_connect:
-                return
-            pending = self._to_connect[0]
-        error: BaseException | None = None
-        if self._connections[pending.call.peer] is None:
-            try:
-                self._connect(pending, queued=True)
-            except _PostponedError:
-                with self._lock:  # those to other peers first
-                    peer = pending.call.peer
-                    self._to_connect = deque(sorted(self._to_connect, key=lambda p: p.call.peer == peer))
-                return
-            except BaseException as e:
-                error = e
-        with self._lock:
-            if not self._to_connect or self._to_connect[0] is not pending:
-                return  # aborted meanwhile
-            connection = self._connections[pending.call.peer]
-            if error is not None:
-                self._to_connect.popleft()
-                self._ended.append((pending, error))
-            elif connection is not None:
-                self._to_connect.popleft()
-                connection.outbox.append(pending)
-                if len(connection.outbox) == 1:
-                    connection.flush()
-        self.report_completed()
+            self.open[connection.descriptor] = connection
 
     # --- callbacks of connections (under the lock) ------------------------------------------------------------------
+
+    def has_receive_for(self, peer: int, tag: int) -> bool:
+        """True if a posted receive matches such a message."""
+        return self._matcher.find_receive(peer, tag) is not None
 
     def deliver(self, peer: int, tag: int, code: int, body: memoryview) -> bool:
         """Copy a whole message into the posted receive that it matches and fits; False if there is none."""
@@ -351,8 +324,11 @@ class P2PEngine:
         if message.receive is not None:
             message.receive.call.write_back()
             self.finish(message.receive)
-        elif message.mismatched is not None:
-            self.finish(message.mismatched, message_mismatch(self.context, message.mismatched.call, message))
+        elif (receive := message.mismatched) is not None:
+            error = operation_errors.message_mismatch_error(
+                self.context, receive.call, message.size, message.code
+            )
+            self.finish(receive, error)
 
     # --- ends -----------------------------------------------------------------------------------------------------
 
@@ -375,21 +351,21 @@ class P2PEngine:
                 return
             self._fail_operations(peer, operations, why)
 
-    def _drop_connection(self, peer: int, error: Exception | None = None) -> None:
+    def drop_connection(self, peer: int, error: Exception | None = None) -> None:
         """Close the connection to a peer; the operations that need it fail."""
         connection = self._connections[peer]
         if connection is None:
             return
         self._connections[peer] = None
-        del self._open[connection.descriptor]
+        del self.open[connection.descriptor]
         connection.close()
         self._endpoint.forget((self.context.name, MESSAGES, self.context.ranks[peer]))
-        operations = [*connection.outbox, *self._matcher.cancel_all(peer)]
+        operations = [*connection.sender.outbox, *self._matcher.cancel_all(peer)]
         receiver = _receiver(connection)
         if receiver is not None:
             operations.append(receiver)
-        if connection.message is not None:
-            self._matcher.discard(peer, connection.message)
+        if connection.receiver.message is not None:
+            self._matcher.discard(peer, connection.receiver.message)
         if operations:
             self._dropped.append((peer, operations, error))
 
@@ -413,8 +389,7 @@ class P2PEngine:
             pending.completion.finish(self._error or lost(self.context, pending.call, rank, why))
 
     def _end(self, pending: PendingMessage, error: BaseException) -> None:
-        with self._lock:
-            self._matcher.cancel(pending)
+        self._withdraw(pending)
         pending.completion.finish(error)
 
     def _time_out(self, pending: PendingMessage) -> None:
@@ -423,54 +398,56 @@ class P2PEngine:
 
     def _withdraw(self, pending: PendingMessage) -> bool:
         """Cancel a send or receive; True if part of its data had moved, so that its connection was closed."""
-        with self._lock:
-            for connection in self._open.values():
-                begun = pending.begun and pending in connection.outbox
+        with self.lock:
+            for connection in self.open.values():
+                begun = pending.begun and pending in connection.sender.outbox
                 if begun or _receiver(connection) is pending:  # the rest of the stream would be unreadable
-                    self._drop_connection(connection.peer)
+                    self.drop_connection(connection.peer)
                     return True
             self._matcher.cancel(pending)
-            for queue in (self._to_connect, *(connection.outbox for connection in self._open.values())):
+            for queue in (self._connector.queue, *(c.sender.outbox for c in self.open.values())):
                 if pending in queue:
                     queue.remove(pending)
             return False
 
     def abort(self, error: DistError) -> None:
         """Make all pending and all later operations raise ``error``."""
-        with self._lock:
+        with self.lock:
             self._error = self._error or error
-            for pending in (*self._matcher.cancel_all(), *self._to_connect):
+            for pending in (*self._matcher.cancel_all(), *self._connector.queue):
                 self._ended.append((pending, self._error))
-            self._to_connect.clear()
+            self._connector.queue.clear()
             for peer in range(len(self._connections)):
-                self._drop_connection(peer)
+                self.drop_connection(peer)
         self.report_completed()
         self._progress.wake()
 
     # --- for the search of deadlocks (MessageQueues) ----------------------------------------------------------------
 
-    def awaits_peer(self, call: Call) -> bool:
+    def needs_peer(self, call: Call) -> bool:
         """True for a receive of which nothing has come, and for a queued send that needs the receiver to read."""
-        with self._lock:
-            queues = [c.outbox for c in self._open.values() if c.unsent > 0]
+        with self.lock:
+            queues = [c.sender.outbox for c in self.open.values() if c.unsent > 0]
             return any(pending.call is call for queue in (self._matcher.posted, *queues) for pending in queue)
 
-    def link(self, peer: int) -> LinkState:
+    def message_state(self, peer: int) -> MessageState:
         """The state of the messages to and from a member."""
-        with self._lock:
-            connection, dials = self._connections[peer], self._awaits_connection(peer)
+        with self.lock:
+            connection, dials = self._connections[peer], self._connector.has_queued_send_to(peer)
             if connection is None or connection.closed:
-                return LinkState(delivered=not dials)
+                return MessageState(delivered=not dials)
             delivered = connection.delivered and not dials
-            takes = -1 if self._progress.active or self.pending() else connection.takes
-            return LinkState(1, 1, delivered, connection.all_read, connection.unsent, takes)
+            receive_space = -1 if self._progress.active or self.pending() else connection.receive_space
+            return MessageState(1, 1, delivered, connection.all_read, connection.unsent, receive_space)
 
     @property
     def has_callbacks(self) -> bool:
         """True if callbacks are attached to messages in flight."""
-        with self._lock:
-            pending = [*self._matcher.posted, *self._to_connect]
-            pending += [p for c in self._open.values() for p in (*c.outbox, _receiver(c)) if p is not None]
+        with self.lock:
+            pending = [*self._matcher.posted, *self._connector.queue]
+            pending += [
+                p for c in self.open.values() for p in (*c.sender.outbox, _receiver(c)) if p is not None
+            ]
             return any(p.completion.has_callbacks for p in pending)
 
     def close(self, timeout: float) -> bool:
@@ -478,18 +455,18 @@ class P2PEngine:
         deadline = time.monotonic() + timeout
         while (unsent := self._unsent()) and time.monotonic() < deadline:
             time.sleep(0.005)
-        with self._lock:
+        with self.lock:
             self._closed = True  # a connection that arrives from now on would not be ended
         self.abort(DistNetworkError(f"group {self.context.name!r} was closed", group=self.context.name))
         self._progress.close()
         return not unsent
 
     def _unsent(self) -> bool:
-        with self._lock:
-            return any(connection.has_unsent for connection in self._open.values())
+        with self.lock:
+            return any(connection.has_unsent for connection in self.open.values())
 
 
 def _receiver(connection: PeerConnection) -> PendingMessage | None:
     """The receive of the incomplete message of a connection, or None."""
-    message = connection.message
+    message = connection.receiver.message
     return None if message is None else message.receive or message.mismatched

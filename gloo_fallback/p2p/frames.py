@@ -16,27 +16,26 @@ from unicoll.backend import Call
 from unicoll.backend.work import HostCompletion
 
 HEADER = struct.Struct("<IBBHqQQ")
-"""Magic, kind, dtype code, padding, tag, bytes of the message, bytes of this chunk of it."""
+"""Magic, kind, dtype code, padding, tag, and two numbers."""
 MAGIC = 0x736D6375
 INLINE_LIMIT = 1 << 16
 """Messages up to this size are copied behind their header and sent by one system call."""
 
 
-MESSAGE, SHARED, CHUNK, CREDIT, OFFER, ANSWER = range(6)
-"""Frame kinds.
+MESSAGE, OFFER, ANSWER, SWITCH, NOTICE = range(5)
+"""Frame kinds, and their numbers.
 
-MESSAGE: a message, followed by its bytes.
-SHARED: a message in the ring; its first chunk is there.
-CHUNK: the next chunk of that message is in the ring.
-CREDIT: so many bytes have been read from the ring.
-OFFER: the address of a ring follows.
-ANSWER: whether the ring could be mapped; the size is 0 or an error number.
+MESSAGE: a message; its size. Its bytes follow.
+OFFER: the address of a ring follows; its size.
+ANSWER: whether the ring could be mapped: 0 or an error number.
+SWITCH: all further messages are in the ring.
+NOTICE: there is data in the sender's ring, or space in the receiver's: the positions of the sender of the notice.
 """
 
 
-def frame(kind: int, size: int = 0, length: int = 0) -> bytes:
+def frame(kind: int, first: int = 0, second: int = 0) -> bytes:
     """A frame other than a message."""
-    return HEADER.pack(MAGIC, kind, 0, 0, 0, size, length)
+    return HEADER.pack(MAGIC, kind, 0, 0, 0, first, second)
 
 
 class Waker:
@@ -78,11 +77,10 @@ class PendingMessage:
         view: the array's bytes.
         background: True if callbacks may be attached to the completion.
         begun: True once part of a send has left.
-        shared: True if a send that has begun uses the ring.
         offset: bytes of a send that have left.
     """
 
-    __slots__ = ("background", "begun", "call", "completion", "deadline", "offset", "shared", "view")
+    __slots__ = ("background", "begun", "call", "completion", "deadline", "offset", "view")
 
     def __init__(self, call: Call, progress: Callable[[PendingMessage], None] | None) -> None:
         self.call = call
@@ -92,13 +90,12 @@ class PendingMessage:
         flat: Flat = (call.inputs or call.outputs)[0].flat  # type: ignore[assignment]
         self.view = flat.view(np.uint8).data
         self.begun = False
-        self.shared = False
         self.offset = 0
 
-    def header(self, kind: int, length: int = 0) -> bytes:
+    def header(self) -> bytes:
         """The header of a send."""
         call = self.call
-        return HEADER.pack(MAGIC, kind, call.inputs[0].dtype.code, 0, call.tag, len(self.view), length)
+        return HEADER.pack(MAGIC, MESSAGE, call.inputs[0].dtype.code, 0, call.tag, len(self.view), 0)
 
 
 class PostedCompletion(HostCompletion):
@@ -129,19 +126,19 @@ class IncomingMessage:
     Attributes:
         receive: the receive whose array it is written to.
         mismatched: the receive that it matches, but whose array has another size or type.
-        shared: True if it uses the ring.
         got: bytes received.
+        shared: True if its bytes come through the ring.
     """
 
     __slots__ = ("code", "got", "mismatched", "receive", "serial", "shared", "size", "tag", "view")
 
-    def __init__(self, tag: int, code: int, size: int) -> None:
+    def __init__(self, tag: int, code: int, size: int, shared: bool = False) -> None:
+        self.shared = shared
         self.tag = tag
         self.code = code
         self.size = size
         self.got = 0
         self.serial = 0
-        self.shared = False
         self.receive: PendingMessage | None = None
         self.mismatched: PendingMessage | None = None
         self.view = memoryview(b"")

@@ -47,6 +47,10 @@ class MessageMatcher:
         pending.call.source = peer
         return message
 
+    def empty(self, peer: int) -> bool:
+        """True if no receive is posted, and no message from ``peer`` is queued."""
+        return not (self.posted or self._unexpected[peer])
+
     def find_receive(self, peer: int, tag: int) -> PendingMessage | None:
         """The first posted receive that matches a message, or None."""
         for pending in self.posted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
@@ -9,18 +10,25 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from gloo_fallback.p2p.frames import PendingMessage, Waker
+from gloo_fallback.shm.ring_buffer import RingReader
 from unicoll.errors import OperationTimeoutError
 from unicoll.net import logs
 
 if TYPE_CHECKING:
+    from gloo_fallback.p2p.connection import PeerConnection
     from gloo_fallback.p2p.engine import P2PEngine
 
 log = logs.logger("gloo")
 
 _TICK_S = 0.1
 _EVENTS = 64
+_POLLS = 4
+"""Number of polls of a ring that take as long as one poll of a socket."""
+_YIELDS = 200
+_OVERSUBSCRIBED_YIELDS = 100
+"""How often the processor is yielded between polls of a ring before sleeping."""
 _FAIR_INTERVAL = 64
-"""A thread that waits for one connection polls all of them every so many rounds."""
+"""A thread that waits for one connection polls all of them once in this many rounds."""
 
 
 class ProgressEngine:
@@ -37,6 +45,7 @@ class ProgressEngine:
     def __init__(self, engine: P2PEngine, spins: int) -> None:
         self.poll = select.epoll()
         self._spins = spins
+        self._yields = _YIELDS if spins else _OVERSUBSCRIBED_YIELDS
         self._engine = engine
         self._waker = Waker()
         self.poll.register(self._waker.descriptor, select.EPOLLIN)
@@ -79,6 +88,20 @@ class ProgressEngine:
             self._progress_owner = 0
             self._progress_lock.release()
 
+    def try_acquire(self) -> bool:
+        """Acquire the progress lock, unless another thread holds it."""
+        if not self._progress_lock.acquire(blocking=False):
+            return False
+        self._progress_owner = threading.get_ident()
+        return True
+
+    def release(self) -> None:
+        """Release the progress lock; the progress thread continues if anything is pending."""
+        self._progress_owner = 0
+        self._progress_lock.release()
+        if self._engine.pending():
+            self.wake_thread()
+
     def _acquire_progress(self) -> bool:
         """Acquire the progress lock, unless another caller holds it; the progress thread gives it up."""
         if self._progress_lock.acquire(blocking=False):
@@ -108,7 +131,7 @@ class ProgressEngine:
         try:
             self._serve()
         except BaseException as e:
-            log.exception("the thread %r died", threading.current_thread().name)
+            log.exception("the thread %r ended with an exception", threading.current_thread().name)
             self._engine.died(e)
 
     def _serve(self) -> None:
@@ -116,7 +139,8 @@ class ProgressEngine:
             while True:
                 self._engine.connect_pending()
                 with self._lock:
-                    if self._closed or self._waiters or not self._engine.pending():
+                    given_up = self._waiters and not self._engine.connects
+                    if self._closed or given_up or not self._engine.pending():
                         self._thread_active = False
                         break
                 if not self._progress_lock.acquire(timeout=_TICK_S):
@@ -132,26 +156,115 @@ class ProgressEngine:
     def _progress_once(self, pending: PendingMessage | None = None) -> None:
         """Run one round of progress, waiting a tick at most; ``pending`` is the operation that the caller waits for."""
         self._rounds += 1
-        fair = self._rounds % _FAIR_INTERVAL == 0  # one busy connection must not block the others
-        if pending is None or fair or not self._engine.spin(pending):
-            for descriptor, event in self._events(pending):
-                if descriptor == self._waker.descriptor:
-                    self._waker.clear()
-                else:
-                    self._engine.serve(descriptor, event)
+        if self._rounds % _FAIR_INTERVAL == 0:  # one busy connection must not block the others
+            self._receive_shared(False)
+            self._serve_events(0)
+            self._engine.report_completed()
+        done = pending is not None and pending.completion.done()
+        if not done and (pending is None or not self._spin(pending)):
+            self._wait(pending)
         now = time.monotonic()
         if now - self._checked_at >= _TICK_S:
             self._checked_at = now
             self._engine.check_deadlines(now)
         self._engine.report_completed()
 
-    def _events(self, pending: PendingMessage | None) -> list[tuple[int, int]]:
-        """Wait for events; for a receive from any source after polling all connections a few times."""
+    def _wait(self, pending: PendingMessage | None) -> None:
+        """Wait for data; for a receive from any source after polling all connections a few times."""
         if pending is not None and pending.call.peer < 0:
             for _ in range(self._spins):
-                if events := self.poll.poll(0, _EVENTS):
-                    return events
-        return self.poll.poll(_TICK_S, _EVENTS)
+                if self._receive_shared(False) or self._serve_events(0):
+                    return
+        self._serve_events(0 if self._receive_shared(True) else _TICK_S)
+
+    # --- polling --------------------------------------------------------------------------------------------
+
+    def poll_ring(self, reader: RingReader) -> bool:
+        """Poll for data in a ring for a short time; True once there is some."""
+        reader.await_data(False)
+        return reader.poll(_POLLS * self._spins, self._yields)
+
+    def _spin(self, pending: PendingMessage) -> bool:
+        """Poll the connection of an operation for a short time; True if something may have moved."""
+        engine, peer = self._engine, pending.call.peer
+        connection = engine.connection_to(peer) if peer >= 0 else None
+        if connection is None:
+            return False
+        receiver = connection.receiver
+        reader = receiver.reader
+        if reader is not None and receiver.shared and reader.strong:
+            return self._poll_rings(connection, reader)
+        lock, receive, buffer = engine.lock, receiver.receive, engine.buffer
+        for _ in range(self._spins):
+            with lock:
+                if connection.closed:
+                    return True
+                try:
+                    receive(buffer)
+                except BlockingIOError:
+                    continue
+                except (OSError, EOFError) as error:
+                    engine.drop_connection(peer, error)
+            return True
+        return False
+
+    def _poll_rings(self, connection: PeerConnection, reader: RingReader) -> bool:
+        """Poll for data from a peer, and for space for a queued send to it; then receive and send."""
+        sender = connection.sender
+        if not sender.outbox:
+            if not self.poll_ring(reader):
+                return False
+        else:
+            reader.await_data(False)
+            for _ in range(self._yields):
+                with self._engine.lock:
+                    if connection.receiver.has_shared_data or sender.ring_has_space or connection.closed:
+                        break
+                os.sched_yield()
+            else:
+                return False
+        with self._engine.lock:
+            self._receive_from_ring(connection)
+            if sender.outbox:
+                sender.flush()
+        return True
+
+    def _receive_from_ring(self, connection: PeerConnection) -> None:
+        if not connection.closed:
+            try:
+                connection.receiver.receive_shared()
+            except OSError as error:
+                self._engine.drop_connection(connection.peer, error)
+
+    def _receive_shared(self, awaited: bool) -> bool:
+        """Receive what is in the rings; False if they are empty.
+
+        Args:
+            awaited: ask for notices: the caller is about to sleep.
+        """
+        found = False
+        with self._engine.lock:
+            for connection in [*self._engine.open.values()]:
+                receiver = connection.receiver
+                reader = receiver.reader
+                if reader is None or not receiver.shared:
+                    continue
+                if reader.await_data() if awaited else receiver.has_shared_data:
+                    found = True
+                    self._receive_from_ring(connection)
+        return found
+
+    # --- events ---------------------------------------------------------------------------------------------
+
+    def _serve_events(self, timeout: float) -> bool:
+        """Handle the events that come within ``timeout`` seconds; False if there are none."""
+        events = self.poll.poll(timeout, _EVENTS)
+        for descriptor, event in events:
+            if descriptor == self._waker.descriptor:
+                self._waker.clear()
+            else:
+                self._engine.serve(descriptor, event)
+        return bool(events)
 
     @property
     def active(self) -> bool:

@@ -10,19 +10,30 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from unicoll.arrays.kernels import Flat
-from unicoll.net import settings
+from unicoll.net import environment, logs
 
 if TYPE_CHECKING:
     from gloo_fallback.shm.slots import Slots
 
+log = logs.logger("gloo")
+
 READ_MIN, OVERSUBSCRIBED_READ_MIN = 1 << 22, 1 << 24
-"""Bytes of a collective from which reading is faster than slots; the second one if ranks outnumber cores."""
+"""Bytes of a collective from which reading is faster than slots where the system reads fast; the second one if ranks
+outnumber cores."""
+SLOW_SCATTER_MIN = 1 << 24
+"""The same for a scatter where it reads slowly: through the slots the root makes all copies one after the other."""
+_NEVER = 1 << 62
+_SAMPLE = 1 << 18
+_TIMED_COPIES = 5
+_reads_are_fast: bool | None = None  # measured in the process's first group
 _TOKEN = np.dtype(np.int64)
 
 
@@ -45,23 +56,21 @@ def address_of(array: Flat) -> int:
     return address
 
 
+@dataclass(frozen=True, slots=True)
 class PeerArray:
     """A one-dimensional array in the memory of another process, which keeps it until all have read it.
 
-    Args:
+    Attributes:
         pid: of the process.
         address: there.
         size: elements.
         dtype: their type.
     """
 
-    __slots__ = ("address", "dtype", "pid", "size")
-
-    def __init__(self, pid: int, address: int, size: int, dtype: np.dtype[Any]) -> None:
-        self.pid = pid
-        self.address = address
-        self.size = size
-        self.dtype = dtype
+    pid: int
+    address: int
+    size: int
+    dtype: np.dtype[Any]
 
     def __getitem__(self, part: slice) -> PeerArray:
         start, stop, _ = part.indices(self.size)
@@ -77,33 +86,35 @@ class PeerArray:
         _copy(self.pid, self.address, address_of(target), target.nbytes)
 
 
+@dataclass
 class PeerMemory:
     """The memory of the other ranks of this host.
 
-    Args:
+    Attributes:
         pids: of the ranks of this host, in their order.
-        minimum: bytes of a collective from which to read it.
+        minimum, scatter_minimum: bytes of a collective, and of a scatter, from which to read it.
     """
 
-    def __init__(self, pids: list[int], minimum: int) -> None:
-        self._pids = pids
-        self.minimum = minimum
+    pids: list[int]
+    minimum: int
+    scatter_minimum: int
 
     def arrays(
         self, addresses: Sequence[int], counts: Sequence[int], dtype: np.dtype[Any]
     ) -> list[PeerArray]:
         """One array of each rank of this host, of ``counts`` elements."""
-        return [PeerArray(*at, dtype) for at in zip(self._pids, addresses, counts, strict=True)]
+        return [PeerArray(*at, dtype) for at in zip(self.pids, addresses, counts, strict=True)]
 
 
 def find_peer_memory(slots: Slots, oversubscribed: bool) -> PeerMemory | None:
     """The memory of the ranks of ``slots``; None on all of them if one cannot read another's. They all call this."""
     if slots.size == 1:
         return None
-    token = np.frombuffer(secrets.token_bytes(_TOKEN.itemsize), _TOKEN)
-    enabled = _read is not None and settings.choice("UNICOLL_PEER_MEMORY") == "auto"
+    setting = environment.choice("UNICOLL_PEER_MEMORY")
+    sample = np.frombuffer(secrets.token_bytes(_TOKEN.itemsize), _TOKEN).repeat(_SAMPLE // _TOKEN.itemsize)
+    enabled = _read is not None and setting != "off"
     minimum = OVERSUBSCRIBED_READ_MIN if oversubscribed else READ_MIN
-    slots.slot(slots.rank, 0, 5, _TOKEN)[:] = (enabled, os.getpid(), address_of(token), token[0], minimum)
+    slots.slot(slots.rank, 0, 5, _TOKEN)[:] = (enabled, os.getpid(), address_of(sample), sample[0], minimum)
     slots.sync_step()
     rows = [slots.slot(rank, 0, 5, _TOKEN, 0).tolist() for rank in range(slots.size)]
     # in another namespace of processes the number may be that of another one: the token shows that
@@ -112,7 +123,43 @@ def find_peer_memory(slots: Slots, oversubscribed: bool) -> PeerMemory | None:
     )
     if not slots.sync_step_checked(None, 0 if able else -1):
         return None
-    return PeerMemory([row[1] for row in rows], max(row[4] for row in rows))
+    fast = setting == "always" or _measure_reading(slots, *rows[slots.rank - 1][1:3])
+    fast = slots.sync_step_checked(None, 0 if fast else -1)
+    pids, minimum = [row[1] for row in rows], max(row[4] for row in rows)
+    return PeerMemory(pids, minimum, minimum) if fast else PeerMemory(pids, _NEVER, SLOW_SCATTER_MIN)
+
+
+def _measure_reading(slots: Slots, pid: int, address: int) -> bool:
+    """True if the system copies a sample from another rank in less time than it takes to a slot and from a slot.
+
+    That depends on the processor and the system, so a process measures it once. The slots hold nothing else then.
+    """
+    global _reads_are_fast
+    if _reads_are_fast is not None:
+        return _reads_are_fast
+    near = np.empty(_SAMPLE // _TOKEN.itemsize, _TOKEN)
+    own, other = (slots.slot(rank, 0, near.size, _TOKEN) for rank in (slots.rank, slots.rank - 1))
+    reads, copies = [], []
+    for _ in range(_TIMED_COPIES):
+        start = time.perf_counter()
+        try:
+            _copy(pid, address, address_of(near), near.nbytes)
+        except OSError:  # the other rank has ended, which the next step reports
+            return False
+        read = time.perf_counter()
+        own[:] = near
+        near[:] = other
+        copied = time.perf_counter()
+        reads.append(read - start)
+        copies.append(copied - read)
+    _reads_are_fast = min(reads) < min(copies)
+    log.debug(
+        "reading %d KiB of another rank's memory takes %.0f us, copies to and from shared memory %.0f us",
+        _SAMPLE >> 10,
+        min(reads) * 1e6,
+        min(copies) * 1e6,
+    )
+    return _reads_are_fast
 
 
 def is_readable(array: Flat) -> bool:

@@ -1,17 +1,25 @@
-"""A ring of shared memory for the bytes of large messages between two ranks of a host, one for each direction.
+"""A ring of shared memory for the messages from one rank of a host to another, one for each direction.
 
-The sender creates the ring at its first large message to a peer and offers it over their authenticated connection. A
-peer that cannot map it answers with an error number, and all messages use the socket. The first message always uses
-the socket, so the sender does not wait for the answer. The size of the ring is fixed, whatever the message size.
+The sender creates the ring with its first message to a peer and offers it over their authenticated connection. A peer
+that cannot map it answers with an error number, and all messages use the socket. Messages use the socket until the
+peer has mapped the ring, so no send waits for the answer. The size of the ring is fixed, whatever the message size.
 
-The socket is the control channel: it carries the headers, one frame per chunk in the ring, and credit for the bytes
-read from it. Waiting is therefore sleeping on a socket, and the end of the connection reports a dead peer, with or
-without a ring.
+A message in the ring is a header followed by its bytes, padded to the size of a header. A message of one chunk is
+written as a whole if there is space, and then does not wrap around the end of the ring: if it does not fit before the
+end, a header of kind ``_SKIP`` marks that the next header is at the start. A larger message is written, and read, in
+chunks, so that both sides copy at the same time. While the ring is empty, messages that are written as a whole start
+again at its beginning, so that they use few pages, which stay in the processors' caches; not where positions come in
+notices, because the reader would have to send one for the skipped bytes.
 
-Memory order. A chunk is written to the ring before its frame is sent and read after the frame is received; space is
-reused after its credit is received, which the receiver sends after reading. Each of the four is a system call on a
-socket. What one process does before a send happens before what another does after the matching receive: the kernel
-passes the bytes under locks, which order memory on every processor. No readiness flag lies in the shared memory.
+Positions count bytes from the creation of the ring on. A side that is about to sleep sets a flag in the ring, and
+sleeps on the socket; the other side then sends a notice through the socket. So waiting is sleeping on a socket, and
+the end of the connection reports a dead peer, with or without a ring.
+
+Memory order. On x86 the positions are plain words of the shared memory: stores become visible in order, and no access
+moves before an older load. A store of a position is followed by a full barrier before the other side's flag is read,
+and a store of a flag by one before the position is read again; so one side sees the store of the other. On other
+processors positions are exchanged only in notices, one for each chunk. Sending and receiving them are system calls:
+the kernel passes the bytes under locks, which order memory on every processor.
 
 process_vm_readv would need one copy instead of two, but is slower: the kernel pins every page it reads, which costs
 more than a second copy within the cache, and only the receiver does the work.
@@ -21,54 +29,71 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import struct
+import threading
 from typing import Any
 
 import numpy as np
 
-from gloo_fallback.shm.segment import SharedSegment, create_offer, open_offer
+from gloo_fallback.shm.segment import SharedSegment, create_offer, has_strong_ordering, open_offer
 
-RING = 1 << 21
-"""Size of a ring in bytes."""
-CHUNK = 1 << 19
-"""Maximum bytes of a chunk, announced by one frame; the two sides copy different chunks at the same time."""
+_HEADER = struct.Struct("<IIqQ8x")
+"""Kind, dtype code, tag, bytes of the message."""
+_MESSAGE, _SKIP = 0x736D6375, 0x706B7375
+"""Kinds of headers: a message follows; the next header is at the start of the ring."""
+_ALIGN = _HEADER.size
+RING = (1 << 21) + (1 << 12)
+"""Size of a ring in bytes: two messages of 1 MiB fit with their headers."""
+CHUNK = 1 << 18
+"""Maximum bytes of a message that is written as a whole; of a larger one bytes that are copied before the other side
+can see them."""
+NOTICE_CHUNK = 1 << 19
+"""Instead of :data:`CHUNK`, for rings whose positions are exchanged in notices."""
 CREDIT = RING // 4
-"""Bytes read from the ring before credit is sent."""
-SHARED_THRESHOLD = 1 << 16
-"""Minimum bytes of a message that goes through the ring."""
-_MIN_CHUNK = 1 << 18
-"""Minimum bytes of a chunk, unless it is the last of a message."""
+"""The reader checks once per this many bytes whether the sender waits for space."""
+_RESTART = 1 << 17
+"""Beyond this position such messages start again at the beginning of the ring, if it is empty."""
 _COPY_WITH_GIL = 1 << 16
 """Up to this many bytes the copy keeps the GIL: releasing it costs more than the copy."""
-_ALIGN = 64
+_WRITTEN, _SPACE_AWAITED, _READ, _DATA_AWAITED = 0, 1, 16, 17
+"""64-bit words: positions, and the flags set by a side that is about to sleep. The words that one side writes often
+are two cache lines apart from those of the other, because processors fetch lines in pairs."""
+_WORDS = 32
 
 
 class _RingSide:
-    """The mapped memory of a ring and the position of this side in it."""
+    """The mapped memory of a ring.
 
-    def __init__(self, segment: SharedSegment) -> None:
+    Attributes:
+        strong: True if positions are read from the shared memory.
+        words: the positions and flags.
+        position: of the next byte that this side writes or reads.
+    """
+
+    def __init__(self, segment: SharedSegment, strong: bool) -> None:
+        start = SharedSegment.START
+        self.strong = strong
+        self.words = segment.memory[start : start + _WORDS * 8].cast("Q")
+        self.position = 0
         self._segment = segment
-        self._memory = segment.memory[SharedSegment.START :]
-        self._size = len(self._memory)
-        self._position = 0
-
-    @staticmethod
-    def padded(count: int) -> int:
-        """Bytes of the ring that a chunk of ``count`` bytes occupies."""
-        return (count + _ALIGN - 1) & -_ALIGN
-
-    def _regions(self, view: memoryview) -> list[tuple[memoryview, memoryview]]:
-        """The next one or two regions of the ring, each with its part of ``view``; advances the position."""
-        at, count = self._position, len(view)
-        self._position = (at + self.padded(count)) % self._size
-        left = self._size - at
-        if count <= left:
-            return [(self._memory[at : at + count], view)]
-        return [(self._memory[at:], view[:left]), (self._memory[: count - left], view[left:])]
+        self._memory = segment.memory[start + _WORDS * 8 :]
+        self._chunk = CHUNK if strong else NOTICE_CHUNK
+        self._barrier = threading.Lock()
 
     def close(self) -> None:
-        """Release the memory."""
+        """Release the memory; a thread that polls at this time sees an empty or an invalid ring."""
+        self.words = memoryview(bytearray(_WORDS * 8)).cast("Q")
         self._memory = memoryview(b"")
         self._segment.close()
+
+    def _take_flag(self, word: int) -> bool:
+        """Clear the flag of the other side; True if it was set, so that a notice is necessary."""
+        with self._barrier:  # a full barrier: the position is visible before the flag is read
+            if not self.words[word]:
+                return False
+        self.words[word] = 0
+        return True
 
 
 class RingWriter(_RingSide):
@@ -77,41 +102,103 @@ class RingWriter(_RingSide):
     Attributes:
         offer: the encoded address of the ring, to be sent to the receiver.
         ready: True once the receiver has mapped the ring.
-        free: bytes that may be written.
+        read: the receiver's position, where it comes in notices.
 
     Raises:
         OSError: no memory or no descriptor is available.
     """
 
     def __init__(self) -> None:
-        segment, where = create_offer(SharedSegment.START + RING)
-        super().__init__(segment)
-        self.offer = json.dumps(where).encode()
+        segment, where = create_offer(SharedSegment.START + _WORDS * 8 + RING)
+        super().__init__(segment, has_strong_ordering())
+        self.offer = json.dumps(where | {"strong": self.strong}).encode()
         self.ready = False
-        self.free = self._size
+        self.read = 0
 
     def accepted(self) -> None:
         """The receiver has mapped the ring."""
         self.ready = True
         self._segment.close_descriptor()
 
-    def next_chunk(self, left: int, size: int) -> int:
-        """Bytes of the next chunk of a message of ``size`` bytes with ``left`` unsent; 0 if credit is needed first."""
-        count = min(left, CHUNK, max(_MIN_CHUNK, size // 4))
-        return count if self.padded(count) <= self.free else 0
+    @property
+    def free(self) -> int:
+        """Bytes that may be written."""
+        return RING - self.position + (self.words[_READ] if self.strong else self.read)
 
-    def write(self, source: memoryview) -> None:
-        """Copy a chunk into the ring."""
-        self.free -= self.padded(len(source))
-        for region, data in self._regions(source):
-            _copy(region, data)
+    def put(self, code: int, tag: int, data: bytes | memoryview) -> bool:
+        """Write a whole message of at most :data:`CHUNK` bytes; False if there is no space for it."""
+        at, need, free = self.position % RING, _ALIGN + _padded(len(data)), self.free
+        left = RING - at
+        if left < need or (self.strong and free == RING and at >= max(need, _RESTART)):
+            if left + need > free:
+                return False
+            _HEADER.pack_into(self._memory, at, _SKIP, 0, 0, 0)
+            self.position += left
+            at = 0
+        elif need > free:
+            return False
+        _HEADER.pack_into(self._memory, at, _MESSAGE, code, tag, len(data))
+        _copy(self._memory[at + _ALIGN : at + _ALIGN + len(data)], data)
+        self.position += need
+        self.words[_WRITTEN] = self.position
+        return True
+
+    def begin(self, code: int, tag: int, size: int) -> bool:
+        """Write the header of a message whose bytes follow; False if there is no space for it."""
+        if self.free < _ALIGN:
+            return False
+        _HEADER.pack_into(self._memory, self.position % RING, _MESSAGE, code, tag, size)
+        self.position += _ALIGN
+        self.words[_WRITTEN] = self.position
+        return True
+
+    def write(self, rest: memoryview) -> int:
+        """Write the next chunk of a message; returns its bytes, 0 if there is no space.
+
+        Args:
+            rest: what is left of the message.
+        """
+        at = self.position % RING
+        count = min(len(rest), self._chunk, RING - at)
+        padded = _padded(count)
+        if padded > self.free:
+            return 0
+        _copy(self._memory[at : at + count], rest[:count])
+        self.position += padded
+        self.words[_WRITTEN] = self.position
+        return count
+
+    def has_space(self, left: int, begun: bool) -> bool:
+        """True if the next part of a message can be written.
+
+        Args:
+            left: bytes of the message that are not written yet.
+            begun: True if its header is written.
+        """
+        end = RING - self.position % RING
+        if begun:
+            return _padded(min(left, self._chunk, end)) <= self.free
+        if left > CHUNK:
+            return self.free >= _ALIGN
+        need = _ALIGN + _padded(left)
+        return (need if need <= end else end + need) <= self.free
+
+    def await_space(self) -> None:
+        """Ask for a notice once there is space; the caller then tries again before it sleeps."""
+        self.words[_SPACE_AWAITED] = 1
+        with self._barrier:
+            pass
+
+    def must_notify(self) -> bool:
+        """True if the receiver has to be told that something was written."""
+        return not self.strong or self._take_flag(_DATA_AWAITED)
 
 
 class RingReader(_RingSide):
     """The receiver's side of a ring.
 
     Attributes:
-        uncredited: bytes read since the last credit was sent.
+        written: the sender's position, where it comes in notices.
 
     Raises:
         OSError: this process cannot map the offered ring.
@@ -120,22 +207,112 @@ class RingReader(_RingSide):
     def __init__(self, offer: bytes) -> None:
         try:
             where: dict[str, Any] = json.loads(offer.decode())  # json.loads would guess the encoding of bytes
-        except (ValueError, RecursionError) as error:
+            strong = bool(where["strong"])
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise OSError(errno.EPROTO, "invalid address of shared memory") from error
-        super().__init__(open_offer(where))
-        if self._size != RING:
-            self.close()
+        if strong is not has_strong_ordering():
+            raise OSError(errno.EOPNOTSUPP, "UNICOLL_MEMORY_ORDER differs")
+        segment = open_offer(where)
+        if len(segment.memory) != SharedSegment.START + _WORDS * 8 + RING:
+            segment.close()
             raise OSError(errno.EPROTO, "not a ring")
-        self.uncredited = 0
+        super().__init__(segment, strong)
+        self.written = 0
+        self._checked = 0  # the position at the last check whether the sender waits
 
-    def read(self, target: memoryview) -> None:
-        """Copy a chunk out of the ring."""
-        self.uncredited += self.padded(len(target))
-        for region, data in self._regions(target):
-            _copy(data, region)
+    @property
+    def available(self) -> int:
+        """Bytes that can be read.
+
+        Raises:
+            OSError: the sender's position is invalid.
+        """
+        count = (self.words[_WRITTEN] if self.strong else self.written) - self.position
+        if not 0 <= count <= RING:
+            raise OSError(errno.EPROTO, "invalid position in a ring")
+        return count
+
+    def header(self) -> tuple[int, int, int] | None:
+        """Dtype code, tag and size of the next message, of which something is available; None if nothing is.
+
+        Raises:
+            OSError: there is no header.
+        """
+        for _ in range(2):
+            if not self.available:
+                return None
+            at = self.position % RING
+            if at % _ALIGN:
+                break
+            kind, code, tag, size = _HEADER.unpack_from(self._memory, at)
+            if kind == _MESSAGE:
+                return code, tag, size
+            if kind != _SKIP:
+                break
+            self.position += RING - at
+        raise OSError(errno.EPROTO, "invalid header in a ring")
+
+    def body(self, size: int) -> memoryview | None:
+        """The bytes behind the next header, if the message has one chunk and all of it is available."""
+        start = self.position % RING + _ALIGN
+        if size > CHUNK or _ALIGN + size > self.available or start + size > RING:
+            return None
+        return self._memory[start : start + size]
+
+    def skip(self, size: int = 0) -> None:
+        """Advance behind the next header, and the ``size`` bytes that follow it."""
+        self.position += _ALIGN + _padded(size)
+        self.words[_READ] = self.position
+
+    def read(self, rest: memoryview) -> int:
+        """Read the next chunk of a message; returns its bytes, 0 if none are available.
+
+        Args:
+            rest: the destination of what is left of the message.
+        """
+        at = self.position % RING
+        count = min(len(rest), self.available, self._chunk, RING - at)
+        _copy(rest[:count], self._memory[at : at + count])
+        self.position += _padded(count)
+        self.words[_READ] = self.position
+        return count
+
+    def await_data(self, awaited: bool = True) -> bool:
+        """Ask for a notice of data, or for none while this side polls; True if something was written already."""
+        self.words[_DATA_AWAITED] = awaited
+        with self._barrier:
+            return self.position != (self.words[_WRITTEN] if self.strong else self.written)
+
+    def poll(self, rounds: int, yields: int) -> bool:
+        """Poll for data, then yield the processor between polls; True once data has come. Needs no lock."""
+        words, position = self.words, self.position
+        for _ in range(rounds):
+            if words[_WRITTEN] != position:
+                return True
+        yield_processor = os.sched_yield
+        for _ in range(yields):
+            if words[_WRITTEN] != position:
+                return True
+            yield_processor()
+        return False
+
+    def must_notify(self) -> bool:
+        """True if the sender has to be told that there is space.
+
+        A sender without space waits while less than a chunk is free, so a check every :data:`CREDIT` bytes finds it.
+        """
+        if self.position - self._checked < CREDIT:
+            return False
+        self._checked = self.position
+        return not self.strong or self._take_flag(_SPACE_AWAITED)
 
 
-def _copy(to: memoryview, source: memoryview) -> None:
+def _padded(count: int) -> int:
+    """Bytes of the ring that ``count`` bytes of a message occupy."""
+    return (count + _ALIGN - 1) & -_ALIGN
+
+
+def _copy(to: memoryview, source: bytes | memoryview) -> None:
     if len(to) <= _COPY_WITH_GIL:
         to[:] = source
     else:

@@ -21,7 +21,7 @@ from typing import Any
 
 from gloo_fallback.shm import futex
 from unicoll.backend import Context
-from unicoll.net import settings
+from unicoll.net import environment
 from unicoll.net.timeouts import backoff
 
 _NAME = "unicoll"
@@ -90,7 +90,7 @@ def has_strong_ordering() -> bool:
 
     ``UNICOLL_MEMORY_ORDER=weak`` makes it False, to test the code for other processors.
     """
-    if settings.choice("UNICOLL_MEMORY_ORDER") == "weak":
+    if environment.choice("UNICOLL_MEMORY_ORDER") == "weak":
         return False
     return platform.machine() in ("x86_64", "AMD64")
 

@@ -1,6 +1,6 @@
 """Flags and slots in shared memory: each rank writes to its own slot, signals, and reads the slots of the others.
 
-A *step* is: write to the own slot, signal, wait for the signals of all ranks, read the slots of the others. Each rank
+A *step* is: write to its own slot, signal, wait for the signals of all ranks, read the slots of the others. Each rank
 has two slots, used alternately. A rank that writes for step s+2 has received all signals of step s+1, and a rank
 signals s+1 only after it has read everything of step s. So no slot is overwritten while it is read, and one wait per
 step suffices.
@@ -43,8 +43,12 @@ are signatures."""
 _VALUE = 6
 """The first of two words, used alternately, that :meth:`Slots.publish_value` writes."""
 _YIELDS = 2000
-_OVERSUBSCRIBED_YIELDS = 100
+_OVERSUBSCRIBED_YIELDS = 20
 _BACKGROUND_YIELDS = 20
+_PAGE, _OFFSET = 4096, 1024
+"""Slots start ``_OFFSET`` bytes behind a page's start. memcpy ("rep movsb") is 10 times as slow on AMD's Zen 3 if the
+target is 1 to 31 bytes further in its page than the source; large arrays of NumPy start 16 bytes behind a page's start,
+those of PyTorch 64 bytes."""
 _MASK = (1 << 64) - 1
 _TICK_S = 0.1
 _ARRIVED = -1.0
@@ -57,7 +61,7 @@ def size_of(ranks: int) -> int:
 
 def _slots_start(ranks: int) -> int:
     bytes_before = SharedSegment.START + ranks * _WORDS * 8 + ranks * ranks * futex.SEMAPHORE_BYTES
-    return -(-bytes_before // 4096) * 4096
+    return -(-bytes_before // _PAGE) * _PAGE + _OFFSET
 
 
 class Slots:
@@ -133,17 +137,19 @@ class Slots:
         rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
         return rows[self.rank], rows
 
-    def may_be_direct(self, nbytes: int) -> bool:
-        """True if a large collective may need no slots, which :mod:`gloo_fallback.algorithms.direct` finds out.
+    def may_be_direct(self, nbytes: int, *, scatter: bool = False) -> bool:
+        """True if a large collective may need no slots, which :mod:`gloo_fallback.algorithms.peer_memory` determines.
 
         Args:
             nbytes: of the collective, equal on all ranks.
+            scatter: True if it is a scatter.
         """
-        return self.symmetric is not None or self.may_read(nbytes)
+        return self.symmetric is not None or self.may_read(nbytes, scatter=scatter)
 
-    def may_read(self, nbytes: int) -> bool:
+    def may_read(self, nbytes: int, *, scatter: bool = False) -> bool:
         """True if the memory of the other ranks can be read, and ``nbytes`` are enough for that to be faster."""
-        return self.peers is not None and nbytes >= self.peers.minimum
+        peers = self.peers
+        return peers is not None and nbytes >= (peers.scatter_minimum if scatter else peers.minimum)
 
     def begun(self, call: Call) -> bool:
         """True if the first step of a call has begun: other ranks may have received its signal."""

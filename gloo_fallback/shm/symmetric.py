@@ -2,7 +2,7 @@
 
 The first rank of each host creates one memfd for an allocation, with a part for each rank of the host, and the others
 map it. The mapping of a rank lives as long as its array, or a view of it: the kernel frees the memory with the last
-mapping of all ranks. Collectives find an array's region by its address (:mod:`gloo_fallback.algorithms.direct`).
+mapping of all ranks. Collectives find an array's region by its address (:mod:`gloo_fallback.algorithms.peer_memory`).
 """
 
 from __future__ import annotations
@@ -98,10 +98,8 @@ class SymmetricMemory:
         """An array of zeros in shared memory; all ranks of the group call this.
 
         Args:
-            context: the group.
             execute: executes an all_gather_into_tensor.
             members: after the first exchange, the ranks of the group that share memory with this one.
-            shape, dtype: of the array.
 
         Raises, the same on all ranks:
             DistArgumentError: the ranks pass different sizes.
@@ -118,7 +116,7 @@ class SymmetricMemory:
         sizes = exchange([nbytes, text[:_TEXT]])
         if len({size for size, _ in sizes}) > 1:
             raise DistArgumentError(
-                f"symmetric_empty: the ranks of group {context.name!r} ask for different sizes: "
+                f"symmetric_empty: the ranks of group {context.name!r} allocate different sizes: "
                 + ", ".join(f"rank {r}: {each[1]}" for r, each in zip(context.ranks, sizes, strict=True)),
                 op="symmetric_empty",
                 group=context.name,

@@ -15,11 +15,12 @@ from typing import Any, NoReturn
 from gloo_fallback.p2p.errors import tampered
 from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
 from gloo_fallback.transport.striping import STRIPED, STRIPED_COMPRESSED, Stripe, advance, stripes, transfer
-from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.call import EndedCall
 from unicoll.backend.endpoint import Endpoint
 from unicoll.errors import DistError, DistNetworkError, RankLostError
-from unicoll.net.channel import Connection
+from unicoll.net.channel import Channel, Connection
+from unicoll.net.links import given_up, unacknowledged
 from unicoll.net.records import TamperedError
 
 _COLLECTIVE = "c"
@@ -29,6 +30,8 @@ _TICK_TIMEVAL = struct.pack("@ll", 0, int(_TICK_S * 1e6))
 _SYSCALL_BYTES = 1 << 18
 """Maximum bytes per system call; small enough that sends and receives alternate."""
 
+_SHOWN = 8
+"""Maximum number of connections that the report of a rank names."""
 _DONTWAIT = socket.MSG_DONTWAIT
 _NOTHING = memoryview(b"")
 
@@ -61,7 +64,8 @@ class GroupConnections(Connections):
         self._spins = spins
         self._sockets: list[Connection | None] = [None] * self.size
         self._more_sockets: list[Connection] = []
-        self._lanes: dict[int, list[Connection]] = {}
+        self._connections: dict[int, list[Connection]] = {}
+        self._names: list[tuple[int, Connection, str]] = []
         self.deadline = 0.0
         self._pollers: dict[tuple[int, int], select.poll] = {}
         self._aborting = threading.Lock()
@@ -70,13 +74,13 @@ class GroupConnections(Connections):
     # --- bytes ----------------------------------------------------------------------------------------------
 
     def send(self, peer: int, view: memoryview) -> None:
-        if len(view) >= STRIPED and len(self._lanes_to(peer)) > 1:
+        if len(view) >= STRIPED and len(self._connections_to(peer)) > 1:
             self._transfer(peer, view, peer, _NOTHING)
         else:
             self._send(peer, view)
 
     def receive(self, peer: int, view: memoryview, length: int, header: bytes | None = None) -> None:
-        if length >= STRIPED and header is None and len(self._lanes_to(peer)) > 1:
+        if length >= STRIPED and header is None and len(self._connections_to(peer)) > 1:
             self._transfer(peer, _NOTHING, peer, view[:length])
         else:
             self._receive(peer, view, length, header)
@@ -87,7 +91,7 @@ class GroupConnections(Connections):
         if (
             whole
             and max(len(outgoing), len(incoming)) >= STRIPED
-            and max(len(self._lanes_to(to)), len(self._lanes_to(frm))) > 1
+            and max(len(self._connections_to(to)), len(self._connections_to(frm))) > 1
         ):
             self._transfer(to, outgoing, frm, incoming)
         else:
@@ -96,7 +100,7 @@ class GroupConnections(Connections):
     def _transfer(self, to: int, outgoing: memoryview, frm: int, incoming: memoryview) -> None:
         """Send and receive messages of which at least one is cut into stripes."""
         parts = [*self._cut(frm, incoming, False), *self._cut(to, outgoing, True)]
-        transfer(parts, self.tick, self._connection_broken)
+        transfer(parts, self.tick, self.check_deadline, self._connection_broken)
 
     def begin(self, to: int, outgoing: memoryview) -> list[Stripe]:
         return self._cut(to, outgoing, True, STRIPED_COMPRESSED)
@@ -108,7 +112,7 @@ class GroupConnections(Connections):
     def finish(self, to: int, parts: list[Stripe], frm: int, incoming: memoryview) -> None:
         arriving = self._cut(frm, incoming, False, STRIPED_COMPRESSED)
         if self._more_sockets:
-            transfer([*arriving, *parts], self.tick, self._connection_broken)
+            transfer([*arriving, *parts], self.tick, self.check_deadline, self._connection_broken)
         else:
             self._duplex(to, parts[0].view if parts else _NOTHING, frm, incoming)
 
@@ -117,20 +121,20 @@ class GroupConnections(Connections):
             return []
         if len(view) < least:
             return [Stripe(self._sockets[peer] or self._connect(peer), peer, view, sends)]
-        return stripes(self._lanes_to(peer), peer, view, sends)
+        return stripes(self._connections_to(peer), peer, view, sends)
 
-    def _lanes_to(self, peer: int) -> list[Connection]:
+    def _connections_to(self, peer: int) -> list[Connection]:
         """The connections that large messages to and from a peer use; they are made on first use."""
-        lanes = self._lanes.get(peer)
-        if lanes is None:
-            lanes = [self._sockets[peer] or self._connect(peer)]
+        connections = self._connections.get(peer)
+        if connections is None:
+            connections = [self._sockets[peer] or self._connect(peer)]
             try:
                 count = self._endpoint.connections_to(self.context.ranks[peer], self.tick)
             except DistError as e:
                 self.fail(e)
-            lanes += [self._connect(peer, lane) for lane in range(1, count)]
-            self._lanes[peer] = lanes
-        return lanes
+            connections += [self._connect(peer, number) for number in range(1, count)]
+            self._connections[peer] = connections
+        return connections
 
     def _send(self, peer: int, view: memoryview) -> None:
         sock = self._sockets[peer] or self._connect(peer)
@@ -142,6 +146,7 @@ class GroupConnections(Connections):
             self._connection_broken(peer, e)
         total = len(view)
         while sent < total:
+            self.check_deadline()
             try:
                 sent += sock.send(view[sent : sent + _SYSCALL_BYTES])
             except BlockingIOError:
@@ -154,6 +159,8 @@ class GroupConnections(Connections):
         got = 0
         spins = self._spins
         while True:
+            if not spins:
+                self.check_deadline()
             try:
                 count = sock.recv_into(view[got:] if got else view, length - got, _DONTWAIT if spins else 0)
             except BlockingIOError:
@@ -199,6 +206,7 @@ class GroupConnections(Connections):
                 self._connection_broken(frm, e)
             if moved:
                 idle = 0
+                self.check_deadline()
             else:
                 idle += 1
                 if idle > self._spins and not self._poller(to, frm).poll(_TICK_S * 1000):
@@ -221,11 +229,12 @@ class GroupConnections(Connections):
 
     # --- connections ----------------------------------------------------------------------------------------
 
-    def _connect(self, peer: int, lane: int = 0) -> Connection:
-        """Make the connection to a member, or with ``lane`` one of the others that large messages use."""
-        kind = f"{_COLLECTIVE}{lane}" if lane else _COLLECTIVE
+    def _connect(self, peer: int, number: int = 0) -> Connection:
+        """Connect to a member. ``number`` > 0 is a further connection, which large messages use."""
+        kind = f"{_COLLECTIVE}{number}" if number else _COLLECTIVE
         try:
             sock = self._endpoint.connect((self.context.name, kind, self.context.ranks[peer]), self.tick)
+            name = self._endpoint.describe(self.context.ranks[peer], sock)
         except RankLostError as e:
             self.fail(self._lost(peer, str(e)))
         except DistError as e:
@@ -233,11 +242,14 @@ class GroupConnections(Connections):
         # a send or receive that makes no progress for a tick returns, so that deadline and failures are checked
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK_TIMEVAL)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK_TIMEVAL)
+        if isinstance(sock, Channel):
+            sock.part_moved = self.check_deadline
         with self._aborting:
-            if lane:
+            if number:
                 self._more_sockets.append(sock)
             else:
                 self._sockets[peer] = sock
+            self._names.append((peer, sock, name))
         if self.error is not None:
             raise self.error
         return sock
@@ -252,7 +264,18 @@ class GroupConnections(Connections):
         if not self.deadline:
             self.deadline = now - _TICK_S + call.timeout
         if now >= self.deadline:
-            self.fail(failure_diagnosis.timed_out(self.context, call))
+            self.fail(operation_errors.timeout_error(self.context, call, self.links))
+
+    def check_deadline(self) -> None:
+        """Check the deadline while a message moves in parts: a slow connection may never be idle for a tick."""
+        now = time.monotonic()
+        if now < self.deadline:
+            return
+        if self.deadline:
+            self.tick()
+        else:
+            assert self.call is not None
+            self.deadline = now + self.call.timeout
 
     # --- failing --------------------------------------------------------------------------------------------
 
@@ -278,7 +301,7 @@ class GroupConnections(Connections):
             self._endpoint.close_group(self.context.name)
 
     def fail(self, error: DistError) -> NoReturn:
-        failure_diagnosis.fail_group(self, error)
+        operation_errors.fail_group(self, error)
 
     def unreadable(self, peer: int, cause: OSError) -> NoReturn:
         """Raise the error for a member whose memory cannot be read: it died, or left the call and freed its arrays."""
@@ -301,12 +324,15 @@ class GroupConnections(Connections):
                     self.fail(self._lost(context.ranks.index(rank), control.departed[rank]))
         if self.error is not None:
             raise self.error.with_traceback(None) from None
+        lost = [name for member, sock, name in self._names if member == peer and given_up(sock, cause)]
+        if lost:
+            what = f"does not acknowledge what was sent from {'; '.join(lost)}"
         reason = f"{self.context.who(peer)} {what}" + (f": {cause}" if cause else "")
         self.fail(self._lost(peer, reason))
 
     def _lost(self, peer: int, reason: str) -> RankLostError:
         assert self.call is not None
-        return failure_diagnosis.lost(self.context, self.call, peer, reason)
+        return operation_errors.rank_lost_error(self.context, self.call, peer, reason)
 
     def _bad_header(self, peer: int, header: bytes) -> NoReturn:
         context = self.context
@@ -318,7 +344,7 @@ class GroupConnections(Connections):
     def mismatch(self, peer: int, seq: int) -> NoReturn:
         """Raise the error for a member that is in another call, with sequence number ``seq``."""
         assert self.call is not None
-        self.fail(failure_diagnosis.mismatch(self.context, self.call, peer, seq))
+        self.fail(operation_errors.mismatch_error(self.context, self.call, peer, seq))
 
     def check_peer(self, peer: int) -> bool:
         """True if a member has ended; for waits in shared memory. Raises after the deadline."""
@@ -334,7 +360,14 @@ class GroupConnections(Connections):
 
     def report(self) -> dict[str, Any]:
         """The operations of this rank in the group, for the errors of other ranks; called on the control thread."""
-        return failure_diagnosis.report(self.call, self.last)
+        return operation_errors.report(self.call, self.last, self.links())
+
+    def links(self) -> str:
+        """The connections on which the other host acknowledges nothing, and addresses that do not answer."""
+        lost = [f"{name}: {state}" for _, sock, name in self._names if (state := unacknowledged(sock))]
+        found = lost + self._endpoint.unanswered(self.context.name)
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        return "; ".join(found[:_SHOWN]) + more
 
 
 def _is_running(pid: int) -> bool:

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from gloo_fallback.algorithms import circulant, compressed, hierarchical, rings, shared_memory
-from gloo_fallback.algorithms import over_sockets as algorithms
+from gloo_fallback.algorithms import circulant, compressed, hierarchical, over_sockets, rings, shared_memory
 from gloo_fallback.algorithms.hierarchy_context import HierarchyContext
 from gloo_fallback.shm import symmetric
 from gloo_fallback.shm.slots import SLOT, Slots, size_of
@@ -53,18 +52,18 @@ class Transport:
         module: the module of algorithms.
         target: their first argument: connections, slots, or a hierarchy.
         description: the transport and the reason for it, for :func:`unicoll.explain`.
-        staging: maximum bytes that this rank allocates besides the arrays, independent of their size. Not included:
+        buffer_bytes: maximum bytes that this rank allocates besides the arrays, whatever their size. Not included:
             of an all_to_all the size tables (two of 16 n^2 bytes for n ranks, over sockets or by host) and copies of
             inputs that the outputs overlap; Python objects such as the plans of exchanges; a thread's buffers for the
-            conversion of half types.
+            conversion of float16 and bfloat16.
         slots: the shared memory, or None.
     """
 
     def __init__(
-        self, module: ModuleType, target: Any, description: str, staging: int, slots: Slots | None = None
+        self, module: ModuleType, target: Any, description: str, buffer_bytes: int, slots: Slots | None = None
     ) -> None:
         self.description = description
-        self.staging = staging
+        self.buffer_bytes = buffer_bytes
         self.slots = slots
         self.target = target
         self.table = _table(module)
@@ -76,66 +75,64 @@ class Transport:
 
 
 def select_transport(connections: GroupConnections, spins: int) -> Transport:
-    """Select the transport together with the other ranks; called in the group's first collective."""
+    """Select the transport together with the other ranks, and log it; called in the group's first collective."""
+    transport = _select(connections, spins)
+    logs.logger("gloo").info("group %r %s", connections.context.name, transport.description)
+    return transport
+
+
+def _select(connections: GroupConnections, spins: int) -> Transport:
     topology, slots = build_topology(connections, spins)
     if slots is not None and len(topology.members) == 1:
-        staging = -(-size_of(slots.size) // slots.size)
+        buffer_bytes = -(-size_of(slots.size) // slots.size)
         copies = "" if slots.peers is not None else ", and cannot read each other's memory"
         return Transport(
-            shared_memory, slots, f"over shared memory: {topology.reason}{copies}", staging, slots
+            shared_memory, slots, f"over shared memory: {topology.reason}{copies}", buffer_bytes, slots
         )
     if slots is not None and not connections.deterministic:
         description = (
             f"over shared memory within {_host_counts(topology)}, sockets between them: {topology.reason}"
         )
         target = HierarchyContext(connections, slots, topology.members)
-        staging = -(-size_of(slots.size) // slots.size) + between_hosts(len(topology.members))
-        return Transport(hierarchical, target, description, staging, slots)
+        buffer_bytes = -(-size_of(slots.size) // slots.size) + leader_buffer_bytes(len(topology.members))
+        return Transport(hierarchical, target, description, buffer_bytes, slots)
     reason = topology.reason
     if slots is not None:
         slots.close()
         reason = "deterministic between hosts"
-    transport = Transport(
-        algorithms,
-        connections,
-        f"over sockets: {reason}",
-        over_sockets(connections.size, connections.deterministic),
-    )
-    logs.logger("gloo").info("group %r %s", connections.context.name, transport.description)
-    return transport
+    buffer_bytes = socket_buffer_bytes(connections.size, connections.deterministic)
+    return Transport(over_sockets, connections, f"over sockets: {reason}", buffer_bytes)
 
 
-def over_sockets(size: int, deterministic: bool) -> int:
+def socket_buffer_bytes(size: int, deterministic: bool) -> int:
     """Maximum bytes that one of ``size`` ranks allocates for a collective over sockets.
 
-    The sum of the scratch memory of the exchanges and of the working memory of one algorithm. A ring needs two
-    segments of sums, and with half types the first segment received. The circulant algorithm needs the working array
-    and a receive buffer, which is half as large for equal blocks and at most as large for unequal ones. A
-    deterministic reduction needs all ranks' contributions to a chunk, and the chunk. A compressed one needs messages to
-    and from all ranks.
+    The buffers of the exchanges and the buffers of one algorithm. A ring needs two segments of sums, and with float16
+    or bfloat16 the first segment received. The circulant algorithm needs the array of sums and a receive buffer, which
+    is half as large for equal blocks and at most as large for unequal ones. A deterministic reduction needs all ranks'
+    contributions to a chunk, and the chunk. A compressed one needs messages to and from all ranks.
     """
     ring = rings.SEGMENT * 5 // 2
-    direct = algorithms._DETERMINISTIC_BYTES + algorithms._DETERMINISTIC_BYTES // size
+    direct = over_sockets._DETERMINISTIC_BYTES + over_sockets._DETERMINISTIC_BYTES // size
     rounds = min(circulant.LIMIT, size * circulant.BLOCK) if size > 2 else 0
     work = max(direct, rounds) if deterministic else max(ring, 2 * rounds, compressed.working_memory(size))
-    return _scratch(algorithms.SMALL * size // (size - 1)) + work
+    return _exchange_buffers(over_sockets.SMALL * size // (size - 1)) + work
 
 
-def between_hosts(nodes: int) -> int:
+def leader_buffer_bytes(nodes: int) -> int:
     """Maximum bytes that a leader allocates for the traffic between hosts, besides its slots.
 
-    The sums of its node take up to two thirds of a slot (half types: a chunk and its sums fill one), and the working
-    memory twice as much, which exceeds two segments of a ring, or that of a compressed reduction of such a chunk;
-    scratch memory of the exchanges. Every rank can be a leader. A small reduce to a root that is not the first rank of
-    its host has separate scratch memory for each root.
+    The sums of its node take up to two thirds of a slot (float16, bfloat16: a chunk and its sums fill one), and the
+    buffers of the algorithm twice as much, which exceeds two segments of a ring, or those of a compressed reduction of
+    such a chunk; then the buffers of the exchanges. Every rank can be a leader.
     """
     sums = SLOT * 2 // 3
     work = max(2 * sums, compressed.streaming_memory(nodes, SLOT // 2))
-    return sums + work + _scratch(algorithms.SMALL)
+    return sums + work + _exchange_buffers(over_sockets.SMALL)
 
 
-def _scratch(contributions: int) -> int:
-    """Scratch memory of exchanges, which grows by doubling."""
+def _exchange_buffers(contributions: int) -> int:
+    """Bytes of the buffers of the exchanges, which grow by doubling."""
     return 2 * (HEADER_SIZE + contributions)
 
 

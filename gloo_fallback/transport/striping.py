@@ -39,18 +39,24 @@ def stripes(sockets: list[Connection], peer: int, view: memoryview, sends: bool)
 
 
 def transfer(
-    parts: list[Stripe], tick: Callable[[], None], broken: Callable[[int, Exception | None], None]
+    parts: list[Stripe],
+    tick: Callable[[], None],
+    progressed: Callable[[], None],
+    broken: Callable[[int, Exception | None], None],
 ) -> None:
     """Send and receive the parts of messages concurrently.
 
     Args:
         parts: to and from any peers, one for each connection and direction.
         tick: called every 0.1 s without progress; raises to stop.
+        progressed: called while parts move; raises to stop.
         broken: called with a peer and the error of its connection, None at its end; raises.
     """
     left = list(parts)
     while left:
-        if not advance(left, broken):
+        if advance(left, broken):
+            progressed()
+        else:
             _wait(left, tick)
 
 

@@ -29,7 +29,7 @@ from gloo_fallback.shm.slots import SemaphoreSlots, Slots, size_of
 from gloo_fallback.transport.connections import GroupConnections
 from unicoll.backend import Context
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistNetworkError
-from unicoll.net import settings
+from unicoll.net import environment
 
 _SIMULATED_HOST_SIZE = 2
 """Ranks of each simulated host under UNICOLL_TRANSPORT=hierarchical."""
@@ -50,7 +50,7 @@ def transport_preference() -> TransportPreference:
     Raises:
         DistArgumentError: the value of ``UNICOLL_TRANSPORT`` is invalid.
     """
-    return TransportPreference[settings.choice("UNICOLL_TRANSPORT").upper()]
+    return TransportPreference[environment.choice("UNICOLL_TRANSPORT").upper()]
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,9 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
     segment = None
     try:
         if not topology.all_separate:
-            mine = topology.of(connections.rank)
-            segment = _segment(connections, mine)
-            unable = _ranks_without_segment(connections, segment is not None or len(mine) == 1)
+            node_ranks = topology.of(connections.rank)
+            segment = _segment(connections, node_ranks)
+            unable = _ranks_without_segment(connections, segment is not None or len(node_ranks) == 1)
             if unable:
                 topology = without_ranks(topology, unable, names[unable[0]])
         if len(topology.members) > 1 and any(b.preference is TransportPreference.SHM for b in infos):
@@ -143,10 +143,10 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
         if topology.all_separate:
             return topology, None
         kind = Slots if all(b.strong_ordering for b in infos) else SemaphoreSlots
-        mine = topology.of(connections.rank)
-        memory = create_private(size_of(1)) if len(mine) == 1 else segment
+        node_ranks = topology.of(connections.rank)
+        memory = create_private(size_of(1)) if len(node_ranks) == 1 else segment
         assert memory is not None
-        slots = kind(connections, mine, memory, spins)
+        slots = kind(connections, node_ranks, memory, spins)
         slots.peers = find_peer_memory(slots, not spins)
         return topology, slots
     finally:

@@ -16,11 +16,11 @@ from typing import Any
 from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
 from mpi_comm.p2p.matcher import EAGER_LIMIT, PACK, RequestMatcher
 from mpi_comm.p2p.requests import PendingRequest
-from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistBackendError, DistError, GroupAbortedError, OperationTimeoutError
 from unicoll.net import logs
-from unicoll.net.control.wait_graph import LinkState
+from unicoll.net.control.wait_graph import MessageState
 from unicoll.net.timeouts import backoff
 
 log = logs.logger("mpi")
@@ -161,7 +161,7 @@ class MPIP2PEngine:
         try:
             self._serve()
         except BaseException as e:
-            log.exception("the thread %r died", threading.current_thread().name)
+            log.exception("the thread %r ended with an exception", threading.current_thread().name)
             self._died(e)
 
     def _serve(self) -> None:
@@ -207,7 +207,7 @@ class MPIP2PEngine:
             self.abort(error)
             return
         requests = self._matcher.pending_requests()
-        died = failure_diagnosis.died(self._context)
+        died = operation_errors.first_dead_member(self._context)
         for request in requests:
             if request.completion.done():
                 continue
@@ -230,7 +230,7 @@ class MPIP2PEngine:
     def _lost(self, call: Call, rank: int) -> DistError:
         control = self._context.job.control
         assert control is not None
-        return failure_diagnosis.lost(
+        return operation_errors.rank_lost_error(
             self._context, call, self._context.ranks.index(rank), control.departed[rank]
         )
 
@@ -239,9 +239,9 @@ class MPIP2PEngine:
         if request.matched or request.mpi_requests:
             if request.matched:
                 peer = call.source
-            moved = "sent" if request.matched else "taken"
-            state = f"has not {moved} all of it; MPI keeps the array until it has, or until the job ends"
-        self._end(request, failure_diagnosis.message_timed_out(self._context, call, peer, state))
+            moved = "arrived" if request.matched else "been received"
+            state = f"the message has not {moved} completely; MPI keeps the array until then, or until the job ends"
+        self._end(request, operation_errors.message_timeout_error(self._context, call, peer, state))
 
     def _end(self, request: PendingRequest, error: BaseException) -> None:
         self._matcher.withdraw(request)
@@ -249,13 +249,13 @@ class MPIP2PEngine:
 
     # --- for the search of deadlocks (MessageQueues) -------------------------------------------------------------
 
-    def awaits_peer(self, call: Call) -> bool:
+    def needs_peer(self, call: Call) -> bool:
         """True for a receive whose message has not come; False for a send, which MPI may end without the receiver."""
-        return self._matcher.awaits_peer(call)
+        return self._matcher.needs_peer(call)
 
-    def link(self, peer: int) -> LinkState:
+    def message_state(self, peer: int) -> MessageState:
         """The state of the messages to and from a member."""
-        return self._matcher.link(peer)
+        return self._matcher.message_state(peer)
 
     # --- ends ----------------------------------------------------------------------------------------------------
 

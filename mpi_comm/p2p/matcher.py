@@ -25,10 +25,10 @@ from mpi_comm.group_communicator import HEADER_TAG, PAYLOAD_TAGS, GroupCommunica
 from mpi_comm.p2p.requests import ArrivedMessage, PendingRequest, all_done
 from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
 from unicoll.arrays.kernels import Flat
-from unicoll.arrays.types import DTYPES
 from unicoll.backend import Call, Context
+from unicoll.backend.operation_errors import check_message
 from unicoll.errors import MessageMismatchError
-from unicoll.net.control.wait_graph import LinkState
+from unicoll.net.control.wait_graph import MessageState
 
 _HEADER = struct.Struct("<qqqq")
 """The user's tag, dtype code, bytes of payload, MPI's tag of the payload (0 if it is in the same message)."""
@@ -37,7 +37,6 @@ EAGER_LIMIT = 4096
 """Bytes of the longest message that is sent together with its header."""
 _CHUNK = 1 << 30
 """Bytes of payload in one MPI message: counts stay far below 2^31."""
-_DTYPE_NAMES = {d.code: d.name for d in DTYPES}
 _MATCH_WAIT_S = 0.002
 """How long an announced payload waits for a matching receive before it is received into temporary memory."""
 
@@ -251,24 +250,15 @@ class RequestMatcher:
         """Complete the receive of a message that has arrived in full; with an error if sizes or dtypes differ."""
         request = message.receiver
         assert request is not None
-        call = request.call
-        buffer = call.outputs[0]
-        if message.fits(request):
-            if message.data is not None and message.data is not request.view:
-                deliver_bytes(request.view, message.data)
-            call.write_back()
-            request.completion.finish()
+        try:
+            check_message(self._context, request.call, message.size, message.dtype_code)
+        except MessageMismatchError as error:
+            request.completion.finish(error)
             return
-        sent = f"{message.size} bytes of {_DTYPE_NAMES.get(message.dtype_code, '?')}"
-        request.completion.finish(
-            MessageMismatchError(
-                f"{call.describe()}: {self._context.who(message.peer)} sent {sent}, the array holds"
-                f" {buffer.nbytes} bytes of {buffer.dtype}",
-                group=self._context.name,
-                rank=self._context.ranks[message.peer],
-                op=call.op.name,
-            )
-        )
+        if message.data is not None and message.data is not request.view:
+            deliver_bytes(request.view, message.data)
+        request.call.write_back()
+        request.completion.finish()
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -278,17 +268,17 @@ class RequestMatcher:
             incoming = [m.receiver for m in self._incoming if m.receiver is not None]
             return [*self._posted, *self._sending, *incoming]
 
-    def awaits_peer(self, call: Call) -> bool:
+    def needs_peer(self, call: Call) -> bool:
         """True for a receive whose message has not come."""
         with self._lock:
             return any(request.call is call for request in self._posted)
 
-    def link(self, peer: int) -> LinkState:
+    def message_state(self, peer: int) -> MessageState:
         """The numbers of messages to and from a member."""
         with self._lock:
             sent = next(self.sent[peer]) - self._links[peer]
             self._links[peer] += 1
-            return LinkState(sent, self._received[peer])
+            return MessageState(sent, self._received[peer])
 
     def pending(self) -> bool:
         """True if any operation or payload is pending."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi_comm.runtime.cuda_aware import CudaAwareness, group_awareness
-from mpi_comm.runtime.lifetime import Runtime, runtime
+from mpi_comm.runtime.init_finalize import Runtime, runtime
 from unicoll.backend import Context, Job
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unicoll.net import settings
+from unicoll.net import environment
 
 OVERRIDE = "UNICOLL_MPI_CUDA"
 _KINDS = "mpi_memory_alloc_kinds"
@@ -50,7 +50,7 @@ def user_setting() -> bool | None:
     Raises:
         DistArgumentError: it is not a boolean.
     """
-    return settings.flag(OVERRIDE)
+    return environment.flag(OVERRIDE)
 
 
 def detect(mpi: Any, library: str, loaded: Callable[[], Sequence[Any]] | None = None) -> CudaAwareness:

@@ -26,14 +26,14 @@ _WARNING_S = 20.0
 
 
 class Purpose(NamedTuple):
-    """What the members agree on, for messages: "starting NCCL", "start NCCL", and a hint for who waits long."""
+    """What the members agree on, for messages: "starting NCCL", "start NCCL", a hint for a warning of a long wait."""
 
     doing: str
     to_do: str
     hint: str = ""
 
 
-def decide(
+def gather_and_decide(
     context: Context,
     prefix: str,
     facts: dict[str, Any],
@@ -44,11 +44,8 @@ def decide(
     """Publish this member's facts; rank 0's answer to the facts of all members, which call this, is returned.
 
     Args:
-        context: the group.
         prefix: of the store's keys; unused before.
         facts: of this member, for JSON.
-        purpose: of the decision.
-        deadline: on the clock of ``time.monotonic``.
         choose: gives the answer from the facts of all members, in group order; called on rank 0.
 
     Raises:
@@ -62,18 +59,18 @@ def decide(
     store.set(keys[context.rank], json.dumps(facts))
     if context.rank:
         await_keys(context, [answer], purpose, deadline, members)
-        return value_of(context, json.loads(store.get(answer)))
+        return result_or_raise(context, json.loads(store.get(answer)))
 
     def chosen() -> Any:
         await_keys(context, keys, purpose, deadline, members)
         return choose([json.loads(text) for text in store.multi_get(keys)])
 
-    outcome = outcome_of(context, chosen, purpose)
+    outcome = outcome_to_publish(context, chosen, purpose)
     store.set(answer, json.dumps(outcome))
-    return value_of(context, outcome)
+    return result_or_raise(context, outcome)
 
 
-def outcome_of(context: Context, function: Callable[[], Any], purpose: Purpose) -> dict[str, Any]:
+def outcome_to_publish(context: Context, function: Callable[[], Any], purpose: Purpose) -> dict[str, Any]:
     """The result of a function or its error, to be published; the control plane notifies of a lost rank."""
     try:
         return {"value": function()}
@@ -86,7 +83,7 @@ def outcome_of(context: Context, function: Callable[[], Any], purpose: Purpose) 
         return {"kind": "", "error": f"{context.who(context.rank)} could not {purpose.to_do}: {e}"}
 
 
-def value_of(context: Context, outcome: dict[str, Any]) -> Any:
+def result_or_raise(context: Context, outcome: dict[str, Any]) -> Any:
     """The result that a rank has published; raise the error if it published one."""
     if "value" in outcome:
         return outcome["value"]

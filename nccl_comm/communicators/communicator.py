@@ -10,8 +10,8 @@ from functools import partial
 from typing import TypeVar
 
 from nccl_comm.communicators.teardown import TeardownThreads
-from nccl_comm.library.api import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
 from nccl_comm.library.errors import error_for
+from nccl_comm.library.interface import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
 from nccl_comm.library.types import factor_bytes
 from unicoll.arrays.cuda import Cuda, backoff
 from unicoll.backend import Call, Context
@@ -37,12 +37,8 @@ class Communicator:
     it until a deadline, or until the group has failed.
 
     Args:
-        context: the group.
-        nccl, cuda: the libraries.
-        device: ordinal of the device.
         begin: the function that makes the communicator; returns NCCL's code and the slot of the handle.
         what: name of NCCL's function, for errors.
-        deadline: on the clock of ``time.monotonic``.
         check: called while waiting, with the call that waits or None; raises the error that has ended the group.
 
     Attributes:
@@ -145,7 +141,7 @@ class Communicator:
             handle, self.handle = self.handle, 0
         return handle
 
-    def settle(self, code: int, what: str, deadline: float) -> None:
+    def await_completion(self, code: int, what: str, deadline: float) -> None:
         """Wait while NCCL is in progress with a call; raise its error.
 
         Success may mean that, too: some functions of NCCL (split, shrink, windows from 2.28 on) return it for a
@@ -220,48 +216,26 @@ class Communicator:
         what = f"ncclCommWindowRegister of {nbytes} bytes"
         begin = partial(self.nccl.window_register, self.handle, ptr, nbytes, True)
         code, slot = self.on_thread(begin, what, deadline)
-        self.settle(code, what, deadline)
+        self.await_completion(code, what, deadline)
         return slot.value or 0
 
     # --- other communicators made from this one ---------------------------------------------------------------------
 
-    def split(self, context: Context | None, config: Config, deadline: float) -> Communicator | None:
-        """A communicator of some of the members; the others call this with ``context`` None."""
-        color = min(context.ranks) if context is not None else None
-        key = context.rank if context is not None else 0
-
-        def begin() -> tuple[int, HandleSlot]:
-            return self._await_handle(
-                "ncclCommSplit", deadline, self.nccl.comm_split(self.handle, color, key, config)
-            )
-
-        if context is None:
-            code, _ = self.on_thread(begin, "ncclCommSplit", deadline)
-            if code:
-                raise self.error(code, "ncclCommSplit", None)
-            return None
-        return Communicator(
-            context, self.nccl, self.cuda, self.device, begin, "ncclCommSplit", deadline, self._check
-        )
+    def split(self, color: int | None, key: int, config: Config, deadline: float) -> tuple[int, HandleSlot]:
+        """Take part in a split, on a thread that may be abandoned; without a color as no member of a new group."""
+        made = self.nccl.comm_split(self.handle, color, key, config)
+        return self._await_handle("ncclCommSplit", deadline, made)
 
     def shrink(
-        self,
-        context: Context,
-        excluded: list[int],
-        config: Config,
-        deadline: float,
-        check: Callable[[Call | None], None],
-    ) -> Communicator:
-        """A communicator of the remaining members; ``check`` is that of the new group."""
+        self, excluded: list[int], config: Config, deadline: float, check: Callable[[Call | None], None]
+    ) -> tuple[int, HandleSlot]:
+        """The handle of a communicator of the remaining members, on a thread that may be abandoned.
 
-        def begin() -> tuple[int, HandleSlot]:
-            self._check = check  # this group may have failed, which does not stop the new one
-            made = self.nccl.comm_shrink(self.handle, excluded, config, True)
-            return self._await_handle("ncclCommShrink", deadline, made)
-
-        return Communicator(
-            context, self.nccl, self.cuda, self.device, begin, "ncclCommShrink", deadline, check
-        )
+        ``check`` is that of the new group: this one may have failed, which does not stop the new one.
+        """
+        self._check = check
+        made = self.nccl.comm_shrink(self.handle, excluded, config, True)
+        return self._await_handle("ncclCommShrink", deadline, made)
 
     def _await_handle(
         self, what: str, deadline: float, made: tuple[int, HandleSlot]
@@ -269,7 +243,7 @@ class Communicator:
         """Wait until this communicator has made another: the new handle may not be there before."""
         code, slot = made
         if code in (SUCCESS, IN_PROGRESS):
-            self.settle(code, what, deadline)
+            self.await_completion(code, what, deadline)
             code = SUCCESS
         return code, slot
 

@@ -31,8 +31,6 @@ def bound_device(context: Context, cuda: Cuda, explicit: bool) -> int | None:
     """The device of a group before its first array: ``device_id``, else the launcher's local rank, else None.
 
     Args:
-        context: the group.
-        cuda: the CUDA driver.
         explicit: whether the user chose NCCL by name; the local rank counts only then.
 
     Raises:

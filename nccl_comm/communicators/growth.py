@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 
 from nccl_comm.communicators.agreement import await_keys
-from nccl_comm.communicators.bootstrap import STARTING
 from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.communicators.devices import bound_device
+from nccl_comm.communicators.unique_id import STARTING
 from unicoll.arrays.cuda import Cuda
 from unicoll.backend import Context
 from unicoll.errors import DistArgumentError
@@ -35,7 +35,7 @@ def await_growth(context: Context, deadline: float) -> str:
     """The members' decision, on a new rank.
 
     Raises:
-        OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.decide`.
+        OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.gather_and_decide`.
     """
     key = _key(context)
     await_keys(context, [key], STARTING, deadline, {key: 0})

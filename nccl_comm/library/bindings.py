@@ -1,7 +1,7 @@
 """libnccl by ctypes: every function that the backend uses, with the signature of ``nccl.h`` 2.18 to 2.32.
 
-Functions whose signature is the protocol's are the library's own, bound as they are: a call costs ctypes' conversion of
-its arguments and nothing more. ctypes lets other threads run while NCCL works.
+Functions with the same signature as in the protocol are the ctypes functions themselves, without a Python wrapper: a
+call costs ctypes' conversion of its arguments and nothing more. ctypes lets other threads run while NCCL works.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
-from nccl_comm.library.api import UNIQUE_ID_BYTES, Config, HandleSlot, Operations
+from nccl_comm.library.interface import UNIQUE_ID_BYTES, Config, HandleSlot, Operations
 from nccl_comm.library.structs import (
     NO_COLOR,
     ConfigStruct,
@@ -36,6 +36,29 @@ _EIGHT_BYTES_EACH = platform.machine() in ("x86_64", "aarch64")
 
 Then all arguments can be declared as pointers, which ctypes converts in half the time that it needs for numbers.
 """
+
+DIRECT = {
+    "comm_finalize": "ncclCommFinalize",
+    "comm_destroy": "ncclCommDestroy",
+    "comm_abort": "ncclCommAbort",
+    "group_start": "ncclGroupStart",
+    "group_end": "ncclGroupEnd",
+    "all_reduce": "ncclAllReduce",
+    "broadcast": "ncclBroadcast",
+    "reduce": "ncclReduce",
+    "all_gather": "ncclAllGather",
+    "reduce_scatter": "ncclReduceScatter",
+    "send": "ncclSend",
+    "recv": "ncclRecv",
+    "all_to_all": "ncclAlltoAll",
+    "put_signal": "ncclPutSignal",
+    "signal": "ncclSignal",
+    "redop_destroy": "ncclRedOpDestroy",
+    "mem_free": "ncclMemFree",
+    "window_deregister": "ncclCommWindowDeregister",
+    "comm_deregister": "ncclCommDeregister",
+}
+"""Methods of the protocol that are the library's functions as they are; their arguments are positional."""
 
 _out = POINTER(c_void_p)
 _config = POINTER(ConfigStruct)
@@ -66,27 +89,9 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "ncclSend": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
     "ncclRecv": (_ptr, c_size_t, c_int, c_int, _comm, _stream),
     "ncclAlltoAll": (_ptr, _ptr, c_size_t, c_int, _comm, _stream),
-    "ncclPutSignal": (
-        _ptr,
-        c_size_t,
-        c_int,
-        c_int,
-        c_void_p,
-        c_size_t,
-        c_int,
-        c_int,
-        c_uint,
-        _comm,
-        _stream,
-    ),
+    "ncclPutSignal": (_ptr, c_size_t, c_int, c_int, c_void_p, c_size_t, c_int, c_int, c_uint, _comm, _stream),
     "ncclSignal": (c_int, c_int, c_int, c_uint, _comm, _stream),
     "ncclWaitSignal": (c_int, POINTER(WaitSignal), _comm, _stream),
-    "ncclAllReduceConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
-    "ncclBroadcastConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
-    "ncclReduceConfig": (_ptr, _ptr, c_size_t, c_int, c_int, c_int, _comm, _stream, _call_config),
-    "ncclAllGatherConfig": (_ptr, _ptr, c_size_t, c_int, _comm, _stream, _call_config),
-    "ncclReduceScatterConfig": (_ptr, _ptr, c_size_t, c_int, c_int, _comm, _stream, _call_config),
-    "ncclAlltoAllConfig": (_ptr, _ptr, c_size_t, c_int, _comm, _stream, _call_config),
     "ncclRedOpCreatePreMulSum": (POINTER(c_int), c_void_p, c_int, c_int, _comm),
     "ncclRedOpDestroy": (c_int, _comm),
     "ncclMemAlloc": (_out, c_size_t),
@@ -98,50 +103,25 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 """The arguments of each function; all return ncclResult_t but ncclGetLastError, which returns text."""
 
-DIRECT = {
-    "comm_finalize": "ncclCommFinalize",
-    "comm_destroy": "ncclCommDestroy",
-    "comm_abort": "ncclCommAbort",
-    "group_start": "ncclGroupStart",
-    "group_end": "ncclGroupEnd",
-    "all_reduce": "ncclAllReduce",
-    "broadcast": "ncclBroadcast",
-    "reduce": "ncclReduce",
-    "all_gather": "ncclAllGather",
-    "reduce_scatter": "ncclReduceScatter",
-    "send": "ncclSend",
-    "recv": "ncclRecv",
-    "all_to_all": "ncclAlltoAll",
-    "put_signal": "ncclPutSignal",
-    "signal": "ncclSignal",
-    "redop_destroy": "ncclRedOpDestroy",
-    "mem_free": "ncclMemFree",
-    "window_deregister": "ncclCommWindowDeregister",
-    "comm_deregister": "ncclCommDeregister",
-}
-"""Methods of the protocol that are the library's functions as they are; their arguments are positional."""
-
 WITH_CONFIG = {
-    "all_reduce": "ncclAllReduceConfig",
-    "broadcast": "ncclBroadcastConfig",
-    "reduce": "ncclReduceConfig",
-    "all_gather": "ncclAllGatherConfig",
-    "reduce_scatter": "ncclReduceScatterConfig",
-    "all_to_all": "ncclAlltoAllConfig",
+    name: f"{DIRECT[name]}Config"
+    for name in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 }
-"""The same collectives as functions whose additional last argument is an ``ncclCollConfig_t``; from 2.31."""
+"""Collectives as functions whose additional last argument is an ``ncclCollConfig_t``; from 2.31."""
+SIGNATURES |= {f"{DIRECT[name]}Config": (*SIGNATURES[DIRECT[name]], _call_config) for name in WITH_CONFIG}
+
+_POSITIONAL = {*DIRECT.values(), *WITH_CONFIG.values()}
 _WITHOUT_CONFIG = ("send", "recv", "put_signal", "signal", "wait_signal")
 """The other operations, which take no options."""
 
 
 class Bindings:
-    """One loaded libnccl, as :class:`nccl_comm.library.api.Nccl`.
+    """One loaded libnccl, as :class:`nccl_comm.library.interface.Nccl`.
 
     A function that the library lacks raises DistBackendError when it is called.
 
     Args:
         library: the loaded library, a ``ctypes.CDLL``, with NCCL's functions as attributes.
-        path: the file that it was loaded from.
 
     Raises:
         DistBackendError: ncclGetVersion fails.
@@ -158,26 +138,9 @@ class Bindings:
         if code:
             raise DistBackendError(f"ncclGetVersion of {path} returns {code}")
         self.version = number.value
+        self._c = SimpleNamespace(**{symbol: self._function(symbol) for symbol in SIGNATURES})
         for name, symbol in DIRECT.items():
-            setattr(self, name, self._function(symbol, direct=True))
-        self._with_config = {
-            name: self._function(symbol, direct=True) for name, symbol in WITH_CONFIG.items()
-        }
-        self._get_unique_id = self._function("ncclGetUniqueId")
-        self._get_last_error = self._function("ncclGetLastError")
-        self._comm_init = self._function("ncclCommInitRankConfig")
-        self._comm_init_scalable = self._function("ncclCommInitRankScalable")
-        self._comm_split = self._function("ncclCommSplit")
-        self._comm_shrink = self._function("ncclCommShrink")
-        self._comm_unique_id = self._function("ncclCommGetUniqueId")
-        self._comm_grow = self._function("ncclCommGrow")
-        self._comm_state = self._function("ncclCommGetAsyncError")
-        self._comm_revoke = self._function("ncclCommRevoke")
-        self._wait_signal = self._function("ncclWaitSignal")
-        self._premul_sum = self._function("ncclRedOpCreatePreMulSum")
-        self._mem_alloc = self._function("ncclMemAlloc")
-        self._window_register = self._function("ncclCommWindowRegister")
-        self._comm_register = self._function("ncclCommRegister")
+            setattr(self, name, getattr(self._c, symbol))
 
     def __repr__(self) -> str:
         return f"NCCL {version_text(self.version)} ({self.path})" if self.version else self.path
@@ -192,7 +155,7 @@ class Bindings:
 
     def last_error(self, comm: int = 0) -> str:
         """NCCL's text for the last error of the process; "" if there was none."""
-        text: bytes | None = self._get_last_error(comm)
+        text: bytes | None = self._c.ncclGetLastError(comm)
         return (text or b"").decode(errors="replace").strip()
 
     # --- communicators ---
@@ -200,7 +163,7 @@ class Bindings:
     def unique_id(self) -> tuple[int, bytes]:
         """A new id. NCCL starts a thread that listens for the ranks; the process must not fork afterwards."""
         unique_id = UniqueId()
-        return self._get_unique_id(byref(unique_id)), bytes(unique_id)
+        return self._c.ncclGetUniqueId(byref(unique_id)), bytes(unique_id)
 
     def comm_init(
         self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config
@@ -212,14 +175,14 @@ class Bindings:
         slot, options = c_void_p(), config_struct(config, self.version)
         ids = (UniqueId * len(unique_ids)).from_buffer_copy(b"".join(unique_ids))
         if len(ids) == 1:
-            return self._comm_init(byref(slot), size, ids[0], rank, byref(options)), slot
-        return self._comm_init_scalable(byref(slot), size, rank, len(ids), ids, byref(options)), slot
+            return self._c.ncclCommInitRankConfig(byref(slot), size, ids[0], rank, byref(options)), slot
+        return self._c.ncclCommInitRankScalable(byref(slot), size, rank, len(ids), ids, byref(options)), slot
 
     def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, HandleSlot]:
         """Take part in a split; the slot is written while ``comm`` is in progress, and stays None without a color."""
         slot, options = c_void_p(), config_struct(config, self.version)
         number = NO_COLOR if color is None else color
-        return self._keep(self._comm_split(comm, number, key, byref(slot), byref(options)), slot)
+        return self._keep(self._c.ncclCommSplit(comm, number, key, byref(slot), byref(options)), slot)
 
     def comm_shrink(
         self, comm: int, excluded: Sequence[int], config: Config, abort: bool
@@ -229,13 +192,13 @@ class Bindings:
         ranks = (c_int * len(excluded))(*excluded)
         flags = _SHRINK_ABORT if abort else _SHRINK_DEFAULT
         return self._keep(
-            self._comm_shrink(comm, ranks, len(excluded), byref(slot), byref(options), flags), slot
+            self._c.ncclCommShrink(comm, ranks, len(excluded), byref(slot), byref(options), flags), slot
         )
 
     def comm_unique_id(self, comm: int) -> tuple[int, bytes]:
         """An id for growing a communicator that has no work, once; from 2.29."""
         unique_id = UniqueId()
-        return self._comm_unique_id(comm, byref(unique_id)), bytes(unique_id)
+        return self._c.ncclCommGetUniqueId(comm, byref(unique_id)), bytes(unique_id)
 
     def comm_grow(
         self, comm: int, size: int, unique_id: bytes | None, rank: int, config: Config
@@ -244,18 +207,18 @@ class Bindings:
         slot, options = c_void_p(), config_struct(config, self.version)
         own_id = None if unique_id is None else byref(UniqueId.from_buffer_copy(unique_id))
         return self._keep(
-            self._comm_grow(comm or None, size, own_id, rank, byref(slot), byref(options)), slot
+            self._c.ncclCommGrow(comm or None, size, own_id, rank, byref(slot), byref(options)), slot
         )
 
     def comm_state(self, comm: int) -> tuple[int, int]:
         """ncclCommGetAsyncError: the call's own code, and the communicator's state."""
         state = c_int()
-        code = self._comm_state(comm, byref(state))
+        code = self._c.ncclCommGetAsyncError(comm, byref(state))
         return code, state.value
 
     def comm_revoke(self, comm: int) -> int:
         """Stop the operations of a communicator, but keep it; from 2.28.7."""
-        code: int = self._comm_revoke(comm, _REVOKE_DEFAULT)
+        code: int = self._c.ncclCommRevoke(comm, _REVOKE_DEFAULT)
         return code
 
     # --- operations with options, a factor or a list ---
@@ -263,13 +226,14 @@ class Bindings:
     def wait_signal(self, signals: Sequence[tuple[int, int]], comm: int, stream: int) -> int:
         """Make a stream wait for signals, whose list NCCL reads before this returns; from 2.29."""
         array = (WaitSignal * len(signals))(*(WaitSignal(count, peer, 0, 0) for peer, count in signals))
-        code: int = self._wait_signal(len(array), array, comm, stream)
+        code: int = self._c.ncclWaitSignal(len(array), array, comm, stream)
         return code
 
     def with_options(self, options: CallOptions) -> Operations:
         """The operations with options, which the collectives pass to NCCL in each call; from 2.31."""
         config = byref(call_config_struct(options, self.version))  # NCCL reads it before it returns
-        collectives = {name: _with_last(function, config) for name, function in self._with_config.items()}
+        functions = {name: getattr(self._c, symbol) for name, symbol in WITH_CONFIG.items()}
+        collectives = {name: _with_last(function, config) for name, function in functions.items()}
         others = {name: getattr(self, name) for name in _WITHOUT_CONFIG}
         return cast(Operations, SimpleNamespace(version=self.version, **collectives, **others))
 
@@ -277,7 +241,9 @@ class Bindings:
         """An operation that multiplies by ``factor``, which NCCL reads before this returns, and sums."""
         op = c_int()
         scalar = (c_ubyte * len(factor)).from_buffer_copy(factor)
-        code = self._premul_sum(byref(op), ctypes.addressof(scalar), dtype, _HOST_IMMEDIATE, comm)
+        code = self._c.ncclRedOpCreatePreMulSum(
+            byref(op), ctypes.addressof(scalar), dtype, _HOST_IMMEDIATE, comm
+        )
         return code, op.value
 
     # --- memory ---
@@ -285,19 +251,19 @@ class Bindings:
     def mem_alloc(self, nbytes: int) -> tuple[int, int]:
         """Memory of the current device that NCCL can register as a window; from 2.19."""
         slot = c_void_p()
-        code = self._mem_alloc(byref(slot), nbytes)
+        code = self._c.ncclMemAlloc(byref(slot), nbytes)
         return code, slot.value or 0
 
     def window_register(self, comm: int, ptr: int, nbytes: int, symmetric: bool) -> tuple[int, HandleSlot]:
         """Register memory, on all ranks; the slot is written while ``comm`` is in progress; from 2.27."""
         slot = c_void_p()
         flags = _WINDOW_SYMMETRIC if symmetric else _WINDOW_DEFAULT
-        return self._keep(self._window_register(comm, ptr, nbytes, byref(slot), flags), slot)
+        return self._keep(self._c.ncclCommWindowRegister(comm, ptr, nbytes, byref(slot), flags), slot)
 
     def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:
         """Register memory on this rank alone, for transports without copies; from 2.19."""
         slot = c_void_p()
-        code = self._comm_register(comm, ptr, nbytes, byref(slot))
+        code = self._c.ncclCommRegister(comm, ptr, nbytes, byref(slot))
         return code, slot.value or 0
 
     # --- helpers ---
@@ -305,19 +271,19 @@ class Bindings:
     def _keep(self, code: int, slot: c_void_p) -> tuple[int, c_void_p]:
         """Keep the memory to which NCCL will write, for good: a caller that stops waiting may drop the slot.
 
-        The code does not tell whether NCCL has written: it can be success for what has only begun.
+        The code does not show whether NCCL has written: it can be success for what has only begun.
         """
         self._slots.append(slot)
         return code, slot
 
-    def _function(self, symbol: str, direct: bool = False) -> Callable[..., Any]:
+    def _function(self, symbol: str) -> Callable[..., Any]:
         """A function of the library with its signature, or one that raises because the library lacks it."""
         if not self.has(symbol):
             return self._missing(symbol)
         found = getattr(self._library, symbol)
         found.restype = c_char_p if symbol == "ncclGetLastError" else c_int
         found.argtypes = SIGNATURES[symbol]
-        if direct and _EIGHT_BYTES_EACH:
+        if symbol in _POSITIONAL and _EIGHT_BYTES_EACH:
             found.argtypes = (c_void_p,) * len(SIGNATURES[symbol])
         return found  # type: ignore[no-any-return]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nccl_comm.library.api import Nccl
+from nccl_comm.library.interface import Nccl
 from nccl_comm.library.structs import version_text
 from unicoll.arrays.cuda import CudaError
 from unicoll.errors import (
@@ -62,7 +62,7 @@ def error_for(
 
     Args:
         code: ncclResult_t.
-        nccl: the library that returned it, which is asked for its last error.
+        nccl: the library that returned it; its last error is added.
         comm: the communicator, or 0.
         what: the function, or the call's description.
         group, op, seq: attributes of the exception, as far as they are known.

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
-from nccl_comm.library.api import Nccl
 from nccl_comm.library.bindings import Bindings
+from nccl_comm.library.interface import Nccl
 from nccl_comm.library.structs import version_text
 from unicoll.errors import BackendUnavailableError, DistError
 

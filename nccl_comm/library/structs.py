@@ -6,7 +6,7 @@ import ctypes
 from ctypes import c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from typing import Any, ClassVar
 
-from nccl_comm.library.api import UNIQUE_ID_BYTES, Config
+from nccl_comm.library.interface import UNIQUE_ID_BYTES, Config
 from unicoll.backend.options import CallOptions
 from unicoll.errors import DistArgumentError
 

@@ -13,25 +13,32 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nccl_comm.library import api
+from nccl_comm.library import interface
 from unicoll.arrays.types import DType, Reduction
 
-BYTES = api.DATA_TYPES["int8"]
+BYTES = interface.DATA_TYPES["int8"]
 FP8_VERSION = 22400
 """The first version with the 8-bit floating types (2.24)."""
 _PREMUL = -1
 """Placeholder of an operation that is created with the call's factor."""
 
 _PLAIN = {
-    "SUM": api.SUM,
-    "AVG": api.AVG,
-    "PRODUCT": api.PROD,
-    "MIN": api.MIN,
-    "MAX": api.MAX,
+    "SUM": interface.SUM,
+    "AVG": interface.AVG,
+    "PRODUCT": interface.PROD,
+    "MIN": interface.MIN,
+    "MAX": interface.MAX,
     "PREMUL_SUM": _PREMUL,
 }
-_BOOL = {"SUM": api.MAX, "MAX": api.MAX, "BOR": api.MAX, "PRODUCT": api.MIN, "MIN": api.MIN, "BAND": api.MIN}
-_COMPLEX = {"SUM": api.SUM, "AVG": api.AVG, "PREMUL_SUM": _PREMUL}
+_BOOL = {
+    "SUM": interface.MAX,
+    "MAX": interface.MAX,
+    "BOR": interface.MAX,
+    "PRODUCT": interface.MIN,
+    "MIN": interface.MIN,
+    "BAND": interface.MIN,
+}
+_COMPLEX = {"SUM": interface.SUM, "AVG": interface.AVG, "PREMUL_SUM": _PREMUL}
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
@@ -60,13 +67,13 @@ def native_reduction(dtype: DType, reduction: Reduction, version: int) -> Native
     name = dtype.name
     if dtype.kind == "b":
         op = _BOOL.get(reduction.name)
-        return None if op is None else NativeReduction(api.DATA_TYPES["uint8"], op, 1)
+        return None if op is None else NativeReduction(interface.DATA_TYPES["uint8"], op, 1)
     if dtype.kind == "c":
         op = _COMPLEX.get(reduction.name)
         if op is None or isinstance(reduction.factor, complex):
             return None
-        return NativeReduction(api.DATA_TYPES[_PARTS[name]], op, 2)
-    op, code = _PLAIN.get(reduction.name), api.DATA_TYPES.get(name)
+        return NativeReduction(interface.DATA_TYPES[_PARTS[name]], op, 2)
+    op, code = _PLAIN.get(reduction.name), interface.DATA_TYPES.get(name)
     if op is None or code is None:
         return None
     if name.startswith("float8") and (version < FP8_VERSION or op == _PREMUL):

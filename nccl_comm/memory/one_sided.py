@@ -9,10 +9,10 @@ from typing import Any
 
 from nccl_comm.call_options import AnyCommunicator
 from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.library.api import Nccl
+from nccl_comm.library.interface import Nccl
 from nccl_comm.library.structs import version_text
 from nccl_comm.library.types import BYTES
-from nccl_comm.memory.registration import Region
+from nccl_comm.memory.registered_memory import Region
 from unicoll.backend import Call, OneSidedCall
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 
@@ -29,7 +29,7 @@ def check_one_sided(call: Call, nccl: Nccl) -> None:
     """Raise BackendUnavailableError if NCCL is too old, DistArgumentError if the call's array is not on a GPU."""
     if not nccl.has("ncclPutSignal"):
         raise BackendUnavailableError(
-            f"{call.op.name}: NCCL {version_text(nccl.version)} has no one-sided operations, which came with 2.29",
+            f"{call.op.name}: one-sided operations need NCCL 2.29; this is {version_text(nccl.version)}",
             op=call.op.name,
         )
     if call.inputs[0].device.type != "cuda":
@@ -39,8 +39,8 @@ def check_one_sided(call: Call, nccl: Nccl) -> None:
 def no_window(call: Call, group: str) -> DistArgumentError:
     """The error of a call in a group that has had no symmetric window."""
     return DistArgumentError(
-        f"{call.op.name}: group {group!r} has had no symmetric window, with which NCCL sets one-sided operations up:"
-        " call symmetric_empty() or register(symmetric=True) on all ranks before",
+        f"{call.op.name}: group {group!r} has had no symmetric window yet; NCCL needs one for one-sided operations:"
+        " call symmetric_empty() or register(symmetric=True) on all ranks first",
         op=call.op.name,
     )
 
@@ -51,15 +51,11 @@ def set_up(
     """Set one-sided operations up after a communicator's first window, on all ranks, as NCCL 2.31 does itself.
 
     NCCL 2.29 and 2.30 do it within the first one-sided operation of each rank, which waits for all ranks to make one,
-    though the others may have none to make. So each rank signals itself here. A non-blocking communicator that cannot
-    signal would not survive that: with those it is left to the first operation.
+    though the others may have none to make. So each rank signals itself here. A failed signal would end a
+    non-blocking communicator, so for those the first one-sided operation does the set-up.
 
     Args:
-        comm: the communicator.
-        blocking: whether it is.
-        stream: of the group.
         lock: held by a thread that issues operations on the device.
-        deadline: on the clock of ``time.monotonic``.
     """
     nccl, what = comm.nccl, "setting one-sided operations up"
     if not nccl.has("ncclSignal") or nccl.version >= _SET_UP_BY_WINDOWS or not blocking:
@@ -68,15 +64,14 @@ def set_up(
     with lock:
         code = comm.on_thread(signal, what, deadline)
         if code not in _UNSUPPORTED:
-            comm.settle(code, what, deadline)
-            comm.settle(nccl.wait_signal([(comm.rank, 1)], comm.handle, stream), what, deadline)
+            comm.await_completion(code, what, deadline)
+            comm.await_completion(nccl.wait_signal([(comm.rank, 1)], comm.handle, stream), what, deadline)
 
 
 def check_put(call: OneSidedCall, target: Region | None, windows: list[Region]) -> None:
     """Raise DistArgumentError if a put does not fit its window, or its array is in no window.
 
     Args:
-        call: the put.
         target: this rank's memory in the put's window, as large as on the other ranks; None if the window is not one
             of the group's.
         windows: all windows of the group.

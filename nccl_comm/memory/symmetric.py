@@ -11,17 +11,19 @@ from math import prod
 from typing import Any
 from weakref import WeakSet
 
+import numpy as np
+
 from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.in_flight import InFlight, PendingWork
 from nccl_comm.library.structs import version_text
-from nccl_comm.memory.window_agreement import Extent, WindowAgreement
+from nccl_comm.memory.window_agreement import Extent, agree_on_windows
 from unicoll.arrays.buffer import current_streams
 from unicoll.arrays.cuda import LEGACY_STREAM, CudaError, backoff, on_device
 from unicoll.arrays.types import DType
 from unicoll.errors import BackendUnavailableError, DistBackendError
 
 _FREE_S = 5.0
-"""How long dropped memory that is needed, or would be left over, is waited for."""
+"""Seconds to wait for the device before dropped memory is freed: when memory is short, and when the group closes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,19 +43,13 @@ class SymmetricMemory:
     ncclMemFree waits for nothing, and the last reference to an array may be dropped on any thread, and on each rank at
     another time. So the memory is freed later: when the device has done the group's operations that were in flight, and
     the work that was then on the current streams of the thread that dropped the array; and when all members have
-    dropped it, before they register another window (:class:`WindowAgreement`), or at the end of the group.
-
-    Args:
-        comm: the group's communicator.
-        in_flight: the group's operations in flight.
-        agreement: of the members on windows.
+    dropped it, before they register another window (:func:`agree_on_windows`), or at the end of the group.
     """
 
-    def __init__(self, comm: Communicator, in_flight: InFlight, agreement: WindowAgreement) -> None:
+    def __init__(self, comm: Communicator, in_flight: InFlight) -> None:
         self._comm = comm
         self._in_flight = in_flight
-        self._agreement = agreement
-        self._count = 0
+        self._agreements = self._count = 0
         self._arrays: WeakSet[DeviceArray] = WeakSet()
         self._dropped: deque[_Dropped] = deque()
         self._ended = self._abandoned = False
@@ -64,18 +60,18 @@ class SymmetricMemory:
         Raises:
             BackendUnavailableError: this NCCL has no windows (they came with 2.27).
             DistBackendError: NCCL could not allocate or register, on any rank.
-            DistArgumentError, OperationTimeoutError, RankLostError: as :meth:`WindowAgreement.reach`.
+            DistArgumentError, OperationTimeoutError, RankLostError: as :func:`agree_on_windows`.
         """
         comm, nccl = self._comm, self._comm.nccl
         if not nccl.has("ncclCommWindowRegister"):
             raise BackendUnavailableError(
-                f"symmetric_empty: NCCL {version_text(nccl.version)} has no windows, which came with 2.27"
+                f"symmetric_empty: windows need NCCL 2.27; this is {version_text(nccl.version)}"
             )
         nbytes = max(prod(shape) * dtype.itemsize, 1)
         ptr = self._allocate(nbytes, deadline)
         self._count += 1  # on all members, whether the registration succeeds on this one or not
         window = comm.register_window(ptr, nbytes, deadline)
-        made = DeviceArray(self, self._count, ptr, window, shape, dtype, comm.device)
+        made = DeviceArray(self, self._count, ptr, window, shape, dtype.storage, comm.device)
         self._arrays.add(made)
         return made
 
@@ -102,7 +98,10 @@ class SymmetricMemory:
         """Agree with the other members on the next windows, and free what all have dropped; a member's failure."""
         until = time.monotonic() + wait
         dropped = [one.number for one in list(self._dropped) if self._unused(one, until)]
-        freed, failed = self._agreement.reach(call, extents, dropped, failure, deadline)
+        self._agreements += 1
+        freed, failed = agree_on_windows(
+            self._comm.context, self._agreements, call, extents, dropped, failure, deadline
+        )
         self._free(freed)
         return failed
 
@@ -169,6 +168,7 @@ class SymmetricMemory:
             self._free_unused()
 
 
+@dataclass(eq=False, repr=False)
 class DeviceArray:
     """An array in symmetric memory; CuPy and torch use it through ``__cuda_array_interface__``.
 
@@ -177,27 +177,20 @@ class DeviceArray:
     dropped it. Wait for other streams that use the array before you drop it.
 
     Attributes:
+        owner, number: where it comes from, and its number there.
+        ptr: device address.
+        window: NCCL's handle of the window; 0 if NCCL gave none, or the group has ended.
         shape, dtype: of the array; a type that NumPy lacks is an unsigned integer type of its size.
         device: ordinal of its device.
     """
 
-    def __init__(
-        self,
-        owner: SymmetricMemory,
-        number: int,
-        ptr: int,
-        window: int,
-        shape: tuple[int, ...],
-        dtype: DType,
-        device: int,
-    ) -> None:
-        self._owner = owner
-        self._number = number
-        self._ptr = ptr
-        self._window = window
-        self.shape = shape
-        self.dtype = dtype.storage
-        self.device = device
+    owner: SymmetricMemory
+    number: int
+    ptr: int
+    window: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    device: int
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -205,35 +198,25 @@ class DeviceArray:
         return {
             "shape": self.shape,
             "typestr": self.dtype.str,
-            "data": (self._ptr, False),
+            "data": (self.ptr, False),
             "strides": None,
             "version": 3,
             "stream": None,
         }
 
     @property
-    def ptr(self) -> int:
-        """Device address."""
-        return self._ptr
-
-    @property
     def nbytes(self) -> int:
         """Bytes of payload."""
         return prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def window(self) -> int:
-        """NCCL's handle of the window; 0 if NCCL gave none, or the group has ended."""
-        return self._window
-
     def deregister(self, comm: Communicator) -> None:
         """Deregister the window; the memory stays allocated."""
-        window, self._window = self._window, 0
+        window, self.window = self.window, 0
         if window and comm.handle:
             comm.nccl.window_deregister(comm.handle, window)
 
     def __del__(self) -> None:
-        self._owner.drop(self._number, self._ptr, self._window)
+        self.owner.drop(self.number, self.ptr, self.window)
 
     def __repr__(self) -> str:
         return f"<DeviceArray {self.dtype.name}{list(self.shape)} on cuda:{self.device}, symmetric>"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from nccl_comm.communicators.agreement import Purpose, decide
+from nccl_comm.communicators.agreement import Purpose, gather_and_decide
 from unicoll.backend import Context
 from unicoll.errors import DistArgumentError
 
@@ -25,54 +25,45 @@ class Extent(NamedTuple):
     offset: int = 0
 
 
-class WindowAgreement:
-    """The agreements of one group.
+def agree_on_windows(
+    context: Context,
+    number: int,
+    call: str,
+    extents: Sequence[Extent],
+    dropped: Sequence[int],
+    failure: str,
+    deadline: float,
+) -> tuple[list[int], str]:
+    """Agree on the next windows of a group; all members call this.
 
     Args:
-        context: the group.
+        number: of the agreement, from 1.
+        call: "symmetric_empty" or "register".
+        extents: the windows, equal on all members.
+        dropped: numbers of the windows that this member has dropped and the device no longer uses.
+        failure: why this member cannot register its memory, or "".
+
+    Returns:
+        The numbers of the windows that all members have dropped, and a member's failure, with its name, or "".
+
+    Raises:
+        DistArgumentError: calls or extents differ between the members.
+        OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.decide`.
     """
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._round = 0
-
-    def reach(
-        self, call: str, extents: Sequence[Extent], dropped: Sequence[int], failure: str, deadline: float
-    ) -> tuple[list[int], str]:
-        """Agree on the next windows; all members call this.
-
-        Args:
-            call: "symmetric_empty" or "register".
-            extents: the windows, equal on all members.
-            dropped: numbers of the windows that this member has dropped and the device no longer uses.
-            failure: why this member cannot register its memory, or "".
-            deadline: on the clock of ``time.monotonic``.
-
-        Returns:
-            The numbers of the windows that all members have dropped, and a member's failure, with its name, or "".
-
-        Raises:
-            DistArgumentError: calls or extents differ between the members.
-            OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.decide`.
-        """
-        prefix, previous = self._prefix(self._round + 1), self._prefix(self._round)
-        self._round += 1
-        freed, failed = decide(
-            self._context,
-            prefix,
-            {"call": call, "extents": extents, "dropped": list(dropped), "failure": failure},
-            Purpose(f"registering memory ({call})", f"register memory ({call})"),
-            deadline,
-            partial(_answer, self._context),
-        )
-        store, rank = self._context.job.store, self._context.rank
-        store.delete_key(f"{prefix}/{rank}")  # rank 0 has read it
-        if rank == 0:
-            store.delete_key(f"{previous}/answer")  # all have read it
-        return freed, failed
-
-    def _prefix(self, number: int) -> str:
-        return f"nccl/{self._context.name}/window/{number}"
+    prefix, previous = (f"nccl/{context.name}/window/{n}" for n in (number, number - 1))
+    freed, failed = gather_and_decide(
+        context,
+        prefix,
+        {"call": call, "extents": extents, "dropped": list(dropped), "failure": failure},
+        Purpose(f"registering memory ({call})", f"register memory ({call})"),
+        deadline,
+        partial(_answer, context),
+    )
+    store = context.job.store
+    store.delete_key(f"{prefix}/{context.rank}")  # rank 0 has read it
+    if context.rank == 0:
+        store.delete_key(f"{previous}/answer")  # all have read it
+    return freed, failed
 
 
 def _answer(context: Context, facts: list[dict[str, Any]]) -> tuple[list[int], str]:

@@ -14,22 +14,21 @@ import numpy as np
 
 from gloo_fallback.algorithms import over_sockets
 from gloo_fallback.backend import GlooBackend
-from gloo_fallback.p2p.connection import PeerConnection
 from gloo_fallback.p2p.engine import P2PEngine
 from gloo_fallback.p2p.frames import (
     ANSWER,
-    CHUNK,
-    CREDIT,
     HEADER,
     MAGIC,
     MESSAGE,
+    NOTICE,
     OFFER,
-    SHARED,
+    SWITCH,
     PendingMessage,
     frame,
 )
-from gloo_fallback.shm import ring_buffer, segment
-from gloo_fallback.shm.ring_buffer import SHARED_THRESHOLD, RingReader, RingWriter
+from gloo_fallback.p2p.sender import MessageSender
+from gloo_fallback.shm import segment
+from gloo_fallback.shm.ring_buffer import CHUNK, RING, RingReader, RingWriter
 from gloo_fallback.transport import exchange, topology
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import BY_NAME, ReduceOp
@@ -45,14 +44,14 @@ __all__ = ["Collectives", "Messages"]
 TIMEOUT = 2 * HANG_SECONDS
 DOUBLE, BYTE = BY_NAME["float64"], BY_NAME["uint8"]
 PEER = 1
-LARGE = SHARED_THRESHOLD
-"""Bytes of messages that go through the ring."""
+LARGE = CHUNK + 1
+"""Bytes of messages that are written to the ring in chunks."""
 
 
 def context_of(rank: int, endpoint: Any) -> Context:
     """A group of two whose connections come from ``endpoint``."""
     job: Any = SimpleNamespace(rank=rank, size=2, control=None, shared=lambda name, make: endpoint)
-    return Context(job, "fuzz", rank, (0, 1), TIMEOUT)
+    return Context(job, "fuzz", (0, 1), TIMEOUT)
 
 
 def buffer(count: int, dtype: Any = DOUBLE) -> Buffer:
@@ -79,6 +78,12 @@ class Endpoint:
     def connections_to(self, peer: int, check: Callable[[], None]) -> int:
         return 1
 
+    def describe(self, peer: int, sock: Any) -> str:
+        return f"rank {peer}"
+
+    def unanswered(self, group: str) -> list[str]:
+        return []
+
     def forget(self, key: Key) -> None:
         pass
 
@@ -100,15 +105,18 @@ class _KeptOutlet(RingWriter):
 
 
 class Messages(Target):
-    """A point-to-point engine with pending receives and sends; if the first byte is odd, rings are in use."""
+    """A point-to-point engine with pending receives and sends.
+
+    The first byte says how the rest arrives: 0 on the socket, 1 on the socket while rings are mapped, 2 in the ring, 3
+    on the socket while rings are used whose positions come in notices.
+    """
 
     def __init__(self) -> None:
         self._patches = [
             mock.patch.object(segment, "boot_id", return_value="boot"),
             mock.patch.object(
-                PeerConnection, "_on_this_host", return_value=True
+                MessageSender, "_on_this_host", return_value=True
             ),  # sockets here have no address
-            mock.patch.object(ring_buffer, "_MIN_CHUNK", LARGE // 4),
         ]
         for patch in self._patches:
             patch.start()
@@ -118,14 +126,12 @@ class Messages(Target):
         self._outlet.ready = True
         self._long, self._sent = buffer(LARGE, BYTE), buffer(LARGE, BYTE)
 
-        def header(kind: int, code: int, tag: int, size: int, part: int = 0) -> bytes:
-            return HEADER.pack(MAGIC, kind, code, 0, tag, size, part)
+        def header(kind: int, code: int, tag: int, size: int) -> bytes:
+            return HEADER.pack(MAGIC, kind, code, 0, tag, size, 0)
 
         small = header(MESSAGE, DOUBLE.code, 1, 64) + b"a" * 64
         long = header(MESSAGE, BYTE.code, 2, 5000) + b"b" * 5000
         early = header(MESSAGE, DOUBLE.code, 3, 16) + b"c" * 16
-        shared = header(SHARED, BYTE.code, 4, LARGE, LARGE // 4) + header(CHUNK, 0, 4, LARGE, LARGE // 2)
-        shared += header(CHUNK, 0, 4, LARGE, LARGE // 4)
         empty = header(MESSAGE, DOUBLE.code, 3, 0)
         offer = frame(OFFER, len(self._from_peer.offer)) + self._from_peer.offer
         texts = [
@@ -135,13 +141,34 @@ class Messages(Target):
             b"[1]",
             b"\xff",
         ]
-        others = [frame(ANSWER), frame(ANSWER, 13), frame(CREDIT, 0, 1 << 19), offer]
+        others = [frame(ANSWER), frame(ANSWER, 13), frame(NOTICE, 32, RING), offer, frame(SWITCH)]
         others += [frame(OFFER, len(text)) + text for text in texts]
         inputs = [small, long, early, empty, small + long + early, early + early + small, *others]
-        inputs += [shared, shared + small, small + others[0] + long]
-        inputs += [shared[: HEADER.size] + one + shared[HEADER.size :] for one in others[:5]]
+        inputs += [small + others[0] + long]
         inputs += [one + small + early for one in others]
-        self.valid = [bytes([way]) + one for way in (0, 1) for one in inputs]
+        self.valid = [bytes([way]) + one for way in (0, 1, 3) for one in inputs]
+        self.valid += [b"\x02" + one for one in self._ring_contents()]
+
+    def _ring_contents(self) -> list[bytes]:
+        """Messages as they lie in a ring."""
+        writer, contents = RingWriter(), []
+        for messages in (
+            [(1, 64)],
+            [(2, 5000), (1, 64)],
+            [(4, LARGE)],
+            [(3, 16), (3, 0), (4, LARGE), (1, 64)],
+        ):
+            start = writer.position
+            for tag, size in messages:
+                code = BYTE.code if tag in (2, 4) else DOUBLE.code
+                if size <= CHUNK:
+                    writer.put(code, tag, bytes(size))
+                else:
+                    writer.begin(code, tag, size)
+                    writer.write(memoryview(bytes(size)))
+            contents.append(bytes(writer._memory[start : writer.position]))
+        writer.close()
+        return contents
 
     def run(self, data: bytes) -> bool:
         endpoint = Endpoint()
@@ -151,20 +178,27 @@ class Messages(Target):
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
             try:
                 endpoint.arrived(PEER, ours)
-                if data[:1] and data[0] % 2:
-                    self._give_rings(engine)
-                return self._exchange(engine, theirs, data[1:])
+                way = data[0] % 4 if data else 0
+                if way:
+                    self._give_rings(engine, used=way > 1, strong=way < 3)
+                return self._exchange(engine, theirs, data[1:], way == 2)
             finally:
                 engine.close(0.0)
 
-    def _give_rings(self, engine: P2PEngine) -> None:
+    def _give_rings(self, engine: P2PEngine, used: bool, strong: bool) -> None:
         connection = engine._connections[PEER]
         assert connection is not None
-        self._inlet._position = self._inlet.uncredited = self._outlet._position = 0
-        self._outlet.free = LARGE // 4  # space for one chunk
-        connection.reader, connection.writer, connection._may_offer = self._inlet, self._outlet, False
+        for end in (self._inlet, self._outlet):
+            end.words[0] = end.words[16] = end.position = 0
+            end.strong = strong
+        self._inlet._checked = self._inlet.written = self._outlet.read = 0
+        self._outlet.position = RING - 128  # space for a header
+        sender, receiver = connection.sender, connection.receiver
+        sender.reader = receiver.reader = self._inlet
+        sender.writer, sender._may_offer = self._outlet, False
+        receiver.shared = used
 
-    def _exchange(self, engine: P2PEngine, theirs: socket.socket, sent: bytes) -> bool:
+    def _exchange(self, engine: P2PEngine, theirs: socket.socket, sent: bytes, shared: bool) -> bool:
         operations: list[PendingMessage] = []
 
         def begin(op: str, peer: int, tag: int, data: Buffer) -> None:
@@ -180,7 +214,11 @@ class Messages(Target):
         begin("send", PEER, 1, buffer(100))
         begin("send", PEER, 1, self._sent)
         for i, chunk in enumerate(chunks(sent)):
-            self._send(theirs, chunk)
+            if shared:
+                self._put(chunk)
+                engine._progress._receive_shared(True)
+            else:
+                self._send(theirs, chunk)
             self._serve(engine)
             if i == 0:
                 begin("recv", PEER, 3, buffer(2))
@@ -201,6 +239,13 @@ class Messages(Target):
         if error is not None and not isinstance(error, DistError):
             raise error
         return error is None and call.op.name == "recv"
+
+    def _put(self, chunk: bytes) -> None:
+        """Append to the ring."""
+        at = self._inlet.words[0]
+        chunk = chunk[: RING - at]
+        self._inlet._memory[at : at + len(chunk)] = chunk
+        self._inlet.words[0] = self._inlet.written = at + len(chunk)
 
     def _send(self, theirs: socket.socket, chunk: bytes) -> None:
         try:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 from unittest import mock
 
-import unicoll.net.server
+import unicoll.net.authenticated_server
 
 __all__ = ["HANG_SECONDS", "KEY", "Found", "Hung", "Target", "check", "chunks", "generate", "pair", "watched"]
 
@@ -177,7 +177,7 @@ def watched() -> Iterator[None]:
             mock.patch.object(pickle, "loads", _unpickled),
             mock.patch.object(secrets, "token_bytes", _no_nonce),
             mock.patch.object(
-                unicoll.net.server, "_peer", return_value=("fuzz", "fuzz:1")
+                unicoll.net.authenticated_server, "_peer", return_value=("fuzz", "fuzz:1")
             ),  # sockets here have no address
         ):
             yield

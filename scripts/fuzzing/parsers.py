@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from unicoll.errors import AuthenticationError, DistError, DistNetworkError
-from unicoll.net import auth, handshake_messages, object_codec, object_format, records
+from unicoll.net import handshake, handshake_messages, object_codec, object_format, records
 from unicoll.net.secret import Key
 from unicoll.net.stores.protocol import StoreOp
 
@@ -103,7 +103,7 @@ class Handshake(Target):
         return True
 
     def _machine(self, data: bytes) -> None:
-        machine = auth.ServerHandshake(KEY, b"store")
+        machine = handshake.ServerHandshake(KEY, b"store")
         for chunk in chunks(data):
             machine.feed(chunk)
             machine.outgoing()
@@ -112,7 +112,7 @@ class Handshake(Target):
 
     def _client_side(self, data: bytes) -> None:
         with pair(data) as sock:
-            auth.client_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
+            handshake.client_handshake(sock, KEY, b"store", time.monotonic() + HANG_SECONDS)
 
 
 # --- records --------------------------------------------------------------------------------------------------------

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from unicoll.backend import Call, Context, failure_diagnosis
+from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.endpoint import _Listener
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistError
+from unicoll.net.authenticated_server import Client, Server
 from unicoll.net.control.client import ControlClient
 from unicoll.net.control.relay import Relay
 from unicoll.net.framed_server import frame, read_frame
 from unicoll.net.secret import Secret
-from unicoll.net.server import Client, Server
 from unicoll.net.stores import FileStore, TCPStore
 from unicoll.net.stores.client import RequestStore
 from unicoll.net.stores.connections import ConnectionPool
@@ -279,8 +279,8 @@ class Frames(Target):
             {"t": "ask", "group": "g", "backend": "gloo", "to": [0, 1], "from": 1, "id": 1},
             {"t": "gone", "ranks": [[1, "why", "died"]]},
             {"t": "tell", "to": [0], "from": 1, "id": 1, "report": {"seq": 1}},
-            {"t": "tell", "to": [0], "from": 1, "id": 1, "report": failure_diagnosis.report(None, None)},
-            {"t": "tell", "to": [0], "from": 1, "id": 1, "report": failure_diagnosis.report(barrier, None)},
+            {"t": "tell", "to": [0], "from": 1, "id": 1, "report": operation_errors.report(None, None)},
+            {"t": "tell", "to": [0], "from": 1, "id": 1, "report": operation_errors.report(barrier, None)},
             {"t": "tell", "to": [0], "from": 2, "id": 1, "report": {"unknown": True}},
             {"t": "ready", "peers": [["h", 1], ["h", 2]]},
             {"group": "g", "kind": "c", "rank": 1},
@@ -321,7 +321,7 @@ class Frames(Target):
         control._reports._received[1] = {}
         control.watch("g", "gloo", lambda error: None, lambda: {"seq": 1})
         with pair(sent) as sock:
-            control._sock = sock
+            control._connection._sock = sock
             control._receive_from(sock)
         if 0 not in control.departed:
             raise Found("the end of the connection is not detected")
@@ -335,11 +335,11 @@ class Frames(Target):
             departed={},
             describe=lambda rank: f"rank {rank}",
         )
-        context: Any = Context(SimpleNamespace(rank=0, control=control), "g", 0, (0, 1, 2), 1.0)  # type: ignore[arg-type]
+        context: Any = Context(SimpleNamespace(rank=0, control=control), "g", (0, 1, 2), 1.0)  # type: ignore[arg-type]
         call = Call(OPS["barrier"], (), (), 1.0)
-        with mock.patch.object(failure_diagnosis, "_UNKNOWN_S", 0.0):
-            failure_diagnosis.timed_out(context, call)
-            failure_diagnosis.mismatch(context, call, 1, 5)
+        with mock.patch.object(operation_errors, "_UNKNOWN_S", 0.0):
+            operation_errors.timeout_error(context, call)
+            operation_errors.mismatch_error(context, call, 1, 5)
 
     def _called(self, sent: bytes) -> bool:
         client, theirs = self._data_listener.client(1)

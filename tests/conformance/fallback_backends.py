@@ -10,7 +10,7 @@ from gloo_fallback.backend import GlooBackend
 from unicoll.backend import Backend, Call, Caps, Context
 from unicoll.backend.work import Completion
 
-__all__ = ["Broadcasts", "Gathers", "Lists", "Messages", "Posts"]
+__all__ = ["Broadcasts", "Gathers", "Lists", "Messages", "Most", "Posts"]
 
 
 class Messages(GlooBackend):
@@ -41,6 +41,13 @@ class Broadcasts(GlooBackend):
     caps = Caps(native=frozenset({"broadcast"}))
 
 
+class Most(GlooBackend):
+    """All but a few collectives, which are in flight at the same time as native ones if ranks call differently."""
+
+    name = "most"
+    caps = Caps(native=GlooBackend.caps.native - {"all_reduce", "scatter", "scan", "all_to_all", "barrier"})
+
+
 class Posts(Backend):
     """The three methods that a backend must have, and no others."""
 
@@ -59,5 +66,5 @@ class Posts(Backend):
         self._inner.close()
 
 
-for _cls in (Messages, Gathers, Lists, Broadcasts, Posts):
+for _cls in (Messages, Gathers, Lists, Broadcasts, Most, Posts):
     dist.Backend.register_backend(_cls.name, _cls)

@@ -1,5 +1,5 @@
 """Checks one GPU and NCCL with one rank, using only the protocols of ``unicoll.arrays.cuda`` and
-``nccl_comm.library.api``.
+``nccl_comm.library.interface``.
 
     python tests/conformance/one_rank.py [CHECK...]         on a machine with a GPU; neither CuPy nor torch is needed
 
@@ -25,15 +25,15 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from nccl_comm.library import api
-from nccl_comm.library.api import IN_PROGRESS, SUCCESS, Config, Nccl
+from nccl_comm.library import interface
 from nccl_comm.library.errors import error_for
+from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, Config, Nccl
 from unicoll.arrays.cuda import Cuda, await_event
 from unicoll.backend.options import CallOptions
 from unicoll.errors import DistArgumentError
 
 PATIENCE_S = 60.0
-F32 = api.DATA_TYPES["float32"]
+F32 = interface.DATA_TYPES["float32"]
 COUNT = 1000
 _NUMPY = {
     "int8": "int8",
@@ -119,7 +119,7 @@ class Bench:
     def begin(self, config: Config | None = None) -> int:
         """A communicator of this rank alone."""
         code, ident = self.nccl.unique_id()
-        assert (code, len(ident)) == (SUCCESS, api.UNIQUE_ID_BYTES)
+        assert (code, len(ident)) == (SUCCESS, interface.UNIQUE_ID_BYTES)
         code, slot = self.nccl.comm_init(1, [ident], 0, config or Config())
         assert slot.value, f"ncclCommInitRankConfig: no handle, code {code}: {self.nccl.last_error()}"
         self.settle(slot.value, code, "ncclCommInitRankConfig")
@@ -259,7 +259,7 @@ def reductions_of_one_rank_are_its_values(b: Bench) -> None:
     values = np.arange(COUNT, dtype=np.float32)
     with b.communicator() as comm:
         source = b.up(values)
-        for op in (api.SUM, api.PROD, api.MAX, api.MIN, api.AVG):
+        for op in (interface.SUM, interface.PROD, interface.MAX, interface.MIN, interface.AVG):
             for name in ("all_reduce", "reduce_scatter"):
                 target = b.up(np.zeros_like(values))
                 call = getattr(b.nccl, name)
@@ -273,13 +273,15 @@ def reductions_of_one_rank_are_its_values(b: Bench) -> None:
 def all_element_types_are_reduced(b: Bench) -> None:
     """The codes of the table are NCCL's: the sum of one rank's ones is one, of the right size."""
     with b.communicator() as comm:
-        for name, code in api.DATA_TYPES.items():
+        for name, code in interface.DATA_TYPES.items():
             if name.startswith("float8") and b.nccl.version < _FP8_SINCE:
                 continue
             one = _ONES.get(name) or np.ones(1, _NUMPY[name]).tobytes()
             data = np.frombuffer(one * COUNT, np.uint8)
             source, target = b.up(data), b.up(np.zeros(len(data) + 16, np.uint8))
-            b.settle(comm, b.nccl.all_reduce(source, target, COUNT, code, api.SUM, comm, b.stream), name)
+            b.settle(
+                comm, b.nccl.all_reduce(source, target, COUNT, code, interface.SUM, comm, b.stream), name
+            )
             found = b.down(target, np.uint8, len(data) + 16)
             assert found[: len(data)].tobytes() == data.tobytes(), name
             assert not found[len(data) :].any(), f"{name}: more was written than {COUNT} elements"
@@ -313,12 +315,12 @@ def factors_are_multiplied_in(b: Bench) -> None:
     """A sum with a factor from host memory, float32 and float64."""
     for dtype in (np.float32, np.float64):
         values = np.arange(COUNT, dtype=dtype)
-        code = api.DATA_TYPES[np.dtype(dtype).name]
+        code = interface.DATA_TYPES[np.dtype(dtype).name]
         with b.communicator() as comm:
             source, target = b.up(values), b.up(np.zeros_like(values))
             made, op = b.nccl.premul_sum(np.array(2.5, dtype).tobytes(), code, comm)
             assert made == SUCCESS
-            assert op > api.AVG
+            assert op > interface.AVG
             b.settle(comm, b.nccl.all_reduce(source, target, COUNT, code, op, comm, b.stream), "premul_sum")
             assert np.array_equal(b.down(target, dtype), 2.5 * values)
             assert b.nccl.redop_destroy(op, comm) == SUCCESS
@@ -331,12 +333,12 @@ def calls_can_have_options(b: Bench) -> None:
         return
     values = np.arange(COUNT, dtype=np.float32)
     hints = n.with_options(CallOptions(min_ctas=1, max_ctas=2, cta_policy="default", profiler_tag=7))
-    calls: dict[str, Callable[[api.Operations, int, int, int], int]] = {
-        "all_reduce": lambda o, s, t, c: o.all_reduce(s, t, COUNT, F32, api.SUM, c, b.stream),
+    calls: dict[str, Callable[[interface.Operations, int, int, int], int]] = {
+        "all_reduce": lambda o, s, t, c: o.all_reduce(s, t, COUNT, F32, interface.SUM, c, b.stream),
         "broadcast": lambda o, s, t, c: o.broadcast(s, t, COUNT, F32, 0, c, b.stream),
-        "reduce": lambda o, s, t, c: o.reduce(s, t, COUNT, F32, api.SUM, 0, c, b.stream),
+        "reduce": lambda o, s, t, c: o.reduce(s, t, COUNT, F32, interface.SUM, 0, c, b.stream),
         "all_gather": lambda o, s, t, c: o.all_gather(s, t, COUNT, F32, c, b.stream),
-        "reduce_scatter": lambda o, s, t, c: o.reduce_scatter(s, t, COUNT, F32, api.SUM, c, b.stream),
+        "reduce_scatter": lambda o, s, t, c: o.reduce_scatter(s, t, COUNT, F32, interface.SUM, c, b.stream),
         "all_to_all": lambda o, s, t, c: o.all_to_all(s, t, COUNT, F32, c, b.stream),
     }
     with b.communicator() as comm:
@@ -361,7 +363,9 @@ def a_communicator_can_be_split(b: Bench) -> None:
         b.settle(child, b.nccl.comm_state(child)[1], "the child")
         values = np.arange(COUNT, dtype=np.float32)
         source, target = b.up(values), b.up(np.zeros_like(values))
-        b.settle(child, b.nccl.all_reduce(source, target, COUNT, F32, api.SUM, child, b.stream), "all_reduce")
+        b.settle(
+            child, b.nccl.all_reduce(source, target, COUNT, F32, interface.SUM, child, b.stream), "all_reduce"
+        )
         assert np.array_equal(b.down(target, np.float32), values)
         b.end(child)
         code, slot = b.nccl.comm_split(comm, None, 0, Config())
@@ -377,7 +381,7 @@ def nccls_memory_can_be_registered(b: Bench) -> None:
         assert b.cuda.device_of(ptr) == b.device
         values = np.arange(COUNT, dtype=np.float32)
         b.cuda.copy(ptr, b.up(values), values.nbytes, b.stream)
-        b.settle(comm, b.nccl.all_reduce(ptr, ptr, COUNT, F32, api.SUM, comm, b.stream), "all_reduce")
+        b.settle(comm, b.nccl.all_reduce(ptr, ptr, COUNT, F32, interface.SUM, comm, b.stream), "all_reduce")
         assert np.array_equal(b.down(ptr, np.float32), values)
 
 
@@ -401,11 +405,13 @@ def invalid_arguments_are_refused(b: Bench) -> None:
     """An element type that there is not: an argument error, and a blocking communicator can be used after it."""
     with b.communicator(Config(blocking=True)) as comm:
         source = b.up(np.zeros(COUNT, np.float32))
-        code = b.nccl.all_reduce(source, source, COUNT, 99, api.SUM, comm, b.stream)
+        code = b.nccl.all_reduce(source, source, COUNT, 99, interface.SUM, comm, b.stream)
         error = error_for(code, b.nccl, comm, "all_reduce", None, None, None)
         assert type(error) is DistArgumentError, error
         assert b.nccl.last_error(), "NCCL has no words for it"
-        b.settle(comm, b.nccl.all_reduce(source, source, COUNT, F32, api.SUM, comm, b.stream), "all_reduce")
+        b.settle(
+            comm, b.nccl.all_reduce(source, source, COUNT, F32, interface.SUM, comm, b.stream), "all_reduce"
+        )
 
 
 def a_communicator_can_be_revoked(b: Bench) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.testing.cases import Case, Trial, reduce_op
+from unicoll.testing.cases import Case, Trial
+from unicoll.testing.reference import reduction_of
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ def reduce_twice(case: Case) -> tuple[bytes, bytes]:
     rng = np.random.default_rng([case.seed, dist.get_rank()])
     given = rng.standard_normal(case.count).astype(case.dtype)
     alone, among = given.copy(), given.copy()
-    dist.all_reduce(alone, op=reduce_op(case))
+    dist.all_reduce(alone, op=reduction_of(str(case.reduce), case.dtype))
     works = [dist.all_reduce(np.ones(7 * k), async_op=True) for k in range(3)]
-    works.append(dist.all_reduce(among, op=reduce_op(case), async_op=True))
+    works.append(dist.all_reduce(among, op=reduction_of(str(case.reduce), case.dtype), async_op=True))
     for w in works:
         assert w is not None
         w.wait()

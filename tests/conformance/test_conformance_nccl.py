@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
+from nccl_comm.backend import NCCLBackend
 from nccl_comm.library.types import native_reduction
 from tests.simulated_nccl.family import SimulatedFamily
 from tests.simulated_nccl.ranks import SimulatedJob
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend.ops import OPS
-from unicoll.testing.conformance import Conformance, as_reduction
+from unicoll.testing.conformance import Conformance
 from unicoll.testing.ranks import Pool, pools
-from unicoll.testing.reference import NCCL
+from unicoll.testing.reference import NCCL, reduction_of
 
 
 class _Simulated(Conformance):
@@ -30,18 +31,19 @@ class _Simulated(Conformance):
     version = 23007
 
     def reduces(self, dtype: str, reduction: str) -> bool:
-        return native_reduction(BY_NAME[dtype], as_reduction(reduction, dtype), self.version) is not None
+        return native_reduction(BY_NAME[dtype], reduction_of(reduction, dtype), self.version) is not None
 
     @classmethod
     def axes(cls, test: str) -> dict[str, Sequence[Any]]:
         found = super().axes(test)
         if test == "test_refuses_what_it_does_not_reduce":  # the CPU backend, which does the others, has more
-            found["op"] = [op for op in found["op"] if not OPS[op].prefix]
+            found["op"] = [op for op in found["op"] if op in NCCLBackend.caps.native]
         return found
 
     def pairs(self, op: str) -> list[tuple[str, str | None]]:
         found = super().pairs(op)
-        if OPS[op].prefix:  # through host memory and the CPU backend, which has no float8
+        # what NCCL lacks goes through host memory to the CPU backend, which does not reduce float8
+        if OPS[op].reduces and op not in NCCLBackend.caps.native:
             found = [(d, r) for d, r in found if not d.startswith("float8")]
         return found
 

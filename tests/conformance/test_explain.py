@@ -113,7 +113,7 @@ def test_under_torchrun() -> None:
     assert after["secret"].startswith("none was given; rank 0 made a key")
 
 
-MPI_REASON = "backend='gloo'" if dist.is_mpi_available() else "started us, but backend 'mpi'"
+MPI_REASON = "backend='gloo'" if dist.is_mpi_available() else "started this process, but backend 'mpi'"
 FAKES = {
     "openmpi": (
         {

@@ -37,7 +37,7 @@ def job(backend: str, size: int) -> ProcessJob:
     return ProcessJob(size, prepare=(worker.use, backend, (MODULE,)))
 
 
-@pytest.fixture(scope="module", params=["messages", "gathers", "posts"])
+@pytest.fixture(scope="module", params=["messages", "gathers", "most", "posts"])
 def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
     with pools(partial(job, request.param)) as made:
         yield made

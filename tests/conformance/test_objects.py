@@ -67,12 +67,11 @@ class ThreadGroup:
     """A process group whose ranks are threads; global rank = 10 + rank, to tell the two apart."""
 
     group_name = "threads"
-    job = SimpleNamespace(fake=False)
 
-    def __init__(self, hub, rank, trusted):
+    def __init__(self, hub, rank, allow_pickle):
         self.hub = hub
         self.me = rank
-        self.trusted = trusted
+        self.job = SimpleNamespace(fake=False, allows_pickle=allow_pickle)
         self.ranks = tuple(range(10, 10 + len(hub.slots)))
 
     def rank(self):
@@ -167,12 +166,12 @@ def run(monkeypatch):
     local = threading.local()
     monkeypatch.setattr(collectives.world, "resolve", lambda group, *_: local.group)
 
-    def start(size, body, trusted=True):
+    def start(size, body, allow_pickle=True):
         hub = Hub(size)
         results = [None] * size
 
         def work(rank):
-            local.group = ThreadGroup(hub, rank, trusted)
+            local.group = ThreadGroup(hub, rank, allow_pickle)
             try:
                 results[rank] = body(rank)
             except DistError as error:
@@ -353,7 +352,7 @@ def operations(sender, obj, size):
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_a_refused_pickle_raises_on_all_ranks(run, operation, size):
     sender = size - 1
-    results, _ = run(size, operations(sender, [Custom(1)], size)[operation], trusted=False)
+    results, _ = run(size, operations(sender, [Custom(1)], size)[operation], allow_pickle=False)
     for rank, error in enumerate(results):
         assert isinstance(error, PickleRefusedError)
         assert error.rank == 10 + sender
@@ -391,7 +390,7 @@ def test_a_failing_sender_tells_the_receiver(run):
         else:
             p2p.recv_object_list([None])
 
-    for error in run(2, body, trusted=False)[0]:
+    for error in run(2, body, allow_pickle=False)[0]:
         assert isinstance(error, PickleRefusedError)
         assert "Custom" in str(error)
         assert error.rank == 10
@@ -454,15 +453,6 @@ def test_the_destination_needs_a_list(run):
         assert calls == [[]]
 
 
-def test_the_environment_can_refuse_pickle(run, monkeypatch):
-    def body(rank):
-        objects.broadcast_object_list([Custom(1)], group_src=0)
-
-    assert run(2, body)[0] == [None, None]
-    monkeypatch.setenv("UNICOLL_ALLOW_PICKLE", "0")
-    assert all(isinstance(error, PickleRefusedError) for error in run(2, body)[0])
-
-
 def test_a_lying_sender_is_refused(run):
     """Bodies that contradict themselves are refused, whatever they claim."""
     for body in (
@@ -474,11 +464,21 @@ def test_a_lying_sender_is_refused(run):
 
         def receive(rank, body=body):
             group = objects.world.resolve(None)
-            object_payload.load_all(group, np.frombuffer(body, np.uint8), 0, "test", False)
+            object_payload.load(group, np.frombuffer(body, np.uint8), 0, "test")
 
         error = run(1, receive)[0][0]
         assert isinstance(error, DistError)
         assert "malformed" in str(error)
+
+
+def test_a_list_is_expected_where_lists_are_sent(run):
+    def receive(rank):
+        body = np.frombuffer(object_codec.dumps(3, False), np.uint8)
+        object_payload.fill(objects.world.resolve(None), [None], body, 0, "test")
+
+    error = run(1, receive)[0][0]
+    assert type(error) is DistError
+    assert str(error) == "test: rank 10 sent int in place of a list"
 
 
 def test_outside_the_group_nothing_happens(monkeypatch):
@@ -519,7 +519,7 @@ def test_outside_the_group_nothing_happens(monkeypatch):
     np.testing.assert_array_equal(array, 1)
 
 
-def test_plain_objects_never_touch_pickle(run, monkeypatch):
+def test_plain_objects_need_no_pickle(run, monkeypatch):
     monkeypatch.setattr(object_codec.pickle, "dumps", None)
     monkeypatch.setattr(object_codec.pickle, "loads", None)
 
@@ -528,7 +528,7 @@ def test_plain_objects_never_touch_pickle(run, monkeypatch):
         objects.all_gather_object(out, sample(rank))
         return out
 
-    for out in run(2, body)[0]:
+    for out in run(2, body, allow_pickle=False)[0]:
         check_sample(out[1], 1)
 
 
@@ -570,11 +570,6 @@ def on_each_rank(rank, size):
         dist.all_gather_object(gathered, rank)
         assert gathered == list(range(size))
 
-        os.environ["UNICOLL_ALLOW_PICKLE"] = "0"
-        with pytest.raises(PickleRefusedError, match="Custom"):
-            dist.broadcast_object_list([Custom(1) if rank == 0 else None], src=0)
-        dist.barrier()
-
         arrays = [np.full(2, rank), np.full((3, 1), 10 * rank)]
         lists = [[np.zeros_like(a) for a in arrays] for _ in range(size)]
         dist.all_gather_coalesced(lists, arrays)
@@ -601,6 +596,31 @@ def on_each_rank(rank, size):
         assert total.tolist() == [2 if rank in (0, 2) else rank]
     finally:
         dist.destroy_process_group()
+
+
+def pickle_refused_by_one(rank, size):
+    import unicoll as dist
+
+    if rank == 1:
+        os.environ["UNICOLL_ALLOW_PICKLE"] = "0"
+    dist.init_process_group("gloo")
+    try:
+        gathered = [None] * size
+        dist.all_gather_object(gathered, sample(rank))
+        for i, obj in enumerate(gathered):
+            check_sample(obj, i)
+        for source in range(size):
+            with pytest.raises(PickleRefusedError, match=rf"rank {source}.*Custom|Custom"):
+                dist.broadcast_object_list([Custom(1) if rank == source else None], src=source)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_rank_can_refuse_pickle_for_all():
+    from unicoll import spawn
+
+    spawn(pickle_refused_by_one, (3,), nprocs=3)
 
 
 def test_on_processes():

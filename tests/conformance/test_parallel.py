@@ -25,7 +25,7 @@ from unicoll.parallel import (
     check_identical,
     parameters_digest,
 )
-from unicoll.parallel.common import plan_buckets
+from unicoll.parallel.packing import plan_buckets
 
 PATIENCE = 60.0
 
@@ -86,7 +86,9 @@ class FakeGroup:
         self.launched.append((tensor.shape[0], str(tensor.dtype)))
         if self.fail_at == number:
             future: Future[None] = Future()
-            future.set_exception(RankLostError("rank 3 is gone", rank=3, op="all_reduce", host="a", pid=7))
+            error = RankLostError("rank 3 is gone", rank=3, op="all_reduce")
+            error.host, error.pid = "a", 7
+            future.set_exception(error)
             return FakeWork(future)
         return FakeWork(self._progress.submit(self._reduce, tensor, op))
 

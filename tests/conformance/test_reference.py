@@ -14,8 +14,17 @@ from tests.simulated_nccl.reductions import Signature
 from unicoll.arrays.kernels import kernel_for, quiet_runner
 from unicoll.arrays.types import BY_NAME, DTYPES
 from unicoll.backend.reduce_ops import supported_reductions
-from unicoll.testing.conformance import as_reduction, has
-from unicoll.testing.reference import NCCL, STRICT, Arithmetic, complaint, factor_of, numpy_dtype, values
+from unicoll.testing.conformance import has
+from unicoll.testing.reference import (
+    NCCL,
+    STRICT,
+    Arithmetic,
+    complaint,
+    factor_of,
+    numpy_dtype,
+    reduction_of,
+    values,
+)
 
 _COUNT = 1000
 _NCCL = 23007
@@ -37,13 +46,13 @@ def _by_kernel(name: str, reduction: str, given: list[Array]) -> Array:
     dtype = BY_NAME[name]
     out = np.empty(_COUNT, dtype.storage)
     pieces = [x.view(dtype.storage) for x in given]
-    _quietly(kernel_for(dtype, as_reduction(reduction, name)).combine, pieces, out, True)
+    _quietly(kernel_for(dtype, reduction_of(reduction, name)).combine, pieces, out, True)
     return out.view(given[0].dtype)
 
 
 def _by_nccl(name: str, reduction: str, given: list[Array]) -> Array:
     """What NCCL computes, on every rank."""
-    how = native_reduction(BY_NAME[name], as_reduction(reduction, name), _NCCL)
+    how = native_reduction(BY_NAME[name], reduction_of(reduction, name), _NCCL)
     assert how is not None
     factor = factor_bytes(BY_NAME[name], float(factor_of(name).real)) if how.has_factor else None
     signature = Signature("all_reduce", _COUNT * how.parts, how.type, how.op)
@@ -59,7 +68,7 @@ def _pairs(backend: str) -> Iterator[tuple[str, str]]:
             if backend == "cpu":
                 known = not dtype.name.startswith("float8")
             else:
-                known = native_reduction(dtype, as_reduction(reduction, dtype.name), _NCCL) is not None
+                known = native_reduction(dtype, reduction_of(reduction, dtype.name), _NCCL) is not None
             if known:
                 yield dtype.name, reduction
 

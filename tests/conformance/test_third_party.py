@@ -19,10 +19,11 @@ import pytest
 import unicoll as dist
 from tests.conformance import pipes_jobs as jobs
 from tests.conformance.counting import CountingBackend
+from tests.support.ports import listening_ports
 from unicoll.backend import Backend as BackendBase
 from unicoll.backend import Caps
 from unicoll.errors import BackendUnavailableError, DistArgumentError
-from unicoll.group import registry
+from unicoll.group import backend_choice, registry
 from unicoll.testing import worker
 from unicoll.testing.ranks import ROOT, ProcessJob, end_cleanly, environment, joined
 
@@ -91,7 +92,7 @@ def test_a_registered_class_is_known_by_its_name_in_any_case() -> None:
     assert dist.Backend.COUNTING == "counting"  # type: ignore[attr-defined]
     assert dist.Backend("COUNTING") == "counting"
     assert dist.is_backend_available("counting")
-    (choice,) = registry.choose("COUNTING")
+    (choice,) = backend_choice.choose("COUNTING")
     assert (choice.device, choice.cls) == ("cpu", CountingBackend)
 
 
@@ -107,7 +108,7 @@ def test_a_factory_is_not_called_before_the_backend_is_asked_for(
 
     dist.Backend.register_backend("counting", factory, extended_api=True, devices=["cpu"])
     assert calls == []
-    assert registry.choose("cpu:counting")[0].cls is CountingBackend
+    assert backend_choice.choose("cpu:counting")[0].cls is CountingBackend
     assert calls
 
 
@@ -140,20 +141,20 @@ def test_a_name_is_taken_once() -> None:
 def test_devices_come_from_the_class_unless_they_are_given() -> None:
     dist.Backend.register_backend("elsewhere", Elsewhere)
     dist.Backend.register_backend("both", CountingBackend, devices=["cpu", "moon"])
-    assert [c.device for c in registry.choose("elsewhere")] == ["moon"]
-    assert [c.device for c in registry.choose("both")] == ["cpu", "moon"]
+    assert [c.device for c in backend_choice.choose("elsewhere")] == ["moon"]
+    assert [c.device for c in backend_choice.choose("both")] == ["cpu", "moon"]
     assert dist.get_default_backend_for_device("moon:0") == "both"
     assert dist.get_default_backend_for_device("cpu") == "gloo"  # the built-in ones stay the default
     with pytest.raises(BackendUnavailableError, match="'elsewhere' does not serve cpu arrays"):
-        registry.choose("cpu:elsewhere")
+        backend_choice.choose("cpu:elsewhere")
 
 
 def test_one_backend_for_each_device() -> None:
     dist.Backend.register_backend("elsewhere", Elsewhere, devices="moon")
-    choices = registry.choose("cpu:gloo,moon:elsewhere")
+    choices = backend_choice.choose("cpu:gloo,moon:elsewhere")
     assert [(c.device, c.name) for c in choices] == [("cpu", "gloo"), ("moon", "elsewhere")]
     with pytest.raises(DistArgumentError, match="two backends of cpu arrays"):
-        registry.choose("cpu:gloo,cpu:gloo")
+        backend_choice.choose("cpu:gloo,cpu:gloo")
 
 
 def test_a_backend_that_cannot_be_created_leaves_none_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,7 @@ def test_a_factory_that_fails_is_a_reason_too() -> None:
     dist.Backend.register_backend("warp", factory)
     assert not dist.is_backend_available("warp")
     with pytest.raises(BackendUnavailableError, match=r"'?warp'?.*libwarp.so is not there"):
-        registry.choose("warp")
+        backend_choice.choose("warp")
 
 
 def test_every_candidate_that_was_tried_gives_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +211,7 @@ def test_every_candidate_that_was_tried_gives_its_reason(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(GlooBackend, "availability", lambda: "sockets are forbidden here")
     with pytest.raises(BackendUnavailableError) as caught:
-        registry.choose(None, started_by_mpi=True)
+        backend_choice.choose(None, started_by_mpi=True)
     mpi = registry.reason_against("mpi")
     assert "backend 'gloo': sockets are forbidden here" in str(caught.value)
     if mpi is not None:
@@ -231,7 +232,7 @@ def test_where_nccl_cannot_be_used_it_is_refused_with_its_reason() -> None:
 @pytest.mark.parametrize("spec", ["cpu:", ":gloo", "cpu:gloo,", "cpu:gloo,cuda"])
 def test_what_is_no_specification_is_refused(spec: str) -> None:
     with pytest.raises(DistArgumentError, match="not of the form"):
-        registry.choose(spec)
+        backend_choice.choose(spec)
 
 
 # --- at work -------------------------------------------------------------------------------------------------------
@@ -379,7 +380,7 @@ def test_messages_to_and_from_a_dead_rank_name_it(pipes_job: ProcessJob, peer: i
 
 def test_a_stranger_does_not_disturb_ranks_that_connect(pipes_job: ProcessJob) -> None:
     """It connects to every port, and says nothing."""
-    pipes_job.call(worker.listening_ports)
+    pipes_job.call(listening_ports)
     addresses = {address for found in pipes_job.results() for address in found}
     assert len(addresses) >= pipes_job.size
     with ExitStack() as strangers:
@@ -448,7 +449,7 @@ def test_an_installed_backend_that_cannot_be_imported(
     monkeypatch.syspath_prepend(str(installed(tmp_path, "counting_which_is_not_there:Backend")))
     assert "counting" in registry.backend_names()
     with pytest.raises(BackendUnavailableError, match=r"counting.*No module named"):
-        registry.choose("counting")
+        backend_choice.choose("counting")
 
 
 # --- explain -------------------------------------------------------------------------------------------------------

@@ -150,10 +150,7 @@ def test_an_algorithm_that_cannot_be_had_is_refused_and_the_group_goes_on(newest
         assert "algSelection 'NVLS'" in found["nvls"]
         assert found["native"].startswith("DistArgumentError: all_to_all_single")
         for name in ("messages", "uneven"):
-            assert (
-                "made of sends and receives, which have no choice of algorithms (algorithm='ring')"
-                in found[name]
-            )
+            assert "consists of sends and receives, to which algorithm='ring' does not apply" in found[name]
         assert found["after"] == "[2.0, 2.0]"
 
 
@@ -182,8 +179,8 @@ def test_gloo_compresses_and_nccl_does_not() -> None:
             assert [refusal.type for refusal in refusals] == ["DistArgumentError"] * 3
             call, group, view = (refusal.message for refusal in refusals)
             assert call.startswith("all_reduce(float32[100000] on cuda:")
-            assert call.endswith("compression='bfloat16': backend nccl compresses nothing")
-            words = ": compression='int8': backend nccl compresses nothing; the backend gloo does"
+            assert call.endswith("compression='bfloat16': backend nccl does not support compression")
+            words = ": compression='int8': backend nccl does not support compression; backend gloo does"
             assert group == f"pg_options{words}"
             assert view == f"using{words}"
             assert found["after"] == _THIRD

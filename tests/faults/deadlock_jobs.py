@@ -89,7 +89,7 @@ def run_in(where: str, call: Callable[[], Any]) -> Any:
 
 
 def circle(draw: str, kinds: Sequence[str] = CALLS) -> dict[str, Any]:
-    """Some ranks wait for each other in a circle, others for one of them, others sleep; what becomes of this rank."""
+    """Some ranks wait for each other in a cycle, others for one of them, others sleep; what becomes of this rank."""
     rng, size, me = random.Random(draw), dist.get_world_size(), dist.get_rank()
     ranks = rng.sample(range(size), rng.randint(2, size))
     used = rng.random() < 0.5

@@ -18,15 +18,20 @@ from unicoll.testing.worker import Failure
 # --- different calls ----------------------------------------------------------------------------------------
 
 
-def differ(cases: list[tuple[str, dict[str, Any], str, dict[str, Any], int]]) -> list[CallOutcome]:
+def differ(
+    cases: list[tuple[str, dict[str, Any], str, dict[str, Any], int]], at_once: bool
+) -> list[CallOutcome]:
     """Each case on a group of its own: one rank makes another call than the others.
 
     Args:
+        at_once: True if it is the group's first call, in which the ranks select the transport.
         cases: name and options of the call of most ranks, those of the odd one's, and which rank that is.
     """
     outcomes = []
     for name, options, odd_name, odd_options, odd in cases:
         group = dist.new_group()
+        if not at_once:
+            dist.barrier(group)
         mine, more = (odd_name, odd_options) if dist.get_rank() == odd else (name, options)
         outcomes.append(outcome_of(lambda m=mine, o=more, g=group: invoke(m, g, timeout=10, **o)))  # type: ignore[misc]
         dist.destroy_process_group(group)

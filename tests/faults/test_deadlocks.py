@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in a circle all raise DeadlockError; others do not.
+"""Ranks that wait for each other in a cycle all raise DeadlockError; others do not.
 
 ``UNICOLL_TEST_FULL=1`` makes 1,000 circles and 1,000 programs without one. Times are printed, not judged.
 """
@@ -37,7 +37,7 @@ def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int)
             assert f": {failure.fields['op']}(" in own
             assert (f" #{seq} on group" in own) if seq else " #" not in own
             first, *lines = failure.message.split("\n  ")
-            assert first == f"deadlock: {len(circle)} ranks wait for each other in a circle:"
+            assert first == f"deadlock: {len(circle)} ranks wait for each other in a cycle:"
             lowest = circle.index(min(circle))
             order = circle[lowest:] + circle[:lowest]
             for line, one, following in zip(lines, order, [*order[1:], order[0]], strict=False):

@@ -14,7 +14,7 @@ import pytest
 from tests.launcher.test_run import BOUND, LaunchFolder, environment, folder  # noqa: F401
 from unicoll import errors
 from unicoll.net import excepthook
-from unicoll.net.texts import ranks_text
+from unicoll.net.formatting import ranks_text
 from unicoll.run.tracebacks import Tracebacks
 
 FOLDED = "  ... inside unicoll (UNICOLL_DEBUG=DETAIL shows these frames)"
@@ -234,8 +234,20 @@ def test_a_plain_process_folds_frames(tmp_path: Path, setting: str) -> None:
     )
     assert done.returncode == 1
     assert (FOLDED in done.stderr) == (not setting)
-    assert ("registry.py" in done.stderr) == bool(setting)
+    assert ("backend_choice.py" in done.stderr) == bool(setting)
     assert done.stderr.rstrip().splitlines()[-1].startswith("unicoll.errors.BackendUnavailableError: ")
+
+
+def test_the_level_counts_before_there_is_a_group(folder: LaunchFolder) -> None:  # noqa: F811
+    script = folder.script(
+        """
+        import unicoll
+        unicoll.FileStore("/missing/store")
+        """
+    )
+    done = folder.launch("-n", "1", script, UNICOLL_DEBUG="DETAIL")
+    assert "in open_log" in done.stderr
+    assert FOLDED not in done.stderr
 
 
 def raised_inside(statement: str) -> str:

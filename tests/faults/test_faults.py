@@ -20,7 +20,7 @@ from tests.faults import fault_jobs as jobs
 from tests.support.calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row_name
 from tests.support.order import named_pipe, tell
 from unicoll.errors import DistError
-from unicoll.net import auth
+from unicoll.net import handshake
 from unicoll.testing.ranks import Outcome, Pool, ProcessJob, end_cleanly, joined
 from unicoll.testing.worker import end, leave
 
@@ -202,7 +202,7 @@ def test_a_stopped_rank_is_named_when_time_is_up(connected: bool) -> None:
             job.results()
         job.signal(2, signal.SIGSTOP)
         job.call(jobs.all_at_once, TIMED, 1.0, ranks=[0, 1])
-        words = ["missing: rank 2", "does not answer", f"pid {job.pids[2]}", "arrived: ranks 0, 1"]
+        words = ["missing: rank 2", "sends no report", f"pid {job.pids[2]}", "arrived: ranks 0, 1"]
         check_timeouts(job.collect(60, [0, 1]), 1.0, words)
 
 
@@ -214,7 +214,12 @@ def test_a_late_rank_is_named_with_the_place_where_it_is(tmp_path: Path) -> None
         job.call(jobs.compute, told, ranks=[2])
         job.call(jobs.all_at_once, TIMED, 1.0, ranks=[0, 1])
         line = jobs.compute.__code__.co_firstlineno + 2
-        words = ["missing: rank 2", "in no collective", f"fault_jobs.py:{line}", "arrived: ranks 0, 1"]
+        words = [
+            "missing: rank 2",
+            "not in a collective of this group",
+            f"fault_jobs.py:{line}",
+            "arrived: ranks 0, 1",
+        ]
         check_timeouts(job.collect(60, [0, 1]), 1.0, words)
         tell(told)
         job.collect(60, [2])
@@ -396,7 +401,7 @@ class UnauthenticatedClients:
 
     def _wrong_secret(self, sock: socket.socket) -> None:
         purpose = random.choice([b"data", b"control", b"store"])
-        auth.client_handshake(sock, b"w" * 32, purpose, time.monotonic() + 5)
+        handshake.client_handshake(sock, b"w" * 32, purpose, time.monotonic() + 5)
 
     def _incomplete_hello(self, sock: socket.socket) -> None:
         sock.sendall(b"unicoll")

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from gloo_fallback.p2p.frames import ANSWER, CREDIT, HEADER, MAGIC, MESSAGE, OFFER, SHARED
+from gloo_fallback.p2p.frames import ANSWER, HEADER, MAGIC, MESSAGE, NOTICE, OFFER, SWITCH
 from gloo_fallback.shm.ring_buffer import RingReader
-from gloo_fallback.shm.segment import create_offer
+from gloo_fallback.shm.segment import create_offer, has_strong_ordering
 from unicoll.arrays.types import BY_NAME
 from unicoll.errors import DistError, DistStoreError, RankLostError
 from unicoll.net.channel import authenticate
@@ -213,15 +213,31 @@ def offer_of(**where: Any) -> bytes:
     return message(OFFER, size=len(body)) + body
 
 
-HALF = message(SHARED, U8, 4, 1 << 16, 1 << 14)
+def in_ring(tag: int, size: int, kind: int = 0x736D6375) -> bytes:
+    """The header of a message in a ring."""
+    return struct.pack("<IIqQ8x", kind, U8, tag, size)
+
+
+HALF = in_ring(4, (1 << 16) + 1) + bytes(1 << 14)
+SKIP = in_ring(0, 0, 0x706B7375)
 
 
 @pytest.mark.parametrize("target", ["messages"], indirect=True)
 @pytest.mark.parametrize(
-    ("rings", "sent"),
+    ("way", "sent"),
     [
-        (1, HALF + message(OFFER, size=9) + b"unrelated"),
-        (1, HALF + message(SHARED, U8, 9, 1 << 16, 1 << 14)),
+        (2, HALF),
+        (2, HALF[:-7]),
+        (2, in_ring(9, 1 << 62)),
+        (2, in_ring(9, (1 << 64) - 1) + bytes(64)),
+        (2, in_ring(1, 3, kind=7) + bytes(32)),
+        (2, SKIP),
+        (2, SKIP * 4),
+        (2, in_ring(9, 40) + bytes(32)),
+        (2, bytes(5)),
+        (1, message(SWITCH) + message(MESSAGE, U8, 9)),
+        (1, message(SWITCH) + message(SWITCH)),
+        (0, message(SWITCH)),
         (0, message(MESSAGE, U8, 9, 1 << 62)),
         (0, message(MESSAGE, U8, 9, (1 << 64) - 1)),
         (0, message(MESSAGE, U8, 4, 1 << 62)),
@@ -231,12 +247,12 @@ HALF = message(SHARED, U8, 4, 1 << 16, 1 << 14)
         (0, offer_of(pid=1e400, fd=0, size=5)),
         (0, message(ANSWER, size=1 << 40)),
         (1, message(ANSWER, size=13) + message(OFFER, size=2) + b"{}"),
-        (1, message(CREDIT, part=1 << 63) + message(MESSAGE, F64, 1, 64) + bytes(64)),
+        (1, message(NOTICE, size=1 << 63, part=1 << 63) + message(SWITCH) + message(NOTICE)),
     ],
 )
-def test_malformed_frames_of_a_member(target: Any, rings: int, sent: bytes) -> None:
-    """Each raised an exception in the thread that ran progress, or left a receive waiting beyond its deadline."""
-    assert not fuzz.check(target, bytes([rings]) + sent)
+def test_malformed_frames_of_a_member(target: Any, way: int, sent: bytes) -> None:
+    """Those on the socket raised in the thread that ran progress, or left a receive waiting beyond its deadline."""
+    assert not fuzz.check(target, bytes([way]) + sent)
 
 
 def test_the_size_of_a_ring_is_checked() -> None:
@@ -244,7 +260,7 @@ def test_the_size_of_a_ring_is_checked() -> None:
     made, where = create_offer(4096)
     try:
         with pytest.raises(OSError, match="not a ring"):
-            RingReader(json.dumps(where).encode())
+            RingReader(json.dumps({**where, "strong": has_strong_ordering()}).encode())
     finally:
         made.close()
 
@@ -267,7 +283,15 @@ def test_a_reason_beyond_bytes_is_refused(target: Any) -> None:
 
 @pytest.mark.parametrize("target", ["frames"], indirect=True)
 @pytest.mark.parametrize(
-    "report", [5, {}, {"seq": "1"}, {"seq": 5, "call": None}, {"seq": 0, "call": [], "where": 1}]
+    "report",
+    [
+        5,
+        {},
+        {"seq": "1"},
+        {"seq": 5, "call": None},
+        {"seq": 0, "call": [], "where": 1},
+        {"seq": 0, "call": None, "last": None, "where": ""},
+    ],
 )
 def test_malformed_reports(target: Any, report: Any) -> None:
     """Reports of members were used in errors without a check, which raised TypeError and KeyError."""

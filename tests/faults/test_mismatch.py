@@ -44,10 +44,14 @@ def differences(name: str) -> list[tuple[str, dict[str, Any], str, dict[str, Any
     return found
 
 
+@pytest.mark.sampled("name", "at_once", 1)
+@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("name", [*COLLECTIVES, *COALESCED])
-def test_ranks_that_call_differently_raise_the_same_error(name: str, pool: Callable[[int], Pool]) -> None:
+def test_ranks_that_call_differently_raise_the_same_error(
+    name: str, at_once: bool, pool: Callable[[int], Pool]
+) -> None:
     cases = differences(name)
-    outcomes = pool(3).run(jobs.differ, cases, timeout=300)
+    outcomes = pool(3).run(jobs.differ, cases, at_once, timeout=300)
     wrong = []
     for case, each in zip(cases, zip(*outcomes, strict=True), strict=True):
         failures = [failure for failure, _ in each]

@@ -39,7 +39,7 @@ def test_one_rank_warns_of_a_stopped_rank_and_again_later() -> None:
             assert line.startswith("all_reduce(float64[3], SUM) #2 on group 'world' at ")
             assert "deadlock_jobs.py:" in line
             assert "arrived: ranks 0, 1, 2; missing: rank 3 (host " in line
-            assert f"pid {job.pids[3]}): does not answer (stopped" in line
+            assert f"pid {job.pids[3]}): sends no report (the process is stopped" in line
             seconds = re.search(r"has waited (\d+) s", line)
             assert seconds is not None
             ages.append(int(seconds[1]))
@@ -63,7 +63,7 @@ def test_a_dead_rank_and_a_busy_one_are_described(tmp_path: Path) -> None:
         tell(told)
         assert not more
         assert "arrived: rank 0; missing: rank 1 " in line
-        assert "in no collective of this group, now at " in line
+        assert "not in a collective of this group; is at " in line
         line_number = jobs.reduce_when_told.__code__.co_firstlineno + 2
         assert f"deadlock_jobs.py:{line_number}" in line
         assert re.search(r"; rank 2 \(host \S+, pid \d+\): rank 2 .* died", line), line
@@ -82,7 +82,7 @@ def test_a_receive_says_what_the_sender_does(tmp_path: Path) -> None:
         job.results()
         assert line.startswith("recv(float64[1], peer=1, tag=0) on group 'world' at ")
         assert (
-            f"; rank 1 (host {line.partition('(host ')[2].partition(',')[0]}, pid {job.pids[1]}): in no"
+            f"; rank 1 (host {line.partition('(host ')[2].partition(',')[0]}, pid {job.pids[1]}): not in a"
             in line
         )
         assert f"deadlock_jobs.py:{jobs.send_when_told.__code__.co_firstlineno + 2}" in line

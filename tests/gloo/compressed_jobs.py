@@ -10,7 +10,7 @@ import numpy as np
 import unicoll as dist
 from tests.support.outcomes import failure_of
 from unicoll.arrays.compression import BLOCK
-from unicoll.testing.worker import Failure, send_note
+from unicoll.testing.worker import Failure
 
 SMALL = 1 << 14
 """float32 elements up to which arrays are not compressed."""
@@ -209,16 +209,6 @@ def only_on_one_rank() -> None:
     group: Any = dist.new_group()
     view = group.using(compression="int8") if dist.get_rank() == 1 else group
     view.all_reduce(np.ones(40_000, np.float32), timeout=10)
-
-
-def loop(compression: str, count: int) -> None:
-    """All_reduces without end."""
-    group = dist.group.WORLD.using(compression=compression)  # type: ignore[union-attr]
-    x = np.ones(count, np.float32)
-    dist.all_reduce(x, op="AVG", group=group)
-    send_note("looping")
-    while True:
-        dist.all_reduce(x, op="AVG", group=group)
 
 
 def one_is_late() -> None:

@@ -220,6 +220,24 @@ def lose_the_link(folder: str, count: str) -> Report:
     raise AssertionError("the link was never cut")
 
 
+def connect_late(folder: str, operation: str) -> Report:
+    """Make the first connection of a group once the other host does not answer."""
+    dist.init_process_group(timeout=TIMEOUT)
+    rank, data = dist.get_rank(), np.zeros(3)
+    Path(folder, f"ready.{rank}").touch()
+    while not Path(folder, "dropped").exists():
+        time.sleep(0.01)
+    try:
+        if operation == "all_reduce":
+            dist.all_reduce(data)
+        else:
+            dist.send(data, 1 - rank)
+            dist.recv(data, 1 - rank)
+        return {"reached": True}
+    except dist.DistError as error:
+        return caught(error)
+
+
 def listen_apart() -> Report:
     """Rank 1 listens on an interface that rank 0 cannot reach, and connects last, so that rank 0 dials."""
     rank = int(os.environ["RANK"])

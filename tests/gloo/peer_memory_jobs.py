@@ -81,6 +81,59 @@ def refused_by_the_system(rank: int, size: int, folder: str, odd: int) -> tuple[
     return found, text
 
 
+def reads_of(fast: bool, rank: int, size: int, folder: str) -> tuple[int, int]:
+    """Bytes read in an all_gather and in a scatter.
+
+    Args:
+        fast: what this rank has measured.
+    """
+    _watch()
+    peer_memory._reads_are_fast = fast
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    large = 32 << 20
+    gathered = bytes_read(large)
+    out = np.empty(large // size, np.uint8)
+    parts = [np.full(large // size, r, np.uint8) for r in range(size)] if rank == 0 else None
+    _READS.clear()
+    dist.scatter(out, parts)
+    assert (out == rank).all()
+    scattered = sum(_READS)
+    dist.destroy_process_group()
+    return gathered, scattered
+
+
+def measurements() -> bool:
+    """True if the first group has measured how fast reading is, and another group reads or not, accordingly."""
+    dist.barrier()
+    measured = peer_memory._reads_are_fast
+    group: Any = dist.new_group()
+    dist.barrier(group=group)
+    reads = group._dispatcher._backends.host._transport.slots.may_read(1 << 30)
+    dist.destroy_process_group(group)
+    return measured is not None and measured is peer_memory._reads_are_fast and (measured or not reads)
+
+
+def unreadable_sample(odd: int) -> tuple[bool, bool | None]:
+    """One rank cannot read while it times that, as if the other had ended; whether the group reads, and the result."""
+    copy = peer_memory._copy
+
+    def failing(pid: int, source: int, target: int, nbytes: int) -> None:
+        if nbytes == peer_memory._SAMPLE:
+            raise ProcessLookupError(3, "No such process")
+        copy(pid, source, target, nbytes)
+
+    dist.barrier()
+    peer_memory._reads_are_fast = True
+    if dist.get_rank() == odd:
+        peer_memory._reads_are_fast = None
+        peer_memory._copy = failing
+    group: Any = dist.new_group()
+    dist.barrier(group=group)
+    reads = group._dispatcher._backends.host._transport.slots.may_read(1 << 30)
+    dist.destroy_process_group(group)
+    return reads, peer_memory._reads_are_fast
+
+
 def unusual_memory() -> list[int]:
     """Arrays in a file, in shared and in private memory, not at the start of a page; bytes read of each."""
     _watch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from typing import Any
@@ -31,6 +32,24 @@ def reason() -> str:
     """The description of the world group's transport."""
     transport()
     return str(transport_of_world().description)
+
+
+def logged() -> list[str]:
+    """What a new group logs about its transport."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger("unicoll.gloo")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        group = dist.new_group()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    return [record.getMessage().partition("' ")[2] for record in records if " over " in record.getMessage()]
 
 
 def tcp_on_one_rank(rank: int) -> str:

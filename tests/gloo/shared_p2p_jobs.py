@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from gloo_fallback.shm.ring_buffer import CHUNK, RING, SHARED_THRESHOLD
+from gloo_fallback.shm.ring_buffer import CHUNK, RING
 from tests.conformance.p2p_jobs import me, must, size
 from tests.support.outcomes import CallOutcome, failure_of, outcome_of
 from unicoll.testing.worker import Failure, send_note
@@ -27,7 +28,7 @@ def engine(group: Any = None) -> Any:
 def rings(group: Any = None) -> list[tuple[bool, bool]]:
     """For each connection, by the peer's rank: True if sends, and receives, use a ring."""
     connections = [c for c in engine(group)._connections if c is not None]
-    return [(c.writer is not None and c.writer.ready, c.reader is not None) for c in connections]
+    return [(c.sender.shared, c.receiver.shared) for c in connections]
 
 
 def bytes_of(count: int, seed: int) -> Any:
@@ -90,7 +91,7 @@ def posted_while_arriving() -> None:
         idle = must(dist.irecv(np.zeros(1, np.uint8), 0, tag=6))  # so that the progress thread receives
         dist.barrier()
         deadline = time.monotonic() + 20
-        while engine()._connections[0].message is None and time.monotonic() < deadline:
+        while engine()._connections[0].receiver.message is None and time.monotonic() < deadline:
             time.sleep(0)
         x = np.zeros(8 * LARGE, np.uint8)
         dist.recv(x, 0, tag=5)
@@ -187,6 +188,69 @@ def in_a_callback() -> list[int]:
     return answers
 
 
+def ended_by_a_receive() -> None:
+    """A receive takes its messages from the ring, and thereby sees room for the rest of a send in the background."""
+    create_rings()
+    progress = engine()._progress
+    parts, x = 12, np.zeros(CHUNK, np.uint8)
+    if me() == 1:
+        works = [must(dist.isend(np.full(CHUNK, i, np.uint8), 0)) for i in range(parts)]
+        # rank 0 fills the ring before anything is read, otherwise its send may find room for all its parts
+        while not progress._acquire_progress():
+            pass
+        works.append(must(dist.irecv(np.zeros(RING + CHUNK, np.uint8), 0, tag=1)))
+        dist.barrier()
+        progress.release()
+        deadline = time.monotonic() + 20
+        while engine()._connections[0].receiver.has_shared_data and time.monotonic() < deadline:
+            time.sleep(0.01)
+        dist.barrier()
+        for work in works:
+            work.wait()
+        return
+    ended: list[int] = []
+    deadline = time.monotonic() + 20
+    while progress.active and time.monotonic() < deadline:
+        time.sleep(0.01)
+    # as if its thread had just looked for messages, and will look again later
+    progress.wake_thread = lambda: None
+    work = must(dist.isend(np.zeros(RING + CHUNK, np.uint8), 1, tag=1))
+    work.get_future().add_done_callback(lambda _: ended.append(1))
+    dist.barrier()
+    dist.barrier()
+    assert not ended, "the send ended before the receives"
+    for i in range(parts):
+        dist.recv(x, 1)
+        assert (x == i).all()
+    assert ended, "the receives did not report the end of the send"
+    del progress.wake_thread
+
+
+def notices_after_the_peers_end() -> list[bool]:
+    """Rank 1 leaves a group, then rank 0 sends it two notices; for each, True if rank 0 still takes it for unsent.
+
+    The peer resets the connection because of the first one, so the second one cannot be sent.
+    """
+    group = must(dist.new_group([0, 1]))
+    create_rings(group)
+    if me() == 1:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if me() == 1:
+        return []
+    (connection,) = (c for c in engine(group)._connections if c is not None)
+    found = []
+    for _ in range(2):
+        with engine(group).lock:
+            connection.sender.notify()
+        deadline = time.monotonic() + 10
+        while (unsent := connection.has_unsent) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found.append(unsent)
+    dist.destroy_process_group(group)
+    return found
+
+
 # --- where memory cannot be shared ------------------------------------------------------------------------------
 
 
@@ -222,6 +286,7 @@ def without(what: str, rank: int) -> tuple[list[tuple[bool, bool]], list[str]]:
             else OSError(24, "Too many open files")
         )
 
+    dist.barrier()  # the transport of the collectives is logged, too
     if me() == rank:
         setattr(ring_buffer, what, refuse)
     with Log() as log:
@@ -237,6 +302,7 @@ def tcp_on_one_rank(rank: int) -> tuple[list[tuple[bool, bool]], list[str]]:
         os.environ["UNICOLL_TRANSPORT"] = "tcp"
     group = dist.new_group()
     os.environ.pop("UNICOLL_TRANSPORT", None)
+    dist.barrier()  # the transport of the collectives is logged, too
     with Log() as log:
         for i in range(3):
             exchange(LARGE, i, group)
@@ -264,7 +330,7 @@ def memory_in_use() -> tuple[list[str], int, int]:
         return sum(b - a for a, b in ends)
 
     for i in range(2):
-        exchange(SHARED_THRESHOLD, i)
+        exchange(CHUNK, i)
     before = mapped()
     exchange(20 * LARGE)
     targets = []
@@ -311,11 +377,11 @@ def stream(sender: int) -> None:
             send_note("streaming")
 
 
-def create_rings() -> None:
+def create_rings(group: Any = None) -> None:
     """Create rings and wait until no thread runs progress."""
-    exchange(LARGE)
-    exchange(LARGE)
-    dist.barrier()
+    exchange(LARGE, group=group)
+    exchange(LARGE, group=group)
+    dist.barrier(group)
     time.sleep(0.3)
 
 
@@ -335,13 +401,13 @@ def stops_sending(timeout: float) -> CallOutcome:
     exchange(LARGE)
     if me() == 1:
         connection = engine()._connections[0]
-        put = connection.writer.write
+        put = connection.sender.writer.write
 
-        def once(view: memoryview) -> None:
-            put(view)
-            connection.writer.next_chunk = lambda left, size: 0
+        def once(view: memoryview) -> int:
+            connection.sender.writer.write = lambda rest: 0
+            return int(put(view))
 
-        connection.writer.write = once
+        connection.sender.writer.write = once
         must(dist.isend(np.zeros(LARGE, np.uint8), 0))._waited = True
         send_note("sending")
         time.sleep(60)
@@ -353,10 +419,10 @@ def timed_out_in_the_queue() -> list[Failure | None]:
     """A send that times out on a full ring before any part has left does not affect later messages."""
     create_rings()
     failures: list[Failure | None] = []
-    x = np.zeros(SHARED_THRESHOLD, np.uint8)  # fits one chunk
+    x = np.zeros(CHUNK, np.uint8)  # fits one chunk
     if me() == 0:
         sent = 0
-        while not failures and sent <= RING // SHARED_THRESHOLD:
+        while not failures and sent <= RING // CHUNK:
             x[:] = sent % 251
             failure = failure_of(lambda: dist.send(x, 1, timeout=0.3))
             if failure is None:
@@ -421,3 +487,94 @@ def messages_before_leaving(count: int) -> list[int]:
         assert (y == i % 251).all()
         taken.append(i)
     return taken
+
+
+def leaves_without_a_ring(count: int) -> int:
+    """Rank 0 has no ring to send in; it leaves while notices of the other direction are unread."""
+    from gloo_fallback.shm import ring_buffer
+
+    def refuse(*_: object) -> Any:
+        raise OSError(24, "Too many open files")
+
+    x = np.zeros(5000, np.uint8)
+    if me() == 0:
+        ring_buffer.create_offer = refuse
+    create_rings()
+    assert rings() == [(me() == 1, me() == 0)]
+    if me() == 1:
+        works = [must(dist.isend(np.zeros(CHUNK, np.uint8), 0, tag=2)) for _ in range(2)]
+        dist.barrier()
+        send_note("waits")
+        time.sleep(1.0)
+        for i in range(count):
+            dist.recv(x, 0)
+            assert (x == i % 251).all()
+        for work in works:
+            work.wait()
+        return count
+    dist.barrier()
+    for i in range(count):
+        dist.send(np.full(5000, i % 251, np.uint8), 1)
+    dist.destroy_process_group()
+    send_note("left")
+    return 0
+
+
+def queued_behind_a_longer_timeout() -> tuple[Failure | None, float]:
+    """Rank 1 is stopped, and rank 0 sends to it, for the first time, with a long and then with a short timeout."""
+    dist.barrier()
+    if me() == 1:
+        send_note("idle")
+        time.sleep(60)
+    send_note("sends")
+    time.sleep(0.5)
+    first = must(dist.isend(np.zeros(4), 1, timeout=8.0))
+    start = time.monotonic()
+    failure = failure_of(lambda: dist.send(np.zeros(4), 1, timeout=1.0))
+    seconds = time.monotonic() - start
+    assert failure_of(first.wait) is not None
+    return failure, seconds
+
+
+def receives_while_connecting() -> tuple[bool, Failure | None]:
+    """Rank 1 is stopped; rank 0 sends to it for the first time and receives from rank 2, waiting for neither."""
+    dist.barrier()
+    send_note("ready")
+    if me() == 1:
+        time.sleep(60)
+    time.sleep(0.5)
+    if me() == 2:
+        time.sleep(0.5)
+        dist.send(np.ones(4), 0)
+        return True, None
+    first = must(dist.isend(np.zeros(4), 1, timeout=10.0))
+    work, received = must(dist.irecv(np.zeros(4), 2)), threading.Event()
+    work.get_future().add_done_callback(lambda _: received.set())
+    in_time = received.wait(30) and not first.is_completed()
+    work.wait()
+    return in_time, failure_of(first.wait)
+
+
+def interrupted_send() -> Failure | None:
+    """Ctrl-C during a large send of rank 0, which has a receive from the same rank in the background."""
+    create_rings()
+    if me() == 1:
+        time.sleep(2.0)
+        dist.barrier()
+        return None
+    work, ended = must(dist.irecv(np.zeros(4), 1, tag=1)), threading.Event()
+    work.get_future().add_done_callback(lambda _: ended.set())
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    engine()._progress.wake_thread = lambda: None  # as if its thread looked after the connection was closed
+    try:
+        dist.send(np.zeros(LARGE, np.uint8), 1)
+    except KeyboardInterrupt:
+        assert ended.wait(20)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        timer.join()
+        del engine()._progress.wake_thread
+        dist.barrier()
+    return failure_of(work.wait)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.testing.worker import send_note
 
 
 def collective_connections() -> int:
@@ -48,14 +47,3 @@ def large_and_small() -> int:
     found = collective_connections()
     dist.barrier()
     return found
-
-
-def loop(timeout: float) -> str:
-    """Large all_reduces until one fails; returns the error."""
-    data = np.zeros(1_000_000)
-    send_note("looping")
-    try:
-        while True:
-            dist.group.WORLD.all_reduce(data, timeout=timeout)
-    except dist.DistError as e:
-        return f"{type(e).__name__}: {e}"

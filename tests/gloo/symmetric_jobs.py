@@ -12,24 +12,26 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from gloo_fallback.algorithms import direct
+from gloo_fallback.algorithms import peer_memory
 from gloo_fallback.shm.peer_memory import is_readable
+from gloo_fallback.transport.selection import OPERATIONS as ALGORITHMS
 from unicoll.arrays.types import BY_NAME
+from unicoll.backend.ops import OPS, Arity, Sizes
 from unicoll.testing.worker import send_note
 
 Array = Any
 Allocate = Callable[[int], Array]
 
 _TAKEN: list[str] = []
-"""The functions of ``direct`` that have moved data, in order."""
+"""The functions of ``peer_memory`` that have moved data, in order."""
 
 
 def _watch() -> None:
-    """Note in _TAKEN which functions of ``direct`` move data."""
-    if hasattr(direct.all_reduce, "watched"):
+    """Note in _TAKEN which functions of ``peer_memory`` move data."""
+    if hasattr(peer_memory.all_reduce, "watched"):
         return
-    for name, function in inspect.getmembers(direct, inspect.isfunction):
-        if function.__module__ != direct.__name__ or name.startswith("_") or name == "arrays_of_all":
+    for name, function in inspect.getmembers(peer_memory, inspect.isfunction):
+        if function.__module__ != peer_memory.__name__ or name.startswith("_") or name == "arrays_of_all":
             continue
 
         def watched(*args: Any, _function: Any = function, _name: str = name) -> bool:
@@ -39,7 +41,7 @@ def _watch() -> None:
             return done
 
         watched.watched = True  # type: ignore[attr-defined]
-        setattr(direct, name, watched)
+        setattr(peer_memory, name, watched)
 
 
 def _values(count: int, dtype: str, seed: int) -> Array:
@@ -64,79 +66,53 @@ def _as_type(array: Array, dtype: str) -> Array:
     return array
 
 
-def _programs(count: int, dtype: str, reduction: Any, root: int, even: bool) -> dict[str, Any]:
-    """For each operation: the sizes of its arrays on this rank, the inputs among them, and the call."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sends = [count + (0 if even else (3 * rank + 5 * r) % 7) for r in range(size)]
-    gets = [count + (0 if even else (3 * r + 5 * rank) % 7) for r in range(size)]
-    own = count + (0 if even else rank)
-    all_own = [count + (0 if even else r) for r in range(size)]
-    at_root = rank == root
+def _program(name: str, count: int, reduction: Any, root: int, even: bool) -> tuple[list[int], Any]:
+    """The sizes of an operation's arrays on this rank, and the call."""
+    row, rank, size = OPS[name], dist.get_rank(), dist.get_world_size()
+    uneven = row.uneven and not row.root_has_sizes and not even  # uneven gathers and scatters use the slots
+    exchanged = row.sizes is Sizes.EXCHANGED
+    sends, gets = (
+        [count + ((3 * a + 5 * b) % 7 if uneven else 0) for a, b in pairs]
+        for pairs in ([(rank, r) for r in range(size)], [(r, rank) for r in range(size)])
+    )
+    arguments: list[tuple[Arity, list[int]]] = []
+    for parameter in row.parameters:
+        if parameter.side == "splits":
+            continue
+        arity = row.outputs if parameter.side == "output" else row.inputs
+        parts = [count + (r if uneven else 0) for r in range(size)]
+        if exchanged:
+            parts = sends if parameter.side == "input" else gets
+        if arity is Arity.PER_RANK_AT_ROOT and rank != root:
+            parts = []
+        elif arity is Arity.ONE:
+            larger = exchanged or (parameter.side == "input") == row.scattered
+            parts = [sum(parts)] if row.joined and larger else [parts[rank]]
+        arguments.append((arity, parts))
+    options: dict[str, Any] = {row.root_name: root} if row.rooted else {}
+    if row.reduces:
+        options["op"] = reduction
+    if exchanged and row.joined:
+        options |= {"output_split_sizes": gets, "input_split_sizes": sends}
 
-    def named(function: Any, **options: Any) -> Any:
-        return lambda arrays: function(*arrays, **options)
+    def call(arrays: list[Array]) -> None:
+        left = iter(arrays)
+        given = [(arity, [next(left) for _ in parts]) for arity, parts in arguments]
+        getattr(dist, name)(
+            *(own[0] if arity is Arity.ONE else own or None for arity, own in given), **options
+        )
 
-    def listed(function: Any, lists_first: bool, **options: Any) -> Any:
-        def call(arrays: list[Array]) -> None:
-            single, several = (arrays[-1], arrays[:-1]) if lists_first else (arrays[0], arrays[1:])
-            function(*((several, single) if lists_first else (single, several)), **options)
-
-        return call
-
-    return {
-        "broadcast": ([count], named(dist.broadcast, src=root)),
-        "all_reduce": ([count], named(dist.all_reduce, op=reduction)),
-        "reduce": ([count], named(dist.reduce, dst=root, op=reduction)),
-        "scan": ([count], named(dist.scan, op=reduction)),
-        "exscan": ([count], named(dist.exscan, op=reduction)),
-        "all_gather_into_tensor": ([size * count, count], named(dist.all_gather_into_tensor)),
-        "all_gather": ([*all_own, own], listed(dist.all_gather, True)),
-        "reduce_scatter_tensor": (
-            [count, size * count],
-            named(dist.reduce_scatter_tensor, op=reduction),
-        ),
-        "reduce_scatter": ([own, *all_own], listed(dist.reduce_scatter, False, op=reduction)),
-        "gather": (
-            [count] * (1 + size if at_root else 1),
-            lambda a: dist.gather(a[0], a[1:] if at_root else None, dst=root),
-        ),
-        "scatter": (
-            [count] * (1 + size if at_root else 1),
-            lambda a: dist.scatter(a[0], a[1:] if at_root else None, src=root),
-        ),
-        "all_to_all": (
-            [*gets, *sends],
-            lambda a: dist.all_to_all(a[:size], a[size:]),
-        ),
-        "all_to_all_single": (
-            [sum(gets), sum(sends)],
-            named(dist.all_to_all_single, output_split_sizes=gets, input_split_sizes=sends),
-        ),
-    }
+    return [part for _, parts in arguments for part in parts], call
 
 
-OPERATIONS = (
-    "broadcast",
-    "all_reduce",
-    "reduce",
-    "scan",
-    "exscan",
-    "all_gather_into_tensor",
-    "all_gather",
-    "reduce_scatter_tensor",
-    "reduce_scatter",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "all_to_all_single",
-)
+OPERATIONS = tuple(name for name in ALGORITHMS if OPS[name].moves_data)
 
 
-class _Parts:
+class Parts:
     """Cuts arrays from one symmetric array, at offsets that differ between the ranks."""
 
-    def __init__(self, itemsize: int, nbytes: int) -> None:
-        group = dist.group.WORLD
+    def __init__(self, itemsize: int, nbytes: int, group: Any = None) -> None:
+        group = group or dist.group.WORLD
         self._left = group.symmetric_empty(nbytes + 4096, "uint8")[dist.get_rank() * 16 * itemsize :]
 
     def __call__(self, count: int, dtype: np.dtype[Any]) -> Array:
@@ -148,28 +124,29 @@ class _Parts:
 def equal_results_between_hosts(name: str, count: int, dtype: str, reduction: str, root: int) -> int:
     """As :func:`equal_results`, over several hosts; how often the ranks of this host had arrays of all in place."""
     found = []
-    function = direct.arrays_of_all
+    function = peer_memory.arrays_of_all
 
     def watched(*args: Any, **options: Any) -> Any:
         arrays = function(*args, **options)
         found.append(arrays is not None)
         return arrays
 
-    direct.arrays_of_all = watched
+    peer_memory.arrays_of_all = watched
     try:
         equal_results(name, count, dtype, reduction, root, True, None)
     finally:
-        direct.arrays_of_all = function
+        peer_memory.arrays_of_all = function
     return sum(found)
 
 
-def read_from(nbytes: int) -> None:
-    """Let collectives of the world from a number of bytes on read the memory of other processes."""
-    dist.all_reduce(np.zeros(1 << 15))  # selects the transport
-    backend: Any = dist.group.WORLD._dispatcher._backends.all[-1]
+def read_from(nbytes: int, group: Any = None) -> None:
+    """Let collectives of a group (the world) from a number of bytes on read the memory of other processes."""
+    group = group or dist.group.WORLD
+    dist.all_reduce(np.zeros(1 << 15), group=group)  # selects the transport
+    backend: Any = group._dispatcher._backends.all[-1]
     slots = backend._transport.slots
     if slots is not None and slots.peers is not None:
-        slots.peers.minimum = nbytes
+        slots.peers.minimum = slots.peers.scatter_minimum = nbytes
 
 
 def equal_results(
@@ -191,17 +168,17 @@ def equal_results(
     _watch()
     read_from(1 << 60)
     rank, size = dist.get_rank(), dist.get_world_size()
-    counts, call = _programs(count, dtype, getattr(dist.ReduceOp, reduction), root, even)[name]
+    counts, call = _program(name, count, getattr(dist.ReduceOp, reduction), root, even)
     storage = BY_NAME[dtype].storage
     largest = (3 * size + 2) * (count + 16) * storage.itemsize
-    cut = _Parts(storage.itemsize, largest)
+    cut = Parts(storage.itemsize, largest)
     results: list[list[Array]] = []
     _TAKEN.clear()
     for symmetric in (False, True):
         ordinary = not symmetric or reads or rank == ordinary_rank
         if symmetric and reads:
             read_from(1)
-            direct.is_readable = is_readable if rank != ordinary_rank else lambda array: False
+            peer_memory.is_readable = is_readable if rank != ordinary_rank else lambda array: False
         arrays = [np.empty(n, storage) if ordinary else cut(n, storage) for n in counts]
         for i, array in enumerate(arrays):
             array[:] = _values(array.size, dtype, 100 * rank + i).view(storage)
@@ -209,7 +186,7 @@ def equal_results(
         results.append([array.copy() for array in arrays])
         if not symmetric:
             assert not _TAKEN, _TAKEN
-    direct.is_readable = is_readable
+    peer_memory.is_readable = is_readable
     for ordinary_array, symmetric_array in zip(*results, strict=True):
         np.testing.assert_array_equal(ordinary_array.view("u1"), symmetric_array.view("u1"))
     return list(_TAKEN)

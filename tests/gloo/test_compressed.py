@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import signal
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -14,7 +11,6 @@ import pytest
 from gloo_fallback.algorithms import compressed
 from tests.gloo import compressed_jobs as jobs
 from unicoll.testing.ranks import Pool, ProcessJob, joined, pools, run_ranks
-from unicoll.testing.worker import leave
 
 Pools = Callable[[int], Pool]
 TCP = {"UNICOLL_TRANSPORT": "tcp"}
@@ -151,24 +147,6 @@ def test_an_option_on_one_rank_raises_mismatch_on_all_ranks() -> None:
         for outcome in job.collect():
             assert outcome.failure is not None
             assert outcome.failure.type == "CollectiveMismatchError"
-
-
-@pytest.mark.parametrize("env", [TCP, HOSTS], ids=["tcp", "hierarchical"])
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_killed_rank_is_named_by_all_others(env: dict[str, str], victim: int) -> None:
-    with joined(3, env=env) as job:
-        job.call(jobs.loop, random.choice(("int8", "bfloat16")), 1_000_000)
-        job.await_notes()
-        time.sleep(random.random() / 10)
-        job.signal(victim, signal.SIGKILL)
-        survivors = [r for r in range(3) if r != victim]
-        for outcome in job.collect(30, survivors):
-            assert outcome.failure is not None
-            assert outcome.failure.type == "RankLostError", outcome.failure.traceback
-            assert outcome.failure.fields["rank"] == victim
-            assert outcome.failure.fields["op"] == "all_reduce"
-        job.call(leave, ranks=survivors)
-        assert [o.value for o in job.collect(30, survivors)] == [[], []]
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:

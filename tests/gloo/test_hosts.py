@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -51,7 +52,7 @@ class Hosts:
             for k, host in enumerate(hosts, start=1):
                 self._cable(f"port{lan}{k}", host, f"lan{lan}")
                 ip("-n", switches, "link", "set", f"port{lan}{k}", "master", f"switch{lan}")
-                self._address(host, f"lan{lan}", f"10.{77 + lan}.0.{k}/24", f"fd{77 + lan}::{k}/64")
+                self.switch_on(lan, k)
         for k, host in enumerate(hosts, start=1):
             self._cable(f"loose{k}", host, "apart")
             self._address(host, "apart", f"10.99.{k}.1/24", f"fd99:{k}::1/64")
@@ -64,14 +65,27 @@ class Hosts:
     def _address(self, host: str, card: str, *addresses: str) -> None:
         for address in addresses:
             # without nodad an IPv6 address is unusable for its first second
-            ip("-n", host, "address", "add", address, "dev", card, *(["nodad"] if ":" in address else []))
+            ip("-n", host, "address", "replace", address, "dev", card, *(["nodad"] if ":" in address else []))
         ip("-n", host, "link", "set", card, "up")
 
     def unplug(self, lan: int, host: int) -> None:
         ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "down")
 
+    def drop(self, lan: int, host: int) -> None:
+        """Let the switch drop what it receives from a host, which still has a link, until :meth:`plug`."""
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "nomaster")
+
     def plug(self, lan: int, host: int) -> None:
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "master", f"switch{lan}")
         ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "up")
+
+    def switch_off(self, lan: int, host: int) -> None:
+        """Set a host's interface down; IPv6 addresses are lost until :meth:`switch_on`."""
+        ip("-n", self.names[host], "link", "set", f"lan{lan}", "down")
+
+    def switch_on(self, lan: int, host: int) -> None:
+        addresses = f"10.{77 + lan}.0.{host}/24", f"fd{77 + lan}::{host}/64"
+        self._address(self.names[host], f"lan{lan}", *addresses)
 
     def start(self, host: int, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
         """Start a command on a host (1 or 2) under its own host name."""
@@ -132,6 +146,7 @@ def hosts(built: Hosts) -> Iterator[Hosts]:
     built.stop()
     for lan, host in itertools.product((0, 1), (1, 2)):
         built.plug(lan, host)
+        built.switch_on(lan, host)
 
 
 class FinishedJob:
@@ -230,6 +245,22 @@ def test_data_uses_the_selected_interface(
     for report in job.successful_reports(2):
         assert networks(report) == expected
         assert f"{variable}={spec}" in report["explained"]
+
+
+@pytest.mark.parametrize("down", [(1, 1), (1, 2)])
+@pytest.mark.parametrize("how", ["card", "cable"])
+def test_an_interface_that_is_down_on_one_host_is_not_used(
+    hosts: Hosts, down: tuple[int, int], how: str
+) -> None:
+    """The other host tried to reach it, or an address in its network."""
+    if how == "card":
+        hosts.switch_off(*down)
+    else:
+        hosts.unplug(*down)
+    env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan0,lan1"}
+    job = FinishedJob(launch(hosts, "everything", env=env))
+    for report in job.successful_reports(2):
+        assert networks(report) == {"10.77.0"}
 
 
 @pytest.mark.parametrize("per_node", [1, 2])
@@ -340,7 +371,7 @@ def test_protected_channel_without_a_secret_raises(hosts: Hosts) -> None:
     job = FinishedJob(launch(hosts, "join", env={"UNICOLL_CHANNEL": "tls"}))
     for report in job.successful_reports(2):
         assert report["error"] == "DistArgumentError", report
-        assert "UNICOLL_CHANNEL=tls protects nothing in this job" in report["message"]
+        assert "UNICOLL_CHANNEL=tls cannot protect this job" in report["message"]
         assert "UNICOLL_SECRET_FILE" in report["message"]
 
 
@@ -375,6 +406,37 @@ def test_lost_network_link_names_the_missing_rank(hosts: Hosts, tmp_path: Path, 
         other = 1 - report["rank"]
         assert report["error"] == "OperationTimeoutError"
         assert f"missing: rank {other} (host host{other + 1}, pid " in report["message"]
+
+
+def test_a_link_lost_in_the_middle_is_named_by_both_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    """The error said only that all ranks had arrived, though one of two links was lost."""
+    env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan0,lan1"}
+    processes = launch(hosts, "lose_the_link", str(tmp_path), str(8 << 20), env=env)
+    wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
+    hosts.unplug(1, 2)
+    lost = re.compile(
+        r"connections without an answer: rank [01]: 10\.78\.0\.[12]:\d+ \(lan1\) to rank [01] at 10\.78\.0\.[12]:\d+"
+        r" \(lan1\): \d+ packets sent and \d+ times retransmitted, no acknowledgement for \d"
+    )
+    for report in FinishedJob(processes).successful_reports(2):
+        assert report["error"] == "OperationTimeoutError"
+        assert lost.search(report["message"]), report["message"]
+        assert "lan0" not in report["message"]
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "send"])
+def test_an_address_that_does_not_answer_is_named(hosts: Hosts, tmp_path: Path, operation: str) -> None:
+    """Both cards have a link, but nothing passes between them."""
+    env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan1"}
+    processes = launch(hosts, "connect_late", str(tmp_path), operation, env=env)
+    wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
+    hosts.drop(1, 2)
+    (tmp_path / "dropped").touch()
+    for report in FinishedJob(processes).successful_reports(2):
+        assert report["error"] == "OperationTimeoutError"
+        assert re.search(r"no answer from rank [01] at 10\.78\.0\.[12]:\d+ \(lan1\)", report["message"]), (
+            report["message"]
+        )
 
 
 @pytest.mark.in_turn

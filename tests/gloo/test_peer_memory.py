@@ -79,8 +79,29 @@ def test_arrays_below_the_threshold_take_the_slots(pool: Pools) -> None:
 
 def test_the_setting() -> None:
     large = 64 << 20
-    assert run_ranks(2, jobs.bytes_read, large) == [large // 2] * 2
+    assert run_ranks(2, jobs.bytes_read, large, env={"UNICOLL_PEER_MEMORY": "always"}) == [large // 2] * 2
     assert run_ranks(2, jobs.bytes_read, large, env={"UNICOLL_PEER_MEMORY": "off"}) == [0] * 2
+
+
+@pytest.mark.parametrize("fast", [(True, True), (True, False), (False, False)])
+def test_all_ranks_use_the_slots_where_one_reads_slowly(fast: tuple[bool, bool], tmp_path: Path) -> None:
+    """Except in a scatter, in which the root alone would copy."""
+    with ProcessJob(2) as job:
+        for rank in range(2):
+            job.call(jobs.reads_of, fast[rank], rank, 2, str(tmp_path), ranks=[rank])
+        for rank, (gathered, scattered) in enumerate(job.results()):
+            assert gathered == ((16 << 20) if all(fast) else 0)
+            assert (scattered > 15 << 20) == (rank == 1)
+
+
+def test_a_process_measures_once() -> None:
+    """The result is a property of the processor and the system; here it may be either."""
+    assert all(run_ranks(2, jobs.measurements))
+
+
+def test_a_read_that_fails_while_it_is_timed_is_not_raised() -> None:
+    """A rank that has ended is named by the step that follows."""
+    assert run_ranks(2, jobs.unreadable_sample, 1) == [(False, True), (False, None)]
 
 
 @pytest.mark.parametrize("odd", [0, 1])

@@ -32,6 +32,18 @@ def test_ranks_of_one_host_share_memory(size: int, pool: Pools) -> None:
     assert set(pool(size).run(jobs.reason)) == {"over shared memory: all ranks are on one host"}
 
 
+def test_the_transport_is_logged() -> None:
+    found = {
+        "auto": "over shared memory: ",
+        "tcp": "over sockets: ",
+        "hierarchical": "over shared memory within ",
+    }
+    for transport, text in found.items():
+        for logged in run_ranks(3, jobs.logged, env={"UNICOLL_TRANSPORT": transport}):
+            assert len(logged) == 1
+            assert logged[0].startswith(text)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_small_calls_of_few_kinds_many_times(size: int, pool: Pools, seed: int) -> None:
     assert pool(size).run(jobs.repeated_kinds, seed, 150) == [[]] * size

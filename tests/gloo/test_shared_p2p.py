@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from gloo_fallback.shm.ring_buffer import CHUNK, RING, SHARED_THRESHOLD, RingReader, RingWriter
+from gloo_fallback.p2p.frames import INLINE_LIMIT
+from gloo_fallback.shm.ring_buffer import CHUNK, RING, RingReader, RingWriter
+from gloo_fallback.shm.segment import has_strong_ordering
 from tests.faults.test_faults import SOON_S
 from tests.gloo import shared_p2p_jobs as jobs
 from unicoll.testing.ranks import Pool, ProcessJob, joined, run_ranks
@@ -26,24 +30,76 @@ NONE = (False, False)
 # --- the ring -----------------------------------------------------------------------------------------------------
 
 
-def test_ring_delivers_what_was_written(seed: int) -> None:
+def write(writer: RingWriter, tag: int, data: bytes) -> Iterator[None]:
+    """Write a message; yields while there is no space."""
+    if len(data) <= CHUNK:
+        while not writer.put(7, tag, data):
+            assert not writer.has_space(len(data), False)
+            yield
+        return
+    while not writer.begin(7, tag, len(data)):
+        assert not writer.has_space(len(data), False)
+        yield
+    rest = memoryview(data)
+    while rest:
+        while not (count := writer.write(rest)):
+            assert not writer.has_space(len(rest), True)
+            yield
+        rest = rest[count:]
+
+
+def read(reader: RingReader) -> tuple[int, bytes] | None:
+    """Read the next message, which must be complete; None if the ring is empty."""
+    header = reader.header()
+    if header is None:
+        return None
+    code, tag, size = header
+    assert code == 7
+    body = reader.body(size)
+    if body is not None:
+        data = bytes(body)
+        reader.skip(size)
+        return tag, data
+    reader.skip()
+    target = bytearray(size)
+    got = 0
+    while got < size:
+        count = reader.read(memoryview(target)[got:])
+        assert count
+        got += count
+    return tag, bytes(target)
+
+
+@pytest.mark.parametrize("order", ["strong", "weak"])
+def test_ring_delivers_what_was_written(seed: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNICOLL_MEMORY_ORDER", "weak" if order == "weak" else "auto")
     rng = np.random.default_rng(seed)
     writer = RingWriter()
     reader = RingReader(writer.offer)
     writer.accepted()
-    waiting: list[bytes] = []
-    for _ in range(2000):
-        data = rng.bytes(int(rng.integers(1, CHUNK if rng.random() < 0.2 else 1000)))
-        if writer.padded(len(data)) <= writer.free:
-            writer.write(memoryview(data))
-            waiting.append(data)
-        while waiting and (writer.free < RING // 3 or rng.random() < 0.3):
-            target = bytearray(len(waiting[0]))
-            reader.read(memoryview(target))
-            assert target == waiting.pop(0)
-            writer.free += reader.uncredited
-            reader.uncredited = 0
-    assert 0 <= writer.free <= RING
+    waiting: deque[tuple[int, bytes]] = deque()
+
+    def exchange_positions() -> None:
+        reader.written, writer.read = writer.position, reader.position
+
+    def receive() -> None:
+        exchange_positions()
+        assert read(reader) == waiting.popleft()
+        exchange_positions()
+
+    for tag in range(2000):
+        large = rng.random() < 0.1
+        data = rng.bytes(int(rng.integers(0, RING // 4 if large else 1000)))
+        sending = write(writer, tag, data)
+        while next(sending, True) is None:
+            receive()
+        waiting.append((tag, data))
+        while waiting and rng.random() < (0.6 if tag % 100 < 50 else 0.3):
+            receive()
+    while waiting:
+        receive()
+    assert read(reader) is None
+    assert writer.free == RING
     writer.close()
     reader.close()
 
@@ -51,13 +107,68 @@ def test_ring_delivers_what_was_written(seed: int) -> None:
 def test_full_ring_accepts_nothing() -> None:
     writer = RingWriter()
     try:
-        for _ in range(RING // CHUNK):
-            assert writer.next_chunk(10 * RING, 10 * RING) == CHUNK
-            writer.write(memoryview(bytes(CHUNK)))
-        assert writer.free == 0
-        assert writer.next_chunk(1, 1) == 0
+        assert writer.begin(0, 0, 2 * RING)
+        rest = memoryview(bytes(2 * RING))
+        while count := writer.write(rest):
+            rest = rest[count:]
+        assert writer.free < CHUNK
+        assert not writer.has_space(len(rest), True)
+        assert not writer.put(0, 0, bytes(writer.free + 1))
     finally:
         writer.close()
+
+
+@pytest.mark.skipif(not has_strong_ordering(), reason="they use the whole ring")
+def test_small_messages_use_few_pages() -> None:
+    """They start again at the beginning of the ring while it is empty."""
+    writer = RingWriter()
+    reader = RingReader(writer.offer)
+    positions = set()
+    for tag in range(10_000):
+        assert writer.put(7, tag, bytes(100))
+        reader.written = writer.position
+        assert read(reader) == (tag, bytes(100))
+        writer.read = reader.position
+        positions.add(writer.position % RING)
+    assert max(positions) < RING // 8
+    writer.close()
+    reader.close()
+
+
+def test_a_message_of_one_chunk_fits_an_empty_ring_wherever_it_stands() -> None:
+    writer = RingWriter()
+    reader = RingReader(writer.offer)
+    for size in (CHUNK // 2, CHUNK, CHUNK, *range(0, CHUNK, CHUNK // 16), *[CHUNK] * 20):
+        assert writer.has_space(size, False)
+        assert writer.put(7, 0, bytes(size))
+        reader.written = writer.position
+        assert read(reader) == (0, bytes(size))
+        writer.read = reader.position
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.skipif(not has_strong_ordering(), reason="notices are always sent")
+def test_sides_ask_for_notices_before_they_sleep() -> None:
+    writer = RingWriter()
+    reader = RingReader(writer.offer)
+    assert not reader.await_data()
+    assert writer.put(7, 0, b"x")
+    assert writer.must_notify()
+    assert not writer.must_notify()
+    assert reader.await_data()
+    reader.await_data(False)
+    assert writer.put(7, 0, b"x")
+    assert not writer.must_notify()
+    while writer.put(7, 0, bytes(CHUNK)):
+        pass
+    writer.await_space()
+    told = 0
+    while read(reader) is not None:
+        told += reader.must_notify()
+    assert told == 1
+    writer.close()
+    reader.close()
 
 
 def test_wrong_offers_are_not_mapped() -> None:
@@ -66,6 +177,7 @@ def test_wrong_offers_are_not_mapped() -> None:
     for wrong in (
         offer.replace(b'"token": "', b'"token": "0')[: len(offer)],
         offer.replace(b'"boot": "', b'"boot": "0'),
+        json.dumps(json.loads(offer) | {"strong": not writer.strong}).encode(),
     ):
         with pytest.raises((OSError, ValueError)):
             RingReader(wrong)
@@ -77,16 +189,17 @@ def test_wrong_offers_are_not_mapped() -> None:
 # --- delivered data -------------------------------------------------------------------------------------------
 
 
-def test_large_messages_within_a_host_use_shared_memory(pool: Pools) -> None:
-    assert pool(2).run(jobs.sizes, [SHARED_THRESHOLD] * 3) == [[BOTH]] * 2
+def test_messages_within_a_host_use_shared_memory(pool: Pools) -> None:
+    assert pool(2).run(jobs.sizes, [CHUNK] * 3) == [[BOTH]] * 2
 
 
 def test_odd_sizes(pool: Pools, seed: int) -> None:
     counts = [
-        SHARED_THRESHOLD - 1,
-        SHARED_THRESHOLD,
-        SHARED_THRESHOLD + 1,
+        INLINE_LIMIT - 1,
+        INLINE_LIMIT,
+        INLINE_LIMIT + 1,
         CHUNK - 1,
+        CHUNK,
         CHUNK + 1,
         RING - 1,
         RING,
@@ -97,9 +210,10 @@ def test_odd_sizes(pool: Pools, seed: int) -> None:
     rng = random.Random(seed)
     counts += [int(2 ** rng.uniform(0, 24)) for _ in range(30)]
     assert pool(2).run(jobs.sizes, counts) == [[BOTH]] * 2
+    assert run_ranks(2, jobs.sizes, counts, env={"UNICOLL_MEMORY_ORDER": "weak"}) == [[BOTH]] * 2
 
 
-@pytest.mark.parametrize("count", [SHARED_THRESHOLD, 300_001, 5_000_000])
+@pytest.mark.parametrize("count", [8, INLINE_LIMIT, 300_001, 5_000_000])
 def test_one_direction_uses_shared_memory(count: int) -> None:
     sender, receiver = run_ranks(2, jobs.one_way, count, 20)
     assert sender == [(True, False)]
@@ -130,6 +244,17 @@ def test_mismatched_large_messages_raise_and_the_group_stays_usable(pool: Pools)
 
 def test_callback_may_wait_for_messages(pool: Pools) -> None:
     assert pool(2).run(jobs.in_a_callback)[1] == [5]
+
+
+@pytest.mark.skipif(not has_strong_ordering(), reason="notices are always received")
+def test_a_send_that_a_receive_has_ended_is_reported(pool: Pools) -> None:
+    """Its callbacks did not run before another operation was waited for."""
+    pool(2).run(jobs.ended_by_a_receive)
+
+
+def test_notices_to_a_rank_that_has_left_are_not_waited_for(pool: Pools) -> None:
+    """Closing the group waited 5 s for them to be sent."""
+    assert pool(2).run(jobs.notices_after_the_peers_end) == [[False, False], []]
 
 
 # --- where memory cannot be shared ----------------------------------------------------------------------------------
@@ -164,10 +289,7 @@ def test_tcp_on_one_rank(rank: int) -> None:
 
 
 def test_tcp_on_all_ranks() -> None:
-    assert (
-        run_ranks(2, jobs.sizes, [SHARED_THRESHOLD, jobs.LARGE] * 2, env={"UNICOLL_TRANSPORT": "tcp"})
-        == [[NONE]] * 2
-    )
+    assert run_ranks(2, jobs.sizes, [CHUNK, jobs.LARGE] * 2, env={"UNICOLL_TRANSPORT": "tcp"}) == [[NONE]] * 2
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
@@ -250,21 +372,21 @@ def test_rank_stopped_within_a_message_is_named(job_of: Callable[..., object]) -
         assert failure.type == "OperationTimeoutError", failure.traceback
         assert "rank 1 " in failure.message
         assert f"pid {job.pids[1]}" in failure.message
-        assert "only part of it" in failure.message
+        assert "only a part of the message was transferred" in failure.message
         assert 0.8 <= seconds < SOON_S
 
 
 def test_send_that_timed_out_before_it_began_has_no_effect(pool: Pools) -> None:
     failures = pool(2).run(jobs.timed_out_in_the_queue)[0]
     assert [f and f.type for f in failures] == ["OperationTimeoutError"]
-    assert "has not taken part" in failures[0].message
+    assert "has not received the message" in failures[0].message
 
 
 def test_a_send_after_one_that_was_cut_off_makes_a_new_connection(pool: Pools) -> None:
     (sent,), (received,) = pool(2).run(jobs.send_after_a_cut_one)
     assert sent is not None
     assert sent.type == "OperationTimeoutError"
-    assert "only part of it" in sent.message
+    assert "only a part of the message was transferred" in sent.message
     assert received is not None
     assert received.type == "RankLostError"
 
@@ -275,3 +397,41 @@ def test_last_messages_of_a_leaving_rank_arrive(count: int) -> None:
         job.call(jobs.messages_before_leaving, count)
         assert job.await_notes() == ["left", "waits"]
         assert job.results()[1] == list(range(count))
+
+
+def test_last_messages_of_a_leaving_rank_without_a_ring_arrive() -> None:
+    """The kernel dropped them, because the rank had not read all notices of the other ring."""
+    with joined(2, env={"UNICOLL_MEMORY_ORDER": "weak"}) as job:
+        job.call(jobs.leaves_without_a_ring, 300)
+        job.await_notes()
+        assert job.results()[1] == 300
+
+
+def test_an_interrupted_send_fails_the_receives_of_its_connection(pool: Pools) -> None:
+    """The connection is closed within a message; the callbacks of receives from the peer did not run."""
+    failure = pool(2).run(jobs.interrupted_send)[0]
+    assert failure is not None
+    assert failure.type == "RankLostError", failure.traceback
+
+
+def test_receives_go_on_while_a_peer_does_not_answer() -> None:
+    """They waited until the attempt to connect to that peer had timed out."""
+    with joined(3) as job:
+        job.call(jobs.receives_while_connecting)
+        job.await_notes()
+        job.signal(1, signal.SIGSTOP)
+        received, failure = job.collect(60, [0])[0].value
+        assert received
+        assert failure.type == "OperationTimeoutError", failure.traceback
+
+
+def test_send_behind_one_with_a_longer_timeout_ends_at_its_own() -> None:
+    """It waited for the connection as long as the first one."""
+    with joined(2) as job:
+        job.call(jobs.queued_behind_a_longer_timeout)
+        job.await_notes()
+        job.signal(1, signal.SIGSTOP)
+        failure, seconds = job.collect(60, [0])[0].value
+        assert failure.type == "OperationTimeoutError", failure.traceback
+        assert "rank 1 " in failure.message
+        assert 0.8 <= seconds < SOON_S

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from tests.gloo import striping_jobs as jobs
-from tests.gloo.victims import check_victim_is_named
 from unicoll.testing.ranks import ProcessJob, run_ranks
 from unicoll.testing.worker import enter
 
@@ -36,8 +33,3 @@ def test_ranks_that_want_different_numbers_use_the_smaller_one() -> None:
         job.results()
         job.call(jobs.large_and_small)
         assert job.results() == [2, 3, 3]
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_killed_or_stopped_in_the_middle_is_named(number: signal.Signals) -> None:
-    check_victim_is_named(number, jobs.loop, 2.0, env=env(3))

@@ -156,6 +156,6 @@ def test_without_a_terminal_all_ranks_raise(wrong: str, folder: Path) -> None:
     assert done.returncode == 1
     assert "ranks 0, 1:" in done.stderr
     if wrong == "0":
-        assert "has no terminal, nor has a process that started it" in done.stderr
+        assert "has no terminal, and neither do its parent processes" in done.stderr
     else:
         assert "DistArgumentError: breakpoint: 2 is not a rank of a world of 2" in done.stderr

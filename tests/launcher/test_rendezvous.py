@@ -34,7 +34,7 @@ from unicoll.errors import (
     RankLostError,
     StoreTimeoutError,
 )
-from unicoll.group import registry
+from unicoll.group import backend_choice
 from unicoll.net.secret import Key, Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
@@ -325,7 +325,9 @@ def test_a_store_argument_stays_open() -> None:
 
 def test_store_argument_with_members_from_the_launcher() -> None:
     found = rendezvous(store=HashStore(), environ={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
-    assert (found.rank, found.world_size, found.local_rank) == (0, 1, 0)
+    assert (found.rank, found.world_size) == (0, 1)
+    assert found.launched is not None
+    assert found.launched.local_rank == 0
     found.close()
 
 
@@ -652,7 +654,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
     def choose(found: Rendezvous, backend: str | None) -> Any:
         if found.rank == 1:
             raise BackendUnavailableError(text)
-        return registry.choose(backend)
+        return backend_choice.choose(backend)
 
     monkeypatch.setattr("unicoll.bootstrap.join.choose", choose)
     store = HashStore()

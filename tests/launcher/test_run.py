@@ -941,6 +941,42 @@ def test_commands_that_are_not_python(folder: LaunchFolder) -> None:
     assert sorted(done.stdout.splitlines()) == ["[default0]:0 arg", "[default1]:1 arg"]
 
 
+def test_the_root_cause_of_commands_is_not_an_error_that_reports_another_rank(folder: LaunchFolder) -> None:
+    """A command has no record of its exception, but the last line of its stderr."""
+    script = folder.script(
+        """
+        import os, time
+        from unicoll.errors import RankLostError
+        if os.environ["RANK"] == "0":
+            raise RankLostError("rank 1 is gone", rank=1)  # seen first, but not the cause
+        time.sleep(0.5)
+        raise ValueError("the cause")
+        """
+    )
+    done = folder.launch("--nproc-per-node=2", "--no-python", sys.executable, script)
+    failures, _, root = done.stderr.partition("Root Cause")
+    assert re.search(r"rank 0 .*: unicoll.errors.RankLostError: rank 1 is gone$", failures, re.MULTILINE)
+    assert re.search(r"rank +: 1 ", root)
+
+
+def test_a_signal_is_the_root_cause_whatever_the_killed_command_has_written(folder: LaunchFolder) -> None:
+    """The last line on stderr was of an exception that it had handled."""
+    script = folder.script(
+        """
+        import os, signal, sys, time
+        if os.environ["RANK"] == "0":
+            print("unicoll.errors.RankLostError: rank 1 left, and we go on", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.05)
+        sys.exit(3)
+        """
+    )
+    done = folder.launch("--nproc-per-node=2", "--no-python", sys.executable, script)
+    _, _, root = done.stderr.partition("Root Cause")
+    assert re.search(r"rank +: 0 ", root)
+    assert "SIGKILL" in root
+
+
 def test_python_exec_is_honoured(folder: LaunchFolder) -> None:
     wrapper = folder.path / "mypython"
     wrapper.write_text(

@@ -15,7 +15,7 @@ import unicoll as dist
 from mpi_comm import collectives, watchdog
 from mpi_comm.backend import _LONG
 from mpi_comm.p2p.matcher import RequestMatcher
-from mpi_comm.runtime.lifetime import runtime
+from mpi_comm.runtime.init_finalize import runtime
 from tests.support.outcomes import failure_of
 from unicoll.testing.worker import Failure, send_note
 

@@ -159,7 +159,7 @@ def shared_memory_fails() -> list[Failure | None]:
         def raising(*args: Any) -> Any:
             raise OSError("injected")
 
-        slots_type = type(group._dispatcher._backends.host._shared_memory.backend._transport.slots)
+        slots_type = type(group._dispatcher._backends.host._large_host_arrays.backend._transport.slots)
         original, slots_type.sync_step = slots_type.sync_step, raising
     try:
         errors = [failure_of(lambda: dist.all_reduce(x, group=group))]

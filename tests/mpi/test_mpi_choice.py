@@ -46,4 +46,4 @@ def test_under_mpirun_without_mpi4py_the_cpu_backend_is_used() -> None:
     variables = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
     output = run("dist.init_process_group(); print(dist.get_backend()); print(dist.explain())", **variables)
     assert output.startswith("gloo\n")
-    assert "an MPI launcher started us, but backend 'mpi': mpi4py is not installed" in output
+    assert "an MPI launcher started this process, but backend 'mpi': mpi4py is not installed" in output

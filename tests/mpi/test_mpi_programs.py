@@ -82,7 +82,7 @@ def test_no_arguments_are_needed(size: int, script: Path) -> None:
     text = "\n".join(output)
     assert f"rank 0 of {size}: from" in text
     where = f"all {size} ranks are on this host" if size > 1 else "there is one rank"
-    assert f"cpu arrays: backend gloo: an MPI launcher started us, but {where}" in text
+    assert f"cpu arrays: backend gloo: an MPI launcher started this process, but {where}" in text
 
 
 def test_ranks_on_several_hosts_take_mpi(script: Path) -> None:

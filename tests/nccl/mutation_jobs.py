@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from nccl_comm import connection
+from nccl_comm import group_resources
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.completion import StreamCompletion
 from nccl_comm.in_flight import InFlight
-from nccl_comm.library import api
+from nccl_comm.library import interface
 from nccl_comm.memory.symmetric import SymmetricMemory
+from nccl_comm.stream_completion import StreamCompletion
 from nccl_comm.stream_order import StreamOrder
 from nccl_comm.supervision import Supervision
 from tests.nccl import nccl_safety_jobs
@@ -84,7 +84,7 @@ class _LockPerGroup:
 
 
 _MUTATIONS: dict[str, tuple[Any, str, Any]] = {
-    "device lock": (connection, "_device_locks", _LockPerGroup()),
+    "device lock": (group_resources, "_device_locks", _LockPerGroup()),
     "idle": (Supervision, "await_idle", lambda self, what, timeout: None),
     "revoke": (Communicator, "revoke", lambda self: False),
     "death notice": (Communicator, "await_death_notice", lambda self, code, call: None),
@@ -206,7 +206,7 @@ def unpacked_on_another_stream() -> list[float]:
     await_true(work.is_completed)
     for backend in dist.group.WORLD.backends:  # type: ignore[union-attr]
         if isinstance(backend, NCCLBackend):
-            await_true(lambda backend=backend: not backend.connection.in_flight.operations)
+            await_true(lambda backend=backend: not backend.resources.in_flight.operations)
     del work
     dist.all_reduce(arrays.full(1, 1.0))  # the group forgets its last operation
     reused = arrays.full(_COUNT, 99.0)
@@ -273,7 +273,7 @@ def _without_a_contribution(signature: Signature, given: Sequence[Contribution])
 
 def _without_division(signature: Signature, given: Sequence[Contribution]) -> list[bytes]:
     """An average is the sum."""
-    op = api.SUM if signature.op == api.AVG else signature.op
+    op = interface.SUM if signature.op == interface.AVG else signature.op
     return results(replace(signature, op=op), given)
 
 

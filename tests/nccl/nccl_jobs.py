@@ -167,6 +167,18 @@ def split_and_shrunk_without_waiting() -> list[list[float]]:
     return found
 
 
+def part_of_a_destroyed_group() -> list[float]:
+    """A collective of a part whose communicator is non-blocking; the group that it was split from is destroyed."""
+    options = {"blocking": False}
+    group: Any = dist.new_group(backend="cuda:nccl", pg_options=options, device_id=dist.get_rank())
+    part: Any = dist.split_group(group, [[0, 1]], pg_options=options)
+    dist.destroy_process_group(group)
+    x = arrays.full(1, 1.0)
+    dist.all_reduce(x, group=part)
+    dist.destroy_process_group(part)
+    return x.numpy().tolist()
+
+
 def coalesced() -> list[list[float]]:
     """Several all_reduces as one group call."""
     me = dist.get_rank()
@@ -639,7 +651,7 @@ def timed() -> dict[str, Any]:
     for _ in range(10):
         while group._backends.for_device(
             "cuda"
-        ).connection.in_flight.operations:  # until the watchdog has removed the last
+        ).resources.in_flight.operations:  # until the watchdog has removed the last
             time.sleep(0.01)
         started = time.perf_counter()
         with here.hold():  # the device is idle for a while

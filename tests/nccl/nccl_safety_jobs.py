@@ -13,7 +13,7 @@ from typing import Any
 import unicoll as dist
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.communicators import agreement, communicator
-from nccl_comm.connection import Connection
+from nccl_comm.group_resources import GroupResources
 from tests.nccl.nccl_jobs import connect
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.communicators import Result
@@ -27,8 +27,8 @@ def backend_of(group: Any = None) -> NCCLBackend:
     return found
 
 
-def connection_of(group: Any = None) -> Connection:
-    found = backend_of(group).connection
+def resources_of(group: Any = None) -> GroupResources:
+    found = backend_of(group).resources
     assert found is not None
     return found
 
@@ -75,7 +75,7 @@ def watchdog_fails() -> str:
     backend = backend_of()
     if dist.get_rank() == 0:
 
-        def fail(connection: Any, now: float) -> None:
+        def fail(resources: Any, now: float) -> None:
             raise OSError("injected")
 
         backend.supervision._check_communicator = fail  # type: ignore[method-assign]
@@ -110,7 +110,7 @@ def waited_by_another_thread() -> list[bool]:
         finish = busy(2)
         work = dist.all_reduce(x, async_op=True)
         assert work is not None
-        pending = connection_of().in_flight.operations[-1]
+        pending = resources_of().in_flight.operations[-1]
 
         def wait() -> None:
             with arrays.device(x.device), arrays.Stream(handle=2):

@@ -50,9 +50,9 @@ def test_invalid_growth_is_refused() -> None:
         assert "ranks is empty" in said[1]
         assert "7 is not a rank of a world of 3" in said[2]
         assert said[3].startswith("GroupAbortedError")
-    assert "this rank, 2, is not among the ranks [0]" in third[0]
+    assert "this rank, 2, is not in ranks_to_add=[0]" in third[0]
     assert "this rank adds ranks [2, 0], but the group of ranks [0, 1] adds [2]" in third[1]
-    assert "rank 2 waited 0.2 s for a group to grow by ranks [2]" in third[2]
+    assert "timed out on rank 2 after 0.2 s: no group was grown by ranks [2]" in third[2]
 
 
 def on_the_host() -> list[float]:

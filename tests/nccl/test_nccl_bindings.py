@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from nccl_comm.library import api, bindings, errors, locate, structs
+from nccl_comm.library import bindings, errors, interface, locate, structs
 from nccl_comm.library.bindings import DIRECT, SIGNATURES, WITH_CONFIG, Bindings
 from tests.simulated_nccl.cuda import Simulation
 from tests.unit.c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
@@ -57,7 +57,7 @@ def bound(version: int = structs.NEWEST, without: Any = ()) -> tuple[StandIn, An
 
 
 def members() -> dict[str, Any]:
-    found = vars(api.Operations) | vars(api.Nccl)
+    found = vars(interface.Operations) | vars(interface.Nccl)
     return {n: f for n, f in found.items() if not n.startswith("_")}
 
 
@@ -131,13 +131,13 @@ def test_all_bytes_of_the_unique_id_arrive_in_both_directions() -> None:
     made.answers["ncclGetUniqueId"] = fill
     assert nccl.unique_id() == (0, ident)
     made.answers["ncclCommInitRankConfig"] = putting(0, COMM, ctypes.c_void_p, 7)
-    code, slot = nccl.comm_init(4, [ident], 3, api.Config())
+    code, slot = nccl.comm_init(4, [ident], 3, interface.Config())
     assert (code, slot.value) == (7, COMM)
     _, size, got, rank, _ = made.last("ncclCommInitRankConfig")
     assert (size, got, rank) == (4, ident, 3)
     assert kind(DECLARED["ncclCommInitRankConfig"].types[2]) == BY_VALUE
     with pytest.raises(tree.DistBackendError, match="128 bytes, not 4"):
-        nccl.comm_init(1, [b"four"], 0, api.Config())
+        nccl.comm_init(1, [b"four"], 0, interface.Config())
 
 
 def test_several_unique_ids_arrive_one_after_another() -> None:
@@ -151,7 +151,7 @@ def test_several_unique_ids_arrive_one_after_another() -> None:
         return 7
 
     made.answers["ncclCommInitRankScalable"] = begin
-    code, slot = nccl.comm_init(300, idents, 299, api.Config(max_ctas=4))
+    code, slot = nccl.comm_init(300, idents, 299, interface.Config(max_ctas=4))
     assert (code, slot.value) == (7, COMM)
     assert seen == [(300, 299, 3, b"".join(idents), 4)]
 
@@ -167,10 +167,10 @@ def test_a_split_passes_color_key_and_config_and_the_slot_for_the_handle() -> No
 
     def split(comm: int, color: int, key: int, place: int, config: int) -> int:
         seen.update(comm=comm, color=color, key=key, place=place, config=_read_config(config))
-        return api.IN_PROGRESS
+        return interface.IN_PROGRESS
 
     made.answers["ncclCommSplit"] = split
-    config = api.Config(
+    config = interface.Config(
         min_ctas=2,
         max_ctas=8,
         cga_cluster_size=1,
@@ -207,11 +207,11 @@ def test_a_split_passes_color_key_and_config_and_the_slot_for_the_handle() -> No
         "hostCftMode",
         "nvlsHostMode",
     }
-    nccl.comm_split(COMM, None, 0, api.Config(blocking=True))
+    nccl.comm_split(COMM, None, 0, interface.Config(blocking=True))
     assert (seen["color"], seen["config"]["blocking"]) == (-1, 1)
 
 
-@pytest.mark.parametrize("code", [api.IN_PROGRESS, api.SUCCESS])
+@pytest.mark.parametrize("code", [interface.IN_PROGRESS, interface.SUCCESS])
 def test_the_slot_of_a_late_handle_outlives_its_caller(code: int) -> None:
     made, nccl = bound()
     places: list[int] = []
@@ -221,7 +221,7 @@ def test_the_slot_of_a_late_handle_outlives_its_caller(code: int) -> None:
         return code
 
     made.answers["ncclCommSplit"] = split
-    nccl.comm_split(COMM, 0, 0, api.Config())
+    nccl.comm_split(COMM, 0, 0, interface.Config())
     others = [ctypes.c_void_p() for _ in range(1000)]
     assert places[0] not in {ctypes.addressof(o) for o in others}
     put(places[0], 1, ctypes.c_void_p)
@@ -239,9 +239,9 @@ def test_a_shrink_passes_the_excluded_ranks_and_the_abort_flag() -> None:
         return 0
 
     made.answers["ncclCommShrink"] = shrink
-    code, slot = nccl.comm_shrink(COMM, [5, 2], api.Config(max_ctas=4), True)
+    code, slot = nccl.comm_shrink(COMM, [5, 2], interface.Config(max_ctas=4), True)
     assert (code, slot.value) == (0, COMM + 16)
-    nccl.comm_shrink(COMM, [1], api.Config(max_ctas=4), False)
+    nccl.comm_shrink(COMM, [1], interface.Config(max_ctas=4), False)
     assert seen == [(COMM, [5, 2], 4, 1), (COMM, [1], 4, 0)]
 
 
@@ -266,7 +266,7 @@ def test_a_communicator_grows_by_an_id_of_its_own() -> None:
 
     made.answers["ncclCommGrow"] = grow
     for comm, told, rank in ((COMM, ident, -1), (COMM, None, -1), (0, ident, 5)):
-        code, slot = nccl.comm_grow(comm, 6, told, rank, api.Config(max_ctas=4))
+        code, slot = nccl.comm_grow(comm, 6, told, rank, interface.Config(max_ctas=4))
         assert (code, slot.value) == (7, COMM + 24)
         assert seen.pop() == (comm, 6, told, rank, 4)
 
@@ -316,7 +316,7 @@ def test_a_factor_is_read_while_the_call_runs() -> None:
         return 0
 
     made.answers["ncclRedOpCreatePreMulSum"] = create
-    assert nccl.premul_sum(b"12345678", api.DATA_TYPES["float64"], COMM) == (0, 0x1234)
+    assert nccl.premul_sum(b"12345678", interface.DATA_TYPES["float64"], COMM) == (0, 0x1234)
     assert read == [(b"12345678", 8, 1, COMM)]
 
 
@@ -331,9 +331,9 @@ def test_operations_with_options_are_all_operations() -> None:
     _, nccl = bound()
     operations = nccl.with_options(CallOptions())
     for name in members():
-        assert hasattr(operations, name) == (name in vars(api.Operations)), name
+        assert hasattr(operations, name) == (name in vars(interface.Operations)), name
     for name in set(DIRECT) - set(WITH_CONFIG):
-        if name in vars(api.Operations):
+        if name in vars(interface.Operations):
             assert getattr(operations, name) is getattr(nccl, name)
 
 
@@ -412,7 +412,7 @@ def test_a_function_that_an_old_library_lacks_raises_when_called() -> None:
     with pytest.raises(tree.DistBackendError, match=r"NCCL 2\.18\.3 .* has no ncclAlltoAll"):
         nccl.all_to_all(1, 2, 3, 7, COMM, STREAM)
     with pytest.raises(tree.DistBackendError, match="ncclCommShrink"):
-        nccl.comm_shrink(COMM, [1], api.Config(), False)
+        nccl.comm_shrink(COMM, [1], interface.Config(), False)
 
 
 # --- structures -------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def test_a_function_that_an_old_library_lacks_raises_when_called() -> None:
 
 @pytest.mark.parametrize(("version", "nbytes"), sorted(NCCL_CONFIG_BYTES.items()))
 def test_the_config_is_as_large_as_the_version_has_it(version: int, nbytes: int) -> None:
-    told = structs.config_struct(api.Config(), version)
+    told = structs.config_struct(interface.Config(), version)
     assert (told.size, told.version) == (nbytes, version)
     assert nbytes <= ctypes.sizeof(structs.ConfigStruct)
 
@@ -433,21 +433,21 @@ def test_the_options_of_a_call_are_as_large_as_the_version_has_them(version: int
 
 
 def test_a_newer_library_is_passed_the_newest_known_structures() -> None:
-    told = structs.config_struct(api.Config(), 24901)
+    told = structs.config_struct(interface.Config(), 24901)
     assert (told.version, told.size) == (structs.NEWEST, NCCL_CONFIG_BYTES[structs.NEWEST])
 
 
 def test_options_that_a_version_lacks_are_refused_unless_they_are_for_logs_only() -> None:
     with pytest.raises(tree.DistArgumentError, match=r"trafficClass needs NCCL 2\.26\.0; this is 2\.21\.5"):
-        structs.config_struct(api.Config(traffic_class=1), 22105)
-    assert structs.config_struct(api.Config(comm_name="x"), 22605).commName is None
+        structs.config_struct(interface.Config(traffic_class=1), 22105)
+    assert structs.config_struct(interface.Config(comm_name="x"), 22605).commName is None
 
 
 @pytest.mark.parametrize("version", [21805, 22203, 22809, 23007, 23203])
 @pytest.mark.parametrize("given", [(4, None), (None, 4), (100, None), (4, 8), (None, None)])
 def test_either_number_of_ctas_may_be_given_alone(given: tuple[int | None, int | None], version: int) -> None:
     least, most = given
-    told = structs.config_struct(api.Config(min_ctas=least, max_ctas=most), version)
+    told = structs.config_struct(interface.Config(min_ctas=least, max_ctas=most), version)
     # else NCCL refuses them, also where one is undefined: parseCommConfig in its init.cc
     assert told.minCTAs <= told.maxCTAs
     assert told.minCTAs == (structs.UNDEFINED if least is None else least)
@@ -629,13 +629,13 @@ def test_types_and_reductions_are_those_of_the_header() -> None:
     text = HEADER.read_text()
     types = dict(re.findall(r"\b(nccl\w+) *= *(\d+)", _enum(text, "ncclDataType_t")))
     theirs = {"float8_e4m3fn": "ncclFloat8e4m3", "float8_e5m2": "ncclFloat8e5m2"}
-    for name, code in api.DATA_TYPES.items():
+    for name, code in interface.DATA_TYPES.items():
         symbol = theirs.get(name, "nccl" + name.capitalize())
         if symbol in types or not name.startswith("float8"):
             assert int(types[symbol]) == code, name
     ops = dict(re.findall(r"\b(nccl\w+) *= *(\d+)", _enum(text, "ncclRedOp_t")))
     found = [int(ops[f"nccl{n}"]) for n in ("Sum", "Prod", "Max", "Min", "Avg")]
-    assert found == [api.SUM, api.PROD, api.MAX, api.MIN, api.AVG]
+    assert found == [interface.SUM, interface.PROD, interface.MAX, interface.MIN, interface.AVG]
 
 
 def _enum(text: str, name: str) -> str:
@@ -685,7 +685,7 @@ with_library = pytest.mark.skipif(not REAL, reason="libnccl is not here (pip ins
 def ask(program: str) -> str:
     """The output of a process of its own: NCCL starts threads that never end."""
     opening = (
-        "from nccl_comm.library import api, locate\n"
+        "from nccl_comm.library import interface, locate\n"
         "from nccl_comm.library.errors import error_for\nnccl = locate.nccl()\n"
     )
     done = subprocess.run(
@@ -742,7 +742,7 @@ def test_the_real_library_refuses_invalid_arguments_with_a_reason() -> None:
 @with_library
 def test_the_real_library_returns_an_error_without_a_gpu() -> None:
     out = ask(
-        "code, slot = nccl.comm_init(1, [nccl.unique_id()[1]], 0, api.Config(min_ctas=1, comm_name='one'))\n"
+        "code, slot = nccl.comm_init(1, [nccl.unique_id()[1]], 0, interface.Config(min_ctas=1, comm_name='one'))\n"
         "print(type(error_for(code, nccl, 0, 'ncclCommInitRankConfig', 'g', None, None)).__name__, slot.value,"
         " 'CUDA' in nccl.last_error() or 'Cuda' in nccl.last_error())"
     )

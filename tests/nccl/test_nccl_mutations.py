@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nccl_comm.watchdog_thread import Watchdog
+from nccl_comm.watchdog import Watchdog
 from tests.nccl import mutation_jobs as jobs
 from tests.nccl import test_nccl_safety
 from tests.simulated_nccl.ranks import SimulatedJob

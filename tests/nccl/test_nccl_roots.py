@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nccl_comm.communicators.bootstrap import RANKS_PER_ROOT, roots
+from nccl_comm.communicators.unique_id import RANKS_PER_ROOT, roots
 from tests.nccl import nccl_jobs as jobs
 from tests.simulated_nccl.ranks import run
-from unicoll.net import settings
+from unicoll.net import environment
 
 
 def _has_root(rank: int, size: int, count: int) -> bool:
@@ -25,7 +25,7 @@ def test_the_ranks_that_make_ids_are_nccls_roots() -> None:
 
 
 def test_up_to_128_ranks_use_one_id() -> None:
-    assert settings.number(RANKS_PER_ROOT, {}) == 128
+    assert environment.number(RANKS_PER_ROOT, {}) == 128
     assert run(2, jobs.connected_by_several_ids) == [(1, [3.0, 3.0])] * 2
 
 

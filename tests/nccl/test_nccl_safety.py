@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from nccl_comm.in_flight import PendingWork
-from nccl_comm.watchdog_thread import Watchdog
+from nccl_comm.watchdog import Watchdog
 from tests.nccl import nccl_safety_jobs as jobs
 from tests.simulated_nccl.ranks import SimulatedJob
 from unicoll.arrays import cuda

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from nccl_comm.library.api import AVG, DATA_TYPES, IN_PROGRESS, MAX, SUCCESS, SUM, Config
+from nccl_comm.library.interface import AVG, DATA_TYPES, IN_PROGRESS, MAX, SUCCESS, SUM, Config
 from tests.simulated_nccl import arrays
 from tests.simulated_nccl.arrays import Array
 from tests.simulated_nccl.communicators import Communicator

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nccl_comm.library.api import AVG, DATA_TYPES, MAX, MIN, PROD, SUM
+from nccl_comm.library.interface import AVG, DATA_TYPES, MAX, MIN, PROD, SUM
 from tests.simulated_nccl.reductions import PREMUL_SUM, Signature, results
 from unicoll.testing.conformance import has
 from unicoll.testing.reference import numpy_dtype

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nccl_comm.library.api import IN_PROGRESS, SUCCESS, SUM
+from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, SUM
 from tests.nccl.test_simulated_nccl import F64, PATIENCE_S, World, eventually, threads
 
 

@@ -53,7 +53,7 @@ def test_a_device_that_is_late_is_named(pool: Callable[[int], Pool]) -> None:
     mine, other = pool(2).run(jobs.stuck, 0)
     assert mine[0] is not None
     assert mine[0].type == "OperationTimeoutError"
-    assert "the device of this rank has not come to it" in mine[0].message
+    assert "the device of this rank has not finished the work before it" in mine[0].message
     assert other[0] is not None
     assert other[0].type in ("OperationTimeoutError", "GroupAbortedError"), other[0]
 

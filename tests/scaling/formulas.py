@@ -12,18 +12,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gloo_fallback.algorithms import circulant, compressed, operands, over_sockets, rings, shared_plans
+from gloo_fallback.algorithms import circulant, compressed, operands, over_sockets, rings, shared_memory_plans
 from gloo_fallback.shm.slots import SLOT
 from gloo_fallback.transport.exchange import HEADER_SIZE
 from unicoll.arrays.compression import codec_for
 from unicoll.arrays.kernels import Flat
 from unicoll.arrays.types import BY_NAME, DType
+from unicoll.backend.ops import OPS, Arity, Sizes
 
 __all__ = ["ROOTED", "WHOLE", "Case", "Cost", "cost", "log2"]
 
-WHOLE = ("broadcast", "all_reduce", "reduce", "scan", "exscan")
+WHOLE = tuple(name for name, row in OPS.items() if row.in_place)
 """Operations on one array; all others but the barrier have a block for each rank."""
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
+ROOTED = tuple(name for name, row in OPS.items() if row.rooted)
 
 
 # --- what is run ----------------------------------------------------------------------------------------------------
@@ -89,27 +90,21 @@ class Case:
 
     def arrays(self, rank: int) -> tuple[list[int], list[int]]:
         """Elements of a rank's inputs and outputs."""
-        n, count, at_root = self.ranks, self.count, rank == self.root
-        given, taken = self.given(rank), self.taken(rank)
-        gathered = [self.block(i) for i in range(n)]
-        mine, whole = gathered[rank], count * n
-        found: dict[str, tuple[list[int], list[int]]] = {
-            "barrier": ([], []),
-            "broadcast": ([count], [] if at_root else [count]),
-            "all_reduce": ([count], [count]),
-            "reduce": ([count], [count] if at_root else []),
-            "all_gather": ([mine], gathered),
-            "all_gather_into_tensor": ([count], [whole]),
-            "gather": ([mine], gathered if at_root else []),
-            "scatter": (gathered if at_root else [], [mine]),
-            "reduce_scatter": (gathered, [mine]),
-            "reduce_scatter_tensor": ([whole], [count]),
-            "scan": ([count], [count]),
-            "exscan": ([count], [count]),
-            "all_to_all": (given, taken),
-            "all_to_all_single": ([sum(given)], [sum(taken)]),
+        row, blocks = OPS[self.op], [self.block(i) for i in range(self.ranks)]
+        here = {
+            Arity.NONE: False,
+            Arity.ONE_AT_ROOT: rank == self.root,
+            Arity.PER_RANK_AT_ROOT: rank == self.root,
+            Arity.ONE_OFF_ROOT: rank != self.root,
         }
-        return found[self.op]
+        found = []
+        for arity, several, parts in (
+            (row.inputs, row.scattered, self.given(rank)),
+            (row.outputs, row.sizes in (Sizes.GATHERED, Sizes.GATHERED_FLAT), self.taken(rank)),
+        ):
+            sizes = parts or (blocks if several else [self.count if row.in_place else blocks[rank]])
+            found.append(([sum(sizes)] if row.joined else sizes) if here.get(arity, True) else [])
+        return found[0], found[1]
 
     @cached_property
     def table(self) -> Flat:
@@ -130,9 +125,9 @@ class Cost(NamedTuple):
         rounds: messages in the longest chain of messages.
         messages, total_messages: sent by the rank that sends most, and by all.
         sent, total_sent: bytes, likewise.
-        steps: of the board.
+        steps: in shared memory.
         copied, total_copied: bytes copied; for shared memory alone.
-        reduced: bytes folded by the rank that folds most; not for several hosts.
+        reduced: bytes reduced by the rank that reduces most; not for several hosts.
     """
 
     rounds: int = 0
@@ -167,7 +162,8 @@ def cost(case: Case) -> Cost:
 
 
 def _base(case: Case) -> str:
-    return case.op.replace("_into_tensor", "").replace("_tensor", "").replace("_single", "")
+    row = OPS[case.op]
+    return row.fallback if row.joined else row.name
 
 
 def _even(n: int, rounds: int, messages: int, sent: int, reduced: int = 0) -> Cost:
@@ -311,7 +307,7 @@ def _shared(case: Case) -> Cost:
     if op == "broadcast":
         return Cost(steps=max(1, _ceil(one, SLOT)), copied=one, total_copied=n * one)
     if op in ("all_reduce", "reduce"):
-        if (n - 1) * one <= shared_plans.WHOLE:
+        if (n - 1) * one <= shared_memory_plans.WHOLE:
             return Cost(steps=1, copied=one, total_copied=n * one, reduced=reduced)
         own = [0] * n  # the part that a rank reduces
         for length, times in _chunks(case.count, SLOT // 2 // size):
@@ -327,7 +323,7 @@ def _shared(case: Case) -> Cost:
         folded = reduced if op == "scan" else reduced - one * wide
         return Cost(steps=max(1, _ceil(one, SLOT)), copied=one, total_copied=n * one, reduced=folded)
     if op == "reduce_scatter":
-        if n * one <= shared_plans.WHOLE:
+        if n * one <= shared_memory_plans.WHOLE:
             return Cost(steps=1, copied=n * one, total_copied=n * n * one, reduced=reduced)
         steps = max(1, _ceil(one, lane))
         return Cost(steps=steps, copied=(n - 1) * one, total_copied=n * (n - 1) * one, reduced=reduced)
@@ -349,21 +345,27 @@ def _hosts(case: Case) -> Cost:
     k = log2(hosts)
     op = _base(case)
     agreed = Cost(k, k, hosts * k, k * H, hosts * k * H)
+    late = op in ROOTED and case.root not in {
+        members[0] for members in case.nodes
+    }  # does not take part in it
     if op == "barrier":
         return agreed._replace(steps=2)
     if op == "broadcast":
         if one <= over_sockets.SMALL:
             return _exchanged(op, hosts, k, one, 1)._replace(steps=2)
-        return _plus(agreed, _chain(hosts, one, _ceil(one, S)))._replace(steps=1 + _ceil(one, S))
+        chain = _chain(hosts, one, _ceil(one, S))
+        found = _plus(agreed, chain)._replace(steps=1 + _ceil(one, S) + late)
+        return found._replace(messages=chain.messages, sent=one) if late and hosts == 2 else found
     if op in ("all_reduce", "reduce"):
-        return _reduced_by_hosts(op, hosts, one, size, agreed)
+        found = _reduced_by_hosts(op, hosts, one, size, agreed)
+        return found._replace(steps=found.steps + 2 * (late and found.steps > 2))
     if op in ("scan", "exscan"):
         return _plus(agreed, _chain(n, one, _ceil(one, S)))._replace(steps=2)
     if op == "all_to_all":
         everywhere = log2(n)
-        steps = _ceil(one, SLOT // m // size * size)
+        steps = 1 + _ceil(one, SLOT // m // size * size)
         sent = everywhere * H + 16 * n * (n - 1) + (n - m) * one
-        return _even(n, everywhere + n - 1, everywhere + n - m, sent)._replace(steps=steps)
+        return _plus(agreed, _even(n, everywhere + n - 1, everywhere + n - m, sent))._replace(steps=steps)
     if op in ("reduce_scatter", "all_gather"):
         capacity = (SLOT - 64) // size
         chunk = max(1, capacity // 2 // n if op == "reduce_scatter" else capacity // (n + 1))
@@ -376,7 +378,10 @@ def _hosts(case: Case) -> Cost:
     chunks = _ceil(one, SLOT if op == "gather" else SLOT // m // size * size)
     most = m if op == "gather" else n - m  # blocks that one leader sends
     crossing = Cost(chunks * (n - m), chunks * most, chunks * (n - m), most * one, (n - m) * one)
-    return _plus(agreed, crossing)._replace(steps=chunks + 1)
+    found = _plus(agreed, crossing)._replace(steps=chunks + 1 + (1 + (op == "gather")) * late)
+    if late and op == "scatter":  # the root sends most
+        return found._replace(messages=crossing.messages, sent=max(k * H, crossing.sent))
+    return found
 
 
 def _chain(hosts: int, one: int, segments: int) -> Cost:

@@ -152,7 +152,7 @@ class _Tally(Kernel):
     def begin(self, acc: Flat, values: Flat) -> None:
         assert acc.size == values.size
 
-    def fold(self, acc: Flat, values: Flat) -> None:
+    def reduce_into(self, acc: Flat, values: Flat) -> None:
         self._add(acc, values, acc)
 
     def finish(self, acc: Flat, out: Flat, ranks: int) -> None:
@@ -298,7 +298,7 @@ class _Slots:
         rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
         return rows[self.rank], rows
 
-    def may_be_direct(self, nbytes: int) -> bool:
+    def may_be_direct(self, nbytes: int, *, scatter: bool = False) -> bool:
         return False
 
     def sync_step(self, call: Call | None = None) -> None:

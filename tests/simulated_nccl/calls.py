@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from nccl_comm.library.api import IN_PROGRESS, SUCCESS
+from nccl_comm.library.interface import IN_PROGRESS, SUCCESS
 from tests.simulated_nccl.communicators import Communicator, Machine, Result
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.network import Network
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class Slot:
-    """The memory to which the handle of a new communicator is written (:class:`nccl_comm.library.api.HandleSlot`)."""
+    """Memory for the handle of a new communicator (:class:`nccl_comm.library.interface.HandleSlot`)."""
 
     def __init__(self) -> None:
         self.value: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nccl_comm.library.api import IN_PROGRESS, SUCCESS, Config
+from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, Config
 from tests.simulated_nccl.graphs import Graph
 from tests.simulated_nccl.memory import Memory
 from tests.simulated_nccl.network import Address, Channel, Network
@@ -22,7 +22,7 @@ _POLL_S = 0.01
 
 
 class Result:
-    """Values of ncclResult_t that :mod:`nccl_comm.library.api` does not define."""
+    """Values of ncclResult_t that :mod:`nccl_comm.library.interface` does not define."""
 
     CUDA_ERROR, SYSTEM_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = range(1, 7)
 

@@ -1,4 +1,4 @@
-"""An NCCL for tests: :class:`nccl_comm.library.api.Nccl` over the simulated device, between processes of one machine.
+"""An NCCL for tests: :class:`nccl_comm.library.interface.Nccl` over the simulated device, between local processes.
 
 It applies those rules of NCCL whose violation would hang, corrupt or kill a real program: kernels run on streams, in
 order, and together within a group call; the calls of the ranks must match, or they hang; a non-blocking communicator
@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 
-from nccl_comm.library.api import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Config
+from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Config
 from tests.simulated_nccl.calls import Refused, Slot
 from tests.simulated_nccl.communicators import Communicator, Result
 from tests.simulated_nccl.cuda import Simulation

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from nccl_comm.library.api import IN_PROGRESS, SUCCESS
+from nccl_comm.library.interface import IN_PROGRESS, SUCCESS
 from tests.simulated_nccl.calls import SET_UP_BY_WINDOWS, Refused
 from tests.simulated_nccl.communicators import Communicator, Result
 from tests.simulated_nccl.operations import Operations

@@ -9,8 +9,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import cast
 
-from nccl_comm.library import api
-from nccl_comm.library.api import AVG, IN_PROGRESS, SUCCESS
+from nccl_comm.library import interface
+from nccl_comm.library.interface import AVG, IN_PROGRESS, SUCCESS
 from tests.simulated_nccl.calls import SET_UP_BY_WINDOWS, Calls, Refused, Slot
 from tests.simulated_nccl.communicators import Communicator, Result, Task
 from tests.simulated_nccl.cuda import Simulation
@@ -287,14 +287,14 @@ class Operations(Calls):
         self._needs("ncclAlltoAll")
         return self._collective("all_to_all", send, recv, count, dtype, comm, stream, options=options)
 
-    def with_options(self, options: CallOptions) -> api.Operations:
+    def with_options(self, options: CallOptions) -> interface.Operations:
         self._needs("ncclAllReduceConfig")
         collectives = {
             kind: partial(self._check_options, kind, getattr(self, kind), options=options)
             for kind in _COLLECTIVES
         }
         others = {name: getattr(self, name) for name in _WITHOUT_OPTIONS}
-        return cast(api.Operations, SimpleNamespace(version=self._version, **collectives, **others))
+        return cast(interface.Operations, SimpleNamespace(version=self._version, **collectives, **others))
 
     def _check_options(
         self, kind: str, function: Callable[..., int], *arguments: int, options: CallOptions, **more: int

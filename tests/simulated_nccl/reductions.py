@@ -21,20 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from nccl_comm.library import api
-from unicoll.arrays.kernels import IgnoreFPErrors
+from nccl_comm.library import interface
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend.options import CallOptions
 
 __all__ = ["NAMES", "REDUCING", "Numbers", "Signature", "element", "results"]
 
-NAMES = {code: name for name, code in api.DATA_TYPES.items()}
+NAMES = {code: name for name, code in interface.DATA_TYPES.items()}
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 PREMUL_SUM = -1
 _PACK = 16
 """Bytes; the size of a chunk is a multiple."""
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
-_quiet = IgnoreFPErrors()
 Flat = Any
 Contribution = tuple[bytes, bytes | None]
 """A rank's elements, and its factor for a pre-multiplied sum."""
@@ -85,14 +83,12 @@ def results(signature: Signature, given: Sequence[Contribution]) -> list[bytes]:
     if kind == "all_to_all":
         return [b"".join(s[r * size : (r + 1) * size] for s in sent) for r in ranks]
     if kind == "reduce":
-        total = _quiet(_reduced, signature, given, root, 0, size)
+        total = _reduced(signature, given, root, 0, size)
         return [total if r == root else b"" for r in ranks]
     if kind == "reduce_scatter":
-        return [_quiet(_reduced, signature, given, r, r * size, (r + 1) * size) for r in ranks]
+        return [_reduced(signature, given, r, r * size, (r + 1) * size) for r in ranks]
     assert kind == "all_reduce", kind
-    parts = [
-        _quiet(_reduced, signature, given, r, start, stop) for r, start, stop in _chunks(size, len(given))
-    ]
+    parts = [_reduced(signature, given, r, start, stop) for r, start, stop in _chunks(size, len(given))]
     whole = b"".join(parts)
     return [whole for _ in ranks]
 
@@ -112,17 +108,18 @@ def _reduced(signature: Signature, given: Sequence[Contribution], last: int, sta
         return given[0][0][start:stop]
     numbers = Numbers(NAMES[signature.dtype])
     total = None
-    for step in range(1, ranks + 1):
-        data, factor = given[(last + step) % ranks]
-        term = numbers.from_bytes(data[start:stop])
-        if op == PREMUL_SUM:
-            assert factor is not None
-            term = numbers.rounded(term * numbers.from_bytes(factor))
-        elif op == api.AVG and not numbers.integer:
-            term = numbers.rounded(term * numbers.rounded(np.full(1, 1 / ranks, term.dtype)))
-        total = term if total is None else numbers.rounded(numbers.function(op)(term, total))
-    if op == api.AVG and numbers.integer:
-        total = _divided(total, ranks)
+    with np.errstate(all="ignore"):  # overflow and NaN are results
+        for step in range(1, ranks + 1):
+            data, factor = given[(last + step) % ranks]
+            term = numbers.from_bytes(data[start:stop])
+            if op == PREMUL_SUM:
+                assert factor is not None
+                term = numbers.rounded(term * numbers.from_bytes(factor))
+            elif op == interface.AVG and not numbers.integer:
+                term = numbers.rounded(term * numbers.rounded(np.full(1, 1 / ranks, term.dtype)))
+            total = term if total is None else numbers.rounded(numbers.function(op)(term, total))
+        if op == interface.AVG and numbers.integer:
+            total = _divided(total, ranks)
     return numbers.to_bytes(total)
 
 
@@ -159,10 +156,10 @@ class Numbers:
     def function(self, op: int) -> Any:
         """The NumPy function that reduces two arrays of elements."""
         if self.integer:
-            extreme = {api.MAX: np.maximum, api.MIN: np.minimum}
+            extreme = {interface.MAX: np.maximum, interface.MIN: np.minimum}
         else:
-            extreme = {api.MAX: np.fmax, api.MIN: np.fmin}
-        return {api.PROD: np.multiply, **extreme}.get(op, np.add)
+            extreme = {interface.MAX: np.fmax, interface.MIN: np.fmin}
+        return {interface.PROD: np.multiply, **extreme}.get(op, np.add)
 
 
 def _divided(total: Flat, ranks: int) -> Flat:

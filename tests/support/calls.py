@@ -34,8 +34,9 @@ def invoke(
     root: int = 0,
     timeout: float | None = None,
     async_op: bool = False,
+    make: Callable[[int, np.dtype[Any]], Any] = np.ones,
 ) -> Any:
-    """Call a collective; ``root`` is a rank in the group."""
+    """Call a collective; ``root`` is a rank in the group, and ``make`` makes an array of a number of elements."""
     n, me = dist.get_world_size(group), dist.get_rank(group)
     more: dict[str, Any] = {"group": group, "timeout": timeout}
     if name == "send and recv":
@@ -49,7 +50,7 @@ def invoke(
         return None
 
     def x(times: int = 1) -> Any:
-        return np.ones(count * times, dtype)
+        return make(count * times, np.dtype(dtype))
 
     args: dict[str, Any] = {
         "all_reduce_coalesced": lambda: ([x(), x()],),

@@ -1,8 +1,8 @@
 """The tests of a run of this repository: of each table a part, by the run's seed (:mod:`unicoll.testing.sampling`).
 
-``UNICOLL_TEST_HALF=1`` is the run of ``scripts/test --all``: of the remaining cases of each test with parameters it
-runs a random half. ``UNICOLL_TEST_SHORT=1`` is that of ``scripts/test``: it runs a quarter, and omits tests marked
-``slow``. Tests marked ``in_turn``, which take seconds and have no parameters, form one table over all modules.
+Of the remaining cases of each test with parameters, a run executes a random quarter with ``UNICOLL_TEST_QUARTER=1`` or
+``UNICOLL_TEST_SHORT=1``, which also omits tests marked ``slow``, and a half with ``UNICOLL_TEST_HALF=1``. Tests marked
+``in_turn``, which take seconds and have no parameters, form one table over all modules.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ from typing import Any
 
 from unicoll.testing.sampling import drawn, is_on
 
-__all__ = ["is_drawn", "part", "share"]
+__all__ = ["is_drawn", "of_this_run", "part"]
 
 
-def share() -> int:
-    """One of how many cases of each test this run executes: 1, 2 or 4."""
-    return 4 if is_on("UNICOLL_TEST_SHORT") else 2 if is_on("UNICOLL_TEST_HALF") else 1
+def of_this_run(items: list[Any], seed: int) -> list[Any]:
+    """The collected tests that this run executes, by its environment."""
+    if is_on("UNICOLL_TEST_SHORT"):
+        return part(items, seed, 4, slow=False)
+    share = 4 if is_on("UNICOLL_TEST_QUARTER") else 2 if is_on("UNICOLL_TEST_HALF") else 1
+    return part(items, seed, share) if share > 1 else items
 
 
-def part(items: Sequence[Any], seed: int, share: int) -> list[Any]:
-    """One of ``share`` of the collected tests of each table, in their order; a share of 4 has no slow tests."""
+def part(items: Sequence[Any], seed: int, share: int, slow: bool = True) -> list[Any]:
+    """One of ``share`` of the collected tests of each table, in their order; without ``slow`` ones if it is False."""
     tables: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        if share < 4 or item.get_closest_marker("slow") is None:
+        if slow or item.get_closest_marker("slow") is None:
             in_turn = item.get_closest_marker("in_turn") is not None
             tables["in turn" if in_turn else item.nodeid.partition("[")[0]].append(item)
     kept: set[str] = set()
@@ -42,17 +45,21 @@ def is_drawn(item: Any, seed: int) -> bool:
     if marker is None:
         return True
     rows, columns, count = marker.args
-    values = _values(item)
+    values = _values(item, rows, columns)
     row = values[rows].index(item.callspec.params[rows]) if rows else 0
     column = values[columns].index(item.callspec.params[columns])
     turn = getattr(item.cls or item.module, "turn", 0)
     return column in drawn(item.originalname, row, len(values[columns]), count, turn, seed)
 
 
-def _values(item: Any) -> dict[str, list[Any]]:
-    """The values of each parameter of a test."""
+def _values(item: Any, rows: str, columns: str) -> dict[str, list[Any]]:
+    """The values of each parameter of a test; if rows have different columns, only the columns of the test's row."""
     found: dict[str, list[Any]] = {}
     for marker in item.iter_markers("parametrize"):
         names, values = marker.args[:2]
+        if names == (rows, columns):
+            found[rows] = list(dict.fromkeys(row for row, _ in values))
+            found[columns] = [column for row, column in values if row == item.callspec.params[rows]]
+            continue
         found.setdefault(names, [v.values[0] if hasattr(v, "marks") else v for v in values])
     return found

@@ -14,6 +14,7 @@ import pytest
 
 import unicoll as dist
 from gloo_fallback.algorithms import over_sockets
+from gloo_fallback.transport.selection import OPERATIONS
 from tests.scaling import formulas
 from unicoll.arrays.compression import BLOCK, codec_for
 from unicoll.arrays.types import BY_NAME, COMPRESSED, COMPRESSIONS
@@ -42,7 +43,7 @@ sys.exit(3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("op", [name for name, row in OPS.items() if not row.message])
+@pytest.mark.parametrize("op", OPERATIONS)
 def test_costs_are_those_of_the_scaling_page(op: str, dtype: str) -> None:
     for n in (2, 3, 5, 8, 16, 64, 256, 4096):
         for count in (1, 7, 100, 3 << 10, 1 << 16, 1 << 18, 5 << 20):
@@ -52,6 +53,16 @@ def test_costs_are_those_of_the_scaling_page(op: str, dtype: str) -> None:
             wide = 2 if case.type.half else 1
             got = summary.cost(op, n, count * case.type.itemsize, wide)
             assert got == (expected.rounds, expected.sent), (n, count)
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_an_operation_by_a_fallback_costs_as_much_as_one_with_the_same_sizes(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPS, "new", replace(OPS[op], name="new", code=100, fallback="new"))
+    for n in (1, 2, 8, 64):
+        for size in (8, 1 << 14, 1 << 20):
+            assert summary.cost("new", n, size, 2) == summary.cost(op, n, size, 2), (n, size)
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)

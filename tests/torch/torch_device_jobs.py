@@ -108,7 +108,7 @@ def asking() -> list[bool]:
     found = []
     deadline = time.monotonic() + 30
     # the watchdog alone removes operations that have ended, so wait until it has
-    while _nccl().connection.in_flight.operations:
+    while _nccl().resources.in_flight.operations:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     with ranks.simulation().hold():

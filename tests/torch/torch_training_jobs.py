@@ -190,19 +190,19 @@ def fsdp2_in_symmetric_memory() -> None:
     """FSDP2 takes the memory of its collectives from the group, which moves it without copies."""
     from torch.distributed.fsdp import fully_shard
 
-    from gloo_fallback.algorithms import direct
+    from gloo_fallback.algorithms import peer_memory
 
     torch.manual_seed(0)
     moved: list[str] = []
     for name in ("all_gather", "reduce_scatter"):
-        function = getattr(direct, name)
+        function = getattr(peer_memory, name)
 
         def watched(*args: Any, _function: Any = function, _name: str = name) -> bool:
             done: bool = _function(*args)
             moved.extend([_name] * done)
             return done
 
-        setattr(direct, name, watched)
+        setattr(peer_memory, name, watched)
     width = 256
     layers = [torch.nn.Linear(width, width, bias=False) for _ in range(2)]
     model = torch.nn.Sequential(*layers)

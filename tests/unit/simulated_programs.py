@@ -16,7 +16,7 @@ from typing import Any
 
 from unicoll.net.control import wait_graph
 from unicoll.net.control.deadlock_detector import DeadlockDetector
-from unicoll.net.control.wait_graph import ANY, LinkState, compress, lane_of
+from unicoll.net.control.wait_graph import ANY, MessageState, backend_group_of, compress
 
 COLLECTIVE, POST, WAIT, SEND, RECV, SLEEP = "collective", "post", "wait", "send", "recv", "sleep"
 LARGE = "large"
@@ -122,7 +122,7 @@ def _add_early_call(program: Program, draw: random.Random, thread: int, buffered
 
 
 def deadlocked_program(draw: random.Random) -> Program:
-    """A clean program in which some ranks, at some place, wait for each other in a circle.
+    """A clean program in which some ranks, at some place, wait for each other in a cycle.
 
     It has no receives from any member of larger groups: such a receive is not known to be stuck while a member runs. If
     the ranks count messages it has no sends that wait, which are not known to be stuck either.
@@ -261,7 +261,7 @@ class Simulation:
         self._to_ranks: list[deque[dict[str, Any]]] = [deque() for _ in range(self._size)]
         self._sent: list[Any] = [None] * self._size
         # of ranks that have looked at their connections for an answer, and not yet at their threads
-        self._looked: list[tuple[dict[str, Any], list[LinkState]] | None] = [None] * self._size
+        self._looked: list[tuple[dict[str, Any], list[MessageState]] | None] = [None] * self._size
         self.failures: list[tuple[str, tuple[int, ...], dict[str, Any]]] = []
         self._detector = DeadlockDetector(
             self._size,
@@ -449,7 +449,7 @@ class Simulation:
             if thread.send is not None and (self._counted or not self._is_full(rank, *thread.send)):
                 return None
             name = (thread.collective or thread.message or ("",))[0]
-            lane = lane_of("sim", name)
+            lane = backend_group_of("sim", name)
             groups[lane] = compress(self._groups[name])
             if thread.collective is not None:
                 waits.append([lane, thread.collective[1], ANY, thread.call])
@@ -457,7 +457,7 @@ class Simulation:
                 assert thread.message is not None
                 kind = wait_graph.RECEIVE if thread.receive is not None else wait_graph.SEND
                 waits.append([lane, kind, thread.message[1], thread.call])
-        posted = {lane_of("sim", name): number for name, number in self._posted[rank].items()}
+        posted = {backend_group_of("sim", name): number for name, number in self._posted[rank].items()}
         return {"waits": waits, "posted": posted, "groups": groups} if waits else None
 
     def _report(self, rank: int) -> None:
@@ -475,10 +475,10 @@ class Simulation:
         links = [self._link_state(rank, lane.partition(":")[2], peer) for lane, peer in question["links"]]
         self._looked[rank] = question, links
 
-    def _link_state(self, rank: int, name: str, peer: int) -> LinkState:
+    def _link_state(self, rank: int, name: str, peer: int) -> MessageState:
         out, incoming = self._links[name, rank, peer], self._links[name, peer, rank]
         if self._counted:
-            return LinkState(out.sent, incoming.received)
+            return MessageState(out.sent, incoming.received)
         there = rank in self._connection(name, rank, peer)
         # a large message announces itself through the socket
         unread = there and (incoming.arrived or incoming.large or out.arrived_credit)
@@ -486,7 +486,7 @@ class Simulation:
         delivered = not (out.flying or incoming.flying_credit or waits)
         takes = -1 if not there or self._reads(rank, name) or incoming.flying_credit else _TAKES
         unsent = _MORE if waits and self._is_full(rank, name, peer) else 0
-        return LinkState(there, there, delivered, not unread, unsent, takes)
+        return MessageState(there, there, delivered, not unread, unsent, takes)
 
     def _answer(self, rank: int) -> None:
         looked = self._looked[rank]

@@ -279,7 +279,7 @@ def failures_inside() -> None:
 def _before_sending(backend: Any) -> tuple[Any, str]:
     """The (owner, name) of a function that a backend calls in an all_reduce before sending."""
     if backend.name == "mpi":
-        return type(backend.communicator), "agree"
+        return type(backend.communicator.agreement), "agree"
     return sys.modules[backend._transport.table["all_reduce"].__module__], "kernel_of"
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import unicoll
 from unicoll.api import barriers, coalesced, collectives, p2p
+from unicoll.api.arguments import documented
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistArgumentError, DistTypeError
@@ -38,8 +41,15 @@ DebugLevel get_debug_level set_debug_level set_debug_level_from_env
 """)
 OURS = words("""
 broadcast_coalesced all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced spawn explain
-grow_group shrink_group Registration scan exscan
+grow_group shrink_group Registration
 """)
+ROWS = [row for row in OPS.values() if row.parameters]
+NAMES = dict.fromkeys(CALLS + OTHER_NAMES + OURS + [row.name for row in ROWS])
+COLLECTIVES = {
+    *CALLS[CALLS.index("broadcast") : CALLS.index("broadcast_object_list")],
+    *OURS[:3],
+    *(row.name for row in ROWS),
+}
 REDUCTIONS = words("SUM AVG PRODUCT MIN MAX BAND BOR BXOR")
 WORK_METHODS = words("wait synchronize is_completed is_success exception result get_future")
 STORE_METHODS = words("""
@@ -47,7 +57,7 @@ set get add compare_set wait check delete_key num_keys append multi_get multi_se
 """)
 
 
-@pytest.mark.parametrize("name", CALLS + OTHER_NAMES + OURS)
+@pytest.mark.parametrize("name", NAMES)
 def test_name_is_public_and_documented(name):
     thing = getattr(unicoll, name)
     assert name in unicoll.__all__
@@ -105,7 +115,7 @@ def same_default(mine, other) -> bool:
 
 
 def test_every_collective_takes_a_timeout():
-    for name in CALLS[CALLS.index("send") :] + OURS[:3]:
+    for name in {*CALLS[CALLS.index("send") :], *COLLECTIVES}:
         assert "timeout" in inspect.signature(getattr(unicoll, name)).parameters, name
 
 
@@ -127,13 +137,13 @@ def test_work_and_store_methods():
 
 
 def test_group_methods_go_by_the_functions_names():
-    for name in CALLS[CALLS.index("broadcast") : CALLS.index("broadcast_object_list")] + OURS[:3]:
+    for name in COLLECTIVES:
         if not name.endswith("_single") or name == "all_to_all_single":
             assert callable(getattr(unicoll.ProcessGroup, name)), name
 
 
 def test_collectives_say_what_they_raise():
-    for name in CALLS[CALLS.index("broadcast") : CALLS.index("broadcast_object_list")] + OURS[:3]:
+    for name in COLLECTIVES:
         text = inspect.getdoc(getattr(unicoll, name))
         assert "RankLostError" in text, name
         assert "OperationTimeoutError" in text, name
@@ -181,30 +191,6 @@ def group(monkeypatch):
 
 SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 HANDED_OVER = [
-    ("all_reduce", ("x",), {}, ("x",), {"op": SUM}),
-    ("all_reduce", ("x", MAX), {}, ("x",), {"op": MAX}),
-    ("broadcast", ("x", 8), {}, ("x",), {"src": 2}),
-    ("broadcast", ("x",), {"group_src": 0}, ("x",), {"src": 0}),
-    ("reduce", ("x", 4, MAX), {}, ("x",), {"dst": 0, "op": MAX}),
-    ("reduce", ("x",), {"group_dst": 1}, ("x",), {"dst": 1, "op": SUM}),
-    ("all_gather", (["y"], "x"), {}, (["y"], "x"), {}),
-    ("all_gather_into_tensor", ("y", "x"), {}, ("y", "x"), {}),
-    ("gather", ("x", ["y"], 6), {}, ("x", ["y"]), {"dst": 1}),
-    ("gather", ("x",), {"group_dst": 2}, ("x", None), {"dst": 2}),
-    ("scatter", ("y", ["x"], 8), {}, ("y", ["x"]), {"src": 2}),
-    ("scatter", ("y",), {"group_src": 0}, ("y", None), {"src": 0}),
-    ("scan", ("x",), {}, ("x",), {"op": SUM}),
-    ("exscan", ("x", MAX), {}, ("x",), {"op": MAX}),
-    ("reduce_scatter", ("y", ["x"]), {}, ("y", ["x"]), {"op": SUM}),
-    ("reduce_scatter_tensor", ("y", "x", MAX), {}, ("y", "x"), {"op": MAX}),
-    ("all_to_all", (["y"], ["x"]), {}, (["y"], ["x"]), {}),
-    (
-        "all_to_all_single",
-        ("y", "x", [1], [2]),
-        {},
-        ("y", "x"),
-        {"output_split_sizes": [1], "input_split_sizes": [2]},
-    ),
     ("barrier", (), {"device_ids": [0]}, (), {}),
     ("all_reduce_coalesced", (["x"],), {}, (["x"],), {"op": SUM}),
     ("broadcast_coalesced", (["x"], 8), {}, (["x"],), {"src": 2}),
@@ -220,8 +206,36 @@ HANDED_OVER = [
 ]
 
 
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_collectives_hand_over(group, row):
+    """All arguments by position, with a global root; then what is not optional, with a root in the group."""
+    function = getattr(unicoll, row.name)
+    arrays = [f"the {p.name}" for p in row.parameters if p.side != "splits"]
+    splits = {p.name: [1] for p in row.parameters if p.side == "splits"}
+    root = {row.root_name: 2} if row.rooted else {}
+    given = (*arrays, *splits.values(), *(group.global_rank(r) for r in root.values()))
+    if row.reduces:
+        assert function(*given, MAX, group=group) == f"work of {row.name}"
+    else:
+        assert function(*given, group=group) == f"work of {row.name}"
+    options = {**splits, **root, "async_op": False, "timeout": None} | ({"op": MAX} if row.reduces else {})
+    assert group.call == (row.name, tuple(arrays), options)
+
+    if row.root_has_sizes:
+        arrays[1] = None
+    more = {
+        "group": group,
+        "async_op": True,
+        "timeout": 3.5,
+        **{f"group_{name}": r for name, r in root.items()},
+    }
+    assert function(*(a for a in arrays if a), **more) == f"work of {row.name}"
+    options = {**dict.fromkeys(splits), **root, "async_op": True, "timeout": 3.5}
+    assert group.call == (row.name, tuple(arrays), options | ({"op": SUM} if row.reduces else {}))
+
+
 @pytest.mark.parametrize(("name", "args", "kwargs", "arrays", "options"), HANDED_OVER)
-def test_collectives_hand_over(group, name, args, kwargs, arrays, options):
+def test_other_collectives_hand_over(group, name, args, kwargs, arrays, options):
     function = getattr(unicoll, name)
     for how in ({"async_op": False, "timeout": None}, {"async_op": True, "timeout": 3.5}):
         given = how if how["async_op"] else {}
@@ -249,7 +263,7 @@ def test_monitored_barrier_hands_over(group):
 
 @pytest.mark.parametrize(
     ("name", "root"),
-    [("broadcast", "src"), ("reduce", "dst"), ("gather", "dst"), ("scatter", "src"), ("isend", "dst")],
+    [*((row.name, row.root_name) for row in ROWS if row.rooted), ("isend", "dst")],
 )
 def test_roots_are_checked(group, name, root):
     function = getattr(p2p if name == "isend" else collectives, name)
@@ -326,7 +340,7 @@ def test_generated_functions_and_methods_are_those_of_the_table():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("row", [row for row in OPS.values() if row.parameters], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_documentation_of_a_row_is_complete(row):
     """The function documents each of its parameters, and names MPI's counterpart; so does the method."""
     function = getattr(unicoll, row.name)
@@ -335,3 +349,17 @@ def test_documentation_of_a_row_is_complete(row):
         assert f"{name}:" in text, name
     assert row.mpi in text
     assert row.mpi in inspect.getdoc(getattr(unicoll.ProcessGroup, row.name))
+
+
+def test_documentation_without_a_counterpart_in_mpi(monkeypatch):
+    row = replace(OPS["scan"], mpi="")
+    monkeypatch.setitem(OPS, "scan", row)
+
+    def function():
+        """What it does."""
+
+    assert "Common to all collectives" in documented("scan")(function).__doc__
+    assert "MPI's counterpart" not in function.__doc__
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script changes it
+    generator = runpy.run_path(str(Path(unicoll.__file__).parent.parent / "scripts/generate_collectives.py"))
+    assert f'"""{row.method}."""' in generator["method"](row)

@@ -12,15 +12,16 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from gloo_fallback.p2p import engine as p2p_engine
-from gloo_fallback.p2p import progress
+from gloo_fallback.p2p import connector, progress
 from gloo_fallback.p2p.engine import P2PEngine
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend import Call
+from unicoll.backend import endpoint as endpoints
 from unicoll.backend.endpoint import Endpoint, _Addresses, _Listener
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistError, DistNetworkError, GroupAbortedError, OperationTimeoutError
+from unicoll.net.links import Address
 
 
 def engine_of(size: int = 2) -> P2PEngine:
@@ -43,10 +44,53 @@ def test_the_error_that_ends_a_connection_attempt_is_raised(error: DistError) ->
             raise error
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint._directory = {1: _Addresses([server.getsockname()], 1)}
+        endpoint._own = _Addresses([Address("127.0.0.1", 1)], 1)
+        endpoint._directory = {1: _Addresses([Address(*server.getsockname())], 1)}
         with pytest.raises(type(error), match=str(error)) as raised:
-            endpoint._try_connect(("g", "m", 1), check)
+            endpoint._try_connect(("g", "m", 1), check, lambda: None)
     assert raised.value is error
+
+
+def test_an_attempt_is_not_postponed_once_the_peer_may_use_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The peer lost what it had sent on the connection, or its sends failed as if this rank had ended."""
+    endpoint: Any = Endpoint.__new__(Endpoint)
+    endpoint._job = SimpleNamespace(rank=0, key=b"k" * 32, control=None)
+    endpoint._changed, endpoint._open, endpoint._arriving = threading.Condition(), {}, set()
+    told, waits = threading.Event(), threading.Event()
+
+    def handshake(sock: socket.socket, *_: Any, **__: Any) -> tuple[socket.socket, bool]:
+        assert sock.recv(1) == b"x"
+        return sock, True
+
+    def check() -> None:
+        if told.is_set():
+            waits.set()
+
+    def postpone() -> None:
+        assert not told.is_set()
+
+    def answer(server: socket.socket) -> None:
+        sock, _ = server.accept()
+        with sock:
+            sock.sendall(b"x")
+            assert sock.recv(4096)
+            told.set()
+            waits.wait(30)
+            sock.sendall(b"A")
+
+    monkeypatch.setattr(endpoints.channel, "authenticate", handshake)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint._own = _Addresses([Address("127.0.0.1", 1)], 1)
+        endpoint._directory = {1: _Addresses([Address(*server.getsockname())], 1)}
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        try:
+            endpoint._try_connect(("g", "m", 1), check, postpone).close()
+        finally:
+            thread.join(30)
+    assert waits.is_set()
 
 
 def test_a_send_that_needs_a_connection_wakes_the_thread_that_connects() -> None:
@@ -54,7 +98,7 @@ def test_a_send_that_needs_a_connection_wakes_the_thread_that_connects() -> None
     engine = engine_of()
     connects = threading.Event()
 
-    def connect(key: Any, check: Any) -> Any:
+    def connect(key: Any, check: Any, postpone: Any) -> Any:
         connects.set()
         raise DistNetworkError("enough")
 
@@ -78,17 +122,17 @@ def test_sends_to_other_peers_do_not_wait_for_a_peer_that_does_not_answer() -> N
     order: list[int] = []
     answers = threading.Event()
 
-    def connect(key: Any, check: Any) -> Any:
+    def connect(key: Any, check: Any, postpone: Any) -> Any:
         order.append(key[2])
         while key[2] == 1 and not answers.is_set():
-            check()
+            postpone()
             time.sleep(0.01)
         raise DistNetworkError("enough")
 
     cast(Any, engine)._endpoint.connect = connect
     values = np.zeros(1)
     array = (Buffer(values, BY_NAME["float64"], values.shape, values),)
-    with mock.patch.object(p2p_engine, "_ATTEMPT_S", 0.0):
+    with mock.patch.object(connector, "_ATTEMPT_S", 0.0):
         first, *others = (engine.post(Call(OPS["send"], array, (), 60.0, peer=peer)) for peer in (1, 1, 2))
         with pytest.raises(DistNetworkError, match="enough"):
             others[1].wait(10)
@@ -107,8 +151,8 @@ def test_a_message_connection_that_was_dropped_before_it_is_added_is_not_used() 
     here, there = socket.socketpair()
     here.close()
     with there:
-        engine._add_connection(1, here)
-        assert not engine._open
+        engine.add_connection(1, here)
+        assert not engine.open
         assert engine.close(0.0)
 
 
@@ -119,13 +163,13 @@ def test_a_message_connection_that_arrives_while_the_group_ends_is_not_used() ->
 
     def arrives() -> None:  # once the connections have ended
         report()
-        engine._add_connection(1, here)
+        engine.add_connection(1, here)
 
     cast(Any, engine).report_completed = arrives
     with here, there:
         assert engine.close(0.0)
         engine.abort(GroupAbortedError("destroyed"))
-    assert not engine._open
+    assert not engine.open
 
 
 def test_a_connection_whose_other_end_has_gone_is_still_delivered() -> None:

@@ -16,7 +16,7 @@ from unicoll.net.control.wait_graph import (
     State,
     Wait,
     compress,
-    find_circle,
+    find_cycle,
     find_stuck,
     parse,
 )
@@ -44,7 +44,7 @@ def random_states(draw: random.Random) -> tuple[dict[int, State], dict[str, tupl
                 waits.append(Wait(lane, draw.randint(1, posted[lane]), ANY, call))
             else:
                 waits.append(Wait(lane, 0, peer, call))
-        used = {wait.lane: compress(groups[wait.lane]) for wait in waits}
+        used = {wait.backend_group: compress(groups[wait.backend_group]) for wait in waits}
         states[rank] = State(tuple(waits), posted, used)
     return states, groups
 
@@ -54,9 +54,11 @@ def stuck_by_exhaustion(states: dict[int, State], groups: dict[str, tuple[int, .
     running = set(range(7)) - states.keys()
 
     def ends(rank: int, wait: Wait) -> bool:
-        members = groups[wait.lane]
+        members = groups[wait.backend_group]
         if wait.number:
-            return all(m in running or states[m].posted.get(wait.lane, 0) >= wait.number for m in members)
+            return all(
+                m in running or states[m].posted.get(wait.backend_group, 0) >= wait.number for m in members
+            )
         return any(m in running for m in ([wait.peer] if wait.peer != ANY else members) if m != rank)
 
     while woken := {
@@ -77,13 +79,13 @@ def test_the_analysis_finds_what_exhaustion_finds(seed: int) -> None:
         assert stuck == stuck_by_exhaustion(states, groups), states
         if stuck:
             found += 1
-            circle = find_circle(states, stuck)
+            circle = find_cycle(states, stuck)
             assert [edge.blocker for edge in circle] == [e.rank for e in (*circle[1:], circle[0])]
             assert circle[0].rank == min(edge.rank for edge in circle)
             assert {edge.rank for edge in circle} <= stuck
             for edge in circle:
                 assert edge.wait in states[edge.rank].waits
-                assert edge.blocker in groups[edge.wait.lane]
+                assert edge.blocker in groups[edge.wait.backend_group]
     assert STATES / 20 < found < STATES * 0.9
 
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from unicoll.api import mesh as mesh_module
-from unicoll.api.mesh import DeviceMesh, current_mesh, init_device_mesh
+from unicoll.api import device_mesh as mesh_module
+from unicoll.api.device_mesh import DeviceMesh, current_mesh, init_device_mesh
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.net import debug_level
 
@@ -32,7 +32,7 @@ class FakeGroup:
 
 
 class FakeWorld(SimpleNamespace):
-    """What DeviceMesh asks of unicoll.api.world; remembers the groups that were made."""
+    """What DeviceMesh calls of unicoll.api.world, init and subgroups; remembers the groups that were made."""
 
     def __init__(self, rank, size):
         super().__init__(rank=rank, size=size, made=[], initialized=True)
@@ -68,6 +68,7 @@ def join(monkeypatch):
     def become(rank, size):
         fake = FakeWorld(rank, size)
         monkeypatch.setattr(mesh_module, "world", fake)
+        monkeypatch.setattr(mesh_module, "init", fake)
         monkeypatch.setattr(mesh_module, "subgroups", fake)
         return fake
 

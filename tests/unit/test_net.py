@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address, ip_network
 
 import pytest
 from hypothesis import given
@@ -121,6 +122,21 @@ def test_an_error_without_matching_interface_lists_all(environ: dict[str, str], 
         interfaces.listen_addresses("10.0.0.1", environ)
     assert "eth0 10.0.0.5" in str(caught.value)
     assert "eth9 10.8.0.5 (down)" in str(caught.value)
+
+
+def test_interfaces_without_carrier_are_used_only_if_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    unplugged = [interface._replace(has_carrier=False) for interface in (ETH0, ETH1)]
+    environ = {"UNICOLL_SOCKET_IFNAME": "eth0,eth1"}
+    monkeypatch.setattr(interfaces, "interfaces", lambda: [unplugged[0], ETH1])
+    assert interfaces.listen_addresses("10.0.0.1", environ).addresses == ["10.1.0.5"]
+    monkeypatch.setattr(interfaces, "interfaces", lambda: unplugged)
+    assert interfaces.listen_addresses("10.0.0.1", environ).addresses == ["10.0.0.5", "10.1.0.5"]
+
+
+def test_networks_of_this_host() -> None:
+    found = {i.address: i.network for i in interfaces.interfaces()}
+    assert found["127.0.0.1"] == "127.0.0.0/8"
+    assert all(ip_address(address) in ip_network(network) for address, network in found.items())
 
 
 def test_only_link_local(monkeypatch: pytest.MonkeyPatch) -> None:

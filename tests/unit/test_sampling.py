@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_a_short_run_does_a_quarter_of_each_table_and_nothing_slow() -> None:
         Item("test_x.py::test_long", ("slow",)),
         Item("test_y.py::test_one[a]"),
     ]
-    runs = [[item.nodeid for item in selection.part(items, seed, 4)] for seed in range(100)]
+    runs = [[item.nodeid for item in selection.part(items, seed, 4, slow=False)] for seed in range(100)]
     for names in runs:
         assert names == [item.nodeid for item in items if item.nodeid in names]
         assert sum("test_table" in name for name in names) == 3
@@ -82,6 +83,25 @@ def test_a_run_of_all_does_half_of_each_table_and_what_is_slow() -> None:
 def test_a_short_run_does_a_quarter_of_the_tests_that_take_turns() -> None:
     items = [Item(f"test_{module}.py::test_{i}", ("in_turn",)) for module in "xy" for i in range(4)]
     items += [Item("test_x.py::test_always"), Item("test_y.py::test_never", ("in_turn", "slow"))]
-    runs = [{item.nodeid for item in selection.part(items, seed, 4)} for seed in range(100)]
+    runs = [{item.nodeid for item in selection.part(items, seed, 4, slow=False)} for seed in range(100)]
     assert all(len(names) == 3 and "test_x.py::test_always" in names for names in runs)
     assert set.union(*runs) == {item.nodeid for item in items if "slow" not in item.marks}
+
+
+def test_a_run_has_a_column_of_each_row_whose_columns_are_its_own() -> None:
+    cells = [("a", "x"), ("a", "y"), ("a", "z"), ("b", "y"), ("c", "x"), ("c", "z")]
+    marks = {"sampled": ("row", "column", 1), "parametrize": (("row", "column"), cells)}
+
+    def item(row: str, column: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            get_closest_marker=lambda name: SimpleNamespace(args=marks[name]),
+            iter_markers=lambda name: [SimpleNamespace(args=marks[name])],
+            callspec=SimpleNamespace(params={"row": row, "column": column}),
+            cls=None,
+            module=SimpleNamespace(),
+            originalname="test",
+        )
+
+    runs = [[cell for cell in cells if selection.is_drawn(item(*cell), seed)] for seed in range(100)]
+    assert all([row for row, _ in cells] == ["a", "b", "c"] for cells in runs)
+    assert {cell for run in runs for cell in run} == set(cells)

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from gloo_fallback.transport.connections import GroupConnections
 from unicoll.errors import GroupAbortedError
-from unicoll.net.server import Client, Server, listen
+from unicoll.net.authenticated_server import Client, Server, listen
 from unicoll.net.stores.connections import ConnectionPool
 
 SOON_S = 10.0

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from unicoll.backend import failure_diagnosis, wait_monitor
+from unicoll.backend import operation_errors, wait_monitor
 from unicoll.backend.blocked_calls import find_blocked_calls
 from unicoll.backend.call import Call
 from unicoll.backend.ops import OPS
-from unicoll.backend.wait_monitor import WaitMonitor, _Look, _Seen
+from unicoll.backend.wait_monitor import WaitMonitor, _Snapshot, _TrackedCall
 from unicoll.errors import DistError
 from unicoll.net.control.group_failures import GroupFailures
-from unicoll.net.control.wait_graph import LinkState
+from unicoll.net.control.wait_graph import MessageState
 
 
 def call() -> Call:
@@ -27,23 +27,23 @@ def call() -> Call:
 def test_a_call_without_a_site_keeps_none() -> None:
     """Errors look for the site of such a call in the thread's stack."""
     seen_call = call()
-    seen = _Seen(seen_call, "", 1)
+    seen = _TrackedCall(seen_call, "", 1)
     assert not seen_call.site
     assert seen.is_of(seen_call)
 
 
 def test_another_call_without_a_site_is_not_taken_for_it() -> None:
     first, second = call(), call()
-    seen = _Seen(first, "", 1)
+    seen = _TrackedCall(first, "", 1)
     assert not seen.is_of(second)
-    _Seen(second, "", 2)
+    _TrackedCall(second, "", 2)
     assert not seen.is_of(second)
 
 
 def test_a_call_keeps_its_own_site() -> None:
     seen_call = call()
     seen_call.site = "train.py:3"
-    assert _Seen(seen_call, "other.py:4", 1).is_of(seen_call)
+    assert _TrackedCall(seen_call, "other.py:4", 1).is_of(seen_call)
     assert seen_call.site == "train.py:3"
 
 
@@ -57,7 +57,7 @@ def test_a_rank_whose_call_is_failing_is_not_blocked(monkeypatch: pytest.MonkeyP
     group.abort = partial(setattr, group, "error")
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     queue = threading.Thread(
-        target=failure_diagnosis.fail_group, args=(group, DistError("differ")), name="unicoll-g", daemon=True
+        target=operation_errors.fail_group, args=(group, DistError("differ")), name="unicoll-g", daemon=True
     )
     _, before = find_blocked_calls([])
     queue.start()
@@ -80,18 +80,18 @@ def test_a_message_that_is_read_during_an_answer_ends_the_wait_in_it(monkeypatch
     monitor = WaitMonitor(cast(Any, SimpleNamespace(control=control, groups=[])))
     read = False
 
-    def link(*_: object) -> LinkState:
+    def message_state(*_: object) -> MessageState:
         nonlocal read
-        state, read = LinkState(read=read), True  # the thread reads the message directly afterwards
+        state, read = MessageState(read=read), True  # the thread reads the message directly afterwards
         return state
 
-    def look(_: WaitMonitor) -> _Look:
+    def take_snapshot(_: WaitMonitor) -> _Snapshot:
         nonlocal read
         state, read = None if read else {"waits": []}, True
-        return _Look(state, [], 0.0, {}, [])
+        return _Snapshot(state, [], 0.0, {}, [])
 
-    monkeypatch.setattr(wait_monitor, "_link", link)
-    monkeypatch.setattr(WaitMonitor, "_look", look)
+    monkeypatch.setattr(wait_monitor, "_message_state", message_state)
+    monkeypatch.setattr(WaitMonitor, "_take_snapshot", take_snapshot)
     try:
         handlers["confirm"]({"id": 1, "links": [["sim:g", 1]]})
     finally:

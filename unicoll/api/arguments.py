@@ -34,17 +34,17 @@ _COMMON = """
         OperationTimeoutError: time is up; says which ranks arrived and which did not.
         RankLostError: a member of the group died; names rank, host and pid.
         NotInitializedError: there is no default group.
-
-    MPI's counterpart: {mpi}.
 """
 
 
 def documented(row: str) -> Callable[[Function], Function]:
     """Decorator: append what all collectives share, and MPI's counterpart of a row of the table, to the docstring."""
+    mpi = OPS[row].mpi
+    more = _COMMON + (f"\n    MPI's counterpart: {mpi}.\n" if mpi else "")
 
     def complete(function: Function) -> Function:
         if function.__doc__:
-            function.__doc__ = function.__doc__.rstrip() + "\n" + _COMMON.format(mpi=OPS[row].mpi)
+            function.__doc__ = function.__doc__.rstrip() + "\n" + more
         return function
 
     return complete

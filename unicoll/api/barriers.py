@@ -35,7 +35,7 @@ def barrier(
 def monitored_barrier(
     group: ProcessGroup | None = None, timeout: Timeout = None, wait_all_ranks: bool = False
 ) -> None:
-    """A blocking barrier that names the ranks that do not come.
+    """A blocking barrier whose timeout error names the missing ranks.
 
     Args:
         group: the process group; None means the default one.
@@ -43,7 +43,7 @@ def monitored_barrier(
         wait_all_ranks: wait the whole time and name all missing ranks, not the first one only.
 
     Raises:
-        OperationTimeoutError: on every rank that came, naming those that did not.
+        OperationTimeoutError: on every rank that arrived; names the missing ranks.
         RankLostError: a member of the group died.
         NotInitializedError: there is no default group.
     """

@@ -55,7 +55,7 @@ def add_hook(
     job = world.current("add_hook").job
     if group is not None:
         dispatcher = world.member(group, "add_hook").whole._dispatcher
-        return dispatcher.add_hook(Hook(*functions))
+        return dispatcher.validation.add_hook(Hook(*functions))
 
     return add_to_job(job, Hook(*functions))
 
@@ -129,7 +129,7 @@ def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any 
         group: as for :func:`add_hook`.
 
     Raises:
-        BackendUnavailableError: neither is there, or one that is asked for is not.
+        BackendUnavailableError: neither is installed, or a requested one is not.
     """
     makers: list[MakeRange] = []
     if nvtx or nvtx is None:
@@ -138,7 +138,9 @@ def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any 
     if torch or (torch is None and "torch" in sys.modules):
         makers.append(_torch_ranges)
     if not makers:
-        raise BackendUnavailableError("annotate: neither the package nvtx nor torch is there to take ranges")
+        raise BackendUnavailableError(
+            "annotate: neither the package nvtx nor torch is installed, which record ranges"
+        )
     ranges = threading.local()
 
     def before(call: HookedCall) -> None:

@@ -1,4 +1,4 @@
-"""The arithmetic of :mod:`unicoll.api.mesh`: axes over a flat array of ranks; checks of the arguments.
+"""The arithmetic of :mod:`unicoll.api.device_mesh`: axes over a flat array of ranks; checks of the arguments.
 
 An axis is a sequence of (size, stride), the outermost first. Most dimensions have one pair; a dimension that was
 flattened from several that are not contiguous has several, and a dimension of size 1 has none.

@@ -1,8 +1,8 @@
 """Collectives of Python objects, with torch.distributed's names, argument names, order and defaults.
 
-Plain objects (numbers, str, bytes, containers, NumPy arrays) travel in the typed format of
-:mod:`unicoll.net.object_codec`; others are pickled, which is allowed where the group is trusted (only holders of the
-job's secret can have joined) and the environment does not say ``UNICOLL_ALLOW_PICKLE=0``.
+Objects are pickled if the job is trusted (only holders of its secret can have joined) and ``UNICOLL_ALLOW_PICKLE`` is 0
+on no rank. Else they must be plain (numbers, str, bytes, containers, NumPy arrays), and have the typed format of
+:mod:`unicoll.net.object_codec`.
 
 With the backend ``fake`` nothing arrives, so the receivers use what they hold as the sender's objects.
 
@@ -28,8 +28,7 @@ from unicoll.api.object_payload import (
     Payload,
     fill,
     fill_each,
-    load_one,
-    pickle_allowed,
+    load,
     read_headers,
 )
 from unicoll.errors import DistArgumentError, DistTypeError
@@ -54,7 +53,7 @@ def broadcast_object_list(
         object_list: as long on all ranks; input on the source, elsewhere its entries are replaced.
         src: the source's global rank; 0 when neither it nor ``group_src`` is given.
         group: the process group; None means the default one. Outside it: a warning, and no data moves.
-        device: accepted because torch.distributed has it; objects travel from host memory.
+        device: accepted because torch.distributed has it; objects are sent from host memory.
         group_src: the source's rank in the group.
         timeout: how long it may take (timedelta, or seconds); None takes the group's for each of its steps.
 
@@ -70,7 +69,7 @@ def broadcast_object_list(
         return
     root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
     clock = Deadline(timeout)
-    mine = Payload.of(pg, object_list, op) if pg.rank() == root or pg.job.fake else None
+    mine = Payload.of(pg, list(object_list), op) if pg.rank() == root or pg.job.fake else None
     header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
     pg.broadcast(header, src=root, timeout=clock.left())
     sizes, bodies = read_headers(pg, header, [root], mine, op)
@@ -102,7 +101,7 @@ def all_gather_object(
         return
     _check_list(pg, op, "object_list", object_list, pg.size())
     clock = Deadline(timeout)
-    mine = Payload.of(pg, [obj], op)
+    mine = Payload.of(pg, obj, op)
     sizes, bodies = _exchange_headers(pg, mine, op, clock)
     if bodies is None:
         bodies = _all_bodies(pg, mine, sizes, clock)
@@ -146,7 +145,7 @@ def gather_object(
             op=op,
         )
     clock = Deadline(timeout)
-    mine = Payload.of(pg, [obj], op)
+    mine = Payload.of(pg, obj, op)
     sizes, bodies = _exchange_headers(pg, mine, op, clock)
     if bodies is None:
         bodies = [*_gather_bodies(pg, mine.body, sizes, root, clock)]
@@ -186,7 +185,7 @@ def scatter_object_list(
     if pg.rank() == root:
         payloads = _payload_for_each_rank(pg, scatter_object_input_list, op)
     elif pg.job.fake:
-        payloads = [Payload.of(pg, scatter_object_output_list[:1], op)] * pg.size()
+        payloads = [Payload.of(pg, scatter_object_output_list[0], op)] * pg.size()
     # the first that failed, else the largest: if that is not small, all bodies follow
     largest = max(payloads, key=lambda p: (p.error is not None, p.size)) if payloads else None
     header = np.empty(HEADER.size, np.uint8)
@@ -202,13 +201,13 @@ def scatter_object_list(
         pg.broadcast(sizes, src=root, timeout=clock.left())
         bodies = [p.body for p in payloads] if payloads else []
         carried = [_scatter_bodies(pg, bodies, [int(size) for size in sizes], root, clock)]
-    scatter_object_output_list[0] = load_one(pg, carried[0], root, op, lambda: pickle_allowed(pg))
+    scatter_object_output_list[0] = load(pg, carried[0], root, op)
 
 
 def send_list(pg: ProcessGroup, objects: Sequence[Any], dst: int, batched: bool, timeout: Timeout) -> None:
     """:func:`unicoll.send_object_list` to group rank ``dst``."""
     clock = Deadline(timeout)
-    mine = Payload.of(pg, objects, "send_object_list")
+    mine = Payload.of(pg, list(objects), "send_object_list")
     header = mine.header()
     _transfer(pg, True, header, dst, batched, clock)
     if mine.error is not None:
@@ -223,7 +222,7 @@ def recv_list(
     """:func:`unicoll.recv_object_list` from group rank ``src`` or any; returns the sender's group rank."""
     op = "recv_object_list"
     clock = Deadline(timeout)
-    mine = Payload.of(pg, objects, op) if pg.job.fake else None
+    mine = Payload.of(pg, list(objects), op) if pg.job.fake else None
     header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
     src = _transfer(pg, False, header, src, batched, clock)
     sizes, bodies = read_headers(pg, header, [src], mine, op)
@@ -265,7 +264,7 @@ def _payload_for_each_rank(pg: ProcessGroup, objects: Sequence[Any] | None, op: 
             group=pg.group_name,
             op=op,
         )
-    return [Payload.of(pg, [obj], op) for obj in objects]
+    return [Payload.of(pg, obj, op) for obj in objects]
 
 
 # gather and scatter are fastest with equal parts, so objects of similar size are padded to the largest; not where most

@@ -228,13 +228,13 @@ def send_object_list(
 ) -> None:
     """Send Python objects to one rank, which must call :func:`recv_object_list` with as many.
 
-    Plain objects travel in a typed format, others by pickle where it is allowed (see :mod:`unicoll.api.objects`).
+    Objects are pickled where that is allowed; else they must be plain (see :mod:`unicoll.api.objects`).
 
     Args:
         object_list: the objects.
         dst: global rank of the receiver, not this process.
         group: the process group; None means the default one.
-        device: accepted because torch.distributed has it; objects travel from host memory.
+        device: accepted because torch.distributed has it; objects are sent from host memory.
         group_dst: the receiver's rank in the group; give this or ``dst``.
         use_batch: send with :func:`batch_isend_irecv`; the receiver may do either.
         timeout: how long it may take (timedelta, or seconds); None takes the group's.

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 from unicoll.bootstrap.join import set_exit_cause
 from unicoll.errors import DistArgumentError, DistError, DistTypeError
 from unicoll.group.arguments import as_integer
-from unicoll.net.texts import signal_name
+from unicoll.net.formatting import signal_name
 from unicoll.run import worker_main
-from unicoll.run.failure import DETECTION_DELAY, ExceptionRecord, describe_exit, read_record
-from unicoll.run.guard import JOB_VARIABLE, Guard, kill_members
 from unicoll.run.job import LocalJob, job_token, job_variable
+from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_members
+from unicoll.run.tracebacks import DETECTION_DELAY, ExceptionRecord, describe_exit, read_record
 
 _POLL_INTERVAL = 1.0  # seconds between checks for failed processes that do not end
 _CAUSE_SECONDS = 1.0  # to wait for the root cause if only its consequences have been detected

@@ -8,12 +8,13 @@ from typing import Any
 
 from unicoll.api import world
 from unicoll.api.world import World
+from unicoll.backend.contract import Context
 from unicoll.errors import DistArgumentError
-from unicoll.group import registry
+from unicoll.group import backend_choice
 from unicoll.group.arguments import as_integer, check_ranks
+from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.growth import GrowthRecord
 from unicoll.group.process_group import ProcessGroup
-from unicoll.group.registry import BackendChoice
 from unicoll.net.timeouts import Timeout
 
 
@@ -34,16 +35,15 @@ def _make(
         return world.GroupMember.NON_GROUP_MEMBER
     if device is None and parent is not None:
         device = parent.bound_device_id
-    return ProcessGroup.create(
-        here.job, name, tuple(ranks), choices, timeout, desc or "", options, device, parent
-    )
+    context = Context(here.job, name, tuple(ranks), timeout, options, device, desc=desc or "undefined")
+    return ProcessGroup.create(context, choices, parent)
 
 
 def _choices(here: World, backend: str | None, parent: ProcessGroup) -> Sequence[BackendChoice]:
     if backend is None or here.job.fake:  # then all groups have the backend fake
         return parent.choices
-    choices = registry.choose(backend)
-    if registry.fakes(choices):
+    choices = backend_choice.choose(backend)
+    if backend_choice.is_fake(choices):
         raise DistArgumentError(
             f"backend: {backend!r} is for jobs without other processes: init_process_group('fake', ...)"
         )
@@ -241,19 +241,18 @@ def grow_group(
     job = here.job
     added = check_ranks("grow_group", ranks_to_add, job.size)
     if job.rank not in added:
-        raise DistArgumentError(
-            f"grow_group: this rank, {job.rank}, is not among the ranks {added} that are to come"
-        )
+        raise DistArgumentError(f"grow_group: this rank, {job.rank}, is not in ranks_to_add={added}")
     if job.fake:
-        raise DistArgumentError("grow_group: with the backend fake no group can invite this rank")
+        raise DistArgumentError(
+            "grow_group: with backend fake a rank cannot be added to a group: there are no other processes"
+        )
     limit = world.seconds(timeout, here.default.timeout)
     record = GrowthRecord.receive(job.store, job.rank, added, limit)
     same = record.backends == here.default.backend_config
     choices = here.default.choices if same else _choices(here, record.backends, here.default)
     device = here.default.bound_device_id if device_id is None else device_id
-    return ProcessGroup.create(
-        job, record.name, record.ranks, choices, record.timeout, record.desc, pg_options, device, grown=True
-    )
+    context = Context(job, record.name, record.ranks, record.timeout, pg_options, device, desc=record.desc)
+    return ProcessGroup.create(context, choices, grown=True)
 
 
 def shrink_group(

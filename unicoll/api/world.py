@@ -1,14 +1,12 @@
-"""The state of this process: the default group, the other groups, and the functions that make and end them."""
+"""The state of this process between init and destroy: the default group and the other groups; rank, size, backends."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from unicoll.arrays.types import default_pg_timeout
 from unicoll.errors import DistArgumentError, DistError, DistTypeError, NotInitializedError
-from unicoll.group import registry
+from unicoll.group import backend_choice, registry
 from unicoll.group.arguments import as_integer
 from unicoll.group.registry import BackendName
 from unicoll.net.timeouts import Timeout, positive_seconds
@@ -16,8 +14,6 @@ from unicoll.net.timeouts import Timeout, positive_seconds
 if TYPE_CHECKING:
     from unicoll.bootstrap.join import Membership
     from unicoll.group.process_group import ProcessGroup
-
-_RENDEZVOUS_S = 300.0
 
 
 class _NonMember:
@@ -96,116 +92,21 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
     return pg
 
 
-# --- init and destroy ---------------------------------------------------------------------------------------------
-
-
-def init_process_group(
-    backend: str | None = None,
-    init_method: str | None = None,
-    timeout: Timeout = None,
-    world_size: int = -1,
-    rank: int = -1,
-    store: Any = None,
-    group_name: str = "",
-    pg_options: Any = None,
-    device_id: Any = None,
-) -> None:
-    """Join the job: find the other processes and make the default process group. Returns when all have joined.
-
-    Args:
-        backend: ``"gloo"``, ``"mpi"``, ``"nccl"``, a registered name, ``"cpu:gloo,cuda:nccl"``, or None to choose by
-            device and launcher (:func:`explain` says what was chosen and why). ``"fake"``: one process alone, as any
-            rank of any world size, for dry runs (:mod:`unicoll.backend.fake`); it needs no init method or store.
-        init_method: ``env://`` (the default: the launcher's environment), ``tcp://host:port`` (IPv6 in brackets),
-            ``file:///path``. Not together with ``store``.
-        timeout: default timeout of the group's operations and limit of the time to join, timedelta or seconds; None is
-            30 minutes for operations and 5 minutes to join.
-        world_size, rank: number of processes and rank of this one; -1 takes them from the launcher.
-        store: a store that all processes share; with it ``world_size`` and ``rank`` are needed.
-        group_name: accepted because torch has it; not used.
-        pg_options: passed to the backend.
-        device_id: device that this process is bound to (index, or a torch or unicoll device).
-
-    Raises:
-        DistArgumentError: arguments or environment do not give rank and world size, or contradict each other.
-        BackendUnavailableError: the backend cannot be used here, and why.
-        OperationTimeoutError: not all ranks joined in time; names the missing.
-        AuthenticationError: the other ranks have another secret.
-        DistStoreError, DistNetworkError: the store cannot be reached.
-    """
+def enter(joined: World) -> None:
+    """This process is in a job."""
     global _world, _forked
-    if _world is not None:
-        raise DistArgumentError(
-            "init_process_group: the default process group exists already; call destroy_process_group first"
-        )
-    # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
-    from unicoll.bootstrap.join import join, register_exit_handler
-    from unicoll.group.process_group import ProcessGroup
-
-    rank = as_integer("init_process_group: rank", rank)
-    world_size = as_integer("init_process_group: world_size", world_size)
-    limit = seconds(timeout, default_pg_timeout.total_seconds())
-    patience = min(limit, _RENDEZVOUS_S) if timeout is None else limit
-    membership = join(backend, init_method, rank, world_size, store, limit, patience)
-    job, choices = membership.job, membership.choices
-    try:
-        all_ranks = tuple(range(job.size))
-        default = ProcessGroup.create(
-            job, "world", all_ranks, choices, limit, "default_pg", pg_options, device_id
-        )
-        if job.control is not None:
-            job.control.initialized(patience)
-    except BaseException as e:
-        membership.close(e)
-        raise
-    _world, _forked = World(membership, default), False
-    register_exit_handler(_leave, _forget)
-    if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
-        from unicoll.group.call_counters import start_file
-
-        try:
-            start_file(job, metrics_file)
-        except BaseException:
-            destroy_process_group()
-            raise
+    _world, _forked = joined, False
 
 
-def destroy_process_group(group: Any = None) -> None:
-    """End a group, or with None or ``group.WORLD`` the whole job as far as this process is concerned.
-
-    Posted operations are finished first, for a few seconds at most. Afterwards ``init_process_group`` may be called
-    again. A view made by ``ProcessGroup.using`` stands for its group.
-
-    Raises:
-        NotInitializedError: there is no default group.
-        DistArgumentError: the group is not one of this process.
-    """
-    global _world
-    pg = resolve(group) if not isinstance(group, _NonMember) else None
-    if pg is None:
-        return
-    assert _world is not None
-    pg = getattr(pg, "whole", pg)
-    if pg is _world.default:
-        ending, _world = _world, None
-        ending.close()
-        return
-    if pg not in _world.groups:
-        raise DistArgumentError(
-            f"destroy_process_group: {pg!r} is not a group of this process, or not any more"
-        )
-    _world.groups.remove(pg)
-    pg.close()
-
-
-def _leave(error: BaseException | None) -> None:
+def leave(error: BaseException | None = None) -> None:
+    """Leave the job, if this process is in one; ``error`` is the exception that ends the process."""
     global _world
     if _world is not None:
         ending, _world = _world, None
         ending.close(error)
 
 
-def _forget() -> None:
+def forget() -> None:
     """A forked child is not a member of its parent's groups."""
     global _world, _forked
     _forked = _forked or _world is not None
@@ -230,19 +131,6 @@ def _not_initialized(before: str = "") -> NotInitializedError:
     return NotInitializedError(
         f"{before}there is no default process group: call init_process_group first{forked}"
     )
-
-
-def explain() -> str:
-    """The choices of init_process_group with source and reason: rank, store, secret, interface, backends.
-
-    Before init_process_group: the choices that the environment would give. One line for each; never raises.
-    """
-    if _world is None:
-        from unicoll.bootstrap import environment_report
-
-        return "\n".join(["not initialised", *environment_report.lines()])
-    groups = [f"group {one.name!r} of {one.size()}: {one.describe()}" for one in _world.groups]
-    return "\n".join([*_world.notes, *groups])
 
 
 # --- queries -------------------------------------------------------------------------------------------------------
@@ -301,7 +189,7 @@ def get_default_backend_for_device(device: Any) -> str:
     Raises:
         DistArgumentError: no backend serves it.
     """
-    return registry.default_backend_for_device(device)
+    return backend_choice.default_backend_for_device(device)
 
 
 def get_backend(group: Any = None) -> BackendName:
@@ -325,11 +213,7 @@ def get_rank(group: Any = None) -> int:
     Raises:
         NotInitializedError: before init_process_group.
     """
-    if isinstance(group, _NonMember):
-        return -1
-    pg = resolve(group)
-    assert pg is not None
-    return pg.rank()
+    return -1 if isinstance(group, _NonMember) else member(group, "get_rank").rank()
 
 
 def get_world_size(group: Any = None) -> int:
@@ -338,11 +222,7 @@ def get_world_size(group: Any = None) -> int:
     Raises:
         NotInitializedError: before init_process_group.
     """
-    if isinstance(group, _NonMember):
-        return -1
-    pg = resolve(group)
-    assert pg is not None
-    return pg.size()
+    return -1 if isinstance(group, _NonMember) else member(group, "get_world_size").size()
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:

@@ -98,7 +98,6 @@ def register_current_stream(device: int, current_stream: Callable[[], int]) -> N
     """Register an array library on a device.
 
     Args:
-        device: ordinal.
         current_stream: returns the handle of the library's current stream there, for the calling thread.
     """
     _CURRENT_STREAMS.setdefault(device, []).append(current_stream)

@@ -12,7 +12,7 @@ A codec turns an array into bytes and back. Decoding gives the same bits from th
     times the smallest normal number (3e-36; float64: 6e-306). All values of a block that has an infinity or NaN
     become NaN.
 
-The functions expect NumPy's floating-point warnings to be off, see :class:`unicoll.arrays.kernels.IgnoreFPErrors`.
+The functions expect NumPy's floating-point warnings to be off, see :func:`unicoll.arrays.kernels.quiet_runner`.
 """
 
 from __future__ import annotations

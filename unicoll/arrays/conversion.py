@@ -96,14 +96,8 @@ def _from_cuda_interface(array: Any) -> Buffer:
     shape = tuple(int(n) for n in cai["shape"])
     count = int(np.prod(shape, dtype=np.int64))
     strides = cai.get("strides")
-    if strides is not None and count:
-        expected = dtype.itemsize
-        for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-            if size != 1 and stride != expected:
-                raise DistArgumentError(
-                    "a CUDA array that is not contiguous cannot be communicated; copy it first"
-                )
-            expected *= size
+    if strides is not None and not dlpack.is_contiguous(shape, strides, dtype.itemsize):
+        raise DistArgumentError("a CUDA array that is not contiguous cannot be communicated; copy it first")
     pointer, read_only = cai["data"]
     device = getattr(array, "device", None)
     index = getattr(device, "id", device if isinstance(device, int) else None)

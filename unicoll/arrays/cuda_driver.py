@@ -142,7 +142,6 @@ class CudaDriver(Cuda):
 
     Args:
         library: a ``ctypes.CDLL``, or another object with the driver's functions as attributes.
-        path: the library's path.
 
     Raises:
         CudaError: the driver cannot be initialised.
@@ -168,11 +167,9 @@ class CudaDriver(Cuda):
     # --- devices ---
 
     def device_count(self) -> int:
-        """Number of devices that the process may use; CUDA_VISIBLE_DEVICES applies."""
         return self._number("cuDeviceGetCount")
 
     def facts(self, device: int) -> DeviceFacts:
-        """Properties of a device; queried once."""
         found = self._facts.get(device)
         if found is None:
             found = self._facts[device] = self._find_facts(device)
@@ -185,7 +182,6 @@ class CudaDriver(Cuda):
         return True, bool(self._number("cuDeviceGetP2PAttribute", _P2P_NATIVE_ATOMICS, handle, peer))
 
     def current_device(self) -> int:
-        """The calling thread's device, or -1 if it has none."""
         found = c_int()
         code = self._c.cuCtxGetDevice(byref(found))
         if code == _INVALID_CONTEXT:
@@ -195,7 +191,6 @@ class CudaDriver(Cuda):
         return found.value
 
     def set_device(self, device: int) -> None:
-        """Make a device's primary context the calling thread's, -1 unsets it; the first use retains the context."""
         context = 0 if device < 0 else self._contexts.get(device) or self._retain(device)
         if self._current() != context:
             self._call("cuCtxSetCurrent", context or None)
@@ -203,7 +198,6 @@ class CudaDriver(Cuda):
     # --- streams and events ---
 
     def create_stream(self, device: int, high_priority: bool = False) -> int:
-        """A stream that does not synchronize with the legacy default stream."""
         made = c_void_p()
         with self._on(device):
             priority = 0
@@ -215,18 +209,15 @@ class CudaDriver(Cuda):
         return made.value or 0
 
     def destroy_stream(self, stream: int) -> None:
-        """Destroy a stream; work enqueued on it still completes."""
         self._call("cuStreamDestroy_v2", stream)
 
     def stream_done(self, stream: int) -> bool:
-        """True if all work enqueued on a stream is complete; never blocks."""
         code = self._c.cuStreamQuery(stream)
         if code == _NOT_READY:
             return False
         return code == _SUCCESS or self._retry("cuStreamQuery", code, stream) == _SUCCESS
 
     def capturing(self, stream: int) -> bool:
-        """True if the stream is capturing a graph, including a failed capture that has not ended yet."""
         status = c_int()
         code = self._c.cuStreamIsCapturing(stream, byref(status))
         if code:
@@ -234,80 +225,66 @@ class CudaDriver(Cuda):
         return status.value != _CAPTURE_NONE
 
     def create_event(self, device: int, timing: bool = False) -> int:
-        """A new event; one without timing is cheaper."""
         made = c_void_p()
         with self._on(device):
             self._call("cuEventCreate", byref(made), 0 if timing else _EVENT_DISABLE_TIMING)
         return made.value or 0
 
     def destroy_event(self, event: int) -> None:
-        """Destroy an event."""
         self._call("cuEventDestroy_v2", event)
 
     def record(self, event: int, stream: int) -> None:
-        """Record an event: it completes after all work that is on ``stream`` now."""
         code = self._c.cuEventRecord(event, stream)
         if code:
             self._retry("cuEventRecord", code, event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Make later work on ``stream`` run after ``event``; does not block the host."""
         code = self._c.cuStreamWaitEvent(stream, event, _NO_FLAGS)
         if code:
             self._retry("cuStreamWaitEvent", code, stream, event, _NO_FLAGS)
 
     def event_done(self, event: int) -> bool:
-        """True if the event is complete; never blocks."""
         code = self._c.cuEventQuery(event)
         if code == _NOT_READY:
             return False
         return code == _SUCCESS or self._retry("cuEventQuery", code, event) == _SUCCESS
 
     def elapsed(self, start: int, end: int) -> float:
-        """Device time in seconds between two completed events with timing; resolution half a microsecond."""
         found = c_float()
         self._call("cuEventElapsedTime", byref(found), start, end)
         return found.value / 1e3
 
     def ignore_captures(self) -> None:
-        """Allow the calling thread to query events while other threads capture graphs."""
         self._call("cuThreadExchangeStreamCaptureMode", byref(c_int(_CAPTURE_MODE_RELAXED)))
 
     # --- memory ---
 
     def allocate(self, device: int, nbytes: int) -> int:
-        """Allocate device memory; returns its address. Not ordered with any stream."""
         made = c_uint64()
         with self._on(device):
             self._call("cuMemAlloc_v2", byref(made), max(nbytes, 1))
         return made.value
 
     def free(self, ptr: int) -> None:
-        """Free device memory; may wait for the device."""
         self._call("cuMemFree_v2", ptr)
 
     def pin(self, nbytes: int) -> int:
-        """Allocate page-locked host memory, usable by all devices; returns its address."""
         made = c_void_p()
         self._call("cuMemHostAlloc", byref(made), max(nbytes, 1), _HOST_PORTABLE)
         return made.value or 0
 
     def unpin(self, ptr: int) -> None:
-        """Free page-locked host memory."""
         self._call("cuMemFreeHost", ptr)
 
     def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue a copy on a stream, between device and pinned memory in any direction; returns at once."""
         self._call("cuMemcpyAsync", to, source, nbytes, stream)
 
     def allocation(self, ptr: int) -> int:
-        """The first address of the allocation of device memory that an address is in."""
         start = c_uint64()
         self._call("cuMemGetAddressRange_v2", byref(start), None, ptr)
         return start.value
 
     def device_of(self, ptr: int) -> int:
-        """The device that owns an address, -1 for host memory, pinned or not; managed memory has a device."""
         query = self._query
         query.values[0] = _NOT_CUDA
         self._call(

@@ -41,7 +41,7 @@ class Cuda(ABC):
 
     @abstractmethod
     def device_count(self) -> int:
-        """Number of devices that the process may use."""
+        """Number of devices that the process may use; CUDA_VISIBLE_DEVICES applies."""
 
     @abstractmethod
     def facts(self, device: int) -> DeviceFacts:
@@ -75,7 +75,7 @@ class Cuda(ABC):
 
     @abstractmethod
     def capturing(self, stream: int) -> bool:
-        """True if the stream is capturing a graph."""
+        """True if the stream is capturing a graph, including a failed capture that has not ended yet."""
 
     @abstractmethod
     def create_event(self, device: int, timing: bool = False) -> int:
@@ -117,7 +117,7 @@ class Cuda(ABC):
 
     @abstractmethod
     def pin(self, nbytes: int) -> int:
-        """Allocate page-locked host memory; returns its address."""
+        """Allocate page-locked host memory, usable by all devices; returns its address."""
 
     @abstractmethod
     def unpin(self, ptr: int) -> None:
@@ -133,4 +133,4 @@ class Cuda(ABC):
 
     @abstractmethod
     def device_of(self, ptr: int) -> int:
-        """The device that owns an address, or -1 for host memory."""
+        """The device that owns an address, -1 for host memory, pinned or not; managed memory has a device."""

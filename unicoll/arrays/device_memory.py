@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,7 @@ _MAX_POOLED_BYTES = 16 << 20
 """Largest block that is kept for reuse."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DeviceFlat:
     """A contiguous 1-D array in device memory.
 
@@ -42,14 +44,11 @@ class DeviceFlat:
         owner: keeps the memory alive while this object is referenced (by an MPI request, for example).
     """
 
-    __slots__ = ("dtype", "memory", "owner", "ptr", "size")
-
-    def __init__(self, memory: DeviceMemory, ptr: int, size: int, dtype: np.dtype[Any], owner: Any) -> None:
-        self.memory = memory
-        self.ptr = ptr
-        self.size = size
-        self.dtype = dtype
-        self.owner = owner
+    memory: DeviceMemory
+    ptr: int
+    size: int
+    dtype: np.dtype[Any]
+    owner: Any
 
     @property
     def itemsize(self) -> int:
@@ -98,9 +97,6 @@ class DeviceMemory:
     """Copies and temporary memory on the device of one call.
 
     Args:
-        copier: copier of the group.
-        pool: memory pool of the device.
-        device: ordinal.
         call: the call; it accounts for the time of the copies.
         deadline: ``time.monotonic()`` at which the call times out.
 
@@ -163,18 +159,16 @@ class DeviceMemory:
         copier.release((), device, (event,))
 
 
+@dataclass(slots=True, eq=False)
 class _PooledBlock:
     """A block of device memory that returns to its pool with its last reference."""
 
-    __slots__ = ("_release", "nbytes", "ptr")
-
-    def __init__(self, ptr: int, nbytes: int, release: Callable[[int, int], None]) -> None:
-        self.ptr = ptr
-        self.nbytes = nbytes
-        self._release = release
+    ptr: int
+    nbytes: int
+    release: Callable[[int, int], None]
 
     def __del__(self) -> None:
-        self._release(self.ptr, self.nbytes)
+        self.release(self.ptr, self.nbytes)
 
 
 # Not with PinnedPool as a base: a block returns in __del__, so there is no lock, and any number of small ones is kept.

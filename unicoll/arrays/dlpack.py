@@ -7,6 +7,8 @@ on which the memory is read, and makes that stream wait for pending writes.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,7 +41,7 @@ _KINDS = {
     (10, 8): "float8_e4m3fn",
     (12, 8): "float8_e5m2",
 }
-"""DLDataTypeCode and bits of our element types."""
+"""DLDataTypeCode and bits of unicoll's element types."""
 
 
 class _Tensor(ctypes.Structure):
@@ -76,24 +78,23 @@ _get_name.restype = ctypes.c_char_p
 _get_name.argtypes = [ctypes.py_object]
 
 
+@dataclass(slots=True, eq=False)
 class DLPackMemory:
     """Device memory of an array, valid while this object exists.
 
     Attributes:
+        capsule: not consumed: deleting it releases the memory.
         ptr: address of the first element.
         dtype: element type of the array.
         shape: shape of the array.
         read_only: True if the producer marked the memory read-only.
     """
 
-    __slots__ = ("_capsule", "dtype", "ptr", "read_only", "shape")
-
-    def __init__(self, capsule: Any, ptr: int, dtype: DType, shape: tuple[int, ...], read_only: bool) -> None:
-        self._capsule = capsule  # not consumed: deleting the capsule releases the memory
-        self.ptr = ptr
-        self.dtype = dtype
-        self.shape = shape
-        self.read_only = read_only
+    capsule: Any
+    ptr: int
+    dtype: DType
+    shape: tuple[int, ...]
+    read_only: bool
 
     def stream(self) -> int:
         """Handle of the stream that orders the memory: the legacy default stream. The bound method keeps the memory."""
@@ -173,18 +174,17 @@ def import_cuda(array: Any, stream: int) -> DLPackMemory:
             f"DLPack arrays of type code {tensor.code} with {tensor.bits} bits and {tensor.lanes} lanes"
             " cannot be communicated"
         )
-    shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
-    if tensor.strides and not _contiguous(shape, [tensor.strides[i] for i in range(tensor.ndim)]):
+    shape = tuple(tensor.shape[: tensor.ndim])
+    if tensor.strides and not is_contiguous(shape, tensor.strides[: tensor.ndim]):
         raise DistArgumentError("a DLPack array that is not contiguous cannot be communicated; copy it first")
     return DLPackMemory(capsule, int(tensor.data or 0) + tensor.byte_offset, BY_NAME[found], shape, read_only)
 
 
-def _contiguous(shape: tuple[int, ...], strides: list[int]) -> bool:
-    expected = 1
+def is_contiguous(shape: Sequence[int], strides: Sequence[int], unit: int = 1) -> bool:
+    """True if strides, of which the last is ``unit``, are those of a contiguous array."""
+    expected = unit
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size == 0:
-            return True
         if size != 1 and stride != expected:
-            return False
+            return 0 in shape
         expected *= size
     return True

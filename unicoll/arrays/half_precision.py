@@ -8,7 +8,7 @@ All conversions give the same bits, since the ranks of a group may use different
 rounds to nearest, ties to even, overflow becomes infinity (IEEE 754), and every NaN becomes the positive quiet NaN
 without payload. A package's conversion is used only after it has passed a check of these rules.
 
-The functions expect NumPy's floating-point warnings to be off, see :class:`unicoll.arrays.kernels.IgnoreFPErrors`.
+The functions expect NumPy's floating-point warnings to be off, see :func:`unicoll.arrays.kernels.quiet_runner`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,6 @@ class _Package:
     """Conversions of a package, used if the program has imported it.
 
     Args:
-        name: name of the module.
         make: takes the module, returns its conversions by name (``"narrow float16"``); None if they cannot be checked
             at present.
     """

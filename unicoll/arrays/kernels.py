@@ -5,7 +5,7 @@ own sums would lose small terms (:mod:`unicoll.arrays.half_precision` converts).
 over the arrays run in blocks with per-thread scratch memory, so nothing is allocated and a block stays in the cache.
 
 Kernels expect NumPy's floating-point warnings to be off, since overflow and NaN are valid results.
-:class:`IgnoreFPErrors` switches them off for a whole operation.
+:func:`quiet_runner` switches them off for a whole operation.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from unicoll.arrays.half_precision import BLOCK, HALVES, scratch
-from unicoll.arrays.types import BY_NAME, DType, Reduction
+from unicoll.arrays.types import DType, Reduction
 from unicoll.errors import DistTypeError
 
 Flat = npt.NDArray[Any]
-T = TypeVar("T")
 
 _UFUNCS: dict[str, Any] = {
     "SUM": np.add,
@@ -41,10 +40,6 @@ _UFUNCS: dict[str, Any] = {
 class Kernel:
     """One reduction of one element type.
 
-    Args:
-        dtype: element type.
-        op: the reduction.
-
     Attributes:
         ufunc: combines two accumulator arrays.
         average: True for AVG.
@@ -55,19 +50,6 @@ class Kernel:
     Raises:
         DistTypeError: the type is neither NumPy's nor float16 or bfloat16 (float8).
     """
-
-    __slots__ = (
-        "_divide",
-        "_factor",
-        "_half",
-        "_step",
-        "acc",
-        "average",
-        "dtype",
-        "plain",
-        "storage",
-        "ufunc",
-    )
 
     def __init__(self, dtype: DType, op: Reduction) -> None:
         self.dtype = dtype
@@ -110,7 +92,7 @@ class Kernel:
         self.begin(acc, values)
         return acc
 
-    def fold(self, acc: Flat, values: Flat) -> None:
+    def reduce_into(self, acc: Flat, values: Flat) -> None:
         """Set ``acc`` to ``acc`` op ``values``, where ``values`` is an unwidened contribution."""
         if self._half is None and self._factor is None:
             self.ufunc(acc, values, out=acc)
@@ -245,12 +227,8 @@ _DIVIDE: dict[str, Callable[[Flat, Flat, int], None]] = {
 # --- kernel cache --------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=512)
-def _kernel(dtype: str, op: Reduction) -> Kernel:
-    return Kernel(BY_NAME[dtype], op)
-
-
-_by_code: dict[int, Kernel] = {}
+_MAX_KERNELS = 512
+_kernels: dict[Any, Kernel] = {}
 
 
 def kernel_for(dtype: DType, op: Reduction) -> Kernel:
@@ -259,64 +237,27 @@ def kernel_for(dtype: DType, op: Reduction) -> Kernel:
     Raises:
         DistTypeError: the reduction is not supported for the type on the CPU (float8).
     """
-    if op.factor is not None:
-        return _kernel(dtype.name, op)
-    key = (dtype.code << 8) | op.code
-    found = _by_code.get(key)
+    key = dtype.code, op.key
+    found = _kernels.get(key)
     if found is None:
-        found = _by_code[key] = Kernel(dtype, op)
+        if len(_kernels) >= _MAX_KERNELS:  # each factor of PREMUL_SUM is another reduction
+            _kernels.clear()
+        found = _kernels[key] = Kernel(dtype, op)
     return found
 
 
 # --- warnings -------------------------------------------------------------------------------------------------------
 
 
-def _settings_are_in_context() -> bool:
-    """True if NumPy keeps its error state in a context variable (NumPy 2), False if per thread."""
-    return int(np.__version__.partition(".")[0]) >= 2
-
-
-class IgnoreFPErrors:
-    """Calls functions with NumPy's floating-point warnings off, at a tenth of the cost of ``np.errstate``.
-
-    With NumPy 2 the function runs in its own context (:mod:`contextvars`), in which the warnings are permanently off.
-    So it does not see the caller's context variables, and the caller does not see those that it sets. Calls may be
-    concurrent or nested: each uses a free context.
-
-    With NumPy 1 the function runs within ``np.errstate(all="ignore")``.
-    """
-
-    __slots__ = ("_idle", "_in_context")
-
-    def __init__(self) -> None:
-        self._in_context = _settings_are_in_context()
-        self._idle: list[contextvars.Context] = []
-
-    def __call__(self, function: Callable[..., T], *args: Any) -> T:
-        """The result of ``function(*args)``."""
-        if not self._in_context:
-            with np.errstate(all="ignore"):
-                return function(*args)
-        idle = self._idle
-        try:
-            context = idle.pop()
-        except IndexError:
-            context = contextvars.Context()  # empty: it keeps no value of the caller alive
-            context.run(_ignore_errors)
-        try:
-            return context.run(function, *args)
-        finally:
-            idle.append(context)
-
-
 def quiet_runner() -> Callable[..., Any]:
-    """An :class:`IgnoreFPErrors` for one call at a time, not nested: with NumPy 2 without Python overhead."""
-    if not _settings_are_in_context():
-        return IgnoreFPErrors()
-    context = contextvars.Context()
-    context.run(_ignore_errors)
+    """``run(function, *args)`` calls a function with NumPy's floating-point warnings off; one call at a time.
+
+    NumPy 2 keeps its error state in a context variable, so the function runs in a context of its own in which the
+    warnings are permanently off: a tenth of the cost of ``np.errstate``. It does not see the caller's context
+    variables. NumPy 1 keeps its error state per thread.
+    """
+    if int(np.__version__.partition(".")[0]) < 2:
+        return lambda function, *args: np.errstate(all="ignore")(function)(*args)
+    context = contextvars.Context()  # empty: it keeps no value of the caller alive
+    context.run(np.seterr, all="ignore")
     return context.run
-
-
-def _ignore_errors() -> None:
-    np.seterr(all="ignore")

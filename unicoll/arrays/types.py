@@ -139,8 +139,8 @@ class ReduceOp:
     the sum (NCCL's ``ncclRedOpCreatePreMulSum``). float16, bfloat16 and float8 accumulate in float32.
     For bool, SUM and MAX are "or", PRODUCT and MIN are "and".
 
-    NCCL has its own arithmetic (docs/gpu.md): a NaN is dropped by MIN and MAX, and the short types are rounded after
-    every addition.
+    NCCL has its own arithmetic (docs/gpu.md): a NaN is dropped by MIN and MAX, and float16, bfloat16 and float8 are
+    rounded after every addition.
     """
 
     Type = Reduction

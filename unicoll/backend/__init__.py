@@ -1,4 +1,4 @@
-"""What backends implement and share. A third-party backend imports its contract from here.
+"""What backends implement and share. A third-party backend imports its interface from here.
 
 :mod:`unicoll.backend.contract` describes it; docs/writing-a-backend.md builds a backend with it.
 """
@@ -13,7 +13,8 @@ from unicoll.backend.contract import Backend, Caps, Context, Job, Registration
 
 if TYPE_CHECKING:
     from unicoll.backend.host_backend import HostBackend
-    from unicoll.backend.messages import Inbox, MemberConnections
+    from unicoll.backend.inbox import Inbox
+    from unicoll.backend.member_connections import MemberConnections
 
 __all__ = [
     "Backend",
@@ -28,7 +29,7 @@ __all__ = [
     "Registration",
 ]
 
-_LAZY = {"HostBackend": "host_backend", "Inbox": "messages", "MemberConnections": "messages"}
+_LAZY = {"HostBackend": "host_backend", "Inbox": "inbox", "MemberConnections": "member_connections"}
 
 
 def __getattr__(name: str) -> Any:

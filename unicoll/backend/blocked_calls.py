@@ -18,12 +18,18 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from unicoll.backend.call import Call, ProxyCall
-from unicoll.backend.failure_diagnosis import LIBRARY_PACKAGES, fail_group, line_of_user, mismatch, timed_out
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import OpQueue
+from unicoll.backend.operation_errors import (
+    LIBRARY_PACKAGES,
+    fail_group,
+    line_of_user,
+    mismatch_error,
+    timeout_error,
+)
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.backend.work import Completion, HostCompletion, Work
-from unicoll.net.control.wait_graph import LinkState
+from unicoll.net.control.wait_graph import MessageState
 
 _OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
@@ -32,7 +38,7 @@ _WORK_WAITS = (Work.wait.__code__, Work.synchronize.__code__)
 _IDLE = {("threading", "_shutdown"), ("concurrent.futures.thread", "_worker")}
 """Innermost functions, with their modules, of threads that only another thread can wake."""
 _FINISH = HostCompletion.finish.__code__
-_FAILURES = (fail_group.__code__, mismatch.__code__, timed_out.__code__)
+_FAILURES = (fail_group.__code__, mismatch_error.__code__, timeout_error.__code__)
 _FAILURE_MODULES = ("unicoll.net.control.group_failures", "unicoll.net.control.departures")
 """What a thread is in, for a second or two at most, while a failed call ends; other ranks may have ended it before."""
 _MOST_SENDERS = 128
@@ -47,10 +53,10 @@ _MAX_FRAMES = 60
 class MessageQueues(Protocol):
     """An engine of sends and receives that shows which messages are in flight."""
 
-    def awaits_peer(self, call: Call) -> bool:
+    def needs_peer(self, call: Call) -> bool:
         """True for a receive of which nothing has come, and for a queued send that needs the receiver to read."""
 
-    def link(self, peer: int) -> LinkState:
+    def message_state(self, peer: int) -> MessageState:
         """The state of the messages to and from a member."""
 
 
@@ -61,7 +67,7 @@ class BlockedCall(NamedTuple):
         backend: of its group.
         call: the last one of the batch.
         where: ``file:line`` of the user's code that waits; "" for a callback.
-        ends_alone: True if the call may end without a call of another rank: a message for which ``awaits_peer`` is
+        ends_alone: True if the call may end without a call of another rank: a message for which ``needs_peer`` is
             False or that may come from very many ranks, messages of backends without :class:`MessageQueues`, and
             calls with a shorter timeout than their group's, after which the program may go on.
     """
@@ -172,7 +178,7 @@ def _owner(completion: Completion, backends: Sequence[HostBackend]) -> tuple[Hos
         if any(inner is waiting for waiting, _ in _in_background(backend)):
             return backend, call
         engine = backend._p2p
-        if len(inner.calls) == 1 and isinstance(engine, MessageQueues) and engine.awaits_peer(call):
+        if len(inner.calls) == 1 and isinstance(engine, MessageQueues) and engine.needs_peer(call):
             return backend, call
     return None
 
@@ -185,7 +191,7 @@ def _ends_alone(backend: HostBackend, call: Call) -> bool:
         return False
     if call.peer < 0 and backend.context.size > _MOST_SENDERS:
         return True
-    return not isinstance(engine, MessageQueues) or not engine.awaits_peer(call)
+    return not isinstance(engine, MessageQueues) or not engine.needs_peer(call)
 
 
 def _joins(top: FrameType) -> threading.Thread | None:

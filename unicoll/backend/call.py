@@ -40,7 +40,7 @@ class Call:
         site: ``file:line`` of the caller where it was recorded, else "".
         source: for a receive from anyone, the rank in the group that the message came from.
         options: from :meth:`~unicoll.group.ProcessGroup.using`, or None.
-        compression: of what travels between hosts: a key of :data:`unicoll.arrays.types.COMPRESSIONS`, or "".
+        compression: of the data between hosts: a key of :data:`unicoll.arrays.types.COMPRESSIONS`, or "".
         refused: on the root of a gather or scatter the reason why it refused its list, sent to the others; else "".
         timed: True if its duration is recorded.
         kind: the same object for all calls of the group that are alike but for the memory of their arrays, under which

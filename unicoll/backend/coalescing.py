@@ -15,6 +15,8 @@ from unicoll.backend.validation import sign
 
 def merge_all_reduces(calls: Sequence[Call]) -> tuple[Call, ...]:
     """The calls with neighbouring all_reduces of one dtype and reduction merged over a flat copy, as one operation."""
+    if len(calls) == 1:
+        return tuple(calls)
     merged: list[Call] = []
     run: list[Call] = []
     for call in calls:

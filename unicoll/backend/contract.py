@@ -6,7 +6,7 @@ are contiguous and whose arguments have been checked.
 **Required** are a class attribute ``name`` and three methods: ``post`` (starts calls and returns a
 :class:`~unicoll.backend.work.Completion`), ``abort`` and ``close``. Everything else has a default. A backend of arrays
 in host memory derives from :class:`~unicoll.backend.host_backend.HostBackend`, which gives it order, numbers,
-asynchronous calls and fallbacks; in the place of ``post`` it defines ``execute``, which does one call and blocks.
+asynchronous calls and fallbacks; instead of ``post`` it defines ``execute``, which does one call and blocks.
 
 **Operations.** ``caps.native`` names the operations that the backend has. At least ``send`` and ``recv``, or one
 collective that moves data (``broadcast``, ``all_gather`` or ``all_gather_into_tensor``) must be among them: a
@@ -35,7 +35,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from unicoll.arrays.buffer import Buffer
@@ -75,64 +75,53 @@ class Caps:
     compresses: bool = False
 
 
+@dataclass(eq=False, repr=False)
 class Job:
     """State that all groups of one ``init_process_group`` share: ranks, store, secret key, control plane.
 
     Attributes:
         rank, size: of this process in the world.
+        first_store: the store with which the job began, see :attr:`store`.
         key: secret key of the job's connections, never empty.
-        trusted: True if only holders of a secret can have joined, so that pickles may be loaded.
+        trusted: True if only holders of a secret can have joined.
+        allows_pickle: True if all ranks trust the job and none has ``UNICOLL_ALLOW_PICKLE=0``.
         addresses: this host's addresses to listen on.
-        control: liveness and failure notices; None for a world of one, and if ``fake``.
         timeout: default timeout of the world group, seconds.
-        local_rank, local_size: of the processes on this host; None if the launcher does not tell.
-        fake: True if there are no other processes: every group has the backend ``fake``.
+        control: liveness and failure notices; None for a world of one, and if ``fake``.
+        local_rank, local_size: of the processes on this host; None if the launcher does not set them.
         exit_cause: asks the launcher how a rank ended; may take a fraction of a second.
+        fake: True if there are no other processes: every group has the backend ``fake``.
         groups: the open groups, in the order in which they were created.
         hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.hooks`).
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        store: Store,
-        key: bytes,
-        trusted: bool,
-        addresses: list[str],
-        timeout: float,
-        control: ControlClient | None = None,
-        local_size: int | None = None,
-        exit_cause: Callable[[int], str | None] | None = None,
-        local_rank: int | None = None,
-        fake: bool = False,
-    ) -> None:
-        self.rank = rank
-        self.size = size
-        self._store = store
-        self.key = key
-        self.trusted = trusted
-        self.addresses = addresses
-        self.timeout = timeout
-        self.control = control
-        self.local_size = local_size
-        self.local_rank = local_rank
-        self.fake = fake
-        self.groups: list[Any] = []
-        self.hooks: tuple[Any, ...] = ()
-        self._exit_cause = exit_cause
-        self._shared: dict[str, Any] = {}
-        self._lock = threading.Lock()
+    rank: int
+    size: int
+    first_store: Store
+    key: bytes
+    trusted: bool
+    addresses: list[str]
+    timeout: float
+    control: ControlClient | None = None
+    local_size: int | None = None
+    exit_cause: Callable[[int], str | None] | None = None
+    local_rank: int | None = None
+    fake: bool = False
+    allows_pickle: bool = False
+    groups: list[Any] = field(default_factory=list)
+    hooks: tuple[Any, ...] = ()
+    _shared: dict[str, Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def store(self) -> Store:
         """The job's store, prefixed, its values signed; another one once the process that hosted it has died."""
         replacement = self.control.replacement_store() if self.control is not None else None
-        return self._store if replacement is None else replacement
+        return self.first_store if replacement is None else replacement
 
     def cause_of_death(self, rank: int) -> str:
-        """The launcher's report on a rank that died, as the end of a sentence; "" if no launcher tells."""
-        cause = self._exit_cause(rank) if self._exit_cause is not None else None
+        """The launcher's report on a rank that died, as the end of a sentence; "" without one."""
+        cause = self.exit_cause(rank) if self.exit_cause is not None else None
         return f" ({cause})" if cause else ""
 
     def shared(self, name: str, make: Callable[[], Any]) -> Any:
@@ -158,29 +147,32 @@ class Context:
     Attributes:
         job: state shared by all groups of the job.
         name: the group's name, equal on all its members and unique in the job.
-        rank: this process's rank in the group.
         ranks: the members' global ranks, in group order.
         timeout: default timeout of the group's operations, seconds.
         options: the user's ``pg_options``.
         device: device that the group is bound to, or None.
         explicit: True if the user named the backend.
         backend: name of the backend; a group may have several.
+        desc: the user's description.
+        rank: this process's rank in the group.
+        size: number of members.
     """
 
     job: Job
     name: str
-    rank: int
     ranks: tuple[int, ...]
     timeout: float
     options: Any = None
     device: Any = None
     explicit: bool = False
     backend: str = ""
+    desc: str = "undefined"
+    rank: int = field(init=False)
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """Number of members."""
-        return len(self.ranks)
+    def __post_init__(self) -> None:
+        self.rank = self.ranks.index(self.job.rank)
+        self.size = len(self.ranks)
 
     @property
     def store(self) -> Store:
@@ -225,7 +217,7 @@ class Registration(ABC):
     def close(self) -> None:
         """Wait for the group's operations in flight, then deregister the memory; idempotent.
 
-        Graphs that use the memory must be gone. The array, or the pool's object, is kept alive until then.
+        Graphs that use the memory must have been destroyed. The array, or the pool's object, is kept alive until then.
 
         Raises:
             OperationTimeoutError: an operation does not end; the memory is still registered.
@@ -255,7 +247,7 @@ class Backend(ABC):
     (:mod:`unicoll.staging.backend`)."""
 
     beside: ClassVar[str] = ""
-    """Name of a backend of host arrays that each group has beside this one if its ranks are on one host; see
+    """Name of a backend of host arrays that each group has in addition if its ranks are on one host; see
     :meth:`use`."""
 
     @classmethod
@@ -339,7 +331,7 @@ class Backend(ABC):
         """Memory of one size on all ranks, that the other members reach without copies; all members call it.
 
         Raises:
-            BackendUnavailableError: the backend has none; the message tells why.
+            BackendUnavailableError: the backend has none; the message has the reason.
         """
         raise BackendUnavailableError(f"symmetric_empty: backend {self.name} has no symmetric memory")
 
@@ -351,27 +343,28 @@ class Backend(ABC):
             BackendUnavailableError: this process cannot address that member's memory.
         """
         raise BackendUnavailableError(
-            f"peer_view: backend {self.name} gives no access to other ranks' memory"
+            f"peer_view: backend {self.name} does not support access to other ranks' memory"
         )
 
     def register(self, memory: Any, symmetric: bool) -> Registration:
         """Register existing memory with the library; all members call it.
 
         Raises:
-            BackendUnavailableError: the backend registers none; the message tells why.
+            BackendUnavailableError: the backend registers none; the message has the reason.
         """
         raise BackendUnavailableError(
-            f"register: backend {self.name} registers no memory; the backend nccl does"
+            f"register: backend {self.name} does not support memory registration; backend nccl does"
         )
 
     def one_sided(self, call: OneSidedCall) -> None:
         """Enqueue a put, a signal or a wait for signals on the stream of its array.
 
         Raises:
-            BackendUnavailableError: the backend has no one-sided operations; the message tells why.
+            BackendUnavailableError: the backend has no one-sided operations; the message has the reason.
         """
         raise BackendUnavailableError(
-            f"{call.op.name}: backend {self.name} has no one-sided operations; the backend nccl has, from NCCL 2.29 on",
+            f"{call.op.name}: backend {self.name} does not support one-sided operations; backend nccl"
+            " does, from NCCL 2.29 on",
             op=call.op.name,
         )
 
@@ -396,7 +389,7 @@ class Backend(ABC):
     def use(self, backend: Any) -> None:  # noqa: B027 - optional
         """Called once after :meth:`create` with the group's backend of the name :attr:`beside`.
 
-        This backend may have it perform calls, within its own; it is closed after this one. It gets no other calls.
+        It gets those calls that this backend passes on to it, and no others; it is closed after this one.
         """
 
     @property
@@ -414,7 +407,7 @@ class Backend(ABC):
 
     @property
     def staging(self) -> int:
-        """Bytes of memory that this rank holds for the group's transfers, independent of the size of the arrays."""
+        """Maximum bytes of the buffers of this rank for the group: a bound, whatever the size of the arrays."""
         return 0
 
     def describe(self) -> str:

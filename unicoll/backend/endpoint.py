@@ -2,12 +2,13 @@
 
 A connection belongs to a (group, kind, peer). Collectives and point-to-point messages are separate kinds, so that no
 group and no late receiver blocks another; a kind with a number at its end is a further connection of that kind. Either
-side may dial. If both dial at once, the connection of the higher rank is used, and the other one is refused with
+side may connect. If both connect at once, the connection of the higher rank is used, and the other one is refused with
 "busy".
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import select
 import socket
@@ -18,13 +19,21 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from unicoll.backend.contract import Job
-from unicoll.errors import AuthenticationError, DistError, DistNetworkError, GroupAbortedError, RankLostError
-from unicoll.net import auth, channel, settings
+from unicoll.errors import (
+    AuthenticationError,
+    DistError,
+    DistNetworkError,
+    GroupAbortedError,
+    OperationTimeoutError,
+    RankLostError,
+)
+from unicoll.net import channel, environment, handshake
+from unicoll.net.authenticated_server import Client
 from unicoll.net.channel import Connection
 from unicoll.net.fork_safety import guard
 from unicoll.net.framed_server import FrameServer, frame, handshake_address, read_exactly
 from unicoll.net.interfaces import raise_descriptor_limit
-from unicoll.net.server import Client
+from unicoll.net.links import Address, endpoints, first_link, links, with_interfaces
 from unicoll.net.timeouts import backoff
 
 MESSAGES = "m"
@@ -44,8 +53,13 @@ _PER_RANK, _SPARE = 2, 256
 class _Addresses(NamedTuple):
     """What a rank publishes: where it listens, and how many connections it wants to each peer."""
 
-    addresses: list[tuple[str, int]]
+    addresses: list[Address]
     connections: int
+
+    @classmethod
+    def parse(cls, published: bytes) -> _Addresses:
+        found = json.loads(published)
+        return cls([Address(*address) for address in found["addresses"]], found["connections"])
 
 
 class _SlowError(DistNetworkError):
@@ -69,7 +83,7 @@ class _Listener(FrameServer):
             raise ValueError(f"rank {client.rank} claims to be rank {key[2]}")
         reply = self._admit(key)
         sock = self.detach(client)
-        with suppress(OSError):  # the peer has given up: who uses an accepted connection sees its end
+        with suppress(OSError):  # the peer has closed the connection; the thread that uses it gets the error
             sock.sendall(reply)
         if reply == _ACCEPTED:
             self._deliver(key, sock)
@@ -86,14 +100,15 @@ class Endpoint:
         self._changed = threading.Condition()
         self._open: dict[Key, Connection] = {}
         self._directory: dict[int, _Addresses] = {}
-        self._wanted = settings.number("UNICOLL_SOCKET_CONNECTIONS")
+        wanted = environment.number("UNICOLL_SOCKET_CONNECTIONS")
         self._dialing: set[Key] = set()
         self._arriving: set[Key] = set()  # accepted, not yet in the table
         self._closed_groups: set[str] = set()
+        self._unanswered: dict[Key, Address] = {}  # of attempts to connect
         self._message_engines: dict[str, Callable[[int, Connection], None]] = {}
         self._listener = _Listener(job, self._admit, self._deliver)
-        published = {"addresses": self._listener.addresses, "connections": self._wanted}
-        job.store.set(f"endpoint/{job.rank}", json.dumps(published))
+        self._own = _Addresses(with_interfaces(self._listener.addresses), wanted)
+        job.store.set(f"endpoint/{job.rank}", json.dumps(self._own._asdict()))
 
     @classmethod
     def of(cls, job: Job) -> Endpoint:
@@ -136,11 +151,15 @@ class Endpoint:
         if sock is not None:
             sock.close()
 
-    def connect(self, key: Key, check: Callable[[], None]) -> Connection:
+    def connect(
+        self, key: Key, check: Callable[[], None], postpone: Callable[[], None] = lambda: None
+    ) -> Connection:
         """The connection for ``key``, made if it does not exist.
 
         Args:
             check: called every 0.1 s while waiting; raises to stop the wait (deadline, failure).
+            postpone: called with ``check`` while the peer does not know what the connection is for; raises to stop the
+                wait. Later the peer may already send on the connection, and would lose what it has sent.
 
         Raises:
             RankLostError: the peer has ended or left.
@@ -155,9 +174,11 @@ class Endpoint:
                     self._dialing.add(key)
             if dial:
                 try:
-                    sock = self._dial(key, check)
+                    sock = self._dial(key, check, postpone)
                     if sock is not None:
                         self._deliver(key, sock)
+                except OperationTimeoutError as error:
+                    raise self._with_address(error, key) from None
                 finally:
                     with self._changed:
                         self._dialing.discard(key)
@@ -183,6 +204,7 @@ class Endpoint:
             self._arriving.discard(key)
             if key not in self._open and key[0] not in self._closed_groups:
                 self._open[key] = sock
+                self._unanswered.pop(key, None)
                 self._changed.notify_all()
                 arrived = self._message_engines.get(key[0]) if key[1] == MESSAGES else None
             else:
@@ -204,39 +226,47 @@ class Endpoint:
 
     # --- connecting -----------------------------------------------------------------------------------------
 
-    def _dial(self, key: Key, check: Callable[[], None]) -> Connection | None:
+    def _dial(self, key: Key, check: Callable[[], None], postpone: Callable[[], None]) -> Connection | None:
         """Connect to the peer; None if the peer's own connection is used instead.
 
         If the peer stops answering within the handshake (a stopped process, for example), the attempt is repeated.
         """
         for _ in range(_ATTEMPTS - 1):
             try:
-                return self._try_connect(key, check)
+                return self._try_connect(key, check, postpone)
             except _SlowError:
                 check()
-        return self._try_connect(key, check)
+        return self._try_connect(key, check, postpone)
 
-    def _try_connect(self, key: Key, check: Callable[[], None]) -> Connection | None:
+    def _try_connect(
+        self, key: Key, check: Callable[[], None], postpone: Callable[[], None]
+    ) -> Connection | None:
         group, kind, peer = key
+
+        def check_all() -> None:
+            check()
+            postpone()
+
         address = self._address(peer, group, int(kind[1:] or 0), check)
-        host, port = address
+        host, port = address[:2]
         while True:
             if self._peer_connected(key):
                 return None
-            check()
+            check_all()
             self._check_alive(peer)
             try:
                 sock = guard(socket.create_connection((host, port), 1.0))
                 break
             except TimeoutError:
-                continue
+                with self._changed:  # another thread may read them for a report
+                    self._unanswered[key] = address
             except OSError as e:
-                self._connect_failed(key, f"{host}:{port}", e)
+                self._connect_failed(key, address, e)
                 return None
         deadline: float | None = None  # of the handshake, while it lasts
         try:
             # the kernel accepts for a stopped process, which sends nothing
-            self._await_readable(sock, peer, check)
+            self._await_readable(sock, peer, check_all)
             deadline = time.monotonic() + _HANDSHAKE_S
             connection, _ = channel.authenticate(
                 sock,
@@ -259,9 +289,9 @@ class Endpoint:
                 raise  # by the check, or since the peer has ended
             if deadline is not None and time.monotonic() >= deadline and not isinstance(e, EOFError):
                 raise _SlowError(f"rank {peer} stopped answering within the handshake") from e
-            if isinstance(e, AuthenticationError) and not isinstance(e, auth.NoAnswerError):
+            if isinstance(e, AuthenticationError) and not isinstance(e, handshake.NoAnswerError):
                 raise
-            self._connect_failed(key, f"{host}:{port}", e)
+            self._connect_failed(key, address, e)
             return None
         except BaseException:
             sock.close()
@@ -274,18 +304,33 @@ class Endpoint:
             raise RankLostError(reason, group=group, rank=peer)
         return None
 
-    def _address(self, peer: int, group: str, lane: int, check: Callable[[], None]) -> tuple[str, int]:
-        addresses = self._addresses(peer, check).addresses
-        # several interfaces: groups alternate between them, and both ranks of a pair compute the same index
-        index = sum(group.encode()) + peer + self._job.rank + lane
-        host, port = addresses[index % len(addresses)]
-        return host, port
+    def _address(self, peer: int, group: str, lane: int, check: Callable[[], None]) -> Address:
+        """The peer's address for one of the connections to it."""
+        found = self._links(peer, check)
+        return found[(first_link(group, self._job.rank, peer) + lane) % len(found)][1]
+
+    def _links(self, peer: int, check: Callable[[], None]) -> list[tuple[Address, Address]]:
+        """The links to a peer, as address of this rank and of the peer; both compute the same ones."""
+        own, theirs = self._own.addresses, self._addresses(peer, check).addresses
+        if self._job.rank < peer:
+            return links(own, theirs)
+        return [(mine, other) for other, mine in links(theirs, own)]
 
     def connections_to(self, peer: int, check: Callable[[], None]) -> int:
         """How many connections a large message to or from a peer uses; both ranks compute the same number."""
         theirs = self._addresses(peer, check)
-        interfaces = min(len(theirs.addresses), len(self._listener.addresses))
-        return max(interfaces, min(theirs.connections, self._wanted))
+        return max(len(self._links(peer, check)), min(theirs.connections, self._own.connections))
+
+    def describe(self, peer: int, sock: Connection) -> str:
+        """A connection to a peer, for errors: addresses and interfaces of both ends."""
+        theirs = self._directory.get(peer)
+        return endpoints(sock, self._own.addresses, theirs.addresses if theirs else (), f"rank {peer}")
+
+    def unanswered(self, group: str) -> list[str]:
+        """The addresses to which this rank cannot make the connections of a group, because they do not answer."""
+        with self._changed:
+            found = {(key[2], address) for key, address in self._unanswered.items() if key[0] == group}
+        return [f"no answer from rank {peer} at {address}" for peer, address in sorted(found)]
 
     def _await_readable(self, sock: socket.socket, peer: int, check: Callable[[], None]) -> None:
         """Wait until the socket is readable."""
@@ -300,7 +345,7 @@ class Endpoint:
         keys = [f"endpoint/{rank}" for rank in range(self._job.size)]
         if not self._directory and self._job.store.check(keys):
             found = self._job.store.multi_get(keys)
-            self._directory = {rank: _Addresses(**json.loads(value)) for rank, value in enumerate(found)}
+            self._directory = {rank: _Addresses.parse(value) for rank, value in enumerate(found)}
 
     def _addresses(self, peer: int, check: Callable[[], None]) -> _Addresses:
         found = self._directory.get(peer)
@@ -311,7 +356,7 @@ class Endpoint:
             check()
             self._check_alive(peer)
             time.sleep(next(pauses))
-        found = self._directory[peer] = _Addresses(**json.loads(value))
+        found = self._directory[peer] = _Addresses.parse(value)
         return found
 
     def _peer_connected(self, key: Key) -> bool:
@@ -319,7 +364,7 @@ class Endpoint:
         with self._changed:
             return key in self._open or key in self._arriving
 
-    def _connect_failed(self, key: Key, address: str, error: Exception) -> None:
+    def _connect_failed(self, key: Key, address: Address, error: Exception) -> None:
         """Raise the error for a failed attempt, unless the peer has connected meanwhile."""
         peer = key[2]
         if self._peer_connected(key):
@@ -330,6 +375,15 @@ class Endpoint:
         raise DistNetworkError(
             f"{self._who(peer)} cannot be reached at {address}: {error}", rank=peer
         ) from error
+
+    def _with_address(self, error: OperationTimeoutError, key: Key) -> OperationTimeoutError:
+        """The error of a message whose connection was not made in time; those of collectives have all ranks' links."""
+        address = self._unanswered.get(key)
+        if address is None or error.seq is not None:
+            return error
+        named = copy.copy(error)  # it may be the group's
+        named.args = (f"{error}; no answer from rank {key[2]} at {address}",)
+        return named
 
     def _departure(self, peer: int) -> str | None:
         """How a peer has ended, waiting a moment for the notification; None if it is still alive."""

@@ -4,17 +4,16 @@ For dry runs: one process runs the program of any rank of a world of any size. t
 name and purpose. A call leaves what it would if every other rank had passed the same arrays as this one:
 
 =====================================================  ===========================================================
-operation                                              outputs of arrays in host memory
+operations                                             outputs of arrays in host memory
 =====================================================  ===========================================================
-``all_reduce``, ``reduce`` on the root                 the reduction of n equal arrays: SUM n times the input, AVG,
+reductions (``all_reduce``, ``reduce`` on the root)    the reduction of n equal arrays: SUM n times the input, AVG,
                                                        MIN and MAX the input
-``scan``, ``exscan``                                   the reduction of rank + 1, of rank equal arrays
-``reduce_scatter``, ``reduce_scatter_tensor``          the reduction of n times the own part of the input
-``all_gather``, ``all_gather_into_tensor``,            n copies of the input
-``gather`` on the root
+prefix reductions (``scan``, ``exscan``)               the reduction of rank + 1, of rank equal arrays
+reductions of parts (``reduce_scatter``)               the reduction of n times the own part of the input
+gathers (``all_gather``, ``gather`` on the root)       n copies of the input
 ``scatter`` on the root                                the own entry of the list
-``all_to_all``, ``all_to_all_single``                  n copies of what the input has for this rank
-``broadcast``, ``recv``, ``scatter`` elsewhere         unchanged
+exchanges (``all_to_all``)                             n copies of what the input has for this rank
+all else (``broadcast``, ``recv``)                     unchanged
 =====================================================  ===========================================================
 
 n is the size of the group. Of an output that is larger than what is copied the rest is unchanged; of a smaller one, the
@@ -33,8 +32,8 @@ from unicoll.arrays.kernels import Flat, kernel_for
 from unicoll.backend.call import Call
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Backend, Caps, Context, Job
-from unicoll.backend.failure_diagnosis import aborted
 from unicoll.backend.flight_recorder import CallKind
+from unicoll.backend.operation_errors import group_aborted_error
 from unicoll.backend.ops import OPS, Sizes
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
@@ -131,7 +130,7 @@ class FakeBackend(Backend):
         return "fake: nothing is exchanged; results are as if all ranks had passed the same arrays"
 
     def abort(self, error: Exception) -> None:
-        self._error = self._error or aborted(self._context, error)
+        self._error = self._error or group_aborted_error(self._context, error)
 
     def close(self) -> None:
         name = self._context.name

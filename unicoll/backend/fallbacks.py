@@ -2,10 +2,10 @@
 
 A fallback is a function ``fallback(ops, call)``, found in :data:`FALLBACKS` by the name of the operation. It moves data
 by :class:`GroupOps`: either over sends and receives (:class:`MessageOps`), or over a collective that moves data
-(:class:`CollectiveOps`). Reductions fold the ranks' arrays in rank order on the CPU (:mod:`unicoll.arrays.kernels`).
+(:class:`CollectiveOps`). Reductions combine the ranks' arrays in rank order on the CPU (:mod:`unicoll.arrays.kernels`).
 
 :func:`perform` first compares the calls of all ranks: it raises CollectiveMismatchError on all of them where operation,
-dtype, shape, reduction, root or sizes differ. That exchange is a barrier, too: no rank leaves it before all have come.
+dtype, shape, reduction, root or sizes differ. That exchange is a barrier, too: no rank returns before all have entered.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.kernels import Flat, IgnoreFPErrors, Kernel, kernel_for
+from unicoll.arrays.kernels import Flat, Kernel, kernel_for
 from unicoll.arrays.types import BY_NAME
-from unicoll.backend import failure_diagnosis
+from unicoll.backend import operation_errors
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.ops import OPS, Arity, Sizes
 from unicoll.backend.size_agreement import check_sizes, exchange_sizes, shape_hash
@@ -38,7 +38,7 @@ _SMALL = 1 << 14
 _SEGMENT = 1 << 18
 """Bytes of an array that a scan handles at once."""
 _ROUND = -9
-"""Marks the signatures of the calls of :class:`CollectiveOps`; see also :mod:`unicoll.backend.size_agreement`."""
+"""Marks the signatures of the collectives of :class:`GroupOps`; see also :mod:`unicoll.backend.size_agreement`."""
 _FAILURE_S = 3.0
 """How long the other ranks wait for the error that rank 0 writes."""
 _UINT8 = BY_NAME["uint8"]
@@ -66,6 +66,8 @@ class GroupOps(ABC):
         self.size = backend.context.size
         self._backend = backend
         self._deadline = time.monotonic() + call.timeout
+        self._gather = next((name for name in _GATHERS if name in backend.caps.native), "")
+        self._rounds = 0
 
     @property
     def context(self) -> Context:
@@ -80,12 +82,42 @@ class GroupOps(ABC):
         with empty mappings. No rank names itself.
         """
 
-    @abstractmethod
     def all_gather(self, mine: Flat) -> Flat:
-        """A new array whose row r is rank r's ``mine``, which has one size and dtype on all ranks."""
+        """A new array whose row r is rank r's ``mine``, which has one size and dtype on all ranks.
+
+        By the backend's own collective if it has one: a backend compares its own collectives, so it also finds a rank
+        that calls one of them while this rank does a fallback.
+        """
+        rows = np.empty((self.size, mine.size), mine.dtype)
+        given, taken = mine.view(np.uint8), [row.view(np.uint8) for row in rows]
+        if not mine.size:
+            return rows
+        if self._gather == "all_gather_into_tensor":
+            self._collective((given,), (rows.reshape(-1).view(np.uint8),))
+        elif self._gather == "all_gather":
+            self._collective((given,), taken)
+        else:
+            taken[self.rank][:] = given
+            for root, row in enumerate(taken):
+                self._collective((row,), () if root == self.rank else (row,), root)
+        return rows
 
     def execute(self, call: Call) -> None:
         """Execute another collective within this one."""
+        self._backend.perform(call)
+
+    def _collective(self, inputs: Sequence[Flat], outputs: Sequence[Flat], root: int = -1) -> None:
+        made = {id(flat): Buffer(flat, _UINT8, flat.shape, flat) for flat in (*inputs, *outputs)}
+        call = ProxyCall(
+            self.call,
+            OPS[self._gather],
+            tuple(made[id(flat)] for flat in inputs),
+            tuple(made[id(flat)] for flat in outputs),
+            self._remaining(),
+            root=root,
+        )
+        call.signature = hash((self.call.signature, _ROUND, self._rounds))
+        self._rounds += 1
         self._backend.perform(call)
 
     def _remaining(self) -> float:
@@ -111,6 +143,8 @@ class MessageOps(GroupOps):
 
     def all_gather(self, mine: Flat) -> Flat:
         """Dissemination (Bruck et al., 1997): ceil(log2 size) rounds, each of which doubles what a rank has."""
+        if self._gather:
+            return super().all_gather(mine)
         rows = np.empty((self.size, mine.size), mine.dtype)
         rows[0] = mine
         have = 1
@@ -135,11 +169,6 @@ class MessageOps(GroupOps):
 class CollectiveOps(GroupOps):
     """Over one of the backend's collectives that move data, which gives every rank the arrays of all."""
 
-    def __init__(self, backend: HostBackend, call: Call) -> None:
-        super().__init__(backend, call)
-        self._op = next(name for name in _GATHERS if name in backend.caps.native)
-        self._rounds = 0
-
     def exchange(self, sends: Mapping[int, Flat], receives: Mapping[int, Flat]) -> None:
         lengths = np.zeros(self.size, np.int64)
         for peer, flat in sends.items():
@@ -154,35 +183,6 @@ class CollectiveOps(GroupOps):
         for peer, flat in receives.items():
             start = table[peer, : self.rank].sum()
             flat.view(np.uint8)[:] = arrived[peer, start : start + flat.nbytes]
-
-    def all_gather(self, mine: Flat) -> Flat:
-        rows = np.empty((self.size, mine.size), mine.dtype)
-        given, taken = mine.view(np.uint8), [row.view(np.uint8) for row in rows]
-        if not mine.size:
-            return rows
-        if self._op == "all_gather_into_tensor":
-            self._collective((given,), (rows.reshape(-1).view(np.uint8),))
-        elif self._op == "all_gather":
-            self._collective((given,), taken)
-        else:
-            taken[self.rank][:] = given
-            for root, row in enumerate(taken):
-                self._collective((row,), () if root == self.rank else (row,), root)
-        return rows
-
-    def _collective(self, inputs: Sequence[Flat], outputs: Sequence[Flat], root: int = -1) -> None:
-        made = {id(flat): Buffer(flat, _UINT8, flat.shape, flat) for flat in (*inputs, *outputs)}
-        call = ProxyCall(
-            self.call,
-            OPS[self._op],
-            tuple(made[id(flat)] for flat in inputs),
-            tuple(made[id(flat)] for flat in outputs),
-            self._remaining(),
-            root=root,
-        )
-        call.signature = hash((self.call.signature, _ROUND, self._rounds))
-        self._rounds += 1
-        self._backend.perform(call)
 
 
 def available(caps: Caps) -> frozenset[str]:
@@ -210,10 +210,8 @@ def perform(ops: GroupOps, call: Call) -> None:
     """
     if ops.size > 1:
         _agree(ops, call)
-    _quietly(FALLBACKS[call.op.name], ops, call)
-
-
-_quietly = IgnoreFPErrors()
+    with np.errstate(all="ignore"):
+        FALLBACKS[call.op.name](ops, call)
 
 
 def _agree(ops: GroupOps, call: Call) -> None:
@@ -248,7 +246,7 @@ def _mismatch(ops: GroupOps, call: Call, peer: int, seq: int) -> DistError:
         failure = control.group_failure(ops.context.name, _FAILURE_S)
         if failure is not None:
             return failure
-    return failure_diagnosis.mismatch(ops.context, call, peer, seq)
+    return operation_errors.mismatch_error(ops.context, call, peer, seq)
 
 
 # --- building blocks ------------------------------------------------------------------------------------------------

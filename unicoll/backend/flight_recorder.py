@@ -20,7 +20,7 @@ from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.backend.call import Call
-from unicoll.net.settings import number
+from unicoll.net.environment import number
 
 Entry = tuple[Any, ...]
 """A call that has ended: kind, sequence number, start, end (on the clock of ``time.monotonic``), and the call site as
@@ -75,23 +75,6 @@ class CallKind:
         backend: name of the backend.
         peer, tag: of a message; else -1 and 0.
     """
-
-    __slots__ = (
-        "_messages",
-        "_text",
-        "backend",
-        "compression",
-        "group",
-        "inputs",
-        "nbytes",
-        "op",
-        "outputs",
-        "peer",
-        "ranks",
-        "reduce",
-        "root",
-        "tag",
-    )
 
     def __init__(self, call: Call, group: str, ranks: tuple[int, ...], backend: str) -> None:
         self.group = group
@@ -165,12 +148,13 @@ def begin(kinds: Sequence[CallKind], calls: Sequence[Call], started: float = 0.0
     if not calls_ring.maxlen:
         return []
     created = started or monotonic()
-    site = calls[0].site or _site(user_frame(sys._getframe(1)))
+    site = calls[0].site or site_of(user_frame(sys._getframe(1)))
     pending = []
     for kind, call in zip(kinds, calls, strict=True):
         own = kind.of_message(call) if call.op.message else kind
-        pending.append(PendingEntry(own, call, created, started, site))
-    calls_ring.extend(pending)
+        recorded = PendingEntry(own, call, created, started, site)
+        pending.append(recorded)
+        calls_ring.append(recorded)
     return pending
 
 
@@ -228,7 +212,8 @@ def _is_library(names: dict[str, Any]) -> bool:
     return False
 
 
-def _site(frame: FrameType) -> str:
+def site_of(frame: FrameType) -> str:
+    """``file:line`` of what a frame executes."""
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

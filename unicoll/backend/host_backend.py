@@ -14,7 +14,7 @@ import numpy as np
 
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import DType
-from unicoll.backend import failure_diagnosis, fallbacks
+from unicoll.backend import fallbacks, operation_errors
 from unicoll.backend.call import Call, EndedCall
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Backend, Context
@@ -81,7 +81,6 @@ class HostBackend(Backend):
     are executed one at a time in the order of the calls; sends and receives go to :attr:`p2p`.
 
     Args:
-        context: the group.
         p2p: sends and receives; None calls :meth:`execute` for them, see :class:`BlockingP2P`.
         record: the collective in progress; None if the fallbacks alone keep one.
 
@@ -201,7 +200,7 @@ class HostBackend(Backend):
         except DistArgumentError:  # the root's refusal, which all ranks raise
             raise
         except OperationTimeoutError:
-            self.fail(self.error or failure_diagnosis.timed_out(self.context, call))
+            self.fail(self.error or operation_errors.timeout_error(self.context, call))
         except DistError as e:
             e.op, e.seq = call.op.name, call.seq
             self.fail(e)
@@ -215,21 +214,19 @@ class HostBackend(Backend):
 
     def fail(self, error: DistError) -> NoReturn:
         """End the group with an error: announce it to all members, and raise the one that all of them raise."""
-        failure_diagnosis.fail_group(self, error)
+        operation_errors.fail_group(self, error)
 
     def give_up(self, call: Call, cause: BaseException) -> None:
         """End the group on all members because of an exception that this rank raises in a call."""
         try:
-            self.fail(failure_diagnosis.failed(self.context, call, cause))
+            self.fail(operation_errors.call_failed_error(self.context, call, cause))
         except DistError:
             pass  # for the other ranks; this one raises the cause
 
     def withdraw_or_give_up(self, call: Call, cause: BaseException, begun: bool) -> bool:
-        """After an exception in a call: take its number back if other ranks cannot know of it, else tell them.
+        """After an exception in a call: take its number back if nothing of it was sent, else fail the group.
 
         Args:
-            call: the one being executed.
-            cause: the exception.
             begun: True if something of the call may have been sent.
 
         Returns:
@@ -252,16 +249,16 @@ class HostBackend(Backend):
         if self.error is not None:
             raise self.error.with_traceback(None)
         context, control, now = self.context, self.context.job.control, time.monotonic()
-        rank = context.ranks[call.peer] if call.peer >= 0 else failure_diagnosis.died(context)
+        rank = context.ranks[call.peer] if call.peer >= 0 else operation_errors.first_dead_member(context)
         reason = control.departed.get(rank) if control is not None and rank is not None else None
         if rank is not None and reason is not None and now - self._departed.setdefault(rank, now) >= _GRACE_S:
-            raise failure_diagnosis.lost(context, call, context.ranks.index(rank), reason)
+            raise operation_errors.rank_lost_error(context, call, context.ranks.index(rank), reason)
         if now >= deadline:
-            raise failure_diagnosis.message_timed_out(context, call, call.peer)
+            raise operation_errors.message_timeout_error(context, call, call.peer)
 
     def thread_failed(self, cause: BaseException) -> DistError:
         """Fail the group because the calling thread, which executes or watches its operations, ends with ``cause``."""
-        error = failure_diagnosis.thread_failed(self.context, cause)
+        error = operation_errors.thread_failed(self.context, cause)
         self.abort(error)
         self.queue.abandon(error)
         return error
@@ -275,12 +272,12 @@ class HostBackend(Backend):
         if context.size > 1 and control is not None:
             control.watch(context.name, context.backend, self.abort, self.report)
 
-    def report(self) -> failure_diagnosis.Report:
+    def report(self) -> operation_errors.Report:
         """The state of this rank in the group, for errors on other ranks (called on the control thread)."""
-        return failure_diagnosis.report(self._record.call, self._record.last)
+        return operation_errors.report(self._record.call, self._record.last)
 
     def abort(self, error: Exception) -> None:
-        cause = failure_diagnosis.aborted(self.context, error)
+        cause = operation_errors.group_aborted_error(self.context, error)
         self.error = self.error or cause
         if self._p2p is not None:
             self._p2p.abort(cause)
@@ -323,8 +320,6 @@ class HostBackend(Backend):
 
 class CombinedCompletion(HostCompletion):
     """Several completions as one; its error is the first of theirs."""
-
-    __slots__ = ("_left",)
 
     def __init__(self, calls: tuple[Call, ...], parts: Sequence[Completion]) -> None:
         super().__init__(calls)

@@ -69,7 +69,7 @@ class Op:
         rooted: True if one rank is special (src or dst).
         uneven: True if per-rank arrays may differ in size.
         message: True for send and receive, which two ranks call.
-        mpi: the MPI standard's counterpart.
+        mpi: the MPI standard's counterpart; "" if none.
         refuses: names of the reductions that the operation does not have, with any element type.
         prefix: True if rank i gets the reduction over the ranks up to i only.
         exclusive: True if a rank's own array is left out of its result.

@@ -8,7 +8,7 @@ from typing import Any
 
 from unicoll.arrays.types import COMPRESSIONS
 from unicoll.errors import DistArgumentError, DistTypeError
-from unicoll.net import settings
+from unicoll.net import environment
 
 _COMPRESSIONS = ("none", *COMPRESSIONS)
 
@@ -18,8 +18,8 @@ class Options:
     """Options of a process group, for ``pg_options=`` (a dict with the same names is accepted, too).
 
     Attributes:
-        deterministic: reductions give the same bits for every size, transport and timing: contributions are folded in
-            rank order, in the element type (half types: in float32, rounded once). Between hosts this takes more
+        deterministic: reductions give the same bits for every size, transport and timing: contributions are reduced in
+            rank order, in the element type (float16, bfloat16: in float32, rounded once). Between hosts this takes more
             messages. All ranks must give the same. None: ``UNICOLL_DETERMINISTIC=1`` sets it, else False.
         high_priority: True if asynchronous operations on a GPU run on a stream of high priority; None: True.
         blocking: True if NCCL's calls return only when they are done (``ncclConfig_t.blocking``); None: True. False
@@ -111,7 +111,6 @@ def as_call_options(base: CallOptions | None, given: Any, named: Mapping[str, An
     """The options of a call: those of ``base``, overridden by ``given`` and then by ``named``; None if none is set.
 
     Args:
-        base: the present options.
         given: a :class:`CallOptions`, a dict with the same names, or None.
         named: options by name; None removes one.
 
@@ -197,13 +196,13 @@ def compression_of(given: Any) -> str:
 def wants_timing(given: Any) -> bool:
     """True if ``pg_options`` of any kind, or else the environment, ask for durations."""
     timing = _option(given, "timing")
-    return bool(settings.flag("UNICOLL_TIMING")) if timing is None else timing is True
+    return bool(environment.flag("UNICOLL_TIMING")) if timing is None else timing is True
 
 
 def wants_order(given: Any) -> bool:
     """True if ``pg_options`` of any kind, or else the environment, ask for deterministic reductions."""
     deterministic = _option(given, "deterministic")
-    return bool(settings.flag("UNICOLL_DETERMINISTIC")) if deterministic is None else deterministic is True
+    return bool(environment.flag("UNICOLL_DETERMINISTIC")) if deterministic is None else deterministic is True
 
 
 def _option(given: Any, name: str) -> Any:

@@ -1,9 +1,9 @@
-"""Exchange of the sizes of a call that not every rank knows, by small calls in the place of the user's call.
+"""Exchange of the sizes of a call that not every rank knows, by small collectives.
 
 In an all_to_all sizes may differ between any two ranks; in a gather or scatter only the root knows all of them. The
-small calls are on host memory, in the place of the user's call in the group's order. Each has a signature of its own,
-derived from that of the user's call: the signature check detects a rank in another call, and errors name the user's
-call.
+small collectives are on host memory, and run at the position of the user's call in the group's order. Each has a
+signature of its own, derived from that of the user's call: the signature check detects a rank in another call, and
+errors name the user's call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZES_DIFFER = -1
 """The result of :func:`shape_hash` on a rank that knows that sizes differ."""
 _INT64 = BY_NAME["int64"]
 _MISMATCH, _COUNTS, _LARGEST, _NUMBERS, _SIZES, _REASON = -2, -3, -4, -6, -7, -8
-"""Purposes of the small calls in their signatures: not -1, which hashes as -2 does, nor -5, which
+"""Purposes of the small collectives in their signatures: not -1, which hashes as -2 does, nor -5, which
 :mod:`unicoll.staging.device_pointers` uses. Chunks have numbers from 0 on."""
 _REFUSED = 1 << 62
 """The size reported by a root that has refused its list; larger than that of any part."""
@@ -96,10 +96,6 @@ def exchange_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, exec
     """Elements of every rank's array in a gather or scatter, agreed on between the rank and the root.
 
     Args:
-        call: the gather or scatter.
-        rank: in the group.
-        ranks: the members' global ranks.
-        group: its name.
         execute: runs a call on host memory.
 
     Raises, the same on all ranks:
@@ -177,10 +173,6 @@ def check_sizes(call: Call, rank: int, ranks: Sequence[int], group: str, execute
     """Check that all parts are as large as their receivers expect, before a call is split into chunks.
 
     Args:
-        call: the all_to_all, gather or scatter.
-        rank: in the group.
-        ranks: the members' global ranks.
-        group: its name.
         execute: runs a call on host memory.
 
     Raises:

@@ -1,9 +1,9 @@
 """The frames of other threads.
 
-To walk along them is not safe in Python 3.11: ``f_back`` allocates a frame object, the allocation may start the garbage
-collector, and a finalizer that releases the interpreter's lock lets the thread return from that frame, whose memory is
-then used by another one. The interpreter crashes. Earlier versions have an object for each frame; later ones collect
-garbage between instructions only. In 3.11 the collector is therefore paused.
+Following ``f_back`` of another thread's frame is not safe in Python 3.11: it allocates a frame object, the allocation
+may start the garbage collector, and a finalizer that releases the interpreter's lock lets the thread return from that
+frame, whose memory is then used by another one. The interpreter crashes. Earlier versions have an object for each
+frame; later ones collect garbage between instructions only. In 3.11 the collector is therefore paused.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def _write_refusal(buffer: Buffer) -> str:
     """The reason that results cannot be written to a buffer."""
     if getattr(buffer.owner, "requires_grad", False):
         return (
-            "requires grad and was computed from other tensors: writing to it unseen by autograd would make their"
-            " gradients wrong; give its .detach(), or call this under torch.no_grad()"
+            "requires grad and was computed from other tensors: a write that autograd does not record would make"
+            " their gradients wrong; give its .detach(), or call this under torch.no_grad()"
         )
     if hasattr(type(buffer.owner), "stride"):  # a tensor of torch: none is read-only
         return "has several elements in the same memory; give its .clone()"

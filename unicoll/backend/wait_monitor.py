@@ -1,8 +1,8 @@
 """Watches the calls in which this process waits: a thread of each process of a job of several ranks.
 
-It looks at the threads' stacks a few times a second, so calls do nothing for it. If all threads of the process are
-blocked, it sends their state to the relay, which finds deadlocks (:mod:`unicoll.net.control.deadlock_detector`). It
-logs a warning for a call that waits for long, if the relay lets it: one rank of the group does.
+It reads the threads' stacks a few times a second, so calls have no overhead for it. If all threads of the process are
+blocked, it sends their state to the relay, which finds deadlocks (:mod:`unicoll.net.control.deadlock_detector`). The
+relay permits one rank of a group to log a warning for a call that waits for long.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import time
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from unicoll.backend import failure_diagnosis
+from unicoll.backend import operation_errors
 from unicoll.backend.blocked_calls import BlockedCall, MessageQueues, find_blocked_calls
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.contract import Job
 from unicoll.backend.host_backend import HostBackend
 from unicoll.errors import DeadlockError, DistError
-from unicoll.net import settings
-from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, LinkState, compress, lane_of
+from unicoll.net import environment
+from unicoll.net.control.wait_graph import ANY, RECEIVE, SEND, MessageState, backend_group_of, compress
 
 _POLL_S = 0.2
 _BLOCKED_S = 0.15
@@ -31,14 +31,14 @@ log = logging.getLogger("unicoll")
 Message = dict[str, Any]
 
 
-class _Site(str):
+class _CallSite(str):
     """A call site that no other call has, even where the text is the same or empty."""
 
     __slots__ = ()
 
 
-class _Seen:
-    """A call that an earlier look has found.
+class _TrackedCall:
+    """A call that is in an earlier snapshot.
 
     The monitor gives each call a new string as its call site, and keeps that: a later call at the same address has
     another one. A reference to the call itself would keep its arrays alive.
@@ -48,14 +48,14 @@ class _Seen:
         self.number = number
         self.since = time.monotonic()
         self.warned_at = 0.0  # age of the call at the last warning
-        self.site = call.site = _Site(call.site or where)
+        self.site = call.site = _CallSite(call.site or where)
 
     def is_of(self, call: Call) -> bool:
         """True if it is this call, not another one at its address."""
         return call.site is self.site
 
 
-class _Look(NamedTuple):
+class _Snapshot(NamedTuple):
     """What the process waits for.
 
     Attributes:
@@ -63,14 +63,14 @@ class _Look(NamedTuple):
         texts: descriptions of the calls in it.
         since: when the youngest of these calls was first seen.
         calls: for each group operation and sequence number of the first of these calls in it.
-        stalled: for each call that waits its backend, the time when it was first seen, and where the user waits.
+        stalled: for each call that waits its backend, the call, and since when and where the user waits.
     """
 
     state: Message | None
     texts: list[str]
     since: float
     calls: dict[str, tuple[str, int]]
-    stalled: list[tuple[HostBackend, Call, _Seen]]
+    stalled: list[tuple[HostBackend, Call, _TrackedCall]]
 
 
 class WaitMonitor:
@@ -84,9 +84,9 @@ class WaitMonitor:
         assert job.control is not None
         self._job = job
         self._control = job.control
-        self._warn_s = settings.number("UNICOLL_STALL_WARNING")
-        self._lock = threading.Lock()  # the control thread looks, too
-        self._seen: dict[int, _Seen] = {}  # by id of the call
+        self._warn_s = environment.number("UNICOLL_STALL_WARNING")
+        self._lock = threading.Lock()  # the control thread takes snapshots, too
+        self._seen: dict[int, _TrackedCall] = {}  # by id of the call
         self._last_number = 0
         self._sent: tuple[int, Message] | None = None  # the relay's rank and the state that it has
         self._asked: dict[str, tuple[str, int]] = {}  # the calls of the last answer to the relay
@@ -114,23 +114,23 @@ class WaitMonitor:
                 log.debug("the state of the blocked calls is not known", exc_info=True)
 
     def _check(self) -> None:
-        """Look once. Nothing keeps what was seen, the calls with their arrays, until the next time."""
+        """Take one snapshot. No reference to it, to the calls and their arrays, is kept until the next one."""
         with self._lock:
-            look = self._look()
-            self._report(look)
+            snapshot = self._take_snapshot()
+            self._report(snapshot)
         if self._warn_s:
-            self._warn(look)
+            self._warn(snapshot)
 
-    # --- looking ----------------------------------------------------------------------------------------------------
+    # --- snapshots --------------------------------------------------------------------------------------------------
 
     def _backends(self) -> list[HostBackend]:
         found = {b for group in [*self._job.groups] for b in group.backends if isinstance(b, HostBackend)}
         return [backend for backend in found if backend.context.size > 1 and not backend.closed]
 
-    def _look(self) -> _Look:
+    def _take_snapshot(self) -> _Snapshot:
         backends = self._backends()
         blocked, all_blocked = find_blocked_calls(backends)
-        seen: dict[int, _Seen] = {}
+        seen: dict[int, _TrackedCall] = {}
         entries = [(one, self._entry(one.call, one.where, seen)) for one in blocked]
         stalled = [
             (one.backend, one.call, entry)
@@ -144,31 +144,31 @@ class WaitMonitor:
                 stalled.append((backend, call, self._entry(call, "", seen)))
         self._seen = seen
         if not all_blocked or not blocked or any(one.ends_alone for one in blocked):
-            return _Look(None, [], 0.0, {}, stalled)
+            return _Snapshot(None, [], 0.0, {}, stalled)
         entries.sort(key=lambda pair: (not pair[0].where, pair[1].number))  # callbacks are last
         state = {
             "waits": [_wait(one, entry.number) for one, entry in entries],
-            "posted": {_lane(backend): backend.sequence for backend in backends},
-            "groups": {_lane(one.backend): compress(one.backend.context.ranks) for one in blocked},
+            "posted": {_backend_group(backend): backend.sequence for backend in backends},
+            "groups": {_backend_group(one.backend): compress(one.backend.context.ranks) for one in blocked},
         }
         since = max(entry.since for _, entry in entries)
         calls = {one.backend.context.name: _name(one) for one, _ in reversed(entries)}
-        return _Look(state, [_describe(one) for one, _ in entries], since, calls, stalled)
+        return _Snapshot(state, [_describe(one) for one, _ in entries], since, calls, stalled)
 
-    def _entry(self, call: Call, where: str, seen: dict[int, _Seen]) -> _Seen:
+    def _entry(self, call: Call, where: str, seen: dict[int, _TrackedCall]) -> _TrackedCall:
         entry = seen.get(id(call)) or self._seen.get(id(call))
         if entry is None or not entry.is_of(call):
             self._last_number += 1
-            entry = _Seen(call, where, self._last_number)
+            entry = _TrackedCall(call, where, self._last_number)
         elif where and not entry.site:
-            entry.site = call.site = _Site(where)
+            entry.site = call.site = _CallSite(where)
         seen[id(call)] = entry
         return entry
 
     # --- deadlocks --------------------------------------------------------------------------------------------------
 
-    def _report(self, look: _Look) -> None:
-        state = look.state if time.monotonic() - look.since >= _BLOCKED_S else None
+    def _report(self, snapshot: _Snapshot) -> None:
+        state = snapshot.state if time.monotonic() - snapshot.since >= _BLOCKED_S else None
         current = None if state is None else (self._control.relay_rank, state)
         if current != self._sent:
             self._sent = current
@@ -177,14 +177,16 @@ class WaitMonitor:
     def _confirm(self, message: Message) -> None:
         """The relay asks for the present state (on the control thread)."""
         with self._lock:
-            backends = {_lane(backend): backend for backend in self._backends()}
-            links = [_link(backends.get(lane), peer) for lane, peer in message["links"]]
+            backends = {_backend_group(backend): backend for backend in self._backends()}
+            links = [
+                _message_state(backends.get(backend_group), peer) for backend_group, peer in message["links"]
+            ]
             # after the links: a thread that has read a message of these since then must not count as blocked
-            look = self._look()
-            answer = {"id": message["id"], "state": look.state, "texts": look.texts, "links": links}
+            snapshot = self._take_snapshot()
+            answer = {"id": message["id"], "state": snapshot.state, "texts": snapshot.texts, "links": links}
             # the relay takes the answer for the state, so a thread that ran just now must not hide the next report
-            self._sent = None if look.state is None else (self._control.relay_rank, look.state)
-            self._asked = look.calls
+            self._sent = None if snapshot.state is None else (self._control.relay_rank, snapshot.state)
+            self._asked = snapshot.calls
             self._control.send({"t": "confirmed", **answer})
 
     def _name_call(self, group: str, error: DistError) -> None:
@@ -203,39 +205,39 @@ class WaitMonitor:
 
     # --- warnings ---------------------------------------------------------------------------------------------------
 
-    def _warn(self, look: _Look) -> None:
+    def _warn(self, snapshot: _Snapshot) -> None:
         now = time.monotonic()
-        for backend, call, entry in look.stalled:
+        for backend, call, entry in snapshot.stalled:
             age = now - entry.since
             if entry.number in self._granted:
                 self._granted.discard(entry.number)
                 if backend.error is None:
-                    failure_diagnosis.log_stall(backend.context, call, age)
+                    operation_errors.log_stall(backend.context, call, age, backend.report()["links"])
             elif age >= max(self._warn_s, 2 * entry.warned_at):
                 entry.warned_at = age
-                name = f"{_lane(backend)} {call.op.name} {call.seq}"
+                name = f"{_backend_group(backend)} {call.op.name} {call.seq}"
                 self._control.send({"t": "stalled", "id": entry.number, "call": name, "age": age})
-        self._granted &= {entry.number for _, _, entry in look.stalled}
+        self._granted &= {entry.number for _, _, entry in snapshot.stalled}
 
 
-def _lane(backend: HostBackend) -> str:
-    return lane_of(backend.name, backend.context.name)
+def _backend_group(backend: HostBackend) -> str:
+    return backend_group_of(backend.name, backend.context.name)
 
 
 def _wait(one: BlockedCall, number: int) -> list[Any]:
     """A wait as :class:`unicoll.net.control.wait_graph.Wait` has it."""
     call, ranks = one.call, one.backend.context.ranks
     if not call.op.message:
-        return [_lane(one.backend), call.seq, ANY, number]
+        return [_backend_group(one.backend), call.seq, ANY, number]
     kind = SEND if call.inputs else RECEIVE
-    return [_lane(one.backend), kind, ranks[call.peer] if call.peer >= 0 else ANY, number]
+    return [_backend_group(one.backend), kind, ranks[call.peer] if call.peer >= 0 else ANY, number]
 
 
-def _link(backend: HostBackend | None, peer: int) -> LinkState:
+def _message_state(backend: HostBackend | None, peer: int) -> MessageState:
     engine = backend._p2p if backend is not None else None
     if backend is None or not isinstance(engine, MessageQueues):
-        return LinkState()
-    return engine.link(backend.context.ranks.index(peer))
+        return MessageState()
+    return engine.message_state(backend.context.ranks.index(peer))
 
 
 def _name(one: BlockedCall) -> tuple[str, int]:

@@ -70,31 +70,22 @@ class HostCompletion(Completion):
         begun: start time on the clock of ``time.perf_counter`` if the batch is timed, else 0.
     """
 
-    __slots__ = (
-        "_callbacks",
-        "_done",
-        "_done_lock",
-        "_entries",
-        "_error",
-        "_started",
-        "_took",
-        "before_wait",
-        "begun",
-        "calls",
-    )
+    # the state of a new completion, which most completions change once
+    _done = False
+    _error: BaseException | None = None
+    _took = 0.0
+    _entries: Sequence[PendingEntry] = ()
+    _started = 0.0
+    before_wait: Callable[[HostCompletion], None] | None = None
+    begun = 0.0
 
     def __init__(self, calls: tuple[Call, ...]) -> None:
         self.calls = calls
         self._done_lock = threading.Lock()  # held until done: a bare lock wakes a waiter faster than an Event
         self._done_lock.acquire()
-        self._done = False
-        self._error: BaseException | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self._took = 0.0
-        self._entries: Sequence[PendingEntry] = ()
-        self._started = 0.0
-        self.before_wait: Callable[[HostCompletion], None] | None = None
-        self.begun = time.perf_counter() if calls[0].timed else 0.0
+        if calls[0].timed:
+            self.begun = time.perf_counter()
 
     def begin(self) -> None:
         """Restart the clock: a queued batch starts only now."""
@@ -104,7 +95,7 @@ class HostCompletion(Completion):
             self.begun = time.perf_counter()
 
     def track(self, entries: Sequence[PendingEntry]) -> None:
-        self._entries = (*self._entries, *entries)
+        self._entries = (*self._entries, *entries) if self._entries else entries
         if self._started:
             flight_recorder.start(entries, self._started)
         if self._done:  # else finish() sees the entries
@@ -214,7 +205,7 @@ class Work:
             DistError: the operation's error.
         """
         self._waited = True
-        self._completion.wait(to_seconds(timeout) or None)
+        self._completion.wait(None if timeout is None else to_seconds(timeout) or None)
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:

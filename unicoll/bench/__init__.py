@@ -4,16 +4,6 @@ It measures unicoll's backends (``--backend gloo,mpi,nccl``) and other libraries
 same processes and checks every result. Each of these is called a *contender*; their timed batches alternate. The
 benchmark starts its own ranks (``-n 2``), or runs in the ranks that mpirun, srun, torchrun or ``python -m unicoll.run``
 started. ``docs/benchmarking.md`` explains the numbers.
-
-    args.py, sizes.py   the command line                launch.py      starting the ranks
-    operations.py   table of operations                 contenders.py  table of backends and peers
-    contract.py     the Contender interface             distributed.py, mpi.py, nccl.py, floor.py   the contenders
-    arrays.py       array families                      cuda.py        the CUDA device of a rank
-    values.py       data, expected results, tolerance
-    measure.py      timing, statistics, checks          overlap.py     an operation during computation
-    session.py      one run on one rank                 progress.py    the progress line on the terminal
-    table.py        nccl-tests' and OSU's tables        report.py, plot.py   JSON, machine, plot
-    suite/          ratios compared with committed ones
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ examples:
   {_COMMAND} all_reduce --backend gloo --peer torch-gloo      compared with torch.distributed
   {_COMMAND} broadcast --sizes 1M,16M -d half -J broadcast.json
   mpirun -n 8 {_COMMAND} all_gather --backend mpi --peer mpi4py""",
-        epilog="`suite` in the place of OP compares a fixed set of ratios with committed ones.\n"
+        epilog="`suite` instead of OP compares a fixed set of ratios with committed ones.\n"
         "docs/benchmarking.md explains the numbers.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -181,10 +181,8 @@ def _add_sweep_flags(parser: OneLineParser) -> None:
 
 def _add_timing_flags(parser: OneLineParser) -> None:
     flag = parser.add_argument_group("measuring").add_argument
-    iters = "timed calls (default: as many as fit the budget)"
-    flag("--iters", type=_at_least(1), metavar="N", help=iters)
-    budget = "seconds of calls per size and contender"
-    flag("--budget", type=_seconds, default=1.0, metavar="S", help=budget)
+    flag("--iters", type=_at_least(1), metavar="N", help="timed calls (default: as many as fit the budget)")
+    flag("--budget", type=_seconds, default=1.0, metavar="S", help="seconds of calls per size and contender")
     turns = "batches per contender and size; contenders alternate"
     flag("--turns", type=_at_least(1), default=10, metavar="N", help=turns)
     warmup = "calls before the timed ones"
@@ -212,8 +210,7 @@ def _add_output_flags(parser: OneLineParser) -> None:
     flag("--plot", metavar="FILE", help="plot latency and bandwidth (needs matplotlib)")
     flag("--osu", action="store_true", help="OSU micro-benchmarks' columns")
     flag("--osu-full", action="store_true", help="as --osu, with minimum, maximum and iterations")
-    overlap = "measure an asynchronous operation during NumPy computation"
-    flag("--overlap", action="store_true", help=overlap)
+    flag("--overlap", action="store_true", help="measure an asynchronous operation during NumPy computation")
     stamps = "1: print the time of day in each line"
     flag("-S", "--report_timestamps", dest="timestamps", type=int, choices=(0, 1), default=0, help=stamps)
 

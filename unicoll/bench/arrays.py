@@ -26,12 +26,7 @@ class Unsupported(Exception):
 
 
 class BenchArrays(ABC):
-    """One-dimensional arrays of one library on one device.
-
-    Attributes:
-        name: ``"numpy"``, ``"torch"`` or ``"cupy"``.
-        device: ``"cpu"``, or ``"cuda:N"``.
-    """
+    """One-dimensional arrays of one library on one device, ``"cpu"`` or ``"cuda:N"``."""
 
     name = ""
 
@@ -192,16 +187,10 @@ FAMILIES: dict[str, Callable[[str], BenchArrays]] = {
 
 
 def family(array_name: str | None, device: str, dtype: DType) -> BenchArrays:
-    """The array family for a contender.
+    """The array family for a contender on a device, ``"cpu"`` or ``"cuda:N"``.
 
-    Args:
-        array_name: the name of a library; None selects NumPy (torch for types that only it has) on the CPU, and CuPy,
-            or torch if CuPy is not installed, on a CUDA device.
-        device: ``"cpu"`` or ``"cuda:N"``.
-        dtype: element type.
-
-    Raises:
-        Unsupported: the library is not installed, or does not support the device.
+    Without ``array_name`` it is NumPy (torch for types that only it has) on the CPU, and CuPy, or torch if CuPy is not
+    installed, on a CUDA device. Unsupported if the library is not installed, or does not support the device.
     """
     name = array_name or _default(device, dtype)
     if name in ("torch", "cupy") and find_spec(name) is None:

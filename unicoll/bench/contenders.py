@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import unicoll as dist
 from unicoll.bench.contract import BenchJob, Contender
 from unicoll.bench.distributed import Symmetric, Torch, TorchOnUnicoll, Unicoll
 from unicoll.bench.floor import Floor
-from unicoll.bench.measure import agree
+from unicoll.bench.measure import agree, agreed
 from unicoll.bench.mpi import Mpi4py
 from unicoll.bench.nccl import BareNccl
 from unicoll.bootstrap import launchers
@@ -19,13 +20,7 @@ from unicoll.bootstrap import launchers
 
 @dataclass(frozen=True)
 class ContenderRow:
-    """One contender of the command line.
-
-    Attributes:
-        make: the class.
-        flag: the command-line flag that selects it.
-        mpi: True if the ranks must be started by mpirun.
-    """
+    """One contender: its class, its flag on the command line, and True if mpirun must start the ranks."""
 
     make: Callable[[str], Contender]
     flag: str
@@ -50,26 +45,10 @@ TABLE: dict[str, ContenderRow] = {
 """The contenders by name. Backends of third parties, which are not in it, use the class ``Unicoll``."""
 
 
-def make_contender(name: str) -> Contender:
-    """Create a contender by name; the caller opens it."""
-    row = TABLE.get(name)
-    return row.make(name) if row is not None else Unicoll(name)
-
-
 def open_contenders(
     names: Sequence[str], timeout: float, show: Callable[[str], None], compression: str = ""
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Create and open contenders; called on all ranks.
-
-    Args:
-        names: names on the command line.
-        timeout: timeout of an operation, in seconds.
-        show: displays the progress.
-        compression: of unicoll's all_reduce, or "".
-
-    Returns:
-        The open contenders, and for the others the reason why they cannot be measured; equal on all ranks.
-    """
+    """Open contenders on all ranks; returns them, and for the others the reason why they cannot be measured."""
     rank, size = dist.get_rank(), dist.get_world_size()
     launched = launchers.detect()
     hosts: list[Any] = [None] * size
@@ -82,14 +61,10 @@ def open_contenders(
     skipped: dict[str, str] = {}
     for name in names:
         show(name)
-        contender = make_contender(name)
+        contender = TABLE[name].make(name) if name in TABLE else Unicoll(name)
         problem = agree(contender.reason())
         if problem is None:
-            try:
-                contender.open(job)
-            except Exception as e:
-                problem = f"{type(e).__name__}: {e}"
-            problem = agree(problem)
+            _, problem = agreed(partial(contender.open, job), (Exception,))
         if problem is None:
             opened.append(contender)
         else:

@@ -12,20 +12,14 @@ from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.bench.arrays import BenchArrays, Unsupported, family
-from unicoll.bench.operations import Counts, Operation
+from unicoll.bench.operations import CallRank, Counts, Operation
 
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class BenchCase:
-    """One measurement of one contender.
-
-    Attributes:
-        placement: ``"in_place"`` or ``"out_of_place"``.
-        redop: nccl-tests' name of the reduction.
-        rank, size: this rank, and the number of ranks.
-    """
+    """One measurement of one contender on this rank; ``redop`` is nccl-tests' name of the reduction."""
 
     op: Operation
     placement: str
@@ -37,8 +31,11 @@ class BenchCase:
     size: int
 
     @property
+    def call_rank(self) -> CallRank:
+        return CallRank(self.rank, self.size, self.root)
+
+    @property
     def at_root(self) -> bool:
-        """True if this rank is the root."""
         return self.rank == self.root
 
 
@@ -46,12 +43,8 @@ class BenchCase:
 class BenchJob:
     """The job in which contenders are opened.
 
-    Attributes:
-        rank, size: this rank, and the number of ranks.
-        local_rank: this rank's number among the ranks of its host; it selects the CUDA device.
-        hosts: the host name of each rank.
-        timeout: timeout of an operation, in seconds.
-        compression: of unicoll's all_reduce, or "".
+    ``local_rank`` selects the CUDA device, ``hosts`` has the host name of each rank, ``timeout`` is that of an
+    operation in seconds, and ``compression`` that of unicoll's all_reduce.
     """
 
     rank: int

@@ -34,8 +34,8 @@ from unicoll.arrays.types import DType
 from unicoll.bench.arrays import BenchArrays, StorageArrays, Unsupported
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
 from unicoll.bench.distributed import own_address
-from unicoll.bench.operations import IN, CallRank, Operation
-from unicoll.net import settings
+from unicoll.bench.operations import IN, Operation
+from unicoll.net import environment
 
 _LINE = 16
 """Flags of 8 bytes from one rank's to the next one's: two cache lines."""
@@ -50,7 +50,7 @@ def bytes_written(case: BenchCase) -> int:
     """Bytes of the result that this rank does not have before the call; a prefix's first rank counts its own."""
     if case.op.name == "broadcast" and case.at_root:
         return 0
-    parts = case.op.expected(CallRank(case.rank, case.size, case.root), case.counts.shown)
+    parts = case.op.expected(case.call_rank, case.counts.shown)
     return sum(part.length for part in parts) * case.dtype.itemsize
 
 
@@ -68,14 +68,15 @@ def bytes_on_links(case: BenchCase) -> tuple[int, int]:
         if ranks > 2:
             raise Unsupported("over TCP the floor of a ping-pong needs exactly 2 ranks")
         return total, total
-    if not (op.rooted or op.name in ("scan", "exscan")):
+    row = op.collective
+    if row is None or not (row.rooted or row.prefix):
         return (int(total * op.factor(ranks)),) * 2
-    first = (case.root + (op.name in ("reduce", "gather"))) % ranks if op.rooted else 0
+    first = (case.root + (row.root_name == "dst")) % ranks if row.rooted else 0
     place = (case.rank - first) % ranks
     links = [total] * (ranks - 1)
-    if op.name == "scatter":
+    if row.scattered:
         links = [total // ranks * (ranks - 1 - i) for i in range(ranks - 1)]
-    elif op.name == "gather":
+    elif not row.in_place:
         links = [total // ranks * (i + 1) for i in range(ranks - 1)]
     return links[place] if place < ranks - 1 else 0, links[place - 1] if place else 0
 
@@ -91,7 +92,7 @@ class Floor(Contender):
 
     def open(self, job: BenchJob) -> None:
         wanted: list[Any] = [None] * job.size
-        dist.all_gather_object(wanted, settings.choice("UNICOLL_TRANSPORT") == "tcp")
+        dist.all_gather_object(wanted, environment.choice("UNICOLL_TRANSPORT") == "tcp")
         over_tcp = job.size > 1 and (any(wanted) or len(set(job.hosts)) > 1)
         self._medium = _Sockets(job) if over_tcp else _Memory(job)
 

@@ -45,13 +45,13 @@ def mpirun() -> str | None:
 
 def mpirun_command(program: str, ranks: int, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The command that starts the ranks, and its additional environment variables."""
-    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as our launcher and torchrun do
+    variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as unirun and torchrun do
     variables |= mpirun_variables(ranks) | checkout_path(os.environ)
     return [program, "-n", str(ranks), sys.executable, "-m", "unicoll.bench", *argv], variables
 
 
 def mpirun_variables(ranks: int) -> dict[str, str]:
-    """Variables with which Open MPI's mpirun starts so many ranks here; other MPIs ignore them.
+    """Variables with which Open MPI's mpirun starts this many ranks here; other MPIs ignore them.
 
     By default Open MPI refuses to run as root and to start more ranks than cores, and it binds each rank to one core,
     on which the threads of a contender block each other. Users who need binding or placement start mpirun themselves.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +22,12 @@ import numpy.typing as npt
 import unicoll as dist
 from unicoll.bench.arrays import BenchArrays
 from unicoll.bench.contract import BenchCase, Contender
-from unicoll.bench.operations import IN, CallRank, SourceRange
+from unicoll.bench.operations import IN, SourceRange
 from unicoll.bench.values import Values
 
 Call = Callable[[], Any]
 Show = Callable[[str], None]
+Made = TypeVar("Made")
 
 STATISTICS = ("p50", "avg", "min", "p99", "max")
 """Statistics of the samples of a rank, in microseconds."""
@@ -84,8 +85,6 @@ class Series:
 
     Attributes:
         send, recv: the arrays; in place the same array, or one is a part of the other.
-        call: runs the operation once.
-        values: source data and expected results.
         samples: seconds per call on this rank.
         aggregate: calls per sample.
         per_turn: samples per turn.
@@ -120,16 +119,11 @@ class Series:
             family.put(array, values.idle(count))
         return series
 
-    @property
-    def call_rank(self) -> CallRank:
-        """This rank's role in the call."""
-        return CallRank(self.case.rank, self.case.size, self.case.root)
-
     def fill_inputs(self, iteration: int) -> None:
         """Fill the send array with source data and the receive array with poison."""
         case = self.case
         self.family.put(self.recv, self.values.poison(case.counts.recv))
-        source = case.op.source(self.call_rank, case.counts.shown)
+        source = case.op.source(case.call_rank, case.counts.shown)
         if source:
             self.family.put(self.send, self.values.elements(source, iteration))
         elif self.send is not self.recv:
@@ -143,13 +137,13 @@ class Series:
         self.family.finish()
 
     def timed(self, times: int, aggregate: int, sync: Call | None, finish: Call | None) -> list[float]:
-        """Seconds per call of so many samples, by :func:`timed`."""
+        """Seconds per call of this many samples, by :func:`timed`."""
         self.calls += times * aggregate
         return timed(self.call, times, aggregate, sync, finish)
 
     def wrong(self, iteration: int) -> int:
         """Number of wrong elements in the receive array."""
-        expected: list[SourceRange] = self.case.op.expected(self.call_rank, self.case.counts.shown)
+        expected: list[SourceRange] = self.case.op.expected(self.case.call_rank, self.case.counts.shown)
         if not expected:
             return 0
         self.family.finish()
@@ -179,14 +173,7 @@ def _arrays(family: BenchArrays, case: BenchCase, unalign: int) -> tuple[Any, An
 
 
 def timed(call: Call, times: int, aggregate: int, sync: Call | None, finish: Call | None) -> list[float]:
-    """Seconds per call, ``times`` samples of ``aggregate`` calls each.
-
-    Args:
-        call: the timed function.
-        times, aggregate: number of samples, and calls per sample.
-        sync: called before each sample, not timed.
-        finish: called at the end of each sample, timed.
-    """
+    """Seconds per call, ``times`` samples of ``aggregate`` calls each; ``finish`` is timed, ``sync`` is not."""
     clock = time.perf_counter
     samples = []
     for _ in range(times):
@@ -235,15 +222,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def measure(series_list: Sequence[Series], size: int, pace: Pace, average: int, show: Show) -> list[Stats]:
-    """Time all series of one size, in alternation; called on all ranks.
-
-    Args:
-        series_list: the series, in the same order on all ranks.
-        size: size in bytes.
-        pace: amount and method of timing.
-        average: value over the ranks: 0 rank 0, 1 mean, 2 minimum, 3 maximum.
-        show: displays the progress.
-    """
+    """Time all series of one size in bytes, in alternation; called on all ranks with the same order of series."""
     barrier = dist.barrier
     sync = barrier if pace.sync or size >= SYNC_FROM else None
     with _no_collection():
@@ -352,24 +331,26 @@ def agree(problem: str | None) -> str | None:
     return next((p for p in gathered if p is not None), None)
 
 
+def agreed(make: Callable[[], Made], refusals: tuple[type[Exception], ...]) -> tuple[Made | None, str | None]:
+    """What a function returns, or why it was refused on the lowest rank that refused; consistent on all ranks."""
+    made, problem = None, None
+    try:
+        made = make()
+    except refusals as e:
+        problem = _message(e)
+    common = agree(problem)
+    return (made, None) if common is None else (None, common)
+
+
 def attempt(
     contender: Contender, case: BenchCase, array_name: str | None, unalign: int
 ) -> tuple[Series | None, str | None]:
     """Make a series and run its call once; returns the series or the reason for failure, consistent on all ranks."""
-    series, problem = None, None
     refusals: tuple[type[Exception], ...] = (MemoryError, *contender.refusals)
-    try:
-        series = Series.make(contender, case, array_name, unalign)
-    except refusals as e:
-        problem = _message(e)
-    if (common := agree(problem)) is not None or series is None:
-        return None, common
-    try:
-        series.run_once()
-    except refusals as e:
-        problem = _message(e)
-    common = agree(problem)
-    return (None, common) if common is not None else (series, None)
+    series, problem = agreed(lambda: Series.make(contender, case, array_name, unalign), refusals)
+    if series is not None:
+        _, problem = agreed(series.run_once, refusals)
+    return (series, None) if problem is None else (None, problem)
 
 
 def _message(error: Exception) -> str:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from unicoll.arrays.types import DType
+from unicoll.backend.ops import Arity
 from unicoll.bench.arrays import BenchArrays, StorageArrays, Unsupported
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
 from unicoll.bench.operations import IN, OUT, Operation
@@ -68,33 +69,25 @@ class Mpi4py(Contender):
     def _prepared(self, case: BenchCase, send: Any, recv: Any, asynchronous: bool) -> Call:
         mpi, op, row = self._mpi, case.op, case.op.collective
         assert row is not None
+        if not row.mpi:
+            raise Unsupported(f"MPI has no {row.name}")
         name = row.mpi.removeprefix("MPI_").removesuffix("v")  # all ranks' parts are equal
         method = getattr(self._comm, f"I{name.lower()}" if asynchronous else name)
         if op.name == "barrier":
             return partial(method)
         send_spec, recv_spec = self._typed(case, send), self._typed(case, recv)
-        in_place = case.placement == IN
+        reduction = [self._reduction(case)] if row.reduces else []
+        root = [case.root] if row.rooted else []
         if op.name == "broadcast":
-            return partial(method, send_spec, case.root)
-        if op.name == "all_reduce":
-            return partial(method, mpi.IN_PLACE if in_place else send_spec, recv_spec, self._reduction(case))
-        if op.name in ("scan", "exscan"):
-            return partial(method, mpi.IN_PLACE, recv_spec, self._reduction(case))
-        if op.name == "reduce":
-            return partial(
-                method,
-                mpi.IN_PLACE if in_place and case.at_root else send_spec,
-                recv_spec if case.at_root else None,
-                self._reduction(case),
-                case.root,
-            )
-        if op.name == "reduce_scatter":
-            return partial(method, send_spec, recv_spec, self._reduction(case))
-        if op.name == "gather":
-            return partial(method, send_spec, recv_spec if case.at_root else None, case.root)
-        if op.name == "scatter":
-            return partial(method, send_spec if case.at_root else None, recv_spec, case.root)
-        return partial(method, mpi.IN_PLACE if in_place else send_spec, recv_spec)
+            return partial(method, send_spec, *root)
+        here = case.at_root or not row.rooted
+        if case.placement == IN and here:
+            send_spec = mpi.IN_PLACE
+        sends = here or row.inputs is not Arity.PER_RANK_AT_ROOT
+        receives = here or row.outputs not in (Arity.ONE_AT_ROOT, Arity.PER_RANK_AT_ROOT)
+        return partial(
+            method, send_spec if sends else None, recv_spec if receives else None, *reduction, *root
+        )
 
     def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         comm = self._comm

@@ -26,7 +26,7 @@ class BareNccl(Contender):
 
     def open(self, job: BenchJob) -> None:
         self.device = use_cuda(job)
-        self._api: Any = import_module("nccl_comm.library.api")
+        self._api: Any = import_module("nccl_comm.library.interface")
         library: Any = import_module("nccl_comm.library.locate")
         self._nccl: Any = library.nccl()
         self._path = library.describe(self._nccl)
@@ -67,24 +67,17 @@ class BareNccl(Contender):
         raise Unsupported("bare NCCL is not measured with --overlap")
 
     def _prepared(self, case: BenchCase, send: Any, recv: Any) -> Callable[[], int]:
-        """The library function with all its arguments."""
         n, comm, name = self._nccl, self._comm, case.op.name
         send_buffer, recv_buffer = as_buffer(send), as_buffer(recv)
         stream, source, target = send_buffer.stream or 0, send_buffer.ptr, recv_buffer.ptr
         kind = self._api.DATA_TYPES.get(case.dtype.name)
         if kind is None:
             raise Unsupported(f"NCCL has no {case.dtype.name}")
-        op = self._reduction(case) if case.op.reduces else 0
         count = case.counts.shown
-        calls: dict[str, Callable[[], int]] = {
-            "all_reduce": partial(n.all_reduce, source, target, count, kind, op, comm, stream),
-            "broadcast": partial(n.broadcast, source, target, count, kind, case.root, comm, stream),
-            "reduce": partial(n.reduce, source, target, count, kind, op, case.root, comm, stream),
-            "all_gather": partial(n.all_gather, source, target, count, kind, comm, stream),
-            "reduce_scatter": partial(n.reduce_scatter, source, target, count, kind, op, comm, stream),
-        }
-        if name in calls:
-            return calls[name]
+        if name in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter"):
+            options = [self._reduction(case)] if case.op.reduces else []
+            options += [case.root] if case.op.rooted else []
+            return partial(getattr(n, name), source, target, count, kind, *options, comm, stream)
         if name == "sendrecv":
             return self._ring(case, source, target, kind, stream)
         if name == "latency":

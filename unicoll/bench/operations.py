@@ -3,7 +3,8 @@
 A row defines how the size is divided among the ranks, the factor from algorithm to bus bandwidth
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), and the data that each rank sends and
 receives. Data is described as *source ranges*: elements of one rank's source data, or of the reduction
-of all ranks' source data.
+of all ranks' source data. The rows of the collectives follow from :data:`unicoll.backend.ops.OPS`, and what they
+deliver from :mod:`unicoll.testing.reference`.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from unicoll.backend.ops import OPS, Op
+import numpy as np
+import numpy.typing as npt
+
+from unicoll.backend.ops import OPS, Arity, Op, Sizes
+from unicoll.testing import reference
 
 IN, OUT = "in_place", "out_of_place"
 REDUCED = -1
@@ -49,64 +55,72 @@ Describe = Callable[[CallRank, int], list[SourceRange]]
 """Source ranges of a rank's array, from its CallRank and the count column."""
 
 
+# --- collectives ----------------------------------------------------------------------------------------------------
+
+
+def _counts(row: Op, count: int, ranks: int) -> Counts:
+    if row.sizes is Sizes.NONE:
+        return Counts(0, 0, 0)
+    if row.in_place:
+        return Counts(count, count, count)
+    part = count // ranks
+    return Counts(part, part if _gathers(row) else part * ranks, part if row.scattered else part * ranks)
+
+
+def _gathers(row: Op) -> bool:
+    return row.sizes in (Sizes.GATHERED, Sizes.GATHERED_FLAT)
+
+
+def _source(row: Op, call: CallRank, count: int) -> list[SourceRange]:
+    """What a rank gives: an array, its part of the gathered one, or a part for each rank."""
+    at_root = row.inputs is Arity.PER_RANK_AT_ROOT
+    if row.inputs is Arity.NONE or (at_root and call.rank != call.root):
+        return []
+    if _gathers(row):
+        return [SourceRange(call.rank, call.rank * count, count)]
+    return [SourceRange(call.rank, 0, count if row.in_place else count * call.size)]
+
+
+def _delivered(row: Op, call: CallRank, count: int) -> list[SourceRange]:
+    """What a rank gets: the reference result, with a number for each part of each rank's source data."""
+    rank, size, root = call
+    if row.outputs in (Arity.ONE_AT_ROOT, Arity.PER_RANK_AT_ROOT) and rank != root:
+        return []  # undefined
+
+    def given(giver: int) -> list[npt.NDArray[np.int64]]:
+        ranges = _source(row, CallRank(giver, size, root), 1)
+        parts = [np.arange(length) + (giver * size + offset) for _, offset, length in ranges]
+        return [*parts[0][:, None]] if parts and row.inputs is Arity.PER_RANK_AT_ROOT else parts
+
+    evenly = np.ones((size, size), np.int64)
+    delivered = []
+    for terms in reference.contributions(row.name, [given(r) for r in range(size)], rank, root, evenly):
+        for part in terms[0]:
+            giver, i = divmod(int(part), size)
+            if row.reduces and not (row.exclusive and len(terms) == 1):  # which may be rank 0's own array
+                giver = REDUCED if len(terms) == size else REDUCED - len(terms)
+            delivered.append(SourceRange(giver, i * count, count))
+    return delivered
+
+
+def _factor(row: Op, ranks: int) -> float:
+    """Bus bandwidth divided by algorithm bandwidth; 1 for what nccl-tests lacks, such as prefix reductions."""
+    if row.sizes is Sizes.NONE:
+        return 0.0
+    if row.in_place:
+        return 2 * (ranks - 1) / ranks if row.reduces and not row.rooted and not row.prefix else 1.0
+    return (ranks - 1) / ranks
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
 def _whole(count: int, ranks: int) -> Counts:
     return Counts(count, count, count)
 
 
-def _gathered(count: int, ranks: int) -> Counts:
-    return Counts(count // ranks, count // ranks, count // ranks * ranks)
-
-
-def _scattered(count: int, ranks: int) -> Counts:
-    return Counts(count // ranks, count // ranks * ranks, count // ranks)
-
-
-def _exchanged(count: int, ranks: int) -> Counts:
-    return Counts(count // ranks, count // ranks * ranks, count // ranks * ranks)
-
-
 def _own(call: CallRank, count: int) -> list[SourceRange]:
     return [SourceRange(call.rank, 0, count)]
-
-
-def _own_for_all(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(call.rank, 0, count * call.size)]
-
-
-def _own_part(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(call.rank, call.rank * count, count)]
-
-
-def _from_root(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(call.root, 0, count)]
-
-
-def _all_parts(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(r, r * count, count) for r in range(call.size)]
-
-
-def _reduced(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(REDUCED, 0, count)]
-
-
-def _prefix(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(REDUCED - call.rank - 1, 0, count)]
-
-
-def _prefix_before(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(REDUCED - call.rank, 0, count)] if call.rank else _own(call, count)
-
-
-def _reduced_part(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(REDUCED, call.rank * count, count)]
-
-
-def _part_of_each(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(r, call.rank * count, count) for r in range(call.size)]
-
-
-def _part_of_root(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(call.root, call.rank * count, count)]
 
 
 def _from_predecessor(call: CallRank, count: int) -> list[SourceRange]:
@@ -117,26 +131,12 @@ def _from_peer(call: CallRank, count: int) -> list[SourceRange]:
     return [SourceRange(1 - call.rank, 0, count)]
 
 
-def _none(call: CallRank, count: int) -> list[SourceRange]:
-    return []
-
-
-def _at_root(describe: Describe) -> Describe:
-    return lambda call, count: describe(call, count) if call.rank == call.root else []
-
-
 def _in_pair(describe: Describe) -> Describe:
     """For ping-pong, in which only ranks 0 and 1 take part."""
     return lambda call, count: describe(call, count) if call.rank < 2 else []
 
 
-def _one(ranks: int) -> float:
-    return 1.0
-
-
-def _share(ranks: int) -> float:
-    return (ranks - 1) / ranks
-
+# --- the table ------------------------------------------------------------------------------------------------------
 
 _NAMES = {
     "bcast": "broadcast",
@@ -185,12 +185,10 @@ class Operation:
 
     @property
     def reduces(self) -> bool:
-        """True if it has a reduction."""
         return self.collective is not None and self.collective.reduces
 
     @property
     def rooted(self) -> bool:
-        """True if it has a root."""
         return self.collective is not None and self.collective.rooted
 
     @property
@@ -200,7 +198,6 @@ class Operation:
 
     @property
     def min_ranks(self) -> int:
-        """Smallest number of ranks."""
         return 2 if self.collective is None else 1
 
     @property
@@ -214,31 +211,29 @@ class Operation:
         return _TITLES.get(self.name, self.name.replace("all_", "all").capitalize())
 
 
+def _measured(name: str) -> Operation:
+    row = OPS[_SINGLE.get(name, name)]
+    return Operation(
+        name,
+        partial(_counts, row),
+        partial(_source, row),
+        partial(_delivered, row),
+        partial(_factor, row),
+        (IN,) if row.in_place else (OUT, IN) if row.joined and row.sizes is not Sizes.EXCHANGED else (OUT,),
+        osu_share=row.moves_data and not row.in_place and not row.reduces,
+    )
+
+
 _ROWS = (
-    Operation("all_reduce", _whole, _own, _reduced, lambda n: 2 * (n - 1) / n, (IN,)),
-    Operation("broadcast", _whole, _from_root, _from_root, _one, (IN,)),
-    Operation("reduce", _whole, _own, _at_root(_reduced), _one, (IN,)),
-    Operation("all_gather", _gathered, _own_part, _all_parts, _share, (OUT, IN), osu_share=True),
-    Operation("reduce_scatter", _scattered, _own_for_all, _reduced_part, _share, (OUT, IN)),
-    Operation("all_to_all", _exchanged, _own_for_all, _part_of_each, _share, (OUT,), osu_share=True),
-    Operation("gather", _gathered, _own_part, _at_root(_all_parts), _share, (OUT,), osu_share=True),
-    Operation("scatter", _scattered, _at_root(_own_for_all), _part_of_root, _share, (OUT,), osu_share=True),
-    Operation("sendrecv", _whole, _own, _from_predecessor, _one, (OUT,)),
-    Operation("latency", _whole, _in_pair(_own), _in_pair(_from_peer), _one, (OUT,)),
-    Operation("barrier", lambda count, ranks: Counts(0, 0, 0), _none, _none, lambda n: 0.0, (OUT,)),
-    # Prefix reductions: nccl-tests has none. Bus bandwidth is algorithm bandwidth: a chain sends each byte once.
-    Operation("scan", _whole, _own, _prefix, _one, (IN,)),
-    Operation("exscan", _whole, _own, _prefix_before, _one, (IN,)),
+    *(_measured(name) for name, row in OPS.items() if not row.message and name not in _SINGLE.values()),
+    Operation("sendrecv", _whole, _own, _from_predecessor, lambda n: 1.0, (OUT,)),
+    Operation("latency", _whole, _in_pair(_own), _in_pair(_from_peer), lambda n: 1.0, (OUT,)),
 )
 OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}
 
 
 def find_operation(text: str) -> Operation:
-    """The operation of a name: unicoll's, ``all_reduce_perf``, ``osu_allreduce``, ``alltoall``...
-
-    Raises:
-        ValueError: there is no such operation; the message lists all operations.
-    """
+    """The operation of a name: unicoll's, ``all_reduce_perf``, ``osu_allreduce``, ``alltoall``; else ValueError."""
     key = text.lower().replace("-", "_").removeprefix("osu_").removesuffix("_perf")
     key = re.sub("_(into_tensor|tensor|single)$", "", _NAMES.get(key, key)).replace("_", "")
     for row in _ROWS:

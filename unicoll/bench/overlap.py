@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.bench.measure import Series, agree, attempt, check, over_ranks, timed
+from unicoll.bench.measure import Series, agreed, attempt, check, over_ranks, timed
 
 if TYPE_CHECKING:
     from unicoll.bench.session import Session
@@ -112,14 +112,13 @@ def sweep(session: Session) -> bool:
 
 def _pair(series: Series) -> tuple[_OverlapPair | None, str | None]:
     """The asynchronous form of a series, run once; the same result on all ranks."""
-    problem = None
-    try:
+
+    def begin() -> _OverlapPair:
         start, wait = series.contender.start(series.case, series.send, series.recv)
         wait(start())
-    except series.contender.refusals as e:
-        problem = f"{type(e).__name__}: {e}"
-    common = agree(problem)
-    return (None, common) if common is not None else (_OverlapPair(series, start, wait, Computation()), None)
+        return _OverlapPair(series, start, wait, Computation())
+
+    return agreed(begin, series.contender.refusals)
 
 
 def _measure(session: Session, pairs: list[_OverlapPair]) -> list[list[float]]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from unicoll.bench.operations import IN, OPERATIONS, OUT
 from unicoll.bench.sizes import short
-from unicoll.net.files import write_whole
+from unicoll.net.atomic_file import write_whole
 
 _STYLES = (
     ("o", "-", "#000000"),
@@ -59,12 +59,7 @@ def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(data: Mapping[str, Any], path: str) -> None:
-    """Plot a run, from its JSON, into a file whose suffix selects the format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file cannot be written.
-    """
+    """Plot a run, from its JSON, into a file whose suffix selects the format; OSError if it cannot be written."""
     import_module("matplotlib").use("Agg")
     pyplot: Any = import_module("matplotlib.pyplot")
     lines = curves(data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
-from unicoll.net import settings
+from unicoll.net import environment
 
 VARIABLE = "UNICOLL_BENCH_PROGRESS"
 """Set by a launcher with a terminal: the standard error of its ranks may be a pipe to that terminal."""
@@ -14,7 +14,7 @@ _PERIOD_S = 0.1
 
 def is_wanted() -> bool:
     """True if the standard error is a terminal, directly or through the launcher."""
-    return sys.stderr.isatty() or bool(settings.flag(VARIABLE))
+    return sys.stderr.isatty() or bool(environment.flag(VARIABLE))
 
 
 class Progress:
@@ -37,7 +37,6 @@ class Progress:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Clear the line before other output."""
         if self._dirty:
             self._dirty = False
             sys.stderr.write("\r\x1b[K")

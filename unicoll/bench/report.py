@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,12 @@ from unicoll.bench.cuda import facts
 from unicoll.bench.mpi import library
 from unicoll.bench.operations import IN, OUT
 from unicoll.bench.table import PlacementRow, TableRow
-from unicoll.net.files import write_whole
+from unicoll.net.atomic_file import write_whole
 
 _FORMAT = 1
 """Version of nccl-tests' JSON format."""
 _TIME = "%Y-%m-%d %H:%M:%S"
-_ENVIRONMENT_PREFIXES = (
-    "UNICOLL_",
-    "OMP_",
-    "NCCL_",
-    "OMPI_MCA_",
-    "MPICH_",
-    "MPIR_CVAR_",
-    "FI_",
-    "UCX_",
-    "GLOO_",
-    "CUDA_",
-)
+_VARIABLES = re.compile(r"(UNICOLL|OMP|NCCL|OMPI_MCA|MPICH|MPIR_CVAR|FI|UCX|GLOO|CUDA)_")
 _SECRET = ("SECRET", "KEY", "TOKEN", "PASS")
 _FOLDERS = re.compile(r"(?<![\w/])/(?!/)(?:[^/:,;\s]+/)+")
 """The directories of a path, without its last part; does not match the slashes of a URL."""
@@ -62,7 +50,7 @@ def machine() -> dict[str, Any]:
     }
     for name in ("torch", "cupy", "mpi4py", "ml_dtypes"):
         if name in sys.modules:
-            found[name] = _version(name)
+            found[name] = sys.modules[name].__version__
     if "mpi4py.MPI" in sys.modules:
         found["mpi"] = library(sys.modules["mpi4py.MPI"])
     torch: Any = sys.modules.get("torch")
@@ -73,24 +61,13 @@ def machine() -> dict[str, Any]:
     return found
 
 
-def _version(name: str) -> str:
-    own = getattr(sys.modules[name], "__version__", None)
-    try:
-        return str(own or version(name))
-    except PackageNotFoundError:
-        return "unknown"
-
-
 def cpu() -> str:
-    """The model of this host's processor."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        text = ""
+    model = re.search(r"^model name\s*:(.*)", text, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 def device(rank: int, contenders: Sequence[Contender]) -> dict[str, Any]:
@@ -117,22 +94,15 @@ def _environment() -> list[str]:
     return [
         f"{name}={_FOLDERS.sub('.../', value)}"
         for name, value in sorted(os.environ.items())
-        if name.startswith(_ENVIRONMENT_PREFIXES) and not any(part in name.upper() for part in _SECRET)
+        if _VARIABLES.match(name) and not any(part in name.upper() for part in _SECRET)
     ]
 
 
 class BenchReport:
-    """Collects the JSON of a run.
+    """Collects the JSON of a run: an entry per row of the table, and the messages about cases that failed.
 
-    Attributes:
-        results: one entry per row of the table.
-        errors: messages about cases that failed or could not be measured.
-
-    Args:
-        devices: :func:`device` of each rank.
-        transports: description of each contender's transport.
-        staging: bytes of staging memory per rank, for each contender that reports it.
-        skipped: contenders that could not be measured, with the reasons.
+    ``devices`` has :func:`device` of each rank; the other arguments have a value by contender, ``staging`` only for
+    those that report it.
     """
 
     def __init__(
@@ -200,7 +170,6 @@ class BenchReport:
         }
 
     def add(self, row: TableRow) -> None:
-        """Add a row of the table."""
         entry: dict[str, Any] = {
             "size": row.size,
             "count": row.count,
@@ -258,9 +227,5 @@ def _finite(value: float | None) -> float | None:
 
 
 def write(data: Mapping[str, Any], path: str) -> None:
-    """Write JSON to a file atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write JSON to a file atomically; OSError if that is impossible."""
     write_whole(path, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode(), mode=0o644)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from unicoll.bench.contract import BenchCase, Contender
 from unicoll.bench.measure import Series, Stats, attempt, check, measure
 from unicoll.bench.operations import IN, OUT
 from unicoll.bench.progress import Progress, is_wanted
-from unicoll.net.texts import print_text
+from unicoll.net.formatting import print_text
 
 _PLACES = {"both": (OUT, IN), "out": (OUT,), "in": (IN,)}
 _OVER_RANKS = ("of rank 0", "average over {n} ranks", "minimum of {n} ranks", "maximum of {n} ranks")
@@ -68,8 +69,6 @@ def _abort_mpi(reported: bool) -> None:
 
 
 class Session:
-    """One run on one rank."""
-
     def __init__(self, options: BenchOptions) -> None:
         self.options = options
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -88,7 +87,6 @@ class Session:
         return len(self.contenders) > 1
 
     def print_line(self, text: str) -> None:
-        """Print a line, on rank 0."""
         if self.rank == 0:
             self.progress.clear()
             print_text(text)
@@ -105,7 +103,6 @@ class Session:
             print(f"unicoll.bench: {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Close all contenders."""
         for contender in reversed(self.contenders):
             contender.close()
 
@@ -236,11 +233,10 @@ class Session:
         options = self.options
         redops = options.redops if options.op.reduces else ("none",)
         roots = (options.roots or tuple(range(self.size))) if options.op.rooted else (-1,)
-        for type_name in options.types:
-            for redop in redops:
-                for root in roots:
-                    for size in options.sweep.sizes:
-                        yield size, options.dtype(type_name), type_name, redop, root
+        for type_name, redop, root, size in itertools.product(
+            options.types, redops, roots, options.sweep.sizes
+        ):
+            yield size, options.dtype(type_name), type_name, redop, root
 
     def case(self, size: int, dtype: DType, redop: str, root: int, placement: str) -> BenchCase | None:
         """The case of a row and a placement; None if a rank would have less than one element."""
@@ -253,11 +249,10 @@ class Session:
         return BenchCase(op, placement, dtype, redop, max(root, 0), counts, self.rank, self.size)
 
     def _sweep(self) -> bool:
-        measured, cycle = False, 0
-        while cycle < self.options.cycles or not self.options.cycles:
+        measured = False
+        for _ in range(self.options.cycles) if self.options.cycles else itertools.count():
             for case in self.cases():
                 measured |= self._measure_row(*case)
-            cycle += 1
             if not measured:
                 break
         return measured

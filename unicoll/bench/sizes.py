@@ -12,11 +12,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """Parse a size in nccl-tests' notation: ``512``, ``4K``, ``1.5M``, ``2g``; K is 1024.
-
-    Raises:
-        ValueError: the text is not a size.
-    """
+    """Parse a size in nccl-tests' notation: ``512``, ``4K``, ``1.5M``, ``2g``; K is 1024. ValueError if it is none."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]?)B?\s*", text.upper())
     if match is None:
         raise ValueError(f"{text!r} is not a size such as 512, 4K, 1.5M or 2G")
@@ -35,12 +31,7 @@ def short(size: int) -> str:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The sizes to measure.
-
-    Attributes:
-        sizes: in bytes, ascending.
-        step: the step between sizes as the header prints it: ``"2(factor)"``.
-    """
+    """The sizes to measure, in bytes, ascending; ``step`` is as the header prints it: ``"2(factor)"``."""
 
     sizes: tuple[int, ...]
     step: str
@@ -52,11 +43,7 @@ def listed(sizes: tuple[int, ...]) -> Sweep:
 
 
 def stepped(smallest: str | None, largest: str | None, step: str | None, factor: str | None) -> Sweep:
-    """A sweep from the texts of nccl-tests' ``-b``, ``-e``, ``-i`` and ``-f``.
-
-    Raises:
-        ValueError: a text is not a size, or the flags contradict each other.
-    """
+    """A sweep from the texts of nccl-tests' ``-b``, ``-e``, ``-i`` and ``-f``; ValueError if they are wrong."""
     first, last = parse_size(smallest or "8"), parse_size(largest or "64M")
     if largest is None:
         last = max(last, first)

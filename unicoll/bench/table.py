@@ -24,7 +24,6 @@ class PlacementRow:
 
     Attributes:
         time: the selected statistic, in microseconds.
-        stats: all statistics.
         algbw, busbw: GB/s (1e9 bytes).
         wrong: wrong elements over all ranks; None if results were not checked.
         all_calls: calls of one rank with the untimed ones: the first, warm-up, planning and checks.
@@ -46,7 +45,6 @@ class TableRow:
         size, count: bytes, and elements by nccl-tests' definition.
         type, redop, root: nccl-tests' names; ``"none"`` and -1 if not applicable.
         results: results by placement; placements that were not measured are absent.
-        contender: name of the contender.
         ratio: its time divided by the first contender's; None if one of them was not measured.
     """
 
@@ -68,9 +66,7 @@ def float_str(value: float, width: int) -> str:
     """Format a number as nccl-tests does: as many decimals as fit."""
     if math.isnan(value):
         return f"{'N/A':>{width}}"
-    power = 0
-    while value >= 10**power:
-        power += 1
+    power = len(str(int(value))) if value >= 1 else 0
     if power < width - 2:
         return f"{value:{width}.2f}"
     if power < width - 1:
@@ -81,7 +77,6 @@ def float_str(value: float, width: int) -> str:
 
 
 def bandwidths(op: Operation, size: int, us: float, ranks: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in GB/s."""
     algorithm = size / 1e3 / us if us > 0 else math.nan
     return algorithm, algorithm * op.factor(ranks)
 
@@ -129,14 +124,7 @@ def row(table_row: TableRow, compared: bool, timestamps: bool = False) -> str:
 
 
 def footer(failed: int, average: Mapping[str, float], minimum: float | None, program: str) -> list[str]:
-    """The lines below the table.
-
-    Args:
-        failed: number of failed checks.
-        average: bus bandwidth of each contender over all its measurements.
-        minimum: NCCL_TESTS_MIN_BW; the first contender's average must reach 90 % of it.
-        program: name of nccl-tests' program.
-    """
+    """The lines below the table; the first contender's average must reach 90 % of NCCL_TESTS_MIN_BW (``minimum``)."""
     lines = [f"# {'Out of bounds values':<20} : {failed} {'FAILED' if failed else 'OK'}"]
     for i, (name, bandwidth) in enumerate(average.items()):
         verdict = "" if minimum is None or i else ("FAILED" if bandwidth < minimum * 0.9 else "OK")

@@ -100,13 +100,9 @@ def _random_numbers(rank: int, iteration: int) -> npt.NDArray[np.uint64]:
 
 
 class Values:
-    """Source data and expected results of one element type and reduction.
+    """Source data and expected results of one element type and one of :data:`REDOPS`, None without reduction.
 
-    Args:
-        dtype: element type.
-        redop: one of :data:`REDOPS`; None for an operation without reduction.
-        ranks: number of ranks.
-        compression: of the contributions and of the result of a sum or average, or "".
+    ``compression`` is that of the contributions and of the result of a sum or average.
     """
 
     def __init__(self, dtype: DType, redop: str | None, ranks: int, compression: str = "") -> None:
@@ -145,7 +141,7 @@ class Values:
         return numbers
 
     def reduced(self, iteration: int, ranks: int | None = None) -> Numbers:
-        """One period of the reduction of the source data of the first so many ranks, or of all."""
+        """One period of the reduction of the source data of the first ``ranks`` ranks, or of all."""
         result = self.numbers(0, iteration)
         for rank in range(1, self.ranks if ranks is None else ranks):
             _FOLD[self.redop or "sum"](result, self.numbers(rank, iteration), out=result)

@@ -42,12 +42,8 @@ def content(
     """The dump of this rank.
 
     Args:
-        job: the joined job.
         job_id: random text, equal on all ranks.
-        reason: why the dump is written.
         failure: True if the reason is that a group has failed.
-        groups: the open groups.
-        calls: those of the flight recorder.
         stacks: those of :func:`threads`.
         offset: rank 0's clock minus this process's, or None if it is not known.
     """

@@ -1,4 +1,4 @@
-"""The start of a job of the backend ``fake``: this process alone, as any rank of any number."""
+"""The start of a job of the backend ``fake``: one process, as any rank of any world size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ override: str | None = None
 def rendezvous(
     init_method: str | None, rank: int, world_size: int, environ: Mapping[str, str] = os.environ
 ) -> Rendezvous:
-    """Rank and world size as :func:`unicoll.bootstrap.rendezvous.rendezvous` finds them, and a store in this process.
-
-    Raises:
-        DistArgumentError: they are missing, contradictory or out of range, or the URL is invalid.
-    """
+    """Rank and world size as :func:`unicoll.bootstrap.rendezvous.rendezvous` finds them; a store in this process."""
     notes: list[str] = []
     url = parse_init_method(init_method if init_method is not None else "env://")
     this_rank, size, launched = members(url, rank, world_size, environ, notes)
@@ -35,9 +31,7 @@ def rendezvous(
         secret=Secret(new_key(), "none"),
         trusted=True,
         listen_addresses=["127.0.0.1"],
-        local_rank=launched.local_rank if launched else None,
-        local_world_size=launched.local_world_size if launched else None,
-        launched=None,
+        launched=launched,
         notes=notes,
         _close=store.close,
         fake=True,

@@ -19,8 +19,8 @@ from unicoll.backend.flight_recorder import failure_text, ring
 from unicoll.errors import DistError
 from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 from unicoll.net import fork_safety
+from unicoll.net.atomic_file import write_whole
 from unicoll.net.control.clock import Offset
-from unicoll.net.files import write_whole
 
 log = logging.getLogger("unicoll")
 
@@ -74,14 +74,9 @@ class FlightDumper:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def dump(self, directory: str | os.PathLike[str] | None, reason: str) -> str:
-        """Write the dump; returns its path.
+        """Write the dump; returns its path, or raises OSError.
 
-        Args:
-            directory: made if it does not exist; None for UNICOLL_TRACE_DIR or a directory of the job's own.
-            reason: for the reader.
-
-        Raises:
-            OSError: it cannot be written.
+        ``directory`` is made if it does not exist; None is UNICOLL_TRACE_DIR or a directory of the job's own.
         """
         place = self._default_directory() if directory is None else os.fspath(directory)
         return self._write(place, reason, False, lambda: None)
@@ -111,10 +106,8 @@ class FlightDumper:
     def start(self, reason: str, failure: bool) -> None:
         """Write the dump on another thread; errors are logged.
 
-        Args:
-            reason: for the reader.
-            failure: True if a group has failed: waits for a moment until its calls have been copied; False to log
-                where the dump is.
+        If a group has failed, this waits for a moment until its calls have been copied; else it is logged where the
+        dump is.
         """
         copied = threading.Event()
 
@@ -189,7 +182,7 @@ def _sigusr1_is_free() -> bool:
 
 
 def _has_native_handler(number: int) -> bool:
-    """True if a handler is installed which the signal module does not know, as that of faulthandler."""
+    """True if a handler is installed that is not one of Python's signal module, as that of faulthandler."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             caught = next(line for line in file if line.startswith("SigCgt:"))

@@ -17,10 +17,10 @@ from unicoll.bootstrap.flight_dump import FlightDumper
 from unicoll.bootstrap.rendezvous import Rendezvous, refuse_protection, rendezvous
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation
 from unicoll.errors import DistError
-from unicoll.group import registry
+from unicoll.group import backend_choice, registry
+from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
-from unicoll.group.registry import BackendChoice
-from unicoll.net import debug_level, excepthook, fork_safety, logs, settings
+from unicoll.net import debug_level, environment, excepthook, fork_safety, logs
 from unicoll.net.control.client import ControlClient
 from unicoll.net.control.departures import publish_refusal
 from unicoll.net.stores import Store
@@ -85,9 +85,9 @@ def join(
     """:func:`run_rendezvous`, then :func:`join_job`."""
     started = time.monotonic()
     backend = fake_job.override or backend
-    _install_excepthook()  # before the choice of the backend, whose errors are shown with folded frames too
+    _install_excepthook()  # before the choice of the backend, whose errors are shown without unicoll's frames, too
     if backend is not None:
-        registry.choose(backend)  # fails before other ranks wait for this one
+        backend_choice.choose(backend)  # fails before other ranks wait for this one
     found = run_rendezvous(backend, init_method, rank, world_size, store, join_timeout)
     membership = join_job(found, backend, timeout, join_timeout)
     log.info("joined as rank %d of %d in %.3f s", found.rank, found.world_size, time.monotonic() - started)
@@ -102,12 +102,7 @@ def run_rendezvous(
     store: Store | StoreLocation | None,
     join_timeout: float,
 ) -> Rendezvous:
-    """Find the other processes.
-
-    Args:
-        backend, init_method, rank, world_size: as for init_process_group.
-        store: as for init_process_group, or the location of the store.
-        join_timeout: seconds to wait for rank 0.
+    """Find the other processes, with the arguments of init_process_group; ``store`` may also be a location.
 
     Raises:
         DistArgumentError: arguments and environment do not give rank and world size, or contradict each other; a
@@ -116,10 +111,10 @@ def run_rendezvous(
         AuthenticationError, DistStoreError, DistNetworkError: as :func:`unicoll.bootstrap.rendezvous.rendezvous`.
     """
     _install_excepthook()
-    settings.check()
+    environment.check()
     debug_level.apply()
-    settings.warn_of_unknown()
-    if backend is not None and registry.fakes(registry.choose(backend)):
+    environment.warn_of_unknown()
+    if backend is not None and backend_choice.is_fake(backend_choice.choose(backend)):
         return fake_job.rendezvous(init_method, rank, world_size)
     log.info("joining: process %d", os.getpid())
     mpi = mpi_launch.start(backend, rank, world_size, join_timeout)
@@ -135,16 +130,12 @@ def run_rendezvous(
 def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_timeout: float) -> Membership:
     """Join the job of a rendezvous; returns when all ranks have joined. On an error ``rendezvous`` is closed too.
 
-    Args:
-        backend: as for init_process_group.
-        timeout: default timeout of the world group, seconds.
-        join_timeout: seconds to wait for the other ranks.
-
     Raises:
         BackendUnavailableError: the backend cannot be used on this machine; the message has the reason.
         DistArgumentError: UNICOLL_CHANNEL requires protection, but other processes may have the job's key.
         OperationTimeoutError: not all ranks joined in time; the message has the missing ones.
     """
+    launched = rendezvous.launched
     job = Job(
         rendezvous.rank,
         rendezvous.world_size,
@@ -153,22 +144,29 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
         rendezvous.trusted,
         list(rendezvous.listen_addresses),
         timeout,
-        local_size=rendezvous.local_world_size,
+        local_size=launched.local_world_size if launched else None,
         exit_cause=_exit_note_reader(rendezvous),
-        local_rank=rendezvous.local_rank,
+        local_rank=launched.local_rank if launched else None,
         fake=rendezvous.fake,
     )
     try:
         if rendezvous.world_size > 1 and not rendezvous.trusted:
             refuse_protection()
+        job.allows_pickle = job.trusted and bool(environment.flag("UNICOLL_ALLOW_PICKLE"))
         choices = choose(rendezvous, backend)
         for cls in {c.cls for c in choices}:
             cls.prepare(job)
         if job.size > 1 and not job.fake:
             job.control = ControlClient(
-                job.rank, job.size, job.key, job.addresses[0], rendezvous.store_ends_with_rank_0
+                job.rank,
+                job.size,
+                job.key,
+                job.addresses[0],
+                rendezvous.store_ends_with_rank_0,
+                job.allows_pickle,
             )
             job.control.start(job.store, join_timeout, rendezvous.address)
+            job.allows_pickle = all(peer.allows_pickle for peer in job.control.peers)
             job.shared("wait monitor", lambda: WaitMonitor(job))
         if rendezvous.mpi_started:
             registry.register_job_with_mpi(job)
@@ -182,9 +180,11 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
 
 
 def choose(rendezvous: Rendezvous, backend: str | None) -> list[BackendChoice]:
-    """The backends of a group after its rendezvous: :func:`unicoll.group.registry.choose`."""
+    """The backends of a group after its rendezvous: :func:`unicoll.group.backend_choice.choose`."""
     launched = rendezvous.launched
-    return registry.choose(backend, launched is not None and launched.started_by_mpi, rendezvous.mpi_reason)
+    return backend_choice.choose(
+        backend, launched is not None and launched.started_by_mpi, rendezvous.mpi_reason
+    )
 
 
 def _close_all(rendezvous: Rendezvous, job: Job, error: BaseException | None) -> None:
@@ -260,7 +260,7 @@ def set_exit_cause(error: BaseException) -> None:
 
 
 def _install_excepthook() -> None:
-    """Once per process: record the exception that ends the program, and print it with folded frames."""
+    """Once per process: record the exception that ends the program, and print it without unicoll's frames."""
     global _hook_installed
     if not _hook_installed:
         _hook_installed = True

@@ -11,7 +11,6 @@ import os
 import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from unicoll.bootstrap.launcher_table import LAUNCHERS, TORCH_STYLE, Environ, LauncherRow
 from unicoll.bootstrap.slurm_lists import expand_counts, expand_nodelist
@@ -28,9 +27,7 @@ class LaunchInfo:
     """The information of the launcher's environment.
 
     Attributes:
-        name: the row's name: ``"unicoll"``, ``"torchrun"``, ``"environment"``, ``"openmpi"``, ``"slurm"``,
-            ...
-        rank, world_size: of this process, from 0, and the number of processes.
+        name: the row's name: ``"unicoll"``, ``"torchrun"``, ``"environment"``, ``"openmpi"``, ``"slurm"``...
         local_rank, local_world_size: the same among the processes of this host; None if unknown.
         node_rank: index of this host among the job's hosts; None if unknown.
         source: the variables of these numbers, with their values, as text.
@@ -93,16 +90,12 @@ def from_mpi_world(rank: int, world_size: int) -> LaunchInfo:
 
 
 def master_of(environ: Environ) -> tuple[str | None, int | None]:
-    """MASTER_ADDR without brackets and MASTER_PORT, each None if it is not set.
-
-    Raises:
-        DistArgumentError: MASTER_PORT is not a port.
-    """
+    """MASTER_ADDR without brackets and MASTER_PORT, each None if not set; DistArgumentError if it is no port."""
     address, port = (environ.get(name, "").strip() for name in ("MASTER_ADDR", "MASTER_PORT"))
     return address.strip("[]") or None, parse_port(port, f"MASTER_PORT={port}") if port else None
 
 
-def size_only_in_mpi() -> bool:
+def has_rank_without_size() -> bool:
     """True if an MPI launcher has set a rank, but no size, in the environment."""
     return any(
         row.mpi
@@ -146,8 +139,9 @@ def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
     if local_rank is not None and local_size is not None:
         local_names = [name for name in (*row.local_rank, *row.local_size) if name in used]
         _below(local_names[0], local_rank, local_names[-1], local_size)
-    job = _job(row, environ, single_host=local_size == world_size)
-    master = _master(row, environ, job, single_host=local_size == world_size)
+    single_host = local_size == world_size
+    job = _job(row, environ, single_host=single_host)
+    address, port, source = _master(row, environ, job, single_host=single_host)
     return LaunchInfo(
         name=row.name,
         rank=rank,
@@ -157,23 +151,19 @@ def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
         node_rank=node_rank,
         source=", ".join(f"{name}={value}" for name, value in used.items()),
         started_by_mpi=row.mpi,
-        master_addr=master.address,
-        master_port=master.port,
-        master_source=master.source,
-        master_hint=_hint(row, master, single_host=local_size == world_size),
+        master_addr=address,
+        master_port=port,
+        master_source=source,
+        master_hint=_hint(row, address, port, single_host=single_host),
         port_fixed=master_of(environ)[1] is not None,
         job=job,
     )
 
 
-class _Master(NamedTuple):
-    address: str | None
-    port: int | None
-    source: str
-
-
-def _master(row: LauncherRow, environ: Environ, job: str, *, single_host: bool) -> _Master:
-    """Rank 0's address: MASTER_ADDR and MASTER_PORT, else derived from the hosts and the job's id."""
+def _master(
+    row: LauncherRow, environ: Environ, job: str, *, single_host: bool
+) -> tuple[str | None, int | None, str]:
+    """Rank 0's address and port, and where they come from: variables, else derived from the hosts and the job's id."""
     sources: list[str] = []
     nodelist = _first_set(row.nodelist, environ)
     address, port = master_of(environ)
@@ -190,14 +180,14 @@ def _master(row: LauncherRow, environ: Environ, job: str, *, single_host: bool) 
     elif job:
         port = PORT_BASE + zlib.crc32(job.encode()) % PORT_SPAN
         sources.append(f"port from {job}")
-    return _Master(address, port, ", ".join(sources))
+    return address, port, ", ".join(sources)
 
 
-def _hint(row: LauncherRow, master: _Master, *, single_host: bool) -> str:
+def _hint(row: LauncherRow, address: str | None, port: int | None, *, single_host: bool) -> str:
     missing = []
-    if master.address is None:
+    if address is None:
         missing.append("MASTER_ADDR (the address of rank 0's host)")
-    if master.port is None:
+    if port is None:
         missing.append("MASTER_PORT (a free port there)")
     if not missing:
         return ""
@@ -205,7 +195,9 @@ def _hint(row: LauncherRow, master: _Master, *, single_host: bool) -> str:
     if row is TORCH_STYLE:
         return wanted
     reason = (
-        "does not distinguish the jobs of a host" if single_host else "does not set the address of rank 0"
+        "sets no variable that differs between two jobs on one host"
+        if single_host
+        else "does not set the address of rank 0"
     )
     return f"{row.name} {reason}: {wanted}, or pass init_method='tcp://host:port' or 'file:///path'"
 

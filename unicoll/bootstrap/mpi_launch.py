@@ -10,7 +10,7 @@ from typing import NamedTuple
 from unicoll.bootstrap import launchers
 from unicoll.bootstrap.launchers import LaunchInfo
 from unicoll.errors import BackendUnavailableError, DistArgumentError
-from unicoll.group import registry
+from unicoll.group import backend_choice, registry
 from unicoll.net import logs
 from unicoll.net.stores import Store
 
@@ -48,20 +48,16 @@ def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MP
     As in torch.distributed, MPI determines rank and size: if it is requested by name, ``rank`` and ``world_size`` have
     no effect. If the launcher's variables do not contain the size, it is read from MPI.
 
-    Args:
-        backend, rank, world_size: as for init_process_group.
-        timeout: seconds for starting MPI.
-
     Raises:
         BackendUnavailableError: MPI was requested by name, but was not started with the other processes.
     """
     by_name = "mpi" in re.split("[:,]", (backend or "").lower())
     detected = _detect()
     if detected is None:
-        by_mpi = launchers.size_only_in_mpi()
+        by_mpi = launchers.has_rank_without_size()
     else:
         by_mpi = detected.started_by_mpi and (by_name or world_size in (-1, detected.world_size))
-    choices = registry.choose(backend, by_mpi)
+    choices = backend_choice.choose(backend, by_mpi)
     if not any(c.name == "mpi" for c in choices):
         if by_mpi and not all(c.explicit for c in choices):
             _warn(detected, registry.reason_against("mpi"))

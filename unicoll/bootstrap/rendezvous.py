@@ -21,7 +21,7 @@ from unicoll.bootstrap.store_locations import (
     TCPLocation,
 )
 from unicoll.errors import DistArgumentError
-from unicoll.net import interfaces, settings
+from unicoll.net import environment, interfaces
 from unicoll.net.secret import Secret, find_secret
 from unicoll.net.stores import PrefixStore, Store
 
@@ -41,13 +41,11 @@ class Rendezvous:
     Attributes:
         store: the store that all ranks share, in the namespace of this rendezvous.
         root: the same store without the namespace, for keys of unicoll's launcher.
-        rank, world_size: of this process, and the number of processes.
         secret: the key of the data connections' handshakes (never empty), and its source.
         trusted: True if only holders of the job's secret, processes that MPI has started, or processes of this user
             (verified by the owner of their sockets or of the store's open file, or since they are threads of this
             process) can have taken part. Equal on all ranks, unless one of them cannot verify it.
         listen_addresses: the addresses of data connections, best first.
-        local_rank, local_world_size: among the processes of this host; None if no launcher gives them.
         launched: the launcher's information, if it applies to this rendezvous.
         notes: what was chosen, from which source and why; one line each.
         mpi_started: True if MPI is used, even if only for the store.
@@ -64,8 +62,6 @@ class Rendezvous:
     secret: Secret
     trusted: bool
     listen_addresses: list[str]
-    local_rank: int | None
-    local_world_size: int | None
     launched: LaunchInfo | None
     notes: list[str]
     _close: Callable[[], None] = field(repr=False)
@@ -157,7 +153,7 @@ def rendezvous(
         agreed.store.set_timeout(timedelta(seconds=timeout))
     notes.append(f"store: {location.describe()}")
     notes.append(f"secret: {_describe_secret(secret, agreed.trusted)}")
-    if (channel := settings.choice("UNICOLL_CHANNEL", environ)) != "plain":
+    if (channel := environment.choice("UNICOLL_CHANNEL", environ)) != "plain":
         notes.append(f"connections between hosts: {channel}, from UNICOLL_CHANNEL")
     notes.append(f"interface: {', '.join(listen.addresses)}: {listen.reason}")
     return Rendezvous(
@@ -168,8 +164,6 @@ def rendezvous(
         secret=Secret(agreed.key, secret.source if secret.key else "rank 0, through the store"),
         trusted=agreed.trusted,
         listen_addresses=listen.addresses,
-        local_rank=launched.local_rank if launched else None,
-        local_world_size=launched.local_world_size if launched else None,
         launched=launched,
         notes=notes,
         _close=lambda: location.close(linger=True),
@@ -179,15 +173,11 @@ def rendezvous(
 
 
 def refuse_protection(environ: Environ = os.environ) -> None:
-    """Refuse UNICOLL_CHANNEL in a job whose key other processes may have.
-
-    Raises:
-        DistArgumentError: ``UNICOLL_CHANNEL`` asks for it.
-    """
-    wanted = settings.choice("UNICOLL_CHANNEL", environ)
+    """Raise DistArgumentError if UNICOLL_CHANNEL is set in a job whose key other processes may have."""
+    wanted = environment.choice("UNICOLL_CHANNEL", environ)
     if wanted != "plain":
         raise DistArgumentError(
-            f"UNICOLL_CHANNEL={wanted} protects nothing in this job: any process that reaches the store can join; "
+            f"UNICOLL_CHANNEL={wanted} cannot protect this job: any process that reaches the store can join; "
             "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE"
         )
 

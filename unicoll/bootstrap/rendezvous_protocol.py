@@ -28,8 +28,8 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.net import interfaces, logs
-from unicoll.net.auth import NoAnswerError
 from unicoll.net.control.departures import publish_refusal
+from unicoll.net.handshake import NoAnswerError
 from unicoll.net.secret import Key, Secret, new_key
 from unicoll.net.stores import PrefixStore, Store
 from unicoll.net.stores.signed import SignedStore
@@ -116,7 +116,6 @@ class JobRecord(NamedTuple):
     signature: str = "-"
 
     def format(self) -> str:
-        """The record as stored."""
         return f"{self._text()} {self.signature}"
 
     def _text(self) -> str:
@@ -129,11 +128,7 @@ class JobRecord(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes) -> JobRecord:
-        """The record from its stored form.
-
-        Raises:
-            DistStoreError: it is not a record.
-        """
+        """The record from its stored form; DistStoreError if it is none."""
         try:
             magic, token, size, access, key, signature = text.decode("ascii").split(" ")
             if magic != _MAGIC:
@@ -151,13 +146,8 @@ def agree_on_store(
 ) -> AgreedStore:
     """Open the store and run the protocol, until ``deadline`` (``time.monotonic()``).
 
-    The other ranks wait for rank 0 only. On an error the store is closed.
-
-    Raises:
-        DistArgumentError: rank 0 has another world size.
-        AuthenticationError: the ranks do not hold the same secret.
-        StoreTimeoutError, DistNetworkError: rank 0 or its store did not appear in time.
-        DistStoreError: another process has this rank.
+    The other ranks wait for rank 0 only. On an error, one of those of
+    :func:`unicoll.bootstrap.rendezvous.rendezvous`, the store is closed.
     """
     while True:
         try:

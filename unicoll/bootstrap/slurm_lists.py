@@ -24,10 +24,8 @@ def expand_nodelist(text: str, limit: int | None = None) -> list[str]:
     """The host names of a Slurm node list, in order; at most ``limit`` of them.
 
     ``"n[1-3,08-10],gpu-a[0-1]b[2,4]"``: commas outside brackets separate patterns, a bracket holds numbers
-    and ranges (zero-padded to the width of their start), and a pattern may hold several brackets.
-
-    Raises:
-        DistArgumentError: the brackets do not match, a range is not a range of numbers, or there is no name.
+    and ranges (zero-padded to the width of their start), and a pattern may hold several brackets. DistArgumentError for
+    other texts.
     """
     hosts: list[str] = []
     for pattern in _split_outside_brackets(text):

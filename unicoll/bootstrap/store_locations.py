@@ -52,17 +52,12 @@ class ExistingStoreLocation(StoreLocation):
         return f"{self.address} (given)"
 
 
-class LocalLocation(StoreLocation):
+class LocalLocation(ExistingStoreLocation):
     """A store in this process, for a world of size 1."""
 
-    address = "this process"
-    master_host = "127.0.0.1"
-
-    def open(self, rank: int, world_size: int, deadline: float) -> Store:
-        return HashStore()
-
-    def private(self) -> bool:
-        return True
+    def __init__(self) -> None:
+        super().__init__(HashStore())
+        self.address = "this process"
 
     def describe(self) -> str:
         return "in this process, which is the only one"
@@ -71,9 +66,7 @@ class LocalLocation(StoreLocation):
 class MPILocation(StoreLocation):
     """A store over MPI, for processes that MPI has started; it needs no address and opens no port.
 
-    Args:
-        opener: opens the store, until a deadline.
-        master: rank 0's host if the launcher gives it, for the choice of interfaces.
+    ``master`` is rank 0's host if the launcher gives it, for the choice of interfaces.
     """
 
     address = "MPI"
@@ -190,7 +183,7 @@ class TCPLocation(StoreLocation):
         if rank == 0 and not self._hosted:
             self._store = self._serve(world_size, deadline)
         elif len(self._ports) == 1:
-            self._store = self._connect(self._ports[0], world_size, deadline)
+            self._store = self._open_store(self._ports[0], world_size, deadline)
         else:
             self._store = self._search(rank, world_size, deadline)
         return self._store
@@ -227,11 +220,8 @@ class TCPLocation(StoreLocation):
                 continue
         return self._open_store(self._ports[-1], world_size, deadline, is_master=True, bind=bind)
 
-    def _connect(self, port: int, world_size: int, deadline: float) -> TCPStore:
-        return self._open_store(port, world_size, deadline, is_master=False, bind=None)
-
     def _open_store(
-        self, port: int, world_size: int, deadline: float, *, is_master: bool, bind: str | None
+        self, port: int, world_size: int, deadline: float, *, is_master: bool = False, bind: str | None = None
     ) -> TCPStore:
         return TCPStore(
             self.master_host,
@@ -255,7 +245,7 @@ class TCPLocation(StoreLocation):
                     # Most ports refuse connections; a plain socket shows that without the store's retries.
                     probe = (self.master_host, port)
                     socket.create_connection(probe, min(timeout, seconds_left(deadline, MIN_SECONDS))).close()
-                    store = self._connect(port, world_size, min(deadline, time.monotonic() + timeout))
+                    store = self._open_store(port, world_size, min(deadline, time.monotonic() + timeout))
                 except (DistError, OSError) as error:
                     last_error = error
                     continue

@@ -71,15 +71,7 @@ Entry = dict[str, Any]
 def dumped(
     rank: int, calls: Sequence[RecordedCall], groups: Sequence[Any], full: bool, epoch: float
 ) -> bytes:
-    """This rank's dump.
-
-    Args:
-        rank: this process's.
-        calls: of the flight recorder.
-        groups: the open groups.
-        full: True if older calls may have been dropped.
-        epoch: wall clock minus monotonic clock, seconds.
-    """
+    """This rank's dump; ``full`` if older calls may have been dropped, ``epoch`` is wall minus monotonic clock."""
     descriptions = {g.name: g.group_desc for g in groups}
     config = {g.name: _config(g.name, g.group_desc, g.ranks) for g in groups}
     status = {name: dict.fromkeys(_STATUS, -1) for name in config}

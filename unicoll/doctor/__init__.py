@@ -4,11 +4,6 @@ In one process it lists libraries, devices, interfaces and limits, the backends 
 choose with the reasons, and hints. Every probe runs in a forked child process with a deadline, so that a
 library that hangs or crashes becomes a line of the report. Under a launcher the ranks join, compare their reports and
 exchange data between all pairs; rank 0 prints common results once, differences by rank, and the slow or broken pairs.
-
-    probes.py    probes in child processes with deadlines
-    software.py, host.py    tables of probes: libraries and the choice of backends; host and environment
-    hints.py     hints                          output.py  text and JSON
-    job.py       the report of a job            pairs.py   data exchange between all pairs of ranks
 """
 
 from __future__ import annotations
@@ -44,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.deadline is not None and not 0 < options.deadline < 1e6:
         parser.error(f"argument --deadline: {options.deadline:g} is not a valid number of seconds")
     from unicoll.doctor import host, output, probes, software
-    from unicoll.doctor.hints import hints
-    from unicoll.net.texts import print_text
+    from unicoll.doctor.hints import hints, status
+    from unicoll.net.formatting import print_text
 
     launched = host.launched_or_none()
     if launched is not None:
@@ -53,6 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return run(options.deadline or _RANK_S, options.json)
     sections = probes.run_probes({**software.PROBES, **host.PROBES}, options.deadline or _PROCESS_S)
-    report = output.HostReport(sections, hints(sections))
-    print_text(output.as_json(report) if options.json else output.as_text(report))
-    return report.status
+    found = hints(sections)
+    print_text((output.as_json if options.json else output.as_text)(sections, found))
+    return status(found)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from unicoll.doctor.host import size_text
 from unicoll.doctor.probes import Facts
+from unicoll.doctor.software import version_in
 
 LEVELS = ("note", "warning", "error")
 """Severity levels; the exit status is the index of the most severe."""
@@ -20,25 +21,28 @@ Sections = Mapping[str, Facts]
 
 @dataclass(frozen=True)
 class Hint:
-    """One recommendation.
-
-    Attributes:
-        level: of :data:`LEVELS`.
-        about: the section.
-        text: the problem.
-        do: the remedy.
-    """
+    """One recommendation: its level of :data:`LEVELS`, its section, the problem and the remedy."""
 
     level: str
     about: str
     text: str
     do: str
 
+    @property
+    def severity(self) -> int:
+        """The index of its level."""
+        return LEVELS.index(self.level)
+
 
 def hints(sections: Sections) -> list[Hint]:
     """All hints, most severe first."""
     found = [hint for rule in _RULES for hint in rule(sections)]
-    return sorted(dict.fromkeys(found), key=lambda h: -LEVELS.index(h.level))
+    return sorted(dict.fromkeys(found), key=lambda hint: -hint.severity)
+
+
+def status(found: Iterable[Hint]) -> int:
+    """The exit status: the level of the most severe hint."""
+    return max((hint.severity for hint in found), default=0)
 
 
 def _gpu(sections: Sections) -> bool:
@@ -126,7 +130,7 @@ def _mpi(sections: Sections) -> Iterator[Hint]:
     if mpi.get("installed") and mpi.get("reason"):
         yield Hint("warning", "mpi", mpi["reason"], "repair it, or remove mpi4py")
     ours, theirs = mpi.get("family"), mpi.get("mpirun_family")
-    version, other = _of(mpi, "library"), str(mpi.get("mpirun_version", ""))
+    version, other = version_in(mpi.get("library", "")), str(mpi.get("mpirun_version", ""))
     major, other_major = version.partition(".")[0], other.partition(".")[0]
     same = ours == theirs and (ours != "open mpi" or not major or not other_major or major == other_major)
     if ours and theirs and not same and {ours, theirs} != {"mpich", "intel"}:
@@ -137,11 +141,6 @@ def _mpi(sections: Sections) -> Iterator[Hint]:
             "put the bin folder of mpi4py's library first on PATH, or set MPI4PY_LIBMPI to the other's "
             "library",
         )
-
-
-def _of(mpi: Facts, name: str) -> str:
-    parts = str(mpi.get(name, "")).split()
-    return next((part.lstrip("v") for part in parts if part.lstrip("v")[:1].isdigit()), "")
 
 
 def _memory(sections: Sections) -> Iterator[Hint]:

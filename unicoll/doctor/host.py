@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import difflib
 import os
 import re
 import resource
@@ -15,15 +14,14 @@ from unicoll.bootstrap import launchers
 from unicoll.bootstrap.launchers import LaunchInfo
 from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import DistArgumentError, DistError
+from unicoll.net import environment
 from unicoll.net import interfaces as net
-from unicoll.net import settings
 from unicoll.net.secret import find_secret
 
 SHM = "/dev/shm"
 SYS = "/sys"
 CGROUP = "/sys/fs/cgroup"
 
-_TESTS = "UNICOLL_TEST_"
 _SECRET = ("SECRET", "TOKEN", "KEY", "PASSWORD")
 _SHOWN = re.compile(r"UNICOLL_|NCCL_|GLOO_|CUDA_VISIBLE_DEVICES|MASTER_|(LOCAL_)?RANK$|(LOCAL_)?WORLD_SIZE$")
 _LONGEST = 60
@@ -40,7 +38,7 @@ def launched_or_none() -> LaunchInfo | None:
         found = launchers.detect()
     except DistArgumentError:
         return None
-    if found is None and launchers.size_only_in_mpi():
+    if found is None and launchers.has_rank_without_size():
         return launchers.from_mpi_world(0, 1)
     return found
 
@@ -96,7 +94,8 @@ def _network() -> Iterator[Facts]:
         )
     if len(lines) > _MOST_INTERFACES:
         lines[_MOST_INTERFACES:] = [f"and {len(lines) - _MOST_INTERFACES} more"]
-    ports = [f"{p.parent.parent.name} port {p.name}: {_read(p / 'state')}" for p in _ports()]
+    paths = sorted(Path(SYS, "class/infiniband").glob("*/ports/*"))
+    ports = [f"{p.parent.parent.name} port {p.name}: {_read(p / 'state')}" for p in paths]
     yield {"interfaces": interfaces, "infiniband": ports}
     lines += [f"InfiniBand: {', '.join(ports)}"] if ports else []
     common += [f"InfiniBand: {', '.join(ports)}"] if ports else []
@@ -108,10 +107,6 @@ def _network() -> Iterator[Facts]:
         return
     text = f"data connections of jobs on several hosts: {', '.join(choice.addresses)}: {choice.reason}"
     yield {"listen": choice.addresses, "why": choice.reason, "lines": [*lines, text]}
-
-
-def _ports() -> list[Path]:
-    return sorted(Path(SYS, "class/infiniband").glob("*/ports/*"))
 
 
 def _speed(name: str) -> int | None:
@@ -229,7 +224,7 @@ def _environment() -> Iterator[Facts]:
     except DistError as e:
         facts["problems"].append(str(e))
     facts["problems"] += list(_invalid())
-    facts["unknown"] = _unknown()
+    facts["unknown"] = environment.unknown()
     facts["variables"] = shown = {
         name: _shown(name, v) for name, v in sorted(os.environ.items()) if _SHOWN.match(name)
     }
@@ -249,22 +244,13 @@ def _shown(name: str, value: str) -> str:
 
 
 def _invalid() -> Iterator[str]:
-    """Errors of :func:`unicoll.net.settings.check` for each variable."""
+    """Errors of :func:`unicoll.net.environment.check` for each variable."""
     for name, value in os.environ.items():
-        if name in (*settings.FLAGS, *settings.CHOICES, *settings.NUMBERS):
+        if name in (*environment.FLAGS, *environment.CHOICES, *environment.NUMBERS):
             try:
-                settings.check({name: value})
+                environment.check({name: value})
             except DistArgumentError as e:
                 yield str(e)
-
-
-def _unknown() -> dict[str, str | None]:
-    """Unknown variables with unicoll's prefix, each with the closest known name."""
-    known = [*settings.FLAGS, *settings.CHOICES, *settings.NUMBERS, *settings.TEXTS]
-    unknown = [
-        n for n in os.environ if n.startswith("UNICOLL_") and n not in known and not n.startswith(_TESTS)
-    ]
-    return {name: next(iter(difflib.get_close_matches(name, known, 1)), None) for name in sorted(unknown)}
 
 
 PROBES: dict[str, Probe] = {

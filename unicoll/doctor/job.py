@@ -5,24 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import unicoll as dist
 from unicoll.api import world
 from unicoll.doctor import host, pairs, probes, software
-from unicoll.doctor.hints import LEVELS, Hint, hints
-from unicoll.doctor.output import dumped, entry, hint_lines, unicoll_version
+from unicoll.doctor.hints import Hint, hints
+from unicoll.doctor.hints import status as worst
+from unicoll.doctor.output import dumped, entry, hint_lines
 from unicoll.doctor.pairs import PairSummary, RankPair
 from unicoll.doctor.probes import Facts
 from unicoll.group import registry
 from unicoll.net import interfaces
-from unicoll.net.texts import print_text, rank_spans
+from unicoll.net.formatting import print_text, ranks_text
+
+Key = TypeVar("Key", bound=Hashable)
 
 _MIN_TIMEOUT_S = 60.0
 _CLOCK_S = 1.0
 """Tolerated difference between the clocks of two hosts; the ranks read them after the same barrier."""
+_MOST_AGAIN = 64
+"""Slow pairs that are measured again."""
 
 
 @dataclass
@@ -64,7 +69,7 @@ def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     for round_pairs in pairs.rounds(group.size()):
         measured = pairs.merge(pairs.measure(group, round_pairs, deadline), measured)
     summary = _summarize(group, measured, ranks)
-    slow = [pairs.slow_pairs(summary) if summary else []]
+    slow = [[(pair.low, pair.high) for pair, _ in summary.slow[:_MOST_AGAIN]] if summary else []]
     dist.broadcast_object_list(slow, src=0)
     for pair in slow[0]:
         measured = pairs.merge(pairs.measure(group, [pair], deadline, quiet=True), measured)
@@ -72,9 +77,7 @@ def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     if summary is None:
         return 0
     shared = _shared(ranks)
-    status = max(
-        [LEVELS.index(hint.level) for hint, _ in shared] + [1 * bool(summary.slow), 2 * bool(summary.broken)]
-    )
+    status = max(worst(hint for hint, _ in shared), 1 * bool(summary.slow), 2 * bool(summary.broken))
     print_text(_as_json(ranks, shared, summary, status) if as_json else _as_text(ranks, shared, summary))
     return status
 
@@ -148,41 +151,40 @@ def _shared(ranks: Sequence[Rank]) -> list[tuple[Hint, str]]:
             relation = "ahead of" if ahead > 0 else "behind"
             text = f"the clock of {rank.host} is {abs(ahead):.1f} s {relation} that of {ranks[0].host}"
             owners[Hint("warning", "clocks", text, "run chrony or ntpd on all hosts")] = [number]
-    order = sorted(owners, key=lambda hint: -LEVELS.index(hint.level))
-    return [(hint, "" if len(owners[hint]) == len(ranks) else _ranks(owners[hint])) for hint in order]
+    order = sorted(owners, key=lambda hint: -hint.severity)
+    return [(hint, "" if len(owners[hint]) == len(ranks) else ranks_text(owners[hint])) for hint in order]
 
 
-def _ranks(numbers: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0-3, 7``."""
-    spans = [str(low) if low == high else f"{low}-{high}" for low, high in rank_spans(numbers)]
-    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(spans)}"
+def _grouped(keys: Iterable[Key]) -> dict[Key, list[int]]:
+    """The distinct keys of the ranks, each with its ranks."""
+    found: dict[Key, list[int]] = {}
+    for rank, key in enumerate(keys):
+        found.setdefault(key, []).append(rank)
+    return found
 
 
 def _hosts(ranks: Sequence[Rank]) -> list[str]:
-    by_host: dict[tuple[str, str, str], list[int]] = {}
-    for number, rank in enumerate(ranks):
-        by_host.setdefault((rank.host_key, rank.host, rank.interface), []).append(number)
-    return [f"{_ranks(numbers)}: {name} ({interface})" for (_, name, interface), numbers in by_host.items()]
+    by_host = _grouped((rank.host_key, rank.host, rank.interface) for rank in ranks)
+    return [
+        f"{ranks_text(numbers)}: {name} ({interface})" for (_, name, interface), numbers in by_host.items()
+    ]
 
 
 def _variants(ranks: Sequence[Rank], name: str) -> dict[tuple[str, ...], list[int]]:
     """The distinct texts of a section, with their ranks."""
-    measured: dict[tuple[str, ...], list[int]] = {}
-    for number, rank in enumerate(ranks):
-        facts = rank.sections[name]
-        measured.setdefault(tuple(facts["same"] if "same" in facts else facts["lines"]), []).append(number)
-    return measured
+    sections = [rank.sections[name] for rank in ranks]
+    return _grouped(tuple(facts["same" if "same" in facts else "lines"]) for facts in sections)
 
 
 def _as_text(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summary: PairSummary) -> str:
-    lines = [f"unicoll {unicoll_version()}, {len(ranks)} ranks", "", *entry("hosts", _hosts(ranks))]
+    lines = [f"unicoll {dist.__version__}, {len(ranks)} ranks", "", *entry("hosts", _hosts(ranks))]
     differences: list[str] = []
     for name in ranks[0].sections:
         variants = _variants(ranks, name)
         if len(variants) == 1 and name != "choice":
             lines += entry(name, next(iter(variants)) or ["unknown"])
         elif len(variants) > 1:
-            texts = [f"{_ranks(numbers)}: {'; '.join(text)}" for text, numbers in variants.items()]
+            texts = [f"{ranks_text(numbers)}: {'; '.join(text)}" for text, numbers in variants.items()]
             differences += entry(name, texts)
     lines += ["", "init_process_group() chose, on rank 0:", *entry("", dist.explain().splitlines())]
     if differences:

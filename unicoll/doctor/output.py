@@ -4,40 +4,18 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from unicoll.doctor.hints import LEVELS, Hint
-from unicoll.doctor.probes import Facts
+import unicoll
+from unicoll.doctor.hints import Hint, Sections, status
 from unicoll.net import interfaces
 
 LAYOUT = 1
 """Version of the JSON layout; it increases when a key is removed or changes its meaning."""
 _WIDTH, _LABEL = 100, 13
 _CHOICE = "choice"
-
-
-@dataclass(frozen=True)
-class HostReport:
-    """The report of one process: the facts of each section, and the hints."""
-
-    sections: Mapping[str, Facts]
-    hints: list[Hint]
-
-    @property
-    def status(self) -> int:
-        """The exit status: the level of the most severe hint."""
-        return max((LEVELS.index(h.level) for h in self.hints), default=0)
-
-
-def unicoll_version() -> str:
-    """Version of the installed package; a checkout has none."""
-    try:
-        return version("unicoll")
-    except PackageNotFoundError:
-        return "(a checkout)"
 
 
 def entry(label: str, lines: Iterable[str]) -> Iterator[str]:
@@ -61,25 +39,25 @@ def hint_lines(hints: Iterable[tuple[Hint, str]]) -> Iterator[str]:
         yield from entry("", [f"  -> {hint.do}"])
 
 
-def as_text(report: HostReport) -> str:
-    """The report of one process as text."""
-    lines = [f"unicoll {unicoll_version()} on {interfaces.hostname()}", ""]
-    for name, facts in report.sections.items():
+def as_text(sections: Sections, hints: Sequence[Hint]) -> str:
+    """The report of one process."""
+    lines = [f"unicoll {unicoll.__version__} on {interfaces.hostname()}", ""]
+    for name, facts in sections.items():
         if name != _CHOICE:
             lines += entry(name, facts["lines"] or ["unknown"])
     lines += ["", "init_process_group() would choose, as a rank of a job:"]
-    lines += entry("", report.sections[_CHOICE]["lines"])
-    lines += ["", *hint_lines((hint, "") for hint in report.hints)] if report.hints else ["", "no hints"]
+    lines += entry("", sections[_CHOICE]["lines"])
+    lines += ["", *hint_lines((hint, "") for hint in hints)] if hints else ["", "no hints"]
     return "\n".join(lines)
 
 
-def as_json(report: HostReport) -> str:
+def as_json(sections: Sections, hints: Sequence[Hint]) -> str:
     """The report of one process as a JSON object."""
-    return dumped({"host": interfaces.hostname(), "sections": report.sections}, report.hints, report.status)
+    return dumped({"host": interfaces.hostname(), "sections": sections}, hints, status(hints))
 
 
-def dumped(content: Mapping[str, Any], hints: Iterable[Any], status: int) -> str:
+def dumped(content: Mapping[str, Any], hints: Iterable[Any], exit_status: int) -> str:
     """One JSON object: layout, version, content, hints, exit status."""
     listed = [asdict(hint) if isinstance(hint, Hint) else hint for hint in hints]
-    head = {"layout": LAYOUT, "unicoll": unicoll_version()}
-    return json.dumps({**head, **content, "hints": listed, "exit_status": status}, indent=1, default=str)
+    head = {"layout": LAYOUT, "unicoll": unicoll.__version__}
+    return json.dumps({**head, **content, "hints": listed, "exit_status": exit_status}, indent=1, default=str)

@@ -60,7 +60,6 @@ class PairSummary:
         medians: latency and transfer time of each kind of pair.
         slow: pairs much slower than the median of their kind, each with the reason.
         broken: pairs that corrupted data, failed or timed out.
-        checked: number of pairs.
     """
 
     medians: dict[str, tuple[float, float]]
@@ -166,18 +165,8 @@ def _less(a: float | None, b: float | None) -> float | None:
     return min((t for t in (a, b) if t is not None), default=None)
 
 
-def slow_pairs(summary: PairSummary) -> list[tuple[int, int]]:
-    """At most 64 slow pairs, to be measured again."""
-    return [(pair.low, pair.high) for pair, _ in summary.slow[:64]]
-
-
 def summarize(pairs: Iterable[RankPair], hosts: Sequence[str]) -> PairSummary:
-    """Compare each pair with the median of its kind (within a host, between hosts).
-
-    Args:
-        pairs: all of them.
-        hosts: the host key of each rank.
-    """
+    """Compare each pair with the median of its kind (within a host, between hosts); ``hosts`` are the ranks' keys."""
     kinds: dict[str, list[RankPair]] = {}
     all_pairs = list(pairs)
     for pair in all_pairs:
@@ -217,5 +206,4 @@ def _find_slow(
 
 
 def rate(transfer: float) -> str:
-    """The bandwidth of a large message as text."""
     return f"{LARGE / transfer / 1e9:.3g} GB/s"

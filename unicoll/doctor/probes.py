@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import selectors
 import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn, cast
 
-from unicoll.net.texts import signal_name
+from unicoll.net.formatting import signal_name
 
 Facts = dict[str, Any]
 Probe = Callable[[], Iterator[Facts]]
@@ -32,31 +32,40 @@ def run_probes(probes: Mapping[str, Probe], deadline: float) -> dict[str, Facts]
     and ``problem`` if it failed: the exception, or the signal that ended the child. ``lines`` is always present.
     """
     end = time.monotonic() + deadline
-    children: dict[str, tuple[int, int]] = {}
+    sections: dict[str, Facts] = {name: {"lines": []} for name in probes}
+    children: dict[str, tuple[int, Connection]] = {}
     try:
         for name, probe in probes.items():
             children[name] = _fork(probe)
-        raw, ended = _read({pipe: name for name, (_, pipe) in children.items()}, end)
+        running = {pipe: name for name, (_, pipe) in children.items()}
+        while running and (left := end - time.monotonic()) > 0:
+            for pipe in cast(list[Connection], wait(list(running), left)):
+                try:
+                    sections[running[pipe]] |= json.loads(pipe.recv_bytes())
+                except (EOFError, OSError):
+                    del running[pipe]
     finally:
         statuses = {name: _reap(pid, pipe) for name, (pid, pipe) in children.items()}
-    return {name: _facts(raw[name], name in ended, statuses[name], deadline) for name in probes}
+    for name, facts in sections.items():
+        _add_end(facts, name not in running.values(), statuses[name], deadline)
+    return sections
 
 
-def _fork(probe: Probe) -> tuple[int, int]:
-    reading, writing = os.pipe()
+def _fork(probe: Probe) -> tuple[int, Connection]:
+    reading, writing = Pipe(duplex=False)
     with warnings.catch_warnings():
         # NumPy's threads have fork handlers, and no other library has started threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        os.close(reading)
+        reading.close()
         _run_child(probe, writing)
-    os.close(writing)
+    writing.close()
     return pid, reading
 
 
-def _run_child(probe: Probe, pipe: int) -> NoReturn:
-    """In the child: write each fact as a line of JSON and exit without the parent's exit handlers."""
+def _run_child(probe: Probe, pipe: Connection) -> NoReturn:
+    """In the child: send each fact as JSON and exit without the parent's exit handlers."""
     try:
         os.setpgid(0, 0)  # a process group: processes of the probe are killed with it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -66,43 +75,24 @@ def _run_child(probe: Probe, pipe: int) -> NoReturn:
         warnings.simplefilter("ignore")
         try:
             for facts in probe():
-                _write(pipe, facts)
+                _send(pipe, facts)
         except BaseException as e:
             text = " ".join(str(e).split())
-            _write(pipe, {"problem": f"{type(e).__name__}: {text}" if text else type(e).__name__})
+            _send(pipe, {"problem": f"{type(e).__name__}: {text}" if text else type(e).__name__})
     finally:
         os._exit(0)
 
 
-def _write(pipe: int, facts: Facts) -> None:
-    data = json.dumps(facts, default=str).encode() + b"\n"
-    while data:
-        data = data[os.write(pipe, data) :]
+def _send(pipe: Connection, facts: Facts) -> None:
+    pipe.send_bytes(json.dumps(facts, default=str).encode())
 
 
-def _read(names: Mapping[int, str], end: float) -> tuple[dict[str, bytes], set[str]]:
-    """The data read from each pipe until ``end``, and the names of the pipes that were closed by then."""
-    raw = dict.fromkeys(names.values(), b"")
-    ended: set[str] = set()
-    with selectors.DefaultSelector() as selector:
-        for pipe in names:
-            selector.register(pipe, selectors.EVENT_READ)
-        while selector.get_map() and (left := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                data = os.read(key.fd, 1 << 16)
-                raw[names[key.fd]] += data
-                if not data:
-                    selector.unregister(key.fd)
-                    ended.add(names[key.fd])
-    return raw, ended
-
-
-def _reap(pid: int, pipe: int) -> int:
+def _reap(pid: int, pipe: Connection) -> int:
     """Kill a child and its process group; returns its exit status, negative for a signal.
 
     A child in an uninterruptible call of a driver does not end by SIGKILL; it is not waited for.
     """
-    os.close(pipe)
+    pipe.close()
     for kill in (os.killpg, os.kill):  # the process group may not exist yet
         try:
             kill(pid, signal.SIGKILL)
@@ -116,11 +106,8 @@ def _reap(pid: int, pipe: int) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
-def _facts(raw: bytes, ended: bool, status: int, deadline: float) -> Facts:
-    facts: Facts = {"lines": []}
-    complete = raw[: raw.rfind(b"\n") + 1]
-    for line in complete.splitlines():
-        facts |= json.loads(line)
+def _add_end(facts: Facts, ended: bool, status: int, deadline: float) -> None:
+    """Add how a probe ended, if it did not finish."""
     at = facts.pop("at", "")
     if not ended:
         facts["unfinished"] = deadline
@@ -129,4 +116,3 @@ def _facts(raw: bytes, ended: bool, status: int, deadline: float) -> Facts:
         facts["problem"] = f"{at or 'this probe'} ended the process by {signal_name(-status)}"
     if "problem" in facts:
         facts["lines"] = [*facts["lines"], facts["problem"]]
-    return facts

@@ -19,23 +19,14 @@ from unicoll.bench.launch import mpirun
 from unicoll.doctor.host import launched_or_none
 from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import BackendUnavailableError
-from unicoll.group import registry
+from unicoll.group import backend_choice, registry
 
 MAPS = "/proc/self/maps"
 PCI = "/sys/bus/pci/devices"
 
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")}
-_STARTED_BY_MPI = (
-    "OMPI_COMM_",
-    "PMI",
-    "MPI_LOCAL",
-    "SLURM_",
-    "PALS_",
-    "HYDRA_",
-    "MV2_COMM_",
-    "PRTE_LAUNCHED",
-)
+_STARTED_BY_MPI = re.compile(r"OMPI_COMM_|PMI|MPI_LOCAL|SLURM_|PALS_|HYDRA_|MV2_COMM_|PRTE_LAUNCHED")
 _START_MPI = (
     "from unicoll.group import registry\n"
     "world = registry.mpi_world(3600)\n"
@@ -159,10 +150,11 @@ def _nccl() -> Iterator[Facts]:
     except BackendUnavailableError as e:
         yield {"library": None, "reason": str(e), "lines": [str(e)]}
         return
-    yield {"library": library, "version": _version(library), "lines": [library]}
+    yield {"library": library, "version": version_in(library), "lines": [library]}
 
 
-def _version(text: str) -> str:
+def version_in(text: str) -> str:
+    """The first version number in a text; "" if there is none."""
     found = re.search(r"\d+(\.\d+)+", text)
     return found.group() if found else ""
 
@@ -190,12 +182,12 @@ def _mpi() -> Iterator[Facts]:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
         output = " ".join((done.stdout or done.stderr).split())
         # PRRTE, the launcher of Open MPI 5, has different version numbers.
-        number = "" if "PRRTE" in output and "Open MPI" not in output else _version(output)
+        number = "" if "PRRTE" in output and "Open MPI" not in output else version_in(output)
         yield {"mpirun": program, "mpirun_family": mpi_family(output), "mpirun_version": number}
     if launched_or_none() is not None:
         return
     yield {"at": "MPI_Init"}
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(_STARTED_BY_MPI)}
+    clean = {k: v for k, v in os.environ.items() if not _STARTED_BY_MPI.match(k)}
     clean["OMPI_MCA_btl"] = "self"  # without mpirun, Open MPI does not remove its shared memory
     # The packages may be on this process's path only, as with python -m in a checkout.
     clean["PYTHONPATH"] = os.pathsep.join(p or os.getcwd() for p in sys.path)
@@ -213,10 +205,10 @@ def _mpi() -> Iterator[Facts]:
 
 
 def _choice() -> Iterator[Facts]:
-    """The result of :func:`unicoll.group.registry.choose` for each kind of device."""
+    """The result of :func:`unicoll.group.backend_choice.choose` for each kind of device."""
     yield {"at": "the choice of backends"}
     launched = launched_or_none()
-    choices = registry.choose(None, launched is not None and launched.started_by_mpi)
+    choices = backend_choice.choose(None, launched is not None and launched.started_by_mpi)
     chosen: dict[str, Facts] = {c.device: {"backend": c.name, "why": c.why} for c in choices}
     lines = [f"{c.device}: {c.name}: {c.why}" for c in choices]
     if "cuda" not in chosen:
@@ -230,7 +222,7 @@ def _choice() -> Iterator[Facts]:
         backends[name] = registry.status_line(name)
     yield {"backends": backends}
     if launched is None and registry.reason_against("mpi") is None:
-        host = registry.choose(None, True)[0]
+        host = backend_choice.choose(None, True)[0]
         lines.append(f"{host.device}, under mpirun on several hosts: {host.name}: {host.why}")
         yield {"under_mpirun": {"backend": host.name, "why": host.why}, "lines": lines}
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from unicoll.arrays.conversion import Buffer, as_buffers
-from unicoll.backend.flight_recorder import user_frame
+from unicoll.backend.flight_recorder import site_of, user_frame
 from unicoll.errors import DistArgumentError, DistTypeError
 
 
@@ -72,5 +72,4 @@ def splits_of(name: str, sizes: Sequence[int] | None) -> tuple[int, ...] | None:
 
 def call_site() -> str:
     """``file:line`` of the first caller outside this library and torch, which may call it."""
-    frame = user_frame(sys._getframe(2))
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return site_of(user_frame(sys._getframe(2)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
-from unicoll.backend.failure_diagnosis import announce
+from unicoll.backend.operation_errors import announce
 from unicoll.backend.options import compression_of, wants_order
 from unicoll.errors import (
     BackendUnavailableError,
@@ -17,12 +18,12 @@ from unicoll.errors import (
     DistTypeError,
     GroupAbortedError,
 )
-from unicoll.group.members import GroupMembers
-from unicoll.group.registry import BackendChoice, load, reason_against
+from unicoll.group.backend_choice import BackendChoice
+from unicoll.group.registry import load, reason_against
 from unicoll.net.debug_level import DebugLevel, get_debug_level
 
 if TYPE_CHECKING:
-    from unicoll.group.call_comparison import CallChecks
+    from unicoll.group.debug_comparison import CallChecks
     from unicoll.staging.backend import Staged
 
 
@@ -30,79 +31,56 @@ class GroupBackends:
     """Creates, selects, aborts and closes the backends of one group.
 
     Args:
-        members: of the group.
+        context: the group.
         choices: the backend of each device type.
-        timeout: default timeout of the group's operations, seconds.
-        options: the user's ``pg_options``.
-        device: the device that the group is bound to, or None.
         parent: the backends of the group that this one is derived from, or None.
         excluded: ranks in the parent that a shrink leaves out.
         grown: True if the group is the result of a grow.
 
     Attributes:
         closed: True once the group is being destroyed; every later call is refused.
+        children: number of groups split, shrunk or grown from this one so far; numbers their names.
         wrapper: another library's group over this one, closed with it; None if there is none.
         host: the backend of CPU arrays, barriers and objects; the first backend where none serves CPU arrays.
     """
 
     def __init__(
         self,
-        members: GroupMembers,
+        context: Context,
         choices: Sequence[BackendChoice],
-        timeout: float,
-        options: Any = None,
-        device: Any = None,
         parent: GroupBackends | None = None,
         excluded: Sequence[int] = (),
         grown: bool = False,
     ) -> None:
         self.choices = tuple(choices)
-        self.bound_device = device
         self.closed = False
         self.wrapper: Any = None
-        self._options = options
-        self._members = members
+        self.children = 0
+        self._context = context
         self._by_class: dict[type[Backend], Backend] = {}
         self._by_device: dict[str, Backend] = {}
         self._staged: Staged | None = None
         self._call_checks: CallChecks | None = None
-        self.check_compression("pg_options", compression_of(options))
+        self.check_compression("pg_options", compression_of(context.options))
         self._compare_calls = get_debug_level() is DebugLevel.DETAIL
-        self._timeout = timeout
         self.debug_level_changed()
-        if members.size > 1 and not all(choice.cls.compares for choice in choices):
-            from unicoll.group import call_comparison
+        if context.size > 1 and not all(choice.cls.compares for choice in choices):
+            from unicoll.group import debug_comparison
 
-            connects = device is not None and not grown  # a grown group connects only if its parent has
-            call_comparison.agree_on_level(members, timeout, connects)
+            # A grown group connects only if its parent has.
+            connects = context.device is not None and not grown
+            debug_comparison.agree_on_level(context, connects)
         try:
-            self.host = self._create(timeout, parent, excluded, grown)
+            self.host = self._create(parent, excluded, grown)
         except BaseException:
             self.close()  # the backends that have been created
             raise
 
-    def _create(
-        self, timeout: float, parent: GroupBackends | None, excluded: Sequence[int], grown: bool
-    ) -> Backend:
+    def _create(self, parent: GroupBackends | None, excluded: Sequence[int], grown: bool) -> Backend:
         """Create the backends; returns :attr:`host`."""
-        members = self._members
-
-        def context_of(cls: type[Backend], explicit: bool) -> Context:
-            return Context(
-                members.job,
-                members.name,
-                members.rank,
-                members.ranks,
-                timeout,
-                self._options,
-                self.bound_device,
-                explicit,
-                cls.name,
-            )
-
         for choice in self.choices:
             if choice.cls not in self._by_class:
-                context = context_of(choice.cls, choice.explicit)
+                context = replace(self._context, explicit=choice.explicit, backend=choice.cls.name)
                 above = parent._by_class.get(choice.cls) if parent is not None else None
                 self._by_class[choice.cls] = _create(choice.cls, context, above, excluded, grown)
             if not choice.staged:
@@ -110,21 +88,21 @@ class GroupBackends:
         host = self._by_device.get("cpu") or next(iter(self._by_class.values()))
         beside = self._beside(host)
         if beside is not None:
-            beside.prepare(members.job)
-            self._by_class[beside] = made = beside.create(context_of(beside, False))
+            beside.prepare(self._context.job)
+            self._by_class[beside] = made = beside.create(replace(self._context, backend=beside.name))
             host.use(made)
         return host
 
     def debug_level_changed(self) -> None:
         """Have later calls logged at debug level DETAIL; they are compared if the group was made at that level."""
         if self._call_checks is None and get_debug_level() is DebugLevel.DETAIL:
-            from unicoll.group.call_comparison import CallChecks
+            from unicoll.group.debug_comparison import CallChecks
 
-            self._call_checks = CallChecks(self._members, self._timeout, self.fail, self._compare_calls)
+            self._call_checks = CallChecks(self._context, self.fail, self._compare_calls)
 
     def _beside(self, backend: Backend) -> type[Backend] | None:
-        """The class of the backend that a backend has beside it; None if it has none, or there is one already."""
-        job, ranks = self._members.job, self._members.ranks
+        """The class of the backend that a backend has in addition; None if it has none, or there is one already."""
+        job, ranks = self._context.job, self._context.ranks
         if not backend.beside or len(ranks) == 1 or job.control is None or not job.control.peers:
             return None
         if len({job.control.peers[rank].host for rank in ranks}) > 1 or reason_against(backend.beside):
@@ -139,9 +117,10 @@ class GroupBackends:
         if not any(choice.cls.caps.compresses for choice in self.choices):
             names = ", ".join(sorted({choice.cls.name for choice in self.choices}))
             raise DistArgumentError(
-                f"{where}: compression={compression!r}: backend {names} compresses nothing; the backend gloo does"
+                f"{where}: compression={compression!r}: backend {names} does not support compression;"
+                " backend gloo does"
             )
-        if wants_order(self._options):
+        if wants_order(self._context.options):
             raise DistArgumentError(
                 f"{where}: compression={compression!r}: the reductions of this group are deterministic, and the result"
                 " of a compressed one depends on the transport"
@@ -171,7 +150,7 @@ class GroupBackends:
         name = call.op.name
         if self.closed:
             raise GroupAbortedError(
-                f"group {self._members.name!r} has been destroyed", group=self._members.name, op=name
+                f"group {self._context.name!r} has been destroyed", group=self._context.name, op=name
             )
         buffers = call.inputs or call.outputs
         backend: Backend | None = self.host
@@ -180,7 +159,7 @@ class GroupBackends:
             backend = self.for_device(device)
         if backend is None:
             raise BackendUnavailableError(
-                f"{name}: no backend of group {self._members.name!r} ({self.config}) serves {device} arrays",
+                f"{name}: no backend of group {self._context.name!r} ({self.config}) serves {device} arrays",
                 op=name,
             )
         if not _serves(backend, name) and buffers:
@@ -194,7 +173,7 @@ class GroupBackends:
                 f"{name}: backend {backend.name} does not reduce {buffers[0].dtype} by {call.reduce.name}",
                 op=name,
             )
-        return backend if self._call_checks is None else self._call_checks.of(backend)
+        return backend if self._call_checks is None else self._call_checks.wrap(backend)
 
     def _stage(self, device: str) -> Backend | None:
         """Staging of device arrays for all operations; None if the host's backend does not support it."""
@@ -213,7 +192,7 @@ class GroupBackends:
             from unicoll.staging.backend import Staged
 
             assert isinstance(host, HostBackend)
-            self._staged = Staged(host, self._members.rank, self._members.ranks, self._members.name)
+            self._staged = Staged(host, self._context.rank, self._context.ranks, self._context.name)
         return self._staged
 
     # --- descriptions -------------------------------------------------------------------------------------------
@@ -248,7 +227,7 @@ class GroupBackends:
 
     def fail(self, error: DistError) -> None:
         """End the group with an error, on all members."""
-        self.abort(announce(self._members, error))
+        self.abort(announce(self._context, error))
 
     def abort(self, error: Exception) -> None:
         """End the group with an error, on this rank."""
@@ -283,7 +262,9 @@ def _create(
     cls: type[Backend], context: Context, parent: Backend | None, excluded: Sequence[int], grown: bool
 ) -> Backend:
     """The backend of a new group, derived from the parent's backend of the same class if there is one."""
-    from unicoll.backend.adapter import with_fallbacks  # not at import: it keeps `import unicoll` short
+    from unicoll.backend.fallback_adapter import (
+        with_fallbacks,  # not at import: it keeps `import unicoll` short
+    )
 
     made: Backend | None
     if parent is None:
@@ -295,5 +276,4 @@ def _create(
     else:
         made = parent.split(context)
     assert made is not None
-    made = with_fallbacks(made, context)
-    return made
+    return with_fallbacks(made, context)

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from unicoll.backend.contract import Job
 from unicoll.errors import DistArgumentError
 from unicoll.group.hooks import Hook, HookedCall, add_to_job
 from unicoll.net import logs
+from unicoll.net.atomic_file import write_whole
 
 log = logs.logger("metrics")
 
@@ -103,14 +102,7 @@ def write_file(path: Path, rank: str) -> None:
         for (op, group), counters in totals:
             labels = f'op="{_escaped(op)}",group="{_escaped(group)}"' + (f',rank="{rank}"' if rank else "")
             lines.append(f"{name}{{{labels}}} {getattr(counters, field)!r}")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+    write_whole(str(path), ("\n".join(lines) + "\n").encode(), 0o644)
 
 
 def _escaped(text: str) -> str:

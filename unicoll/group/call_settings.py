@@ -87,7 +87,8 @@ class CallSettings:
                 call.compression = compression
             elif asked is not None:
                 raise DistArgumentError(
-                    f"{call.describe()}: compression={asked!r}: backend {backend.name} compresses nothing",
+                    f"{call.describe()}: compression={asked!r}: backend {backend.name} does not support"
+                    " compression",
                     op=call.op.name,
                 )
         elif asked is not None:

@@ -33,7 +33,7 @@ def broadcast_coalesced(
 ) -> Work | None:
     """:meth:`broadcast` of each array, as one operation."""
     buffers = buffers_of("broadcast_coalesced: tensors", tensors)
-    pairs = [((b,), () if src == self._members.rank else (b,)) for b in buffers]
+    pairs = [((b,), () if src == self._context.rank else (b,)) for b in buffers]
     return self._dispatcher.start_batch(self._settings, OPS["broadcast"], pairs, async_op, timeout, root=src)
 
 

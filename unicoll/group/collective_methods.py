@@ -45,7 +45,7 @@ def broadcast(
 ) -> Work | None:
     """``tensor`` of member ``src`` to all, in place; same shape and dtype everywhere (MPI_Bcast)."""
     buffers = (as_buffer(tensor, "broadcast: tensor"),)
-    outputs: Buffers = () if src == self._members.rank else buffers
+    outputs: Buffers = () if src == self._context.rank else buffers
     return self._dispatcher.start(self._settings, _BROADCAST, buffers, outputs, async_op, timeout, root=src)
 
 
@@ -73,7 +73,7 @@ def reduce(
 ) -> Work | None:
     """Reduce over all members to ``dst``, in place there; elsewhere ``tensor`` is left as it is (MPI_Reduce)."""
     buffers = (as_buffer(tensor, "reduce: tensor"),)
-    outputs: Buffers = buffers if dst == self._members.rank else ()
+    outputs: Buffers = buffers if dst == self._context.rank else ()
     return self._dispatcher.start(self._settings, _REDUCE, buffers, outputs, async_op, timeout, op, root=dst)
 
 

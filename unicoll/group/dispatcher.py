@@ -17,8 +17,8 @@ from unicoll.arrays.conversion import Buffer, as_buffer
 from unicoll.arrays.types import Reduction
 from unicoll.backend import flight_recorder
 from unicoll.backend.call import Call
-from unicoll.backend.contract import Backend
-from unicoll.backend.flight_recorder import CallKind, failure_text, user_frame
+from unicoll.backend.contract import Backend, Context
+from unicoll.backend.flight_recorder import CallKind, failure_text, site_of, user_frame
 from unicoll.backend.ops import Arity, Op, Sizes
 from unicoll.backend.reduce_ops import as_reduce_op
 from unicoll.backend.validation import check, sign
@@ -27,73 +27,43 @@ from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.group.arguments import as_integer, buffers_of, call_site
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
-from unicoll.group.hooks import Hook, HookedBackend
-from unicoll.group.members import GroupMembers
-from unicoll.net import debug_level
+from unicoll.group.validation_cache import Splits, ValidationCache, kind_of
 from unicoll.net.timeouts import Timeout
 
 Buffers = tuple[Buffer, ...]
-Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
-
-_Checked = tuple[int, Backend, CallKind, Splits]
-"""What validation gives: the signature, the backend, what the flight recorder keeps, and elements sent to and expected
-from each rank."""
 
 _getframe = sys._getframe
 _TAGS = range(-(1 << 63), 1 << 63)
 """Tags are signed 64-bit integers in the frames of all backends. NCCL takes only 0."""
 _EVEN: Splits = (None, None)
 _GATHERED, _ONE = Sizes.GATHERED, Arity.ONE  # members of an enumeration are slow to look up
-_MAX_KINDS = 1024
-"""Kinds of calls whose validation is cached."""
 
 
 class Dispatcher:
     """Validates the calls of one group and hands them to its backends; shared by the group and its views.
 
-    Validation, signature and backend are cached by kind of call: operation, element type, shapes, device, reduction,
-    root and split sizes.
+    Attributes:
+        validation: the results of validation, by kind of call.
     """
 
-    def __init__(self, members: GroupMembers, backends: GroupBackends) -> None:
-        self._members = members
+    def __init__(self, context: Context, backends: GroupBackends) -> None:
+        self._context = context
         self._backends = backends
-        self._checked: dict[Any, _Checked] = {}
-        self._hooks: tuple[Hook, ...] = members.job.hooks
-        self._hooked: dict[Backend, HookedBackend] = {}
+        self.validation = ValidationCache(context, backends)
         self.use_ring()
-        debug_level.on_change(self._debug_level_changed)
 
     def close(self) -> None:
         """Refuse later calls and close the backends; idempotent."""
         if self._backends.closed:
             return
         self._backends.closed = True
-        self._checked.clear()
+        self.validation.known.clear()
         self._backends.close()
 
     def use_ring(self) -> None:
         """Record later calls in the flight recorder's present ring; not at all if it keeps none."""
         ring = flight_recorder.ring()
         self._record = ring.append if ring.maxlen else None
-
-    def _debug_level_changed(self) -> None:
-        self._backends.debug_level_changed()
-        self._checked = {}  # the old one, to which a thread may be adding, has backends with or without logging
-
-    def add_hook(self, hook: Hook) -> Hook:
-        """Have a hook called for the calls that start from now on, until it is removed; returns it."""
-        hook.on_remove.append(self.remove_hook)
-        self._set_hooks((*self._hooks, hook))
-        return hook
-
-    def remove_hook(self, hook: Hook) -> None:
-        """The opposite of :meth:`add_hook`; no effect if the hook is not there."""
-        self._set_hooks(tuple(each for each in self._hooks if each is not hook))
-
-    def _set_hooks(self, hooks: tuple[Hook, ...]) -> None:
-        self._hooks, self._hooked = hooks, {}
-        self._checked = {}  # the old one, to which a thread may be adding, has backends with other hooks
 
     # --- collectives --------------------------------------------------------------------------------------------
 
@@ -136,15 +106,20 @@ class Dispatcher:
             if splits is not None:
                 call.in_counts, call.out_counts = splits
                 call.even = splits == _EVEN
-            key = _kind(call)
+            key = kind_of(call)
         if settings.special:
             key = self._apply(settings, call, key)
-        checked = self._checked.get(key)
+        checked = self.validation.known.get(key)
         if checked is None:
-            checked = self._check(call, key)
+            checked = self.validation.check(call, key)
         call.signature, backend, kind, (call.in_counts, call.out_counts) = checked
         call.kind = kind
         if async_op:
+            if settings.by_functions:
+                try:
+                    call.site = site_of(_getframe(3))
+                except ValueError:  # no Python code has called the public function
+                    pass
             return _post(call, backend, kind)
         record = self._record
         if record is None:
@@ -190,9 +165,9 @@ class Dispatcher:
             listed = buffers_of(list_name, () if arrays is None else arrays)
             inputs, outputs = (own, listed) if op.sizes is _GATHERED else (listed, own)
             call = self._new(settings, op, inputs, outputs, timeout, None, root)
-            backend, kind = self._validate(call)
+            backend, kind = self.validation.validate(call)
         except Exception as e:
-            if root == self._members.rank and self._members.size > 1:
+            if root == self._context.rank and self._context.size > 1:
                 self._refuse(settings, op, own, timeout, root, e)
             raise
         if async_op:
@@ -217,7 +192,7 @@ class Dispatcher:
         calls = tuple(self._new(settings, op, i, o, timeout, reduction, root) for i, o in pairs)
         chosen, kinds = [], []
         for call in calls:
-            backend, kind = self._validate(call)
+            backend, kind = self.validation.validate(call)
             chosen.append(backend)
             kinds.append(kind)
         if len(set(chosen)) > 1:
@@ -304,7 +279,7 @@ class Dispatcher:
         self, settings: CallSettings, op: Op, tensor: Any, peer: int | None, tag: int, timeout: Timeout
     ) -> tuple[Call, Backend, CallKind]:
         buffer = as_buffer(tensor, f"{op.name}: tensor")
-        members = self._members
+        context = self._context
         receives = op.outputs is _ONE
         if type(tag) is not int:
             tag = as_integer(f"{op.name}: tag", tag)
@@ -315,11 +290,11 @@ class Dispatcher:
         else:
             if type(peer) is not int:
                 peer = as_integer(f"{op.name}: peer", peer)
-            if not 0 <= peer < members.size:
+            if not 0 <= peer < context.size:
                 raise DistArgumentError(
-                    f"{op.name}: peer {peer} is not a rank of a group of {members.size}", op=op.name
+                    f"{op.name}: peer {peer} is not a rank of a group of {context.size}", op=op.name
                 )
-            if peer == members.rank:
+            if peer == context.rank:
                 raise DistArgumentError(f"{op.name}: a rank cannot exchange messages with itself", op=op.name)
         inputs, outputs = ((), (buffer,)) if receives else ((buffer,), ())
         seconds = settings.timeout if timeout is None else settings.seconds(timeout)
@@ -327,9 +302,9 @@ class Dispatcher:
         if settings.special:
             self._apply(settings, call)
         key = (op, buffer.dtype, buffer.device.type, buffer.writable)
-        checked = self._checked.get(key)
+        checked = self.validation.known.get(key)
         if checked is None:
-            checked = self._check(call, key)
+            checked = self.validation.check(call, key)
         return call, checked[1], checked[2]
 
     # --- validation ---------------------------------------------------------------------------------------------
@@ -357,30 +332,6 @@ class Dispatcher:
         settings.apply(call, self._backends)
         return (key, call.compression) if call.compression else key
 
-    def _validate(self, call: Call) -> tuple[Backend, CallKind]:
-        """Validate a call, unless one of its kind was, and sign it; returns its backend and kind."""
-        key = _kind(call)
-        if call.compression:
-            key = key, call.compression
-        checked = self._checked.get(key) or self._check(call, key)
-        call.signature, backend, kind, (call.in_counts, call.out_counts) = checked
-        call.kind = kind
-        return backend, kind
-
-    def _check(self, call: Call, key: Any) -> _Checked:
-        """Validate a call; the result is kept under ``key``."""
-        known, members = self._checked, self._members
-        check(call, members.rank, members.size)
-        backend = self._backends.route(call)
-        if self._hooks:
-            backend = self._hooked.setdefault(backend, HookedBackend(backend, members, self._hooks))
-        kind = CallKind(call, members.name, members.ranks, backend.name)
-        checked = sign(call), backend, kind, (call.in_counts, call.out_counts)
-        if len(known) >= _MAX_KINDS:
-            known.clear()
-        known[key] = checked
-        return checked
-
     def _refuse(
         self, settings: CallSettings, op: Op, own: Buffers, timeout: Timeout, root: int, reason: Exception
     ) -> None:
@@ -388,11 +339,11 @@ class Dispatcher:
 
         Returns at once. The call takes its place in the group's order, as on the other ranks.
         """
-        members = self._members
+        context = self._context
         inputs, outputs = (own, ()) if op.sizes is Sizes.GATHERED else ((), own)
         try:
             call = self._new(settings, op, inputs, outputs, timeout, None, root)
-            check(call, -1, members.size)
+            check(call, -1, context.size)
             backend = self._backends.route(call)
         except DistError:
             return  # the call is refused on every rank for this reason
@@ -403,50 +354,20 @@ class Dispatcher:
         if backend.compares:
             backend.post((call,))
             return
-        rank = members.job.rank
+        rank = context.job.rank
         self._backends.fail(
             GroupAbortedError(
-                f"{call.describe()} on group {members.name!r}: rank {rank}, the root, refused its call"
+                f"{call.describe()} on group {context.name!r}: rank {rank}, the root, refused its call"
                 f" {call.refused}",
-                group=members.name,
+                group=context.name,
                 rank=rank,
                 op=op.name,
             )
         )
 
 
-def _kind(call: Call) -> Any:
-    """The key under which the validation of a call is cached.
-
-    A device is given by its index, which is -1 for the CPU.
-    """
-    op, inputs, outputs, reduce = call.op, call.inputs, call.outputs, call.reduce
-    reduction = None if reduce is None else reduce.key
-    if len(inputs) == 1 == len(outputs):
-        i, o = inputs[0], outputs[0]
-        key = (
-            op,
-            i.dtype,
-            i.shape,
-            i.device.index,
-            o.dtype,
-            o.shape,
-            o.device.index,
-            o.writable,
-            reduction,
-            call.root,
-        )
-        return key if call.in_counts is None is call.out_counts else (*key, call.in_counts, call.out_counts)
-    arrays: list[Any] = [op, reduction, call.root, len(inputs)]
-    for i in inputs:
-        arrays += i.dtype, i.shape, i.device.index
-    for o in outputs:
-        arrays += o.dtype, o.shape, o.device.index, o.writable
-    return tuple(arrays)
-
-
 def _post(call: Call, backend: Backend, kind: CallKind) -> Work:
-    call.site = call_site()
+    call.site = call.site or call_site()
     calls = (call,)
     return Work(_post_recorded(backend, calls, (kind,)), calls)
 

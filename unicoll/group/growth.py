@@ -1,4 +1,4 @@
-"""The record that invites ranks to a growing group: name, members, backends; through the job's signed store."""
+"""The record for ranks that are added to a group: name, members, backends; through the job's signed store."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class GrowthRecord:
             store.wait([key], timeout)
         except StoreTimeoutError:
             raise OperationTimeoutError(
-                f"grow_group: rank {rank} waited {timeout:g} s for a group to grow by ranks {added}",
+                f"grow_group: timed out on rank {rank} after {timeout:g} s: no group was grown by"
+                f" ranks {added}",
                 op="grow_group",
             ) from None
         fields = json.loads(store.get(key))

@@ -12,12 +12,11 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from unicoll.backend.call import Call
-from unicoll.backend.contract import Backend, Job, Tracker
+from unicoll.backend.contract import Backend, Context, Job, Tracker
 from unicoll.backend.flight_recorder import CallKind, PendingEntry
 from unicoll.backend.ops import Arity
 from unicoll.backend.work import Completion
 from unicoll.group.arguments import call_site
-from unicoll.group.members import GroupMembers
 from unicoll.net import logs
 
 log = logs.logger("calls")
@@ -43,11 +42,11 @@ class HookedCall:
         error: the error's type and text, or "".
     """
 
-    def __init__(self, call: Call, members: GroupMembers, backend: str, blocking: bool) -> None:
-        self.group = members.name
-        self.ranks = members.ranks
+    def __init__(self, call: Call, context: Context, backend: str, blocking: bool) -> None:
+        self.group = context.name
+        self.ranks = context.ranks
         self.op = call.op.name
-        unread = call.op.outputs is Arity.ONE_OFF_ROOT and members.rank != call.root
+        unread = call.op.outputs is Arity.ONE_OFF_ROOT and context.rank != call.root
         self.inputs = [] if unread else [b.owner for b in call.inputs]
         self.outputs = [b.owner for b in call.outputs]
         self.nbytes = sum([b.nbytes for b in call.inputs or call.outputs])
@@ -109,24 +108,24 @@ def add_to_job(job: Job, hook: Hook) -> Hook:
     def remove(hook: Hook) -> None:
         job.hooks = tuple(each for each in job.hooks if each is not hook)
         for group in job.groups:
-            group._dispatcher.remove_hook(hook)
+            group._dispatcher.validation.remove_hook(hook)
 
     hook.on_remove.append(remove)
     job.hooks = (*job.hooks, hook)
     for group in job.groups:
-        group._dispatcher.add_hook(hook)
+        group._dispatcher.validation.add_hook(hook)
     return hook
 
 
 class HookedBackend(Backend):
     """A backend that calls hooks around the calls of another one."""
 
-    def __init__(self, inner: Backend, members: GroupMembers, hooks: Sequence[Hook]) -> None:
+    def __init__(self, inner: Backend, context: Context, hooks: Sequence[Hook]) -> None:
         self.name = inner.name  # type: ignore[misc]
         self.caps = inner.caps  # type: ignore[misc]
         self.compares = inner.compares  # type: ignore[misc]
         self._inner = inner
-        self._members = members
+        self._context = context
         self._hooks = tuple(hooks)
         self._after = [hook.after for hook in hooks if hook.after is not None]
         self._returned = [hook.returned for hook in hooks if hook.returned is not None]
@@ -187,8 +186,8 @@ class HookedBackend(Backend):
         self._inner.close()
 
     def _begin(self, call: Call, blocking: bool) -> tuple[HookedCall, PendingEntry]:
-        members = self._members
-        record = HookedCall(call, members, self.name, blocking)
+        context = self._context
+        record = HookedCall(call, context, self.name, blocking)
         for place, hook in enumerate(self._hooks):
             if hook.before is None:
                 continue
@@ -201,7 +200,7 @@ class HookedBackend(Backend):
                 raise
         record.inputs, record.outputs = [], []
         record.started = monotonic()
-        kind = CallKind(call, members.name, members.ranks, self.name)
+        kind = CallKind(call, context.name, context.ranks, self.name)
         entry = PendingEntry(kind, call, record.started, record.started, record.site)
         entry.on_end = lambda: self._end(record, entry.seq, entry.error)
         return record, entry
@@ -232,8 +231,6 @@ class HookedBackend(Backend):
 
 class _HookedCompletion(Completion):
     """A completion that measures how long threads are blocked in it."""
-
-    __slots__ = ("_backend", "_inner", "_record")
 
     def __init__(self, inner: Completion, backend: HookedBackend, record: HookedCall) -> None:
         self._inner = inner

@@ -91,7 +91,7 @@ def _start_one_sided(
         for peer, count in signals.items()
     }
     offset = as_integer(f"{op.name}: offset", offset)
-    size = self._members.size
+    size = self._context.size
     wrong = [peer for peer in signals if not 0 <= peer < size]
     if wrong or not signals:
         raise DistArgumentError(f"{op.name}: no ranks of a group of {size}: {wrong}", op=op.name)
@@ -170,10 +170,9 @@ def peer_view(self: ProcessGroup, tensor: Any, rank: int) -> Any:
         DistArgumentError: ``tensor`` is not in symmetric memory of this group, or there is no such rank.
         BackendUnavailableError: that rank is on another host, or the group's backend has no such memory.
     """
-    members = self._members
     buffer = as_buffer(tensor, "peer_view: tensor")
     place = as_integer("peer_view: rank", rank)
-    members.global_rank(place)
+    self.global_rank(place)
     return self._backends.unstaged(buffer.device.type).peer_view(buffer, place)
 
 
@@ -194,7 +193,7 @@ def register(self: ProcessGroup, memory: Any, *, symmetric: bool = False) -> Reg
 
     Args:
         memory: a contiguous array, or a ``torch.cuda.MemPool``: the memory that it holds now, which is to be kept
-            (no ``torch.cuda.empty_cache()``). CuPy's pools do not tell what they hold.
+            (no ``torch.cuda.empty_cache()``). CuPy's pools do not list their memory.
         symmetric: register it as a symmetric window (``ncclCommWindowRegister``), which needs memory of the
             CUDA driver's ``cuMemCreate`` on all ranks, as ``ncclMemAlloc`` gives it; NCCL before 2.27, and
             communicators that have no use for windows, register it by ``ncclCommRegister``. ``symmetric`` of what
@@ -202,7 +201,7 @@ def register(self: ProcessGroup, memory: Any, *, symmetric: bool = False) -> Reg
 
     Raises:
         BackendUnavailableError: the group has no NCCL, or one that is older than 2.19.
-        DistTypeError: no array and no pool that tells its memory.
+        DistTypeError: neither an array nor a pool that lists its memory.
         DistArgumentError: it is empty, not contiguous, not on the group's device, in a window already, or would be a
             window that differs between the ranks.
         DistError: NCCL refuses it, and why.

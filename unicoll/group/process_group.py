@@ -11,19 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from unicoll.backend.contract import Backend, Job
+from unicoll.backend.contract import Backend, Context, Job
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import CallOptions, as_call_options, compression_of, wants_timing
 from unicoll.backend.work import Work
 from unicoll.errors import DistArgumentError, GroupAbortedError
 from unicoll.group import coalesced_methods, collective_methods, memory_methods
-from unicoll.group.arguments import check_ranks
+from unicoll.group.arguments import as_integer, check_ranks
+from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
 from unicoll.group.dispatcher import Dispatcher
 from unicoll.group.growth import GrowthRecord
-from unicoll.group.members import GroupMembers
-from unicoll.group.registry import BackendChoice
 from unicoll.net import logs
 from unicoll.net.timeouts import Timeout
 
@@ -51,18 +50,18 @@ class ProcessGroup:
         GroupAbortedError: the group was destroyed or aborted.
     After one of the last four the group is of no further use: destroy it and make another.
 
-    A group and its views (:meth:`using`) share members, backends and dispatcher; they differ in their settings.
+    A group and its views (:meth:`using`) share context, backends and dispatcher; they differ in their settings.
     """
 
     def __init__(
         self,
-        members: GroupMembers,
+        context: Context,
         backends: GroupBackends,
         dispatcher: Dispatcher,
         settings: CallSettings,
         whole: ProcessGroup | None = None,
     ) -> None:
-        self._members = members
+        self._context = context
         self._backends = backends
         self._dispatcher = dispatcher
         self._settings = settings
@@ -72,32 +71,29 @@ class ProcessGroup:
     @classmethod
     def create(
         cls,
-        job: Job,
-        name: str,
-        ranks: tuple[int, ...],
+        context: Context,
         choices: Sequence[BackendChoice],
-        timeout: float,
-        desc: str = "",
-        options: Any = None,
-        device: Any = None,
         parent: ProcessGroup | None = None,
         excluded: Sequence[int] = (),
         grown: bool = False,
     ) -> ProcessGroup:
-        """A new group, added to those of the job; all its members call it. :class:`GroupBackends` has the arguments."""
-        members = GroupMembers(job, name, ranks, desc)
+        """A new group, added to those of the job; all its members call it.
+
+        :class:`GroupBackends` has the arguments.
+        """
         above = parent._backends if parent is not None else None
-        backends = GroupBackends(members, choices, timeout, options, device, above, excluded, grown)
-        log.info("created group %r (%s): rank %d of %d", name, backends.config, members.rank, members.size)
-        settings = CallSettings(timeout, wants_timing(options), compression=compression_of(options))
-        made = cls(members, backends, Dispatcher(members, backends), settings)
-        job.groups.append(made)
+        backends = GroupBackends(context, choices, above, excluded, grown)
+        name, options = context.name, context.options
+        log.info("created group %r (%s): rank %d of %d", name, backends.config, context.rank, context.size)
+        settings = CallSettings(context.timeout, wants_timing(options), compression=compression_of(options))
+        made = cls(context, backends, Dispatcher(context, backends), settings)
+        context.job.groups.append(made)
         return made
 
     def __repr__(self) -> str:
-        members = self._members
+        context = self._context
         group = (
-            f"<ProcessGroup {members.name!r}: rank {members.rank} of {members.size}, {self.backend_config}"
+            f"<ProcessGroup {context.name!r}: rank {context.rank} of {context.size}, {self.backend_config}"
         )
         if self._whole is None:
             return f"{group}>"
@@ -133,8 +129,8 @@ class ProcessGroup:
             options: a :class:`CallOptions`, or a dict with the same names.
             timeout: default timeout of these calls, timedelta or seconds; None keeps the present one.
             timing: True if ``Work.duration`` gives how long asynchronous calls took; None keeps the present setting.
-            named: single options by name, in place of those in ``options`` and those of the view that this is; None
-                removes one.
+            named: single options by name, which replace those in ``options`` and those of this view; None removes
+                one.
 
         Raises:
             DistArgumentError: no such option, an impossible value, or an option that no backend of the group has.
@@ -147,49 +143,49 @@ class ProcessGroup:
             if settings.passed is not None:
                 for backend in self._backends.all:
                     backend.refuse_options(settings.passed)
-        return ProcessGroup(self._members, self._backends, self._dispatcher, settings, self.whole)
+        return ProcessGroup(self._context, self._backends, self._dispatcher, settings, self.whole)
 
     @property
     def _function_view(self) -> ProcessGroup:
         """A view for public functions: the call site of a call is the caller of the function, not of the method."""
         if self._made_function_view is None:
             settings = replace(self._settings, by_functions=True)
-            self._made_function_view = ProcessGroup(self._members, self._backends, self._dispatcher, settings)
+            self._made_function_view = ProcessGroup(self._context, self._backends, self._dispatcher, settings)
         return self._made_function_view
 
     def shrink(self, ranks_to_exclude: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.shrink_group` of this group: the remaining members call it and get a group of their own."""
-        members = self._members
-        excluded = sorted(check_ranks("shrink_group", ranks_to_exclude, members.size))
-        if members.rank in excluded:
+        context = self._context
+        excluded = sorted(check_ranks("shrink_group", ranks_to_exclude, context.size))
+        if context.rank in excluded:
             raise DistArgumentError(
                 "shrink_group: the caller is among the excluded ranks, who do not call it"
             )
-        name = f"{members.name}/shrunk-{self.next_child()}"
-        if members.job.control is not None:
-            members.job.control.await_relay_loss([members.ranks[r] for r in excluded])
-        left = tuple(r for i, r in enumerate(members.ranks) if i not in excluded)
+        name = f"{context.name}/shrunk-{self.next_child()}"
+        if context.job.control is not None:
+            context.job.control.await_relay_loss([context.ranks[r] for r in excluded])
+        left = tuple(r for i, r in enumerate(context.ranks) if i not in excluded)
         return self._derive(name, left, pg_options, excluded=excluded)
 
     def grow(self, ranks_to_add: Sequence[int], pg_options: Any = None) -> ProcessGroup:
         """:func:`unicoll.grow_group` of this group, on its members."""
-        members = self._members
-        added = check_ranks("grow_group", ranks_to_add, members.job.size)
-        present = [r for r in added if r in members.ranks]
+        context = self._context
+        added = check_ranks("grow_group", ranks_to_add, context.job.size)
+        present = [r for r in added if r in context.ranks]
         if present:
-            raise DistArgumentError(f"grow_group: ranks {present} are in group {members.name!r} already")
+            raise DistArgumentError(f"grow_group: ranks {present} are in group {context.name!r} already")
         if self._backends.closed:
-            raise GroupAbortedError(f"group {members.name!r} has been destroyed", group=members.name)
+            raise GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
         record = GrowthRecord(
-            f"{members.name}/grown-{self.next_child()}",
-            (*members.ranks, *added),
-            members.size,
-            self.whole.timeout,
-            members.desc,
+            f"{context.name}/grown-{self.next_child()}",
+            (*context.ranks, *added),
+            context.size,
+            context.timeout,
+            context.desc,
             self.backend_config,
         )
-        if members.rank == 0:
-            record.send(members.job.store)
+        if context.rank == 0:
+            record.send(context.job.store)
         return self._derive(record.name, record.ranks, pg_options, grown=True)
 
     def _derive(
@@ -201,25 +197,13 @@ class ProcessGroup:
         grown: bool = False,
     ) -> ProcessGroup:
         """A group made from this one."""
-        whole = self.whole
-        return ProcessGroup.create(
-            self._members.job,
-            name,
-            ranks,
-            self.choices,
-            whole.timeout,
-            self.group_desc,
-            options,
-            self.bound_device_id,
-            whole,
-            excluded,
-            grown,
-        )
+        context = replace(self._context, name=name, ranks=ranks, options=options)
+        return ProcessGroup.create(context, self.choices, self, excluded, grown)
 
     def next_child(self) -> int:
         """Number of the next group derived from this one, from 1; equal on all members that make the same calls."""
-        self._members.children += 1
-        return self._members.children
+        self._backends.children += 1
+        return self._backends.children
 
     def leave_out(self, choices: Sequence[BackendChoice]) -> None:
         """Take part in making a group of other members of this one; all members do."""
@@ -232,7 +216,7 @@ class ProcessGroup:
         return self._dispatcher.start(self._settings, _BARRIER, (), (), async_op, timeout)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
-        """A barrier whose timeout names every rank that has not come, with or without ``wait_all_ranks``."""
+        """A barrier whose timeout error names every missing rank, with or without ``wait_all_ranks``."""
         self._dispatcher.start(self._settings, _BARRIER, (), (), False, timeout)
 
     # begin generated: collectives
@@ -300,28 +284,28 @@ class ProcessGroup:
 
     def rank(self) -> int:
         """This process's rank in the group."""
-        return self._members.rank
+        return self._context.rank
 
     def size(self) -> int:
         """Number of members."""
-        return self._members.size
+        return self._context.size
 
     @property
     def name(self) -> str:
         """The group's own name, unique in the job."""
-        return self._members.name
+        return self._context.name
 
     group_name = name  # torch's spelling
 
     @property
     def group_desc(self) -> str:
         """The user's description."""
-        return self._members.desc
+        return self._context.desc
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The members' global ranks, in group order."""
-        return self._members.ranks
+        return self._context.ranks
 
     @property
     def timeout(self) -> float:
@@ -329,14 +313,9 @@ class ProcessGroup:
         return self._settings.timeout
 
     @property
-    def trusted(self) -> bool:
-        """True if only holders of the job's secret can be members, so that pickles may be loaded."""
-        return self._members.job.trusted
-
-    @property
     def job(self) -> Job:
         """The state that all groups of the job share."""
-        return self._members.job
+        return self._context.job
 
     @property
     def choices(self) -> tuple[BackendChoice, ...]:
@@ -346,7 +325,7 @@ class ProcessGroup:
     @property
     def bound_device_id(self) -> Any:
         """The device that the group is bound to, or None."""
-        return self._backends.bound_device
+        return self._context.device
 
     @property
     def wrapper(self) -> Any:
@@ -379,11 +358,17 @@ class ProcessGroup:
 
     def global_rank(self, group_rank: int) -> int:
         """The global rank of a member; DistArgumentError if there is none of that rank."""
-        return self._members.global_rank(group_rank)
+        group_rank = as_integer("global_rank: group_rank", group_rank)
+        if not 0 <= group_rank < self.size():
+            raise DistArgumentError(f"group rank {group_rank} is not in group {self.name!r} of {self.size()}")
+        return self.ranks[group_rank]
 
     def group_rank(self, global_rank: int) -> int:
         """The rank in the group of a global rank; DistArgumentError if it is not a member."""
-        return self._members.group_rank(global_rank)
+        global_rank = as_integer("group_rank: global_rank", global_rank)
+        if global_rank not in self.ranks:
+            raise DistArgumentError(f"rank {global_rank} is not in group {self.name!r} {list(self.ranks)}")
+        return self.ranks.index(global_rank)
 
     def describe(self) -> str:
         """How its data moves, in a few words."""
@@ -397,9 +382,9 @@ class ProcessGroup:
 
     def abort(self, reason: str = "aborted by the program") -> None:
         """Make every pending and later operation of the group raise GroupAbortedError, on all members."""
-        members = self._members
+        context = self._context
         self._backends.fail(
-            GroupAbortedError(f"group {members.name!r}: {reason}", group=members.name, rank=members.job.rank)
+            GroupAbortedError(f"group {context.name!r}: {reason}", group=context.name, rank=context.job.rank)
         )
 
     def abort_on_this_rank(self, error: Exception) -> None:

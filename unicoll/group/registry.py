@@ -1,4 +1,4 @@
-"""Backends by name: loaded on demand, chosen by device, with the reason why one cannot be used.
+"""Backends by name: registered or installed, loaded on demand, with the reason why one cannot be used.
 
 A backend comes from the built-in table, from the entry-point group ``unicoll.backends`` of an installed package
 (the entry's name is the backend's; it points at a :class:`unicoll.backend.Backend` subclass), or from
@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from unicoll.backend.contract import Backend as BackendBase
@@ -77,7 +75,7 @@ class BackendName(str):
         if key in _BUILT_IN or key in _registered:
             raise DistArgumentError(f"register_backend: there is a backend {key!r} already")
         if isinstance(func, type):
-            _registered[key] = partial(_same, func)
+            _registered[key] = lambda: func
         elif callable(func):
             _registered[key] = func
         else:
@@ -86,10 +84,6 @@ class BackendName(str):
             _registered_devices[key] = frozenset([devices] if isinstance(devices, str) else devices)
         cls.backend_list.append(key)
         setattr(cls, name.upper().replace("-", "_"), key)
-
-
-def _same(cls: Any) -> Any:
-    return cls
 
 
 def _entry_points() -> dict[str, Callable[[], type[BackendBase]]]:
@@ -158,8 +152,18 @@ def status_line(name: str) -> str:
     return f"backend {name!r}: available{f': {library}' if library else ''}"
 
 
+def devices_of(name: str, cls: type[BackendBase]) -> frozenset[str]:
+    """The device types whose arrays a backend takes."""
+    return _registered_devices.get(name, cls.caps.devices)
+
+
+def registered_devices() -> dict[str, frozenset[str]]:
+    """By name of a backend that was registered with device types: these types."""
+    return _registered_devices
+
+
 class MPIWorld(NamedTuple):
-    """MPI's processes as this one sees them.
+    """MPI_COMM_WORLD: this process's rank in it, and the library.
 
     Attributes:
         rank, size: as MPI counts.
@@ -181,7 +185,7 @@ def mpi_world(timeout: float) -> MPIWorld:
     Raises:
         BackendUnavailableError: it cannot be used in this process.
     """
-    return MPIWorld(*importlib.import_module(_BUILT_IN["mpi"]).identity(timeout))
+    return MPIWorld(*importlib.import_module(_BUILT_IN["mpi"]).describe_mpi_world(timeout))
 
 
 def mpi_store(deadline: float) -> Store:
@@ -191,139 +195,9 @@ def mpi_store(deadline: float) -> Store:
 
 
 def register_job_with_mpi(job: Job) -> None:
-    """Register a job that has met over MPI, whichever backends it uses; called on all ranks once they have joined.
+    """Register a job whose rendezvous was over MPI, with any backends; called on all ranks once they have joined.
 
     Then MPI is not finalised if ranks of the job have died, and an exception that ends all processes is sent to the
     job's ranks first.
     """
     importlib.import_module(_BUILT_IN["mpi"]).register_job(job)
-
-
-@dataclass(frozen=True)
-class BackendChoice:
-    """A backend chosen for a device type, and the reason.
-
-    Attributes:
-        device: the device type.
-        name, cls: of the backend.
-        why: the reason, for ``explain()``.
-        explicit: True if the user named it.
-        implicit: True if it was added to the backend that the user named.
-        staged: True if arrays go through host memory, which is what the backend serves.
-    """
-
-    device: str
-    name: str
-    cls: type[BackendBase]
-    why: str
-    explicit: bool = False
-    implicit: bool = False
-    staged: bool = False
-
-
-def _devices(name: str, cls: type[BackendBase]) -> frozenset[str]:
-    return _registered_devices.get(name, cls.caps.devices)
-
-
-def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str = "") -> list[BackendChoice]:
-    """The backends of a group, one for each device type that is served.
-
-    Args:
-        backend: None (by device: CPU arrays go to MPI under mpirun or srun where it is available and ranks are on
-            several hosts, else to gloo; CUDA arrays to NCCL where it is available), a name, or
-            ``"cpu:gloo,cuda:nccl"``. With ``"nccl"`` the default backend of CPU arrays is added, for objects and
-            barriers.
-        started_by_mpi: True if an MPI launcher started the process.
-        against_mpi: the reason why MPI, though available, does not serve the arrays; "" if it does.
-
-    Raises:
-        BackendUnavailableError: the backend cannot be used; the message has each candidate's reason.
-        DistArgumentError: not a backend specification.
-    """
-    if backend is None or backend in ("", "undefined"):
-        return _choose_by_device(started_by_mpi, against_mpi)
-    spec = backend.lower()
-    if ":" not in spec:
-        cls = _usable([spec])[1]
-        choices = [
-            BackendChoice(d, spec, cls, f"backend={backend!r}", True) for d in sorted(_devices(spec, cls))
-        ]
-        if spec == "nccl":
-            host = _choose_by_device(started_by_mpi, against_mpi)[0]
-            choices.append(
-                replace(host, why="for objects, barriers and CPU arrays, beside NCCL", implicit=True)
-            )
-        return choices
-    choices = []
-    for part in spec.split(","):
-        device, _, name = part.strip().partition(":")
-        if not device or not name:
-            raise DistArgumentError(f"backend: {backend!r} is not of the form 'cpu:gloo,cuda:nccl'")
-        if any(device == choice.device for choice in choices):
-            raise DistArgumentError(f"backend: {backend!r} has two backends of {device} arrays")
-        cls = _usable([name])[1]
-        why = f"backend={backend!r}"
-        staged = device == "cuda" and device not in _devices(name, cls) and cls.stages
-        if not staged and device not in _devices(name, cls):
-            raise BackendUnavailableError(f"backend {name!r} does not serve {device} arrays")
-        if staged:
-            why += "; through the host's memory"
-        choices.append(BackendChoice(device, name, cls, why, True, staged=staged))
-    return choices
-
-
-def fakes(choices: Iterable[BackendChoice]) -> bool:
-    """True if the backend is ``fake``.
-
-    Raises:
-        DistArgumentError: it is for some of the device types only.
-    """
-    found = {choice.cls.fake for choice in choices}
-    if len(found) > 1:
-        raise DistArgumentError("backend: 'fake' cannot be combined with other backends")
-    return found == {True}
-
-
-def _usable(names: Iterable[str]) -> tuple[str, type[BackendBase]]:
-    """The first of the named backends that is available."""
-    reasons = []
-    for name in names:
-        reason = reason_against(name)
-        if reason is None:
-            return name, load(name)
-        reasons.append(reason)
-    raise BackendUnavailableError("; ".join(reasons))
-
-
-def _choose_by_device(started_by_mpi: bool, against_mpi: str) -> list[BackendChoice]:
-    name, cls = _usable(["mpi", "gloo"] if started_by_mpi and not against_mpi else ["gloo"])
-    if not started_by_mpi:
-        why = "the default for CPU arrays"
-    elif name == "mpi":
-        why = "started by an MPI launcher"
-    else:
-        why = f"an MPI launcher started us, but {against_mpi or reason_against('mpi')}"
-    choices = [BackendChoice("cpu", name, cls, why)]
-    reason = reason_against("nccl")
-    if reason is None:
-        choices.append(BackendChoice("cuda", "nccl", load("nccl"), "the default for CUDA arrays"))
-    return choices
-
-
-def default_backend_for_device(device: Any) -> str:
-    """Name of the backend that serves a device type by default: ``"gloo"`` for cpu, ``"nccl"`` for cuda.
-
-    Args:
-        device: ``"cpu"``, ``"cuda:1"``, or a device object of torch or unicoll.
-
-    Raises:
-        DistArgumentError: no backend serves it.
-    """
-    kind = str(getattr(device, "type", device)).partition(":")[0]
-    names = {"cpu": "gloo", "cuda": "nccl"}
-    for name, devices in _registered_devices.items():
-        for served in devices:
-            names.setdefault(served, name)
-    if kind not in names:
-        raise DistArgumentError(f"no backend serves {kind!r} arrays; served are {', '.join(sorted(names))}")
-    return names[kind]

@@ -1,1 +1,1 @@
-"""Who may talk to a job, and how: authentication, framed connections, interfaces, stores, the control plane."""
+"""Connections between processes: authentication, framing, interfaces, stores, control plane; environment and logs."""

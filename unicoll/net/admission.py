@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from unicoll.net.auth import HANDSHAKE_SECONDS
+from unicoll.net.handshake import HANDSHAKE_SECONDS
 
 MAX_UNAUTHENTICATED = 1024
 """Connections without a finished handshake that a server keeps; fewer if the limit of open files is low."""

@@ -3,18 +3,19 @@
 ``UNICOLL_CHANNEL`` sets the protection of connections between hosts: ``plain``, ``mac`` or ``tls``. Connections of the
 store and the control plane always have at least a MAC. Connections within a host get no more than that, since only
 root can read or change them; ``UNICOLL_TRANSPORT=tcp``, which treats the ranks of one host like ranks of different
-hosts, also applies here. Both sides state their choice in the handshake (:mod:`unicoll.net.auth`), which verifies
+hosts, also applies here. Both sides state their choice in the handshake (:mod:`unicoll.net.handshake`), which verifies
 that the choices are equal and derives the keys.
 """
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from unicoll.errors import AuthenticationError, DistNetworkError
-from unicoll.net import settings
-from unicoll.net.auth import client_handshake
+from unicoll.net import environment
+from unicoll.net.handshake import client_handshake
 from unicoll.net.records import HEADER_SIZE, MAX_DATA, MacRecords, Records, TamperedError
 from unicoll.net.secret import Key
 from unicoll.net.timeouts import seconds_left
@@ -26,16 +27,15 @@ def choose_protection(sock: socket.socket, minimum: str = "plain") -> str:
     """The protection of a connection: ``"plain"``, ``"mac"`` or ``"tls"``; equal at both ends.
 
     Args:
-        sock: connected.
         minimum: protection that this kind of connection always has, ``"plain"`` or ``"mac"``.
 
     Raises:
         DistArgumentError: ``UNICOLL_CHANNEL`` has an unknown value.
     """
-    wanted = settings.choice("UNICOLL_CHANNEL")
+    wanted = environment.choice("UNICOLL_CHANNEL")
     if wanted == "plain":
         return minimum
-    return minimum if within_a_host(sock) and settings.choice("UNICOLL_TRANSPORT") != "tcp" else wanted
+    return minimum if within_a_host(sock) and environment.choice("UNICOLL_TRANSPORT") != "tcp" else wanted
 
 
 def within_a_host(sock: Connection) -> bool:
@@ -59,6 +59,9 @@ class Channel:
 
     ``send`` behaves like OpenSSL's SSL_write: it may raise BlockingIOError or TimeoutError after a part of a record
     was sent. The next ``send`` must then pass the same data, possibly followed by more.
+
+    Attributes:
+        part_moved: called in ``send`` and ``recv_into`` while a record moves in parts; raises to stop.
     """
 
     def __init__(self, sock: socket.socket, records: Records) -> None:
@@ -68,10 +71,12 @@ class Channel:
         self._unsent_size = 0  # bytes of data in that record
         self._data = memoryview(b"")  # decoded and not yet returned
         self._buffer = memoryview(b"")
+        self.part_moved: Callable[[], None] = lambda: None
         self.fileno = sock.fileno
         self.close = sock.close
         self.getpeername = sock.getpeername
         self.getsockname = sock.getsockname
+        self.getsockopt = sock.getsockopt
         self.gettimeout = sock.gettimeout
         self.setsockopt = sock.setsockopt
         self.settimeout = sock.settimeout
@@ -92,6 +97,8 @@ class Channel:
             self._unsent_size = len(chunk)
         while self._unsent:
             self._unsent = self._unsent[self._sock.send(self._unsent, flags) :]
+            if self._unsent:
+                self.part_moved()
         return self._unsent_size
 
     def sendmsg(self, buffers: Any, ancdata: tuple[()] = (), flags: int = 0) -> int:
@@ -129,6 +136,8 @@ class Channel:
             if not got:
                 return False
             self._data = memoryview(self._records.open(self._buffer[:got]))
+            if not self._data:
+                self.part_moved()
         return True
 
     def start(self, deadline: float) -> None:
@@ -158,19 +167,21 @@ def authenticate(
     address: str = "",
     minimum: str = "mac",
 ) -> tuple[Connection, bool]:
-    """The client's side of the handshake and of the protection; the server's is :class:`unicoll.net.server.Server`'s.
+    """The client's side of the handshake and of the protection.
+
+    The server's side is in :mod:`unicoll.net.authenticated_server`.
 
     Args:
-        sock, key, purpose, deadline, rank, server, address: as :func:`unicoll.net.auth.client_handshake` takes them.
+        sock, key, purpose, deadline, rank, server, address: as for :func:`unicoll.net.handshake.client_handshake`.
         minimum: protection that this kind of connection always has.
 
     Returns:
         The connection to use from now on, and True if its server is private
-        (see :class:`unicoll.net.auth.HandshakeResult`).
+        (see :class:`unicoll.net.handshake.HandshakeResult`).
 
     Raises:
-        AuthenticationError: as :func:`unicoll.net.auth.client_handshake`; or the peer of the protected connection is
-            not the peer of the handshake.
+        AuthenticationError: as :func:`unicoll.net.handshake.client_handshake`; or the peer of the protected
+            connection is not the peer of the handshake.
         DistNetworkError: the connection broke, or the deadline passed.
     """
     protection = choose_protection(sock, minimum)

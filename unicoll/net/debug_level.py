@@ -8,7 +8,7 @@ from enum import Enum, IntEnum
 from weakref import WeakMethod
 
 from unicoll.errors import DistTypeError
-from unicoll.net import logs, settings
+from unicoll.net import environment, logs
 
 
 class DebugLevel(IntEnum):
@@ -19,8 +19,8 @@ class DebugLevel(IntEnum):
     INFO = 1
     """Joining and leaving, the choice of backends and transports, groups; nothing per call."""
     DETAIL = 2
-    """Each call too. Backends that do not compare the calls of the ranks themselves (NCCL) do so, before a collective
-    is started."""
+    """Each call, too. With backends that do not compare the ranks' calls (NCCL), unicoll compares each collective
+    before it starts."""
 
     __str__ = Enum.__str__
 
@@ -42,7 +42,7 @@ def get_debug_level() -> DebugLevel:
     """
     global _level
     if _level is None:
-        _level = DebugLevel[settings.debug_level().upper()]
+        _level = DebugLevel[environment.debug_level().upper()]
     return _level
 
 
@@ -78,7 +78,7 @@ def set_debug_level_from_env() -> None:
     Raises:
         DistArgumentError: the variable has an unknown value.
     """
-    set_debug_level(DebugLevel[settings.debug_level().upper()])
+    set_debug_level(DebugLevel[environment.debug_level().upper()])
 
 
 def apply() -> None:

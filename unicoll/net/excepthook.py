@@ -45,7 +45,7 @@ def install(
 
 
 def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-    """Print an exception like ``sys.__excepthook__``, with unicoll's frames folded."""
+    """Print an exception like ``sys.__excepthook__``, with consecutive frames inside unicoll as one line."""
     text = _folded(kind, value, trace)
     if text is None:
         sys.__excepthook__(kind, value, trace)
@@ -74,7 +74,7 @@ def as_text(kind: type[BaseException], value: BaseException, trace: TracebackTyp
 
 
 def _folded(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> str | None:
-    """The traceback with unicoll's frames folded; None if it has none of them, or all are to be shown."""
+    """The traceback with consecutive frames inside unicoll as one line; None if it has none, or all are shown."""
     errors = sys.modules.get("unicoll.errors")
     if errors is None or _shows_all():
         return None
@@ -86,11 +86,11 @@ def _folded(kind: type[BaseException], value: BaseException, trace: TracebackTyp
 
 def _shows_all() -> bool:
     """True at debug level DETAIL: the program's, or the environment's where none has been set; imports nothing."""
-    levels, settings = (sys.modules.get(f"unicoll.net.{name}") for name in ("debug_level", "settings"))
+    levels, environment = (sys.modules.get(f"unicoll.net.{name}") for name in ("debug_level", "environment"))
     try:
         if levels is not None:
             return bool(levels.get_debug_level() == levels.DebugLevel.DETAIL)
-        return settings is not None and bool(settings.debug_level() == "detail")
+        return environment is not None and bool(environment.debug_level() == "detail")
     except ValueError:  # DistArgumentError: the environment variable has an unknown value
         return False
 
@@ -98,7 +98,7 @@ def _shows_all() -> bool:
 def _fold(
     exception: traceback.TracebackException, value: BaseException | None, inside: tuple[str, ...]
 ) -> bool:
-    """Fold the frames of an exception, its causes and the members of a group; False if none was folded."""
+    """Shorten the traceback of an exception, its causes and the members of a group; False if none was shortened."""
     errors = sys.modules["unicoll.errors"]
     stack = _Stack(exception.stack)
     stack.inside = inside

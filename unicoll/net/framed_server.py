@@ -12,8 +12,8 @@ import time
 from abc import abstractmethod
 from typing import Any
 
+from unicoll.net.authenticated_server import Client, Server, listen
 from unicoll.net.channel import Channel, Connection
-from unicoll.net.server import Client, Server, listen
 
 Message = dict[str, Any]
 
@@ -73,10 +73,7 @@ class FrameServer(Server):
 
     Args:
         hosts: addresses to listen on, each on a free port.
-        key: the job's secret key.
         purpose: label of the handshake.
-        name: of the thread.
-        rank: this process's rank.
         listener: a listening socket, bound to the one address of ``hosts``, which the server then owns; None: the
             server creates one per address.
 

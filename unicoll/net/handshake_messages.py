@@ -1,4 +1,4 @@
-"""The messages of the handshake: hello, verdict and proof, as bytes; :mod:`unicoll.net.auth` has their order."""
+"""The messages of the handshake: hello, verdict and proof, as bytes; :mod:`unicoll.net.handshake` has their order."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from unicoll.errors import DistArgumentError, DistNetworkError
 
 _IFF_UP = 0x1
 _IFF_LOOPBACK = 0x8
+_IFF_RUNNING = 0x40
 # Addresses for documentation are assigned to no host, so their route is the default route (RFC 5737, RFC 3849).
 _DEFAULT_ROUTE_TARGETS = (
     (socket.AF_INET, ("203.0.113.1", 9)),
@@ -30,7 +31,8 @@ class Interface(NamedTuple):
     """One address of one network interface.
 
     ``family`` is ``socket.AF_INET`` or ``AF_INET6``; ``address`` is text without a zone; ``scope`` is
-    ``"host"`` (loopback), ``"link"`` (valid on its own link only) or ``"global"``.
+    ``"host"`` (loopback), ``"link"`` (valid on its own link only) or ``"global"``. ``has_carrier`` is False without a
+    cable or with a switch that is off; ``network`` is as 10.0.0.0/24.
     """
 
     name: str
@@ -39,6 +41,8 @@ class Interface(NamedTuple):
     scope: str
     is_loopback: bool
     is_up: bool
+    has_carrier: bool = True
+    network: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} {self.address}"
@@ -64,7 +68,7 @@ _Ifaddrs._fields_ = [
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("addr", ctypes.POINTER(_Sockaddr)),
-    ("netmask", ctypes.c_void_p),
+    ("netmask", ctypes.POINTER(_Sockaddr)),
     ("target", ctypes.c_void_p),
     ("data", ctypes.c_void_p),
 ]
@@ -96,12 +100,16 @@ def _entries(entry: Any) -> Iterator[Interface]:
         family = item.addr.contents.family
         # sockaddr_in: port (2), address (4); sockaddr_in6: port (2), flow (4), address (16).
         if family == socket.AF_INET:
-            raw = bytes(item.addr.contents.data[2:6])
+            part = slice(2, 6)
         elif family == socket.AF_INET6:
-            raw = bytes(item.addr.contents.data[6:22])
+            part = slice(6, 22)
         else:
             continue
-        address = socket.inet_ntop(family, raw)
+        address = socket.inet_ntop(family, bytes(item.addr.contents.data[part]))
+        network = ""
+        if item.netmask:
+            bits = sum(byte.bit_count() for byte in item.netmask.contents.data[part])
+            network = str(ipaddress.ip_network(f"{address}/{bits}", strict=False))
         loopback = bool(item.flags & _IFF_LOOPBACK)
         scope = _scope(address, loopback)
         yield Interface(
@@ -111,6 +119,8 @@ def _entries(entry: Any) -> Iterator[Interface]:
             scope,
             loopback,
             bool(item.flags & _IFF_UP),
+            bool(item.flags & _IFF_RUNNING),
+            network,
         )
 
 
@@ -154,7 +164,8 @@ def listen_addresses(
     """The addresses on which this process accepts its peers' data connections.
 
     In order of priority: ``UNICOLL_SOCKET_IFNAME`` (syntax of :func:`match_interfaces`; one address per interface, in
-    that order), ``GLOO_SOCKET_IFNAME`` (exact names, comma-separated), loopback if the master is loopback or
+    that order, without those that have no carrier if others have one), ``GLOO_SOCKET_IFNAME`` (exact names,
+    comma-separated), loopback if the master is loopback or
     ``single_host`` is true (every rank is on this host), else the source address of the route to ``master_host``. A
     name that resolves to loopback on this host may resolve differently on others (Debian maps a host's own name to
     127.0.1.1); for such a name, or if the master is unknown (None), it is the source address of the default route.
@@ -194,6 +205,7 @@ def _named_addresses(variable: str, spec: str, pattern: str, family: int | None)
     selected = match_interfaces(pattern, [i for i in found if i.is_up])
     # A peer cannot use a link-local address, whose zone is this host's.
     usable = [i for i in selected if i.scope != "link" or i.family == socket.AF_INET]
+    usable = [i for i in usable if i.has_carrier] or usable
     if not usable:
         reason = "only link-local addresses match" if selected else "no interface that is up matches"
         raise DistNetworkError(f"{variable}={spec}: {reason}; this host has {_describe(found)}")
@@ -304,7 +316,6 @@ def split_hostport(text: str, default_port: int | None = None) -> tuple[str, int
     """``"host:port"`` or ``"[IPv6]:port"`` as host (without brackets) and port.
 
     Args:
-        text: see above.
         default_port: the port if ``text`` has none; with None a port is required.
 
     Raises:

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 
-from unicoll.net import settings
+from unicoll.net import environment
 
 _rank: int | None = None
 _handler: logging.Handler | None = None
@@ -42,7 +42,7 @@ def configure(level: int | None) -> None:
         DistArgumentError: ``UNICOLL_LOG_LEVEL`` has an unknown value.
     """
     global _handler, _level_before
-    name = settings.choice("UNICOLL_LOG_LEVEL")
+    name = environment.choice("UNICOLL_LOG_LEVEL")
     if name != "off":
         level = getattr(logging, name.upper())
     top = logger()

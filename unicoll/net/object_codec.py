@@ -1,23 +1,21 @@
-"""Objects as bytes: a typed format for plain objects, or JSON for small ones; pickle for other objects.
+"""Objects as bytes: by pickle where it is allowed, else plain objects in a typed format.
 
 Plain objects are None, bool, int (any size), float, complex, str, bytes, bytearray, list, tuple, dict, set,
 frozenset, and NumPy arrays and scalars of bool, integer, float, complex and datetime dtypes, in any nesting, with
-shared and cyclic references. They never use pickle, so reading them runs no code. An object that contains a subclass
-of these types (an IntEnum, a namedtuple, an OrderedDict) or another type is pickled whole, if pickle is allowed.
+shared and cyclic references. Reading the typed format runs no code. A subclass of these types (an IntEnum, a
+namedtuple, an OrderedDict) is not plain.
 
 :mod:`unicoll.net.object_writer` and :mod:`~unicoll.net.object_reader` write and read the typed format, which
-:mod:`~unicoll.net.object_format` defines, and :mod:`~unicoll.net.object_text` the JSON.
+:mod:`~unicoll.net.object_format` defines.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 from unicoll.errors import DistError, PickleRefusedError
-from unicoll.net import object_text
-from unicoll.net.object_format import PICKLED, TEXT, TYPED, NotPlainError, type_name
+from unicoll.net.object_format import PICKLED, TYPED, NotPlainError, type_name
 from unicoll.net.object_reader import Reader
 from unicoll.net.object_writer import Writer
 
@@ -29,39 +27,42 @@ HOW_TO_ALLOW = (
 """The end of a refusal's message."""
 
 Bytes = bytes | bytearray | memoryview
-Allowed = bool | Callable[[], bool]
-"""True if pickle may be used, or a function that says so, which is called only if it matters."""
-_CONTAINERS = frozenset((dict, list))
-"""Types of objects that may be written as JSON."""
+_PICKLED = bytes((PICKLED,))
 
 
-def dumps(obj: object, allow_pickle: Allowed) -> bytes:
+def dumps(obj: object, allow_pickle: bool) -> bytes:
     """``obj`` as bytes, from which :func:`loads` makes an equal object of the same type.
 
     Args:
         obj: any object.
-        allow_pickle: if an object that is not plain (see the module) may be pickled.
+        allow_pickle: True to pickle it; else it must be plain (see the module).
 
     Raises:
-        PickleRefusedError: the object needs pickle and ``allow_pickle`` is false; the message has the type.
+        PickleRefusedError: the object is not plain and ``allow_pickle`` is false; the message has the type.
         DistError: pickle cannot serialise the object.
     """
-    if type(obj) in _CONTAINERS and (text := object_text.write(obj)) is not None:
-        return text
+    if allow_pickle:
+        try:
+            return _PICKLED + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            name = type_name(_first_unpicklable(obj))
+            raise DistError(f"cannot pickle {name}: {type(error).__name__}: {error}") from error
     writer = Writer()
     try:
         writer.write(obj, 0)
-    except NotPlainError as reason:
-        return _pickle(obj, allow_pickle, str(reason))
+    except NotPlainError as error:
+        reason = str(error)
     except RecursionError:
-        return _pickle(obj, allow_pickle, f"a deeply nested {type_name(obj)}")
-    return b"".join(writer.parts)
+        reason = f"a deeply nested {type_name(obj)}"
+    else:
+        return b"".join(writer.parts)
+    raise PickleRefusedError(f"{reason} can be sent only by pickle. {HOW_TO_ALLOW}")
 
 
-def loads(data: Bytes, allow_pickle: Allowed) -> Any:
+def loads(data: Bytes, allow_pickle: bool) -> Any:
     """The object that :func:`dumps` has written to ``data``.
 
-    Arrays are C-contiguous, writable and independent of ``data``.
+    Arrays are writable and independent of ``data``.
 
     Raises:
         PickleRefusedError: the data is a pickle and ``allow_pickle`` is false.
@@ -72,38 +73,26 @@ def loads(data: Bytes, allow_pickle: Allowed) -> Any:
         raise DistError("malformed object data: it is empty")
     view = view.cast("B")
     kind = view[0]
-    if kind == TEXT:
-        return _load_text(view)
+    if kind == PICKLED:
+        if not allow_pickle:
+            raise PickleRefusedError(f"received a pickled object of {len(view) - 1} bytes. {HOW_TO_ALLOW}")
+        try:
+            return pickle.loads(view[1:])
+        except Exception as error:
+            raise DistError(f"cannot unpickle an object: {type(error).__name__}: {error}") from error
     if kind == TYPED:
         return _load_typed(view)
-    if kind != PICKLED:
-        raise DistError(f"malformed object data: unknown format {kind}")
-    if not _is(allow_pickle):
-        raise PickleRefusedError(f"received a pickled object of {len(view) - 1} bytes. {HOW_TO_ALLOW}")
-    try:
-        return pickle.loads(view[1:])
-    except Exception as error:
-        raise DistError(f"cannot unpickle an object: {type(error).__name__}: {error}") from error
+    raise DistError(f"malformed object data: unknown format {kind}")
 
 
-def _is(allowed: Allowed) -> bool:
-    return allowed() if callable(allowed) else allowed
-
-
-def _pickle(obj: object, allowed: Allowed, reason: str) -> bytes:
-    if not _is(allowed):
-        raise PickleRefusedError(f"{reason} can be sent only by pickle. {HOW_TO_ALLOW}")
-    try:
-        return bytes((PICKLED,)) + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        raise DistError(f"cannot pickle {type_name(obj)}: {type(error).__name__}: {error}") from error
-
-
-def _load_text(view: memoryview) -> Any:
-    try:
-        return object_text.read(view)
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise DistError(f"malformed object data in JSON: {error}") from error
+def _first_unpicklable(obj: object) -> object:
+    """The first entry of a list that pickle refuses, or the object itself; for an error."""
+    for entry in obj if type(obj) is list else ():
+        try:
+            pickle.dumps(entry)
+        except Exception:
+            return entry
+    return obj
 
 
 def _load_typed(view: memoryview) -> Any:

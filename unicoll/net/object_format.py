@@ -1,10 +1,9 @@
 """The typed format of objects.
 
-The first byte of a message is :data:`TYPED`, :data:`PICKLED` or :data:`TEXT` (:mod:`unicoll.net.object_text`). In the
-typed format a value is a one-byte tag and its body; integers and lengths are little-endian. Values that can be shared
-are numbered in order of first occurrence, on both sides; each later occurrence is a reference to the number. Tuples and
-frozensets inside a key or a set's item are not numbered: hashing them visits all their items, and references would make
-that exponential.
+The first byte of a message is :data:`TYPED` or :data:`PICKLED`. In the typed format a value is a one-byte tag and its
+body; integers and lengths are little-endian. Values that can be shared are numbered in order of first occurrence, on
+both sides; each later occurrence is a reference to the number. Tuples and frozensets inside a key or a set's item are
+not numbered: hashing them visits all their items, and references would make that exponential.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-TYPED, PICKLED, TEXT = 1, 2, 3
+TYPED, PICKLED = 1, 2
 MAX_DEPTH = 100
-"""Containers nested deeper than this are pickled; typed data that are nested deeper are refused."""
+"""Containers nested deeper than this are refused."""
 
 LENGTH = struct.Struct("<Q")
 INT = struct.Struct("<q")

@@ -30,7 +30,7 @@ class TamperedError(OSError):
     """Received bytes fail the integrity check: they were changed, repeated, reordered or inserted on the path."""
 
     def __init__(self, detail: str) -> None:
-        super().__init__(errno.EBADMSG, f"its connection delivered bytes that it has not sent: {detail}")
+        super().__init__(errno.EBADMSG, f"the integrity check of its connection failed: {detail}")
 
 
 class Records(Protocol):
@@ -87,7 +87,7 @@ class MacRecords:
             data = view[start:stop]
             tag = _tag(self._open_mac, self._opened_count, data)
             if not hmac.compare_digest(view[at + _LENGTH.size : start], tag):
-                raise TamperedError("their MAC is wrong")
+                raise TamperedError("the MAC of a record is wrong")
             self._opened_count += 1
             found.append(data)
             at = stop

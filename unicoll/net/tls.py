@@ -64,7 +64,9 @@ class TlsRecords:
         if len(self._proof) < _PROOF_SIZE:
             return b""
         if not hmac.compare_digest(self._proof[:_PROOF_SIZE], self._make_proof(not self._server)):
-            raise TamperedError("a relay is between the two ends")
+            raise TamperedError(
+                "the peer's proof is for another TLS handshake: the connection passes through a third process"
+            )
         self.ready = True
         return self._proof[_PROOF_SIZE:]
 

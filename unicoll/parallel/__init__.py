@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unicoll.parallel.buckets import GradientBuckets
+from unicoll.parallel.gradient_buckets import GradientBuckets
 from unicoll.parallel.parameters import (
     average_gradients,
     broadcast_parameters,

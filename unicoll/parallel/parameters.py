@@ -12,7 +12,7 @@ import numpy.typing as npt
 from unicoll.api.world import member
 from unicoll.arrays.types import ReduceOp
 from unicoll.errors import DistError
-from unicoll.parallel.common import (
+from unicoll.parallel.packing import (
     Arrays,
     Packer,
     byte_array,
@@ -118,14 +118,9 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
             np.frombuffer(row, np.uint8).reshape(-1, DIGEST_BYTES) for row in _gather(members, each, like)
         ]
         reference = rows[answers.index(common)]
-        differing = sorted(
-            {int(i) for r in deviating for i in np.flatnonzero((rows[r] != reference).any(axis=1))}
-        )
-        what = (
-            "they differ in "
-            + ", ".join(names[i] for i in differing[:8])
-            + (", ..." if len(differing) > 8 else "")
-        )
+        differs = np.any([(rows[r] != reference).any(axis=1) for r in deviating], axis=0)
+        differing = [names[i] for i in np.flatnonzero(differs)]
+        what = f"they differ in {', '.join(differing[:8])}{', ...' if len(differing) > 8 else ''}"
     ranks = [members.global_rank(r) for r in deviating]
     raise DistError(
         f"parameters are not the same on all ranks: rank{'s' * (len(ranks) > 1)} "

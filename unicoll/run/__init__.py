@@ -14,7 +14,7 @@ It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
   ranks, one second after the first rank has it or at the end of the job; the summary, with the first failure, is
   last. The exit code is that of the first failing rank, 128 + N for signal N.
 - **No orphans.** No process that a worker has started outlives the job, even if the launcher is killed by
-  SIGKILL; see ``unicoll.run.guard`` for how a job's processes are identified, and how one may leave the job.
+  SIGKILL; see ``unicoll.run.process_cleanup`` for how a job's processes are identified, and how one may leave the job.
 - **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the workers' process groups and end the
   job with 128 + N; a second Ctrl-C kills at once. A signal that is ignored when the launcher starts (nohup) stays
   ignored.

@@ -19,19 +19,11 @@ from unicoll.errors import DistError
 from unicoll.net import logs
 from unicoll.run.args import LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
-from unicoll.run.failure import (
-    DETECTION_DELAY,
-    ExceptionRecord,
-    WorkerFailure,
-    last_stderr_lines,
-    read_record,
-    report,
-    root_cause,
-)
-from unicoll.run.guard import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
+from unicoll.run.failure import exit_code, last_stderr_lines, report, root_cause
 from unicoll.run.job import EXIT_KEY, LocalJob, job_token, job_variable
-from unicoll.run.output import Console, Streams
-from unicoll.run.tracebacks import Tracebacks
+from unicoll.run.output import Console, OutputPipes
+from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
+from unicoll.run.tracebacks import ExceptionRecord, Tracebacks, read_record
 from unicoll.run.workers import LogFiles, Worker, shared_environment, start_worker
 
 log = logs.logger("run")
@@ -48,17 +40,14 @@ class Agent:
     """One launch, from start to exit code.
 
     ``_pending_signals`` has the signals still to be sent to the workers and their times; it is empty without failures.
-
-    Args:
-        options: the command line.
     """
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
         self._token = job_token()
         self._workers: list[Worker] = []
-        self._failed: list[tuple[Worker, ExceptionRecord | None]] = []
-        self._root: WorkerFailure | None = None
+        self._failed: list[Worker] = []
+        self._root: Worker | None = None
         self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signals: deque[signal.Signals] = deque()
         self._signal: signal.Signals | None = None  # that ended the job
@@ -74,15 +63,10 @@ class Agent:
             end.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._console = Console(self._wake)
-        self._streams = Streams(self._selector, self._console)
+        self._streams = OutputPipes(self._selector, self._console)
 
     def run(self) -> int:
-        """Run the job; returns the exit code.
-
-        Raises:
-            OSError: a process, a file or the requested port cannot be used.
-            DistError: the store or the secret cannot be used.
-        """
+        """Run the job; returns the exit code. OSError or DistError if it cannot be started."""
         previous = self._install_signal_handlers()
         try:
             try:
@@ -190,9 +174,10 @@ class Agent:
                 return
             if worker.status < 0:
                 worker.status = 1  # its exception was first; the launcher's signal only ended its clean-up
-        self._failed.append((worker, record))
+        worker.failure = record
+        self._failed.append(worker)
         if job is not None:
-            _publish(job, worker, record)
+            _publish(job, worker)
         self._schedule_stop()
 
     def _check_hanging_failures(self) -> None:
@@ -328,12 +313,11 @@ class Agent:
             return
         title = os.path.basename(self._options.target) or self._options.target
         stopped = [worker.rank for worker in self._workers if worker.stopped]
-        failures = [self._failure(worker, record, logs) for worker, record in self._failed]
-        self._root = root = root_cause(failures)
-        if root.record is not None and not root.record.final:
-            self._tracebacks.add(root.rank, root.record.traceback)
+        self._root = root = root_cause(self._failed)
+        if root.failure is not None and not root.failure.final:
+            self._tracebacks.add(root.rank, root.failure.traceback)
         self._show_tracebacks(root.rank)
-        self._write(last_stderr_lines(root) + report(title, failures, stopped, reader))
+        self._write(last_stderr_lines(root) + report(title, self._failed, stopped, reader, logs.kept))
 
     def _complete_logs(self) -> None:
         """Append the tracebacks that the launcher prints for workers to the workers' log files."""
@@ -345,24 +329,11 @@ class Agent:
                 except OSError as error:
                     self._log(f"{worker.log}: {error.strerror}; it lacks the traceback")
 
-    def _failure(self, worker: Worker, record: ExceptionRecord | None, logs: LogFiles) -> WorkerFailure:
-        assert worker.status is not None
-        return WorkerFailure(
-            rank=worker.rank,
-            local_rank=worker.local_rank,
-            pid=worker.pid,
-            status=worker.status,
-            time=record.time if record is not None else worker.ended - DETECTION_DELAY,
-            record=record,
-            tail=worker.tail,
-            error_file=worker.error_file if record is not None and logs.kept else None,
-        )
-
     def _exit_code(self) -> int:
         if self._signal is not None:
             return 128 + self._signal
         if self._root is not None:
-            return self._root.exit_code
+            return exit_code(self._root)
         return 0 if all(worker.status == 0 for worker in self._workers) else 1
 
     def _close_output(self) -> None:
@@ -377,9 +348,10 @@ class Agent:
         self._console.write(2, text.encode("utf-8", "backslashreplace"))
 
 
-def _publish(job: LocalJob, worker: Worker, record: ExceptionRecord | None) -> None:
+def _publish(job: LocalJob, worker: Worker) -> None:
     """Store how a rank ended, for the errors of the ranks that report it as lost."""
-    note = {"pid": worker.pid, "status": worker.status, "cause": record.message if record is not None else ""}
+    cause = worker.failure.message if worker.failure is not None else ""
+    note = {"pid": worker.pid, "status": worker.status, "cause": cause}
     try:
         job.store.set(EXIT_KEY.format(rank=worker.rank), json.dumps(note))
     except DistError as error:

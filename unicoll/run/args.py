@@ -57,7 +57,6 @@ class LaunchOptions:
 
     @property
     def world_size(self) -> int:
-        """Number of workers on all nodes."""
         return self.nnodes * self.nproc
 
 

@@ -19,11 +19,8 @@ _FILE = re.compile(r"rank_\d+\.json$")
 class TraceDirectory:
     """The directory of UNICOLL_TRACE_DIR if the user has set it, else a new one, which the first dump makes.
 
-    An empty variable means that failures are not dumped.
-
-    Args:
-        environ: the user's environment.
-        logs: the directory of the launch's log files if they are kept; the new directory is below it.
+    An empty variable means that failures are not dumped. The new directory is below that of the launch's log files
+    (``logs``) if those are kept.
     """
 
     def __init__(self, environ: Mapping[str, str], logs: str | None) -> None:

@@ -1,131 +1,76 @@
-"""The workers' failures: records, root cause and report."""
+"""The workers' failures: root cause and report."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from unicoll.net.texts import ranks_text, signal_name
-from unicoll.run.tracebacks import keys
+from unicoll.net.formatting import ranks_text, signal_name
+from unicoll.run.tracebacks import CONSEQUENCES, DETECTION_DELAY, describe_exit, keys
+from unicoll.run.workers import Worker
 
-# Errors that report the failure of another rank.
-_CONSEQUENCES = ("unicoll.errors.RankLostError", "unicoll.errors.GroupAbortedError")
+_LAST_LINES = tuple(f"{name}: " for name in CONSEQUENCES)
 _ONE_LINE = 300
 
-DETECTION_DELAY = 0.1
-"""Seconds by which the detection of an end may be late; errors that it causes in other ranks must not look earlier."""
+
+def exit_code(worker: Worker) -> int:
+    """The launcher's exit code for a worker's failure: 128 + N for signal N."""
+    status = _status(worker)
+    return status if status >= 0 else 128 - status
 
 
-class ExceptionRecord(NamedTuple):
-    """An uncaught exception that a worker has recorded.
+def _status(worker: Worker) -> int:
+    assert worker.status is not None
+    return worker.status
 
-    Attributes:
-        time: seconds since the epoch.
-        message: the exception in one line.
-        traceback: as printed, with unicoll's own frames folded.
-        consequence: True if it only reports the failure of another rank.
-        final: True if it certainly ended the program (worker_main.py wrote it), not perhaps only a function.
+
+def _last_line(worker: Worker) -> str:
+    return worker.tail.rstrip().rpartition("\n")[2]
+
+
+def _is_consequence(worker: Worker) -> bool:
+    """True if it only reports the failure of another rank.
+
+    A command without a record says so in its last line on stderr; one that a signal has killed had other reasons.
     """
-
-    time: float
-    message: str
-    traceback: str
-    consequence: bool
-    final: bool
+    if worker.failure is not None:
+        return worker.failure.consequence
+    return _status(worker) > 0 and _last_line(worker).startswith(_LAST_LINES)
 
 
-@dataclass(frozen=True)
-class WorkerFailure:
-    """The end of one worker.
-
-    Attributes:
-        status: exit code; ``-N`` if signal N killed it (as in subprocess).
-        time: seconds since the epoch, of the exception if one was recorded, else of the end.
-        tail: the last lines of its stderr.
-        error_file: path of the record if it is kept, else None.
-    """
-
-    rank: int
-    local_rank: int
-    pid: int
-    status: int
-    time: float
-    record: ExceptionRecord | None
-    tail: str
-    error_file: str | None
-
-    @property
-    def exit_code(self) -> int:
-        """The launcher's exit code for this failure: 128 + N for signal N."""
-        return self.status if self.status >= 0 else 128 - self.status
-
-    @property
-    def cause(self) -> str:
-        """The cause in one line."""
-        if self.record is not None:
-            return self.record.message
-        return describe_exit(self.status, self.pid)
+def _time(worker: Worker) -> float:
+    """When it failed, in seconds since the epoch."""
+    return worker.failure.time if worker.failure is not None else worker.ended - DETECTION_DELAY
 
 
-def describe_exit(status: int, pid: int) -> str:
-    """A worker's end as text, from its exit status (``-N`` for signal N)."""
-    if status >= 0:
-        return f"exit code {status}, no exception recorded"
-    hint = " (often the kernel's out-of-memory killer)" if -status == signal.SIGKILL else ""
-    return f"Signal {-status} ({signal_name(-status)}) received by PID {pid}{hint}"
+def _cause(worker: Worker) -> str:
+    """The cause in one line."""
+    if worker.failure is not None:
+        return worker.failure.message
+    if _is_consequence(worker):
+        return _last_line(worker)
+    return describe_exit(_status(worker), worker.pid)
 
 
-def read_record(path: str) -> ExceptionRecord | None:
-    """Read an error file in torch's format; None if it does not exist or is malformed."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-            modified = os.fstat(file.fileno()).st_mtime
-        message = content["message"]
-        extra = content.get("unicoll", {})
-        if isinstance(message, str):
-            text = traceback = message
-        else:
-            text = message["message"]
-            callstack = message.get("extraInfo", {}).get("py_callstack")
-            traceback = extra.get("traceback") or callstack or text
-        return ExceptionRecord(
-            time=extra["time_ns"] / 1e9 if "time_ns" in extra else modified,
-            message=str(text),
-            traceback=str(traceback),
-            consequence=any(name in _CONSEQUENCES for name in extra.get("classes", ())),
-            final=bool(extra),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def root_cause(failures: Sequence[WorkerFailure]) -> WorkerFailure:
+def root_cause(failures: Sequence[Worker]) -> Worker:
     """The earliest failure, preferably one that is not the consequence of another rank's failure."""
-    return min(failures, key=lambda f: (f.record is not None and f.record.consequence, f.time, f.rank))
+    return min(failures, key=lambda f: (_is_consequence(f), _time(f), f.rank))
 
 
-def report(title: str, failures: Sequence[WorkerFailure], stopped: Sequence[int], reader: str = "") -> str:
+def report(
+    title: str, failures: Sequence[Worker], stopped: Sequence[int], reader: str, keeps_files: bool
+) -> str:
     """The summary in torchrun's format; the tracebacks are printed above it.
 
-    Args:
-        title: the program's name.
-        failures: at least one.
-        stopped: ranks that had not failed and were stopped.
-        reader: the command that shows the ranks' last calls, or "".
+    ``stopped`` are ranks that had not failed, ``reader`` is the command that shows the ranks' last calls.
     """
     root = root_cause(failures)
-    others = sorted((f for f in failures if f is not root), key=lambda f: (f.time, f.rank))
+    others = sorted((f for f in failures if f is not root), key=lambda f: (_time(f), f.rank))
     lines = [f"  {line}" for line in _describe_others(others, root)] or ["  <NO_OTHER_FAILURES>"]
     if stopped:
         lines.append(f"  (stopped by the launcher: {ranks_text(stopped)})")
-    entry = _entry(root)
+    entry = _entry(root, keeps_files)
     if reader:
         entry.append(f"  last calls: {reader}")
     heading = f"{title} FAILED"
@@ -135,22 +80,23 @@ def report(title: str, failures: Sequence[WorkerFailure], stopped: Sequence[int]
     return "\n".join(["", *parts, *entry, double]) + "\n"
 
 
-def _entry(failure: WorkerFailure) -> list[str]:
-    by_signal = f" ({signal_name(-failure.status)})" if failure.status < 0 else ""
+def _entry(worker: Worker, keeps_files: bool) -> list[str]:
+    status, record = _status(worker), worker.failure
+    by_signal = f" ({signal_name(-status)})" if status < 0 else ""
     return [
         "[0]:",
-        f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(failure.time))}",
+        f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(_time(worker)))}",
         f"  host      : {socket.gethostname()}",
-        f"  rank      : {failure.rank} (local_rank: {failure.local_rank})",
-        f"  exitcode  : {failure.status} (pid: {failure.pid}){by_signal}",
-        f"  error_file: {failure.error_file or '<N/A>'}",
-        f"  traceback : {_first_line(failure.cause)}{' (above)' if failure.record else ''}",
+        f"  rank      : {worker.rank} (local_rank: {worker.local_rank})",
+        f"  exitcode  : {status} (pid: {worker.pid}){by_signal}",
+        f"  error_file: {worker.error_file if record and keeps_files else '<N/A>'}",
+        f"  traceback : {_first_line(_cause(worker))}{' (above)' if record else ''}",
     ]
 
 
-def _describe_others(failures: Sequence[WorkerFailure], root: WorkerFailure) -> list[str]:
+def _describe_others(failures: Sequence[Worker], root: Worker) -> list[str]:
     """One line for each group of failures with the same end."""
-    groups: list[list[WorkerFailure]] = []
+    groups: list[list[Worker]] = []
     for failure in failures:
         group = next((found for found in groups if _same_end(found[0], failure)), None)
         if group is None:
@@ -159,16 +105,17 @@ def _describe_others(failures: Sequence[WorkerFailure], root: WorkerFailure) -> 
             group.append(failure)
     same = f"the same as rank {root.rank} below"
     return [
-        f"{_describe_ranks(group)}: {same if _same_end(group[0], root) else _first_line(group[0].cause)}"
+        f"{_describe_ranks(group)}: {same if _same_end(group[0], root) else _first_line(_cause(group[0]))}"
         for group in groups
     ]
 
 
-def _same_end(one: WorkerFailure, other: WorkerFailure) -> bool:
-    return one.status == other.status and bool(keys(one.cause, one.rank) & keys(other.cause, other.rank))
+def _same_end(one: Worker, other: Worker) -> bool:
+    same = keys(_cause(one), one.rank) & keys(_cause(other), other.rank)
+    return one.status == other.status and bool(same)
 
 
-def _describe_ranks(failures: Sequence[WorkerFailure]) -> str:
+def _describe_ranks(failures: Sequence[Worker]) -> str:
     first = failures[0]
     if len(failures) == 1:
         how = f"local_rank: {first.local_rank}, exitcode {first.status}, pid {first.pid}"
@@ -179,12 +126,12 @@ def _describe_ranks(failures: Sequence[WorkerFailure]) -> str:
     return f"{ranks_text([f.rank for f in failures])} ({how})"
 
 
-def last_stderr_lines(failure: WorkerFailure) -> str:
+def last_stderr_lines(worker: Worker) -> str:
     """The last stderr lines of a rank without a recorded exception; empty if there are none."""
-    tail = failure.tail.rstrip().splitlines()[-30:]
-    if failure.record is not None or not tail:
+    tail = worker.tail.rstrip().splitlines()[-30:]
+    if worker.failure is not None or not tail:
         return ""
-    return "\n".join([f"The last lines that rank {failure.rank} wrote to stderr:", *tail]) + "\n"
+    return "\n".join([f"The last lines that rank {worker.rank} wrote to stderr:", *tail]) + "\n"
 
 
 def _first_line(text: str) -> str:

@@ -65,11 +65,9 @@ class _Flags:
         self._group = parser.add_argument_group(title)
 
     def value(self, name: str, default: Any, metavar: str, help: str, *short: str, **options: Any) -> None:
-        """A flag with a value."""
         self._add(name, short, help, default=self._environ(name) or default, metavar=metavar, **options)
 
     def switch(self, name: str, help: str, *short: str) -> None:
-        """A flag without a value."""
         value = self._environ(name) or "0"
         if value not in ("0", "1"):
             self._parser.error(f"{_variable(name)}={value} must be 0 or 1")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from unicoll.net.secret import find_secret
-from unicoll.run.guard import JOB_VARIABLE
+from unicoll.run.process_cleanup import JOB_VARIABLE
 
 if TYPE_CHECKING:
     from unicoll.net.stores import TCPStore
@@ -32,13 +32,8 @@ def job_variable(token: str) -> str:
 def reserve_port(port: int = 0) -> socket.socket:
     """Bind a TCP port on all interfaces without listening: a program that sets SO_REUSEADDR can listen there.
 
-    While the socket is open the kernel does not assign the port to sockets that request any free port.
-
-    Args:
-        port: the port; 0 picks a free one.
-
-    Raises:
-        OSError: the port is in use; the message has the port.
+    While the socket is open the kernel does not assign the port to sockets that request any free port, as 0 does here.
+    If the port is in use, the message of the OSError has it.
     """
     try:
         sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
@@ -65,14 +60,8 @@ def _bind(sock: socket.socket, host: str, port: int) -> socket.socket:
 class LocalJob:
     """A job whose processes are all on this host: its secret, its store (served by this process), its port.
 
-    Args:
-        environ: the user's environment; its secret is used, if there is none a new one is made.
-        master_port: port for the job's own use (MASTER_PORT); None picks a free one.
-
-    Raises:
-        OSError: ``master_port`` is in use.
-        DistArgumentError: the user's secret is invalid.
-        DistStoreError: the store cannot be started.
+    The secret is the user's, or a new one. ``master_port`` is for the job's own use (MASTER_PORT); None is a free one,
+    and OSError is raised if it is in use.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, master_port: int | None = None) -> None:

@@ -1,8 +1,8 @@
 """Output of the workers: from their pipes to the console and the log files, as whole lines with prefixes.
 
 ``Lines`` splits one stream into lines. ``Console`` writes to the launcher's own stdout and stderr in a thread, so
-that a slow reader (a pager, a full pipe) does not block the launcher's main loop. ``Stream`` is one worker's pipe;
-``Streams`` reads all of them with the launcher's selector.
+that a slow reader (a pager, a full pipe) does not block the launcher's main loop. ``OutputPipe`` is one worker's pipe;
+``OutputPipes`` reads all of them with the launcher's selector.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _is_terminal(fd: int) -> bool:
         return False
 
 
-class Stream:
+class OutputPipe:
     """One worker's stdout or stderr: the read end of the pipe, and the destinations of its bytes.
 
     Args:
@@ -222,16 +222,16 @@ class Stream:
         """True if there is an unfinished line that ``tick`` may show."""
         return self._target is not None and bool(self._lines.unfinished)
 
-    def read(self) -> bool:
-        """Forward up to 64 KiB that the pipe has now; False at its end."""
+    def read(self) -> int | None:
+        """Forward up to 64 KiB that the pipe has now; returns their number, 0 at its end, or None if it has nothing."""
         try:
             data = os.read(self.fd, _READ_SIZE)
         except BlockingIOError:
-            return True
+            return None
         except OSError:
             data = b""
         if not data:
-            return False
+            return 0
         self._last_read = time.monotonic()
         self._tail += data
         if len(self._tail) > 4 * _TAIL_SIZE:
@@ -239,7 +239,7 @@ class Stream:
         self._write_log(data)
         if self._target is not None:
             self._console.write(self._target, self._lines.feed(data), self)
-        return True
+        return len(data)
 
     def tick(self, now: float) -> None:
         """Show the state of a progress bar, or a prompt, if it is old enough."""
@@ -278,17 +278,16 @@ class Stream:
             self._log = None
 
 
-class Streams:
+class OutputPipes:
     """All workers' pipes, registered with a selector while the console is not full."""
 
     def __init__(self, selector: selectors.BaseSelector, console: Console) -> None:
         self._selector = selector
         self._console = console
-        self._open: list[Stream] = []
+        self._open: list[OutputPipe] = []
         self._paused = False
 
-    def add(self, stream: Stream) -> None:
-        """Add a pipe."""
+    def add(self, stream: OutputPipe) -> None:
         self._open.append(stream)
         if not self._paused:
             self._selector.register(stream.fd, selectors.EVENT_READ, stream)
@@ -303,9 +302,9 @@ class Streams:
         """True if ``tick`` should be called again soon."""
         return any(stream.unfinished for stream in self._open)
 
-    def read(self, stream: Stream) -> None:
+    def read(self, stream: OutputPipe) -> None:
         """``stream`` is readable according to the selector."""
-        if not stream.closed and not stream.read():
+        if not stream.closed and stream.read() == 0:
             self._drop(stream)
 
     def tick(self) -> None:
@@ -325,18 +324,12 @@ class Streams:
         """Forward what the pipes have now and close them all."""
         for stream in list(self._open):
             for _ in range(_PIPE_READS):
-                if not (_ready(stream.fd) and stream.read()):
+                if not stream.read():
                     break
             self._drop(stream)
 
-    def _drop(self, stream: Stream) -> None:
+    def _drop(self, stream: OutputPipe) -> None:
         self._open.remove(stream)
         if not self._paused:
             self._selector.unregister(stream.fd)
         stream.close()
-
-
-def _ready(fd: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return bool(poll.poll(0))

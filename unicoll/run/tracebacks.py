@@ -1,12 +1,73 @@
-"""The workers' tracebacks, each distinct one once with its ranks."""
+"""The exceptions that workers have recorded, and their tracebacks, each distinct one once with its ranks."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from unicoll.net.texts import ranks_text
+from unicoll.net.formatting import ranks_text, signal_name
 
 _VARIES = re.compile(r"\b(?i:pid) \d+|#\d+\b|\b0x[0-9a-fA-F]+\b")
+
+
+CONSEQUENCES = ("unicoll.errors.RankLostError", "unicoll.errors.GroupAbortedError")
+"""Errors that report the failure of another rank."""
+DETECTION_DELAY = 0.1
+"""Seconds by which the detection of an end may be late; errors that it causes in other ranks must not look earlier."""
+
+
+class ExceptionRecord(NamedTuple):
+    """An uncaught exception that a worker has recorded.
+
+    Attributes:
+        time: seconds since the epoch.
+        traceback: as printed, with unicoll's own frames folded.
+        consequence: True if it only reports the failure of another rank.
+        final: True if it certainly ended the program (worker_main.py wrote it), not perhaps only a function.
+    """
+
+    time: float
+    message: str
+    traceback: str
+    consequence: bool
+    final: bool
+
+
+def read_record(path: str) -> ExceptionRecord | None:
+    """Read an error file in torch's format; None if it does not exist or is malformed."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+            modified = os.fstat(file.fileno()).st_mtime
+        message = content["message"]
+        extra = content.get("unicoll", {})
+        if isinstance(message, str):
+            text = traceback = message
+        else:
+            text = message["message"]
+            callstack = message.get("extraInfo", {}).get("py_callstack")
+            traceback = extra.get("traceback") or callstack or text
+        return ExceptionRecord(
+            time=extra["time_ns"] / 1e9 if "time_ns" in extra else modified,
+            message=str(text),
+            traceback=str(traceback),
+            consequence=any(name in CONSEQUENCES for name in extra.get("classes", ())),
+            final=bool(extra),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def describe_exit(status: int, pid: int) -> str:
+    """A worker's end as text, from its exit status (``-N`` for signal N)."""
+    if status >= 0:
+        return f"exit code {status}, no exception recorded"
+    hint = " (often the kernel's out-of-memory killer)" if -status == signal.SIGKILL else ""
+    return f"Signal {-status} ({signal_name(-status)}) received by PID {pid}{hint}"
 
 
 def keys(text: str, rank: int) -> set[str]:
@@ -19,13 +80,13 @@ def keys(text: str, rank: int) -> set[str]:
     return {same, re.sub(rf"(?i)\brank {rank}\b", "rank _", same)}
 
 
+@dataclass
 class _Group:
     """Ranks with the same traceback."""
 
-    def __init__(self) -> None:
-        self.keys: set[str] = set()
-        self.texts: dict[int, str] = {}  # by rank; not yet printed
-        self.shown: int | None = None  # the rank whose text was printed for all
+    keys: set[str] = field(default_factory=set)
+    texts: dict[int, str] = field(default_factory=dict)  # by rank; not yet printed
+    shown: int | None = None  # the rank whose text was printed for all
 
 
 class Tracebacks:
@@ -35,7 +96,6 @@ class Tracebacks:
         self._groups: list[_Group] = []
 
     def add(self, rank: int, text: str) -> None:
-        """Add a rank's traceback."""
         new = keys(text, rank)
         group = next((one for one in self._groups if one.keys & new), None)
         if group is None:

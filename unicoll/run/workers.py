@@ -14,8 +14,8 @@ from string import Template
 from typing import NamedTuple
 
 from unicoll.run.args import ERR, OUT, LaunchOptions
-from unicoll.run.failure import ExceptionRecord
-from unicoll.run.output import Console, Stream, Streams
+from unicoll.run.output import Console, OutputPipe, OutputPipes
+from unicoll.run.tracebacks import ExceptionRecord
 
 _WORKER_MAIN = str(Path(__file__).with_name("worker_main.py"))
 _TAIL_SIZE = 16 << 10
@@ -60,6 +60,7 @@ class Worker:
         log: the log file of its stderr that the launcher writes, or None.
         stderr: the source of :attr:`tail`: its stream, or the path of the file that it writes itself.
         record: the exception that ended its program, once the launcher has read it.
+        failure: the last exception that it has recorded, if it has failed.
     """
 
     rank: int
@@ -68,11 +69,12 @@ class Worker:
     error_file: str
     prints: bool
     log: str | None
-    stderr: Stream | str | None = None
+    stderr: OutputPipe | str | None = None
     status: int | None = None
     ended: float = 0.0
     stopped: bool = False
     record: ExceptionRecord | None = None
+    failure: ExceptionRecord | None = None
 
     @property
     def pid(self) -> int:
@@ -92,7 +94,6 @@ class Worker:
         return self.status is not None
 
     def reap(self) -> None:
-        """Release the pid of the ended process."""
         if self.status is not None:
             self.process.wait()
 
@@ -110,12 +111,7 @@ class Worker:
 def shared_environment(
     options: LaunchOptions, environ: Mapping[str, str], job: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment variables that are equal for all workers of this node.
-
-    Args:
-        environ: the user's environment, which they inherit.
-        job: the launcher's variables: MASTER_PORT, UNICOLL_SECRET and others.
-    """
+    """The environment variables of all workers of this node: the user's, and the launcher's (``job`` and others)."""
     shared = dict(environ)
     for name in ("UNICOLL_STORE", "TORCHELASTIC_ERROR_FILE"):  # of an enclosing job
         shared.pop(name, None)
@@ -156,13 +152,9 @@ def start_worker(
     shared: Mapping[str, str],
     logs: LogFiles,
     console: Console,
-    streams: Streams,
+    streams: OutputPipes,
 ) -> Worker:
-    """Start one worker and connect its output.
-
-    Raises:
-        OSError: the process cannot be started, or a log file cannot be opened.
-    """
+    """Start one worker and connect its output; OSError if it cannot be started or a log file cannot be opened."""
     rank = options.node_rank * options.nproc + local_rank
     error_file = logs.file(local_rank, "error.json")
     environment = {
@@ -172,61 +164,54 @@ def start_worker(
         "ROLE_RANK": str(rank),
         "TORCHELASTIC_ERROR_FILE": error_file,
     }
+    out, err = (_destination(options, local_rank, which, logs) for which in (OUT, ERR))
     with contextlib.ExitStack() as opened:
-        destinations = [_destination(options, local_rank, which, logs) for which in (OUT, ERR)]
-        out, err = (
-            opened.enter_context(open(destination.file, "wb")) if destination.file else destination.popen
-            for destination in destinations
-        )
-        to_pipe = destinations[1].popen is not None
+        files = [
+            opened.enter_context(open(each.file, "wb")) if each.file and not each.to_pipe else None
+            for each in (out, err)
+        ]
         process = subprocess.Popen(
-            _command(options, "record" if to_pipe else "print"),
+            _command(options, "record" if err.to_pipe else "print"),
             # Local rank 0 may read from the user (in a debugger); the others must not read the same input.
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
+            stdout=subprocess.PIPE if out.to_pipe else files[0],
+            stderr=subprocess.PIPE if err.to_pipe else files[1],
             env=environment,
             start_new_session=True,
         )
-    prints = not to_pipe and destinations[1].file is None
-    worker = Worker(rank, local_rank, process, error_file, prints, destinations[1].log)
+    prints = not err.to_pipe and err.file is None
+    worker = Worker(
+        rank, local_rank, process, error_file, prints, err.file if err.to_pipe else None, err.file
+    )
     prefix = _prefix(options, rank, local_rank)
     shown = options.shown is None or local_rank in options.shown
-    for which, pipe, destination in zip(
-        (OUT, ERR), (process.stdout, process.stderr), destinations, strict=True
-    ):
+    for which, pipe, path in ((OUT, process.stdout, out.file), (ERR, process.stderr, err.file)):
         if pipe is not None:
-            log = open(destination.log, "wb", buffering=0) if destination.log else None
+            log = open(path, "wb", buffering=0) if path else None
             fd = os.dup(pipe.fileno())
             pipe.close()
-            stream = Stream(fd, console, which if shown else None, prefix, log)
+            stream = OutputPipe(fd, console, which if shown else None, prefix, log)
             streams.add(stream)
             if which == ERR:
                 worker.stderr = stream
-        elif which == ERR and destination.file:
-            worker.stderr = destination.file
     return worker
 
 
 class _Destination(NamedTuple):
-    """The destination of one stream: directly ``file``, or ``popen``'s, and then also ``log``."""
+    """The destination of a stream: a pipe to the launcher, which also writes ``file``; else ``file`` or the console."""
 
-    popen: int | None = subprocess.PIPE
+    to_pipe: bool
     file: str | None = None
-    log: str | None = None
 
 
 def _destination(options: LaunchOptions, local_rank: int, which: int, logs: LogFiles) -> _Destination:
     path = logs.file(local_rank, "stdout.log" if which == OUT else "stderr.log")
     if options.tees[local_rank] & which:
-        return _Destination(log=path)
+        return _Destination(True, path)
     if options.redirects[local_rank] & which:
-        return _Destination(popen=None, file=path)
-    if options.nproc == 1 and options.shown is None:
-        return _Destination(
-            popen=None
-        )  # a single worker writes to the console directly, which may be a terminal
-    return _Destination()
+        return _Destination(False, path)
+    # a single worker writes to the console directly, which may be a terminal
+    return _Destination(options.nproc > 1 or options.shown is not None)
 
 
 def _command(options: LaunchOptions, reporting: str) -> list[str]:

@@ -60,9 +60,6 @@ class Staged(Backend):
 
     Args:
         host: the backend; it is closed by its owner, and failed here only for faults of the device.
-        rank: in the group.
-        ranks: the members' global ranks.
-        group: its name.
     """
 
     def __init__(self, host: HostBackend, rank: int, ranks: Sequence[int], group: str) -> None:
@@ -134,7 +131,7 @@ class Staged(Backend):
         return partial(self._execute, self._copier.begin(call))
 
     def _plan(self, call: Call) -> ChunkPlan:
-        """The chunks of a collective; the members agree on them if no rank knows all sizes, or one alone."""
+        """The chunks of a collective; the members agree on them unless every rank knows all sizes."""
         if self._size == 1 or not (call.op.sizes is Sizes.EXCHANGED or call.op.root_has_sizes):
             return plan(call, self._size, CHUNK)
         chunks = plan(call, self._size, CHUNK, largest_part(call, self._host.perform))
@@ -237,8 +234,6 @@ class Staged(Backend):
 
 class _Unpacking(Completion):
     """A completion that unpacks the results of strided arrays when a thread waits for it, on that thread's stream."""
-
-    __slots__ = ("_calls", "_copier", "_done", "_lock", "_packed")
 
     def __init__(self, done: Completion, calls: tuple[Call, ...], copier: HostCopier) -> None:
         self._done = done

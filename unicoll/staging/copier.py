@@ -111,7 +111,7 @@ class HostCopier:
         if not await_event(self.cuda, event, deadline):
             raise OperationTimeoutError(
                 f"{call.describe()} on group {self._group!r} timed out after {call.timeout:g} s: the device of this"
-                " rank has not come to it",
+                " rank has not finished the work before it",
                 group=self._group,
                 op=call.op.name,
                 seq=call.seq,
@@ -132,7 +132,6 @@ class HostCopier:
             ranges: first element and number of elements of each; they are contiguous in the pinned memory.
             pinned: memory for all ranges.
             streams: of the device, which must be the current device.
-            to_device: the direction.
         """
         itemsize, in_host = buffer.dtype.itemsize, pinned.ptr
         stream = streams.to_device if to_device else streams.to_host

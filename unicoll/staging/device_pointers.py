@@ -28,12 +28,7 @@ _BY_ADDRESS = -5
 
 
 class DirectCalls:
-    """Calls on device arrays as calls that a backend does by address.
-
-    Args:
-        host: the backend.
-        copier: of the group.
-    """
+    """Calls on device arrays as calls that a backend does by address."""
 
     def __init__(self, host: HostBackend, copier: HostCopier) -> None:
         self._host = host

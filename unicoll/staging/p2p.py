@@ -29,13 +29,7 @@ _SETTLE_S = 5.0
 
 
 class DeviceP2P:
-    """The sends and receives of a group on device arrays.
-
-    Args:
-        host: the backend.
-        copier, direct: of the group.
-        group: its name.
-    """
+    """The sends and receives of a group on device arrays."""
 
     def __init__(self, host: HostBackend, copier: HostCopier, direct: DirectCalls, group: str) -> None:
         self._host = host

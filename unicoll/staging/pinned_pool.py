@@ -25,8 +25,6 @@ class PinnedBlock:
         bytes: its memory as an array of uint8.
     """
 
-    __slots__ = ("bytes", "ptr", "size")
-
     def __init__(self, ptr: int, size: int) -> None:
         self.ptr = ptr
         self.size = size

@@ -1,4 +1,4 @@
-"""What ranks do in the conformance suite beside single cases."""
+"""What ranks do in the conformance suite in addition to single cases."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _exchange(how: str, mine: Any, got: Any, before: int, after: int) -> None:
 
 
 def bad_arguments(kind: str) -> list[str]:
-    """Messages with tags and ranks that are none: those that were not refused as they should be."""
+    """Messages with invalid tags and ranks: those that were accepted, or refused with another error."""
     x = family(kind).hold(np.zeros(3, np.float32), "contiguous").array
     other = 1 - dist.get_rank()
     wrong = []
@@ -88,8 +88,7 @@ def other_integers(kind: str) -> list[Any]:
     me, n = dist.get_rank(), dist.get_world_size()
 
     def hold(values: Any) -> GuardedArray:
-        held: GuardedArray = family(kind).hold(np.asarray(values, np.float32), "contiguous")
-        return held
+        return family(kind).hold(np.asarray(values, np.float32), "contiguous")
 
     zero: Any = np.int64(0)
     one: Any = np.int32(1)
@@ -117,8 +116,7 @@ def coalesced(async_op: bool, kind: str) -> None:
     sizes = (3, 0, 17, 30000)
 
     def hold(values: Any, layout: str = "contiguous") -> GuardedArray:
-        held: GuardedArray = family(kind).hold(values, layout)
-        return held
+        return family(kind).hold(values, layout)
 
     def full(first: int, step: int = 1) -> list[GuardedArray]:
         return [hold(np.full(s, first + step * k, dtype)) for k, s in enumerate(sizes)]
@@ -183,16 +181,13 @@ def refusals(op: str, pairs: Sequence[tuple[str, str]], kind: str) -> list[tuple
     errors = []
     for dtype, reduce in pairs:
         x, whole, parts = zeros(4, dtype), zeros(4 * n, dtype), [zeros(4, dtype) for _ in range(n)]
-        by: Any = getattr(dist.ReduceOp, reduce)
-        if reduce == "PREMUL_SUM":
-            by = dist.ReduceOp.PREMUL_SUM(reference.factor_of(dtype))
         row = OPS[op]
         args = [
             parts if row.inputs is Arity.PER_RANK else whole if row.scattered else x
             for parameter in row.parameters
             if parameter.side == "input"
         ]
-        args = [x, *args, *([0] if row.rooted else []), by]
+        args = [x, *args, *([0] if row.rooted else []), reference.reduction_of(reduce, dtype)]
         try:
             getattr(dist, op)(*args)
             errors.append(("nothing", f"{dtype} {reduce} was accepted"))

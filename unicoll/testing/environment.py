@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 """The directory that contains the packages."""
 
-LAUNCHER_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "UNICOLL_",
-    "GLOO_",
-    "GROUP_RANK",
-    "ROLE_",
-    "TORCHELASTIC_",
-    "OMPI_",
-    "PMI",
-    "MPI_",
-    "MV2_",
-    "SLURM_",
-    "PALS_",
-    "HYDRA_",
-    "NCCL_",
+LAUNCHER_VARIABLES = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|UNICOLL_|GLOO_|GROUP_RANK|ROLE_|TORCHELASTIC_"
+    r"|OMPI_|PMI|MPI_|MV2_|SLURM_|PALS_|HYDRA_|NCCL_)"
 )
 """Beginnings of the variables that launchers and libraries set."""
 _TEST_OPTIONS = ("UNICOLL_TEST_", "UNICOLL_TRANSPORT", "UNICOLL_CHANNEL")
@@ -50,9 +36,7 @@ def free_port() -> int:
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """This process's environment without variables of launchers."""
     kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k.startswith(_TEST_OPTIONS) or not k.startswith(LAUNCHER_VARIABLES)
+        k: v for k, v in os.environ.items() if k.startswith(_TEST_OPTIONS) or not LAUNCHER_VARIABLES.match(k)
     }
     kept |= {"UNICOLL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     return kept | {"PYTHONFAULTHANDLER": "1"} | (extra or {})

@@ -50,9 +50,8 @@ class Forked:
                 raise subprocess.TimeoutExpired(f"fork {self.pid}", timeout or 0.0)
             code = os.read(self._ended, _LENGTH.size)
             os.close(self._ended)
-            self.returncode = (
-                _LENGTH.unpack(code)[0] if code else -signal.SIGKILL
-            )  # killed with the fork server
+            # without a code it was killed with the fork server
+            self.returncode = _LENGTH.unpack(code)[0] if code else -signal.SIGKILL
         return self.returncode
 
     def poll(self) -> int | None:
@@ -69,13 +68,7 @@ class Forked:
 
 
 class ForkServer:
-    """The client of a fork server, in the test process.
-
-    Args:
-        modules: modules that it imports.
-        warnings: value of ``-W`` for it and its forks.
-        env: its environment.
-    """
+    """The client of a fork server, in the test process; ``warnings`` is the value of ``-W`` for it and its forks."""
 
     def __init__(self, modules: Sequence[str], warnings: str, env: Mapping[str, str]) -> None:
         self._lock = threading.Lock()
@@ -96,16 +89,10 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the fork server."""
         return self._process.pid
 
     def fork(self, pipe: int, stderr: int, env: Mapping[str, str], arguments: tuple[Any, ...]) -> Forked:
-        """Fork a process that calls ``worker.work(pipe, *arguments)`` and exits.
-
-        Args:
-            pipe, stderr: descriptors, which the process duplicates.
-            env: its complete environment.
-        """
+        """Fork a process that calls ``worker.work(pipe, *arguments)`` and exits, in this environment."""
         request = pickle.dumps((dict(env), os.getcwd(), sys.path, arguments))
         ended, theirs = os.pipe()
         try:

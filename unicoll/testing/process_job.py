@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Outcome:
     failure: Failure | None = None
     at: float = 0.0
     returncode: int | None = None
-    finished: bool = field(default=False)
+    finished: bool = False
 
 
 class RanksFailed(AssertionError):
@@ -144,14 +144,13 @@ class ProcessJob:
         if self._fresh or not forkserver.is_supported():
             return False
         differing = {name for name, _ in variables.items() ^ environment().items()}
-        return all(name.startswith(LAUNCHER_VARIABLES) for name in differing - {"TMPDIR"})
+        return all(LAUNCHER_VARIABLES.match(name) for name in differing - {"TMPDIR"})
 
     def _stderr(self, rank: int) -> Path:
         return Path(self._folder.name, f"stderr-{rank}")
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks."""
         return [p.pid for p in self._processes]
 
     @property
@@ -181,7 +180,6 @@ class ProcessJob:
         return now
 
     def await_note(self, rank: int, timeout: float = 60.0) -> Any:
-        """The next note of a rank."""
         deadline = time.monotonic() + timeout
         while not self._notes[rank]:
             if self.outcomes[rank].finished:
@@ -191,7 +189,6 @@ class ProcessJob:
         return self._notes[rank].pop(0)
 
     def await_notes(self, timeout: float = 60.0) -> list[Any]:
-        """The next note of each rank."""
         return [self.await_note(rank, timeout) for rank in range(self.size)]
 
     def collect(

@@ -23,28 +23,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from unicoll.testing import forkserver
-from unicoll.testing.environment import ROOT, environment, free_port
-from unicoll.testing.process_job import Outcome, ProcessJob, RanksFailed
-from unicoll.testing.sampling import SEED_VARIABLE, sample_seed
+from unicoll.testing.environment import ROOT as ROOT
+from unicoll.testing.environment import environment as environment
+from unicoll.testing.environment import free_port as free_port
+from unicoll.testing.process_job import Outcome as Outcome
+from unicoll.testing.process_job import ProcessJob, RanksFailed
+from unicoll.testing.sampling import SEED_VARIABLE as SEED_VARIABLE
+from unicoll.testing.sampling import sample_seed as sample_seed
 from unicoll.testing.worker import end, enter, leave
-
-__all__ = [
-    "ROOT",
-    "SEED_VARIABLE",
-    "Outcome",
-    "Pool",
-    "ProcessJob",
-    "RanksFailed",
-    "end_cleanly",
-    "environment",
-    "free_port",
-    "joined",
-    "pooled",
-    "pooled_memory",
-    "pools",
-    "run_ranks",
-    "sample_seed",
-]
 
 
 def end_cleanly(job: ProcessJob) -> None:

@@ -5,36 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from functools import reduce as fold
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from unicoll.arrays.types import BY_NAME
+from unicoll.arrays.types import BY_NAME, ReduceOp, Reduction
 
 Array = npt.NDArray[Any]
 Inputs = Sequence[Sequence[Array]]
 """For each rank of the group the arrays that it gives."""
 
-_MANTISSA = {
-    "float16": 10,
-    "bfloat16": 7,
-    "float32": 23,
-    "float64": 52,
-    "complex64": 23,
-    "complex128": 52,
-    "float8_e4m3fn": 3,
-    "float8_e5m2": 2,
-}
-_SMALLEST = {"float16": -24, "bfloat16": -133, "float8_e4m3fn": -9, "float8_e5m2": -16}
-"""Exponent of the smallest subnormal."""
-_LARGEST = {
-    "float16": 65504.0,
-    "bfloat16": 3.3895313892515355e38,
-    "float8_e4m3fn": 448.0,
-    "float8_e5m2": 57344.0,
-}
 _WITHOUT_INFINITY = ("float8_e4m3fn",)
 _FLOAT16_STEPS = 7
 """float8 is computed in float16, whose own rounding is at most 2 ** -7 of float8's."""
@@ -81,6 +65,23 @@ def numpy_dtype(name: str) -> np.dtype[Any] | None:
     return found
 
 
+class _Format(NamedTuple):
+    """Bits of the mantissa, exponent of the smallest subnormal number, and the largest number."""
+
+    mantissa: int
+    smallest: int
+    largest: float
+
+
+@lru_cache
+def _format(name: str) -> _Format:
+    """The format of a floating-point type, or of a complex type's parts."""
+    dtype = numpy_dtype(name)
+    find = np.finfo if BY_NAME[name].native else import_module("ml_dtypes").finfo
+    found: Any = find(dtype)
+    return _Format(found.nmant, int(np.log2(float(found.smallest_subnormal))), float(found.max))
+
+
 PERIOD = 10_007
 """Elements after which large arrays of random values begin anew."""
 
@@ -90,12 +91,20 @@ def factor_of(name: str) -> complex | float | int:
     return {"c": 0.5 - 1.5j, "f": 0.375}.get(BY_NAME[name].kind, 3)
 
 
+def reduction_of(name: str, dtype: str) -> Reduction:
+    """A reduction by its name; PREMUL_SUM with :func:`factor_of`."""
+    if name == "PREMUL_SUM":
+        return ReduceOp.PREMUL_SUM(factor_of(dtype))
+    found: Reduction = getattr(ReduceOp, name)
+    return found
+
+
 def values(
     name: str, reduce: str | None, ranks: int, shape: tuple[int, ...], rng: np.random.Generator, special: bool
 ) -> Array:
     """Random elements; integers of the full range, but for averages, whose sums must not wrap.
 
-    They recur after :data:`PERIOD` elements, a prime that no algorithm counts in: drawing is what takes the time.
+    They repeat after :data:`PERIOD` elements, because generating random values is slow; a prime divides no chunk.
     """
     count = math.prod(shape)
     drawn = _draw(name, reduce, ranks, min(count, PERIOD), rng, special)
@@ -133,11 +142,7 @@ def contributions(
 ) -> list[list[Array]]:
     """For each output of a rank the arrays of which it is the reduction (or, alone, the copy), flat.
 
-    Args:
-        op: name in the table.
-        inputs: of all ranks.
-        rank, root: in the group.
-        counts: for all_to_all_single, ``counts[i, j]`` elements go from rank i to rank j.
+    In an all_to_all_single ``counts[i, j]`` elements go from rank i to rank j.
     """
     size = len(inputs)
     first: list[Array] = [arrays[0].reshape(-1) for arrays in inputs if arrays]
@@ -257,14 +262,14 @@ def _extreme(
         numbers = fold({"MIN": np.fmin, "MAX": np.fmax}[reduce], wide)
     right = _same(found, expected) | _same(found, numbers)
     if arithmetic.saturates and name.startswith("float8"):
-        right |= _same(found, np.clip(numbers, -_LARGEST[name], _LARGEST[name]))
+        right |= _same(found, np.clip(numbers, -_format(name).largest, _format(name).largest))
     return expected, right
 
 
 def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -> tuple[Array, Array]:
-    """The expected result, and where ``found`` is right; short types have an accumulator of float32."""
+    """The expected result, and where ``found`` is right; float16, bfloat16 and float8 accumulate in float32."""
     ranks, half = len(wide), BY_NAME[name].half
-    eps = 2.0 ** -(23 if half else _MANTISSA[name])
+    eps = 2.0 ** -(23 if half else _format(name).mantissa)
     if reduce == "PRODUCT":
         expected = fold(np.multiply, wide)
         error = 4 * ranks * eps * np.prod([np.abs(x) for x in wide], axis=0)
@@ -278,7 +283,7 @@ def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -
     limit = math.inf
     if half:  # one rounding at the end: within one unit in the last place
         error = error + 2 * _half_ulp(name, np.abs(expected))
-        limit = _LARGEST[name]
+        limit = _format(name).largest
     right = np.abs(found - expected) <= np.nan_to_num(error, nan=0.0, posinf=0.0)
     if name in _WITHOUT_INFINITY:
         overflowed = np.isnan(found)
@@ -290,8 +295,8 @@ def _rounded_once(name: str, reduce: str, wide: Sequence[Array], found: Array) -
 def _half_ulp(name: str, magnitude: Array) -> Array:
     """The most that rounding to the element type changes a number of a magnitude."""
     _, exponent = np.frexp(magnitude)
-    last = np.where(magnitude > 0, exponent - 1 - _MANTISSA[name], _SMALLEST[name])
-    half: Array = np.ldexp(0.5, np.maximum(last, _SMALLEST[name]))
+    last = np.where(magnitude > 0, exponent - 1 - _format(name).mantissa, _format(name).smallest)
+    half: Array = np.ldexp(0.5, np.maximum(last, _format(name).smallest))
     return half
 
 
@@ -304,7 +309,7 @@ def _rounding(name: str, magnitude: Array) -> Array:
 
 def _unit(name: str) -> float:
     """The largest part of a number that rounding changes."""
-    return 2.0 ** (-1 - _MANTISSA[name]) * _float16_too(name)
+    return 2.0 ** (-1 - _format(name).mantissa) * _float16_too(name)
 
 
 def _float16_too(name: str) -> float:
@@ -323,7 +328,7 @@ def _sum_of_hops(
 
     What saturates is changed by no more than the terms' total exceeds the largest number.
     """
-    ranks, limit, more = len(wide), _LARGEST[name], _float16_too(name)
+    ranks, limit, more = len(wide), _format(name).largest, _float16_too(name)
     factor = {"PREMUL_SUM": factor_of(name), "AVG": 1 / ranks}.get(reduce, 1)
     terms = [x * factor for x in wide]
     expected = total = np.sum(terms, axis=0)
@@ -357,11 +362,11 @@ def _product_of_hops(name: str, wide: Sequence[Array], found: Array, saturates: 
     Partial products are at most that of all factors above 1. Where that is too large, what saturates may become
     anything; else it becomes infinite, or a NaN.
     """
-    hops, limit = len(wide) - 1, _LARGEST[name]
+    hops, limit = len(wide) - 1, _format(name).largest
     expected = fold(np.multiply, wide)
     most = fold(np.multiply, [np.maximum(np.abs(x), 1) for x in wide])
     growth = (1 + _unit(name)) ** hops
-    error = hops * growth * (_unit(name) * np.abs(expected) + 2.0 ** (_SMALLEST[name] - 1) * most)
+    error = hops * growth * (_unit(name) * np.abs(expected) + 2.0 ** (_format(name).smallest - 1) * most)
     right = _same(found, expected) | (np.abs(found - expected) <= np.nan_to_num(error, nan=0.0, posinf=0.0))
     open_ended = ~fold(np.logical_or, [np.isnan(x) for x in wide]) & (most * growth > limit)
     return expected, right | (open_ended if saturates else open_ended & ~np.isfinite(found))

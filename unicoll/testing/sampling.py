@@ -55,14 +55,7 @@ def wants_all(arguments: Sequence[str]) -> bool:
 
 
 def drawn(table: str, row: int, columns: int, count: int, turn: int, seed: int) -> set[int]:
-    """The selected columns of a row.
-
-    Args:
-        table: name of the table, equal in all classes that share it.
-        row, columns: position of the row, and number of columns.
-        count: number of columns per class.
-        turn: number of the class.
-    """
+    """The selected columns of a row, ``count`` of them; ``table`` is equal in all classes that share a table."""
     order = list(range(columns))
     random.Random(f"{seed} {table}").shuffle(order)
     start = row + turn * count

@@ -7,7 +7,6 @@ import gc
 import importlib
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 PATIENCE_S = 8.0
@@ -112,7 +110,6 @@ def die_with_parent() -> None:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This rank and the number of ranks."""
     return _rank, _size
 
 
@@ -130,7 +127,6 @@ def send_note(note: Any) -> None:
 
 
 def enter(timeout: float = 60.0) -> None:
-    """Join the job."""
     import unicoll as dist
 
     if _init == "env":
@@ -178,14 +174,3 @@ def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = Non
             return left
         if not gc.collect():  # objects in reference cycles are released by the collector, others with time
             time.sleep(0.02)
-
-
-def listening_ports() -> list[tuple[str, int]]:
-    """Addresses on which this process accepts TCP connections over IPv4."""
-    sockets, found = set(_open_files()), []
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
-            address, _, port = fields[1].partition(":")
-            found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
-    return sorted(found)

@@ -55,15 +55,10 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 class RequestedGroup(NamedTuple):
-    """The arguments of the group that torch is creating.
+    """The arguments of the group that torch is creating; None for those that are not accessible.
 
     Attributes:
-        backend: the full backend string, ``"cpu:unicoll-gloo,cuda:nccl"``; None if it is not accessible.
-        timeout: default timeout of its operations.
-        name: torch's name of the group.
-        desc: its description.
-        device: the device that it is bound to, or None.
-        store: torch's store, or None if it has none.
+        backend: the full backend string, ``"cpu:unicoll-gloo,cuda:nccl"``.
         ranks: ranks of its members in the default group; empty for the default group itself.
         collective: True if all processes take part in its creation, not only its members.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as _TorchDDP
 
-from unicoll.torch_plugin.wrapped import torch_group
+from unicoll.torch_plugin.wrapped_group import torch_group
 
 _PARAMETERS = inspect.signature(_TorchDDP.__init__)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -14,17 +15,17 @@ from torch.distributed import distributed_c10d as c10d
 from unicoll.backend.work import Work as Handle
 from unicoll.bootstrap.join import choose
 from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
+from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
-from unicoll.group.registry import BackendChoice
 from unicoll.net.timeouts import Timeout, to_seconds
-from unicoll.torch_plugin.calls import ROWS, TorchCollective, one, reduction
+from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.compat import OLD_NAMES, is_awaited, is_profiling, requested_group, timeout_or_none
 from unicoll.torch_plugin.error_messages import as_torch_error, raise_monitored
-from unicoll.torch_plugin.names import names_unicoll, spec_of
+from unicoll.torch_plugin.method_table import ROWS, Row, one, reduction
 from unicoll.torch_plugin.sparse import sparse_all_reduce
 from unicoll.torch_plugin.symmetric import TensorPool
 from unicoll.torch_plugin.torch_job import TorchJob
-from unicoll.torch_plugin.work import DONE, CompletedWork, TorchWork, WorkRegistry
+from unicoll.torch_plugin.work import DONE, CompletedWork, ReleasedHandle, TorchWork, WorkRegistry
 
 _set_grad_enabled: Callable[[bool], Any] = torch._C._set_grad_enabled
 _LABEL = "unicoll:"
@@ -34,12 +35,7 @@ Message = tuple[bool, Any, int | None, int]
 
 
 class Coalescing(NamedTuple):
-    """Operations since ``_start_coalescing``.
-
-    Attributes:
-        works: works of collectives, which are already started.
-        messages: messages, to be started together.
-    """
+    """Operations since ``_start_coalescing``: collectives, already started, and messages to be started together."""
 
     works: list[TorchWork]
     messages: list[Message]
@@ -53,7 +49,6 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     Attributes:
         unicoll: the unicoll group.
-        job: the job.
         backend_spec: unicoll's specification of the requested backends; None for the default.
     """
 
@@ -121,7 +116,6 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         pass
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the default timeout of later operations."""
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
@@ -162,19 +156,16 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             raise_monitored(self.unicoll, error, seconds, wait_all_ranks)
 
     def send(self, tensors: Sequence[Any], peer: int, tag: int) -> TorchWork | CompletedWork | None:
-        """Send one tensor."""
         if self._coalescing is None and is_awaited() and not is_profiling():
             return self._blocking_message(self.unicoll.send, tensors, peer, tag)
         return self._message("send", (True, one(tensors), peer, tag))
 
     def recv(self, tensors: Sequence[Any], peer: int, tag: int) -> TorchWork | CompletedWork | None:
-        """Receive one tensor."""
         if self._coalescing is None and is_awaited() and not is_profiling():
             return self._blocking_message(self.unicoll.recv, tensors, peer, tag)
         return self._message("recv", (False, one(tensors), peer, tag))
 
     def recv_anysource(self, tensors: Sequence[Any], tag: int) -> TorchWork | None:
-        """Receive one tensor from any rank."""
         return self._message("recv", (False, one(tensors), None, tag))
 
     def batch_isend_irecv(self, ops: Sequence[Any]) -> list[TorchWork]:
@@ -203,10 +194,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return None
 
     def _start_messages(self, name: str, messages: Sequence[Message]) -> list[TorchWork]:
-        if is_profiling():
-            with record_function(f"{_LABEL}{name}"):
-                handles = self.unicoll.batch_isend_irecv(messages, timeout=self._timeout)
-        else:
+        with record_function(f"{_LABEL}{name}") if is_profiling() else nullcontext():
             handles = self.unicoll.batch_isend_irecv(messages, timeout=self._timeout)
         return [self._works.add(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)]
 
@@ -223,15 +211,9 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return CoalescedWork(works) if works else DONE
 
     def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        """Gather every rank's ``input`` into one tensor on the root; ``output`` is ignored on other ranks.
+        """Gather every rank's ``input`` into one contiguous tensor of ``size * input.numel()`` elements on the root.
 
-        Args:
-            output: contiguous tensor with ``size * input.numel()`` elements.
-            input: tensor, with the same shape on all ranks.
-            opts: torch's ``GatherOptions``; root is rank 0 if omitted.
-
-        Raises:
-            DistArgumentError: ``output`` has the wrong number of elements.
+        ``output`` is ignored on other ranks; the root is rank 0 if ``opts`` is omitted.
         """
         opts = opts or c10d.GatherOptions()
         parts = []
@@ -258,16 +240,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     ) -> TorchProcessGroup | None:
         """Split off a new group. All ranks of this group call it; different new groups may be made at once.
 
-        Args:
-            ranks: ranks in this group of the new group that this process belongs to.
-            timeout: default timeout of the new group.
-            opts: backend options.
-            group_name: torch's name of the new group.
-            group_desc: its description.
-            device_types: ignored; the new group serves the devices of this group.
-
-        Returns:
-            The new group; None if this process is not in ``ranks``.
+        ``ranks`` are ranks in this group of the new group that this process belongs to; None is returned if it is not
+        among them. ``device_types`` is ignored: the new group serves the devices of this group.
         """
         parent = self.unicoll
         number = parent.next_child()
@@ -342,9 +316,10 @@ class CoalescedWork(dist.Work):  # type: ignore[misc]
         return all(work.is_completed() for work in self._works)
 
 
-def _method(name: str, row: TorchCollective) -> Callable[..., Any]:
+def _method(name: str, row: Row) -> Callable[..., Any]:
     """The method of torch's process group for a row of the table."""
-    unicoll_method, arity, default, convert, outputs = row
+    unicoll_method, default, convert, outputs = row
+    arity = row.arity
     label = _LABEL + unicoll_method
 
     def run(self: TorchProcessGroup, *arguments: Any, opts: Any = None) -> Any:
@@ -387,14 +362,13 @@ _dense_allreduce = _method("allreduce", ROWS["allreduce"])
 
 def _allreduce(self: TorchProcessGroup, tensors: Any, opts: Any = None) -> Any:
     """unicoll's all_reduce with torch's arguments; that of a sparse tensor is complete on return."""
-    tensor = one(tensors)
+    tensor, opts = one(tensors), opts or c10d.AllreduceOptions()
     if tensor.layout is torch.strided:
-        return _dense_allreduce(self, tensors, opts or c10d.AllreduceOptions())
-    opts = opts or c10d.AllreduceOptions()
+        return _dense_allreduce(self, tensors, opts)
     sparse_all_reduce(
         self.unicoll, tensor, reduction(opts.reduceOp), timeout_or_none(opts.timeout) or self._timeout
     )
-    return self._works.add_completed([tensor])
+    return self._works.add(ReleasedHandle(), [tensor])
 
 
 for _name, _row in ROWS.items():

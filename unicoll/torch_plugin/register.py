@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from unicoll.errors import DistArgumentError, NotInitializedError
-from unicoll.group import registry
+from unicoll.group import backend_choice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin import compat, functional, rendezvous
+from unicoll.torch_plugin.backend_names import BACKENDS, MPI, spec_of
 from unicoll.torch_plugin.group import TorchProcessGroup
-from unicoll.torch_plugin.names import BACKENDS, MPI, spec_of
 from unicoll.torch_plugin.torch_job import join_torch_job
-from unicoll.torch_plugin.wrapped import WrappedProcessGroup
+from unicoll.torch_plugin.wrapped_group import WrappedProcessGroup
 
 
 def register() -> None:
@@ -39,7 +39,7 @@ def enable_mpi() -> None:
     """
     if c10d.is_mpi_available() and getattr(c10d, "ProcessGroupMPI", _MPI) is not _MPI:
         return
-    registry.choose("mpi")
+    backend_choice.choose("mpi")
     c10d.ProcessGroupMPI = dist.ProcessGroupMPI = _MPI
     c10d._MPI_AVAILABLE = True
     c10d.is_mpi_available = dist.is_mpi_available = lambda: True

@@ -10,8 +10,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from unicoll.bootstrap.join import run_rendezvous
+from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.compat import backend_of_init
-from unicoll.torch_plugin.names import names_unicoll, spec_of
 from unicoll.torch_plugin.stores import UnicollBackedStore
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -22,9 +22,7 @@ def register(include_mpi: Callable[[], bool]) -> None:
     """Make ``env://`` use unicoll's rendezvous for its backends, if a variable is missing or the launcher has a store.
 
     The launcher's store requires the job's secret, which torch's does not, and records how each rank ended.
-
-    Args:
-        include_mpi: returns True if ``"mpi"`` is a unicoll backend.
+    ``include_mpi`` returns True if ``"mpi"`` is a unicoll backend.
     """
     handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     torchs_handler = handlers["env"]

@@ -14,14 +14,7 @@ from unicoll.group.process_group import ProcessGroup
 def sparse_all_reduce(group: ProcessGroup, tensor: Any, op: Reduction, timeout: Any) -> None:
     """Sum a tensor over all ranks, in place; the number of elements may differ between ranks.
 
-    Args:
-        group: the unicoll group.
-        tensor: sparse COO, with the same shape and dtype on all ranks.
-        op: must be SUM.
-        timeout: of each collective; None is the group's.
-
-    Raises:
-        DistTypeError: the reduction is not SUM, or the layout is not COO.
+    ``timeout`` is of each collective. DistTypeError if the reduction is not SUM, or the layout is not COO.
     """
     if tensor.layout is not torch.sparse_coo:
         raise DistTypeError(f"all_reduce: tensors of layout {tensor.layout} cannot be reduced")

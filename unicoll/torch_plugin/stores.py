@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -83,6 +83,15 @@ def _text(value: Value) -> str:
     return value if isinstance(value, str) else value.decode()
 
 
+def _forwarded(method: str) -> Callable[..., Any]:
+    """A method that calls the one of this name of unicoll's store."""
+
+    def call(self: UnicollBackedStore, *arguments: Any, **options: Any) -> Any:
+        return getattr(self._store, method)(*arguments, **options)
+
+    return call
+
+
 class UnicollBackedStore(dist.Store):  # type: ignore[misc]
     """A torch store over the store of a completed rendezvous; the job that uses the rendezvous closes it."""
 
@@ -110,27 +119,12 @@ class UnicollBackedStore(dist.Store):  # type: ignore[misc]
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value if isinstance(value, str) else bytes(value))
 
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
+    get, add, check, wait = map(_forwarded, ("get", "add", "check", "wait"))
+    delete_key, num_keys = map(_forwarded, ("delete_key", "num_keys"))
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
         expected, desired = (x if isinstance(x, str) else bytes(x) for x in (expected, desired))
         return self._store.compare_set(key, expected, desired)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(key)
-
-    def num_keys(self) -> int:
-        return self._store.num_keys()
 
     def clone(self) -> UnicollBackedStore:
         """Another store over the same rendezvous, which torch's Gloo needs."""

@@ -28,11 +28,10 @@ class _Block:
 
     @property
     def free(self) -> bool:
-        """True if no tensor uses the memory."""
         return self._lent is None or self._lent() is None
 
     def lend(self) -> Any:
-        """A tensor of bytes; it and its views keep the array alive that tells whether the block is in use."""
+        """A tensor of bytes; it and its views keep an array alive, which :attr:`free` looks for."""
         view = self._memory[:]
         self._lent = weakref.ref(view)
         return torch.from_numpy(view)
@@ -41,8 +40,7 @@ class _Block:
 class TensorPool:
     """Symmetric memory of one group that is used again when its tensors are gone; it grows until the group ends.
 
-    Args:
-        group: its members allocate the same sizes in the same order.
+    The members of the group allocate the same sizes in the same order.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -7,21 +7,17 @@ from datetime import timedelta
 from typing import Any
 
 from unicoll.arrays.types import default_pg_timeout
+from unicoll.backend.contract import Context
 from unicoll.bootstrap.join import Membership, join, join_job, register_exit_handler
+from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
-from unicoll.group.registry import BackendChoice
 from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
 
 _RENDEZVOUS_TIMEOUT_S = 300.0
 
 
 class TorchJob:
-    """A job with torch's groups in it.
-
-    Attributes:
-        ranks: all ranks of the job.
-        store: torch's store of the job; this reference keeps it alive.
-    """
+    """A job with torch's groups in it."""
 
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
@@ -44,27 +40,22 @@ class TorchJob:
         Args:
             name: the group's name in the job; a number is appended if it was used before.
             ranks: ranks in the job.
-            choices: the backends.
             timeout: default timeout of its operations; 30 minutes if None.
-            desc: description.
-            options: backend options.
-            device: the device that the group is bound to, or None.
             parent: the group that it is split from; its ranks outside the new group call ``parent.leave_out`` at the
                 same time.
         """
         membership = self.membership
         membership.named[name] = number = membership.named.get(name, 0) + 1
-        return ProcessGroup.create(
+        context = Context(
             membership.job,
             name if number == 1 else f"{name}#{number}",
             tuple(ranks),
-            choices,
             (timeout or default_pg_timeout).total_seconds(),
-            desc,
             options,
             device,
-            parent,
+            desc=desc,
         )
+        return ProcessGroup.create(context, choices, parent)
 
     def remove(self, group: ProcessGroup) -> None:
         """Close a group; the last one leaves the job."""
@@ -85,17 +76,9 @@ _joined: dict[int, TorchJob] = {}
 def join_torch_job(
     backend: str | None, store: Any, rank: int, world_size: int, timeout: timedelta | None
 ) -> TorchJob:
-    """Join a job.
+    """Join a job as :func:`unicoll.bootstrap.join.join` does, at torch's store or the launcher's rendezvous.
 
-    Args:
-        backend: unicoll's backend specification; None chooses by device.
-        store: torch's store for the rendezvous; None uses the launcher's rendezvous.
-        rank: this process's rank; -1 if the launcher sets it.
-        world_size: number of ranks; -1 if the launcher sets it.
-        timeout: timeout for joining; 30 minutes if None.
-
-    Raises:
-        DistError: as :func:`unicoll.bootstrap.join.join`.
+    Rank and world size are -1 if the launcher sets them.
     """
     limit = (timeout or default_pg_timeout).total_seconds()
     rendezvous_timeout = min(limit, _RENDEZVOUS_TIMEOUT_S)

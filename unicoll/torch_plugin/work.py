@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -22,15 +23,13 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class TorchWork(dist.Work):  # type: ignore[misc]
-    """torch.distributed's ``Work`` for a unicoll operation.
+    """torch.distributed's ``Work`` for a unicoll operation; ``released`` if it has no references to the tensors."""
 
-    Attributes:
-        released: True if the references to the tensors have been dropped.
-    """
-
-    def __init__(self, handle: Handle, outputs: Sequence[Any], registry: WorkRegistry, key: int) -> None:
+    def __init__(
+        self, handle: Handle | ReleasedHandle, outputs: Sequence[Any], registry: WorkRegistry, key: int
+    ) -> None:
         super().__init__()
-        self._handle: Handle | ReleasedHandle = handle
+        self._handle = handle
         self._outputs = list(outputs)
         self._registry = registry
         self._key = key
@@ -71,7 +70,9 @@ class TorchWork(dist.Work):  # type: ignore[misc]
 
     def release_tensors(self) -> None:
         """Drop the references to the tensors; keep the operation's state."""
-        self._handle = ReleasedHandle(self._handle)
+        handle = self._handle
+        completion = None if handle.is_completed() else handle.completion
+        self._handle = ReleasedHandle(completion, handle.exception(), handle.source_rank())
         self._outputs = []
         self.released = True
 
@@ -104,24 +105,22 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         return future
 
 
+@dataclass(slots=True)
 class ReleasedHandle:
-    """The state of an operation whose tensors have been released.
+    """The state of an operation whose tensors have been released; by default of one that has ended without an error.
 
     The operation may still run on the device: the backend keeps its memory.
     """
 
-    __slots__ = ("_error", "_source", "completion")
-
-    def __init__(self, handle: Handle | ReleasedHandle) -> None:
-        self.completion: Completion | None = None if handle.is_completed() else handle.completion
-        self._error = handle.exception()
-        self._source = handle.source_rank()
+    completion: Completion | None = None
+    error: BaseException | None = None
+    source: int = -1
 
     def wait(self, timeout: Timeout = None) -> bool:
         if self.completion is not None:
             self.completion.wait(to_seconds(timeout) or None)
-        elif self._error is not None:
-            raise self._error
+        elif self.error is not None:
+            raise self.error
         return True
 
     def is_completed(self) -> bool:
@@ -131,10 +130,10 @@ class ReleasedHandle:
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        return self._error if self.completion is None else self.completion.exception()
+        return self.error if self.completion is None else self.completion.exception()
 
     def source_rank(self) -> int:
-        return self._source
+        return self.source
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         if self.completion is None:
@@ -144,16 +143,7 @@ class ReleasedHandle:
 
 
 class CompletedWork(dist.Work):  # type: ignore[misc]
-    """The work of a completed blocking call.
-
-    Attributes:
-        released: True if the references to the tensors have been dropped.
-    """
-
-    def __init__(self, outputs: Sequence[Any] = ()) -> None:
-        super().__init__()
-        self._outputs = list(outputs)
-        self.released = False
+    """The work of a completed blocking call, without its outputs."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         return True
@@ -164,21 +154,17 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
     def is_success(self) -> bool:
         return True
 
-    def release_tensors(self) -> None:
-        self._outputs = []
-        self.released = True
-
     def get_future(self) -> Any:
         future: Any = torch.futures.Future()
-        future.set_result(self._outputs)
+        future.set_result([])
         return future
 
     def result(self) -> list[Any]:
-        return self._outputs
+        return []
 
 
 DONE = CompletedWork()
-"""The shared work of all completed calls without outputs."""
+"""The shared work of all completed blocking calls."""
 
 
 class WorkRegistry:
@@ -199,14 +185,13 @@ class WorkRegistry:
 
     def __init__(self) -> None:
         self._keys = count()
-        self._held: dict[int, TorchWork | CompletedWork] = {}
+        self._held: dict[int, TorchWork] = {}
         self._waited: deque[int] = deque()
         self._posted: deque[int] = deque()
         self._released: deque[int] = deque()
         self._streams: dict[Any, Any] = {}
 
-    def add(self, handle: Handle, outputs: Sequence[Any]) -> TorchWork:
-        """A new work for an operation."""
+    def add(self, handle: Handle | ReleasedHandle, outputs: Sequence[Any]) -> TorchWork:
         key = next(self._keys)
         work = TorchWork(handle, outputs, self, key)
         self._held[key] = work
@@ -214,15 +199,7 @@ class WorkRegistry:
         self._prune()
         return work
 
-    def add_completed(self, outputs: Sequence[Any]) -> CompletedWork:
-        """A new work for a completed operation."""
-        key = next(self._keys)
-        self._held[key] = work = CompletedWork(outputs)
-        self._posted.append(key)
-        return work
-
     def waited(self, key: int) -> None:
-        """Called when a work has been waited for."""
         self._waited.append(key)
 
     def _prune(self) -> None:

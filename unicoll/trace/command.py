@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from unicoll.net.texts import print_text
+from unicoll.net.formatting import print_text
 from unicoll.trace import perfetto
 from unicoll.trace.diagnosis import Diagnosis, diagnose
 from unicoll.trace.dumps import Trace, read

@@ -10,7 +10,7 @@ from unicoll.backend.ops import OPS
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
 
 _SLOW_SHARE, _SLOW_S = 0.2, 0.1
-"""A rank is slow if the others wait for it alone for this share of the time, and for so many seconds."""
+"""A rank is slow if the others wait for it alone for this share of the time, and for this many seconds."""
 
 
 class Diagnosis(NamedTuple):
@@ -20,7 +20,7 @@ class Diagnosis(NamedTuple):
         kind: "missing_call", "mismatch", "missing_dump", "message", "in_progress", "slow" or "completed".
         sentence: for people.
         group, seq: of the call, or "" and 0.
-        ranks: the ranks that caused it, as far as the dumps tell.
+        ranks: the ranks that caused it, as far as the dumps show.
         since: when the first rank began to wait, on rank 0's clock.
     """
 
@@ -175,12 +175,9 @@ def _slow(trace: Trace) -> Diagnosis | None:
     alone: Counter[int] = Counter()
     times: list[float] = []
     uncertain = trace.clock_error or 0.0
-    for group in trace.groups.values():
-        calls = trace.collectives(group)
-        if len(calls) < 2:
-            continue
-        for seq in set.intersection(*[set(one) for one in calls.values()]):
-            *_, second, last = sorted((one[seq] for one in calls.values()), key=lambda call: call.created)
+    for calls in trace.complete_collectives():
+        if len(calls) > 1:
+            *_, second, last = sorted(calls, key=lambda call: call.created)
             alone[last.rank] += max(0.0, last.created - second.created - uncertain)  # type: ignore[assignment]
             times += [second.created, last.ended or last.created]
     if not times:

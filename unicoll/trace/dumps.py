@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from unicoll.arrays.types import BY_NAME
 from unicoll.bootstrap.dump_format import FORMAT
 from unicoll.group.recorded_calls import RecordedCall
-from unicoll.net.texts import ranks_text
+from unicoll.net.formatting import ranks_text
 
 name_ranks = partial(ranks_text, last=" and ")
 """Ranks in words: ``rank 2``, ``ranks 0-3 and 5``."""
@@ -32,19 +33,13 @@ _REFUSALS = ("DistArgumentError", "DistTypeError", "BackendUnavailableError")
 
 @dataclass(frozen=True)
 class Call(RecordedCall):
-    """One call of one rank; times are seconds on rank 0's clock, 0 if not yet.
-
-    Attributes:
-        rank: the global rank of the caller.
-        text: the call in words.
-    """
+    """One call of one global rank, and in words; times are seconds on rank 0's clock, 0 if not yet."""
 
     rank: int = -1
     text: str = ""
 
     @property
     def is_message(self) -> bool:
-        """True for send and recv."""
         return self.op in ("send", "recv")
 
     @property
@@ -101,13 +96,7 @@ class Dump:
 
 @dataclass(frozen=True)
 class Trace:
-    """The dumps of a job.
-
-    Attributes:
-        dumps: by rank.
-        missing: the ranks without a dump.
-        skipped: a sentence for each file that is not used.
-    """
+    """The dumps of a job by rank, the ranks without one, and a sentence for each file that is not used."""
 
     dumps: dict[int, Dump]
     missing: tuple[int, ...]
@@ -115,7 +104,6 @@ class Trace:
 
     @property
     def end(self) -> float:
-        """When the last dump was written."""
         return max(dump.written for dump in self.dumps.values())
 
     @property
@@ -144,9 +132,16 @@ class Trace:
                     calls[seq] = call
         return found
 
+    def complete_collectives(self) -> Iterator[list[Call]]:
+        """The calls of each collective that all ranks of its group have made, in the group's order of ranks."""
+        for group in self.groups.values():
+            by_rank = self.collectives(group)
+            if by_rank.keys() == set(group.ranks):
+                for seq in set.intersection(*map(set, by_rank.values())):
+                    yield [by_rank[rank][seq] for rank in group.ranks]
+
     @property
     def departed(self) -> dict[int, str]:
-        """For each rank that has ended, how it ended."""
         return {rank: how for dump in self.dumps.values() for rank, how in dump.departed.items()}
 
     @property
@@ -159,9 +154,7 @@ class Trace:
 def read(directory: str) -> Trace:
     """Read a directory. If it has dumps of several jobs, the last job's are used.
 
-    Raises:
-        OSError: the directory cannot be read.
-        ValueError: it has no readable dump; the message has the reasons.
+    ValueError if it has no readable dump, with the reasons.
     """
     skipped: list[str] = []
     contents: dict[str, dict[str, Any]] = {}
@@ -242,11 +235,7 @@ def _dump(path: str, content: dict[str, Any], epoch: float | None) -> Dump:
 
 
 def call_of(rank: int, entry: dict[str, Any], offset: float = 0.0) -> Call:
-    """A call of a dump; ``offset`` is added to its times.
-
-    Raises:
-        one of MALFORMED: a field is missing or wrong.
-    """
+    """A call of a dump, with ``offset`` added to its times; one of MALFORMED if a field is missing or wrong."""
     values: dict[str, Any] = {name: kind(entry[name]) for name, kind in _PLAIN.items()}
     values["created"] = float(entry["created"]) + offset
     for name in ("started", "ended"):

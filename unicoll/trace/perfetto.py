@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from unicoll.net.files import write_whole
+from unicoll.net.atomic_file import write_whole
 from unicoll.trace.dumps import Call, Trace
 
 Event = dict[str, Any]
@@ -39,7 +39,10 @@ def chrome_trace(trace: Trace) -> Event:
                 numbers[track] = len(numbers) + 1
             if f"{rank} {track}" not in free:
                 free[f"{rank} {track}"] = []
-                events.append(_named(rank, numbers[track], track))
+                shown = {"name": track}
+                events.append(
+                    {"ph": "M", "pid": rank, "tid": numbers[track], "name": "thread_name", "args": shown}
+                )
             events.append(_slice(call, begin, end, numbers[track]))
             if call.seq and not call.is_message:
                 arrivals.setdefault((call.group, call.seq), []).append((call, numbers[track]))
@@ -60,10 +63,6 @@ def _track(call: Call, free: dict[str, list[float]], end: float) -> str:
         index = len(tracks)
         tracks.append(end)
     return title if index == 0 else f"{title} ({index + 1})"
-
-
-def _named(rank: int, track: int, title: str) -> Event:
-    return {"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": title}}
 
 
 def _slice(call: Call, begin: float, end: float, track: int) -> Event:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, TextIO
 
 from unicoll.api import objects, world
@@ -31,6 +32,7 @@ _SHOWN = 8
 """Places in the summary."""
 
 
+@dataclass
 class Profile:
     """The measured part of a program; see :func:`profile`.
 
@@ -39,56 +41,54 @@ class Profile:
         totals, waits: what it is made from.
     """
 
-    def __init__(self, directory: Path, calls: int, file: TextIO | None) -> None:
-        self.text = ""
-        self.totals: list[Totals] = []
-        self.waits: list[Wait] = []
-        self._directory = directory
-        self._calls = calls
-        self._file = file
-
-    def __enter__(self) -> Profile:
-        self._use_ring(self._calls)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._finish()
-        finally:
-            self._use_ring(None)
-
-    def _use_ring(self, size: int | None) -> None:
-        flight_recorder.replace_ring(size)
-        for group in world.current("profile").job.groups:
-            group._dispatcher.use_ring()
-
-    def _finish(self) -> None:
-        dumper = flight_dump.current()
-        assert dumper is not None
-        rank, size = world.get_rank(), world.get_world_size()
-        own = dumper.content("profile", recorded_calls())
-        parts: list[Any] | None = [None] * size if rank == 0 else None
-        objects.gather_object(json.dumps(own), parts, dst=0)
-        if parts is None:
-            return
-        for number, part in enumerate(parts):
-            (self._directory / f"rank_{number}.json").write_text(part, encoding="utf-8")
-        found = dumps.read(str(self._directory))
-        self.waits = find_waits(found)
-        self.totals = totals(found, self.waits)
-        self.text = summary(found, self.totals, self.waits)
-        (self._directory / "summary.txt").write_text(self.text + "\n", encoding="utf-8")
-        perfetto.write(found, str(self._directory / "trace.json"))
-        if find_spec("matplotlib") is not None:
-            _plot(self.totals, self._directory / "profile.svg")
-        if self._file is not None:
-            print(self.text, file=self._file, flush=True)
+    text: str = ""
+    totals: list[Totals] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
 
 
-def profile(directory: str | os.PathLike[str], *, calls: int = 100_000, file: Any = sys.stderr) -> Profile:
+@contextmanager
+def _measured(directory: Path, calls: int, file: TextIO | None) -> Iterator[Profile]:
+    made = Profile()
+    _use_ring(calls)
+    try:
+        yield made
+        _finish(made, directory, file)
+    finally:
+        _use_ring(None)
+
+
+def _use_ring(size: int | None) -> None:
+    flight_recorder.replace_ring(size)
+    for group in world.current("profile").job.groups:
+        group._dispatcher.use_ring()
+
+
+def _finish(made: Profile, directory: Path, file: TextIO | None) -> None:
+    dumper = flight_dump.current()
+    assert dumper is not None
+    rank, size = world.get_rank(), world.get_world_size()
+    own = dumper.content("profile", recorded_calls())
+    parts: list[Any] | None = [None] * size if rank == 0 else None
+    objects.gather_object(json.dumps(own), parts, dst=0)
+    if parts is None:
+        return
+    for number, part in enumerate(parts):
+        (directory / f"rank_{number}.json").write_text(part, encoding="utf-8")
+    found = dumps.read(str(directory))
+    made.waits = find_waits(found)
+    made.totals = totals(found, made.waits)
+    made.text = summary(found, made.totals, made.waits)
+    (directory / "summary.txt").write_text(made.text + "\n", encoding="utf-8")
+    perfetto.write(found, str(directory / "trace.json"))
+    if find_spec("matplotlib") is not None:
+        _plot(made.totals, directory / "profile.svg")
+    if file is not None:
+        print(made.text, file=file, flush=True)
+
+
+def profile(
+    directory: str | os.PathLike[str], *, calls: int = 100_000, file: Any = sys.stderr
+) -> AbstractContextManager[Profile]:
     """Measure the calls of all ranks in a ``with`` block, which all ranks of the job enter and leave.
 
     At its end rank 0 prints a summary by operation (calls, bytes, time, bandwidth, for whom ranks waited) and writes
@@ -111,14 +111,13 @@ def profile(directory: str | os.PathLike[str], *, calls: int = 100_000, file: An
     path = Path(directory)
     if job.rank == 0:
         path.mkdir(parents=True, exist_ok=True)
-    return Profile(path, calls, file)
+    return _measured(path, calls, file)
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
 def summary(trace: Trace, found: Sequence[Totals], waits: Sequence[Wait]) -> str:
-    """The summary as text."""
     headings = ("operation", "group", "calls", "bytes", "seconds", "waiting", "GB/s", "waited for")
     rows = [headings]
     for total in found:

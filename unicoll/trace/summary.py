@@ -28,11 +28,11 @@ from unicoll.arrays.compression import BLOCK, codec_for
 from unicoll.arrays.types import DType
 from unicoll.backend import fake
 from unicoll.backend.flight_recorder import ArrayKind, CallKind
-from unicoll.backend.ops import OPS, Sizes
+from unicoll.backend.ops import OPS, Op, Sizes
 from unicoll.bootstrap import fake_job
 from unicoll.errors import DistArgumentError
 from unicoll.group.recorded_calls import RecordedCall
-from unicoll.net.texts import print_text
+from unicoll.net.formatting import print_text
 from unicoll.trace.dumps import MALFORMED, Call, call_of
 from unicoll.trace.table import aligned
 
@@ -44,29 +44,22 @@ _HEADER = 32
 _CHUNKS, _CHUNK_LEAST, _CHUNK_MOST, _CHUNKS_MOST = 8, 1 << 15, 1 << 17, 1 << 19
 """Of a compressed block: usual number, limits of their elements, and of those of the chunks to all ranks together."""
 
+_LISTS = {Sizes.GATHERED_FLAT: Sizes.GATHERED, Sizes.SCATTERED_FLAT: Sizes.SCATTERED}
+"""The relation of sizes of lists that hold the same data as one array."""
+
 Recorded = RecordedCall | CallKind
 
 
 @dataclass(frozen=True)
 class Network:
-    """A network as two numbers.
-
-    Attributes:
-        latency: seconds of one round.
-        bandwidth: bytes per second that a rank sends.
-    """
+    """A network as two numbers: seconds of one round, and bytes per second that a rank sends."""
 
     latency: float = 20e-6
     bandwidth: float = 10e9
 
 
 class Cost(NamedTuple):
-    """The cost of one call.
-
-    Attributes:
-        rounds: messages in the longest chain of messages.
-        sent: bytes that the rank sends that sends most.
-    """
+    """The cost of one call: messages in the longest chain, and bytes that the rank sends that sends most."""
 
     rounds: int
     sent: int
@@ -77,13 +70,9 @@ class Line:
     """The calls of one operation and compression in one group.
 
     Attributes:
-        op, group: names.
-        ranks: size of the group.
-        calls: number of them.
         nbytes: bytes of the inputs, or of the outputs where a rank has no inputs.
         sent: bytes that the rank sends that sends most.
         seconds: estimated time.
-        compression: of what is sent, or "".
     """
 
     op: str
@@ -98,12 +87,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Summary:
-    """The table.
-
-    Attributes:
-        lines: one for each operation, compression and group, the longest time first.
-        network: of the estimated times.
-    """
+    """The table: a line for each operation, compression and group, the longest time first."""
 
     lines: tuple[Line, ...]
     network: Network
@@ -111,16 +95,10 @@ class Summary:
     @property
     def total(self) -> Line:
         """The sums over all lines; its group is "", its number of ranks the largest."""
-        lines = self.lines
-        return Line(
-            "total",
-            "",
-            max((line.ranks for line in lines), default=0),
-            sum(line.calls for line in lines),
-            sum(line.nbytes for line in lines),
-            sum(line.sent for line in lines),
-            sum(line.seconds for line in lines),
+        sums = (
+            sum(getattr(line, name) for line in self.lines) for name in ("calls", "nbytes", "sent", "seconds")
         )
+        return Line("total", "", max((line.ranks for line in self.lines), default=0), *sums)
 
     def __str__(self) -> str:
         rows = [("operation", "group", "ranks", "calls", "bytes", "sent", "time")]
@@ -163,11 +141,7 @@ def dry_run_summary(network: Network | None = None) -> Summary:
 
 
 def from_dump(content: dict[str, Any]) -> list[Call]:
-    """The calls of a flight recorder dump, parsed from JSON.
-
-    Raises:
-        DistArgumentError: it is no such dump.
-    """
+    """The calls of a flight recorder dump, parsed from JSON; DistArgumentError if it is none."""
     try:
         return [call_of(content.get("rank", -1), entry) for entry in content["calls"]]
     except MALFORMED as error:
@@ -201,18 +175,21 @@ def _total(arrays: Sequence[ArrayKind]) -> int:
 def cost(op: str, n: int, size: int, wide: int = 1) -> Cost:
     """The cost of one call, by the table "Over sockets" of docs/scaling.md; of the default reductions.
 
+    An operation that the CPU backend does by a fallback is taken for one of its own with arrays of the same sizes.
+
     Args:
         op: name of the operation.
         n: number of ranks.
-        size: bytes of the array (broadcast, all_reduce, reduce, scan, exscan, send, recv), otherwise of the block that
-            a rank sends to, or receives from, each other rank.
+        size: bytes of the array of an operation in place, or of a message, otherwise of the block that a rank sends to,
+            or receives from, each other rank.
         wide: bytes of a partial sum for each byte of an element: 2 for float16 and bfloat16.
     """
-    if OPS[op].message:
+    row = OPS[op]
+    if row.message:
         return Cost(1, size)
     if n == 1:
         return Cost(0, 0)
-    op = op.replace("_into_tensor", "").replace("_tensor", "").replace("_single", "")
+    op = next(name for name, other in OPS.items() if _moves(other) == _moves(row))
     k = (n - 1).bit_length()
     if op == "all_to_all":
         return Cost(k + n - 1, k * _HEADER + 16 * n * (n - 1) + (n - 1) * size)
@@ -226,13 +203,18 @@ def cost(op: str, n: int, size: int, wide: int = 1) -> Cost:
     return Cost(k + more.rounds, k * _HEADER + more.sent)
 
 
+def _moves(row: Op) -> tuple[Sizes, bool, bool, bool]:
+    """What rows have in common that move the same data: one array or a list, by a backend or by a fallback."""
+    return _LISTS.get(row.sizes, row.sizes), row.rooted, row.reduces, row.prefix
+
+
 def compressed_cost(n: int, size: int, compression: str, dtype: DType) -> Cost:
     """The cost of an all_reduce that is compressed if it is large; arguments as of :func:`cost`."""
     if n == 1 or size <= _SMALL:
         return cost("all_reduce", n, size)
     most = max(BLOCK, min(_CHUNK_MOST, _CHUNKS_MOST // (n - 1) // BLOCK * BLOCK))
     units = -(-size // dtype.itemsize // BLOCK)
-    least, more = divmod(units, n)  # the ranks' blocks have so many units, those of some ranks one more
+    least, more = divmod(units, n)  # each rank's block has this many units, those of some ranks one more
     longest = (least + bool(more)) * BLOCK
     chunk = min(longest, most, max(_CHUNK_LEAST, -(-longest // _CHUNKS // BLOCK) * BLOCK))
     nbytes = codec_for(compression, dtype.storage).nbytes
@@ -251,7 +233,7 @@ def _after_agreement(op: str, n: int, size: int, wide: int) -> Cost:
     k = (n - 1).bit_length()
     if op == "broadcast" and n > 2 and size < (n - 1) * _SMALL:
         return Cost(k, k * size)
-    if op in ("broadcast", "reduce", "scan", "exscan"):
+    if OPS[op].in_place and op != "all_reduce":
         sent = size if op == "broadcast" else size * wide
         return Cost(n - 2 + -(-sent // _SEGMENT), sent)
     if op in ("gather", "scatter"):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
-from unicoll.net.texts import ranks_text
+from unicoll.net.formatting import ranks_text
 from unicoll.trace.diagnosis import Diagnosis
 from unicoll.trace.dumps import Call, Group, Trace, name_ranks
 
@@ -14,14 +13,8 @@ _BEFORE, _AFTER, _MESSAGES = 5, 2, 10
 _HEADINGS = ("#", "ranks", "call", "state", "begun", "took", "at")
 
 
-class _Row(NamedTuple):
-    seq: str
-    ranks: str
-    call: str
-    state: str
-    begun: str
-    took: str
-    place: str
+_Row = tuple[str, ...]
+"""The cells below the headings."""
 
 
 def tables(trace: Trace, diagnosis: Diagnosis, everything: bool = False) -> str:
@@ -48,13 +41,13 @@ def _collectives(trace: Trace, group: Group, diagnosis: Diagnosis, everything: b
             numbers = [seq for seq in numbers if center - _BEFORE <= seq <= center + _AFTER]
         else:
             numbers = numbers[-_BEFORE - _AFTER :]
-    rows = []
+    rows: list[_Row] = []
     for seq in numbers:
         there = [calls[seq] for calls in by_rank.values() if seq in calls]
         rows += [_row(trace, str(seq), alike) for alike in _alike(there)]
         absent = [rank for rank, calls in by_rank.items() if max(calls, default=0) < seq]
         if absent:
-            rows.append(_Row(str(seq), _short(absent), "not called", "", "", "", _at(trace, absent)))
+            rows.append((str(seq), _short(absent), "not called", "", "", "", _at(trace, absent)))
     return rows
 
 
@@ -78,7 +71,7 @@ def _row(trace: Trace, seq: str, calls: Sequence[Call]) -> _Row:
     took = max((call.ended or trace.dumps[call.rank].written) - call.created for call in calls)
     first = calls[0]
     ranks = _short([call.rank for call in calls])
-    return _Row(seq, ranks, first.text, first.state, f"{begun:.4f}", f"{took:.4f}", first.place)
+    return (seq, ranks, first.text, first.state, f"{begun:.4f}", f"{took:.4f}", first.place)
 
 
 def _at(trace: Trace, ranks: Sequence[int]) -> str:
@@ -104,12 +97,9 @@ def _aligned(rows: Sequence[_Row]) -> list[str]:
 def aligned(
     rows: Sequence[Sequence[str]], right: Collection[int], widths: Sequence[int] | None = None
 ) -> list[str]:
-    """Lines with the cells of rows in columns.
+    """Lines with the cells of rows in columns, of which those in ``right`` are aligned at the right.
 
-    Args:
-        rows: all of the same length.
-        right: the columns that are aligned at the right.
-        widths: of the columns; longer cells are cut. None for those of the longest cells.
+    Cells that are longer than ``widths`` are cut; None is the widths of the longest cells.
     """
     widths = widths or [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -1,4 +1,4 @@
-"""Who waited for whom: the calls of all ranks, matched by group and number, and messages in their order.
+"""Which rank waited for which: the calls of all ranks, matched by group and number, and messages in their order.
 
 A rank waits in a collective until the last of the ranks that have made it before the rank's own call ended; a rank that
 needs no other one (the root of a broadcast, for example) ends before the others come. A receive waits for the send.
@@ -7,7 +7,7 @@ needs no other one (the root of a broadcast, for example) ends before the others
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,13 +16,7 @@ from unicoll.trace.dumps import Call, Trace
 
 @dataclass(frozen=True)
 class Wait:
-    """A call in which ranks waited for a late one.
-
-    Attributes:
-        call: of the late rank.
-        previous: that rank's last call before it, or None.
-        seconds: how long the other ranks waited, by rank.
-    """
+    """The call of a late rank, that rank's previous one, and the seconds that the other ranks waited, by rank."""
 
     call: Call
     previous: Call | None
@@ -70,13 +64,8 @@ def find_waits(trace: Trace) -> list[Wait]:
     """The waits that are longer than the clocks of two ranks may differ, longest first."""
     error = trace.clock_error or 0.0
     previous = _previous_calls(trace)
-    found = []
-    for calls in (*_collectives(trace), *_messages(trace)):
-        waits = _waits(calls, error)
-        if waits is not None:
-            late, seconds = waits
-            found.append(Wait(late, previous.get(id(late)), seconds))
-    return sorted(found, key=lambda wait: -wait.longest)
+    waits = (_wait(calls, error, previous) for calls in (*_collectives(trace), *_messages(trace)))
+    return sorted((wait for wait in waits if wait is not None), key=lambda wait: -wait.longest)
 
 
 def totals(trace: Trace, waits: Iterable[Wait]) -> list[Totals]:
@@ -117,16 +106,8 @@ def _previous_calls(trace: Trace) -> dict[int, Call]:
 
 
 def _collectives(trace: Trace) -> Iterator[list[Call]]:
-    """The calls of all ranks of a group with one number, where all of them are there."""
-    found: dict[tuple[str, int], dict[int, Call]] = defaultdict(dict)
-    for dump in trace.dumps.values():
-        for call in dump.calls:
-            if call.seq and not call.is_message:
-                found[call.group, call.seq].setdefault(call.rank, call)
-    for calls in found.values():
-        first = next(iter(calls.values()))
-        if calls.keys() == set(first.ranks) and len({call.op for call in calls.values()}) == 1:
-            yield [calls[rank] for rank in first.ranks]
+    """The calls of each collective of which all ranks' are there."""
+    return (calls for calls in trace.complete_collectives() if len({call.op for call in calls}) == 1)
 
 
 def _messages(trace: Trace) -> Iterator[list[Call]]:
@@ -148,12 +129,12 @@ def _messages(trace: Trace) -> Iterator[list[Call]]:
                 receives[call.group, peer, call.rank, call.tag].append(call)
     for key, sent in sends.items():
         received = receives.get(key, [])
-        if len(sent) == len(received) and (key[0], key[2]) not in any_source:  # else the ring has lost some
+        if len(sent) == len(received) and (key[0], key[2]) not in any_source:  # else some were dropped
             yield from (list(pair) for pair in zip(sent, received, strict=True))
 
 
-def _waits(calls: Sequence[Call], error: float) -> tuple[Call, dict[int, float]] | None:
-    """The late call, and for how long each rank waited for it; None if no rank waited."""
+def _wait(calls: Sequence[Call], error: float, previous: Mapping[int, Call]) -> Wait | None:
+    """The wait for the latest of the calls; None if no rank waited."""
     found: dict[int, float] = {}
     late: Call | None = None
     for call in calls:
@@ -166,4 +147,4 @@ def _waits(calls: Sequence[Call], error: float) -> tuple[Call, dict[int, float]]
             found[call.rank] = last.created - call.created
             if late is None or last.created > late.created:
                 late = last
-    return (late, found) if late is not None else None
+    return Wait(late, previous.get(id(late)), found) if late is not None else None

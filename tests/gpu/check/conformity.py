@@ -15,9 +15,9 @@ from tests.gpu.check.place import HOST_BACKENDS, Place, Ranks, host_backend
 from tests.gpu.check.record import NoTime, Reporter, Skip
 from unicoll.arrays.types import BY_NAME, DType, Reduction
 from unicoll.testing.cases import Case
-from unicoll.testing.conformance import COLLECTIVES, Conformance, as_reduction
+from unicoll.testing.conformance import COLLECTIVES, Conformance
 from unicoll.testing.ranks import sample_seed
-from unicoll.testing.reference import NCCL, STRICT, Arithmetic
+from unicoll.testing.reference import NCCL, STRICT, Arithmetic, reduction_of
 
 __all__ = ["four", "mixed", "one", "staged", "two"]
 
@@ -45,7 +45,7 @@ class Drawn(Conformance):
         self._reduces = reduces
 
     def reduces(self, dtype: str, reduction: str) -> bool:
-        return self._reduces(BY_NAME[dtype], as_reduction(reduction, dtype))
+        return self._reduces(BY_NAME[dtype], reduction_of(reduction, dtype))
 
     def boundaries(self, op: str, itemsize: int, size: int) -> Sequence[int]:
         return [0, 1, 7, 1000, 16384 // itemsize + 1, 262144 // itemsize + 3]

@@ -17,7 +17,7 @@ from typing import Any
 
 import unicoll as dist
 from nccl_comm.library import locate
-from nccl_comm.library.api import AVG, DATA_TYPES, IN_PROGRESS, SUCCESS, SUM, Config
+from nccl_comm.library.interface import AVG, DATA_TYPES, IN_PROGRESS, SUCCESS, SUM, Config
 from tests.gpu.check.kits import Kit, kit
 from unicoll.arrays import cuda as streams
 

@@ -185,19 +185,23 @@ def works_give_up_their_tensors(k: Kit) -> dict[str, int]:
 @contextmanager
 def _splits() -> Iterator[list[Any]]:
     """For each ncclCommSplit the ranks of the new communicator, None if this rank is not in it."""
-    from nccl_comm.communicators.communicator import Communicator
+    from nccl_comm.communicators.factory import CommunicatorFactory as Factory
 
-    split, seen = Communicator.split, []
+    split, leave_out, seen = Factory.split, Factory.leave_out, []
 
-    def counting(self: Any, context: Any, *rest: Any, **more: Any) -> Any:
-        seen.append(None if context is None else list(context.ranks))
-        return split(self, context, *rest, **more)
+    def counting(self: Any, *args: Any) -> Any:
+        seen.append(list(self.context.ranks))
+        return split(self, *args)
 
-    Communicator.split = counting  # type: ignore[method-assign]
+    def counting_without(self: Any, *args: Any) -> None:
+        seen.append(None)
+        leave_out(self, *args)
+
+    Factory.split, Factory.leave_out = counting, counting_without  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        Communicator.split = split  # type: ignore[method-assign]
+        Factory.split, Factory.leave_out = split, leave_out  # type: ignore[method-assign]
 
 
 def split_group(parts: list[list[int]], group: Any = None) -> Any:

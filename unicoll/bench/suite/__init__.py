@@ -1,9 +1,4 @@
-"""``python -m unicoll.bench suite``: a fixed set of ratios, compared with those of a committed run.
-
-rows.py     the table of ratios and jobs        ranks.py    a job, in its ranks
-runs.py     repetitions of the jobs, files      compare.py  noise, and what has moved
-page.py     docs/benchmark-history.md
-"""
+"""``python -m unicoll.bench suite``: a fixed set of ratios, compared with those of a committed run."""
 
 from __future__ import annotations
 
@@ -122,10 +117,9 @@ def _parser() -> OneLineParser:
     )
     flag = parser.add_argument
     flag("--save", metavar="FILE", help="write the ratios of this run as JSON")
-    against = "compare with this run (default: the newest in benchmarks/suite)"
-    flag("--against", metavar="FILE", help=against)
+    flag("--against", metavar="FILE", help="compare with this run (default: the newest in benchmarks/suite)")
     flag("--only", default="", metavar="TEXT", help="only the ratios whose names contain TEXT")
-    flag("--repetitions", type=int, default=_REPETITIONS, metavar="N", help="at least so many (default 3)")
+    flag("--repetitions", type=int, default=_REPETITIONS, metavar="N", help="minimum number (default 3)")
     flag("--seconds", type=float, default=_SECONDS, metavar="S", help="repeat while it fits (default 110)")
     calls = "F times the usual number of calls (default 1)"
     flag("--factor", type=float, default=1.0, metavar="F", help=calls)

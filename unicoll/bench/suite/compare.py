@@ -14,17 +14,12 @@ LEAST = 1.1
 
 @dataclass(frozen=True)
 class Measured:
-    """One ratio, measured several times.
-
-    Attributes:
-        values: one per repetition, at least one.
-    """
+    """One ratio, measured at least once."""
 
     values: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """The ratio."""
         return statistics.median(self.values)
 
     @property
@@ -36,13 +31,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Change:
-    """One row of the comparison.
-
-    Attributes:
-        row: the ratio.
-        now: this run's.
-        then: the earlier run's; None if that has none.
-    """
+    """One row of the comparison: a ratio of this run and of an earlier one, None if that has none."""
 
     row: RatioRow
     now: Measured

@@ -28,11 +28,7 @@ python -m unicoll.bench suite --page docs/benchmark-history.md
 
 
 def page(folder: Path) -> str:
-    """The page of the runs in a folder, the oldest first.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The page of the runs in a folder, the oldest first; ValueError if there is none."""
     runs = sorted((load_run(path) for path in folder.glob("*.json")), key=lambda run: str(run["date"]))
     if not runs:
         raise ValueError(f"there are no runs in {folder}")
@@ -46,6 +42,7 @@ def page(folder: Path) -> str:
     rows = (
         (row.name, "larger" if row.larger_is_better else "smaller", *(_cell(r.get(row.name)) for r in ratios))
         for row in ROWS
+        if any(row.name in r for r in ratios)  # not what no run has measured yet
     )
     lines += _table(("ratio", "better", *names), rows)
     return "\n".join(lines) + "\n"

@@ -21,17 +21,14 @@ from unicoll.bench.suite.rows import Timing
 _TIMEOUT_S = 120.0
 _TURNS = 8
 _BYTES = 32 << 20
-"""Bytes of the calls of a turn, with an overhead per call that counts as so many bytes:"""
+"""Bytes of the calls of a turn, with an overhead per call that counts as this many bytes:"""
 _CALL_BYTES = 256 << 10
 
 
 def run(timings: Sequence[Timing], factor: float, path: str) -> int:
     """Measure timings of one job as one of its ranks; rank 0 writes them as JSON. Returns the exit status.
 
-    Args:
-        timings: what to measure, equal on all ranks.
-        factor: factor of the number of calls; each timing has one call per turn at least.
-        path: the file, in which times are in microseconds.
+    ``factor`` is that of the number of calls; each timing has one call per turn at least.
     """
     return in_job(lambda: _measure(timings, factor, path), _TIMEOUT_S)
 

@@ -5,7 +5,7 @@ A new measurement is one row of :data:`ROWS`. Timings of one job and one size ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from unicoll.bench.operations import OPERATIONS
@@ -14,14 +14,9 @@ from unicoll.bench.sizes import short
 
 @dataclass(frozen=True, eq=False)
 class SuiteJob:
-    """A job of the suite.
+    """A job of the suite, whose ranks are on this host, with environment variables; mpirun starts it if ``mpi``.
 
-    Attributes:
-        name: its name in the JSON.
-        ranks: number of ranks, all on this host.
-        variables: additional environment variables.
-        mpi: True if mpirun starts the ranks.
-        factor: factor of the number of calls.
+    ``factor`` is that of the number of calls.
     """
 
     name: str
@@ -41,15 +36,9 @@ JOBS = (_MEMORY, _TCP, _MPI, _ALONE)
 
 @dataclass(frozen=True)
 class Timing:
-    """The median time of one call, float32, sum, root 0.
+    """The median time of one call of ``size`` bytes, float32, sum, root 0.
 
-    Attributes:
-        contender: name of the contender.
-        op: name of the operation in the benchmark.
-        size: bytes.
-        job: the job in which it is measured.
-        asynchronous: True for the asynchronous form and its wait.
-        recorded: False for calls that the flight recorder does not keep.
+    If ``asynchronous``, of the asynchronous form and its wait; unless ``recorded``, the flight recorder keeps none.
     """
 
     contender: str
@@ -66,13 +55,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class RatioRow:
-    """One ratio of two times.
-
-    Attributes:
-        name: its name in the output and in the JSON; committed runs have it, so it stays.
-        over, under: the two times.
-        larger_is_better: True if ``under`` is the one that should be short.
-    """
+    """One ratio of two times; ``name`` is in the committed runs, so it stays."""
 
     name: str
     over: Timing
@@ -81,7 +64,6 @@ class RatioRow:
 
     @property
     def timings(self) -> tuple[Timing, Timing]:
-        """Both times."""
         return self.over, self.under
 
 
@@ -89,29 +71,29 @@ def _all_reduce(size: int, contender: str = "gloo", job: SuiteJob = _MEMORY) -> 
     return Timing(contender, "all_reduce", size, job)
 
 
+def _compared(
+    over: str, under: str, sizes: Sequence[int], job: SuiteJob = _MEMORY, larger_is_better: bool = False
+) -> list[RatioRow]:
+    """A row for each size of an all_reduce of two contenders."""
+    return [
+        RatioRow(
+            f"all_reduce {short(n)}: {over} / {under}",
+            _all_reduce(n, over, job),
+            _all_reduce(n, under, job),
+            larger_is_better,
+        )
+        for n in sizes
+    ]
+
+
 _SIZES = (8, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
 _SMALL = (8, 16 << 10)
 _OTHERS = [name for name in OPERATIONS if name not in ("all_reduce", "latency", "barrier")]
 
 ROWS: tuple[RatioRow, ...] = (
-    *(
-        RatioRow(
-            f"all_reduce {short(n)}: torch-gloo / gloo", _all_reduce(n, "torch-gloo"), _all_reduce(n), True
-        )
-        for n in _SIZES
-    ),
-    *(
-        RatioRow(f"all_reduce {short(n)}: gloo / floor", _all_reduce(n), _all_reduce(n, "floor"))
-        for n in _SIZES
-    ),
-    *(
-        RatioRow(
-            f"all_reduce {short(n)}: gloo-symmetric / floor",
-            _all_reduce(n, "gloo-symmetric"),
-            _all_reduce(n, "floor"),
-        )
-        for n in (4 << 20, 64 << 20)
-    ),
+    *_compared("torch-gloo", "gloo", _SIZES, larger_is_better=True),
+    *_compared("gloo", "floor", _SIZES),
+    *_compared("gloo-symmetric", "floor", (4 << 20, 64 << 20)),
     *(
         RatioRow(f"{op} {short(n)} / all_reduce", Timing("gloo", op, n), _all_reduce(n))
         for n in _SMALL
@@ -132,13 +114,6 @@ ROWS: tuple[RatioRow, ...] = (
         _all_reduce(8, job=_ALONE),
         Timing("gloo", "all_reduce", 8, _ALONE, recorded=False),
     ),
-    *(
-        RatioRow(
-            f"all_reduce {short(n)}: mpi / mpi4py",
-            _all_reduce(n, "mpi", _MPI),
-            _all_reduce(n, "mpi4py", _MPI),
-        )
-        for n in (8, 1 << 20)
-    ),
+    *_compared("mpi", "mpi4py", (8, 1 << 20), _MPI),
 )
 """The ratios."""

@@ -32,14 +32,10 @@ class SuiteRun:
     """The results of a run.
 
     Attributes:
-        values: a ratio's values, one per repetition, by the row's name.
-        us: a timing's values in microseconds, by its name.
+        values, us: ratios by row, and microseconds by timing; of each one value per repetition.
         skipped: the reason for each contender, timing or job that was not measured.
         failures: the output of jobs that failed, by name.
-        machine: hardware and versions.
         load: the machine's load averages at the start.
-        repetitions: number of repetitions.
-        seconds: duration of the run.
     """
 
     values: dict[str, list[float]] = field(default_factory=dict)
@@ -53,11 +49,9 @@ class SuiteRun:
 
     @property
     def ratios(self) -> dict[str, Measured]:
-        """The ratios by name."""
         return {name: Measured(tuple(values)) for name, values in self.values.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """The content of the run's file."""
         return {
             "format": _FORMAT,
             "date": time.strftime("%Y-%m-%d %H:%M"),
@@ -91,14 +85,9 @@ def take(
     arguments: Sequence[str],
     show: Callable[[str], None],
 ) -> SuiteRun:
-    """Measure rows.
+    """Measure rows so many times, and again while that fits into ``seconds``.
 
-    Args:
-        rows: the ratios.
-        repetitions: smallest number of repetitions.
-        seconds: more repetitions are made while they fit into this time.
-        arguments: the command line of the ranks, without the job.
-        show: displays the progress.
+    ``arguments`` are the command line of the ranks, without the job.
     """
     run, begun = SuiteRun(), time.monotonic()
     jobs = [job for job in JOBS if timings_of(rows, job)]
@@ -183,12 +172,7 @@ def _ended(process: subprocess.Popen[str]) -> str:
 
 
 def load_run(path: Path) -> dict[str, Any]:
-    """The content of a run's file.
-
-    Raises:
-        ValueError: it is no run of the suite.
-        OSError: it cannot be read.
-    """
+    """The content of a run's file; ValueError if it is no run of the suite, OSError if it cannot be read."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["format"] == _FORMAT and data.keys() >= {"commit", "date", "load_average", "machine"}:
@@ -205,7 +189,6 @@ def newest(folder: Path) -> Path | None:
 
 
 def ratios_of(data: Mapping[str, Any]) -> dict[str, Measured]:
-    """The ratios in a run's file."""
     return {name: Measured(tuple(entry["values"])) for name, entry in data["ratios"].items()}
 
 

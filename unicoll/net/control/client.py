@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from unicoll.errors import (
     AuthenticationError,
@@ -28,22 +28,20 @@ from unicoll.errors import (
     StoreTimeoutError,
 )
 from unicoll.net import logs
-from unicoll.net.channel import Connection, authenticate
+from unicoll.net.channel import Connection
 from unicoll.net.control.clock import ClockOffset, Offset
 from unicoll.net.control.departures import Departures
 from unicoll.net.control.group_failures import GroupFailures
-from unicoll.net.control.relay import Relay
+from unicoll.net.control.relay import PeerInfo, Relay
+from unicoll.net.control.relay_connection import Message, RelayConnection
 from unicoll.net.control.reports import Report, Reports
 from unicoll.net.control.standby import Standby
-from unicoll.net.fork_safety import guard
-from unicoll.net.framed_server import frame, handshake_address, read_frame
+from unicoll.net.framed_server import read_frame
 from unicoll.net.records import TamperedError
 from unicoll.net.timeouts import seconds_left
 
 if TYPE_CHECKING:
     from unicoll.net.stores import Store
-
-Message = dict[str, Any]
 
 log = logs.logger("control")
 
@@ -56,26 +54,16 @@ _REPLY_S = 1.0
 """Seconds to wait for a reply of the relay, or for the end of this process's thread."""
 
 
-class PeerInfo(NamedTuple):
-    """A process of the job: its host, and the address and port at which it would host the relay."""
-
-    host: str
-    pid: int
-    address: str = ""
-    port: int = 0
-
-
 class ControlClient:
-    """This process's connection to the control plane; :meth:`start` joins, :meth:`close` leaves.
+    """This process in the control plane; :meth:`start` joins, :meth:`close` leaves.
 
     Args:
-        rank, size: of this process in the world.
-        key: the job's secret key.
         address: this host's address, for the relay to listen on.
         store_ends_with_rank_0: True if the job's store may end with rank 0's process.
+        allows_pickle: True if this process takes pickles from the others.
 
     Attributes:
-        peers: host, pid, address and port of each rank, once all have joined.
+        peers: what each rank has said about itself, once all have joined.
         departed: for each rank that has ended, how it ended.
         left: the departed ranks that left the job without an exception.
         died: the departed ranks that ended without leaving the job.
@@ -86,10 +74,17 @@ class ControlClient:
         await_departure, find_lost_rank: methods of :class:`Departures`.
         group_failure, announce_failure: the methods ``await_failure`` and ``announce`` of :class:`GroupFailures`.
         request_reports: the method ``request`` of :class:`Reports`.
+        send: the method of :class:`RelayConnection`.
     """
 
     def __init__(
-        self, rank: int, size: int, key: bytes, address: str, store_ends_with_rank_0: bool = False
+        self,
+        rank: int,
+        size: int,
+        key: bytes,
+        address: str,
+        store_ends_with_rank_0: bool = False,
+        allows_pickle: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -98,11 +93,12 @@ class ControlClient:
         self.clock = ClockOffset()
         self._key = key
         self._address = address
+        self._allows_pickle = allows_pickle
         self._relay: Relay | None = None
-        self._sock: Connection | None = None
+        self._connection = RelayConnection(rank, key)
+        self.send = self._connection.send
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._sending = threading.Lock()
         self._departures = Departures(self._changed)
         self.departed = self._departures.reasons
         self.left = self._departures.left
@@ -118,23 +114,16 @@ class ControlClient:
         self._handlers: dict[str, Callable[[Message], None]] = {}
         self._ready = False
         self._closed = False
-        self._goodbye: bytes | None = None  # the frame with which this process leaves the job
         self._joined: list[int] = []
         self._relay_rank = 0  # the rank that hosts the relay
         self._takeover_possible = True  # False: no other rank hosts a relay when that rank has ended
         self._standby = Standby(rank, size, key, address, store_ends_with_rank_0)
-        self._connecting: socket.socket | None = None
         self._store_timeout = timedelta(seconds=300)
 
     # --- joining and leaving ---------------------------------------------------------------------------------
 
     def start(self, store: Store, timeout: float, address: str = "") -> None:
         """Join the job; returns when every rank of the world has joined.
-
-        Args:
-            store: the job's.
-            timeout: seconds to wait for the other ranks.
-            address: of the store, for messages.
 
         Raises:
             OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has them.
@@ -155,14 +144,15 @@ class ControlClient:
                 f"init_process_group: after {timeout:g} s rank 0 has not joined", op="init_process_group"
             ) from None
         host, port = json.loads(store.get("control"))
-        self._sock = bare = guard(self._connect(host, port, deadline))
         try:
-            self._sock = sock = self._authenticate(bare, 0, host, port, deadline)
+            sock = self._connection.connect(host, port, 0, seconds_left(deadline, 0.1), deadline)
         except AuthenticationError:
             raise
         except DistNetworkError as e:
             reason = f"rank 0 ended while rank {self.rank} joined the job: {e}"
             raise RankLostError(f"init_process_group: {reason}", rank=0, op="init_process_group") from e
+        except OSError as e:
+            raise DistNetworkError(f"rank 0's control port {host}:{port} cannot be reached: {e}") from e
         self._thread = threading.Thread(
             target=self._receive, args=(sock,), name="unicoll-control", daemon=True
         )
@@ -172,35 +162,11 @@ class ControlClient:
         self._await_ranks(store, deadline, timeout, address)
 
     def _introduce(self, sock: Connection) -> None:
-        """Send hello, which must be the first message, and let other threads use the connection."""
+        """Send hello, which must be the first message, and the failures that the last relay may not have sent."""
         process = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
         hello = {"t": "hello", **process, "address": self._address, "port": self._standby.port}
-        with self._sending:
-            sock.sendall(frame(hello))
-            for failure in self._failures.messages():
-                sock.sendall(frame(failure))
-            self._sock = sock
-            if self._goodbye is not None:  # closed while there was no connection
-                sock.sendall(self._goodbye)
-                sock.shutdown(socket.SHUT_WR)
-
-    def _connect(self, host: str, port: int, deadline: float) -> socket.socket:
-        try:
-            return socket.create_connection((host, port), seconds_left(deadline, 0.1))
-        except OSError as e:
-            raise DistNetworkError(f"rank 0's control port {host}:{port} cannot be reached: {e}") from e
-
-    def _authenticate(
-        self, bare: socket.socket, rank: int, host: str, port: int, deadline: float
-    ) -> Connection:
-        """The connection to the relay in ``rank`` at this address, without a timeout."""
-        bare.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        address = handshake_address(host, port)
-        sock, _ = authenticate(
-            bare, self._key, b"control", deadline, rank=self.rank, server=rank, address=address
-        )
-        sock.settimeout(None)
-        return sock
+        hello["pickle"] = self._allows_pickle
+        self._connection.introduce(sock, hello, self._failures.messages)
 
     def _await_ranks(self, store: Store, deadline: float, timeout: float, address: str) -> None:
         while not (self._ready or self.departed) and time.monotonic() < deadline:
@@ -248,30 +214,14 @@ class ControlClient:
             how = f"sys.exit({error.code!r})" if error.code else "its program ended"
         elif error is not None:
             failure = f"{type(error).__name__}: {error}".removesuffix(": ")
-        goodbye = frame({"t": "bye", "error": failure[:2000], "how": how[:2000]})
-        with self._sending:
-            self._goodbye = goodbye
-            with suppress(OSError):
-                if self._sock is not None:
-                    self._sock.sendall(goodbye)
-                    # the relay closes its end once it has read everything
-                    self._sock.shutdown(socket.SHUT_WR)
-            with suppress(OSError):
-                if self._connecting is not None:
-                    self._connecting.shutdown(socket.SHUT_RDWR)
+        self._connection.leave({"t": "bye", "error": failure[:2000], "how": how[:2000]})
         with self._changed:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_REPLY_S)
         if self._relay is not None:
             self._relay.close()
-        with self._sending:
-            if self._sock is not None:
-                if self._thread is None:
-                    self._sock.close()
-                else:
-                    with suppress(OSError):
-                        self._sock.shutdown(socket.SHUT_RDWR)  # the thread that reads from it closes it
+        self._connection.interrupt()
         self._standby.close()
 
     # --- ranks -------------------------------------------------------------------------------------------------
@@ -312,14 +262,6 @@ class ControlClient:
         """The rank that hosts the relay; another one once that has died."""
         return self._relay_rank
 
-    def send(self, message: Message) -> None:
-        """Send a message to the relay; without effect while there is none."""
-        data = frame(message)
-        with self._sending, suppress(OSError):
-            # the receiving thread also sees the error and records that the relay's process has ended
-            if self._sock is not None:
-                self._sock.sendall(data)
-
     def handle(self, kind: str, handler: Callable[[Message], None]) -> None:
         """Call ``handler`` on the control thread with each message of a kind from the relay."""
         self._handlers[kind] = handler
@@ -330,23 +272,12 @@ class ControlClient:
         current: Connection | None = sock
         while current is not None:
             self._receive_from(current)
-            self._disconnect(current)
+            self._connection.disconnect(current)
             if self._closed:
                 break
             current = self._await_new_relay()
         if self._closed:
             self._standby.close()
-
-    def _disconnect(self, sock: Connection) -> None:
-        """Close a connection that this thread reads from, while no other thread sends to it.
-
-        The system gives its descriptor's number to the next socket, which other threads must not use for this one.
-        """
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # a thread that waits to send gets an error
-        with self._sending:
-            self._sock = None
-            sock.close()
 
     def _receive_from(self, sock: Connection) -> None:
         """Handle messages until the connection ends; then the process that hosts the relay has ended."""
@@ -360,7 +291,7 @@ class ControlClient:
                     # Another rank may have sent anything, and this thread must continue to detect losses and failures.
                     log.warning("a message of the control plane was ignored: %.200r", message, exc_info=True)
         except TamperedError as error:
-            reason = f"is cut off: {error.strerror}"
+            reason = f"was disconnected: {error.strerror}"
             self._takeover_possible = False  # the other ranks are still connected to the relay
         except (OSError, EOFError, ValueError):
             pass
@@ -425,16 +356,7 @@ class ControlClient:
         self._standby.serve(self._departures.all(), expected)
 
     def _connect_to_new_relay(self, rank: int, peer: PeerInfo, deadline: float) -> Connection:
-        bare = guard(socket.create_connection((peer.address, peer.port), _REPLY_S))
-        self._connecting = bare
-        try:
-            sock = self._authenticate(bare, rank, peer.address, peer.port, deadline)
-        except BaseException:
-            with self._sending:
-                self._connecting = None
-                bare.close()
-            raise
-        self._connecting = None
+        sock = self._connection.connect(peer.address, peer.port, rank, _REPLY_S, deadline)
         try:
             self._introduce(sock)
             while (message := read_frame(sock))["t"] != "state":
@@ -443,7 +365,7 @@ class ControlClient:
                 address, port = message["store"]
                 self._standby.use_store((str(address), int(port)), self._store_timeout)
         except BaseException:
-            self._disconnect(sock)
+            self._connection.disconnect(sock)
             raise
         with self._changed:
             self._relay_rank = rank

@@ -1,14 +1,18 @@
 """Finds ranks that wait for each other for ever; part of the control plane's relay.
 
-Every blocked rank sends its state (:mod:`unicoll.net.control.wait_graph`), and again when it changes. If some ranks
-could only be woken by each other, the relay asks each of them twice for its present state. A call has a number of its
-own, so a rank that answers with the state that was analysed was blocked in the same calls since it sent that, and all
-of them were blocked at the time of the question. A receive needs the second question: a message that was posted before
-all ranks were blocked, and that has left the sender's host at the first question, has reached the receiver's process at
-the second, so it cannot match the receive if nothing is unread there and the receive still waits afterwards: a rank
-looks at its connections first, then at its calls. A send is stuck if its receiver's process does not read from the
-connection, which only a call there would change, and more of it is unsent than the receiver's host takes unread; the
-second question finds the room that the receiver had announced before the first.
+Every blocked rank sends its state (:mod:`unicoll.net.control.wait_graph`), and again when it changes. If the calls of
+some ranks can be completed only by each other, the relay asks each of them for its present state. Each call has a
+number of its own. So if all ranks answer with the states that were analysed, they have been blocked in the same calls
+since they sent these, and all were blocked when the relay sent the request.
+
+The relay then sends a second request, because messages may be in flight at the first one. A message that was posted
+before all ranks were blocked, and has left the sender's host at the first request, is in the receiver's process at the
+second. A rank that answers looks at its connections first, then at its calls. So no message can match a receive if
+nothing is unread at the receiver and the receive still waits afterwards.
+
+A send is stuck if no thread of the receiver reads from the connection, and more bytes are unsent than the buffers of
+the receiver's host have space for. The second request observes the receive window that the receiver announced before
+the first.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ from typing import Any
 from unicoll.net.control.wait_graph import (
     ANY,
     SEND,
-    LinkState,
+    MessageState,
     State,
-    find_circle,
+    find_cycle,
     find_stuck,
     group_of,
     parse,
@@ -31,12 +35,12 @@ from unicoll.net.control.wait_graph import (
 
 Message = dict[str, Any]
 Link = tuple[str, int, int]
-"""Lane, rank and peer: the connection between two ranks as the first one sees it."""
+"""Backend and group, rank and peer: the connection between two ranks as the first one sees it."""
 
 _INTERVAL_S = 0.01
 """Shortest time between two analyses; longer if they take long."""
 _ANSWER_S = 2.0
-"""How long the relay waits for the present states."""
+"""How long the relay waits for the answers to a request."""
 _RETRY_S = 0.1
 """Pause after a check that has shown no deadlock although the states have not changed."""
 _CHARACTERS = 400
@@ -46,60 +50,57 @@ _SHOWN = 32
 
 
 def _reverse(link: Link) -> Link:
-    lane, rank, peer = link
-    return lane, peer, rank
+    backend_group, rank, peer = link
+    return backend_group, peer, rank
 
 
 class _Check:
-    """The questions to the ranks of one possible deadlock."""
+    """A request to the ranks of one possible deadlock, and their answers."""
 
     def __init__(self, number: int, states: dict[int, State], deadline: float) -> None:
         self.number = number
         self.states = states
         self.deadline = deadline
-        self.last = False  # True for the second question
+        self.last = False  # True for the second request
         self.answers: dict[int, Message] = {}
         self.links: dict[int, list[Link]] = {rank: [] for rank in states}
         self._receives: set[Link] = set()
         self._sends: set[Link] = set()
         for rank, wait in stuck_waits(states, set(states)):
             if wait.number <= 0:
-                members = states[rank].members(wait.lane)
+                members = states[rank].members(wait.backend_group)
                 peers = [m for m in members if m != rank] if wait.peer == ANY else [wait.peer]
                 links = self._sends if wait.number == SEND else self._receives
-                links |= {(wait.lane, rank, peer) for peer in peers}
+                links |= {(wait.backend_group, rank, peer) for peer in peers}
         asked = self._receives | self._sends
         for link in sorted(asked | {_reverse(link) for link in asked}):
             self.links[link[1]].append(link)
 
-    def question(self, rank: int) -> Message:
+    def request(self, rank: int) -> Message:
         """The message to a rank."""
-        links = [[lane, peer] for lane, _, peer in self.links[rank]]
+        links = [[backend_group, peer] for backend_group, _, peer in self.links[rank]]
         return {"t": "confirm", "id": self.number, "links": links}
 
     def messages_in_flight(self) -> bool:
         """True if the answers leave open whether a message may still reach a receive, or a send end."""
-        known: dict[Link, LinkState] = {}
+        known: dict[Link, MessageState] = {}
         for rank, links in self.links.items():
             for link, answer in zip(links, self.answers[rank]["links"], strict=True):
-                known[link] = LinkState(*answer)
+                known[link] = MessageState(*answer)
         for link in self._receives:
             receiver, sender = known[link], known[_reverse(link)]
             if not (sender.delivered and receiver.read) or sender.outgoing != receiver.incoming:
                 return True
-        return any(not 0 <= known[_reverse(link)].takes < known[link].unsent for link in self._sends)
+        return any(not 0 <= known[_reverse(link)].receive_space < known[link].unsent for link in self._sends)
 
 
 class DeadlockDetector:
     """Keeps the states of the blocked ranks, and finds deadlocks among them.
 
     Args:
-        size: number of ranks in the world.
         send: sends a message to a rank.
         fail: ``fail(group, members, error)`` makes the members (global ranks) of a group raise an error, given as the
             name of its type, its message and its fields.
-        describe: a rank as text.
-        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class DeadlockDetector:
             return
         texts, links = message["texts"], message["links"]
         if len(texts) != len(check.states[rank].waits) or len(links) != len(check.links[rank]):
-            raise ValueError("an answer that does not fit the question")
+            raise ValueError("an answer that does not fit the request")
         check.answers[rank] = message
         if len(check.answers) == len(check.states):
             self._conclude(check)
@@ -160,7 +161,7 @@ class DeadlockDetector:
         return max(0.0, self._next - now) if self._changed else None
 
     def tick(self) -> None:
-        """Analyse the states if they have changed, and give up questions that are not answered."""
+        """Analyse the states if they have changed, and give up requests that are not answered."""
         now = self._clock()
         if self._check is not None:
             if now >= self._check.deadline:
@@ -173,13 +174,13 @@ class DeadlockDetector:
         now, started = self._clock(), now
         self._next = now + max(_INTERVAL_S, 5 * (now - started))
         if stuck:
-            self._ask({rank: self._states[rank] for rank in stuck})
+            self._send_requests({rank: self._states[rank] for rank in stuck})
 
-    def _ask(self, states: dict[int, State]) -> None:
+    def _send_requests(self, states: dict[int, State]) -> None:
         self._last_number += 1
         self._check = check = _Check(self._last_number, states, self._clock() + _ANSWER_S)
         for rank in states:
-            self._send(rank, check.question(rank))
+            self._send(rank, check.request(rank))
 
     def _try_again(self) -> None:
         self._check = None
@@ -190,7 +191,7 @@ class DeadlockDetector:
         if check.messages_in_flight():
             self._try_again()
         elif not check.last:
-            self._ask(check.states)
+            self._send_requests(check.states)
             if self._check is not None:
                 self._check.last = True
         else:
@@ -199,23 +200,23 @@ class DeadlockDetector:
 
     def _raise(self, check: _Check) -> None:
         states = check.states
-        circle = find_circle(states, set(states))
-        shown = [self._line(check, edge.rank, edge.blocker) for edge in circle[:_SHOWN]]
-        if len(circle) > _SHOWN:
-            shown.append(f"... and {len(circle) - _SHOWN} more ranks")
-        others = sorted(states.keys() - {edge.rank for edge in circle})
+        cycle = find_cycle(states, set(states))
+        shown = [self._line(check, edge.rank, edge.blocker) for edge in cycle[:_SHOWN]]
+        if len(cycle) > _SHOWN:
+            shown.append(f"... and {len(cycle) - _SHOWN} more ranks")
+        others = sorted(states.keys() - {edge.rank for edge in cycle})
         if others:
-            shown.append("these ranks wait for them:")
+            shown.append("other ranks that wait for blocked ranks:")
             shown += [self._line(check, rank) for rank in others[:_SHOWN]]
         if len(others) > _SHOWN:
             shown.append(f"... and {len(others) - _SHOWN} more ranks")
-        ranks = [edge.rank for edge in circle]
-        text = f"deadlock: {len(ranks)} ranks wait for each other in a circle:\n  " + "\n  ".join(shown)
+        ranks = [edge.rank for edge in cycle]
+        text = f"deadlock: {len(ranks)} ranks wait for each other in a cycle:\n  " + "\n  ".join(shown)
         groups: dict[str, tuple[int, ...]] = {}
         operations: dict[str, int] = {}
         for rank, wait in stuck_waits(states, set(states)):
-            group = group_of(wait.lane)
-            groups[group] = states[rank].members(wait.lane)
+            group = group_of(wait.backend_group)
+            groups[group] = states[rank].members(wait.backend_group)
             operations.setdefault(group, wait.number)
         for rank in states:
             self._states.pop(rank, None)

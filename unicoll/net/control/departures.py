@@ -1,4 +1,4 @@
-"""The ranks that have ended, as far as this process knows."""
+"""The ranks whose processes have ended, as far as this process knows, and how each ended: it left, failed or died."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def publish_refusal(store: Store, rank: int, error: BaseException) -> None:
 
 
 class Departures:
-    """How each rank that has ended did so.
+    """The ranks that have ended, and how.
 
     Attributes:
         reasons: for each rank that has ended, how it ended.

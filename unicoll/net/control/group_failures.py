@@ -21,7 +21,6 @@ class GroupFailures:
 
     Args:
         changed: notified when a group has failed, or a rank has ended.
-        send: sends a message to the relay.
         relay_ended: True if there is no relay, so that no announcement can arrive.
 
     Attributes:

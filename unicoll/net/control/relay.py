@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from unicoll.net.authenticated_server import Client
 from unicoll.net.control.clock import ClockOffset
 from unicoll.net.control.deadlock_detector import DeadlockDetector
 from unicoll.net.framed_server import MAX_FRAME, FrameServer, frame
 from unicoll.net.records import TamperedError
-from unicoll.net.server import Client
 
 Departure = tuple[int, str, str]
 """A rank that has ended, a sentence on how it ended, and "left", "failed" or "died" (it did not leave the job)."""
@@ -30,13 +30,23 @@ _MAX_CHARACTERS = 2000
 _MAX_WARNINGS = 1000
 """Calls whose last warning is remembered."""
 
-_HANGS = ("OperationTimeoutError", "RankLostError", "DeadlockError")
+_WAIT_ERRORS = ("OperationTimeoutError", "RankLostError", "DeadlockError")
 """Errors of groups whose cause may be a call of a rank that is not in the group."""
-_TOLD_S = 60.0
-"""Shortest time between such a failure and the next one that a rank outside of the group is told."""
+_NOTICE_INTERVAL_S = 60.0
+"""Shortest time between two such failures of which a rank outside of the group is notified."""
 
 _CHECK_S = 0.5
 """Seconds between checks of the ranks that have not connected to a relay that replaces another one."""
+
+
+class PeerInfo(NamedTuple):
+    """What a process says about itself: its host, where it would host the relay, and if it takes pickles."""
+
+    host: str
+    pid: int
+    address: str = ""
+    port: int = 0
+    allows_pickle: bool = False
 
 
 class Takeover(NamedTuple):
@@ -46,35 +56,32 @@ class Takeover(NamedTuple):
         listener: the listening socket for the other ranks' connections.
         store: address and port of the store that replaces the job's store, or None if that still exists.
         departures: of the ranks that have ended.
-        expected: for each rank that has yet to connect: host, pid, and the address and port of its listener.
+        expected: the ranks that have yet to connect.
     """
 
     listener: socket.socket
     store: tuple[str, int] | None
     departures: list[Departure]
-    expected: dict[int, tuple[Any, ...]]
+    expected: dict[int, PeerInfo]
 
 
 @dataclass
 class _Member:
-    """One process, as it has introduced itself."""
+    """One connected process, from its hello message."""
 
     rank: int
-    host: str
-    pid: int
-    address: str
-    port: int
+    info: PeerInfo
     goodbye: dict[str, str] | None = None
 
     def describe(self) -> str:
         """The process for messages."""
-        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+        return f"rank {self.rank} (host {self.info.host}, pid {self.info.pid})"
 
     def departure(self, error: Exception | None) -> Departure:
         """How the process ended."""
         name = self.describe()
         if isinstance(error, TamperedError):
-            return self.rank, f"{name} is cut off: {error.strerror}", "died"
+            return self.rank, f"{name} was disconnected: {error.strerror}", "died"
         if self.goodbye is None:
             return self.rank, f"{name} died: its process ended without leaving the job", "died"
         if self.goodbye["error"]:
@@ -106,10 +113,6 @@ class Relay(FrameServer):
     """Forwards messages between the processes, and announces departures to all of them.
 
     Args:
-        size: number of ranks in the world.
-        key: the job's secret key.
-        host: address to listen on.
-        rank: this process's rank.
         takeover: the initial state of a relay that replaces another one; None for the job's first relay.
     """
 
@@ -126,7 +129,7 @@ class Relay(FrameServer):
         self._connected: dict[int, Client] = {}
         self._members: dict[int, _Member] = {}
         self._failures: dict[str, dict[str, Any]] = {}  # the first of each group
-        self._told: dict[int, float] = {}  # for each rank when it was told the last of _HANGS
+        self._notified_at: dict[int, float] = {}  # for each rank the time of its last notice of _WAIT_ERRORS
         self._unannounced: list[Departure] = []
         self._deadlocks = DeadlockDetector(
             size,
@@ -150,7 +153,8 @@ class Relay(FrameServer):
         if kind == "hello":
             rank, host, pid = int(message["rank"]), str(message["host"])[:64], int(message["pid"])
             address, port = str(message.get("address", ""))[:64], int(message.get("port", 0))
-            self._register(client, _Member(rank, host, pid, address, port))
+            info = PeerInfo(host, pid, address, port, message.get("pickle") is True)
+            self._register(client, _Member(rank, info))
         elif kind == "joined":
             self.send(client, {"t": "joined", "ranks": sorted(self._connected)})
         elif kind == "initialized":
@@ -180,18 +184,19 @@ class Relay(FrameServer):
         if group not in self._failures:  # all ranks raise the first failure of a group
             failure = {"t": "fail", "group": group, "members": list(members), "error": error}
             self._failures[group] = failure
-            others = self._others(members) if error["type"] in _HANGS else []
+            others = self._others(members) if error["type"] in _WAIT_ERRORS else []
             self._forward([*members, *others], failure)
 
     def _others(self, members: Sequence[int]) -> list[int]:
-        """The ranks outside of a group that are told its failure; all are told one of a group of their own."""
+        """The ranks outside of a group that are notified of its failure, in addition to its members."""
         now, inside = time.monotonic(), set(members)
         others = [
             rank
             for rank in self._connected
-            if rank not in inside and now - self._told.get(rank, -_TOLD_S) >= _TOLD_S
+            if rank not in inside
+            and now - self._notified_at.get(rank, -_NOTICE_INTERVAL_S) >= _NOTICE_INTERVAL_S
         ]
-        self._told.update(dict.fromkeys([*members, *others], now))
+        self._notified_at.update(dict.fromkeys([*members, *others], now))
         return others
 
     def _register(self, client: Client, member: _Member) -> None:
@@ -203,12 +208,11 @@ class Relay(FrameServer):
         if self._takeover is not None:
             self._send_state(client, member.rank, self._takeover)
         elif len(self._members) == self._size:
-            members = [self._members[r] for r in range(self._size)]
-            peers = [(m.host, m.pid, m.address, m.port) for m in members]
+            peers = [self._members[r].info for r in range(self._size)]
             self._forward(range(self._size), {"t": "ready", "peers": peers, "job": secrets.token_hex(8)})
 
     def _send_state(self, client: Client, rank: int, takeover: Takeover) -> None:
-        """What a process that connects to this relay, which replaces another one, may not know yet."""
+        """What the last relay may not have sent to a process that connects to this one, which replaces it."""
         takeover.expected.pop(rank, None)
         departures = takeover.departures
         for start in range(0, len(departures), _MAX_DEPARTURES):
@@ -221,12 +225,12 @@ class Relay(FrameServer):
     def _check_expected(self, takeover: Takeover) -> None:
         """Detect expected ranks that have ended: the kernel accepts connections only while the process is alive."""
         self._check_time = time.monotonic() + _CHECK_S
-        for rank, (host, pid, address, port) in list(takeover.expected.items()):
+        for rank, info in list(takeover.expected.items()):
             try:
-                socket.create_connection((address, port), 1.0).close()
+                socket.create_connection((info.address, info.port), 1.0).close()
             except ConnectionRefusedError:
                 del takeover.expected[rank]
-                self._unannounced.append(_Member(rank, host, pid, address, port).departure(None))
+                self._unannounced.append(_Member(rank, info).departure(None))
             except OSError:
                 continue  # the process may be alive but overloaded
 

@@ -17,10 +17,8 @@ class Reports:
     """Requests reports from other ranks, and answers their requests.
 
     Args:
-        rank: this process's.
         departed: the ranks that have ended.
         changed: notified when a report has arrived, or a rank has ended.
-        send: sends a message to the relay.
         relay_ended: True if there is no relay, so that no report can arrive.
     """
 

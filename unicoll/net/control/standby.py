@@ -11,12 +11,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from unicoll.net.control.relay import Departure, Relay, Takeover
+from unicoll.net.authenticated_server import listen
+from unicoll.net.control.relay import Departure, PeerInfo, Relay, Takeover
 from unicoll.net.fork_safety import guard
 from unicoll.net.secret import Secret
-from unicoll.net.server import listen
 
 if TYPE_CHECKING:
     from unicoll.net.stores import Store
@@ -29,9 +29,6 @@ class Standby:
     """This process's listening socket, and the relay and stores that it serves or uses in place of rank 0's.
 
     Args:
-        rank, size: of this process in the world.
-        key: the job's secret key.
-        host: this host's address.
         store_ends_with_rank_0: True if the job's store may end with rank 0's process.
 
     Attributes:
@@ -54,7 +51,7 @@ class Standby:
         self._listener = guard(listen(self._host))
         self.port = int(self._listener.getsockname()[1])
 
-    def serve(self, departures: list[Departure], expected: Mapping[int, tuple[Any, ...]]) -> None:
+    def serve(self, departures: list[Departure], expected: Mapping[int, PeerInfo]) -> None:
         """Host the relay for the ``expected`` ranks, and a store if the job's has ended; no effect if repeated."""
         from unicoll.net.stores.tcp import TCPStore
 

@@ -2,9 +2,9 @@
 
 A rank is blocked if every one of its threads that could call unicoll is in a blocking call. Its state says what each of
 these threads waits for, and the number of the last collective that it has posted in each of its groups. A collective
-ends once every member has posted it, a receive once its message has come, and a send once its receiver has read it, so
-a rank that is not blocked can still end any wait. :func:`find_stuck` computes the greatest set of ranks that only
-ranks of the set could wake.
+ends once every member has posted it, a receive once its message has arrived, and a send once its receiver has read it,
+so a rank that is not blocked can still end any wait. :func:`find_stuck` computes the largest set of ranks of which
+every call can be completed only by ranks of the set.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Wait(NamedTuple):
     """What one thread waits for.
 
     Attributes:
-        lane: the order of collectives that it belongs to: a backend of a group (:func:`lane_of`).
-        number: the collective's sequence number in it; or :data:`RECEIVE`, or :data:`SEND`.
+        backend_group: backend and group of the call, as ``gloo:world``; its collectives have one order.
+        number: the collective's sequence number in that order; or :data:`RECEIVE`, or :data:`SEND`.
         peer: for a message the other global rank, or :data:`ANY`.
         call: distinguishes the calls of one rank.
     """
 
-    lane: str
+    backend_group: str
     number: int
     peer: int
     call: int
@@ -43,29 +43,30 @@ class State(NamedTuple):
 
     Attributes:
         waits: one for each thread; all of them have to stay blocked for the rank to stay blocked.
-        posted: for each lane of the rank the number of the last collective posted.
-        groups: for each lane of ``waits`` the members' global ranks as ranges (:func:`compress`).
+        posted: for each backend and group of the rank the number of the last collective posted.
+        groups: for each backend and group of ``waits`` the members' global ranks as ranges (:func:`compress`).
     """
 
     waits: tuple[Wait, ...]
     posted: dict[str, int]
     groups: dict[str, Ranges]
 
-    def members(self, lane: str) -> tuple[int, ...]:
-        """The global ranks of a lane's group."""
-        return _expand(self.groups[lane])
+    def members(self, backend_group: str) -> tuple[int, ...]:
+        """The global ranks of the group."""
+        return _expand(self.groups[backend_group])
 
 
-class LinkState(NamedTuple):
+class MessageState(NamedTuple):
     """The messages between this rank and another one, as they are known here.
 
     Attributes:
         outgoing, incoming: the peer's ``incoming`` equals this rank's ``outgoing``, and the reverse, unless a message
             or a connection is on its way.
         delivered: True if what this rank has sent has reached the peer's host.
-        read: True if all that has come from the peer was read.
-        unsent: bytes of the first queued send that this rank's host does not take while the peer reads nothing.
-        takes: bytes from the peer that this rank's host takes while no thread reads; -1 if one does.
+        read: True if all that has arrived from the peer was read.
+        unsent: bytes of the first queued send for which the buffers of this rank's host have no space.
+        receive_space: bytes from the peer for which the buffers of this rank's host have space; -1 if a thread reads
+            from the connection.
     """
 
     outgoing: int = 0
@@ -73,7 +74,7 @@ class LinkState(NamedTuple):
     delivered: bool = True
     read: bool = True
     unsent: int = 0
-    takes: int = -1
+    receive_space: int = -1
 
 
 class Edge(NamedTuple):
@@ -84,14 +85,14 @@ class Edge(NamedTuple):
     blocker: int
 
 
-def lane_of(backend: str, group: str) -> str:
-    """The name of a lane."""
+def backend_group_of(backend: str, group: str) -> str:
+    """Backend and group as one name."""
     return f"{backend}:{group}"
 
 
-def group_of(lane: str) -> str:
-    """The group of a lane."""
-    return lane.partition(":")[2]
+def group_of(backend_group: str) -> str:
+    """The name of the group in such a name."""
+    return backend_group.partition(":")[2]
 
 
 def compress(ranks: Sequence[int]) -> Ranges:
@@ -119,25 +120,30 @@ def parse(message: Any, size: int) -> State:
     Raises:
         ValueError, TypeError, KeyError: the message is not a state.
     """
-    waits = tuple(Wait(str(lane), int(n), int(peer), int(call)) for lane, n, peer, call in message["waits"])
-    posted = {str(lane): int(number) for lane, number in message["posted"].items()}
+    waits = tuple(
+        Wait(str(backend_group), int(n), int(peer), int(call))
+        for backend_group, n, peer, call in message["waits"]
+    )
+    posted = {str(backend_group): int(number) for backend_group, number in message["posted"].items()}
     groups = {
-        str(lane): tuple((int(a), int(n), int(s)) for a, n, s in ranges)
-        for lane, ranges in message["groups"].items()
+        str(backend_group): tuple((int(a), int(n), int(s)) for a, n, s in ranges)
+        for backend_group, ranges in message["groups"].items()
     }
     for ranges in groups.values():
         if sum(max(1, count) for _, count, _ in ranges) > size:
             raise ValueError("a group that is larger than the world")
-    if not waits or any(wait.lane not in groups for wait in waits):
+    if not waits or any(wait.backend_group not in groups for wait in waits):
         raise ValueError("waits without a group")
     return State(waits, posted, groups)
 
 
 def _blockers(states: Mapping[int, State], rank: int, wait: Wait) -> tuple[set[int], bool]:
     """The blocked ranks that could end a wait, and True if all of them, together with no other rank, are needed."""
-    members = states[rank].members(wait.lane)
+    members = states[rank].members(wait.backend_group)
     if wait.number > 0:
-        return {m for m in members if m in states and states[m].posted.get(wait.lane, 0) < wait.number}, False
+        return {
+            m for m in members if m in states and states[m].posted.get(wait.backend_group, 0) < wait.number
+        }, False
     senders = {m for m in members if m != rank} if wait.peer == ANY else {wait.peer}
     return (senders if senders <= states.keys() else set()), True
 
@@ -154,7 +160,7 @@ def find_stuck(states: Mapping[int, State]) -> set[int]:
     freed: list[Any] = []
     for rank, state in states.items():
         for wait in state.waits:
-            key: Any = (wait.lane, wait.number) if wait.number > 0 else (*wait[:3], rank)
+            key: Any = (wait.backend_group, wait.number) if wait.number > 0 else (*wait[:3], rank)
             waiting[key].append(rank)
             if key in keys:
                 continue
@@ -185,7 +191,7 @@ def stuck_waits(states: Mapping[int, State], stuck: set[int]) -> list[tuple[int,
     return [(rank, wait) for rank in sorted(stuck) for wait in states[rank].waits]
 
 
-def find_circle(states: Mapping[int, State], stuck: set[int]) -> list[Edge]:
+def find_cycle(states: Mapping[int, State], stuck: set[int]) -> list[Edge]:
     """Stuck ranks each of which waits for the next one, and the last for the first; begins with the lowest rank."""
     path: dict[int, Edge] = {}
     rank = min(stuck)
@@ -195,6 +201,6 @@ def find_circle(states: Mapping[int, State], stuck: set[int]) -> list[Edge]:
         path[rank] = Edge(rank, wait, blocker)
         rank = blocker
     edges = list(path.values())
-    circle = edges[list(path).index(rank) :]
-    lowest = min(range(len(circle)), key=lambda i: circle[i].rank)
-    return circle[lowest:] + circle[:lowest]
+    cycle = edges[list(path).index(rank) :]
+    lowest = min(range(len(cycle)), key=lambda i: cycle[i].rank)
+    return cycle[lowest:] + cycle[:lowest]

@@ -12,9 +12,9 @@ from contextlib import suppress
 
 from unicoll.errors import AuthenticationError, DistNetworkError
 from unicoll.net import peer_credentials
-from unicoll.net.auth import NoAnswerError
 from unicoll.net.channel import Connection, authenticate
 from unicoll.net.fork_safety import guard
+from unicoll.net.handshake import NoAnswerError
 from unicoll.net.interfaces import join_hostport
 from unicoll.net.secret import Secret
 from unicoll.net.stores.tcp_server import PURPOSE, keep_alive
@@ -32,8 +32,6 @@ class ConnectionPool:
 
     Args:
         hosts: names or addresses of the server; every address that they resolve to is tried.
-        port: the server's port.
-        secret: the secret to prove.
         address: the server's address for messages.
 
     Attributes:

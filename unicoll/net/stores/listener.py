@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from unicoll.errors import DistArgumentError, DistNetworkError
 from unicoll.net import logs
+from unicoll.net.authenticated_server import listen
 from unicoll.net.fork_safety import in_child
 from unicoll.net.interfaces import is_loopback_name, join_hostport
 from unicoll.net.secret import Secret
-from unicoll.net.server import listen
 from unicoll.net.stores.tcp_server import StoreServer
 
 _BACKLOG = 65535

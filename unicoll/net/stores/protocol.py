@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from itertools import cycle
 
-from unicoll.net import settings
+from unicoll.net import environment
 
 REQUEST = struct.Struct("<QBd")
 REPLY = struct.Struct("<QB")
@@ -82,7 +82,7 @@ class Status(IntEnum):
 
 def max_value() -> int:
     """The largest value that a store accepts, in bytes: ``UNICOLL_STORE_MAX_VALUE``, default 1 GiB."""
-    return settings.number("UNICOLL_STORE_MAX_VALUE")
+    return environment.number("UNICOLL_STORE_MAX_VALUE")
 
 
 def max_request(largest_value: int) -> int:
@@ -156,7 +156,7 @@ def validate(code: int, fields: Sequence[bytes], largest_value: int) -> StoreOp:
 
 
 def validate_reply(op: StoreOp, status: int, fields: Sequence[bytes], request_fields: int) -> None:
-    """Check the fields of a server's reply to a request with so many fields.
+    """Check the fields of a server's reply to a request with this many fields.
 
     Raises:
         MalformedError: the status or a field is invalid.

@@ -12,9 +12,9 @@ from itertools import count
 
 from unicoll.errors import DistStoreError
 from unicoll.net import peer_credentials
+from unicoll.net.authenticated_server import Client, Server
 from unicoll.net.interfaces import is_loopback_name
 from unicoll.net.secret import Secret
-from unicoll.net.server import Client, Server
 from unicoll.net.stores.protocol import (
     REQUEST,
     MalformedError,

@@ -1,0 +1,114 @@
+"""The sends that wait for a connection to their peer, and the attempts to connect."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from gloo_fallback.p2p.errors import lost, timed_out
+from gloo_fallback.p2p.frames import PendingMessage
+from unicoll.backend.endpoint import MESSAGES, Endpoint
+from unicoll.errors import RankLostError
+
+if TYPE_CHECKING:
+    from gloo_fallback.p2p.engine import P2PEngine
+
+_ATTEMPT_S = 1.0
+"""Seconds for which the progress thread waits for a peer that does not answer while sends to others wait."""
+_LONGEST_S = 8.0
+"""The same while only messages of other connections wait: twice as long each time, since a peer may answer slowly."""
+
+
+class _PostponedError(Exception):
+    """A peer does not answer, and other sends or messages wait for this thread."""
+
+
+class Connector:
+    """Connects to the peers of sends.
+
+    Args:
+        engine: holds the connections.
+        endpoint: this process's listener.
+        lock: the engine's; held while the queue changes.
+
+    Attributes:
+        queue: the sends whose peer has no connection yet, in order.
+    """
+
+    def __init__(self, engine: P2PEngine, endpoint: Endpoint, lock: threading.RLock) -> None:
+        self.queue: deque[PendingMessage] = deque()
+        self._engine = engine
+        self._endpoint = endpoint
+        self._lock = lock
+        self._attempt_s = _ATTEMPT_S
+
+    def has_queued_send_to(self, peer: int) -> bool:
+        """True if a send to a peer is queued."""
+        with self._lock:
+            return any(pending.call.peer == peer for pending in self.queue)
+
+    def connect(self, pending: PendingMessage, queued: bool = False) -> None:
+        """Connect to the peer of a send, which is ``queued`` if other peers' sends may wait for this attempt to end.
+
+        Raises:
+            RankLostError: the peer has ended.
+            OperationTimeoutError: the send's deadline has passed.
+            DistError: the group has failed.
+        """
+        engine, context, peer = self._engine, self._engine.context, pending.call.peer
+        rank, started = context.ranks[peer], time.monotonic()
+
+        def check() -> None:
+            engine.raise_error()
+            if time.monotonic() >= pending.deadline:
+                raise timed_out(context, pending, begun=False)
+
+        def postpone() -> None:
+            seconds = time.monotonic() - started
+            if not queued or seconds < _ATTEMPT_S:
+                return
+            with self._lock:
+                if any(other.call.peer != peer for other in self.queue):
+                    raise _PostponedError
+                if seconds >= self._attempt_s and engine.moves():
+                    self._attempt_s = min(2 * self._attempt_s, _LONGEST_S)
+                    raise _PostponedError
+
+        try:
+            sock = self._endpoint.connect((context.name, MESSAGES, rank), check, postpone)
+        except RankLostError as e:
+            raise lost(context, pending.call, rank, str(e)) from e
+        engine.add_connection(rank, sock)
+
+    def connect_next(self) -> bool:
+        """Connect to the peer of the first send, and queue the send there; False if that was postponed."""
+        with self._lock:
+            if not self.queue:
+                return True
+            pending = self.queue[0]
+        peer, engine = pending.call.peer, self._engine
+        error: BaseException | None = None
+        if engine.connection_to(peer) is None:
+            try:
+                self.connect(pending, queued=True)
+                self._attempt_s = _ATTEMPT_S
+            except _PostponedError:
+                with self._lock:  # those to other peers first
+                    self.queue = deque(sorted(self.queue, key=lambda p: p.call.peer == peer))
+                return False
+            except BaseException as e:
+                error = e
+        with self._lock:
+            if not self.queue or self.queue[0] is not pending:
+                return True  # aborted meanwhile
+            connection = engine.connection_to(peer)
+            if error is not None:
+                self.queue.popleft()
+                engine.finish(pending, error)
+            elif connection is not None:
+                self.queue.popleft()
+                connection.sender.enqueue(pending)
+        engine.report_completed()
+        return True

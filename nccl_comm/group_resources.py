@@ -1,0 +1,66 @@
+"""The resources of a group on its device, once its ranks have connected: communicator, streams, memory."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+from nccl_comm.call_options import CommunicatorWithOptions
+from nccl_comm.communicators.communicator import Communicator
+from nccl_comm.group_state import GroupState
+from nccl_comm.in_flight import InFlight
+from nccl_comm.memory.group_memory import GroupMemory
+from nccl_comm.memory.one_sided import set_up
+from nccl_comm.stream_order import StreamOrder
+
+SCRATCH_BYTES = 512
+"""Device memory for barriers."""
+_OPTIONS_CACHED = 64
+"""Different options of calls for which a group keeps NCCL's structures."""
+_device_locks: defaultdict[int, threading.RLock] = defaultdict(threading.RLock)
+"""By device. NCCL forbids two threads to issue operations on one device at once, whatever their communicators."""
+
+
+class GroupResources:
+    """A group's communicator, stream, operations in flight and registered memory.
+
+    Attributes:
+        device: ordinal of the device.
+        device_lock: held by a thread that issues operations on the device.
+        stream: the group's own stream, for asynchronous operations.
+        streams: order between streams.
+        in_flight: operations that have not ended.
+        memory: memory that is registered with the communicator.
+        with_options: the communicator for calls with given options.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        state: GroupState,
+        high_priority: bool,
+        blocking: bool,
+        sweep_often: Callable[[], None],
+    ) -> None:
+        cuda, device = comm.cuda, comm.device
+        self.comm = comm
+        self.device = device
+        self.device_lock = _device_locks[device]
+        self.stream = cuda.create_stream(device, high_priority=high_priority)
+        comm.scratch = cuda.allocate(device, SCRATCH_BYTES)
+        self.streams = StreamOrder(cuda, device)
+        self.in_flight = InFlight(cuda, device, self.stream, state, self.streams, sweep_often)
+        self.memory = GroupMemory(
+            comm, self.in_flight, partial(set_up, comm, blocking, self.stream, self.device_lock)
+        )
+        self.with_options = lru_cache(_OPTIONS_CACHED)(partial(CommunicatorWithOptions, comm))
+
+    def release(self) -> None:
+        """Give back the device's resources; the communicator has ended, and nothing uses them."""
+        self.in_flight.close()
+        cuda = self.comm.cuda
+        cuda.destroy_stream(self.stream)
+        cuda.free(self.comm.scratch)
+        self.streams.close()

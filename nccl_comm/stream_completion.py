@@ -1,0 +1,121 @@
+"""The handle of a posted operation: ``wait`` orders streams, and only ``synchronize`` blocks the host."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from nccl_comm.in_flight import InFlight, PendingWork
+from unicoll.arrays.cuda import PER_THREAD_STREAM, SPIN_S, backoff
+from unicoll.backend import Call
+from unicoll.backend.flight_recorder import PendingEntry
+from unicoll.backend.work import Completion
+from unicoll.errors import OperationTimeoutError
+
+
+class StreamCompletion(Completion):
+    """A completion that the device finishes.
+
+    Args:
+        blocking: True if ``wait`` blocks the host as well, as that of a barrier does.
+    """
+
+    def __init__(self, in_flight: InFlight, work: PendingWork, blocking: bool = False) -> None:
+        self._blocking = blocking
+        self._in_flight = in_flight
+        self._work = work
+        self._current_streams = _current_streams(work.calls)
+        self._packed = any(b.unpack is not None for call in work.calls for b in call.outputs)
+        self._calls = work.calls if self._packed else ()
+
+    def done(self) -> bool:
+        work = self._work
+        return work.done or work.error is not None or self._in_flight.is_done(work)
+
+    def exception(self) -> BaseException | None:
+        return self._work.error
+
+    @property
+    def recorded(self) -> bool:
+        return self._work.captured
+
+    def track(self, entries: Sequence[PendingEntry]) -> None:
+        self._work.track(entries)
+
+    def took(self) -> float:
+        return self._work.seconds or 0.0
+
+    def wait(self, timeout: float | None) -> None:
+        """Make the current stream of each array library wait; with a ``timeout`` block the host as well."""
+        work = self._work
+        if work.error is not None:
+            raise work.error
+        same_stream = not self._blocking
+        for current_stream in self._current_streams:
+            stream = current_stream()
+            if not work.done:
+                self._order(stream)
+            # the handle of the per-thread default stream means another stream on each thread
+            same_stream = same_stream and stream == work.stream != PER_THREAD_STREAM
+        if self._packed:
+            calls = self._calls
+            self._unpack()
+            if not same_stream:  # the copies may still run when the operation has ended
+                for current_stream in self._current_streams:
+                    self._in_flight.retain(calls, current_stream())
+        if same_stream:
+            work.release()  # later work on this stream, which may reuse the memory, runs after the operation
+        if timeout is not None or self._blocking:
+            self._block(timeout)
+
+    def _order(self, stream: int) -> None:
+        """Make a stream wait for the end of the operation."""
+        self._in_flight.streams.wait_event(stream, self._work.event)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        packed = self._packed
+        self.wait(None)
+        self._block(timeout)
+        if packed:
+            self._in_flight.synchronize(self._current_streams[0]())
+
+    def _unpack(self) -> None:
+        """Copy packed results to the strided arrays, on the current stream, which waits for the operation."""
+        calls, self._calls, self._packed = self._calls, (), False
+        for call in calls:
+            call.write_back()
+
+    def _block(self, timeout: float | None) -> None:
+        work = self._work
+        if work.captured:
+            return  # it runs when the graph is launched
+        started = time.monotonic()
+        for _ in backoff(SPIN_S):
+            if self.done():
+                break
+            if timeout is not None and time.monotonic() - started >= timeout:
+                call = work.describe_call()
+                raise OperationTimeoutError(
+                    f"{call.describe_with_number()} was not done after waiting {timeout:g} s; the operation is still"
+                    " running",
+                    op=call.op.name,
+                    seq=call.seq,
+                )
+        if work.error is not None:
+            raise work.error
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None:
+        if self._work.add_callback(fn):
+            self._in_flight.sweep_often()
+        else:
+            fn()
+
+
+def _current_streams(calls: Sequence[Call]) -> tuple[Callable[[], int], ...]:
+    """For each array library in the calls the function that gives its current stream."""
+    found: list[Callable[[], int]] = []
+    for call in calls:
+        for buffer in (*call.inputs, *call.outputs) if call.inputs is not call.outputs else call.inputs:
+            if buffer.current_stream is not None and buffer.current_stream not in found:
+                found.append(buffer.current_stream)
+    return tuple(found)

@@ -1,0 +1,106 @@
+"""The watchdog: one thread per process that sweeps all its NCCL groups."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from unicoll.arrays import cuda
+from unicoll.net import logs
+
+log = logs.logger("nccl")
+
+_PERIOD_S = 0.1
+_PERIOD_WITH_CALLBACKS_S = 2e-4
+_UNWATCH_S = 20.0
+"""How long a group that closes waits for a sweep of it to end, in which users' callbacks run."""
+
+
+class _Watched(Protocol):
+    def sweep(self, now: float) -> bool:
+        """Check the group; True if callbacks are pending."""
+
+    def sweep_failed(self, cause: BaseException) -> None:
+        """A sweep raised: fail the group."""
+
+
+class Watchdog:
+    """The thread; it starts with the first group and ends with :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._watched: list[_Watched] = []
+        self._lock = threading.Lock()
+        self._sweep_ended = threading.Condition(self._lock)
+        self._sweeping: _Watched | None = None
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def watch(self, group: _Watched) -> None:
+        """Sweep a group from now on."""
+        with self._lock:
+            self._watched.append(group)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="unicoll-nccl-watchdog", daemon=True)
+                self._thread.start()
+
+    def unwatch(self, group: _Watched) -> None:
+        """Stop sweeping a group; a sweep of it that is running has ended when this returns."""
+        with self._sweep_ended:
+            if group in self._watched:
+                self._watched.remove(group)
+            if threading.current_thread() is not self._thread:
+                self._sweep_ended.wait_for(lambda: self._sweeping is not group, _UNWATCH_S)
+
+    def sweep_often(self) -> None:
+        """Sweep at once, since a callback is pending."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread; idempotent."""
+        self._closing = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as e:
+            log.exception("the NCCL watchdog ended with an exception")
+            with self._lock:
+                watched = list(self._watched)
+            for group in watched:
+                group.sweep_failed(e)
+
+    def _serve(self) -> None:
+        cuda.cuda().ignore_captures()
+        while not self._closing:
+            self._wake.clear()
+            with self._lock:
+                watched = list(self._watched)
+            now = time.monotonic()
+            callbacks_pending = False
+            for group in watched:
+                callbacks_pending |= self._sweep(group, now)
+            if callbacks_pending:
+                time.sleep(_PERIOD_WITH_CALLBACKS_S)
+            else:
+                self._wake.wait(_PERIOD_S)
+
+    def _sweep(self, group: _Watched, now: float) -> bool:
+        with self._lock:
+            if group not in self._watched:
+                return False
+            self._sweeping = group
+        try:
+            return group.sweep(now)
+        except Exception as e:  # an error in one group does not affect the others
+            log.exception("the NCCL watchdog failed to check a group")
+            group.sweep_failed(e)
+            return False
+        finally:
+            with self._sweep_ended:
+                self._sweeping = None
+                self._sweep_ended.notify_all()

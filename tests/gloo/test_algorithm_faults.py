@@ -1,0 +1,154 @@
+"""A rank that is killed or stopped within an algorithm of the CPU backend, or makes another call, is named by all."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from gloo_fallback.transport.selection import OPERATIONS
+from tests.gloo import algorithm_fault_jobs as jobs
+from tests.gloo.algorithm_fault_jobs import LARGE, Algorithm
+from tests.gloo.test_peer_memory import READING
+from tests.support.calls import COLLECTIVES
+from unicoll.testing.ranks import joined
+from unicoll.testing.worker import leave
+
+ALL = tuple(OPERATIONS)
+MOVING = tuple(name for name in ALL if name != "barrier")
+GATHERING = ("all_gather", "all_gather_into_tensor")
+TO_ALL = ("broadcast", "all_reduce", *GATHERING)
+SCATTERED = ("reduce_scatter", "reduce_scatter_tensor")
+DIRECT = ("gather", "scatter", "all_to_all", "all_to_all_single")
+MESSAGES = ("send and recv",)
+
+TCP = {"UNICOLL_TRANSPORT": "tcp"}
+HOSTS = {"UNICOLL_TRANSPORT": "hierarchical"}
+SLOTS = {"UNICOLL_TRANSPORT": "shm", "UNICOLL_PEER_MEMORY": "off"}
+WEAK = {**SLOTS, "UNICOLL_MEMORY_ORDER": "weak"}
+CODE = "gloo_fallback.algorithms."
+ALGORITHMS = {
+    "slots small": Algorithm(CODE + "shared_memory", ALL, env=SLOTS),
+    "slots large": Algorithm(CODE + "shared_memory", MOVING, LARGE, env=SLOTS),
+    "semaphores small": Algorithm("gloo_fallback.shm.slots", ALL, env=WEAK),
+    "semaphores large": Algorithm("gloo_fallback.shm.slots", MOVING, LARGE, env=WEAK),
+    "slots in the background": Algorithm("gloo_fallback.shm.slots", ALL, env=SLOTS, background=True),
+    "symmetric": Algorithm(CODE + "peer_memory", MOVING, LARGE, arrays="symmetric"),
+    "peer memory": Algorithm(CODE + "peer_memory", tuple(READING), LARGE, arrays="read"),
+    "exchange": Algorithm(CODE + "over_sockets", ALL, env=TCP),
+    "circulant": Algorithm(CODE + "circulant", (*GATHERING, "all_reduce", *SCATTERED), 10_000, env=TCP),
+    "tree": Algorithm(CODE + "over_sockets", ("broadcast",), 20_000, env=TCP),
+    "rings": Algorithm(CODE + "rings", (*TO_ALL, "reduce", *SCATTERED, "scan", "exscan"), LARGE, env=TCP),
+    "pair": Algorithm(CODE + "rings", ("all_reduce", *SCATTERED), LARGE, 2, env=TCP),
+    "messages of a collective": Algorithm(CODE + "over_sockets", DIRECT, LARGE, env=TCP),
+    "deterministic": Algorithm(
+        CODE + "over_sockets",
+        ("all_reduce", "reduce", *SCATTERED),
+        LARGE,
+        env=TCP,
+        options={"deterministic": True},
+    ),
+    "compressed": Algorithm(
+        CODE + "compressed", ("all_reduce",), LARGE, env=TCP, options={"compression": "int8"}
+    ),
+    "striped": Algorithm(
+        "gloo_fallback.transport.striping", MOVING, LARGE, env={**TCP, "UNICOLL_SOCKET_CONNECTIONS": "3"}
+    ),
+    "rings in the background": Algorithm(
+        "gloo_fallback.transport.connections", MOVING, LARGE, env=TCP, background=True
+    ),
+    "hosts small": Algorithm(CODE + "hierarchical", ALL, env=HOSTS),
+    "hosts large": Algorithm(CODE + "hierarchical", MOVING, LARGE, env=HOSTS),
+    "hosts symmetric": Algorithm(CODE + "hierarchical", TO_ALL, LARGE, env=HOSTS, arrays="symmetric"),
+    "hosts compressed": Algorithm(
+        CODE + "hierarchical", ("all_reduce",), LARGE, env=HOSTS, options={"compression": "bfloat16"}
+    ),
+    "ring buffer small": Algorithm("gloo_fallback.shm.ring_buffer", MESSAGES, size=2),
+    "ring buffer large": Algorithm("gloo_fallback.shm.ring_buffer", MESSAGES, LARGE, 2),
+    "messages small": Algorithm("gloo_fallback.p2p.sender", MESSAGES, size=2, env=TCP),
+    "messages large": Algorithm("gloo_fallback.p2p.receiver", MESSAGES, LARGE, 2, env=TCP),
+    "topology": Algorithm("gloo_fallback.transport.topology", ("first collective",)),
+    "topology of hosts": Algorithm("gloo_fallback.transport.topology", ("first collective",), env=HOSTS),
+    "allocation": Algorithm("gloo_fallback.shm.symmetric", ("symmetric_empty",)),
+}
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+
+def cases(*kinds: str) -> list[tuple[str, str]]:
+    """Each algorithm with each of its operations, of each kind."""
+    return [
+        (key, f"{name} {kind}")
+        for key, one in ALGORITHMS.items()
+        for name in one.operations
+        for kind in kinds
+    ]
+
+
+@pytest.mark.sampled("key", "case", 1)
+@pytest.mark.parametrize(("key", "case"), cases(*SIGNALS))
+def test_a_rank_killed_or_stopped_in_the_middle_is_named(key: str, case: str, seed: int) -> None:
+    algorithm, rng = ALGORITHMS[key], random.Random(f"{seed} {key} {case}")
+    name, _, kind = case.rpartition(" ")
+    number, kills = SIGNALS[kind], kind == "killed"
+    victim, root, moment = rng.randrange(algorithm.size), rng.randrange(algorithm.size), rng.random()
+    others = [r for r in range(algorithm.size) if r != victim]
+    env = {"UNICOLL_CHANNEL": rng.choice(["plain", "mac", "tls"]), **algorithm.env}
+    print(f"rank {victim}, root {root}, {env['UNICOLL_CHANNEL']}, moment {moment:.3f}")
+    with joined(algorithm.size, env=env) as job:
+        job.call(jobs.prepare, algorithm, name, root, victim, number, moment)
+        assert job.results()[victim] > 0, "the algorithm has not run"
+        job.call(jobs.repeat, 20.0 if kills else 1.5)
+        for outcome in job.collect(40, others):
+            failure = outcome.failure
+            assert failure is not None
+            print(f"rank {outcome.rank}: {failure.message}")
+            assert failure.type == ("RankLostError" if kills else "OperationTimeoutError"), failure.traceback
+            for word in (f"rank {victim} ", f"pid {job.pids[victim]}"):
+                assert word in failure.message
+            if kills:
+                assert (failure.fields["rank"], failure.fields["pid"]) == (victim, job.pids[victim])
+                assert failure.fields["op"] == name or name not in COLLECTIVES
+        if kills:
+            assert job.wait_for_exit(ranks=[victim]) == [-number]
+        else:
+            assert Path(f"/proc/{job.pids[victim]}/stat").read_text().rpartition(") ")[2][0] == "T"
+        job.call(leave, ranks=others)
+        assert [o.value for o in job.collect(40, others)] == [[] for _ in others]
+
+
+@pytest.mark.sampled("key", "case", 1)
+@pytest.mark.parametrize(
+    ("key", "case"),
+    [
+        (key, case)
+        for key, case in cases("operation", "size")
+        if case.split()[0] in COLLECTIVES and case != "barrier size"
+    ],
+)
+def test_another_call_on_one_rank_is_named(key: str, case: str, seed: int) -> None:
+    algorithm, rng = ALGORITHMS[key], random.Random(f"{seed} {key} {case}")
+    name, kind = case.split()
+    odd, root = rng.randrange(algorithm.size), rng.randrange(algorithm.size)
+    other = name if kind == "size" else rng.choice([other for other in ALL if other != name])
+    print(f"rank {odd}, root {root}, {other}")
+    with joined(algorithm.size, env=dict(algorithm.env)) as job:
+        job.call(jobs.prepare, algorithm, name, root)
+        job.results()
+        job.call(jobs.differ, odd, other, int(kind == "size"))
+        texts = set()
+        for outcome in job.collect(40):
+            assert outcome.failure is not None
+            assert outcome.failure.type == "CollectiveMismatchError", outcome.failure.traceback
+            texts.add(outcome.failure.message)
+        assert len(texts) == 1, texts
+        text = texts.pop()
+        print(text)
+        # where ranks may have different sizes, the error has the first pair whose sizes do not fit each other
+        assert re.search(
+            rf"rank {odd}\b" if kind == "size" and name in DIRECT else rf"rank {odd}: {other}\(", text
+        )
+        job.call(leave)
+        assert [o.value for o in job.collect(40)] == [[]] * algorithm.size

@@ -1,0 +1,338 @@
+"""The handshake and the job's secret."""
+
+from __future__ import annotations
+
+import http.server
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from unicoll.errors import AuthenticationError, DistArgumentError, DistNetworkError
+from unicoll.net import handshake, handshake_messages
+from unicoll.net.handshake import NoAnswerError, ServerHandshake, client_handshake
+from unicoll.net.secret import Secret, find_secret, new_key
+
+KEY = b"k" * 32
+
+
+def deadline_in(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        server, _ = listener.accept()
+    with client, server:
+        yield client, server
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def outcome(future: Future[None]) -> BaseException | None:
+    return future.exception(timeout=30)
+
+
+def serve_handshake(sock: socket.socket, key: bytes, purpose: bytes) -> None:
+    """The server's side on a blocking socket."""
+    sock.settimeout(20.0)
+    handshake = ServerHandshake(key, purpose)
+    try:
+        sock.sendall(handshake.outgoing())
+        while not handshake.done:
+            if not (data := sock.recv(4096)):
+                raise DistNetworkError("the client closed the connection during the handshake")
+            handshake.feed(data)
+            sock.sendall(handshake.outgoing())
+    except AuthenticationError:
+        sock.sendall(handshake.outgoing())
+        raise
+    except OSError as error:
+        raise DistNetworkError(str(error)) from error
+    finally:
+        sock.settimeout(None)
+
+
+def run_handshake(
+    pair: tuple[socket.socket, socket.socket],
+    pool: ThreadPoolExecutor,
+    client: tuple[bytes, bytes] = (KEY, b"store"),
+    server: tuple[bytes, bytes] = (KEY, b"store"),
+) -> tuple[BaseException | None, BaseException | None]:
+    """The errors of the client's and the server's handshake."""
+
+    def serve() -> None:
+        try:
+            serve_handshake(pair[1], *server)
+        except BaseException:
+            pair[1].close()
+            raise
+
+    serving = pool.submit(serve)
+    failure: BaseException | None = None
+    try:
+        client_handshake(pair[0], *client, deadline_in())
+    except DistNetworkError as error:
+        failure = error
+        pair[0].close()
+    return failure, outcome(serving)
+
+
+@pytest.mark.parametrize("key", [KEY, b"", b"x", b"long" * 100])
+def test_equal_keys_and_usable_sockets_afterwards(pair, pool, key):
+    pair[0].settimeout(7.0)
+    assert run_handshake(pair, pool, (key, b"data"), (key, b"data")) == (None, None)
+    assert pair[0].gettimeout() == 7.0
+    assert pair[1].gettimeout() is None
+    pair[0].sendall(b"after")
+    assert pair[1].recv(16) == b"after"
+
+
+def test_different_secrets(pair, pool):
+    client, server = run_handshake(pair, pool, client=(b"other", b"store"))
+    assert isinstance(client, AuthenticationError)
+    assert "different secrets" in str(client)
+    for source in ("UNICOLL_SECRET", "UNICOLL_SECRET_FILE", "launcher", "127.0.0.1"):
+        assert source in str(client)
+    assert isinstance(server, AuthenticationError)
+
+
+@pytest.mark.parametrize(
+    ("client_key", "server_key", "text"),
+    [(b"", KEY, "the client has none"), (KEY, b"", "the server has none")],
+)
+def test_a_secret_on_one_side_only(pair, pool, client_key, server_key, text):
+    client, server = run_handshake(pair, pool, (client_key, b"store"), (server_key, b"store"))
+    for error in (client, server):
+        assert isinstance(error, AuthenticationError)
+        assert text in str(error)
+
+
+def test_another_purpose(pair, pool):
+    client, server = run_handshake(pair, pool, client=(KEY, b"data"))
+    assert isinstance(client, AuthenticationError)
+    assert "'store'" in str(client)
+    assert "'data'" in str(client)
+    assert isinstance(server, AuthenticationError)
+
+
+def test_a_purpose_must_fit_its_field():
+    for purpose in (b"", b"x" * 17, b"a\0b"):
+        with pytest.raises(ValueError):
+            ServerHandshake(KEY, purpose)
+
+
+def client_bytes(handshake: ServerHandshake, key: bytes, purpose: bytes = b"store") -> bytes:
+    """A correct client's bytes, sent to the handshake."""
+    theirs = handshake.outgoing()
+    mine = handshake_messages.make_hello(key, purpose)
+    return mine + handshake_messages.make_proof(key, b"client", theirs, mine)
+
+
+def test_the_server_accepts_any_fragmentation_and_keeps_later_bytes():
+    handshake = ServerHandshake(KEY, b"store")
+    sent = client_bytes(handshake, KEY)
+    for i in range(len(sent)):
+        assert not handshake.done
+        handshake.feed(sent[i : i + 1])
+    assert handshake.done
+    assert handshake.outgoing()[0] == handshake_messages.ACCEPTED
+    handshake.feed(b"later")
+    assert handshake.leftover == b"later"
+
+    handshake = ServerHandshake(KEY, b"store")
+    handshake.feed(client_bytes(handshake, KEY) + b"at once")
+    assert (handshake.done, handshake.leftover) == (True, b"at once")
+
+
+def test_replayed_and_reflected_proofs_are_refused():
+    first = ServerHandshake(KEY, b"store")
+    sent = client_bytes(first, KEY)
+    first.feed(sent)
+    second = ServerHandshake(KEY, b"store")
+    with pytest.raises(AuthenticationError, match="different secrets"):
+        second.feed(sent)
+
+    # A client without the key echoes the server's hello and would use the server's proof as its own.
+    third = ServerHandshake(KEY, b"store")
+    hello = third.outgoing()
+    with pytest.raises(AuthenticationError):
+        third.feed(hello + handshake_messages.make_proof(KEY, b"server", hello, hello))
+
+
+def test_every_flipped_bit_is_refused():
+    for position in range(handshake_messages.HELLO_SIZE + handshake_messages.PROOF_SIZE):
+        handshake = ServerHandshake(KEY, b"store")
+        sent = bytearray(client_bytes(handshake, KEY))
+        sent[position] ^= 1
+        with pytest.raises(AuthenticationError):
+            handshake.feed(bytes(sent))
+        assert not handshake.done
+
+
+def test_garbage_is_refused_at_its_first_byte():
+    handshake = ServerHandshake(KEY, b"store")
+    with pytest.raises(AuthenticationError, match="does not speak"):
+        handshake.feed(b"G")
+
+
+def test_a_server_that_cannot_prove_itself(pair, pool):
+    def serve_without_the_key() -> None:
+        pair[1].sendall(handshake_messages.make_hello(KEY, b"store"))
+        handshake._receive(
+            pair[1], handshake_messages.HELLO_SIZE + handshake_messages.PROOF_SIZE, deadline_in(), "client"
+        )
+        pair[1].sendall(bytes([handshake_messages.ACCEPTED]) + b"p" * handshake_messages.PROOF_SIZE)
+
+    serving = pool.submit(serve_without_the_key)
+    with pytest.raises(AuthenticationError, match="cannot prove"):
+        client_handshake(pair[0], KEY, b"store", deadline_in())
+    assert outcome(serving) is None
+
+
+def foreign(
+    pair: tuple[socket.socket, socket.socket], pool: ThreadPoolExecutor, act: Callable[[], None]
+) -> None:
+    serving = pool.submit(act)
+    try:
+        client_handshake(pair[0], KEY, b"store", deadline_in())
+    finally:
+        assert outcome(serving) is None
+
+
+def test_a_server_that_closes_before_its_hello(pair, pool):
+    with pytest.raises(NoAnswerError, match="does not speak unicoll's protocol"):
+        foreign(pair, pool, pair[1].close)
+
+
+def test_a_server_of_another_protocol(pair, pool):
+    with pytest.raises(AuthenticationError, match=r"does not speak unicoll's protocol.*SSH-2"):
+        foreign(pair, pool, lambda: pair[1].sendall(b"SSH-2.0-OpenSSH\r\n"))
+
+
+def test_a_silent_server_is_reported_at_the_deadline(pair):
+    with pytest.raises(AuthenticationError, match="does not speak unicoll's protocol, or does not respond"):
+        client_handshake(pair[0], KEY, b"store", deadline_in(0.2))
+
+
+def test_an_http_server_is_recognised():
+    class Quiet(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            with (
+                socket.create_connection(server.server_address) as sock,
+                pytest.raises(AuthenticationError, match="does not speak unicoll's protocol"),
+            ):
+                client_handshake(sock, KEY, b"store", deadline_in())
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+TORCHS_STORE = """
+import sys
+import torch.distributed
+store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.torch
+@pytest.mark.in_turn
+def test_torchs_store_is_recognised():
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    # In a separate process, since it keeps descriptors until its end.
+    with subprocess.Popen(
+        [sys.executable, "-c", TORCHS_STORE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+            with (
+                socket.create_connection(("127.0.0.1", port)) as sock,
+                pytest.raises(AuthenticationError, match="does not speak unicoll's protocol"),
+            ):
+                client_handshake(sock, KEY, b"store", deadline_in(1.0))
+        finally:
+            process.kill()
+
+
+def test_new_keys_differ():
+    assert len(new_key()) == 32
+    assert new_key() != new_key()
+
+
+def test_an_environment_without_a_secret():
+    assert find_secret({}) == Secret(b"", "none")
+
+
+def test_the_variable_has_priority_over_the_file(tmp_path: Path):
+    environ = {"UNICOLL_SECRET": " " + "s" * 32 + "\n", "UNICOLL_SECRET_FILE": str(tmp_path / "absent")}
+    assert find_secret(environ) == Secret(b"s" * 32, "UNICOLL_SECRET")
+
+
+def test_repr_hides_the_secret():
+    assert "hunter" not in repr(Secret(b"hunter2", "UNICOLL_SECRET"))
+
+
+def test_a_short_secret_causes_a_warning(caplog):
+    assert find_secret({"UNICOLL_SECRET": "hunter2"}).key == b"hunter2"
+    assert "can be guessed" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+def secret_file(path: Path, content: bytes, mode: int = 0o600) -> dict[str, str]:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return {"UNICOLL_SECRET_FILE": str(path)}
+
+
+def test_the_secret_of_a_file(tmp_path: Path):
+    environ = secret_file(tmp_path / "secret", b"f" * 32 + b"\n")
+    assert find_secret(environ) == Secret(b"f" * 32, f"UNICOLL_SECRET_FILE={tmp_path / 'secret'}")
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
+def test_a_file_that_others_can_access(tmp_path: Path, mode: int):
+    with pytest.raises(DistArgumentError, match=f"chmod 600 {tmp_path / 'secret'}"):
+        find_secret(secret_file(tmp_path / "secret", b"f" * 32, mode))
+
+
+def test_empty_secrets(tmp_path: Path):
+    for environ in (
+        {"UNICOLL_SECRET": ""},
+        {"UNICOLL_SECRET": " \n"},
+        secret_file(tmp_path / "secret", b"\n"),
+    ):
+        with pytest.raises(DistArgumentError, match="is empty"):
+            find_secret(environ)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(DistArgumentError, match=os.strerror(2)):
+        find_secret({"UNICOLL_SECRET_FILE": str(tmp_path / "absent")})

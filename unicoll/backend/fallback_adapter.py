@@ -1,0 +1,97 @@
+"""Fallbacks for backends that are not a :class:`~unicoll.backend.host_backend.HostBackend`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from unicoll.backend.fallbacks import available
+from unicoll.backend.host_backend import HostBackend
+
+if TYPE_CHECKING:
+    from unicoll.backend.call import Call
+    from unicoll.backend.contract import Backend, Context
+    from unicoll.backend.options import CallOptions
+    from unicoll.backend.work import Completion
+    from unicoll.errors import DistError
+
+
+def with_fallbacks(backend: Backend, context: Context) -> Backend:
+    """The backend of a group, with all the operations that fallbacks can add to it."""
+    if isinstance(backend, HostBackend) or available(backend.caps) == backend.caps.native:
+        return backend
+    adapter = _Adapter(backend, context)
+    adapter.watch()
+    return adapter
+
+
+class _Messages:
+    """The sends and receives of another backend."""
+
+    has_callbacks = True
+    """Unknown, so callbacks are assumed."""
+
+    def __init__(self, inner: Backend) -> None:
+        self._inner = inner
+
+    def run(self, call: Call) -> None:
+        self._inner.run(call)
+
+    def post(self, call: Call) -> Completion:
+        return self._inner.post((call,))
+
+    def abort(self, error: DistError) -> None:
+        """The adapter aborts the backend itself."""
+
+    def close(self, timeout: float) -> bool:
+        """The adapter closes the backend itself."""
+        return True
+
+
+class _Adapter(HostBackend):
+    """Puts the collectives of another backend, and the fallbacks, in one order."""
+
+    stages = False
+
+    def __init__(self, inner: Backend, context: Context) -> None:
+        self.name = inner.name  # type: ignore[misc]
+        self.caps = inner.caps  # type: ignore[misc]
+        self.compares = inner.compares or inner.caps.native.isdisjoint(("gather", "scatter"))  # type: ignore[misc]
+        self._inner = inner
+        self._open = True
+        super().__init__(context, _Messages(inner))
+
+    def execute(self, call: Call) -> None:
+        self._record.call = call
+        try:
+            self._inner.run(call)
+        finally:
+            self._record.last, self._record.call = call.ended, None
+
+    @property
+    def staging(self) -> int:
+        return self._inner.staging
+
+    def describe(self) -> str:
+        return self._inner.describe()
+
+    def refuse_options(self, options: CallOptions) -> None:
+        self._inner.refuse_options(options)
+
+    def split(self, context: Context | None) -> Backend | None:
+        return self._inner.split(context)
+
+    def shrink(self, context: Context, excluded: Sequence[int]) -> Backend:
+        return self._inner.shrink(context, excluded)
+
+    def grow(self, context: Context) -> Backend:
+        return self._inner.grow(context)
+
+    def abort(self, error: Exception) -> None:
+        super().abort(error)
+        if self._open:
+            self._inner.abort(error)
+
+    def release(self, clean: bool, destroyed: DistError) -> None:
+        self._open = False
+        self._inner.close()

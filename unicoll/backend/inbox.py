@@ -1,0 +1,73 @@
+"""Messages that have arrived before their receive, for backends whose library does not match messages by itself."""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+import numpy as np
+
+from unicoll.backend.call import Call
+from unicoll.backend.host_backend import HostBackend
+from unicoll.backend.operation_errors import check_message
+
+_TICK_S = 0.1
+
+
+class _Message(NamedTuple):
+    peer: int
+    tag: int
+    code: int
+    data: bytearray
+
+
+class Inbox:
+    """The messages that have arrived at a rank of a group and are not received yet, in the order of their arrival.
+
+    Args:
+        backend: of the group.
+    """
+
+    def __init__(self, backend: HostBackend) -> None:
+        self._backend = backend
+        self._arrived = threading.Condition()
+        self._messages: list[_Message] = []
+
+    def put(self, peer: int, tag: int, code: int, data: bytearray) -> None:
+        """Add a message; called on any thread.
+
+        Args:
+            peer: the sender's rank in the group.
+            tag: of the send.
+            code: of the element type, :attr:`unicoll.arrays.types.DType.code`.
+            data: the elements.
+        """
+        with self._arrived:
+            self._messages.append(_Message(peer, tag, code, data))
+            self._arrived.notify_all()
+
+    def receive(self, call: Call, deadline: float) -> None:
+        """Do a receive: wait for the first message that matches it and copy the message to the array of the call.
+
+        Raises:
+            OperationTimeoutError: none has come by the deadline, a value of time.monotonic.
+            RankLostError: its sender has died, or left the job.
+            MessageMismatchError: it has another size or element type than the array.
+        """
+        with self._arrived:
+            while (found := self._find(call)) is None:
+                self._backend.check(call, deadline)
+                self._arrived.wait(_TICK_S)
+            self._messages.remove(found)
+        call.source = found.peer
+        check_message(self._backend.context, call, len(found.data), found.code)
+        buffer = call.outputs[0]
+        assert buffer.flat is not None
+        buffer.flat.view(np.uint8)[:] = np.frombuffer(found.data, np.uint8)
+        call.write_back()
+
+    def _find(self, call: Call) -> _Message | None:
+        for message in self._messages:
+            if message.tag == call.tag and call.peer in (message.peer, -1):
+                return message
+        return None

@@ -1,0 +1,378 @@
+"""Errors of failed operations, with the state of the other ranks.
+
+The state comes from reports that the control plane collects. All functions run after a failure or a long wait.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, NoneType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from unicoll.arrays.types import DTYPES
+from unicoll.backend.thread_frames import ThreadFrames, outwards
+from unicoll.errors import (
+    CollectiveMismatchError,
+    DistError,
+    GroupAbortedError,
+    MessageMismatchError,
+    OperationTimeoutError,
+    RankLostError,
+)
+from unicoll.net import logs
+
+if TYPE_CHECKING:
+    from unicoll.backend.call import Call, EndedCall
+    from unicoll.backend.contract import Context
+
+_SHOWN = 64
+"""Maximum number of ranks that an error lists."""
+_UNKNOWN_S = 0.3
+"""How long the request to a rank that does not have the group is repeated: it may be creating the group."""
+_BEHIND_S = 1.0
+"""How long the request to a rank that is in an earlier call is repeated: it may be about to leave that call."""
+LIBRARY_PACKAGES = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "torch", *sys.stdlib_module_names}
+
+_TYPES = {dtype.code: dtype.name for dtype in DTYPES}
+
+Report = dict[str, Any]
+
+
+class FailingGroup(Protocol):
+    """The part of a group's state that :func:`fail_group` needs; ``abort`` sets ``error``."""
+
+    @property
+    def context(self) -> Context: ...
+
+    @property
+    def error(self) -> DistError | None: ...
+
+    def abort(self, error: DistError) -> None: ...
+
+
+def rank_lost_error(context: Context, call: Call, peer: int, why: str) -> RankLostError:
+    """The error of an operation whose peer has died or left, for the reason ``why``."""
+    rank, control = context.ranks[peer], context.job.control
+    if control is not None and rank in control.died:  # for a rank that left, ``why`` has the reason
+        why += context.job.cause_of_death(rank)
+    error = RankLostError(
+        f"{call.describe_with_number()} on group {context.name!r}: {why}",
+        group=context.name,
+        rank=rank,
+        op=call.op.name,
+        seq=call.seq or None,
+    )
+    if control is not None and rank < len(control.peers):
+        error.host, error.pid = control.peers[rank][:2]
+    return error
+
+
+def call_failed_error(context: Context, call: Call, cause: BaseException) -> GroupAbortedError:
+    """The error that the other ranks raise after this rank has raised ``cause`` in a call."""
+    return GroupAbortedError(
+        f"{context.who(context.rank)} failed in {call.describe()} #{call.seq} on group {context.name!r}:"
+        f" {_described(cause)}",
+        group=context.name,
+        rank=context.ranks[context.rank],
+        op=call.op.name,
+        seq=call.seq,
+    )
+
+
+def thread_failed(context: Context, cause: BaseException) -> DistError:
+    """The error that all ranks of a group raise after the calling thread, which runs its operations, has failed."""
+    who, thread = context.who(context.rank), threading.current_thread().name
+    error: DistError = GroupAbortedError(
+        f"{who}: the thread {thread!r} of group {context.name!r} failed: {_described(cause)}",
+        group=context.name,
+        rank=context.ranks[context.rank],
+    )
+    error.__cause__ = cause
+    return announce(context, error)
+
+
+def announce(context: Context, error: DistError) -> DistError:
+    """Announce that a group failed; returns the error that all its ranks raise."""
+    control = context.job.control
+    return error if control is None else control.announce_failure(context.name, context.ranks, error)
+
+
+def fail_group(group: FailingGroup, error: DistError) -> NoReturn:
+    """Fail a group: announce ``error`` to all ranks, and raise the error that all of them raise."""
+    if group.error is None:
+        group.abort(announce(group.context, error))
+    assert group.error is not None
+    raise group.error.with_traceback(None) from None
+
+
+def group_aborted_error(context: Context, reason: Exception) -> DistError:
+    """The reason for which a group was aborted, as a DistError."""
+    return reason if isinstance(reason, DistError) else GroupAbortedError(str(reason), group=context.name)
+
+
+def mismatch_error(
+    context: Context, call: Call, peer: int, seq: int, why: str = ""
+) -> CollectiveMismatchError:
+    """The error of ranks whose calls differ, for the reason ``why``; member ``peer`` is in its call ``seq``."""
+    why = why or f"the ranks of group {context.name!r} are in different collectives"
+    reports = _request_reports(context, reached=call.seq)
+    lines = []
+    for member, rank in enumerate(context.ranks[:_SHOWN]):
+        if member == context.rank:
+            doing = f"{call.describe()} #{call.seq}{_at(call.site or where())}"
+        else:
+            doing = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
+        lines.append(f"rank {rank}: {doing}")
+    return CollectiveMismatchError(
+        f"{why}:\n  " + "\n  ".join(lines),
+        group=context.name,
+        op=call.op.name,
+        seq=call.seq,
+    )
+
+
+def timeout_error(
+    context: Context, call: Call, links: Callable[[], str] = lambda: ""
+) -> OperationTimeoutError:
+    """The error of a collective whose deadline has passed; ``links`` as in :func:`report`."""
+    reports = _request_reports(context)
+    arrived, absent = _arrived_and_absent(context, call, reports)
+    names = f"{_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}"
+    error = OperationTimeoutError(
+        f"{call.describe()} #{call.seq} on group {context.name!r} timed out after {call.timeout:g} s;"
+        f" arrived: {names}; missing: {_list(list(absent.values()))}{_differing(call, reports)}"
+        f"{_without_answer(context, reports, links())}",
+        group=context.name,
+        op=call.op.name,
+        seq=call.seq,
+    )
+    error.missing = list(absent)
+    return error
+
+
+def message_timeout_error(context: Context, call: Call, peer: int, state: str = "") -> OperationTimeoutError:
+    """The error of a send or receive whose deadline has passed.
+
+    Args:
+        context, call: of the group, and the send or receive.
+        peer: the other member; -1 for a receive from any that has no message.
+        state: how far the message was transferred; "" if no part of it was.
+    """
+    who = context.who(peer) if peer >= 0 else "any rank"
+    if state:
+        reason = f"{who}: {state}"
+    elif call.outputs:
+        reason = f"no message for it has come from {who}"
+    else:
+        reason = f"{who} has not received the message"
+    return OperationTimeoutError(
+        f"{call.describe()} on group {context.name!r} timed out after {call.timeout:g} s: {reason}",
+        group=context.name,
+        op=call.op.name,
+    )
+
+
+def message_mismatch_error(context: Context, call: Call, size: int, code: int) -> MessageMismatchError:
+    """The error of a receive whose array has another size or element type than its message.
+
+    Args:
+        call: the receive; ``call.source`` is the sender's rank in the group.
+        size: bytes of the message.
+        code: of its element type, :attr:`unicoll.arrays.types.DType.code`.
+    """
+    buffer = call.outputs[0]
+    sent = f"{size} bytes of {_TYPES.get(code, '?')}"
+    return MessageMismatchError(
+        f"{call.describe()}: {context.who(call.source)} sent {sent}, the array holds {buffer.nbytes} bytes of"
+        f" {buffer.dtype}",
+        group=context.name,
+        rank=context.ranks[call.source],
+        op=call.op.name,
+    )
+
+
+def check_message(context: Context, call: Call, size: int, code: int) -> None:
+    """Raise :func:`message_mismatch_error` if a message does not fit the array of its receive."""
+    buffer = call.outputs[0]
+    if (buffer.nbytes, buffer.dtype.code) != (size, code):
+        raise message_mismatch_error(context, call, size, code)
+
+
+def first_dead_member(context: Context) -> int | None:
+    """The global rank of a member that has died, or None. Ranks that left the job do not count."""
+    control = context.job.control
+    if control is None or not control.departed:
+        return None
+    return next((r for r in context.ranks if r in control.departed and r not in control.left), None)
+
+
+def log_stall(context: Context, call: Call, seconds: float, links: str) -> None:
+    """Log a warning that a call has waited for some seconds, with what the ranks do that it waits for.
+
+    ``links`` as in :func:`report`.
+    """
+    what = f"{call.describe_with_number()} on group {context.name!r}{_at(call.site)}"
+    text = f"{what} has waited {seconds:.0f} s"
+    if call.op.message:
+        peers = [call.peer] if call.peer >= 0 else [m for m in range(context.size) if m != context.rank]
+        reports = _request_reports(context, {context.ranks[peer] for peer in peers})
+        doing = [
+            _describe_state(context, context.ranks[m], reports.get(context.ranks[m]), None) for m in peers
+        ]
+        text += f"; {_list([f'{context.who(m)}: {what}' for m, what in zip(peers, doing, strict=True)])}"
+    else:
+        reports = _request_reports(context)
+        arrived, absent = _arrived_and_absent(context, call, reports)
+        more = ", ..." if len(arrived) > _SHOWN else ""
+        text += f"; arrived: {_plural(arrived)} {', '.join(map(str, arrived[:_SHOWN]))}{more}"
+        text += f"; missing: {_list(list(absent.values()))}{_differing(call, reports)}"
+        text += _without_answer(context, reports, links)
+    logs.logger("backend").warning("%s", text)
+
+
+def report(call: Call | None, last: EndedCall | None, links: str = "") -> Report:
+    """The state of this rank in the group, for errors on other ranks; called on the control thread.
+
+    Args:
+        links: this rank's connections that are not acknowledged, and addresses that do not answer.
+    """
+    seq, ended = last or (0, None)
+    return {
+        "seq": seq if call is None else call.seq,
+        "call": f"{call.describe()} #{call.seq}" if call is not None else None,
+        "last": f"{ended.describe()} #{seq}" if ended is not None and call is None else None,
+        "where": call.site if call is not None and call.site else where(),
+        "links": links,
+    }
+
+
+def where() -> str:
+    """``file:line`` of the user's code that the main thread runs; called from any thread."""
+    with ThreadFrames() as frames:
+        try:
+            return line_of_user(frames.get(threading.main_thread().ident or 0))
+        finally:
+            frames.clear()  # they keep arrays alive
+
+
+def line_of_user(innermost: FrameType | None) -> str:
+    """``file:line`` of the innermost frame of the user's code, "" if there is none."""
+    for frame in outwards(innermost):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARY_PACKAGES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return ""
+
+
+def _described(cause: BaseException) -> str:
+    return f"{type(cause).__name__}: {cause}".removesuffix(": ")
+
+
+def _plural(ranks: list[int]) -> str:
+    return "ranks" if len(ranks) > 1 else "rank"
+
+
+def _differing(call: Call, reports: dict[int, Report]) -> str:
+    """The ranks whose call has this number and differs, for backends that do not compare calls."""
+    mine = f"{call.describe()} #{call.seq}"
+    others = [
+        f"rank {rank} is in {answer['call']}{_at(answer['where'])}"
+        for rank, answer in sorted(reports.items())
+        if answer.get("seq") == call.seq and answer.get("call") not in (None, mine)
+    ]
+    return f"; the calls differ: {'; '.join(others[:_SHOWN])}" if others else ""
+
+
+def _without_answer(context: Context, reports: dict[int, Report], own: str) -> str:
+    """The connections and addresses of all ranks on which nothing is acknowledged or answered."""
+    found = {rank: answer["links"] for rank, answer in reports.items() if not answer.get("unknown")}
+    found[context.job.rank] = own
+    lines = [f"rank {rank}: {links}" for rank, links in sorted(found.items()) if links]
+    return f"; connections without an answer: {'; '.join(lines[:_SHOWN])}" if lines else ""
+
+
+def _arrived_and_absent(
+    context: Context, call: Call, reports: dict[int, Report]
+) -> tuple[list[int], dict[int, str]]:
+    """Global ranks that have reached this call, and a description of the state of each other rank."""
+    arrived: list[int] = []
+    absent: dict[int, str] = {}
+    for member, rank in enumerate(context.ranks):
+        answer = reports.get(rank)
+        if member == context.rank or (answer is not None and answer.get("seq", 0) >= call.seq):
+            arrived.append(rank)
+        else:
+            absent[rank] = f"{context.who(member)}: {_describe_state(context, rank, answer, None)}"
+    return arrived, absent
+
+
+def _list(missing: list[str]) -> str:
+    more = f"; and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+    return "; ".join(missing[:_SHOWN]) + more if missing else "none (all are waiting)"
+
+
+def _request_reports(context: Context, ranks: set[int] | None = None, reached: int = 0) -> dict[int, Report]:
+    """The reports of all other ranks, or of ``ranks``; requests to those before call ``reached`` are repeated."""
+    control = context.job.control
+    if control is None:
+        return {}
+    others = set(context.ranks) - {context.job.rank} if ranks is None else ranks
+    reports = _valid_reports(control.request_reports(context.name, context.backend, others), others)
+    started = time.monotonic()
+    while True:
+        age = time.monotonic() - started
+        again = {
+            rank
+            for rank, answer in reports.items()
+            if (age < _UNKNOWN_S if answer.get("unknown") else answer["seq"] < reached and age < _BEHIND_S)
+        }
+        if not again:
+            return reports
+        time.sleep(0.02)
+        reports |= _valid_reports(control.request_reports(context.name, context.backend, again), again)
+
+
+def _valid_reports(answers: dict[Any, Any], ranks: set[int]) -> dict[int, Report]:
+    """The answers that are valid reports (see :func:`report`) of these ranks."""
+    text_or_none = (str, NoneType)
+    kinds: dict[str, Any] = {
+        "seq": int,
+        "call": text_or_none,
+        "last": text_or_none,
+        "where": str,
+        "links": str,
+    }
+    return {
+        rank: answer
+        for rank, answer in answers.items()
+        if rank in ranks
+        and isinstance(answer, dict)
+        and (
+            answer.get("unknown")
+            or all(n in answer and isinstance(answer[n], kind) for n, kind in kinds.items())
+        )
+    }
+
+
+def _describe_state(context: Context, rank: int, answer: Report | None, seq: int | None) -> str:
+    control = context.job.control
+    if control is not None and rank in control.departed:
+        return control.departed[rank]
+    if answer is None:
+        place = f"; is at #{seq}" if seq else ""
+        return (
+            f"sends no report (the process is stopped, a thread holds the GIL, or the network is down){place}"
+        )
+    if answer.get("unknown"):
+        return "has not created this group yet, or has destroyed it"
+    before = f", last was {answer['last']}" if answer.get("last") else ""
+    place = _at(answer["where"])
+    if answer["call"]:
+        return f"{answer['call']}{place}{before}"
+    return f"not in a collective of this group{place and '; is'}{place}{before}"
+
+
+def _at(place: str) -> str:
+    return f" at {place}" if place else ""

@@ -1,0 +1,113 @@
+"""The results of the validation of a group's calls, cached by kind of call: signature, backend, hooks, split sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unicoll.backend.call import Call
+from unicoll.backend.contract import Backend, Context
+from unicoll.backend.flight_recorder import CallKind
+from unicoll.backend.validation import check, sign
+from unicoll.group.backends import GroupBackends
+from unicoll.group.hooks import Hook, HookedBackend
+from unicoll.net import debug_level
+
+Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+
+Checked = tuple[int, Backend, CallKind, Splits]
+"""What validation gives: the signature, the backend, what the flight recorder keeps, and elements sent to and expected
+from each rank."""
+
+_MAX_KINDS = 1024
+"""Kinds of calls whose validation is cached."""
+
+
+class ValidationCache:
+    """Validates the calls of one group, and chooses their backends; once for each kind of call.
+
+    The kind is operation, element type, shapes, device, reduction, root and split sizes. A backend in the cache logs
+    the calls or calls hooks, so a change of debug level or hooks empties the cache.
+
+    Attributes:
+        known: the results by kind; replaced when the cache is emptied, since a thread may be adding to the old one.
+    """
+
+    def __init__(self, context: Context, backends: GroupBackends) -> None:
+        self.known: dict[Any, Checked] = {}
+        self._context = context
+        self._backends = backends
+        self._hooks: tuple[Hook, ...] = context.job.hooks
+        self._hooked: dict[Backend, HookedBackend] = {}
+        debug_level.on_change(self._debug_level_changed)
+
+    def _debug_level_changed(self) -> None:
+        self._backends.debug_level_changed()
+        self.known = {}
+
+    def add_hook(self, hook: Hook) -> Hook:
+        """Have a hook called for the calls that start from now on, until it is removed; returns it."""
+        hook.on_remove.append(self.remove_hook)
+        self._set_hooks((*self._hooks, hook))
+        return hook
+
+    def remove_hook(self, hook: Hook) -> None:
+        """The opposite of :meth:`add_hook`; no effect if the hook is not there."""
+        self._set_hooks(tuple(each for each in self._hooks if each is not hook))
+
+    def _set_hooks(self, hooks: tuple[Hook, ...]) -> None:
+        self._hooks, self._hooked = hooks, {}
+        self.known = {}
+
+    def validate(self, call: Call) -> tuple[Backend, CallKind]:
+        """Validate a call, unless one of its kind was, and sign it; returns its backend and kind."""
+        key = kind_of(call)
+        if call.compression:
+            key = key, call.compression
+        checked = self.known.get(key) or self.check(call, key)
+        call.signature, backend, kind, (call.in_counts, call.out_counts) = checked
+        call.kind = kind
+        return backend, kind
+
+    def check(self, call: Call, key: Any) -> Checked:
+        """Validate a call; the result is kept under ``key``."""
+        known, context = self.known, self._context
+        check(call, context.rank, context.size)
+        backend = self._backends.route(call)
+        if self._hooks:
+            backend = self._hooked.setdefault(backend, HookedBackend(backend, context, self._hooks))
+        kind = CallKind(call, context.name, context.ranks, backend.name)
+        checked = sign(call), backend, kind, (call.in_counts, call.out_counts)
+        if len(known) >= _MAX_KINDS:
+            known.clear()
+        known[key] = checked
+        return checked
+
+
+def kind_of(call: Call) -> Any:
+    """The key under which the validation of a call is cached.
+
+    A device is given by its index, which is -1 for the CPU.
+    """
+    op, inputs, outputs, reduce = call.op, call.inputs, call.outputs, call.reduce
+    reduction = None if reduce is None else reduce.key
+    if len(inputs) == 1 == len(outputs):
+        i, o = inputs[0], outputs[0]
+        key = (
+            op,
+            i.dtype,
+            i.shape,
+            i.device.index,
+            o.dtype,
+            o.shape,
+            o.device.index,
+            o.writable,
+            reduction,
+            call.root,
+        )
+        return key if call.in_counts is None is call.out_counts else (*key, call.in_counts, call.out_counts)
+    arrays: list[Any] = [op, reduction, call.root, len(inputs)]
+    for i in inputs:
+        arrays += i.dtype, i.shape, i.device.index
+    for o in outputs:
+        arrays += o.dtype, o.shape, o.device.index, o.writable
+    return tuple(arrays)

@@ -1,0 +1,186 @@
+"""The environment variables of unicoll: all names, and the values of flags, choices and numbers.
+
+An unknown value is an error, never the default: ``UNICOLL_ALLOW_PICKLE=maybe`` must not allow pickles. Case and
+surrounding white space do not matter; an empty variable counts as unset. The other variables hold free text (secrets,
+paths, addresses, interfaces) and are checked where they are read.
+
+An unknown name causes a warning, not an error, since a newer launcher may set more variables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from unicoll.errors import DistArgumentError
+
+Environ = Mapping[str, str]
+
+_PREFIX = "UNICOLL_"
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+FLAGS: dict[str, bool | None] = {
+    "UNICOLL_ALLOW_PICKLE": True,
+    "UNICOLL_BENCH_PROGRESS": False,
+    "UNICOLL_DETERMINISTIC": False,
+    "UNICOLL_MPI_ABORT": True,
+    "UNICOLL_MPI_CUDA": None,
+    "UNICOLL_NCCL_SHARE_DEVICE": False,
+    "UNICOLL_TIMING": False,
+}
+"""Variables that mean yes or no, and their defaults; with None the value is detected."""
+
+CHOICES = {
+    "UNICOLL_CHANNEL": ("plain", ("plain", "mac", "tls")),
+    "UNICOLL_DEBUG": ("off", ("off", "info", "detail")),
+    "UNICOLL_LOG_LEVEL": ("off", ("off", "debug", "info", "warning", "error")),
+    "UNICOLL_MEMORY_ORDER": ("auto", ("auto", "weak")),
+    "UNICOLL_MPI_THREAD_LEVEL": ("multiple", ("single", "funneled", "serialized", "multiple")),
+    "UNICOLL_PEER_MEMORY": ("auto", ("auto", "always", "off")),
+    "UNICOLL_TRANSPORT": ("auto", ("auto", "tcp", "shm", "hierarchical")),
+}
+"""Variables with a choice: the default, and all accepted values."""
+
+NUMBERS = {
+    "UNICOLL_FLIGHT_RECORDER": (0, 1 << 20, 2000),
+    "UNICOLL_NCCL_RANKS_PER_ROOT": (1, 1 << 20, 128),
+    "UNICOLL_SOCKET_CONNECTIONS": (1, 64, 1),
+    "UNICOLL_STALL_WARNING": (0, 86400, 30),
+    "UNICOLL_STORE_MAX_VALUE": (1, (1 << 32) - 1, 1 << 30),
+}
+"""Variables with whole numbers: minimum, maximum, default."""
+
+TEXTS = (
+    "UNICOLL_CUDA_LIBRARY",
+    "UNICOLL_JOB",
+    "UNICOLL_LAUNCHER",
+    "UNICOLL_METRICS_FILE",
+    "UNICOLL_NCCL_LIBRARY",
+    "UNICOLL_SECRET",
+    "UNICOLL_SECRET_FILE",
+    "UNICOLL_SOCKET_IFNAME",
+    "UNICOLL_STORE",
+    "UNICOLL_TEST_BACKEND",
+    "UNICOLL_TEST_CACHE",
+    "UNICOLL_TEST_FULL",
+    "UNICOLL_TEST_PYTHONS",
+    "UNICOLL_TEST_SEED",
+    "UNICOLL_TEST_HALF",
+    "UNICOLL_TEST_QUARTER",
+    "UNICOLL_TEST_SHORT",
+    "UNICOLL_TRACE_DIR",
+)
+"""Variables with free text."""
+
+_warned: set[str] = set()
+
+
+def flag(name: str, environ: Environ | None = None) -> bool | None:
+    """The value of a variable of :data:`FLAGS`, or its default.
+
+    Raises:
+        DistArgumentError: the value means neither yes nor no.
+    """
+    text = _text(name, environ)
+    if not text:
+        return FLAGS[name]
+    if text in _ON or text in _OFF:
+        return text in _ON
+    raise _unknown(name, environ, f"is none of {', '.join(_ON + _OFF)}")
+
+
+def choice(name: str, environ: Environ | None = None) -> str:
+    """The value of a variable of :data:`CHOICES`, in lower case, or its default.
+
+    Raises:
+        DistArgumentError: the value is not accepted.
+    """
+    return _one_of(name, environ, *CHOICES[name])
+
+
+def debug_level(environ: Environ | None = None) -> str:
+    """``off``, ``info`` or ``detail``: the value of ``UNICOLL_DEBUG``, else of ``TORCH_DISTRIBUTED_DEBUG``.
+
+    Raises:
+        DistArgumentError: the value is not accepted.
+    """
+    ours = "UNICOLL_DEBUG"
+    return _one_of(ours if _text(ours, environ) else "TORCH_DISTRIBUTED_DEBUG", environ, *CHOICES[ours])
+
+
+def number(name: str, environ: Environ | None = None) -> int:
+    """The value of a variable of :data:`NUMBERS`, or its default.
+
+    Raises:
+        DistArgumentError: it is not a whole number, or out of range.
+    """
+    minimum, maximum, default = NUMBERS[name]
+    text = _text(name, environ)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and minimum <= int(text) <= maximum):
+        raise _unknown(name, environ, f"is not a whole number from {minimum} to {maximum}")
+    return int(text)
+
+
+def check(environ: Environ | None = None) -> None:
+    """Check the values of all flags, choices and numbers.
+
+    Raises:
+        DistArgumentError: a value is unknown; the message has the variable and the accepted values.
+    """
+    for name in FLAGS:
+        flag(name, environ)
+    for name in CHOICES:
+        choice(name, environ)
+    for name in NUMBERS:
+        number(name, environ)
+    debug_level(environ)
+
+
+def unknown() -> dict[str, str | None]:
+    """The variables that begin with ``UNICOLL_`` and are none of unicoll, each with the known name that is like it."""
+    known = {*FLAGS, *CHOICES, *NUMBERS, *TEXTS}
+    names = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
+    if not names:
+        return {}
+    import difflib  # here: ``import unicoll`` loads this module, and few programs come this far
+
+    endings = [other.removeprefix(_PREFIX) for other in known]
+    found: dict[str, str | None] = {}
+    for name in names:
+        near = difflib.get_close_matches(name.removeprefix(_PREFIX), endings, 1)
+        found[name] = f"{_PREFIX}{near[0]}" if near else None
+    return found
+
+
+def warn_of_unknown() -> None:
+    """Log a warning for each unknown variable, once per process."""
+    for name, near in unknown().items():
+        if name not in _warned:
+            import logging
+
+            _warned.add(name)
+            hint = f"; did you mean {near}?" if near else ""
+            logging.getLogger("unicoll").warning(
+                "%s is set, but unicoll has no variable of that name%s", name, hint
+            )
+
+
+def _raw(name: str, environ: Environ | None) -> str:
+    return (os.environ if environ is None else environ).get(name, "")
+
+
+def _text(name: str, environ: Environ | None) -> str:
+    return _raw(name, environ).strip().lower()
+
+
+def _one_of(name: str, environ: Environ | None, default: str, accepted: tuple[str, ...]) -> str:
+    text = _text(name, environ) or default
+    if text not in accepted:
+        raise _unknown(name, environ, f"is none of {', '.join(accepted)}")
+    return text
+
+
+def _unknown(name: str, environ: Environ | None, why: str) -> DistArgumentError:
+    return DistArgumentError(f"{name}={_raw(name, environ).strip()} {why}")

@@ -1,0 +1,145 @@
+"""Finding and killing a job's processes, so that none outlives the job.
+
+A job's processes are identified in two ways. Each worker leads its own session and process group, and has the job's
+random token in the environment variable UNICOLL_JOB, which its descendants inherit even if they leave the session. A
+launch inside a launch appends its token, so that the outer job still identifies all of its processes. A process that
+should outlive the job removes UNICOLL_JOB from its environment and leaves the worker's session.
+
+This file is also run by its path, as the guard: a process that outlives a launcher killed by SIGKILL.
+
+    python process_cleanup.py TOKEN SCRATCH_DIRECTORY     (the second may be empty)
+
+It reads lines from standard input: ``+PID`` is the leader of a worker's session, ``done`` means that the
+launcher has cleaned up. At the end of input without ``done`` it kills the job and removes the
+scratch directory.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Collection
+
+JOB_VARIABLE = "UNICOLL_JOB"
+
+
+def members(token: str, leaders: Collection[int]) -> list[int]:
+    """Pids of the job's running processes, from /proc, without this process and other users' processes."""
+    marker = token.encode()
+    own_pid = os.getpid()
+    found = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == own_pid:
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                # The command name is in parentheses and may contain any character, also parentheses.
+                state, _parent, _group, session = file.read().rpartition(b")")[2].split()[:4]
+            if state in (b"Z", b"X"):
+                continue
+            if int(session) not in leaders:
+                with open(f"/proc/{name}/environ", "rb") as file:
+                    if marker not in file.read():
+                        continue
+        except (OSError, ValueError):
+            continue  # it has ended, or is another user's
+        found.append(int(name))
+    return found
+
+
+def kill_group(leader: int, number: int) -> None:
+    """Send a signal to the process group of ``leader``; an empty group is not an error."""
+    try:
+        os.killpg(leader, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def kill_process(pid: int, number: int) -> None:
+    """Send a signal to a process; it may have ended."""
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def kill_members(token: str, leaders: Collection[int], seconds: float) -> list[int]:
+    """SIGKILL the job's processes until none is left, for at most ``seconds``; returns the remaining ones."""
+    deadline = time.monotonic() + seconds
+    while left := members(token, leaders):
+        for pid in left:
+            kill_process(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return left
+        time.sleep(0.01)
+    return []
+
+
+class Guard:
+    """The launcher's side: starts the guard process and sends it the workers' sessions."""
+
+    def __init__(self, token: str, scratch: str = "") -> None:
+        import subprocess  # not needed, and not loaded, in the guard process itself
+
+        self._timeout = subprocess.TimeoutExpired
+        # Without the variable: the guard is not a process of the job.
+        environment = {k: v for k, v in os.environ.items() if k != JOB_VARIABLE}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.path.abspath(__file__), token, scratch],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            cwd="/",
+            start_new_session=True,
+        )
+
+    def watch(self, leader: int) -> None:
+        """Add a worker's session, by its leader."""
+        self._send(f"+{leader}\n")
+
+    def stop(self) -> None:
+        """End the guard process once the job is cleaned up."""
+        self._send("done\n")
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError:
+            pass
+        try:
+            self._process.wait(10)
+        except self._timeout:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+        except OSError:
+            pass  # the guard was killed; the workers still die with the launcher
+
+
+def _main(token: str, scratch: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # it ends with its launcher, not before
+    leaders = set()
+    for line in sys.stdin:
+        if line == "done\n":
+            return
+        leaders.add(int(line[1:]))
+    # The launcher has just died, so these pids cannot have been reused yet.
+    for leader in leaders:
+        kill_group(leader, signal.SIGKILL)
+    kill_members(token, leaders, 30.0)
+    if scratch:
+        import shutil
+
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])
