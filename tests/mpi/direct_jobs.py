@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -90,10 +90,13 @@ def _without_producers(self: DirectCalls, call: Any, device: int, event: int, de
 
 
 _copy = DeviceMemory.copy
+_during_copies = ExitStack()
+"""Holds the device from the first copy without a wait to the end of the operation."""
 
 
 def _without_waiting(self: DeviceMemory, pairs: Any) -> None:
-    """Pass the pointer to MPI without waiting for the copies."""
+    """Pass the pointer to MPI without waiting for the copies, which begin when the operation has ended."""
+    _during_copies.enter_context(ranks.simulation().hold())
     self._copier.wait = lambda *args: None  # type: ignore[method-assign]
     try:
         _copy(self, pairs)
@@ -177,7 +180,8 @@ def copies_are_late(mutated: bool) -> list[float]:
     """Arrays are packed before MPI gets the packed copy."""
     given = [arrays.full(100, float(10 * dist.get_rank() + i)) for i in range(2)]
     out = arrays.full(100, 0.0)
-    dist.reduce_scatter(out, given)
+    with _during_copies:
+        dist.reduce_scatter(out, given)
     return _ends(out)
 
 

@@ -40,7 +40,7 @@ _MUTATIONS = (
 _WRONG: dict[str, list[bool | None]] = {
     "producer_is_late": [True, True],
     "sender_is_late": [True, False],  # the receiver gets what the sender passed too early
-    "copies_are_late": [None, None],  # the device may finish in time
+    "copies_are_late": [None, None],  # the packed copy's memory may have the same data from an earlier call
 }
 """True if a rank's result is wrong with the mutation; None if it may be."""
 _SEEN = {"producer_is_late": [True, True], "sender_is_late": [False, True], "copies_are_late": [True, True]}
