@@ -195,9 +195,10 @@ def ended_by_a_receive() -> None:
     parts, x = 12, np.zeros(CHUNK, np.uint8)
     if me() == 1:
         works = [must(dist.isend(np.full(CHUNK, i, np.uint8), 0)) for i in range(parts)]
-        # rank 0 fills the ring before anything is read, otherwise its send may find room for all its parts
+        # nothing is read while rank 0 fills the ring, otherwise its send may find room for all its parts
         while not progress._acquire_progress():
             pass
+        dist.barrier()
         works.append(must(dist.irecv(np.zeros(RING + CHUNK, np.uint8), 0, tag=1)))
         dist.barrier()
         progress.release()
@@ -214,6 +215,7 @@ def ended_by_a_receive() -> None:
         time.sleep(0.01)
     # as if its thread had just looked for messages, and will look again later
     progress.wake_thread = lambda: None
+    dist.barrier()
     work = must(dist.isend(np.zeros(RING + CHUNK, np.uint8), 1, tag=1))
     work.get_future().add_done_callback(lambda _: ended.append(1))
     dist.barrier()
