@@ -339,7 +339,7 @@ class Communicator:
         writes = [task.writes for task in tasks if task.writes[1]]
 
         def body(op: Op) -> Any:
-            return self._begin(op, tasks) if self._stopped == stopped else None
+            return self._begin(op, tasks, stopped) if self._stopped == stopped else None
 
         op = Op(f"NCCL {label}", body, needs, reads, writes, self)
         scheduler.put(streams[0], op)
@@ -347,8 +347,11 @@ class Communicator:
         for other in streams[1:]:
             scheduler.put(other, Op("group ends", needs=[op]))
 
-    def _begin(self, op: Op, tasks: Sequence[Task]) -> Any:
-        """Start a kernel, on the device's thread: send its operations to the rendezvous."""
+    def _begin(self, op: Op, tasks: Sequence[Task], stopped: int) -> Any:
+        """Start a kernel, on the device's thread: send its operations to the rendezvous.
+
+        Without effect if the communicator has been stopped more than ``stopped`` times.
+        """
         kernel = _Kernel(
             op,
             [task for task in tasks if task.signature is not None],
@@ -361,6 +364,8 @@ class Communicator:
             for task in kernel.messages
         ]
         with self.machine.scheduler.lock:
+            if self._stopped != stopped:  # while the inputs were read: nothing would end the kernel
+                return None
             number = self._kernels
             self._kernels += 1
             self._running[number] = kernel
