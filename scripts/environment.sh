@@ -6,6 +6,12 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -n "${HOME:-}" ] || unset HOME
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
 
+# What flaky tests printed (scripts/run_tests.py). The outermost script empties it.
+if [ -z "${UNICOLL_TEST_FLAKY:-}" ]; then
+    export UNICOLL_TEST_FLAKY=$root/.flaky
+    rm -rf "$UNICOLL_TEST_FLAKY"
+fi
+
 fail() {
     printf '%s: %s\n' "$(basename "$0")" "$*" >&2
     exit 1
