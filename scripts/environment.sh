@@ -6,12 +6,6 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [ -n "${HOME:-}" ] || unset HOME
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
 
-# What flaky tests printed (scripts/run_tests.py). The outermost script empties it.
-if [ -z "${UNICOLL_TEST_FLAKY:-}" ]; then
-    export UNICOLL_TEST_FLAKY=$root/.flaky
-    rm -rf "$UNICOLL_TEST_FLAKY"
-fi
-
 fail() {
     printf '%s: %s\n' "$(basename "$0")" "$*" >&2
     exit 1
@@ -103,6 +97,13 @@ make_test_environment() {
     if ! "$root/.venv-test/bin/python" -m pip install --quiet --retries 1 "$torch"; then
         printf '%s\n' '' '*** torch COULD NOT BE INSTALLED: every test that needs it will be SKIPPED. ***' '' >&2
     fi
+}
+
+# Chooses and empties the folder of what flaky tests print (scripts/run_tests.py), unless a calling script has done it.
+use_flaky_folder() {
+    [ -z "${UNICOLL_TEST_FLAKY:-}" ] || return 0
+    export UNICOLL_TEST_FLAKY=$root/.flaky
+    rm -rf "$UNICOLL_TEST_FLAKY"
 }
 
 # Requirements of the tests with other versions of torch, in addition to torch.

@@ -8,6 +8,7 @@ most three files in this folder.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ MOST_FAILED = 20
 _RUNS = 2
 _LINES = 60
 """How much of a flaky test's output is printed."""
-_PATIENCE_S = 600
+_TIMEOUT_S = 600
 _FAILED = 1
 """pytest's exit status if tests failed; others say that the run itself did not succeed."""
 
@@ -37,10 +38,12 @@ def pytest(*arguments: str, timeout: float | None = None, **variables: str) -> i
 
 def runs_alone(test: str) -> bool:
     """True if a test passes in one of a few runs of its own."""
-    return any(pytest("-q", test, timeout=_PATIENCE_S) == 0 for _ in range(_RUNS))
+    return any(pytest("-q", test, timeout=_TIMEOUT_S) == 0 for _ in range(_RUNS))
 
 
 def main(arguments: list[str]) -> int:
+    # the same random cases when a test runs again
+    os.environ.setdefault("UNICOLL_TEST_SEED", str(random.randrange(1 << 24)))
     kept = Path(os.environ.get("UNICOLL_TEST_FLAKY") or ROOT / ".flaky")
     with tempfile.TemporaryDirectory() as folder:
         status = pytest(*arguments, UNICOLL_TEST_FAILED=folder)

@@ -427,6 +427,7 @@ def test_cupys_layouts_hold_values_and_notice_what_is_written_around_them(layout
     family = CupyFamily(_STAND_IN)
     values = np.float32(3.0) if layout == "scalar" else np.arange(6, dtype=np.float32).reshape(3, 2)
     held = family.hold(np.asarray(values), layout)
+    assert held.array.shape == np.shape(values)
     assert np.array_equal(np.reshape(held.read(), np.shape(values)), values)
     held.array[...] = 1
     assert held.intact()

@@ -22,8 +22,16 @@ def test_flaky(number, request):
 def test_good():
     pass
 
-def test_{name}():
+def test_other():
     assert {right}
+"""
+APPENDS_ITS_SEED = """
+import os
+
+def test_x():
+    with open("seeds", "a") as file:
+        file.write(os.environ["UNICOLL_TEST_SEED"] + " ")
+    assert False
 """
 
 
@@ -33,10 +41,12 @@ def run(folder: Path, program: str) -> tuple[int, str]:
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(f"{ROOT}/{file}", folder / file)
     (folder / "tests" / "test_x.py").write_text(program)
+    variables = environment({"UNICOLL_TEST_FLAKY": str(folder / "flaky")})
+    variables.pop("UNICOLL_TEST_SEED", None)
     ended = subprocess.run(
         [sys.executable, "scripts/run_tests.py", "tests"],
         cwd=folder,
-        env=environment({"UNICOLL_TEST_FLAKY": str(folder / "flaky")}),
+        env=variables,
         capture_output=True,
         text=True,
         timeout=300,
@@ -49,7 +59,7 @@ def run(folder: Path, program: str) -> tuple[int, str]:
     ("flaky", "right", "status"), [(0, True, 0), (3, True, 0), (4, True, 1), (1, False, 1), (30, True, 1)]
 )
 def test_the_status_of_a_run(tmp_path: Path, flaky: int, right: bool, status: int) -> None:
-    ended, output = run(tmp_path, FAILS_IN_COMPANY.format(flaky=flaky, right=right, name="other"))
+    ended, output = run(tmp_path, FAILS_IN_COMPANY.format(flaky=flaky, right=right))
     assert ended == status, output
     repeated = flaky if flaky < 20 else 0
     assert output.count("FLAKY: tests/test_x.py::test_flaky[") == repeated
@@ -62,3 +72,11 @@ def test_the_status_of_a_run(tmp_path: Path, flaky: int, right: bool, status: in
 def test_tests_that_cannot_be_collected_fail_the_run(tmp_path: Path) -> None:
     ended, output = run(tmp_path, "import nothing_of_this_name")
     assert ended == 2, output
+
+
+def test_a_test_runs_again_with_the_same_seed(tmp_path: Path) -> None:
+    ended, output = run(tmp_path, APPENDS_ITS_SEED)
+    assert ended == 1, output
+    seeds = (tmp_path / "seeds").read_text().split()
+    assert len(seeds) == 3
+    assert len({*seeds}) == 1

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -82,7 +82,16 @@ def _source(row: Op, call: CallRank, count: int) -> list[SourceRange]:
 
 
 def _delivered(row: Op, call: CallRank, count: int) -> list[SourceRange]:
-    """What a rank gets: the reference result, with a number for each part of each rank's source data."""
+    """What a rank gets, in parts of ``count`` elements."""
+    return [SourceRange(giver, part * count, count) for giver, part in _delivered_parts(row, call)]
+
+
+@cache  # its time grows with the square of the number of ranks, and every iteration is checked
+def _delivered_parts(row: Op, call: CallRank) -> list[tuple[int, int]]:
+    """The giver and the part of its source data that each part of a rank's result has.
+
+    They are those of the reference result of source data that has a number for each part.
+    """
     rank, size, root = call
     if row.outputs in (Arity.ONE_AT_ROOT, Arity.PER_RANK_AT_ROOT) and rank != root:
         return []  # undefined
@@ -99,7 +108,7 @@ def _delivered(row: Op, call: CallRank, count: int) -> list[SourceRange]:
             giver, i = divmod(int(part), size)
             if row.reduces and not (row.exclusive and len(terms) == 1):  # which may be rank 0's own array
                 giver = REDUCED if len(terms) == size else REDUCED - len(terms)
-            delivered.append(SourceRange(giver, i * count, count))
+            delivered.append((giver, i))
     return delivered
 
 

@@ -121,7 +121,7 @@ class Channel:
     def recv_into(self, buffer: Any, size: int = 0, flags: int = 0) -> int:
         """Receive into a buffer of bytes; returns the number of bytes, 0 at the end of the connection."""
         if not len(buffer) or (not self._data and not self._receive(flags)):
-            return 0  # at once into an empty buffer, as a socket does: for no bytes no record comes
+            return 0  # at once into an empty buffer, as a socket does: no record is sent for an empty message
         count = min(size or len(buffer), len(buffer), len(self._data))
         buffer[:count] = self._data[:count]
         self._data = self._data[count:]

@@ -141,7 +141,7 @@ def check(environ: Environ | None = None) -> None:
 
 
 def unknown() -> dict[str, str | None]:
-    """The variables that begin with ``UNICOLL_`` and are none of unicoll, each with the known name that is like it."""
+    """The variables ``UNICOLL_...`` that unicoll does not have, each with the most similar known name."""
     known = {*FLAGS, *CHOICES, *NUMBERS, *TEXTS}
     names = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in known)
     if not names:

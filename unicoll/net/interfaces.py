@@ -32,7 +32,7 @@ class Interface(NamedTuple):
 
     ``family`` is ``socket.AF_INET`` or ``AF_INET6``; ``address`` is text without a zone; ``scope`` is
     ``"host"`` (loopback), ``"link"`` (valid on its own link only) or ``"global"``. ``has_carrier`` is False without a
-    cable or with a switch that is off; ``network`` is as 10.0.0.0/24.
+    cable or with a switch that is off; ``network`` is in CIDR notation, such as 10.0.0.0/24.
     """
 
     name: str

@@ -23,7 +23,7 @@ _TCP_INFO = struct.Struct("=2xB21xI28xI")
 """Of the kernel's struct tcp_info: retransmits (since the last acknowledgement), unacked, last_ack_recv (ms ago)."""
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _RETRANSMISSIONS = 2
-"""In a row, from which on a connection counts as one that does not acknowledge; a slow one may have one."""
+"""Consecutive ones from which on a connection counts as unacknowledged; a slow connection may have one."""
 
 
 class Address(NamedTuple):
@@ -62,7 +62,7 @@ def links(lower: list[Address], higher: list[Address]) -> list[tuple[Address, Ad
 
 
 def first_link(group: str, rank: int, peer: int) -> int:
-    """A number, modulo that of the links: the first that two ranks use in a group. Pairs and groups differ in it."""
+    """A hash of two ranks and a group: modulo the number of links, the first link that they use."""
     return zlib.crc32(f"{min(rank, peer)} {max(rank, peer)} {group}".encode())
 
 

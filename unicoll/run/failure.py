@@ -32,7 +32,7 @@ def _last_line(worker: Worker) -> str:
 def _is_consequence(worker: Worker) -> bool:
     """True if it only reports the failure of another rank.
 
-    A command without a record says so in its last line on stderr; one that a signal has killed had other reasons.
+    Without a record, its last line on stderr decides. A process that a signal has killed failed itself.
     """
     if worker.failure is not None:
         return worker.failure.consequence

@@ -223,7 +223,7 @@ class OutputPipe:
         return self._target is not None and bool(self._lines.unfinished)
 
     def read(self) -> int | None:
-        """Forward up to 64 KiB that the pipe has now; returns their number, 0 at its end, or None if it has nothing."""
+        """Forward up to 64 KiB from the pipe; returns the number of bytes, 0 at its end, None if nothing is there."""
         try:
             data = os.read(self.fd, _READ_SIZE)
         except BlockingIOError:

@@ -142,7 +142,7 @@ class CupyFamily(ArrayFamily):
         self._cupy = importlib.import_module("cupy") if module is None else module
 
     def from_numpy(self, values: Any) -> Array:
-        return self._cupy.asarray(np.ascontiguousarray(values))
+        return self._cupy.asarray(np.array(values, order="C"))
 
     def to_numpy(self, array: Array) -> Any:
         return np.ascontiguousarray(array.get())

@@ -33,7 +33,7 @@ _REFUSALS = ("DistArgumentError", "DistTypeError", "BackendUnavailableError")
 
 @dataclass(frozen=True)
 class Call(RecordedCall):
-    """One call of one global rank, and in words; times are seconds on rank 0's clock, 0 if not yet."""
+    """One call: the caller's global rank, and the call as ``text``; times are seconds on rank 0's clock, or 0."""
 
     rank: int = -1
     text: str = ""

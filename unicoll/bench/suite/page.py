@@ -42,7 +42,7 @@ def page(folder: Path) -> str:
     rows = (
         (row.name, "larger" if row.larger_is_better else "smaller", *(_cell(r.get(row.name)) for r in ratios))
         for row in ROWS
-        if any(row.name in r for r in ratios)  # not what no run has measured yet
+        if any(row.name in r for r in ratios)  # without rows that no run has measured yet
     )
     lines += _table(("ratio", "better", *names), rows)
     return "\n".join(lines) + "\n"

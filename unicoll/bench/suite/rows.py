@@ -38,7 +38,7 @@ JOBS = (_MEMORY, _TCP, _MPI, _ALONE)
 class Timing:
     """The median time of one call of ``size`` bytes, float32, sum, root 0.
 
-    If ``asynchronous``, of the asynchronous form and its wait; unless ``recorded``, the flight recorder keeps none.
+    ``asynchronous``: of the asynchronous form and its wait. ``recorded``: False if the flight recorder is off.
     """
 
     contender: str

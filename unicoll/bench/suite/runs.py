@@ -85,7 +85,7 @@ def take(
     arguments: Sequence[str],
     show: Callable[[str], None],
 ) -> SuiteRun:
-    """Measure rows so many times, and again while that fits into ``seconds``.
+    """Measure rows ``repetitions`` times, and more often while another repetition fits into ``seconds``.
 
     ``arguments`` are the command line of the ranks, without the job.
     """

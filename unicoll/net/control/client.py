@@ -60,10 +60,10 @@ class ControlClient:
     Args:
         address: this host's address, for the relay to listen on.
         store_ends_with_rank_0: True if the job's store may end with rank 0's process.
-        allows_pickle: True if this process takes pickles from the others.
+        allows_pickle: True if this process accepts pickles from the others.
 
     Attributes:
-        peers: what each rank has said about itself, once all have joined.
+        peers: the :class:`PeerInfo` of each rank, once all have joined.
         departed: for each rank that has ended, how it ended.
         left: the departed ranks that left the job without an exception.
         died: the departed ranks that ended without leaving the job.
@@ -163,9 +163,15 @@ class ControlClient:
 
     def _introduce(self, sock: Connection) -> None:
         """Send hello, which must be the first message, and the failures that the last relay may not have sent."""
-        process = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid()}
-        hello = {"t": "hello", **process, "address": self._address, "port": self._standby.port}
-        hello["pickle"] = self._allows_pickle
+        hello = {
+            "t": "hello",
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "address": self._address,
+            "port": self._standby.port,
+            "pickle": self._allows_pickle,
+        }
         self._connection.introduce(sock, hello, self._failures.messages)
 
     def _await_ranks(self, store: Store, deadline: float, timeout: float, address: str) -> None:

@@ -40,7 +40,7 @@ _CHECK_S = 0.5
 
 
 class PeerInfo(NamedTuple):
-    """What a process says about itself: its host, where it would host the relay, and if it takes pickles."""
+    """A process, from its hello: host and pid, where it would host the relay, and whether it accepts pickles."""
 
     host: str
     pid: int
