@@ -158,8 +158,8 @@ class GlooBackend(HostBackend):
                 connections.error or operation_errors.mismatch_error(context, call, -1, 0, str(e))
             )
 
-    def report(self) -> operation_errors.Report:
-        return super().report() if self._connections is None else self._connections.report()
+    def links(self) -> str:
+        return "" if self._connections is None else self._connections.links()
 
     def describe(self) -> str:
         if self._connections is None:

@@ -53,6 +53,7 @@ class MPIBackend(HostBackend):
         self.communicator: GroupCommunicator | None = None
         self.cuda = self.mpi.cuda
         self._single_threaded = self.mpi.mpi_thread is not None
+        self._quietly = quiet_runner()
         self._members: WorldRanks | None = None
         self._large_host_arrays: LargeHostArrays | None = None
         self._moving = False  # True once the call executed last has begun to move data
@@ -150,7 +151,7 @@ class MPIBackend(HostBackend):
         if communicator is None:
             if self.error is not None:
                 raise self.error
-            quiet_runner()(one_rank, call)  # overflow and NaN are results, as on a GPU
+            self._quietly(one_rank, call)  # overflow and NaN are results, as on a GPU
             call.write_back()
             return
         self._moving = withdrawn = False

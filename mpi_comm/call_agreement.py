@@ -29,7 +29,7 @@ _COMPARE_ALL_LIMIT = 64
 _LARGEST_CONTRIBUTION, _MOST_GATHERED = 24 + 256, 2304
 """Bytes of a rank's contribution to an agreement, and of all of them together; a larger one would slow every call."""
 _COMPLETION_S, _PAUSE_S = 0.5, 1e-3
-"""How long a pending agreement is completed after a failure, and the pause between polls."""
+"""How long to poll for the completion of a pending agreement after a failure, and the pause between polls."""
 
 
 class CallAgreement:
@@ -114,7 +114,7 @@ class CallAgreement:
             self._group.complete(self._start, ())
         self._pending = False
         if self._compares_all:
-            equal = self._headers == self._own_headers  # which makes no objects of Python
+            equal = self._headers == self._own_headers  # compared without creating Python objects
         else:
             equal = self._received == self._header
         return value >= 0 if equal else self._compare(call)
@@ -150,12 +150,13 @@ class CallAgreement:
         Ranks differ by at most one agreement, because an agreement starts only after the last has completed. Returns
         True if no agreement is pending.
         """
-        deadline = time.monotonic() + _COMPLETION_S
-        request = self._persistent if self._pending and self._persistent is not None else None
-        if self._pending and request is None:
-            return False
-        if request is None:
+        if not self._pending:
             request = self._mpi.call(self._start)
+        elif self._persistent is not None:
+            request = self._persistent
+        else:
+            return False
+        deadline = time.monotonic() + _COMPLETION_S
         while time.monotonic() < deadline:
             if self._mpi.call(request.Test):
                 return True

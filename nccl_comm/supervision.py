@@ -129,16 +129,16 @@ class Supervision:
     def _check_departures(self, call: Call | None) -> None:
         """Raise if a member died: NCCL itself may never notice."""
         context, control = self._context, self._context.job.control
-        if control is None:
+        rank = operation_errors.first_dead_member(context)
+        if rank is None:
             return
-        for member, rank in enumerate(context.ranks):
-            if rank in control.departed and rank not in control.left:
-                reason = control.departed[rank]
-                if call is not None:
-                    raise operation_errors.rank_lost_error(context, call, member, reason)
-                raise RankLostError(
-                    f"group {context.name!r}, while it connected: {reason}", group=context.name, rank=rank
-                )
+        assert control is not None
+        reason = control.departed[rank]
+        if call is not None:
+            raise operation_errors.rank_lost_error(context, call, context.ranks.index(rank), reason)
+        raise RankLostError(
+            f"group {context.name!r}, while it connected: {reason}", group=context.name, rank=rank
+        )
 
     def _report(self) -> dict[str, Any]:
         """The operation that this rank is in, and the last one posted, for the error of another rank."""
@@ -155,10 +155,7 @@ class Supervision:
 
     def _fail(self, error: DistError) -> None:
         """Report the group's failure to all members, and abort it on this rank."""
-        control = self._context.job.control
-        if control is not None:
-            error = control.announce_failure(self._context.name, self._context.ranks, error)
-        self.abort(error)
+        self.abort(operation_errors.announce(self._context, error))
 
     @contextmanager
     def failing_group_on_timeout(self) -> Iterator[None]:

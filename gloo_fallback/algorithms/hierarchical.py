@@ -59,9 +59,10 @@ def barrier(hierarchy: HierarchyContext, call: Call) -> None:
 def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
     """The root's data to all: a chain of leaders, then the slots."""
     flat, slots, root = flat_of(call.inputs[0]), hierarchy.slots, call.root
-    leader, internode = hierarchy.leader(root), hierarchy.internode(root)
+    leader = hierarchy.leader(root)
     if flat.nbytes <= SMALL:
-        if leader and internode is not None:
+        is_root = hierarchy.connections.rank == root
+        if leader and is_root:
             slots.slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
         slots.sync_step(call)
         if (first := hierarchy.internode()) is not None:
@@ -70,9 +71,10 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
             over_sockets.small_broadcast(first, flat, hierarchy.node_of(root))
             slots.slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
         slots.sync_step()
-        if first is None and internode is None:
+        if first is None and not is_root:
             flat[:] = slots.slot(0, 0, flat.size, flat.dtype, 0)
         return
+    internode = hierarchy.internode(root)
     arrays = _symmetric_arrays(hierarchy, call, flat)
     hierarchy.agree(call, root)
     chunk_size = SEGMENT // flat.itemsize
@@ -106,9 +108,9 @@ def _symmetric_arrays(hierarchy: HierarchyContext, call: Call, flat: Flat) -> li
 def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
     """The reduction of all ranks' data to all."""
     source, out, kernel = flat_of(call.inputs[0]), flat_of(call.outputs[0]), kernel_of(call)
-    slots, internode = hierarchy.slots, hierarchy.internode()
+    slots = hierarchy.slots
     if _is_small(hierarchy, kernel, source):
-        sums = _exchange_sums(hierarchy, call, kernel, source, internode)
+        sums = _exchange_sums(hierarchy, call, kernel, source)
         if sums is not None:
             NodeSums(kernel, hierarchy.size).combine(sums, slots.slot(slots.rank, 0, out.size, out.dtype))
         slots.sync_step()
@@ -136,6 +138,7 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
         )
         return
     chunks = ChunkedArray(source, chunk_size - chunk_size % BLOCK)  # they begin where the codec's blocks do
+    internode = hierarchy.internode()
     if internode is not None:
         sizes = [chunks.size(start) for start in chunks.starts]
         stream = compressed.ChunkedAllReduce(
@@ -155,7 +158,7 @@ def reduce(hierarchy: HierarchyContext, call: Call) -> None:
     node = hierarchy.node_of(root)
     if _is_small(hierarchy, kernel, source):
         slots = hierarchy.slots
-        sums = _exchange_sums(hierarchy, call, kernel, source, hierarchy.internode())
+        sums = _exchange_sums(hierarchy, call, kernel, source)
         if sums is not None and root in hierarchy.members:
             result = slots.slot(slots.rank, 0, source.size, source.dtype) if out is None else out
             NodeSums(kernel, hierarchy.size).combine(sums, result)
@@ -204,12 +207,13 @@ def _is_small(hierarchy: HierarchyContext, kernel: Kernel, source: Flat) -> bool
 
 
 def _exchange_sums(
-    hierarchy: HierarchyContext, call: Call, kernel: Kernel, source: Flat, internode: SubsetConnections | None
+    hierarchy: HierarchyContext, call: Call, kernel: Kernel, source: Flat
 ) -> list[Flat] | None:
-    """Every node's sum to all leaders; None on followers."""
+    """Every node's sum to the first ranks of all nodes; None on the other ranks."""
     mine, contributions = hierarchy.slots.rows(source.size, source.dtype)
     mine[:] = source
     hierarchy.slots.sync_step(call)
+    internode = hierarchy.internode()
     if internode is None:
         return None
     plan = internode.plan((source.size * kernel.acc.itemsize,) * internode.size, kernel.acc)
@@ -386,7 +390,8 @@ def all_to_all(hierarchy: HierarchyContext, call: Call) -> None:
     """Block j of rank i becomes block i of rank j: through the slots within a node, otherwise by messages."""
     connections, size, rank = hierarchy.connections, hierarchy.size, hierarchy.connections.rank
     sources, targets = exchanged_blocks(call)
-    hierarchy.agree(call)  # a rank in another call takes no part in the exchange of all ranks, but in this
+    # detects a rank in another call, which would not take part in the exchange of counts below
+    hierarchy.agree(call)
     table = over_sockets.agree_on_counts(connections, call)
     local = hierarchy.members
     targets[rank][:] = sources[rank]

@@ -45,13 +45,15 @@ class HierarchyContext:
 
     def internode(self, root: int = -1) -> SubsetConnections | None:
         """The connections between the leaders, in the order of the nodes; None on ranks that are not leaders."""
-        if root in {m[0] for m in self.nodes}:  # the leader anyway
-            root = -1
         if root not in self._internode:
-            leaders = tuple(root if root in members else members[0] for members in self.nodes)
-            rank = self.connections.rank
-            self._internode[root] = SubsetConnections(self.connections, leaders) if rank in leaders else None
+            self._internode[root] = self._find_internode(root)
         return self._internode[root]
+
+    def _find_internode(self, root: int) -> SubsetConnections | None:
+        if any(root == members[0] for members in self.nodes):  # the leader anyway
+            return self.internode()
+        leaders = tuple(root if root in members else members[0] for members in self.nodes)
+        return SubsetConnections(self.connections, leaders) if self.connections.rank in leaders else None
 
     def agree(self, call: Call, root: int = -1) -> None:
         """Check that all ranks are in this call; complete on all ranks after the next step of the slots.

@@ -214,9 +214,8 @@ def scan(slots: Slots, call: Call, kernel: Kernel, flat: Flat) -> bool:
         return False
     low, high = bounds_of(flat.size, slots.size)[slots.rank : slots.rank + 2]
     chunk_size = _BLOCK // kernel.acc.itemsize
-    total = slots.slot(
-        slots.rank, 0, chunk_size, kernel.acc
-    )  # this rank's slots are free until the next step
+    # this rank's slots are free until the next step
+    total = slots.slot(slots.rank, 0, chunk_size, kernel.acc)
     result = slots.slot(slots.rank, _BLOCK, chunk_size, kernel.storage)
     for start in range(low, high, chunk_size):
         stop = min(start + chunk_size, high)

@@ -77,11 +77,6 @@ class PeerConnection:
     # --- state ----------------------------------------------------------------------------------------------
 
     @property
-    def busy(self) -> bool:
-        """True if data is queued, or a message is incomplete."""
-        return self.sender.queued or self.receiver.message is not None
-
-    @property
     def has_unsent(self) -> bool:
         """True if closing the socket could lose data that has not reached the peer's kernel.
 
@@ -90,7 +85,7 @@ class PeerConnection:
         sender = self.sender
         if sender.peer_closed:
             return False
-        if sender.outbox or sender.has_remainder:
+        if sender.outbox or sender.remainder:
             return True
         if sender.writer is None and sender.reader is None:
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
 
 _ATTEMPT_S = 1.0
 """Seconds for which the progress thread waits for a peer that does not answer while sends to others wait."""
-_LONGEST_S = 8.0
-"""The same while only messages of other connections wait: twice as long each time, since a peer may answer slowly."""
+_MAX_ATTEMPT_S = 8.0
+"""Maximum of that time while only operations on existing connections are pending; it doubles with each attempt."""
 
 
 class _PostponedError(Exception):
@@ -31,17 +30,16 @@ class Connector:
     Args:
         engine: holds the connections.
         endpoint: this process's listener.
-        lock: the engine's; held while the queue changes.
 
     Attributes:
         queue: the sends whose peer has no connection yet, in order.
     """
 
-    def __init__(self, engine: P2PEngine, endpoint: Endpoint, lock: threading.RLock) -> None:
+    def __init__(self, engine: P2PEngine, endpoint: Endpoint) -> None:
         self.queue: deque[PendingMessage] = deque()
         self._engine = engine
         self._endpoint = endpoint
-        self._lock = lock
+        self._lock = engine.lock  # held while the queue changes
         self._attempt_s = _ATTEMPT_S
 
     def has_queued_send_to(self, peer: int) -> bool:
@@ -72,8 +70,8 @@ class Connector:
             with self._lock:
                 if any(other.call.peer != peer for other in self.queue):
                     raise _PostponedError
-                if seconds >= self._attempt_s and engine.moves():
-                    self._attempt_s = min(2 * self._attempt_s, _LONGEST_S)
+                if seconds >= self._attempt_s and engine.has_connected_operations():
+                    self._attempt_s = min(2 * self._attempt_s, _MAX_ATTEMPT_S)
                     raise _PostponedError
 
         try:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from gloo_fallback.p2p.connection import PeerConnection
 from gloo_fallback.p2p.connector import Connector
-from gloo_fallback.p2p.errors import lost, tampered, timed_out
+from gloo_fallback.p2p.errors import lost, timed_out
 from gloo_fallback.p2p.frames import IncomingMessage, PendingMessage
 from gloo_fallback.p2p.matcher import MessageMatcher
 from gloo_fallback.p2p.progress import ProgressEngine
@@ -63,7 +63,7 @@ class P2PEngine:
         self._connections: list[PeerConnection | None] = [None] * context.size
         self.open: dict[int, PeerConnection] = {}
         self._matcher = MessageMatcher(context.size)
-        self._connector = Connector(self, endpoint, self.lock)
+        self._connector = Connector(self, endpoint)
         # ended operations and their errors, reported once the lock is released
         self._ended: deque[tuple[PendingMessage, BaseException | None]] = deque()
         # dropped connections: the peer, the operations that needed the connection, the error
@@ -150,7 +150,7 @@ class P2PEngine:
                     return False
         finally:
             self._progress.release()
-            # room for a send of this rank, or the end of the connection, was seen
+            # the receive may have completed a queued send, or dropped the connection
             if self._ended or self._dropped:
                 self.report_completed()
 
@@ -205,14 +205,22 @@ class P2PEngine:
 
     def pending(self) -> bool:
         """True if any operation is pending."""
-        return bool(self._connector.queue) or self.moves()
+        return self.has_queued_connects or self.has_connected_operations()
 
-    def moves(self) -> bool:
+    def has_connected_operations(self) -> bool:
         """True if any operation that needs no further connection is pending."""
-        return bool(self._matcher.posted) or any(c.busy for c in self.open.copy().values())
+        if self._matcher.posted:
+            return True
+        for connection in [*self.open.values()]:
+            sender = connection.sender
+            if sender.outbox or sender.remainder or sender.control_frames:
+                return True
+            if connection.receiver.message is not None:
+                return True
+        return False
 
     @property
-    def connects(self) -> bool:
+    def has_queued_connects(self) -> bool:
         """True if sends wait for a connection, which only the progress thread makes."""
         return bool(self._connector.queue)
 
@@ -377,7 +385,9 @@ class P2PEngine:
         rank = self.context.ranks[peer]
         if isinstance(error, TamperedError):
             for pending in operations:
-                pending.completion.finish(self._error or tampered(self.context, pending.call, rank, error))
+                pending.completion.finish(
+                    self._error or operation_errors.tampered_error(self.context, rank, error, pending.call)
+                )
             return
         control = self.context.job.control
         why = f"{self.context.who(peer)} closed its connection"

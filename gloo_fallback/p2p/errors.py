@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gloo_fallback.p2p.frames import PendingMessage
 from unicoll.backend import Call, Context, operation_errors
-from unicoll.errors import AuthenticationError, OperationTimeoutError, RankLostError
-from unicoll.net.records import TamperedError
+from unicoll.errors import OperationTimeoutError, RankLostError
 
 
 def timed_out(context: Context, pending: PendingMessage, begun: bool) -> OperationTimeoutError:
@@ -19,11 +18,3 @@ def timed_out(context: Context, pending: PendingMessage, begun: bool) -> Operati
 def lost(context: Context, call: Call, rank: int, reason: str) -> RankLostError:
     """The error of a send or receive that global rank ``rank`` can no longer take part in."""
     return operation_errors.rank_lost_error(context, call, context.ranks.index(rank), reason)
-
-
-def tampered(context: Context, call: Call, rank: int, error: TamperedError) -> AuthenticationError:
-    """The error of a send or receive on whose connection the data of global rank ``rank`` was altered."""
-    who = context.who(context.ranks.index(rank))
-    return AuthenticationError(
-        f"{call.describe()}: {who}: {error.strerror}", group=context.name, rank=rank, op=call.op.name
-    )

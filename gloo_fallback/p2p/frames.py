@@ -29,13 +29,19 @@ MESSAGE: a message; its size. Its bytes follow.
 OFFER: the address of a ring follows; its size.
 ANSWER: whether the ring could be mapped: 0 or an error number.
 SWITCH: all further messages are in the ring.
-NOTICE: there is data in the sender's ring, or space in the receiver's: the positions of the sender of the notice.
+NOTICE: data was written to, or read from, a ring: the positions up to which its sender has written its own ring and
+read the peer's.
 """
 
 
 def frame(kind: int, first: int = 0, second: int = 0) -> bytes:
     """A frame other than a message."""
     return HEADER.pack(MAGIC, kind, 0, 0, 0, first, second)
+
+
+def message_header(code: int, tag: int, size: int) -> bytes:
+    """The header of a message of ``size`` bytes."""
+    return HEADER.pack(MAGIC, MESSAGE, code, 0, tag, size, 0)
 
 
 class Waker:
@@ -94,8 +100,7 @@ class PendingMessage:
 
     def header(self) -> bytes:
         """The header of a send."""
-        call = self.call
-        return HEADER.pack(MAGIC, MESSAGE, call.inputs[0].dtype.code, 0, call.tag, len(self.view), 0)
+        return message_header(self.call.inputs[0].dtype.code, self.call.tag, len(self.view))
 
 
 class PostedCompletion(HostCompletion):

@@ -26,7 +26,7 @@ _POLLS = 4
 """Number of polls of a ring that take as long as one poll of a socket."""
 _YIELDS = 200
 _OVERSUBSCRIBED_YIELDS = 100
-"""How often the processor is yielded between polls of a ring before sleeping."""
+"""Number of times the processor is yielded between polls of a ring before sleeping."""
 _FAIR_INTERVAL = 64
 """A thread that waits for one connection polls all of them once in this many rounds."""
 
@@ -139,7 +139,7 @@ class ProgressEngine:
             while True:
                 self._engine.connect_pending()
                 with self._lock:
-                    given_up = self._waiters and not self._engine.connects
+                    given_up = self._waiters and not self._engine.has_queued_connects
                     if self._closed or given_up or not self._engine.pending():
                         self._thread_active = False
                         break
@@ -225,7 +225,7 @@ class ProgressEngine:
                 return False
         with self._engine.lock:
             self._receive_from_ring(connection)
-            if sender.outbox:
+            if sender.outbox and not connection.closed:
                 sender.flush()
         return True
 

@@ -165,8 +165,7 @@ class MessageReceiver:
                 magic, kind, code, _, tag, first, second = HEADER.unpack_from(inbox, start)
                 start += HEADER.size
                 end = start + first
-                whole = kind == MESSAGE and end <= stop and magic == MAGIC
-                whole = whole and (not self.shared or self._may_begin())
+                whole = kind == MESSAGE and end <= stop and magic == MAGIC and self._may_begin()
                 if whole and self._engine.deliver(self._peer, tag, code, inbox[start:end]):
                     start = end
                 else:
@@ -221,8 +220,8 @@ class MessageReceiver:
     def receive_shared(self) -> bool:
         """Receive messages, or chunks of one, from the ring; False if it is empty.
 
-        After a message that a receive awaited, one that no receive awaits stays in the ring: the receive that comes
-        for it often takes it from there without another copy.
+        After a message that matched a posted receive, a message without one is left in the ring, so that a receive
+        posted later can read it without another copy.
 
         Raises:
             OSError: the ring is invalid.
@@ -259,7 +258,7 @@ class MessageReceiver:
         return reader.position != start
 
     def take(self, call: Call) -> bool:
-        """Do a receive, if the next message in the ring is small and fits it; False if not.
+        """Complete a receive with the next message in the ring, if that has one chunk and matches; False if not.
 
         Raises:
             OSError: the ring is invalid.

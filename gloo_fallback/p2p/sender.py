@@ -15,15 +15,13 @@ from collections.abc import Callable
 import numpy as np
 
 from gloo_fallback.p2p.frames import (
-    HEADER,
     INLINE_LIMIT,
-    MAGIC,
-    MESSAGE,
     NOTICE,
     OFFER,
     SWITCH,
     PendingMessage,
     frame,
+    message_header,
 )
 from gloo_fallback.shm.ring_buffer import CHUNK, RingReader, RingWriter
 from unicoll.arrays.kernels import Flat
@@ -53,6 +51,7 @@ class MessageSender:
         peer_closed: True once the peer has closed its end; its data can still be read.
         writer: the ring, or None. Messages use it once ``shared`` is True.
         control_frames: queued frames other than messages; the next :meth:`flush` sends them.
+        remainder: the unsent bytes of a frame of which a part has left.
         reader: the ring of the other direction, or None; its position is part of each notice.
     """
 
@@ -77,7 +76,7 @@ class MessageSender:
         self._log = log
         self._may_offer = share
         self.control_frames = bytearray()
-        self._remainder = memoryview(b"")  # unsent bytes of a frame
+        self.remainder = memoryview(b"")
 
     # --- state ----------------------------------------------------------------------------------------------
 
@@ -89,12 +88,7 @@ class MessageSender:
     @property
     def frames_queued(self) -> bool:
         """True if a control frame, or the rest of a frame, is queued for the socket."""
-        return bool(self._remainder or self.control_frames)
-
-    @property
-    def has_remainder(self) -> bool:
-        """True if part of a frame has left, and the rest is queued."""
-        return bool(self._remainder)
+        return bool(self.remainder or self.control_frames)
 
     @property
     def awaits_answer(self) -> bool:
@@ -131,18 +125,18 @@ class MessageSender:
         if size > CHUNK:
             return False
         flat: Flat = buffer.flat  # type: ignore[assignment]
-        writer = self.writer
-        if writer is not None and self.shared and (writer.strong or size >= INLINE_LIMIT):
+        writer = self._ring_of(size)
+        if writer is not None:
             data = flat.tobytes() if size < _VIEW_BYTES else flat.view(np.uint8).data
             if not writer.put(code, call.tag, data):
                 return False
             if writer.must_notify():
                 self.notify()
             return True
-        must_switch = writer is not None and writer.ready and not self.shared
-        if size > INLINE_LIMIT or self._remainder or self.control_frames or self._may_offer or must_switch:
+        must_switch = not self.shared and self.writer is not None and self.writer.ready
+        if size > INLINE_LIMIT or self.remainder or self.control_frames or self._may_offer or must_switch:
             return False
-        joined = HEADER.pack(MAGIC, MESSAGE, code, 0, call.tag, size, 0) + flat.tobytes()
+        joined = message_header(code, call.tag, size) + flat.tobytes()
         try:
             sent = self._sock.send(joined, _DONTWAIT)
         except BlockingIOError:
@@ -150,7 +144,7 @@ class MessageSender:
         except OSError:
             sent, self.peer_closed = 0, True
         if sent < len(joined):
-            self._remainder = memoryview(joined)[sent:]
+            self.remainder = memoryview(joined)[sent:]
             self._block(not self.peer_closed)
         return not self.peer_closed
 
@@ -181,8 +175,8 @@ class MessageSender:
 
     def _advance(self) -> bool:
         """Make one step of sending; False if nothing is queued or the ring is full."""
-        if self._remainder:
-            self._remainder = self._remainder[self._sock.send(self._remainder, _DONTWAIT) :]
+        if self.remainder:
+            self.remainder = self.remainder[self._sock.send(self.remainder, _DONTWAIT) :]
             return True
         pending = self.outbox[0] if self.outbox else None
         if pending is not None and pending.begun:
@@ -196,7 +190,7 @@ class MessageSender:
                 )
                 return True
         if self.control_frames:
-            self._remainder = memoryview(bytes(self.control_frames))
+            self.remainder = memoryview(bytes(self.control_frames))
             self.control_frames.clear()
             return True
         if pending is None:
@@ -221,7 +215,7 @@ class MessageSender:
             if not isinstance(self._sock, Channel):
                 raise
             sent = 0  # part of its record may have left, so it must be sent next
-        self._remainder = memoryview(data)[sent:]
+        self.remainder = memoryview(data)[sent:]
         pending.offset = size if joined else max(0, sent - len(header))
         pending.begun = True
         return True

@@ -8,10 +8,10 @@ A message in the ring is a header followed by its bytes, padded to the size of a
 written as a whole if there is space, and then does not wrap around the end of the ring: if it does not fit before the
 end, a header of kind ``_SKIP`` marks that the next header is at the start. A larger message is written, and read, in
 chunks, so that both sides copy at the same time. While the ring is empty, messages that are written as a whole start
-again at its beginning, so that they use few pages, which stay in the processors' caches; not where positions come in
-notices, because the reader would have to send one for the skipped bytes.
+again at its beginning, so that they use few pages, which stay in the processors' caches; not if positions are exchanged
+in notices, because the reader would have to send one for the skipped bytes.
 
-Positions count bytes from the creation of the ring on. A side that is about to sleep sets a flag in the ring, and
+Positions count bytes since the ring was created. A side that is about to sleep sets a flag in the ring, and
 sleeps on the socket; the other side then sends a notice through the socket. So waiting is sleeping on a socket, and
 the end of the connection reports a dead peer, with or without a ring.
 
@@ -46,14 +46,13 @@ _ALIGN = _HEADER.size
 RING = (1 << 21) + (1 << 12)
 """Size of a ring in bytes: two messages of 1 MiB fit with their headers."""
 CHUNK = 1 << 18
-"""Maximum bytes of a message that is written as a whole; of a larger one bytes that are copied before the other side
-can see them."""
-NOTICE_CHUNK = 1 << 19
+"""Maximum bytes of a message that is written as a whole, and bytes of a larger one that are copied at a time."""
+_NOTICE_CHUNK = 1 << 19
 """Instead of :data:`CHUNK`, for rings whose positions are exchanged in notices."""
-CREDIT = RING // 4
-"""The reader checks once per this many bytes whether the sender waits for space."""
+_CHECK_BYTES = RING // 4
+"""Bytes that the reader reads between two checks whether the sender waits for space."""
 _RESTART = 1 << 17
-"""Beyond this position such messages start again at the beginning of the ring, if it is empty."""
+"""Past this position a message that is written as a whole starts at the beginning of the ring, if the ring is empty."""
 _COPY_WITH_GIL = 1 << 16
 """Up to this many bytes the copy keeps the GIL: releasing it costs more than the copy."""
 _WRITTEN, _SPACE_AWAITED, _READ, _DATA_AWAITED = 0, 1, 16, 17
@@ -78,7 +77,7 @@ class _RingSide:
         self.position = 0
         self._segment = segment
         self._memory = segment.memory[start + _WORDS * 8 :]
-        self._chunk = CHUNK if strong else NOTICE_CHUNK
+        self._chunk = CHUNK if strong else _NOTICE_CHUNK
         self._barrier = threading.Lock()
 
     def close(self) -> None:
@@ -102,7 +101,7 @@ class RingWriter(_RingSide):
     Attributes:
         offer: the encoded address of the ring, to be sent to the receiver.
         ready: True once the receiver has mapped the ring.
-        read: the receiver's position, where it comes in notices.
+        read: the receiver's position, if positions are exchanged in notices (not ``strong``).
 
     Raises:
         OSError: no memory or no descriptor is available.
@@ -198,7 +197,7 @@ class RingReader(_RingSide):
     """The receiver's side of a ring.
 
     Attributes:
-        written: the sender's position, where it comes in notices.
+        written: the sender's position, if positions are exchanged in notices (not ``strong``).
 
     Raises:
         OSError: this process cannot map the offered ring.
@@ -253,14 +252,14 @@ class RingReader(_RingSide):
         raise OSError(errno.EPROTO, "invalid header in a ring")
 
     def body(self, size: int) -> memoryview | None:
-        """The bytes behind the next header, if the message has one chunk and all of it is available."""
+        """The bytes after the next header, if the message has one chunk and all of it is available."""
         start = self.position % RING + _ALIGN
         if size > CHUNK or _ALIGN + size > self.available or start + size > RING:
             return None
         return self._memory[start : start + size]
 
     def skip(self, size: int = 0) -> None:
-        """Advance behind the next header, and the ``size`` bytes that follow it."""
+        """Advance past the next header and the ``size`` bytes after it."""
         self.position += _ALIGN + _padded(size)
         self.words[_READ] = self.position
 
@@ -299,9 +298,9 @@ class RingReader(_RingSide):
     def must_notify(self) -> bool:
         """True if the sender has to be told that there is space.
 
-        A sender without space waits while less than a chunk is free, so a check every :data:`CREDIT` bytes finds it.
+        A sender without space waits while less than a chunk is free, so a check every ``_CHECK_BYTES`` finds it.
         """
-        if self.position - self._checked < CREDIT:
+        if self.position - self._checked < _CHECK_BYTES:
             return False
         self._checked = self.position
         return not self.strong or self._take_flag(_SPACE_AWAITED)

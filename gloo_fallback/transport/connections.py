@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from gloo_fallback.p2p.errors import tampered
 from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
 from gloo_fallback.transport.striping import STRIPED, STRIPED_COMPRESSED, Stripe, advance, stripes, transfer
 from unicoll.backend import Call, Context, operation_errors
@@ -314,7 +313,7 @@ class GroupConnections(Connections):
         context, control = self.context, self.context.job.control
         if isinstance(cause, TamperedError):
             assert self.call is not None
-            self.fail(tampered(context, self.call, context.ranks[peer], cause))
+            self.fail(operation_errors.tampered_error(context, context.ranks[peer], cause, self.call))
         if self.error is None and control is not None:
             deadline = time.monotonic() + 0.5
             while time.monotonic() < deadline and self.error is None:
@@ -357,10 +356,6 @@ class GroupConnections(Connections):
         context, control = self.context, self.context.job.control
         reason = control.await_departure(context.ranks[peer]) if control is not None else None
         self.fail(self._lost(peer, reason or f"{context.who(peer)} died"))
-
-    def report(self) -> dict[str, Any]:
-        """The operations of this rank in the group, for the errors of other ranks; called on the control thread."""
-        return operation_errors.report(self.call, self.last, self.links())
 
     def links(self) -> str:
         """The connections on which the other host acknowledges nothing, and addresses that do not answer."""

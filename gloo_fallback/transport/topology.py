@@ -164,16 +164,15 @@ def _exchange_host_info(connections: GroupConnections) -> list[HostInfo]:
     plan = connections.plan((5 * 8,) * connections.size, np.dtype(np.uint64))
     plan.mine[:] = (host, wanted, can_share() is None, has_strong_ordering(), connections.deterministic)
     found = [tuple(map(int, vote)) for vote in connections.exchange(plan)]
-    try:
-        return [
-            HostInfo(h, TransportPreference(w), bool(can_share), bool(strong_ordering), bool(fixed))
-            for h, w, can_share, strong_ordering, fixed in found
-        ]
-    except ValueError:
-        name = connections.context.name
-        connections.fail(
-            DistNetworkError(f"a member of group {name!r} sent invalid host information", group=name)
-        )
+    infos, context = [], connections.context
+    for r, (h, number, shares, strong_ordering, fixed) in enumerate(found):
+        try:
+            preference = TransportPreference(number)
+        except ValueError:
+            message = f"{context.who(r)} sent invalid host information"
+            connections.fail(DistNetworkError(message, group=context.name, rank=context.ranks[r]))
+        infos.append(HostInfo(h, preference, bool(shares), bool(strong_ordering), bool(fixed)))
+    return infos
 
 
 def _segment(connections: GroupConnections, members: tuple[int, ...]) -> SharedSegment | None:

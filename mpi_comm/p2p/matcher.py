@@ -66,7 +66,7 @@ class RequestMatcher:
         # headers to and from each member: several threads send at once, so counters that are advanced without a lock
         self.sent = [itertools.count() for _ in range(context.size)]
         self._received = [0] * context.size
-        self._links = [0] * context.size  # how often link() has advanced a counter to read it
+        self._links = [0] * context.size  # how often message_state() has advanced a counter to read it
         self._tag_span = group.mpi.largest_tag // 2 - PAYLOAD_TAGS
         self._header_buffer = bytearray(_HEADER.size + EAGER_LIMIT)
         self._header_receive: Any = None  # MPI's persistent receive of headers

@@ -222,7 +222,7 @@ class Communicator:
     # --- other communicators made from this one ---------------------------------------------------------------------
 
     def split(self, color: int | None, key: int, config: Config, deadline: float) -> tuple[int, HandleSlot]:
-        """Take part in a split, on a thread that may be abandoned; without a color as no member of a new group."""
+        """Take part in a split, on a thread that may be abandoned; with ``color`` None this rank joins no new group."""
         made = self.nccl.comm_split(self.handle, color, key, config)
         return self._await_handle("ncclCommSplit", deadline, made)
 

@@ -41,15 +41,23 @@ class CommunicatorFactory:
     def split(self, parent: Communicator, deadline: float) -> Communicator:
         """A communicator of some members of the parent, which is idle; the others call :meth:`leave_out`."""
         context = self.context
-        begin = partial(parent.split, min(context.ranks), context.rank, self.config, deadline)
-        return self._make(parent.device, begin, "ncclCommSplit", deadline)
+        made = self._split(parent, min(context.ranks), context.rank, deadline)
+        return self._make(parent.device, lambda: made, "ncclCommSplit", deadline)
 
     def leave_out(self, parent: Communicator, deadline: float) -> None:
         """Take part in a split whose group this rank is not a member of."""
-        begin = partial(parent.split, None, 0, self.config, deadline)
-        code, _ = parent.on_thread(begin, "ncclCommSplit", deadline)
-        if code:
-            raise parent.error(code, "ncclCommSplit", None)
+        self._split(parent, None, 0, deadline)
+
+    def _split(
+        self, parent: Communicator, color: int | None, key: int, deadline: float
+    ) -> tuple[int, HandleSlot]:
+        """Take part in a split of the parent; the death of any of its members ends the wait."""
+        begin = partial(parent.split, color, key, self.config, deadline)
+        made = parent.on_thread(begin, "ncclCommSplit", deadline)
+        if made[0]:
+            parent.await_death_notice(made[0], None)
+            raise parent.error(made[0], "ncclCommSplit", None)
+        return made
 
     def shrink(self, parent: Communicator, excluded: Sequence[int], deadline: float) -> Communicator:
         """A communicator of the parent's remaining members."""

@@ -108,7 +108,7 @@ WITH_CONFIG = {
     for name in ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
 }
 """Collectives as functions whose additional last argument is an ``ncclCollConfig_t``; from 2.31."""
-SIGNATURES |= {f"{DIRECT[name]}Config": (*SIGNATURES[DIRECT[name]], _call_config) for name in WITH_CONFIG}
+SIGNATURES |= {symbol: (*SIGNATURES[DIRECT[name]], _call_config) for name, symbol in WITH_CONFIG.items()}
 
 _POSITIONAL = {*DIRECT.values(), *WITH_CONFIG.values()}
 _WITHOUT_CONFIG = ("send", "recv", "put_signal", "signal", "wait_signal")
@@ -232,8 +232,9 @@ class Bindings:
     def with_options(self, options: CallOptions) -> Operations:
         """The operations with options, which the collectives pass to NCCL in each call; from 2.31."""
         config = byref(call_config_struct(options, self.version))  # NCCL reads it before it returns
-        functions = {name: getattr(self._c, symbol) for name, symbol in WITH_CONFIG.items()}
-        collectives = {name: _with_last(function, config) for name, function in functions.items()}
+        collectives = {
+            name: _with_last(getattr(self._c, symbol), config) for name, symbol in WITH_CONFIG.items()
+        }
         others = {name: getattr(self, name) for name in _WITHOUT_CONFIG}
         return cast(Operations, SimpleNamespace(version=self.version, **collectives, **others))
 

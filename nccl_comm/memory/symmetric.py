@@ -177,7 +177,7 @@ class DeviceArray:
     dropped it. Wait for other streams that use the array before you drop it.
 
     Attributes:
-        owner, number: where it comes from, and its number there.
+        owner: the group's symmetric memory; number: of the array in it, equal on all ranks.
         ptr: device address.
         window: NCCL's handle of the window; 0 if NCCL gave none, or the group has ended.
         shape, dtype: of the array; a type that NumPy lacks is an unsigned integer type of its size.

@@ -48,7 +48,7 @@ def agree_on_windows(
 
     Raises:
         DistArgumentError: calls or extents differ between the members.
-        OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.decide`.
+        OperationTimeoutError, RankLostError: as :func:`~nccl_comm.communicators.agreement.gather_and_decide`.
     """
     prefix, previous = (f"nccl/{context.name}/window/{n}" for n in (number, number - 1))
     freed, failed = gather_and_decide(

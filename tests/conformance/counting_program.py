@@ -30,7 +30,7 @@ def collectives(group: str) -> None:
 
 def batches_and_messages() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    pair = [vector(1), vector(2).astype("float32")]  # of one dtype, a fallback's adapter would merge them
+    pair = [vector(1), vector(2).astype("float32")]  # with one dtype the fallback adapter would coalesce them
     dist.all_reduce_coalesced(pair)
     assert [x[0] for x in pair] == [size, 2 * size]
     work = dist.all_reduce(vector(1), async_op=True)

@@ -202,27 +202,28 @@ def test_everything_returns(join: Join, rank: int) -> None:
     assert model.module.weight.grad is not None
 
 
-def test_objects(join: Join) -> None:
+@pytest.mark.parametrize("text", ["two", "2" * 1000], ids=["in the header", "after it"])
+def test_objects(join: Join, text: str) -> None:
     join(3, 5)
     found: list[Any] = [None] * 5
-    dist.all_gather_object(found, {"a": 1})
-    assert found == [{"a": 1}] * 5
+    dist.all_gather_object(found, {"a": text})
+    assert found == [{"a": text}] * 5
     found = [None] * 5
-    dist.gather_object("x", found, dst=3)
-    assert found == ["x"] * 5
-    dist.gather_object("x", None, dst=0)
-    own = [1, "two"]
+    dist.gather_object(text, found, dst=3)
+    assert found == [text] * 5
+    dist.gather_object(text, None, dst=0)
+    own = [1, text]
     dist.broadcast_object_list(own, src=0)
-    assert own == [1, "two"]
-    part = ["mine"]
+    assert own == [1, text]
+    part = [text]
     dist.scatter_object_list(part, None, src=0)
-    assert part == ["mine"]
-    dist.scatter_object_list(part, list("abcde"), src=3)
-    assert part == ["d"]
+    assert part == [text]
+    dist.scatter_object_list(part, [letter + text for letter in "abcde"], src=3)
+    assert part == ["d" + text]
     for batched in (False, True):
         assert dist.recv_object_list(own, src=4, use_batch=batched) == 4
         dist.send_object_list(own, dst=4, use_batch=batched)
-    assert own == [1, "two"]
+    assert own == [1, text]
 
 
 def test_bad_arguments_are_refused(join: Join) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import unicoll as dist
 from tests.conformance import group_jobs as jobs
 from unicoll.testing.ranks import Pool, ProcessJob, end_cleanly
 from unicoll.testing.worker import enter
@@ -77,6 +78,11 @@ def test_a_second_init_is_refused(pool: Pools) -> None:
         assert failure is not None
         assert failure.type == "DistArgumentError"
         assert "exists already" in failure.message
+
+
+def test_an_end_without_a_job_is_refused() -> None:
+    with pytest.raises(dist.NotInitializedError, match="destroy_process_group: there is no default"):
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("join", ["file", "tcp", "env"])

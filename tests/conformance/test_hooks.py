@@ -133,6 +133,23 @@ def test_calls_are_ranges_of_nvtx(monkeypatch: pytest.MonkeyPatch) -> None:
     assert events == [("unicoll::all_reduce", "unicoll"), 1]
 
 
+def test_annotate_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch=True`` was accepted, and every collective raised."""
+    for name in ("torch", "torch.autograd.profiler", "nvtx"):
+        monkeypatch.setitem(sys.modules, name, None)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        with pytest.raises(dist.BackendUnavailableError, match="annotate: torch cannot be imported: "):
+            dist.annotate(torch=True)
+        with pytest.raises(
+            dist.BackendUnavailableError, match=r"nothing records ranges: .* \(or torch=False\)"
+        ):
+            dist.annotate(torch=False)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_arguments() -> None:
     with pytest.raises(dist.NotInitializedError):
         dist.add_hook(print)

@@ -576,7 +576,7 @@ def test_the_rank_that_differs_is_named_with_what_differs() -> None:
         return caught.value
 
     for error in on_ranks(5, compare):
-        assert "ranks 11, 13 of 5 differ from the others; they differ in b" in str(error)
+        assert "ranks 11, 13 of 5 differ from the others; they differ in parameter b" in str(error)
         assert error.rank == 11
 
 
@@ -597,7 +597,7 @@ def work_on_real_processes(rank: int) -> None:
     dist.init_process_group()
     parameters = mixed(rank)
     with pytest.raises(
-        DistError, match="ranks 1, 2 of 3 differ from the others; they differ in a, b, strided"
+        DistError, match="ranks 1, 2 of 3 differ from the others; they differ in parameters a, b, strided"
     ):
         check_identical(parameters)
     broadcast_parameters(parameters, src=2)

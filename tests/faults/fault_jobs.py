@@ -19,7 +19,6 @@ import unicoll as dist
 from tests.support.calls import COLLECTIVES, EVERYTHING, invoke
 from tests.support.order import await_true, await_word, in_a_call, send_word
 from tests.support.outcomes import CallOutcome, outcome_of
-from tests.support.ports import listening_ports
 from unicoll.backend.endpoint import Endpoint
 from unicoll.testing import worker
 from unicoll.testing.worker import send_note
@@ -302,11 +301,6 @@ def own_timeout(name: str) -> CallOutcome | None:
 
 
 # --- unauthenticated clients and children --------------------------------------------------------------------
-
-
-def ports() -> list[tuple[str, int]]:
-    """Where this process accepts connections."""
-    return listening_ports()
 
 
 def work_for(seconds: float) -> int:

@@ -19,6 +19,7 @@ import pytest
 from tests.faults import fault_jobs as jobs
 from tests.support.calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row_name
 from tests.support.order import named_pipe, tell
+from tests.support.ports import listening_ports
 from unicoll.errors import DistError
 from unicoll.net import handshake
 from unicoll.testing.ranks import Outcome, Pool, ProcessJob, end_cleanly, joined
@@ -412,7 +413,7 @@ class UnauthenticatedClients:
 
 def test_unauthenticated_clients_do_not_disturb_a_job() -> None:
     with joined(3, join="tcp", env={"UNICOLL_SECRET": "s" * 32}) as job:
-        job.call(jobs.ports)
+        job.call(listening_ports)
         addresses = sorted({a for found in job.results() for a in found})
         assert len(addresses) >= 4, addresses  # three listeners for data, one for control; the store
         with UnauthenticatedClients(addresses) as clients:

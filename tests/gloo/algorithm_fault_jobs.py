@@ -27,7 +27,7 @@ class Algorithm(NamedTuple):
     """An algorithm, and what makes a group use it.
 
     Attributes:
-        module: where its code is; the begin of the names of its modules.
+        module: where its code is; a prefix of the names of its modules.
         operations: that use it.
         count: float32 elements of each array.
         size: number of ranks.

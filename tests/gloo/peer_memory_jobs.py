@@ -102,15 +102,31 @@ def reads_of(fast: bool, rank: int, size: int, folder: str) -> tuple[int, int]:
     return gathered, scattered
 
 
-def measurements() -> bool:
-    """True if the first group has measured how fast reading is, and another group reads or not, accordingly."""
-    dist.barrier()
-    measured = peer_memory._reads_are_fast
+def _new_group_reads() -> bool:
+    """True if the ranks of a new group read large arrays from each other."""
     group: Any = dist.new_group()
     dist.barrier(group=group)
-    reads = group._dispatcher._backends.host._transport.slots.may_read(1 << 30)
+    reads = bool(group._dispatcher._backends.host._transport.slots.may_read(1 << 30))
     dist.destroy_process_group(group)
-    return measured is not None and measured is peer_memory._reads_are_fast and (measured or not reads)
+    return reads
+
+
+def measurements() -> bool:
+    """True if the first group has measured how fast reading is, and another group reads or not, accordingly.
+
+    That group does not measure again.
+    """
+    copy = peer_memory._copy
+
+    def without_samples(pid: int, source: int, target: int, nbytes: int) -> None:
+        assert nbytes != peer_memory._SAMPLE, "measured again"
+        copy(pid, source, target, nbytes)
+
+    dist.barrier()
+    measured = peer_memory._reads_are_fast
+    peer_memory._copy = without_samples
+    reads = _new_group_reads()
+    return measured is not None and (measured or not reads)
 
 
 def unreadable_sample(odd: int) -> tuple[bool, bool | None]:
@@ -127,11 +143,7 @@ def unreadable_sample(odd: int) -> tuple[bool, bool | None]:
     if dist.get_rank() == odd:
         peer_memory._reads_are_fast = None
         peer_memory._copy = failing
-    group: Any = dist.new_group()
-    dist.barrier(group=group)
-    reads = group._dispatcher._backends.host._transport.slots.may_read(1 << 30)
-    dist.destroy_process_group(group)
-    return reads, peer_memory._reads_are_fast
+    return _new_group_reads(), peer_memory._reads_are_fast
 
 
 def unusual_memory() -> list[int]:

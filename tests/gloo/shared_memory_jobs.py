@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import time
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from tests.support.log import Log
 from tests.support.outcomes import failure_of
 
 
@@ -36,20 +36,11 @@ def reason() -> str:
 
 def logged() -> list[str]:
     """What a new group logs about its transport."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = records.append  # type: ignore[method-assign]
-    log = logging.getLogger("unicoll.gloo")
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    with Log() as log:
         group = dist.new_group()
         dist.barrier(group)
         dist.destroy_process_group(group)
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(logging.NOTSET)
-    return [record.getMessage().partition("' ")[2] for record in records if " over " in record.getMessage()]
+    return [line.partition("' ")[2] for line in log.lines if " over " in line]
 
 
 def tcp_on_one_rank(rank: int) -> str:

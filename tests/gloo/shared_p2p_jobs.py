@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -14,6 +13,7 @@ import numpy as np
 import unicoll as dist
 from gloo_fallback.shm.ring_buffer import CHUNK, RING
 from tests.conformance.p2p_jobs import me, must, size
+from tests.support.log import Log
 from tests.support.outcomes import CallOutcome, failure_of, outcome_of
 from unicoll.testing.worker import Failure, send_note
 
@@ -229,7 +229,7 @@ def ended_by_a_receive() -> None:
 
 
 def notices_after_the_peers_end() -> list[bool]:
-    """Rank 1 leaves a group, then rank 0 sends it two notices; for each, True if rank 0 still takes it for unsent.
+    """Rank 1 leaves a group, then rank 0 sends it two notices; for each, True if rank 0 still counts it as unsent.
 
     The peer resets the connection because of the first one, so the second one cannot be sent.
     """
@@ -254,27 +254,6 @@ def notices_after_the_peers_end() -> list[bool]:
 
 
 # --- where memory cannot be shared ------------------------------------------------------------------------------
-
-
-class Log(logging.Handler):
-    """Collects the log messages of the library."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def __enter__(self) -> Log:
-        self._before = logging.getLogger("unicoll").level
-        logging.getLogger("unicoll").setLevel(logging.INFO)
-        logging.getLogger("unicoll").addHandler(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("unicoll").removeHandler(self)
-        logging.getLogger("unicoll").setLevel(self._before)
 
 
 def without(what: str, rank: int) -> tuple[list[tuple[bool, bool]], list[str]]:
@@ -520,6 +499,43 @@ def leaves_without_a_ring(count: int) -> int:
     dist.destroy_process_group()
     send_note("left")
     return 0
+
+
+def aborted_while_the_socket_is_full() -> Failure | None:
+    """Rank 0 has no ring to send in; another thread aborts the group while a send waits for space in the socket."""
+    from gloo_fallback.shm import ring_buffer
+
+    def refuse(*_: object) -> Any:
+        raise OSError(24, "Too many open files")
+
+    if me() == 0:
+        ring_buffer.create_offer = refuse
+    group = must(dist.new_group())
+    create_rings(group)
+    assert rings(group) == [(me() == 1, me() == 0)]
+    if me() == 1:
+        dist.barrier()
+        return None
+    messages = engine(group)
+    connection, find = messages._connections[1], messages.connection_to
+
+    def find_before_the_abort(peer: int) -> Any:
+        """Another thread aborts the group when the waiting thread has found the connection."""
+        found = find(peer)
+        if found is not None:
+            assert found.sender.blocked
+            error = dist.GroupAbortedError("aborted while rank 1 receives nothing", rank=1)
+            aborting = threading.Thread(target=messages.abort, args=(error,))
+            aborting.start()
+            aborting.join()
+            assert connection.closed
+            assert connection.sock.fileno() < 0
+        return found
+
+    messages.connection_to = find_before_the_abort
+    failure = failure_of(lambda: dist.send(np.zeros(64 << 20, np.uint8), 1, group=group, timeout=60.0))
+    dist.barrier()
+    return failure
 
 
 def queued_behind_a_longer_timeout() -> tuple[Failure | None, float]:

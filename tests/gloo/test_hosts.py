@@ -57,16 +57,17 @@ class Hosts:
             self._cable(f"loose{k}", host, "apart")
             self._address(host, "apart", f"10.99.{k}.1/24", f"fd99:{k}::1/64")
 
-    def _cable(self, port: str, host: str, card: str) -> None:
+    def _cable(self, port: str, host: str, interface: str) -> None:
         switches = self.names[0]
-        ip("-n", switches, "link", "add", port, "type", "veth", "peer", "name", card, "netns", host)
+        ip("-n", switches, "link", "add", port, "type", "veth", "peer", "name", interface, "netns", host)
         ip("-n", switches, "link", "set", port, "up")
 
-    def _address(self, host: str, card: str, *addresses: str) -> None:
+    def _address(self, host: str, interface: str, *addresses: str) -> None:
         for address in addresses:
             # without nodad an IPv6 address is unusable for its first second
-            ip("-n", host, "address", "replace", address, "dev", card, *(["nodad"] if ":" in address else []))
-        ip("-n", host, "link", "set", card, "up")
+            flags = ["nodad"] if ":" in address else []
+            ip("-n", host, "address", "replace", address, "dev", interface, *flags)
+        ip("-n", host, "link", "set", interface, "up")
 
     def unplug(self, lan: int, host: int) -> None:
         ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "down")
@@ -248,12 +249,12 @@ def test_data_uses_the_selected_interface(
 
 
 @pytest.mark.parametrize("down", [(1, 1), (1, 2)])
-@pytest.mark.parametrize("how", ["card", "cable"])
+@pytest.mark.parametrize("how", ["interface", "cable"])
 def test_an_interface_that_is_down_on_one_host_is_not_used(
     hosts: Hosts, down: tuple[int, int], how: str
 ) -> None:
     """The other host tried to reach it, or an address in its network."""
-    if how == "card":
+    if how == "interface":
         hosts.switch_off(*down)
     else:
         hosts.unplug(*down)
@@ -426,7 +427,7 @@ def test_a_link_lost_in_the_middle_is_named_by_both_ranks(hosts: Hosts, tmp_path
 
 @pytest.mark.parametrize("operation", ["all_reduce", "send"])
 def test_an_address_that_does_not_answer_is_named(hosts: Hosts, tmp_path: Path, operation: str) -> None:
-    """Both cards have a link, but nothing passes between them."""
+    """Both interfaces have a link, but nothing passes between them."""
     env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan1"}
     processes = launch(hosts, "connect_late", str(tmp_path), operation, env=env)
     wait_for(tmp_path / "ready.0", tmp_path / "ready.1")

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from gloo_fallback.backend import GlooBackend
 from gloo_fallback.transport.connections import GroupConnections
 from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.endpoint import Endpoint, _Addresses
@@ -284,15 +285,22 @@ def test_connections_are_named_by_both_addresses_and_interfaces() -> None:
     assert endpoint.describe(1, ours) == "to rank 1"
 
 
+def reported(connections: GroupConnections) -> str:
+    """The links in the report of a group with these connections."""
+    backend: Any = GlooBackend.__new__(GlooBackend)
+    backend._record = backend._connections = connections
+    return cast(str, backend.report()["links"])
+
+
 def test_a_report_has_the_connections_that_are_not_acknowledged() -> None:
     silent: Any = SimpleNamespace(
         setsockopt=lambda *_: None, getsockopt=lambda level, option, size: tcp_info(3, 2, 1000)[:size]
     )
     connections = connections_of(silent)
-    assert connections.report()["links"] == ""
+    assert reported(connections) == ""
     connections._connect(1)
     connections._endpoint.unanswered = lambda group: [f"no answer in {group}"]  # type: ignore[method-assign]
-    assert connections.report()["links"] == (
+    assert reported(connections) == (
         "here to rank 1: 2 packets sent and 3 times retransmitted, no acknowledgement for 1.0 s; no answer in g"
     )
 
@@ -326,6 +334,7 @@ def test_an_address_that_does_not_answer_is_in_the_error_or_report(kind: str) ->
     endpoint._job = SimpleNamespace(rank=0, key=b"k" * 32, control=None)
     endpoint._changed, endpoint._open, endpoint._arriving = threading.Condition(), {}, set()
     endpoint._unanswered, endpoint._dialing = {}, set()
+    endpoint._closed_groups, endpoint._message_engines = set(), {}
     seq = 5 if kind == "c" else None
 
     def check() -> None:
@@ -346,6 +355,10 @@ def test_an_address_that_does_not_answer_is_in_the_error_or_report(kind: str) ->
     assert str(raised.value) == ("too late" if seq else f"too late; {silent}")
     assert endpoint.unanswered("g") == [silent]
     assert endpoint.unanswered("other") == []
+    endpoint.close_group("other")
+    assert endpoint.unanswered("g") == [silent]
+    endpoint.close_group("g")
+    assert not endpoint._unanswered
 
 
 def test_addresses_that_do_not_answer_change_while_no_report_reads_them(

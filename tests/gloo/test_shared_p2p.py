@@ -414,6 +414,15 @@ def test_an_interrupted_send_fails_the_receives_of_its_connection(pool: Pools) -
     assert failure.type == "RankLostError", failure.traceback
 
 
+@pytest.mark.skipif(not has_strong_ordering(), reason="rings with notices are not polled")
+def test_a_send_that_another_thread_aborts_raises_the_error_of_the_group() -> None:
+    """The thread that waited for it sent on the closed socket, and raised the OSError of that."""
+    failure = run_ranks(2, jobs.aborted_while_the_socket_is_full)[0]
+    assert failure is not None
+    assert failure.type == "GroupAbortedError", failure.traceback
+    assert failure.fields["rank"] == 1
+
+
 def test_receives_go_on_while_a_peer_does_not_answer() -> None:
     """They waited until the attempt to connect to that peer had timed out."""
     with joined(3) as job:

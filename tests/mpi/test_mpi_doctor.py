@@ -62,9 +62,7 @@ def test_between_hosts_mpi_moves_the_data(tmp_path: Path) -> None:
     ended = doctor(tmp_path / "program.py", 3, "--json", before=before)
     report = json.loads(ended.stdout)
     assert any("backend mpi: started by an MPI launcher" in line for line in report["chosen"])
-    assert (report["pairs"]["checked"], report["pairs"]["broken"]) == (
-        3,
-        [],
-    )  # on a busy machine some may be slow
+    # on a busy machine some may be slow
+    assert (report["pairs"]["checked"], report["pairs"]["broken"]) == (3, [])
     assert any("several hosts without a secret" in hint["text"] for hint in report["hints"])
     assert ended.returncode == report["exit_status"] == 1, ended

@@ -173,6 +173,26 @@ def an_error_before_the_death_notice(victim: int) -> str:
     return "nothing"
 
 
+def split_without_a_member(victim: int, blocking: bool) -> None:
+    """Ranks notify the test when they split a group; the victim, which is killed, takes no part in that."""
+    options = {"blocking": blocking}
+    group: Any = dist.new_group(
+        backend="cuda:nccl", pg_options=options, device_id=dist.get_rank(), timeout=600
+    )
+    if dist.get_rank() == victim:
+        worker.send_note("ready")
+        threading.Event().wait()
+    nccl: Any = ranks.nccl()
+    split = nccl.comm_split
+
+    def notifying(*arguments: Any) -> Any:
+        worker.send_note("in a split")
+        return split(*arguments)
+
+    nccl.comm_split = notifying
+    dist.split_group(group, [[0, 1]], pg_options=options)
+
+
 class _Recorder(logging.Handler):
     def __init__(self) -> None:
         super().__init__()

@@ -62,6 +62,19 @@ def test_a_death_is_named_though_nccl_reports_an_error_first() -> None:
             )
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_death_of_any_member_ends_a_split(blocking: bool) -> None:
+    """Of the other ranks two are in the new group, and one is not."""
+    with joined(4, SimulatedJob) as job:
+        job.call(jobs.split_without_a_member, 3, blocking)
+        job.await_notes()
+        job.signal(3, signal.SIGKILL)
+        for outcome in job.collect(60, range(3)):
+            assert outcome.failure is not None
+            assert outcome.failure.type == "RankLostError", outcome.failure
+            assert outcome.failure.fields["rank"] == 3
+
+
 def test_a_first_message_warns_of_missing_members() -> None:
     with joined(3, SimulatedJob) as job:
         job.call(jobs.a_first_message_between_two_of_three)

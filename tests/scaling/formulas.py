@@ -345,20 +345,19 @@ def _hosts(case: Case) -> Cost:
     k = log2(hosts)
     op = _base(case)
     agreed = Cost(k, k, hosts * k, k * H, hosts * k * H)
-    late = op in ROOTED and case.root not in {
-        members[0] for members in case.nodes
-    }  # does not take part in it
+    leaders = {members[0] for members in case.nodes}
+    root_follows = op in ROOTED and case.root not in leaders  # then the root takes no part in the agreement
     if op == "barrier":
         return agreed._replace(steps=2)
     if op == "broadcast":
         if one <= over_sockets.SMALL:
             return _exchanged(op, hosts, k, one, 1)._replace(steps=2)
         chain = _chain(hosts, one, _ceil(one, S))
-        found = _plus(agreed, chain)._replace(steps=1 + _ceil(one, S) + late)
-        return found._replace(messages=chain.messages, sent=one) if late and hosts == 2 else found
+        found = _plus(agreed, chain)._replace(steps=1 + _ceil(one, S) + root_follows)
+        return found._replace(messages=chain.messages, sent=one) if root_follows and hosts == 2 else found
     if op in ("all_reduce", "reduce"):
         found = _reduced_by_hosts(op, hosts, one, size, agreed)
-        return found._replace(steps=found.steps + 2 * (late and found.steps > 2))
+        return found._replace(steps=found.steps + 2 * (root_follows and found.steps > 2))
     if op in ("scan", "exscan"):
         return _plus(agreed, _chain(n, one, _ceil(one, S)))._replace(steps=2)
     if op == "all_to_all":
@@ -378,8 +377,8 @@ def _hosts(case: Case) -> Cost:
     chunks = _ceil(one, SLOT if op == "gather" else SLOT // m // size * size)
     most = m if op == "gather" else n - m  # blocks that one leader sends
     crossing = Cost(chunks * (n - m), chunks * most, chunks * (n - m), most * one, (n - m) * one)
-    found = _plus(agreed, crossing)._replace(steps=chunks + 1 + (1 + (op == "gather")) * late)
-    if late and op == "scatter":  # the root sends most
+    found = _plus(agreed, crossing)._replace(steps=chunks + 1 + (1 + (op == "gather")) * root_follows)
+    if root_follows and op == "scatter":  # the root sends most
         return found._replace(messages=crossing.messages, sent=max(k * H, crossing.sent))
     return found
 

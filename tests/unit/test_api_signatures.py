@@ -213,11 +213,9 @@ def test_collectives_hand_over(group, row):
     arrays = [f"the {p.name}" for p in row.parameters if p.side != "splits"]
     splits = {p.name: [1] for p in row.parameters if p.side == "splits"}
     root = {row.root_name: 2} if row.rooted else {}
-    given = (*arrays, *splits.values(), *(group.global_rank(r) for r in root.values()))
-    if row.reduces:
-        assert function(*given, MAX, group=group) == f"work of {row.name}"
-    else:
-        assert function(*given, group=group) == f"work of {row.name}"
+    roots = (group.global_rank(r) for r in root.values())
+    given = (*arrays, *splits.values(), *roots, *([MAX] if row.reduces else []))
+    assert function(*given, group=group) == f"work of {row.name}"
     options = {**splits, **root, "async_op": False, "timeout": None} | ({"op": MAX} if row.reduces else {})
     assert group.call == (row.name, tuple(arrays), options)
 

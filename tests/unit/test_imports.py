@@ -158,9 +158,8 @@ def test_there_is_no_import_cycle() -> None:
 
 
 def _run(program: str) -> str:
-    env = {
-        k: v for k, v in environment().items() if not k.startswith("COVERAGE_")
-    }  # coverage imports modules
+    # coverage imports modules
+    env = {k: v for k, v in environment().items() if not k.startswith("COVERAGE_")}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program],
         cwd=ROOT,

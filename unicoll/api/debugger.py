@@ -181,8 +181,7 @@ def _open_terminal() -> int:
             return fd
         os.close(fd)
     raise DistError(
-        f"breakpoint: {os.uname().nodename} process {os.getpid()} has no terminal, and neither do its parent"
-        " processes:"
+        f"breakpoint: {os.uname().nodename} process {os.getpid()} has no terminal, and neither do its parent processes:"
         " start the job from a terminal, and give a rank of the host where you started it"
     )
 

@@ -129,17 +129,22 @@ def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any 
         group: as for :func:`add_hook`.
 
     Raises:
-        BackendUnavailableError: neither is installed, or a requested one is not.
+        BackendUnavailableError: nvtx is not installed and torch not imported, or a requested one cannot be imported.
     """
     makers: list[MakeRange] = []
     if nvtx or nvtx is None:
         made = _nvtx_ranges(required=bool(nvtx))
         makers += [made] if made is not None else []
     if torch or (torch is None and "torch" in sys.modules):
+        try:
+            import_module("torch.autograd.profiler")
+        except ImportError as e:
+            raise BackendUnavailableError(f"annotate: torch cannot be imported: {e}") from None
         makers.append(_torch_ranges)
     if not makers:
         raise BackendUnavailableError(
-            "annotate: neither the package nvtx nor torch is installed, which record ranges"
+            "annotate: nothing records ranges: the package nvtx is not installed (or nvtx=False), and torch has not"
+            " been imported (or torch=False)"
         )
     ranges = threading.local()
 

@@ -97,8 +97,8 @@ def destroy_process_group(group: Any = None) -> None:
     """
     if group is GroupMember.NON_GROUP_MEMBER:
         return
-    pg = world.resolve(group)
     here = world.current("destroy_process_group")
+    pg = world.resolve(group)
     pg = getattr(pg, "whole", pg)
     if pg is here.default:
         world.leave()

@@ -71,18 +71,19 @@ class Payload:
 
     @property
     def body(self) -> ByteArray:
-        """The body, in an array of its own."""
-        return np.frombuffer(bytearray(self._data), np.uint8)  # writable, as broadcast requires
+        """The body; read-only."""
+        return np.frombuffer(self._data, np.uint8)
 
     def header(self) -> ByteArray:
         """The header, with the body if it is small."""
-        if self.error is None:
-            packed = HEADER.pack(_OK, self.size, self._data if self.size <= _ROOM else b"")
-        else:
+        status, rest = _OK, self._data if self.is_small else b""
+        if self.error is not None:
             status = _REFUSED if isinstance(self.error, PickleRefusedError) else _FAILED
             reason = str(self.error).partition(": ")[2].removesuffix(object_codec.HOW_TO_ALLOW).rstrip()
-            packed = HEADER.pack(status, 0, reason.encode("utf-8", "replace")[:_ROOM])
-        return np.frombuffer(bytearray(packed), np.uint8)
+            rest = reason.encode("utf-8", "replace")[:_ROOM]
+        packed = np.empty(HEADER.size, np.uint8)
+        HEADER.pack_into(packed.data, 0, status, self.size, rest)
+        return packed
 
 
 def read_headers(

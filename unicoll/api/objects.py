@@ -1,8 +1,8 @@
 """Collectives of Python objects, with torch.distributed's names, argument names, order and defaults.
 
-Objects are pickled if the job is trusted (only holders of its secret can have joined) and ``UNICOLL_ALLOW_PICKLE`` is 0
-on no rank. Else they must be plain (numbers, str, bytes, containers, NumPy arrays), and have the typed format of
-:mod:`unicoll.net.object_codec`.
+Objects are pickled if the job is trusted (only holders of its secret can have joined) and no rank sets
+``UNICOLL_ALLOW_PICKLE=0``. Otherwise they must be plain (numbers, str, bytes, containers, NumPy arrays) and are sent in
+the typed format of :mod:`unicoll.net.object_codec`.
 
 With the backend ``fake`` nothing arrives, so the receivers use what they hold as the sender's objects.
 
@@ -74,7 +74,10 @@ def broadcast_object_list(
     pg.broadcast(header, src=root, timeout=clock.left())
     sizes, bodies = read_headers(pg, header, [root], mine, op)
     if bodies is None:
-        body = mine.body if mine else np.empty(sizes[0], np.uint8)
+        if mine is None:
+            body = np.empty(sizes[0], np.uint8)
+        else:
+            body = mine.body.copy() if pg.job.fake else mine.body  # with the backend fake an output
         pg.broadcast(body, src=root, timeout=clock.left())
         bodies = [body]
     if mine is None:
@@ -227,7 +230,7 @@ def recv_list(
     src = _transfer(pg, False, header, src, batched, clock)
     sizes, bodies = read_headers(pg, header, [src], mine, op)
     if bodies is None:
-        body = mine.body if mine else np.empty(sizes[0], np.uint8)
+        body = mine.body.copy() if mine else np.empty(sizes[0], np.uint8)  # an output
         _transfer(pg, False, body, src, batched, clock)
         bodies = [body]
     fill(pg, objects, bodies[0], src, op)
@@ -317,7 +320,7 @@ def _scatter_bodies(
     output = np.empty(widths[pg.rank()], np.uint8)
     parts = [_padded(body, width) for body, width in zip(bodies, widths, strict=False)] or None
     if parts and pg.rank() != src:  # with the backend fake
-        output, parts = parts[pg.rank()], None
+        output, parts = parts[pg.rank()].copy(), None
     pg.scatter(output, parts, src=src, timeout=clock.left())
     return output[: sizes[pg.rank()]]
 

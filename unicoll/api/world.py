@@ -93,7 +93,7 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
 
 
 def enter(joined: World) -> None:
-    """This process is in a job."""
+    """Set the state of this process, which has joined a job."""
     global _world, _forked
     _world, _forked = joined, False
 

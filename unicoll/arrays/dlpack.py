@@ -181,7 +181,7 @@ def import_cuda(array: Any, stream: int) -> DLPackMemory:
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int], unit: int = 1) -> bool:
-    """True if strides, of which the last is ``unit``, are those of a contiguous array."""
+    """True if the strides are those of a contiguous array; ``unit`` is the stride between neighbouring elements."""
     expected = unit
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != expected:

@@ -83,7 +83,6 @@ class Job:
         rank, size: of this process in the world.
         first_store: the store with which the job began, see :attr:`store`.
         key: secret key of the job's connections, never empty.
-        trusted: True if only holders of a secret can have joined.
         allows_pickle: True if all ranks trust the job and none has ``UNICOLL_ALLOW_PICKLE=0``.
         addresses: this host's addresses to listen on.
         timeout: default timeout of the world group, seconds.
@@ -99,7 +98,6 @@ class Job:
     size: int
     first_store: Store
     key: bytes
-    trusted: bool
     addresses: list[str]
     timeout: float
     control: ControlClient | None = None
@@ -389,7 +387,7 @@ class Backend(ABC):
     def use(self, backend: Any) -> None:  # noqa: B027 - optional
         """Called once after :meth:`create` with the group's backend of the name :attr:`beside`.
 
-        It gets those calls that this backend passes on to it, and no others; it is closed after this one.
+        ``backend`` gets only the calls that this backend passes to it, and is closed after this one.
         """
 
     @property
@@ -407,7 +405,7 @@ class Backend(ABC):
 
     @property
     def staging(self) -> int:
-        """Maximum bytes of the buffers of this rank for the group: a bound, whatever the size of the arrays."""
+        """Upper bound on the bytes of this rank's buffers for the group, independent of array sizes."""
         return 0
 
     def describe(self) -> str:

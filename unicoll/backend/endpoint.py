@@ -131,6 +131,8 @@ class Endpoint:
             self._closed_groups.add(group)
             mine = [k for k in self._open if k[0] == group]
             sockets = [self._open.pop(k) for k in mine]
+            for key in [k for k in self._unanswered if k[0] == group]:
+                del self._unanswered[key]
             self._message_engines.pop(group, None)
             self._changed.notify_all()
         for sock in sockets:

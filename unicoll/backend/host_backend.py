@@ -274,7 +274,11 @@ class HostBackend(Backend):
 
     def report(self) -> operation_errors.Report:
         """The state of this rank in the group, for errors on other ranks (called on the control thread)."""
-        return operation_errors.report(self._record.call, self._record.last)
+        return operation_errors.report(self._record.call, self._record.last, self.links())
+
+    def links(self) -> str:
+        """This rank's connections that are not acknowledged, and addresses that do not answer; "" if none."""
+        return ""
 
     def abort(self, error: Exception) -> None:
         cause = operation_errors.group_aborted_error(self.context, error)

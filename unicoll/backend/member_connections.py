@@ -10,7 +10,7 @@ from unicoll.backend import operation_errors
 from unicoll.backend.call import Call
 from unicoll.backend.endpoint import MESSAGES, Endpoint
 from unicoll.backend.host_backend import HostBackend
-from unicoll.errors import AuthenticationError, RankLostError
+from unicoll.errors import RankLostError
 from unicoll.net.channel import Connection
 from unicoll.net.records import TamperedError
 
@@ -28,8 +28,8 @@ class MemberConnections:
     Args:
         backend: of the group.
         receive: called with a member's rank in the group and a function that reads from the connection to that member,
-            on a thread for each connection; reads until EOFError or OSError. Another exception, and data that were
-            altered on the way, fail the group.
+            on a thread for each connection; reads until EOFError or OSError. Another exception, and data that fails the
+            integrity check, fail the group.
     """
 
     def __init__(self, backend: HostBackend, receive: Callable[[int, Read], None]) -> None:
@@ -75,9 +75,7 @@ class MemberConnections:
             self._receive(peer, partial(_read, connection))
         except TamperedError as e:
             context = self._backend.context
-            error = AuthenticationError(
-                f"{context.who(peer)}: {e.strerror}", group=context.name, rank=context.ranks[peer]
-            )
+            error = operation_errors.tampered_error(context, context.ranks[peer], e)
             self._backend.abort(operation_errors.announce(context, error))
         except (OSError, EOFError):
             pass  # sends and receives notice by HostBackend.check

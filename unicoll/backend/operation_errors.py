@@ -13,8 +13,10 @@ from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from unicoll.arrays.types import DTYPES
+from unicoll.backend.flight_recorder import site_of
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.errors import (
+    AuthenticationError,
     CollectiveMismatchError,
     DistError,
     GroupAbortedError,
@@ -27,6 +29,7 @@ from unicoll.net import logs
 if TYPE_CHECKING:
     from unicoll.backend.call import Call, EndedCall
     from unicoll.backend.contract import Context
+    from unicoll.net.records import TamperedError
 
 _SHOWN = 64
 """Maximum number of ranks that an error lists."""
@@ -68,6 +71,19 @@ def rank_lost_error(context: Context, call: Call, peer: int, why: str) -> RankLo
     if control is not None and rank < len(control.peers):
         error.host, error.pid = control.peers[rank][:2]
     return error
+
+
+def tampered_error(
+    context: Context, rank: int, error: TamperedError, call: Call | None = None
+) -> AuthenticationError:
+    """The error of altered data from global rank ``rank``, which ``call`` needs, or no call in particular."""
+    before = f"{call.describe()}: " if call is not None else ""
+    return AuthenticationError(
+        f"{before}{context.who(context.ranks.index(rank))}: {error.strerror}",
+        group=context.name,
+        rank=rank,
+        op=call.op.name if call is not None else None,
+    )
 
 
 def call_failed_error(context: Context, call: Call, cause: BaseException) -> GroupAbortedError:
@@ -262,7 +278,7 @@ def line_of_user(innermost: FrameType | None) -> str:
     """``file:line`` of the innermost frame of the user's code, "" if there is none."""
     for frame in outwards(innermost):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in LIBRARY_PACKAGES:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            return site_of(frame)
     return ""
 
 

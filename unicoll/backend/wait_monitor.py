@@ -212,7 +212,7 @@ class WaitMonitor:
             if entry.number in self._granted:
                 self._granted.discard(entry.number)
                 if backend.error is None:
-                    operation_errors.log_stall(backend.context, call, age, backend.report()["links"])
+                    operation_errors.log_stall(backend.context, call, age, backend.links())
             elif age >= max(self._warn_s, 2 * entry.warned_at):
                 entry.warned_at = age
                 name = f"{_backend_group(backend)} {call.op.name} {call.seq}"

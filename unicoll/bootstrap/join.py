@@ -141,7 +141,6 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
         rendezvous.world_size,
         SignedStore(rendezvous.store, rendezvous.secret.key),
         rendezvous.secret.key,
-        rendezvous.trusted,
         list(rendezvous.listen_addresses),
         timeout,
         local_size=launched.local_world_size if launched else None,
@@ -152,7 +151,7 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
     try:
         if rendezvous.world_size > 1 and not rendezvous.trusted:
             refuse_protection()
-        job.allows_pickle = job.trusted and bool(environment.flag("UNICOLL_ALLOW_PICKLE"))
+        job.allows_pickle = rendezvous.trusted and bool(environment.flag("UNICOLL_ALLOW_PICKLE"))
         choices = choose(rendezvous, backend)
         for cls in {c.cls for c in choices}:
             cls.prepare(job)

@@ -71,8 +71,9 @@ def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str =
             raise DistArgumentError(f"backend: {backend!r} has two backends of {device} arrays")
         cls = _usable([name])[1]
         why = f"backend={backend!r}"
-        staged = device == "cuda" and device not in devices_of(name, cls) and cls.stages
-        if not staged and device not in devices_of(name, cls):
+        served = device in devices_of(name, cls)
+        staged = not served and device == "cuda" and cls.stages
+        if not (served or staged):
             raise BackendUnavailableError(f"backend {name!r} does not serve {device} arrays")
         if staged:
             why += "; through the host's memory"

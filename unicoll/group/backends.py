@@ -262,9 +262,8 @@ def _create(
     cls: type[Backend], context: Context, parent: Backend | None, excluded: Sequence[int], grown: bool
 ) -> Backend:
     """The backend of a new group, derived from the parent's backend of the same class if there is one."""
-    from unicoll.backend.fallback_adapter import (
-        with_fallbacks,  # not at import: it keeps `import unicoll` short
-    )
+    # not at import: it keeps `import unicoll` short
+    from unicoll.backend.fallback_adapter import with_fallbacks
 
     made: Backend | None
     if parent is None:

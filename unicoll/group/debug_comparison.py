@@ -32,7 +32,7 @@ from unicoll.group import registry
 from unicoll.group.arguments import call_site
 from unicoll.net import logs
 from unicoll.net.debug_level import DebugLevel, get_debug_level
-from unicoll.net.stores import PrefixStore
+from unicoll.net.stores import Store
 
 log = logs.logger("calls")
 
@@ -208,12 +208,12 @@ def agree_on_level(context: Context, connects: bool) -> None:
         OperationTimeoutError, RankLostError: not all ranks come.
     """
     name = context.name
-    store = PrefixStore("debug_level", context.store)
+    store = context.store
     level = get_debug_level()
-    store.set(str(context.rank), level.name)
+    store.set(f"debug_level/{context.rank}", level.name)
     if level is not DebugLevel.DETAIL and not connects:
         return
-    keys = [str(rank) for rank in range(context.size)]
+    keys = [f"debug_level/{rank}" for rank in range(context.size)]
     _await_members(store, keys, context)
     levels = [found.decode() for found in store.multi_get(keys)]
     detail = levels.count("DETAIL")
@@ -228,7 +228,7 @@ def agree_on_level(context: Context, connects: bool) -> None:
     raise announce(context, error)
 
 
-def _await_members(store: PrefixStore, keys: list[str], context: Context) -> None:
+def _await_members(store: Store, keys: list[str], context: Context) -> None:
     name, timeout, control = context.name, context.timeout, context.job.control
     deadline = time.monotonic() + timeout
     while True:

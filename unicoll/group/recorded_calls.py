@@ -8,7 +8,15 @@ from types import CodeType, FrameType
 from typing import Any
 
 from unicoll.arrays.types import DType
-from unicoll.backend.flight_recorder import ArrayKind, CallKind, PendingEntry, line_of, ring, user_frame
+from unicoll.backend.flight_recorder import (
+    ArrayKind,
+    CallKind,
+    PendingEntry,
+    line_of,
+    ring,
+    site_of,
+    user_frame,
+)
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.group.dispatcher import RUNNING
 
@@ -114,8 +122,7 @@ def _running() -> list[RecordedCall]:
 def _running_call(frame: FrameType, names: dict[str, Any]) -> RecordedCall:
     """The call that a frame of the dispatcher, with these local names, waits for."""
     call, kind, begun = names["call"], names["kind"], names["begun"]
-    user = user_frame(frame)
-    site = f"{user.f_code.co_filename}:{user.f_lineno}"
+    site = site_of(user_frame(frame))
     detail = ((call.inputs or call.outputs)[0].shape, call.peer, call.tag) if call.op.message else None
     return _record(kind, call.seq, site, "started", (begun, begun, 0.0), True, "", detail)
 

@@ -158,7 +158,7 @@ def devices_of(name: str, cls: type[BackendBase]) -> frozenset[str]:
 
 
 def registered_devices() -> dict[str, frozenset[str]]:
-    """By name of a backend that was registered with device types: these types."""
+    """The device types of each backend that was registered with device types, by name."""
     return _registered_devices
 
 

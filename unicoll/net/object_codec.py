@@ -12,6 +12,7 @@ namedtuple, an OrderedDict) is not plain.
 from __future__ import annotations
 
 import pickle
+from io import BytesIO
 from typing import Any
 
 from unicoll.errors import DistError, PickleRefusedError
@@ -43,7 +44,10 @@ def dumps(obj: object, allow_pickle: bool) -> bytes:
     """
     if allow_pickle:
         try:
-            return _PICKLED + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+            pickled = BytesIO()
+            pickled.write(_PICKLED)
+            pickle.dump(obj, pickled, protocol=pickle.HIGHEST_PROTOCOL)
+            return pickled.getvalue()
         except Exception as error:
             name = type_name(_first_unpicklable(obj))
             raise DistError(f"cannot pickle {name}: {type(error).__name__}: {error}") from error

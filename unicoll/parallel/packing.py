@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(array: Any) -> Kind:
-    """The array's kind; NumPy's scalars count as arrays of shape (). DistTypeError if it is no array."""
+    """The array's kind; NumPy's scalars count as arrays of shape (). DistTypeError if it is not an array."""
     if isinstance(array, np.ndarray | np.generic):
         return Kind("numpy", "cpu", array.dtype)
     if _is(array, "torch", "Tensor"):
@@ -217,7 +217,7 @@ def is_contiguous(array: Any) -> bool:
 
 
 def check_writable(name: str, array: Any) -> None:
-    """Raise DistArgumentError for a read-only array, DistTypeError for what is no array of a supported dtype."""
+    """Raise DistArgumentError for a read-only array, DistTypeError if it is not an array of a supported dtype."""
     kind = kind_of(array)
     element_type(kind)
     if isinstance(array, np.generic):

@@ -19,6 +19,7 @@ from unicoll.parallel.packing import (
     check_writable,
     host_bytes,
     kind_of,
+    listed,
     named,
     plan_buckets,
 )
@@ -119,8 +120,7 @@ def check_identical(parameters: Arrays, group: Any = None) -> str:
         ]
         reference = rows[answers.index(common)]
         differs = np.any([(rows[r] != reference).any(axis=1) for r in deviating], axis=0)
-        differing = [names[i] for i in np.flatnonzero(differs)]
-        what = f"they differ in {', '.join(differing[:8])}{', ...' if len(differing) > 8 else ''}"
+        what = f"they differ in {listed([names[i] for i in np.flatnonzero(differs)])}"
     ranks = [members.global_rank(r) for r in deviating]
     raise DistError(
         f"parameters are not the same on all ranks: rank{'s' * (len(ranks) > 1)} "
