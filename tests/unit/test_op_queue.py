@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,28 @@ def test_a_waiting_thread_executes_the_next_call_itself(queue: OpQueue, execute:
     assert execute.seqs == [1, 2, 3]
     assert set(execute.threads) == {threading.current_thread()}
     assert not queue.in_background
+
+
+def test_a_call_is_queued_while_the_one_before_ends(queue: OpQueue, execute: Executed) -> None:
+    execute.gate.clear()
+    first = threading.Thread(target=queue.run, args=(a_call(), execute), daemon=True)
+
+    class EndsFirst(deque[Any]):
+        """The first call ends after the second one has seen it, and before that is in the queue."""
+
+        def append(self, item: Any) -> None:
+            execute.gate.set()
+            first.join(30)
+            super().append(item)
+
+    queue._queue = EndsFirst()
+    first.start()
+    assert execute.begun.wait(30)
+    second = threading.Thread(target=queue.run, args=(a_call(), execute), daemon=True)
+    second.start()
+    second.join(30)
+    assert not second.is_alive()
+    assert execute.seqs == [1, 2]
 
 
 def test_calls_that_nothing_waits_for_are_executed_in_the_background(

@@ -86,6 +86,8 @@ class OpQueue:
             if self._busy or self._queue:
                 completion = HostCompletion((call,))
                 self._queue.append((completion, execute))
+                if not self._busy:  # the call before ended since, and may have seen an empty queue
+                    self._wake_thread()
             else:
                 self._busy = True
                 completion = None
@@ -95,7 +97,7 @@ class OpQueue:
         try:
             execute(call)
         finally:
-            # without the lock: a thread that queues a call reads _busy after that, so one of the two sees the other
+            # without the lock: a thread that queues a call reads _busy afterwards, so one of the two sees the other
             self._busy = False
             if self._queue:
                 self._resume()
