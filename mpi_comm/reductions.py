@@ -90,7 +90,7 @@ def _method_for(group: GroupCommunicator, call: Call) -> ReductionMethod:
     assert reduce is not None
     key: Any = (dtype.code << 8) | reduce.code
     if reduce.factor is not None:
-        key = (key, reduce.factor)
+        key = (key, reduce.key)
     found: ReductionMethod | None = group.reduction_methods.get(key)
     if found is None:
         found = group.reduction_methods[key] = ReductionMethod(group, dtype, reduce, group.in_order)

@@ -10,10 +10,12 @@ import pytest
 from tests.faults import mismatch_jobs as jobs
 from tests.support.calls import COALESCED, COLLECTIVES, REDUCING, ROOTED, row_name
 from tests.support.outcomes import CallOutcome
+from unicoll import ReduceOp
 from unicoll.testing.ranks import Pool, ProcessJob, end_cleanly
 from unicoll.testing.worker import enter
 
 SOON_S = 5.0
+PREMUL_SUM = ReduceOp.PREMUL_SUM
 
 
 # --- different calls on different ranks ---------------------------------------------------------------------
@@ -91,6 +93,17 @@ def test_two_calls_in_another_order(first: str, pool: Callable[[int], Pool]) -> 
         text = same_mismatch(pool(3).run(jobs.another_order, *names))
         assert first in text
         assert second in text
+
+
+def test_factors_that_differ(pool: Callable[[int], Pool]) -> None:
+    cases: list[tuple[str, dict[str, Any], str, dict[str, Any], int]] = [
+        ("all_reduce", {"reduce": PREMUL_SUM(first)}, "all_reduce", {"reduce": PREMUL_SUM(second)}, 1)
+        for first, second in ((-1.0, -2.0), (0.0, -0.0), (0.5, 0.25))
+    ]
+    for case, outcomes in zip(cases, zip(*pool(2).run(jobs.differ, cases, False), strict=True), strict=True):
+        text = same_mismatch(outcomes)
+        for options in (case[1], case[3]):
+            assert str(options["reduce"]) in text
 
 
 @pytest.mark.parametrize("count", [1, 50_000])

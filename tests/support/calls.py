@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from unicoll.arrays.types import Reduction
 from unicoll.backend.ops import OPS, Arity, Op, Sizes
 
 COLLECTIVES = tuple(name for name, row in OPS.items() if not row.message)
@@ -30,7 +31,7 @@ def invoke(
     *,
     count: int = 4,
     dtype: str = "float32",
-    reduce: str = "SUM",
+    reduce: str | Reduction = "SUM",
     root: int = 0,
     timeout: float | None = None,
     async_op: bool = False,
@@ -60,7 +61,7 @@ def invoke(
         "reduce_scatter_tensor_coalesced": lambda: ([x(), x()], [x(n), x(n)]),
     }
     if name in REDUCING:
-        more["op"] = getattr(dist.ReduceOp, reduce)
+        more["op"] = getattr(dist.ReduceOp, reduce) if isinstance(reduce, str) else reduce
     if name in ROOTED or name == "broadcast_coalesced":
         more["group_src" if name.startswith(("broadcast", "scatter")) else "group_dst"] = root
     given = args[name]() if name in args else arrays(OPS[name], x, n, me == root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import importlib
 import itertools
+import math
 import sys
 import threading
 import types
@@ -576,3 +577,20 @@ def test_context_variables_of_the_caller_are_not_kept() -> None:
     in_context = int(np.__version__.partition(".")[0]) >= 2
     assert quiet_runner()(look) == ("unset" if in_context else "outside")
     assert variable.get() == ("outside" if in_context else "inside")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "equal"),
+    [
+        (-1.0, -2.0, False),
+        (0.0, -0.0, False),
+        (2**60 + 1, 2**60, False),
+        (1 + 2j, 1 - 2j, False),
+        (2, 2.0, True),
+        (math.nan, float("nan"), True),
+        (np.float32(0.5), 0.5, True),
+    ],
+)
+def test_factors_are_compared_by_their_bits(first: Any, second: Any, equal: bool) -> None:
+    one, other = ReduceOp.PREMUL_SUM(first), ReduceOp.PREMUL_SUM(second)
+    assert (one == other) == (hash(one.key) == hash(other.key)) == equal

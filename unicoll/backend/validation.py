@@ -170,7 +170,7 @@ def sign(call: Call) -> int:
     It covers operation, dtype, shape (per-rank sizes where they may be uneven), reduction, compression and root. Sizes
     that may differ between ranks (the split sizes of an all_to_all, the sizes in a gather or scatter) are compared pair
     by pair by the backend.
-    Hashes of tuples of numbers do not depend on PYTHONHASHSEED.
+    Hashes of tuples of numbers do not depend on PYTHONHASHSEED. Numbers in them are not negative: hash(-1) == hash(-2).
     """
     op = call.op
     buffer = call.inputs[0] if call.inputs else call.outputs[0] if call.outputs else None
@@ -189,9 +189,7 @@ def sign(call: Call) -> int:
     if call.compression:
         compression = COMPRESSIONS[call.compression]
         return hash((op.code, buffer.dtype.code, shape, call.root, reduce.code, compression))
-    if reduce.factor is None:
-        return hash((op.code, buffer.dtype.code, shape, call.root, reduce.code))
-    return hash((op.code, buffer.dtype.code, shape, call.root, reduce.code, reduce.factor))
+    return hash((op.code, buffer.dtype.code, shape, call.root, reduce.key))
 
 
 def _uneven_shape(call: Call) -> tuple[Any, ...]:
