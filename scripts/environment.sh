@@ -109,8 +109,9 @@ use_flaky_folder() {
 # Requirements of the tests with other versions of torch, in addition to torch.
 TORCH_TESTS=("numpy>=1.24" "pytest>=8" "expecttest>=0.2" "ml_dtypes>=0.3")
 
-# torch_environment VERSION: prints the path of the environment with this version of torch. It is outside of the checkout,
-# because it has several GB and all checkouts can share it. unicoll is not installed in it; tests import the checkout.
+# torch_environment SPECIFIER: prints the path of the environment with torch of a version specifier, ==VERSION or <=VERSION.
+# It is outside of the checkout, because it has several GB and all checkouts can share it. unicoll is not installed in it;
+# tests import the checkout.
 torch_environment() {
     local base=${XDG_CACHE_HOME:-${HOME:+$HOME/.cache}} cache python
     cache=${UNICOLL_TEST_CACHE:-${base:+$base/unicoll}}
@@ -123,14 +124,14 @@ torch_environment() {
 cache, version, *needs = sys.argv[1:]
 needs = hashlib.sha256("\n".join(needs).encode()).hexdigest()[:8]
 print("{}/torch-{}-{}-{}".format(os.path.abspath(cache), version, sysconfig.get_config_var("SOABI"), needs))' \
-        "$cache" "$1" "${TORCH_TESTS[@]}"
+        "$cache" "$(sed 's/==//; s/<=/up-to-/' <<<"$1")" "${TORCH_TESTS[@]}"
 }
 
-# make_torch_environment VERSION
+# make_torch_environment SPECIFIER
 make_torch_environment() {
     local dir python
     dir=$(torch_environment "$1")
     python=$(find_python)
     : >>"$dir.lock"
-    build_environment "$dir" "$dir.lock" "$python" whole "torch==$1" "${TORCH_TESTS[@]}"
+    build_environment "$dir" "$dir.lock" "$python" whole "torch$1" "${TORCH_TESTS[@]}"
 }

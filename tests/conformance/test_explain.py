@@ -101,7 +101,6 @@ def test_under_our_launcher() -> None:
 
 
 @needs_torch
-@pytest.mark.in_turn
 def test_under_torchrun() -> None:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(SIZE), PROGRAM]
     reports = collect([start(command, surroundings())])
@@ -167,7 +166,6 @@ def test_under_mpi_launchers_and_slurm(name: str) -> None:
         assert after["store"].endswith("hosted by rank 0")
 
 
-@pytest.mark.in_turn
 def test_started_by_hand_with_a_secret_file_and_an_interface(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("a secret of sufficient length for a test")

@@ -324,7 +324,6 @@ def suite(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.in_turn
 def test_the_suite_passes_an_installed_backend(tmp_path: Path) -> None:
     installed(tmp_path, "counting:CountingBackend")
     (tmp_path / "test_counting.py").write_text(SUITE)
@@ -391,7 +390,6 @@ def test_a_stranger_does_not_disturb_ranks_that_connect(pipes_job: ProcessJob) -
         end_cleanly(pipes_job)
 
 
-@pytest.mark.in_turn
 def test_the_suite_passes_the_backend_of_the_documentation(tmp_path: Path) -> None:
     """All tests of the suite, with a sample of the operations, for a backend that sends and receives alone."""
     write_pipes(tmp_path)
@@ -404,7 +402,6 @@ def test_the_suite_passes_the_backend_of_the_documentation(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.in_turn
 def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
     installed(tmp_path, "counting:CountingBackend")
     with (tmp_path / "counting_backend-1.0.dist-info" / "entry_points.txt").open("a") as entries:

@@ -111,7 +111,6 @@ def test_the_hand_written_gradients_are_the_finite_differences(example: ModuleTy
             )
 
 
-@pytest.mark.in_turn
 def test_one_process_learns_the_digits(example: ModuleType) -> None:
     training, test = example.load_digits()
     network = example.train_alone(training, epochs=40, share=64, rate=0.1, seed=0, world=1)

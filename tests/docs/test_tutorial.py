@@ -78,7 +78,6 @@ def test_every_script_is_run() -> None:
 
 @pytest.mark.sampled("", "name", 2)
 @pytest.mark.parametrize("name", LINES)
-@pytest.mark.in_turn
 def test_all_print_the_same(name: str, tmp_path: Path) -> None:
     here, there, plugged = tmp_path / "torch", tmp_path / "unicoll", tmp_path / "plugged"
     for folder in (here, there, plugged):

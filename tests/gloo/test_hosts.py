@@ -301,7 +301,6 @@ def test_missing_interface_raises(hosts: Hosts) -> None:
         assert "lan0 10.77.0." in report["message"]
 
 
-@pytest.mark.in_turn
 def test_store_listens_only_on_the_master_address(hosts: Hosts, tmp_path: Path) -> None:
     processes = launch(hosts, "lose_the_link", str(tmp_path), "10", env=SECRET)
     wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
@@ -376,7 +375,6 @@ def test_protected_channel_without_a_secret_raises(hosts: Hosts) -> None:
         assert "UNICOLL_SECRET_FILE" in report["message"]
 
 
-@pytest.mark.in_turn
 def test_different_protection_on_hosts_raises(hosts: Hosts) -> None:
     by_host = ({**SECRET, "UNICOLL_CHANNEL": "tls"}, {**SECRET, "UNICOLL_CHANNEL": "mac"})
     job = FinishedJob(launch(hosts, "join", env_by_host=by_host))
@@ -440,7 +438,6 @@ def test_an_address_that_does_not_answer_is_named(hosts: Hosts, tmp_path: Path, 
         )
 
 
-@pytest.mark.in_turn
 def test_unreachable_listener_is_named(hosts: Hosts) -> None:
     job = FinishedJob(launch(hosts, "listen_apart", env=SECRET))
     for report in job.successful_reports(2):
@@ -456,7 +453,6 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.in_turn
 def test_doctor_names_a_slow_pair_by_host_and_interface(hosts: Hosts) -> None:
     """One of the four pairs between hosts is slow; the faster pairs within hosts do not affect the result."""
     script = str(ROOT / "tests" / "tools" / "doctor_program.py")

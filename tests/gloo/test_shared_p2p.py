@@ -295,7 +295,6 @@ def test_tcp_on_all_ranks() -> None:
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.in_turn
 def test_memory_does_not_grow_with_the_messages_and_needs_no_descriptor() -> None:
     for descriptors, before, after in run_ranks(2, jobs.memory_in_use):
         assert descriptors == []
@@ -303,7 +302,6 @@ def test_memory_does_not_grow_with_the_messages_and_needs_no_descriptor() -> Non
         assert 2 * RING <= before <= 2 * RING + 16384
 
 
-@pytest.mark.in_turn
 def test_destroyed_groups_release_their_memory() -> None:
     assert run_ranks(2, jobs.groups_come_and_go, 5) == [0, 0]
 

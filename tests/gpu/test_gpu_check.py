@@ -388,7 +388,6 @@ def test_a_program_fails_without_the_safeguard_that_it_is_about(
 
 
 @pytest.mark.torch
-@pytest.mark.in_turn
 def test_a_transformer_on_two_ranks_ends_where_it_does_on_one() -> None:
     pytest.importorskip("torch")
     results = {n: run_ranks(n, training_jobs.transformer, "torch", "cpu", timeout=120.0) for n in (1, 2)}

@@ -94,7 +94,6 @@ def _passed(printed: str) -> list[str]:
     ]
 
 
-@pytest.mark.in_turn
 def test_what_a_killed_run_has_shown_is_in_its_json(tmp_path: Path) -> None:
     code, printed, data, left = _ended(tmp_path, signal.SIGKILL)
     assert code == -signal.SIGKILL
@@ -107,7 +106,6 @@ def test_what_a_killed_run_has_shown_is_in_its_json(tmp_path: Path) -> None:
     assert not left
 
 
-@pytest.mark.in_turn
 def test_a_run_that_is_terminated_sums_up(tmp_path: Path) -> None:
     code, printed, data, left = _ended(tmp_path, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
@@ -134,7 +132,6 @@ def _order(stage: str, **more: Any) -> dict[str, Any]:
     return {"stage": stage, "seconds": 60.0, "kits": ["simulated"], "sharing": "auto"} | more
 
 
-@pytest.mark.in_turn
 def test_after_a_stage_that_is_cut_off_comes_the_next(runner: Runner) -> None:
     lines: list[dict[str, Any]] = []
 
@@ -158,7 +155,6 @@ def test_a_stage_that_crashes_tells_why() -> None:
     made.close()
 
 
-@pytest.mark.in_turn
 def test_the_probe_is_part_of_the_first_stage() -> None:
     made = Runner([])
     figures: dict[str, Any] = {}
@@ -173,7 +169,6 @@ def test_the_probe_is_part_of_the_first_stage() -> None:
     assert figures["reason"]["value"]
 
 
-@pytest.mark.in_turn
 def test_a_library_that_does_not_answer_is_done_without() -> None:
     found = probe(3.0, "tests.gpu.gpu_hanging_jobs")
     assert found.kits == ("cupy",)
@@ -192,7 +187,6 @@ class Pretended(GPU):
         return Simulation().job(size, backend)
 
 
-@pytest.mark.in_turn
 def test_on_a_gpu_later_stages_have_the_libraries_and_the_sharing_that_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -233,7 +227,6 @@ def _outcomes(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(line["outcome"], re.sub(r"rank \d", "rank N", headline(line["detail"]))) for line in checks]
 
 
-@pytest.mark.in_turn
 def test_a_program_that_hangs_costs_itself_alone() -> None:
     def tell(reporter: Reporter) -> None:
         ranks = Ranks(Apart(patience=3.0), 2, ["simulated"], [(rank_jobs.warm_up, "simulated")])
@@ -259,7 +252,6 @@ def test_a_program_that_hangs_costs_itself_alone() -> None:
     assert len({*pids}) == 3  # ranks that hung and ranks that died were replaced
 
 
-@pytest.mark.in_turn
 def test_ranks_that_cannot_start_are_not_started_again() -> None:
     def tell(reporter: Reporter) -> None:
         ranks = Ranks(Apart(patience=1.0), 1, ["simulated"], [(jobs.hangs, None)])
@@ -273,7 +265,6 @@ def test_ranks_that_cannot_start_are_not_started_again() -> None:
     ]
 
 
-@pytest.mark.in_turn
 def test_a_line_of_costs_that_hangs_costs_itself_alone() -> None:
     told: list[Any] = []
 
@@ -293,7 +284,6 @@ def test_a_line_of_costs_that_hangs_costs_itself_alone() -> None:
     assert told == [(what, {what: {"p50_us": 0.5}}) for what in ("good", "better")]
 
 
-@pytest.mark.in_turn
 def test_a_check_without_array_libraries_that_hangs_costs_itself_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

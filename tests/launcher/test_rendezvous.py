@@ -360,7 +360,6 @@ def test_mpirun_on_one_host_needs_no_address(pool: ProcessPoolExecutor) -> None:
     assert any("all ranks are on one host, port from PMIX_NAMESPACE" in note for note in results[2]["notes"])
 
 
-@pytest.mark.in_turn
 def test_another_jobs_store_on_the_derived_port_is_skipped(pool: ProcessPoolExecutor) -> None:
     job = f"prterun-test-{os.getpid()}@2"
     # Another job's store, with its own rendezvous, and a program that never replies.
@@ -740,7 +739,6 @@ def assert_two_ranks(output: str, address: str = r"127\.0\.0\.1") -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.in_turn
 def test_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -227,7 +227,6 @@ def test_the_error_has_a_port_in_use(folder: LaunchFolder) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.in_turn
 def test_twenty_concurrent_launches_do_not_conflict(folder: LaunchFolder) -> None:
     script = folder.script(
         """
@@ -419,7 +418,6 @@ def test_prompts_show_on_a_terminal(folder: LaunchFolder) -> None:
         os.close(terminal)
 
 
-@pytest.mark.in_turn
 def test_log_files(folder: LaunchFolder) -> None:
     script = folder.script(
         """
@@ -457,7 +455,6 @@ def test_log_files(folder: LaunchFolder) -> None:
     assert str(attempt / "1" / "error.json").removeprefix(str(folder.path) + "/") in done.stderr
 
 
-@pytest.mark.in_turn
 def test_a_stopped_reader_does_not_stop_the_launcher(folder: LaunchFolder) -> None:
     script = folder.script(
         """
@@ -681,7 +678,6 @@ def test_the_first_failures_traceback_comes_last_before_the_summary(folder: Laun
     assert done.stderr.endswith("=\n")
 
 
-@pytest.mark.in_turn
 def test_a_failed_worker_that_does_not_end_is_a_failure(folder: LaunchFolder) -> None:
     script = folder.script(
         """
@@ -733,7 +729,6 @@ def test_argument_errors_are_one_line_and_status_2(
     assert expected in done.stderr
 
 
-@pytest.mark.in_turn
 def test_errors_in_pet_variables_and_python_exec(folder: LaunchFolder) -> None:
     script = folder.script("print('not reached')")
     for name, value in {"PET_NPROC_PER_NODE": "x", "PET_MODULE": "yes", "PYTHON_EXEC": "/no/python"}.items():
@@ -777,7 +772,6 @@ def test_nothing_survives_a_failure(folder: LaunchFolder) -> None:
     assert all_gone(folder.pids(6))
 
 
-@pytest.mark.in_turn
 def test_nothing_survives_success(folder: LaunchFolder) -> None:
     text = STUBBORN.replace("MASKED", "False").replace("time.sleep(600)", "")
     done = folder.launch("--nproc-per-node=2", folder.script(text))
@@ -795,7 +789,6 @@ def test_a_signal_to_the_launcher_ends_the_job(folder: LaunchFolder, name: str) 
     assert all_gone(pids)
 
 
-@pytest.mark.in_turn
 def test_workers_that_ignore_signals_are_killed(folder: LaunchFolder) -> None:
     script = folder.script(STUBBORN.replace("MASKED", "True"))
     launcher = folder.start("--nproc-per-node=2", "--grace=0.1", "--shutdown-timeout=0.2", script)
@@ -806,7 +799,6 @@ def test_workers_that_ignore_signals_are_killed(folder: LaunchFolder) -> None:
     assert all_gone(pids)
 
 
-@pytest.mark.in_turn
 def test_a_second_interrupt_kills_at_once(folder: LaunchFolder) -> None:
     script = folder.script(STUBBORN.replace("MASKED", "True"))
     launcher = folder.start("--nproc-per-node=2", "--grace=600", script)
@@ -1004,7 +996,6 @@ def test_launch_script_from_elsewhere(folder: LaunchFolder) -> None:
     assert sorted(done.stdout.splitlines()) == [f"[default{r}]:{expected}" for r in (0, 1)]
 
 
-@pytest.mark.in_turn
 def test_sixty_four_workers(folder: LaunchFolder) -> None:
     done = folder.launch("--nproc-per-node=64", folder.script("import os; print(os.environ['RANK'])"))
     assert done.returncode == 0
@@ -1012,7 +1003,6 @@ def test_sixty_four_workers(folder: LaunchFolder) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.in_turn
 def test_a_torch_program_runs(folder: LaunchFolder) -> None:
     pytest.importorskip("torch.distributed")
     script = folder.script(

@@ -103,7 +103,6 @@ def test_a_group_is_split_when_nothing_is_in_flight() -> None:
         assert job.results() == [[]] * 2
 
 
-@pytest.mark.in_turn
 def test_a_thread_leaves_nccl_before_the_communicator_is_aborted() -> None:
     with joined(2, SimulatedJob) as job:
         job.call(jobs.a_thread_in_nccl, True)
@@ -111,7 +110,6 @@ def test_a_thread_leaves_nccl_before_the_communicator_is_aborted() -> None:
             assert log == ["in", "revoke", "out", "OperationTimeoutError", "abort"]
 
 
-@pytest.mark.in_turn
 def test_an_old_nccl_is_aborted_while_a_thread_is_in_it() -> None:
     with joined(2, SimulatedJob, version=22705) as job:
         job.call(jobs.a_thread_in_nccl, False)

@@ -12,15 +12,25 @@ FOLDER_VARIABLE = "UNICOLL_TEST_FAILED"
 """The folder of the files; without it none is written."""
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Append a failed phase of a test to the test's file; the first line has the name of the test."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Write files if a folder is given; with pytest-xdist, the process to which the others report."""
     folder = os.environ.get(FOLDER_VARIABLE)
-    if not folder or not report.failed:
-        return
-    path = Path(folder, blake2b(report.nodeid.encode(), digest_size=8).hexdigest() + ".txt")
-    with path.open("a") as file:
-        if not file.tell():
-            file.write(f"{report.nodeid}\n")
-        file.write(f"\n=== {report.when}\n{report.longreprtext}\n")
-        for title, text in report.sections:
-            file.write(f"\n--- {title}\n{text}\n")
+    if folder and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Recorder(Path(folder)))
+
+
+class _Recorder:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Append a failed phase of a test to the test's file; the first line has the name of the test."""
+        if not report.failed:
+            return
+        path = self._folder / (blake2b(report.nodeid.encode(), digest_size=8).hexdigest() + ".txt")
+        with path.open("a") as file:
+            if not file.tell():
+                file.write(f"{report.nodeid}\n")
+            file.write(f"\n=== {report.when}\n{report.longreprtext}\n")
+            for title, text in report.sections:
+                file.write(f"\n--- {title}\n{text}\n")

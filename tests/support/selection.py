@@ -1,42 +1,56 @@
-"""The tests of a run of this repository: of each table a part, by the run's seed (:mod:`unicoll.testing.sampling`).
+"""The tests of a run of this repository: of large tables a part (:mod:`unicoll.testing.sampling`).
 
-Of the remaining cases of each test with parameters, a run executes a random quarter with ``UNICOLL_TEST_QUARTER=1`` or
-``UNICOLL_TEST_SHORT=1``, which also omits tests marked ``slow``, and a half with ``UNICOLL_TEST_HALF=1``. Tests marked
-``in_turn``, which take seconds and have no parameters, form one table over all modules.
+The short run (``UNICOLL_TEST_SHORT=1``) omits tests marked ``slow``. Of the cases of every other test with parameters
+it executes the same ones each time: enough that every two values of two parameters occur together, and with the mark
+``every(n)`` every nth of those.
 """
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
-from unicoll.testing.sampling import drawn, is_on
+from unicoll.testing.sampling import drawn, is_short
 
-__all__ = ["is_drawn", "of_this_run", "part"]
+__all__ = ["is_drawn", "of_this_run", "short_run"]
 
 
-def of_this_run(items: list[Any], seed: int) -> list[Any]:
+def of_this_run(items: list[Any]) -> list[Any]:
     """The collected tests that this run executes, by its environment."""
-    if is_on("UNICOLL_TEST_SHORT"):
-        return part(items, seed, 4, slow=False)
-    share = 4 if is_on("UNICOLL_TEST_QUARTER") else 2 if is_on("UNICOLL_TEST_HALF") else 1
-    return part(items, seed, share) if share > 1 else items
+    return short_run(items) if is_short() else items
 
 
-def part(items: Sequence[Any], seed: int, share: int, slow: bool = True) -> list[Any]:
-    """One of ``share`` of the collected tests of each table, in their order; without ``slow`` ones if it is False."""
+def short_run(items: Sequence[Any]) -> list[Any]:
+    """The tests of the short run, in their order."""
     tables: defaultdict[str, list[Any]] = defaultdict(list)
     for item in items:
-        if slow or item.get_closest_marker("slow") is None:
-            in_turn = item.get_closest_marker("in_turn") is not None
-            tables["in turn" if in_turn else item.nodeid.partition("[")[0]].append(item)
+        if item.get_closest_marker("slow") is None:
+            tables[item.nodeid.partition("[")[0]].append(item)
     kept: set[str] = set()
-    for name, table in tables.items():
-        count = -(-len(table) // share)
-        kept.update(item.nodeid for item in random.Random(f"{seed} {name}").sample(table, count))
+    for table in tables.values():
+        mark = table[0].get_closest_marker("every")
+        kept.update(item.nodeid for item in _pairwise(table)[:: mark.args[0] if mark else 1])
     return [item for item in items if item.nodeid in kept]
+
+
+def _pairwise(table: list[Any]) -> list[Any]:
+    """Cases of a test in which every two values of two parameters occur that occur together in a case."""
+    pairs = {item.nodeid: _pairs(item) for item in table}
+    missing = set().union(*pairs.values())
+    kept = []
+    while missing:
+        best = max(table, key=lambda item: len(pairs[item.nodeid] & missing))
+        missing -= pairs[best.nodeid]
+        kept.append(best)
+    return kept
+
+
+def _pairs(item: Any) -> set[Any]:
+    callspec = getattr(item, "callspec", None)
+    values = [*callspec.indices.items()] if callspec else [("", 0)]
+    return {*combinations(values, min(2, len(values)))}
 
 
 def is_drawn(item: Any, seed: int) -> bool:

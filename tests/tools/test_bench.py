@@ -760,7 +760,6 @@ def test_point_to_point_under_our_launcher() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.in_turn
 def test_comparison_with_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     out = tmp_path / "out.json"

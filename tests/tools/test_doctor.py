@@ -128,7 +128,6 @@ def test_a_module_that_raises_at_import_is_reported(modules: Path) -> None:
     assert re.search(r"^error +torch: RuntimeError: planted in two lines$", done.stdout, re.M)
 
 
-@pytest.mark.in_turn
 def test_a_module_that_hangs_is_killed(modules: Path) -> None:
     (modules / "cupy.py").write_text(
         "import os, pathlib, subprocess, time\n"
@@ -521,7 +520,6 @@ def test_healthy_ranks_and_one_with_another_variable(modules: Path) -> None:
     assert "\nslow" not in out
 
 
-@pytest.mark.in_turn
 def test_only_the_slow_and_the_corrupting_pair_are_reported(modules: Path) -> None:
     done = ranks(modules, "slow:1-2,corrupt:0-3", "--json")
     report: dict[str, Any] = json.loads(done.stdout)
@@ -542,7 +540,6 @@ def test_only_the_slow_and_the_corrupting_pair_are_reported(modules: Path) -> No
     assert report["differences"] == {}
 
 
-@pytest.mark.in_turn
 def test_a_pair_that_loses_a_message_is_reported(modules: Path) -> None:
     done = ranks(modules, "lost:1-2", "--deadline", "8")
     assert done.returncode == 2, done
@@ -553,7 +550,6 @@ def test_a_pair_that_loses_a_message_is_reported(modules: Path) -> None:
     assert done.stdout.count("\nbroken") == 1
 
 
-@pytest.mark.in_turn
 def test_ranks_with_torchruns_variables(modules: Path) -> None:
     """With torchrun's variables: the store at MASTER_PORT belongs to torchrun's agent."""
     shared = {
@@ -587,7 +583,6 @@ def test_ranks_with_torchruns_variables(modules: Path) -> None:
     assert [process.returncode for process in started] == [report["exit_status"], 0]
 
 
-@pytest.mark.in_turn
 def test_a_rank_that_dies_is_named(modules: Path) -> None:
     done = ranks(modules, "dies:1", size=3)
     assert done.returncode != 0
@@ -595,7 +590,6 @@ def test_a_rank_that_dies_is_named(modules: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.in_turn
 def test_an_absent_rank_is_named(modules: Path) -> None:
     done = ranks(modules, "absent:1", "--deadline", "2", size=2)
     assert done.returncode != 0

@@ -88,7 +88,6 @@ def test_works_in_a_graph_are_released_after_the_capture(two: Run, mode: str) ->
         assert found["works"] <= 16
 
 
-@pytest.mark.in_turn
 def test_groups_are_split_from_a_bound_one() -> None:
     with ranks(3, bound=True) as run:
         found = run(jobs.subgroups)

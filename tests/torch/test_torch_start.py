@@ -53,7 +53,6 @@ def test_launchers(launcher: list[str], backend: str) -> None:
     assert ("torch's tcp://" in store) == (launcher is TORCHRUN)
 
 
-@pytest.mark.in_turn
 def test_detailed_debugging() -> None:
     lines, _ = launched(
         OURS, "unicoll", "detail", "mismatch", code=None, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
@@ -64,7 +63,6 @@ def test_detailed_debugging() -> None:
     assert all("all_reduce(float32[" in line for line in places)
 
 
-@pytest.mark.in_turn
 def test_a_program_without_destroy_process_group() -> None:
     lines, errors = launched(OURS, "unicoll-gloo")
     assert lines == []
@@ -79,7 +77,6 @@ def test_a_dead_rank_is_named() -> None:
     assert "killed by SIGKILL" in lines[0]  # known from unicoll's launcher
 
 
-@pytest.mark.in_turn
 def test_a_missing_rank_is_named() -> None:
     lines, _ = launched(OURS, "unicoll-gloo", "late")
     assert lines[0].startswith(
@@ -90,20 +87,17 @@ def test_a_missing_rank_is_named() -> None:
 
 
 @pytest.mark.skipif(hasattr(c10d, "_abort_backend"), reason="this torch aborts groups of NCCL alone")
-@pytest.mark.in_turn
 def test_abort() -> None:
     lines, _ = launched(OURS, "unicoll-gloo", "abort")
     assert lines == [*LEFT, "rank 1: GroupAbortedError"]
 
 
-@pytest.mark.in_turn
 def test_an_exception_is_reported_to_the_other_ranks() -> None:
     _, errors = launched(TORCHRUN, "unicoll-gloo", "raise", "mismatch", code=1)
     assert "ValueError: an error of the program" in errors
     assert "terminate called" not in errors
 
 
-@pytest.mark.in_turn
 def test_an_unavailable_backend_gives_the_reason() -> None:
     _, errors = launched(OURS, "unicoll-nccl", code=1)
     assert "BackendUnavailableError: backend 'nccl'" in errors
@@ -116,7 +110,6 @@ def test_importing_unicoll_imports_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
-@pytest.mark.in_turn
 def test_env_init_of_other_backends_is_unchanged() -> None:
     source = (
         "import torch.distributed as dist, unicoll.torch_plugin\n"
@@ -136,13 +129,11 @@ needs_27 = pytest.mark.skipif(torch.__version__ < "2.7", reason="this torch has 
 @pytest.mark.sampled("example", "launcher", 1)
 @pytest.mark.parametrize("example", ["torch_ddp.py", pytest.param("torch_fsdp2.py", marks=needs_27)])
 @pytest.mark.parametrize("launcher", [OURS, TORCHRUN], ids=["unicoll.run", "torchrun"])
-@pytest.mark.in_turn
 def test_examples(launcher: list[str], example: str) -> None:
     lines, errors = launched(launcher, program=ROOT / "examples" / example)
     assert any(line.startswith(LAST_LINES[example]) for line in lines), errors
 
 
-@pytest.mark.in_turn
 def test_the_error_without_a_launcher_names_the_remedy() -> None:
     env = environment({"PYTHONPATH": str(ROOT)})
     done = subprocess.run(

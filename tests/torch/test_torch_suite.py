@@ -37,6 +37,5 @@ def test_recorded_results_are_at_least_those_of_gloo() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.in_turn
 def test_a_sample_passes(size: int, seed: int) -> None:
     run_sample("unicoll-gloo", size, random.Random(seed + size), 12, ALWAYS)

@@ -258,7 +258,6 @@ sys.stdin.read()
 
 
 @pytest.mark.torch
-@pytest.mark.in_turn
 def test_torchs_store_is_recognised():
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,10 @@ from unicoll.testing import sampling
 @pytest.mark.parametrize(
     ("rows", "columns", "count"), [(12, 5, 2), (11, 3, 1), (1, 2, 1), (7, 4, 4), (5, 3, 9)]
 )
-def test_every_row_has_its_columns_and_classes_together_have_all(rows: int, columns: int, count: int) -> None:
+def test_every_row_has_its_columns_and_classes_together_have_all(
+    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, count: int
+) -> None:
+    monkeypatch.delenv(sampling.SHORT_VARIABLE, raising=False)
     turns = -(-columns // count)
     for seed in range(20):
         table = [
@@ -29,10 +33,17 @@ def test_every_row_has_its_columns_and_classes_together_have_all(rows: int, colu
             assert set().union(*(each[row] for each in table)) == set(range(columns))
 
 
-def test_runs_differ_by_their_seed_alone() -> None:
+def test_runs_differ_by_their_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(sampling.SHORT_VARIABLE, raising=False)
     draws = {tuple(sorted(sampling.drawn("test", 0, 5, 2, 0, seed))) for seed in range(100)}
     assert len(draws) > 5
     assert sampling.drawn("test", 3, 5, 2, 1, 7) == sampling.drawn("test", 3, 5, 2, 1, 7)
+
+
+def test_a_short_run_selects_the_same_cases_with_every_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(sampling.FULL_VARIABLE, raising=False)
+    monkeypatch.setenv(sampling.SHORT_VARIABLE, "1")
+    assert len({tuple(sorted(sampling.drawn("test", 0, 5, 2, 0, seed))) for seed in range(100)}) == 1
 
 
 def test_everything_is_done_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,48 +58,45 @@ def test_everything_is_done_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatc
 
 @dataclass
 class Item:
-    """What a short run looks at in a test."""
+    """What a short run looks at in a test: its name, its parameters by number, and its marks."""
 
     nodeid: str
-    marks: tuple[str, ...] = ()
+    indices: dict[str, int] = field(default_factory=dict)
+    marks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def callspec(self) -> SimpleNamespace:
+        return SimpleNamespace(indices=self.indices)
 
     def get_closest_marker(self, name: str) -> object:
-        return object() if name in self.marks else None
+        return SimpleNamespace(args=self.marks[name]) if name in self.marks else None
 
 
-def test_a_short_run_does_a_quarter_of_each_table_and_nothing_slow() -> None:
-    items = [Item(f"test_x.py::test_table[{i}]") for i in range(10)]
-    items += [
-        Item("test_x.py::test_alone"),
-        Item("test_x.py::test_long", ("slow",)),
-        Item("test_y.py::test_one[a]"),
+def table(name: str, *counts: int, **marks: tuple[int, ...]) -> list[Item]:
+    """All cases of a test with so many values of each parameter."""
+    return [
+        Item(f"{name}[{cell}]", dict(zip("abcd", cell, strict=False)), marks)
+        for cell in itertools.product(*map(range, counts))
     ]
-    runs = [[item.nodeid for item in selection.part(items, seed, 4, slow=False)] for seed in range(100)]
-    for names in runs:
-        assert names == [item.nodeid for item in items if item.nodeid in names]
-        assert sum("test_table" in name for name in names) == 3
-        assert names[3:] == ["test_x.py::test_alone", "test_y.py::test_one[a]"]
-    assert {name for names in runs for name in names} == {item.nodeid for item in items if not item.marks}
 
 
-def test_a_run_of_all_does_half_of_each_table_and_what_is_slow() -> None:
-    items = [Item(f"test_x.py::test_table[{i}]") for i in range(9)] + [
-        Item("test_x.py::test_long", ("slow",))
-    ]
-    runs = [{item.nodeid for item in selection.part(items, seed, 2)} for seed in range(100)]
-    assert all(len(names) == 6 and "test_x.py::test_long" in names for names in runs)
-    assert set.union(*runs) == {item.nodeid for item in items}
+def test_a_short_run_has_every_two_values_together_and_nothing_slow() -> None:
+    alone = Item("test_x.py::test_alone")
+    two, four = table("test_x.py::test_two", 3, 4), table("test_x.py::test_four", 4, 4, 4, 4)
+    kept = selection.short_run([*two, alone, Item("test_x.py::test_long", marks={"slow": ()}), *four])
+    assert kept[:13] == [*two, alone]
+    pairs = {pair for item in kept[13:] for pair in itertools.combinations(item.indices.items(), 2)}
+    assert len(pairs) == 6 * 16
+    assert 16 <= len(kept[13:]) <= 32
+    assert kept == [item for item in [*two, alone, *four] if item in kept]
 
 
-def test_a_short_run_does_a_quarter_of_the_tests_that_take_turns() -> None:
-    items = [Item(f"test_{module}.py::test_{i}", ("in_turn",)) for module in "xy" for i in range(4)]
-    items += [Item("test_x.py::test_always"), Item("test_y.py::test_never", ("in_turn", "slow"))]
-    runs = [{item.nodeid for item in selection.part(items, seed, 4, slow=False)} for seed in range(100)]
-    assert all(len(names) == 3 and "test_x.py::test_always" in names for names in runs)
-    assert set.union(*runs) == {item.nodeid for item in items if "slow" not in item.marks}
+def test_a_short_run_has_every_nth_case_with_the_mark() -> None:
+    cases = table("test_x.py::test_many", 10, every=(4,))
+    assert selection.short_run(cases) == cases[::4]
 
 
-def test_a_run_has_a_column_of_each_row_whose_columns_are_its_own() -> None:
+def test_a_run_has_a_column_of_each_row_whose_columns_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [("a", "x"), ("a", "y"), ("a", "z"), ("b", "y"), ("c", "x"), ("c", "z")]
     marks = {"sampled": ("row", "column", 1), "parametrize": (("row", "column"), cells)}
 
@@ -102,6 +110,7 @@ def test_a_run_has_a_column_of_each_row_whose_columns_are_its_own() -> None:
             originalname="test",
         )
 
+    monkeypatch.delenv(sampling.SHORT_VARIABLE, raising=False)
     runs = [[cell for cell in cells if selection.is_drawn(item(*cell), seed)] for seed in range(100)]
     assert all([row for row, _ in cells] == ["a", "b", "c"] for cells in runs)
     assert {cell for run in runs for cell in run} == set(cells)
