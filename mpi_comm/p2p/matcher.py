@@ -45,6 +45,7 @@ class RequestMatcher:
     """Sends, posted receives and unexpected messages of one group.
 
     Attributes:
+        posted: receives without a matching message, in order.
         sent: for each member a counter of the messages to it, which every send advances.
     """
 
@@ -54,7 +55,7 @@ class RequestMatcher:
         self._mpi = group.mpi
         self._byte = group.mpi.MPI.BYTE
         self._lock = threading.RLock()
-        self._posted: list[PendingRequest] = []  # receives without a matching message
+        self.posted: list[PendingRequest] = []
         self._sending: list[PendingRequest] = []
         # sends that have ended with an error; MPI still uses their arrays
         self._given_up: list[PendingRequest] = []
@@ -91,7 +92,7 @@ class RequestMatcher:
             if self._header_receive is None:
                 self._start_header_receive()
             if not self._match_unexpected(request):
-                self._posted.append(request)
+                self.posted.append(request)
 
     def _send(self, request: PendingRequest) -> None:
         comm, byte, call = self._group.comm, self._mpi.MPI.BYTE, request.call
@@ -239,9 +240,9 @@ class RequestMatcher:
 
     def _pop_posted(self, peer: int, tag: int) -> PendingRequest | None:
         """Remove and return the first posted receive of this peer and tag."""
-        for request in self._posted:
+        for request in self.posted:
             if request.call.tag == tag and request.call.peer in (peer, -1):
-                self._posted.remove(request)
+                self.posted.remove(request)
                 request.call.source = peer
                 return request
         return None
@@ -266,12 +267,12 @@ class RequestMatcher:
         """All sends and receives that are not complete."""
         with self._lock:
             incoming = [m.receiver for m in self._incoming if m.receiver is not None]
-            return [*self._posted, *self._sending, *incoming]
+            return [*self.posted, *self._sending, *incoming]
 
     def needs_peer(self, call: Call) -> bool:
         """True for a receive whose message has not come."""
         with self._lock:
-            return any(request.call is call for request in self._posted)
+            return any(request.call is call for request in self.posted)
 
     def message_state(self, peer: int) -> MessageState:
         """The numbers of messages to and from a member."""
@@ -282,7 +283,7 @@ class RequestMatcher:
 
     def pending(self) -> bool:
         """True if any operation or payload is pending."""
-        return bool(self._posted or self._sending or self._incoming or self._announced)
+        return bool(self.posted or self._sending or self._incoming or self._announced)
 
     def sending(self) -> bool:
         """True if sends are pending."""
@@ -300,8 +301,8 @@ class RequestMatcher:
     def withdraw(self, request: PendingRequest) -> None:
         """Give up a request: a posted receive no longer matches; the array of a send is kept until MPI has sent it."""
         with self._lock:
-            if request in self._posted:
-                self._posted.remove(request)
+            if request in self.posted:
+                self.posted.remove(request)
             if request in self._sending:
                 self._sending.remove(request)
                 self._given_up.append(request)
@@ -312,7 +313,7 @@ class RequestMatcher:
         """Abandon all requests and return them."""
         with self._lock:
             requests = self.pending_requests()
-            self._posted.clear()
+            self.posted.clear()
             for request in (*self._sending, *self._given_up):
                 self._mpi.abandoned.append((request.mpi_requests, request.view))
             for message in self._incoming:
