@@ -281,23 +281,23 @@ def attend(folder: str, variable: str, size: int, arguments: tuple[str | None, b
     rank = int(os.environ[variable])
     with open(f"{folder}/stderr-{rank}", "wb") as stderr:
         os.dup2(stderr.fileno(), 2)
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(f"{folder}/hello")
-    sock.sendall(_HELLO.pack(rank, os.getpid()))
     worker.BACKEND, warm_up = arguments
     if warm_up:
         _warm_up()
+    # only now: a rank that joins again before all have left keeps the thread of rank 0's store alive
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(f"{folder}/hello")
+    sock.sendall(_HELLO.pack(rank, os.getpid()))
     worker.work(sock.detach(), rank, size, "env")
 
 
 def _warm_up() -> None:
-    """Join and leave, and wait until all threads have ended."""
+    """Join and leave, and wait until all threads have ended but the one that makes all MPI calls, which stays."""
     import unicoll as dist
+    from tests.support.order import await_true
 
     worker._init = "env"
-    before = threading.active_count()
+    before = {*threading.enumerate()}
     worker.enter()
     dist.destroy_process_group()
-    deadline = time.monotonic() + GRACE_S
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
+    await_true(lambda: {t.name for t in {*threading.enumerate()} - before} <= {"unicoll-mpi"})
