@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.mpi.mpi_library import (
-    GRACE_S,
     Tree,
     command,
     descendants,
@@ -45,7 +44,7 @@ from unicoll.testing.ranks import ROOT, ProcessJob, RanksFailed
 
 __all__ = ["Ended", "MpiJob", "Program", "library", "mpirun", "started", "unavailable_reason"]
 
-_START_S = 60.0
+_START_S = _EXIT_S = 60.0
 _HELLO = struct.Struct("=ii")
 UNKNOWN = -1001
 """The exit code of a rank that has ended: only mpirun has the real one."""
@@ -61,7 +60,6 @@ class Ended:
     returncode: int
     stdout: str
     stderr: str
-    seconds: float
 
 
 class Program(Tree):
@@ -82,14 +80,18 @@ class Program(Tree):
 
     def wait(self, timeout: float = 120.0) -> int:
         """Exit code of mpirun; RanksFailed if it does not end in time."""
+        self.wait_until(lambda: self.process.poll() is not None, "mpirun did not end", timeout)
+        return self.process.returncode
+
+    def wait_until(self, condition: Callable[[], object], failure: str, timeout: float = 60.0) -> None:
+        """Wait for a condition, and record the processes; RanksFailed with a text if it is not true in time."""
         deadline = time.monotonic() + timeout
-        while self.process.poll() is None:
+        while not condition():
             if time.monotonic() > deadline:
                 output = f"{self.output()}\n{self.output('stderr')}"
-                raise RanksFailed(f"mpirun did not end in {timeout:g} s\n{output}")
+                raise RanksFailed(f"{failure} in {timeout:g} s\n{output}")
             self.record()
             time.sleep(0.02)
-        return self.process.returncode
 
 
 @contextmanager
@@ -124,10 +126,9 @@ def mpirun(
     timeout: float = 120.0,
 ) -> Ended:
     """As :func:`started`, to the program's end."""
-    start = time.monotonic()
     with started(size, *program, env=env, options=options) as running:
         code = running.wait(timeout)
-        return Ended(code, running.output(), running.output("stderr"), time.monotonic() - start)
+        return Ended(code, running.output(), running.output("stderr"))
 
 
 # --- jobs -----------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ class MpiJob(ProcessJob):
                 except TimeoutError:
                     continue
                 with sock:
-                    sock.settimeout(GRACE_S)
+                    sock.settimeout(_START_S)
                     rank, pid = _HELLO.unpack(sock.recv(_HELLO.size, socket.MSG_WAITALL))
                     sock.settimeout(None)
                     pipes[rank] = Connection(sock.detach())
@@ -236,7 +237,7 @@ class MpiJob(ProcessJob):
         return super().signal(rank, number)
 
     def _reap(self, rank: int) -> int:
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + _EXIT_S
         while lives(self._ranks[rank]):
             if time.monotonic() > deadline:
                 return -1000

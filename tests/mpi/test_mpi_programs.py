@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from unicoll.testing.ranks import ROOT, environment, free_port
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
 
-SOON_S = 30.0
 EXAMPLE = str(ROOT / "examples" / "train_digits.py")
 
 
@@ -443,14 +441,13 @@ def compute_something():
 if dist.get_rank() == 1:
     compute_something()
 dist.all_reduce(np.ones(3))
-time.sleep(100)
+time.sleep(1000)
 """
 
 
 def check_the_end(ended: Ended) -> None:
-    """It exited soon, with an error, and the first traceback is complete."""
+    """It exited with an error, and the first traceback is complete."""
     assert ended.returncode != 0
-    assert ended.seconds < SOON_S, ended
     for part in ("Traceback (most recent call last):", "in compute_something", "ValueError: the reason why"):
         assert part in ended.stderr, ended.stderr
 
@@ -481,13 +478,12 @@ def test_a_missing_rank_ends_the_wait_of_the_others(script: Path) -> None:
         import os, sys, time
         import unicoll as dist
         if os.environ[sys.argv[1]] == "1":
-            time.sleep(100)
+            time.sleep(1000)
         dist.init_process_group(timeout=2)
     """
     script.write_text(textwrap.dedent(source))
     ended = mpirun(3, str(script), library().rank)
     assert ended.returncode != 0
-    assert ended.seconds < SOON_S
     assert "MPI_Init_thread: not all processes have called it, after 2 s" in ended.stderr
 
 
@@ -511,18 +507,16 @@ def test_survivors_of_the_default_backend_do_not_wait_for_dead_ranks_at_exit(
     """
     script.write_text(textwrap.dedent(source))
     with started(3, str(script), str(tmp_path), options=library().recover) as running:
-        deadline = time.monotonic() + SOON_S
         files = [tmp_path / f"{rank}.pid" for rank in range(3)]
-        while not all(f.exists() and f.read_text().endswith(" ") for f in files):
-            assert time.monotonic() < deadline, running.output("stderr")
-            time.sleep(0.02)
+        running.wait_until(
+            lambda: all(f.exists() and f.read_text().endswith(" ") for f in files),
+            "not all ranks have joined",
+        )
         pids = [int(f.read_text()) for f in files]
         running.record()
         running.stop_proxy()
         os.kill(pids[1], signal.SIGKILL)
-        while any(map(lives, pids)):
-            assert time.monotonic() < deadline, running.output("stderr")
-            time.sleep(0.02)
+        running.wait_until(lambda: not any(map(lives, pids)), "the ranks did not end")
         for rank in (0, 2):
             assert "rank 1 " in (tmp_path / str(rank)).read_text()
 
@@ -549,7 +543,7 @@ def test_a_program_may_end_without_destroying(script: Path) -> None:
         dist.all_reduce(np.ones(3))
         dist.barrier()
     """
-    assert run(script, source, 3).seconds < SOON_S
+    run(script, source, 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -566,16 +560,12 @@ def test_a_signal_to_mpirun_ends_the_job(number: int, script: Path) -> None:
         """)
     )
     with started(3, str(script)) as running:
-        deadline = time.monotonic() + SOON_S
-        while len(pids := running.output().split()) < 3 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert len(pids) == 3
+        running.wait_until(lambda: running.output().count("\n") == 3, "not all ranks have joined")
+        pids = [int(pid) for pid in running.output().split()]
         running.record()
         running.process.send_signal(number)
-        assert running.wait(SOON_S) != 0
-        while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        assert running.wait() != 0
+        running.wait_until(lambda: not any(map(lives, pids)), "the ranks did not end")
 
 
 # --- the example of the quickstart --------------------------------------------------------------------------------
