@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 
 import unicoll as dist
-from unicoll.testing.ranks import ROOT, environment, free_port
+from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 HELLO = ROOT / "examples" / "hello.py"
 COOKBOOK = ROOT / "docs" / "cookbook.md"
@@ -209,8 +209,8 @@ RUN = [block for page in PAGES for block in blocks(page) if is_run(block)]
 FILES = [block for page in PAGES for block in blocks(page) if block.value("file")]
 
 
-def command(block: Block, folder: Path) -> list[str]:
-    code = block.code.replace("29500", str(free_port()))
+def command(block: Block, folder: Path, port: int) -> list[str]:
+    code = block.code.replace("29500", str(port))
     if block.language == "sh":
         (folder / "commands.sh").write_text(code)
         return ["bash", "-euo", "pipefail", "commands.sh"]
@@ -260,16 +260,17 @@ def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
     for other in FILES:
         if other.page == block.page:
             (tmp_path / other.value("file")).write_text(other.code)
-    ended = subprocess.run(
-        command(block, tmp_path),
-        cwd=tmp_path,
-        env=user_environment(tmp_path),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    with reserved_port() as port:
+        ended = subprocess.run(
+            command(block, tmp_path, port),
+            cwd=tmp_path,
+            env=user_environment(tmp_path),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     assert ended.returncode == block.option("exit", 0), ended.stderr
     if block.output is not None:
         found = differences(block.output, ended.stdout)

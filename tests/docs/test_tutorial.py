@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from unicoll.testing.ranks import ROOT, environment, free_port
+from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -34,15 +34,16 @@ def number_or_text(text: str) -> str | float:
 
 def run(folder: Path, name: str, *, check_exit: bool = True) -> list[list[str | float]]:
     """The sorted output lines of a script's processes, split into texts and numbers."""
-    ended = subprocess.run(
-        [sys.executable, f"{name}.py", str(free_port()), str(DIGITS)],
-        cwd=folder,
-        env=environment({"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}),
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    with reserved_port() as port:
+        ended = subprocess.run(
+            [sys.executable, f"{name}.py", str(port), str(DIGITS)],
+            cwd=folder,
+            env=environment({"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}),
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
     if check_exit:
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert ended.stderr == ""

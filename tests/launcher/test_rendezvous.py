@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from unicoll.errors import (
 from unicoll.group import backend_choice
 from unicoll.net.secret import Key, Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from unicoll.testing.ranks import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = {"UNICOLL_SECRET": "a secret of the tests, long enough"}
@@ -90,20 +92,10 @@ def pool() -> Iterator[ProcessPoolExecutor]:
         yield workers
 
 
-def free_port(family: int = socket.AF_INET, span: int = 1) -> int:
-    """A port that is free now, with the ``span - 1`` after it."""
-    host = "::1" if family == socket.AF_INET6 else "127.0.0.1"
-    while True:
-        with socket.socket(family) as first:
-            first.bind((host, 0))
-            port: int = first.getsockname()[1]
-        try:
-            for offset in range(span):
-                with socket.socket(family) as other:
-                    other.bind((host, port + offset))
-            return port
-        except (OSError, OverflowError):
-            continue
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as number:
+        yield number
 
 
 def gather(futures: list[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -126,11 +118,10 @@ def assert_same_rendezvous(results: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
-def test_tcp(pool: ProcessPoolExecutor, host: str) -> None:
-    family = socket.AF_INET6 if host == "[::1]" else socket.AF_INET
-    if family == socket.AF_INET6 and not Path("/proc/net/if_inet6").exists():
+def test_tcp(pool: ProcessPoolExecutor, host: str, port: int) -> None:
+    if host == "[::1]" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 here")
-    url = f"tcp://{host}:{free_port(family)}"
+    url = f"tcp://{host}:{port}"
     results = gather(
         [pool.submit(take_part, init_method=url, rank=rank, world_size=3) for rank in range(3)],
     )
@@ -143,13 +134,13 @@ def test_tcp(pool: ProcessPoolExecutor, host: str) -> None:
     assert "secret: none was given" in notes
 
 
-def test_tcp_with_members_in_the_query(pool: ProcessPoolExecutor) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}?world_size=2&use_libuv=0&rank="
+def test_tcp_with_members_in_the_query(pool: ProcessPoolExecutor, port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}?world_size=2&use_libuv=0&rank="
     assert_same_rendezvous(gather([pool.submit(take_part, init_method=f"{url}{rank}") for rank in range(2)]))
 
 
-def test_env(pool: ProcessPoolExecutor) -> None:
-    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **SECRET}
+def test_env(pool: ProcessPoolExecutor, port: int) -> None:
+    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **SECRET}
     environs = [common | {"RANK": str(rank)} for rank in range(3)]
     results = gather([pool.submit(take_part, environ=environ) for environ in environs])
     assert_same_rendezvous(results)
@@ -159,21 +150,23 @@ def test_env(pool: ProcessPoolExecutor) -> None:
     assert "rank 1 of 3: from RANK=1, WORLD_SIZE=3 (environment)" in results[1]["notes"]
 
 
-def test_env_without_a_launcher(pool: ProcessPoolExecutor) -> None:
-    environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+def test_env_without_a_launcher(pool: ProcessPoolExecutor, port: int) -> None:
+    environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     results = gather([pool.submit(take_part, environ=environ, rank=rank, world_size=2) for rank in range(2)])
     assert_same_rendezvous(results)
 
 
-def test_a_late_server(pool: ProcessPoolExecutor) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+def test_a_late_server(pool: ProcessPoolExecutor, port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
     late = pool.submit(take_part, init_method=url, rank=0, world_size=2, delay=0.5)
     assert_same_rendezvous(gather([late, pool.submit(take_part, init_method=url, rank=1, world_size=2)]))
 
 
 @pytest.mark.parametrize("secret", [{}, SECRET])
-def test_repeated_rendezvous_at_the_same_address(pool: ProcessPoolExecutor, secret: dict[str, str]) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+def test_repeated_rendezvous_at_the_same_address(
+    pool: ProcessPoolExecutor, secret: dict[str, str], port: int
+) -> None:
+    url = f"tcp://127.0.0.1:{port}"
     results = gather(
         [
             pool.submit(take_part, rounds=8, init_method=url, rank=rank, world_size=3, environ=secret)
@@ -185,8 +178,8 @@ def test_repeated_rendezvous_at_the_same_address(pool: ProcessPoolExecutor, secr
     assert len(set(results[0]["keys"])) == (1 if secret else 8)
 
 
-def test_new_processes_after_an_earlier_rendezvous(pool: ProcessPoolExecutor) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+def test_new_processes_after_an_earlier_rendezvous(pool: ProcessPoolExecutor, port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
     for _ in range(2):  # the workers of the pool get the ranks in any order
         assert_same_rendezvous(
             gather([pool.submit(take_part, init_method=url, rank=rank, world_size=3) for rank in range(3)])
@@ -404,17 +397,32 @@ def torchrun(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
+@contextmanager
+def reserved_ports(number: int) -> Iterator[int]:
+    """The first of consecutive ports, which are all as that of :func:`reserved_port`."""
+    while True:
+        with ExitStack() as held:
+            port = held.enter_context(reserved_port())
+            try:
+                for offset in range(1, number):
+                    other = held.enter_context(socket.socket())
+                    other.bind(("127.0.0.1", port + offset))  # fails if another program has reserved it
+                    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            except (OSError, OverflowError):
+                continue
+            yield port
+            return
+
+
 @pytest.mark.parametrize("busy", [0, 1])
 def test_with_torchruns_agent(pool: ProcessPoolExecutor, busy: int) -> None:
-    port = free_port(span=4)
-    taken = [socket.create_server(("127.0.0.1", port + offset)) for offset in range(1 + busy)]
-    try:
+    with ExitStack() as stack:
+        port = stack.enter_context(reserved_ports(2 + busy))
+        for offset in range(1 + busy):
+            stack.enter_context(socket.create_server(("127.0.0.1", port + offset)))
         results = gather(
             [pool.submit(take_part, environ=torchrun(rank, 2, port), rounds=2) for rank in range(2)]
         )
-    finally:
-        for server in taken:
-            server.close()
     assert_same_rendezvous(results)
     assert any(
         f"tcp://localhost:{port + 1 + busy} (MASTER_ADDR, MASTER_PORT; torchrun's agent" in note
@@ -446,8 +454,8 @@ def test_the_launchers_store(pool: ProcessPoolExecutor) -> None:
     assert any("(UNICOLL_STORE), hosted by the launcher" in note for note in results[0]["notes"])
 
 
-def test_arguments_have_priority_over_the_launcher(pool: ProcessPoolExecutor) -> None:
-    environ = torchrun(0, 8, free_port())
+def test_arguments_have_priority_over_the_launcher(pool: ProcessPoolExecutor, port: int) -> None:
+    environ = torchrun(0, 8, port)
     results = gather([pool.submit(take_part, environ=environ, rank=rank, world_size=2) for rank in range(2)])
     assert_same_rendezvous(results)
     assert any(note.startswith("different from the launcher: rank 0 of 8") for note in results[1]["notes"])
@@ -559,8 +567,8 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         rendezvous(**({"environ": {}} | arguments))
 
 
-def test_wrong_secret(pool: ProcessPoolExecutor) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}"
+def test_wrong_secret(pool: ProcessPoolExecutor, port: int) -> None:
+    url = f"tcp://127.0.0.1:{port}"
     server = pool.submit(take_part, init_method=url, rank=0, world_size=2, environ=SECRET, timeout=60.0)
     for environ in (OTHER_SECRET, {}):
         (text,) = errors([pool.submit(take_part, init_method=url, rank=1, world_size=2, environ=environ)])
@@ -585,8 +593,7 @@ def test_one_rank_without_the_secret_in_a_file_rendezvous(
         found.close()
 
 
-def test_no_master(tmp_path: Path) -> None:
-    port = free_port()
+def test_no_master(tmp_path: Path, port: int) -> None:
     with pytest.raises((DistNetworkError, DistStoreError), match=f"127.0.0.1:{port}"):
         rendezvous(f"tcp://127.0.0.1:{port}", 1, 2, environ={}, timeout=0.5)
     with pytest.raises(StoreTimeoutError, match=r"rank 1 waited .* at file://.*/meet for rank 0.*generation"):
@@ -665,8 +672,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
             rank_0.result()
 
 
-def test_ranks_that_do_not_come_are_named_with_the_address() -> None:
-    port = free_port()
+def test_ranks_that_do_not_come_are_named_with_the_address(port: int) -> None:
     expected = f"1 of 2 ranks have joined; missing: rank 1; the store is at tcp://127.0.0.1:{port}"
     with pytest.raises(OperationTimeoutError, match=expected):
         join("gloo", f"tcp://127.0.0.1:{port}", 0, 2, None, 0.3, 0.3)
@@ -679,8 +685,7 @@ def test_another_programs_record() -> None:
         rendezvous(store=store, rank=1, world_size=2, environ={})
 
 
-def test_a_missing_interface_closes_the_store() -> None:
-    port = free_port()
+def test_a_missing_interface_closes_the_store(port: int) -> None:
     environ = {"UNICOLL_SOCKET_IFNAME": "nosuch"}
     with pytest.raises(DistNetworkError, match="UNICOLL_SOCKET_IFNAME=nosuch"):
         rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, environ=environ)

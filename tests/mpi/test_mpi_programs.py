@@ -8,14 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.mpi.mpi_library import lives
 from tests.mpi.mpi_ranks import Ended, library, mpirun, started, unavailable_reason
-from unicoll.testing.ranks import ROOT, environment, free_port
+from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
@@ -137,12 +137,17 @@ def test_backend_mpi(call: str, script: Path) -> None:
     assert lines(run(script, source, 3)) == [f"{r} 3 cpu:mpi [3. 3.]" for r in range(3)]
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as number:
+        yield number
+
+
 @pytest.mark.parametrize("backend", ["mpi", "gloo", None])
 @pytest.mark.parametrize("place", ["file", "tcp", "store", "env"])
 def test_explicit_stores_replace_the_store_over_mpi(
-    place: str, backend: str | None, script: Path, tmp_path: Path
+    place: str, backend: str | None, script: Path, tmp_path: Path, port: int
 ) -> None:
-    port = free_port()
     arguments = {
         "file": f"init_method='file://{tmp_path}/store'",
         "tcp": f"init_method='tcp://127.0.0.1:{port}'",
@@ -245,7 +250,7 @@ def test_started_by_our_own_launcher_mpi_is_refused(tmp_path: Path) -> None:
         assert "mpirun" in line
 
 
-def test_started_by_torchrun_mpi_is_refused(tmp_path: Path) -> None:
+def test_started_by_torchrun_mpi_is_refused(tmp_path: Path, port: int) -> None:
     torchrun = {
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -255,7 +260,7 @@ def test_started_by_torchrun_mpi_is_refused(tmp_path: Path) -> None:
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
     }
     ended = alone(COMPLAIN, tmp_path, **torchrun)
     assert "Error: " in ended.stdout, ended

@@ -9,7 +9,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from unicoll.bench.report import _environment, write
 from unicoll.bench.sizes import DEFAULT_SIZES, parse_size
 from unicoll.bench.values import PERIOD, REDOPS, Values, decoded, encoded
 from unicoll.group import registry
-from unicoll.testing.ranks import ROOT, environment, free_port
+from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 QUICK = ("--budget", "0.01", "--turns", "2")
@@ -56,13 +56,12 @@ def bench(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """The command as the only rank of a job, in this process."""
     for name in [n for n in os.environ if n not in environment()]:
         monkeypatch.delenv(name)
-    port = str(free_port())
-    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in (job | {"UNICOLL_SECRET": "x" * 32}).items():
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "UNICOLL_SECRET": "x" * 32}
+    for name, value in job.items():
         monkeypatch.setenv(name, value)
 
     def run(*arguments: str) -> int:
@@ -72,7 +71,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
-    return run
+    with reserved_port() as port:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        yield run
 
 
 def rows(output: str) -> list[list[str]]:

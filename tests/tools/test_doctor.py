@@ -20,7 +20,7 @@ from unicoll.doctor import hints, host, output, pairs, probes, software
 from unicoll.doctor.pairs import LARGE, RankPair
 from unicoll.errors import DistArgumentError
 from unicoll.net import environment as environment_variables
-from unicoll.testing.ranks import ROOT, environment, free_port
+from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 SECTIONS = [
     "python",
@@ -550,14 +550,20 @@ def test_a_pair_that_loses_a_message_is_reported(modules: Path) -> None:
     assert done.stdout.count("\nbroken") == 1
 
 
-def test_ranks_with_torchruns_variables(modules: Path) -> None:
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as number:
+        yield number
+
+
+def test_ranks_with_torchruns_variables(modules: Path, port: int) -> None:
     """With torchrun's variables: the store at MASTER_PORT belongs to torchrun's agent."""
     shared = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unicoll.testing.ranks import ROOT, environment, free_port
+from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 HERE = Path(__file__).parent
 
@@ -32,9 +32,10 @@ def launched(
 ) -> tuple[list[str], str]:
     """(sorted output lines of two ranks, their standard error)."""
     variables = environment({"PYTHONPATH": str(ROOT)} | (env or {}))
-    torchrun = ["--master-port", str(free_port())] if launcher is TORCHRUN else []
-    call = [sys.executable, *launcher, "2", *torchrun, str(program), *words]
-    done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    with reserved_port() as port:
+        torchrun = ["--master-port", str(port)] if launcher is TORCHRUN else []
+        call = [sys.executable, *launcher, "2", *torchrun, str(program), *words]
+        done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=120, check=False)
     assert code is None or done.returncode == code, done.stdout + done.stderr
     return sorted(done.stdout.splitlines()), done.stderr
 

@@ -30,6 +30,7 @@ from unicoll.errors import (
 from unicoll.net import admission, channel, handshake_messages, interfaces
 from unicoll.net.secret import Secret
 from unicoll.net.stores import TCPStore, protocol, tcp, tcp_server
+from unicoll.testing.ranks import reserved_port
 
 # Some of these tests fork.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -315,29 +316,27 @@ def test_wrong_arguments(arguments: tuple[object, ...], error: type[Exception]):
 # --- startup --------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as number:
+        yield number
 
 
-def test_clients_may_start_first(pool: ThreadPoolExecutor):
-    port = free_port()
+def test_clients_may_start_first(pool: ThreadPoolExecutor, port: int):
     early = pool.submit(TCPStore, "localhost", port, timeout=30.0, secret=SECRET)
     time.sleep(0.2)
     with serve(port=port), early.result(timeout=30) as client:
         client.set("k", "v")
 
 
-def test_no_server():
-    port = free_port()
+def test_no_server(port: int):
     with pytest.raises(DistNetworkError, match=rf"127\.0\.0\.1:{port} within .*refused"):
         TCPStore("127.0.0.1", port, timeout=timedelta(seconds=0.2), secret=SECRET)
     with pytest.raises(DistNetworkError, match=r"no-such-host\.invalid"):
         TCPStore("no-such-host.invalid", port, timeout=0.2, secret=SECRET)
 
 
-def test_waiting_for_workers(pool: ThreadPoolExecutor):
-    port = free_port()
+def test_waiting_for_workers(pool: ThreadPoolExecutor, port: int):
     options = {"timeout": 30.0, "secret": SECRET}
     others = [pool.submit(TCPStore, "127.0.0.1", port, 3, False, **options) for _ in range(2)]
     with TCPStore("127.0.0.1", port, 3, True, **options) as master:

@@ -6,7 +6,11 @@ import os
 import random
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from unicoll.run.job import reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
 """The directory that contains the packages."""
@@ -31,6 +35,13 @@ def free_port() -> int:
                 continue
             return port
     raise RuntimeError("no free port found")
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free TCP port that no other program is given meanwhile; a server with SO_REUSEADDR can listen on it."""
+    with reserve_port() as reserved:
+        yield reserved.getsockname()[1]
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:

@@ -11,13 +11,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from unicoll.testing import forkserver, sampling
-from unicoll.testing.environment import LAUNCHER_VARIABLES, environment, free_port
+from unicoll.testing.environment import LAUNCHER_VARIABLES, environment, reserved_port
 from unicoll.testing.worker import Failure
 
 _GRACE_S = 8.0
@@ -90,6 +91,7 @@ class ProcessJob:
         self.outcomes = [Outcome(rank) for rank in range(size)]
         self._notes: list[list[Any]] = [[] for _ in range(size)]
         self._folder = tempfile.TemporaryDirectory(prefix="unicoll-ranks-")
+        self._held = ExitStack()
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes] | forkserver.Forked] = []
         try:
@@ -103,7 +105,7 @@ class ProcessJob:
 
     def _start_all(self, join: str, variables: dict[str, str]) -> None:
         """Start the ranks, each with a pipe."""
-        port = free_port()
+        port = 0 if join == "file" else self._held.enter_context(reserved_port())
         init = {
             "file": f"file://{self._folder.name}/store",
             "tcp": f"tcp://127.0.0.1:{port}",
@@ -293,6 +295,7 @@ class ProcessJob:
             process.wait()
         for pipe in self._pipes:
             pipe.close()
+        self._held.close()
         self._folder.cleanup()
 
     def check_quiet(self) -> None:
