@@ -5,6 +5,7 @@ Each rank prints one line of JSON.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -18,7 +19,11 @@ import numpy as np
 import unicoll as dist
 
 Report = dict[str, Any]
+PATIENCE_S = 60.0
 TIMEOUT = 4.0
+"""Timeout of what waits in vain."""
+LARGE_TIMEOUT = 10.0
+"""The same where operations on large arrays come before."""
 
 
 class Pickled:
@@ -48,7 +53,7 @@ def caught(error: BaseException) -> Report:
 
 def everything() -> Report:
     """Check collectives and messages of several sizes on several groups."""
-    dist.init_process_group(timeout=60)
+    dist.init_process_group(timeout=PATIENCE_S)
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [None, *(dist.new_group() for _ in range(3))]
     for group in groups:
@@ -82,7 +87,7 @@ def sent() -> int:
 
 def by_host() -> Report:
     """Run a large all_reduce; report the transport and the bytes sent between the hosts."""
-    dist.init_process_group(timeout=60)
+    dist.init_process_group(timeout=PATIENCE_S)
     rank, size = dist.get_rank(), dist.get_world_size()
     data = np.full(2_000_000, rank + 1.0, np.float32)
     dist.barrier()
@@ -99,7 +104,7 @@ def by_host() -> Report:
 
 def compressed_by_interface(nbytes: str, compression: str) -> Report:
     """Run a large compressed all_reduce; report the bytes that each interface sent, and the largest error."""
-    dist.init_process_group(timeout=60)
+    dist.init_process_group(timeout=PATIENCE_S)
     world: Any = dist.group.WORLD
     rank, size = world.rank(), world.size()
     data = np.linspace(-1, 1, int(nbytes) // 4, dtype=np.float32)
@@ -117,7 +122,7 @@ def compressed_by_interface(nbytes: str, compression: str) -> Report:
 
 def by_interface(nbytes: str, times: str) -> Report:
     """Run large collectives; report the bytes that each interface sent, and the median time of an all_reduce."""
-    dist.init_process_group(timeout=60)
+    dist.init_process_group(timeout=PATIENCE_S)
     rank, size = dist.get_rank(), dist.get_world_size()
     data = np.zeros(int(nbytes) // 8)
     dist.all_reduce(data)
@@ -145,10 +150,10 @@ def sent_by_interface() -> dict[str, int]:
     return {line.split(":")[0].strip(): int(line.partition(":")[2].split()[8]) for line in lines}
 
 
-def join() -> Report:
+def join(timeout: float = PATIENCE_S) -> Report:
     """Join the job, or report the error."""
     try:
-        dist.init_process_group(timeout=TIMEOUT)
+        dist.init_process_group(timeout=timeout)
     except dist.DistError as error:
         return caught(error)
     dist.barrier()
@@ -156,9 +161,27 @@ def join() -> Report:
     return {"joined": True}
 
 
+def join_without_rank_1(folder: str) -> Report:
+    """Join a job that refuses rank 1; rank 0, which waits for it in vain, begins when rank 1 is ready to join."""
+    importlib.import_module("unicoll.bootstrap.join")  # as init_process_group does
+
+    if int(os.environ["RANK"]) == 1:
+        Path(folder, "ready.1").touch()
+        return join()
+    await_file(Path(folder, "ready.1"))
+    return join(TIMEOUT)
+
+
+def await_file(path: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
 def exchange_objects() -> Report:
     """Gather a plain object, and one that needs pickle."""
-    dist.init_process_group(timeout=60)
+    dist.init_process_group(timeout=PATIENCE_S)
     plain: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(plain, {"rank": dist.get_rank()})
     report: Report = {"plain": plain}
@@ -174,7 +197,7 @@ def exchange_objects() -> Report:
 
 def send_marks(array: str, message: str, value: str) -> Report:
     """Send three texts over the network: in a reduced array, in a message and in the store."""
-    dist.init_process_group(timeout=60)
+    dist.init_process_group(timeout=PATIENCE_S)
     rank = dist.get_rank()
     x = np.frombuffer(array.encode(), np.uint8) * np.uint8(1 - rank)
     dist.all_reduce(x)
@@ -204,14 +227,15 @@ def send_marks(array: str, message: str, value: str) -> Report:
 
 def lose_the_link(folder: str, count: str) -> Report:
     """Repeat an all_reduce of ``count`` numbers until the connection is lost."""
-    dist.init_process_group(timeout=TIMEOUT)
+    dist.init_process_group(timeout=PATIENCE_S)
     data = np.zeros(int(count))
+    timeout = TIMEOUT if data.size < 1000 else LARGE_TIMEOUT
     dist.all_reduce(data)
     Path(folder, f"ready.{dist.get_rank()}").touch()
     started = time.monotonic()
     try:
-        while time.monotonic() < started + 60:
-            dist.all_reduce(data)
+        while time.monotonic() < started + PATIENCE_S:
+            dist.all_reduce(data, timeout=timeout)
     except dist.DistError as error:
         report = caught(error)
         report["host"] = socket.gethostname()
@@ -222,35 +246,37 @@ def lose_the_link(folder: str, count: str) -> Report:
 
 def connect_late(folder: str, operation: str) -> Report:
     """Make the first connection of a group once the other host does not answer."""
-    dist.init_process_group(timeout=TIMEOUT)
+    dist.init_process_group(timeout=PATIENCE_S)
     rank, data = dist.get_rank(), np.zeros(3)
     Path(folder, f"ready.{rank}").touch()
-    while not Path(folder, "dropped").exists():
-        time.sleep(0.01)
+    await_file(Path(folder, "dropped"))
     try:
         if operation == "all_reduce":
-            dist.all_reduce(data)
+            dist.all_reduce(data, timeout=TIMEOUT)
         else:
-            dist.send(data, 1 - rank)
-            dist.recv(data, 1 - rank)
+            dist.send(data, 1 - rank, timeout=TIMEOUT)
+            dist.recv(data, 1 - rank, timeout=TIMEOUT)
         return {"reached": True}
     except dist.DistError as error:
         return caught(error)
 
 
-def listen_apart() -> Report:
-    """Rank 1 listens on an interface that rank 0 cannot reach, and connects last, so that rank 0 dials."""
+def listen_apart(folder: str) -> Report:
+    """Rank 1 listens on an interface that rank 0 cannot reach, and connects when rank 0 has tried to connect to it."""
     rank = int(os.environ["RANK"])
     if rank == 1:
         os.environ["UNICOLL_SOCKET_IFNAME"] = "apart"
-    dist.init_process_group(timeout=TIMEOUT)
+    dist.init_process_group(timeout=PATIENCE_S)
+    tried = Path(folder, "tried")
     if rank == 1:
-        time.sleep(1)
+        await_file(tried)
     try:
-        dist.all_reduce(np.zeros(3))
+        dist.all_reduce(np.zeros(3), timeout=TIMEOUT)
         return {"reached": True}
     except dist.DistError as error:
         return caught(error)
+    finally:
+        tried.touch()
 
 
 def main() -> None:

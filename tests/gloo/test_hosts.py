@@ -375,9 +375,9 @@ def test_protected_channel_without_a_secret_raises(hosts: Hosts) -> None:
         assert "UNICOLL_SECRET_FILE" in report["message"]
 
 
-def test_different_protection_on_hosts_raises(hosts: Hosts) -> None:
+def test_different_protection_on_hosts_raises(hosts: Hosts, tmp_path: Path) -> None:
     by_host = ({**SECRET, "UNICOLL_CHANNEL": "tls"}, {**SECRET, "UNICOLL_CHANNEL": "mac"})
-    job = FinishedJob(launch(hosts, "join", env_by_host=by_host))
+    job = FinishedJob(launch(hosts, "join_without_rank_1", str(tmp_path), env_by_host=by_host))
     waiting, refused = job.successful_reports(2)
     assert refused["error"] == "AuthenticationError"
     assert "give all processes the same UNICOLL_CHANNEL" in refused["message"]
@@ -385,8 +385,10 @@ def test_different_protection_on_hosts_raises(hosts: Hosts) -> None:
 
 
 @pytest.mark.parametrize("theirs", [{"UNICOLL_SECRET": "a different secret"}, {}])
-def test_wrong_or_missing_secret_raises_authentication_error(hosts: Hosts, theirs: dict[str, str]) -> None:
-    job = FinishedJob(launch(hosts, "join", env_by_host=(SECRET, theirs)))
+def test_wrong_or_missing_secret_raises_authentication_error(
+    hosts: Hosts, tmp_path: Path, theirs: dict[str, str]
+) -> None:
+    job = FinishedJob(launch(hosts, "join_without_rank_1", str(tmp_path), env_by_host=(SECRET, theirs)))
     waiting, refused = job.successful_reports(2)
     assert refused["error"] == "AuthenticationError"
     assert "secret" in refused["message"]
@@ -438,8 +440,8 @@ def test_an_address_that_does_not_answer_is_named(hosts: Hosts, tmp_path: Path, 
         )
 
 
-def test_unreachable_listener_is_named(hosts: Hosts) -> None:
-    job = FinishedJob(launch(hosts, "listen_apart", env=SECRET))
+def test_unreachable_listener_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    job = FinishedJob(launch(hosts, "listen_apart", str(tmp_path), env=SECRET))
     for report in job.successful_reports(2):
         assert report["error"] in ("DistNetworkError", "OperationTimeoutError")
         assert "rank 1 (host host2, pid " in report["message"]

@@ -23,20 +23,24 @@ import sys
 import numpy as np
 import unicoll as dist
 
-dist.init_process_group(timeout=4.0)
+dist.init_process_group(timeout=60.0)
+world = dist.group.WORLD
+world._settings = world.using(timeout=4.0)._settings  # the timeout of init is that of joining, too
 for i in range(2):
     x = np.full(3, 40 + dist.get_rank() + i)
     dist.breakpoint(rank=int(sys.argv[1]), skip=1)
     y = x + 1
-dist.all_reduce(x)
+dist.all_reduce(x, timeout=60.0)
 print(f"sum {x[0]}", flush=True)
 dist.destroy_process_group()
 """
 PLAIN = """
-import os, socket, subprocess, sys
+import os, subprocess, sys
 
-with socket.create_server(("127.0.0.1", 0)) as free:
-    port = str(free.getsockname()[1])
+from unicoll.run.job import reserve_port
+
+reserved = reserve_port()
+port = str(reserved.getsockname()[1])
 started = []
 for rank in range(2):
     where = dict(os.environ, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)

@@ -675,7 +675,7 @@ def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
 def test_ranks_that_do_not_come_are_named_with_the_address(port: int) -> None:
     expected = f"1 of 2 ranks have joined; missing: rank 1; the store is at tcp://127.0.0.1:{port}"
     with pytest.raises(OperationTimeoutError, match=expected):
-        join("gloo", f"tcp://127.0.0.1:{port}", 0, 2, None, 0.3, 0.3)
+        join("gloo", f"tcp://127.0.0.1:{port}", 0, 2, None, 3.0, 3.0)
 
 
 def test_another_programs_record() -> None:

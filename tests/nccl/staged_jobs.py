@@ -114,14 +114,14 @@ def stuck(who: int) -> CallOutcome:
     def hold() -> None:
         with here.hold():
             held.set()
-            go.wait(20)
+            go.wait(60)
 
     held = threading.Event()
     holder = threading.Thread(target=hold)
     if dist.get_rank() == who:
         x.numpy()
         holder.start()
-        held.wait(20)
+        held.wait(60)
         x += 1
     outcome = outcome_of(lambda: dist.all_reduce(x, group=group, timeout=1.0))
     go.set()

@@ -179,7 +179,7 @@ def test_a_watchdog_that_fails_fails_its_groups(where: str, monkeypatch: pytest.
     watchdog, group = Watchdog(), _Broken()
     watchdog.watch(group)
     try:
-        assert group.failed.wait(10)
+        assert group.failed.wait(60)
         assert group.log[0] == "OSError: injected"
     finally:
         watchdog.close()
@@ -199,7 +199,7 @@ def test_a_group_that_closes_waits_for_a_sweep_of_it(monkeypatch: pytest.MonkeyP
     watchdog, group = Watchdog(), _Slow()
     watchdog.watch(group)
     try:
-        assert group.sweeping.wait(10)
+        assert group.sweeping.wait(60)
         watchdog.unwatch(group)
         group.log.append("closed")
         assert group.log[-2:] == ["swept", "closed"]

@@ -12,7 +12,7 @@ __all__ = ["freed"]
 
 def freed(*references: weakref.ref[Any]) -> list[bool]:
     """True for each array that is freed; waits, since a thread that looks at the calls refers to them meanwhile."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(reference() is not None for reference in references) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

@@ -50,7 +50,7 @@ class OnPath:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         for thread in self._threads:
-            thread.join(5)
+            thread.join(60)
 
 
 @contextlib.contextmanager

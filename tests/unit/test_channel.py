@@ -302,7 +302,7 @@ def test_a_changed_control_message_disconnects_its_rank(wanted: str) -> None:
                     sock,
                     KEY,
                     b"control",
-                    time.monotonic() + 20,
+                    time.monotonic() + 60,
                     rank=r,
                     address=handshake_address(host, port),
                 )[0]
@@ -348,7 +348,7 @@ def test_different_protection_on_both_sides_is_an_error(monkeypatch: pytest.Monk
             pytest.raises(AuthenticationError, match="give all processes the same UNICOLL_CHANNEL"),
         ):
             authenticate(
-                sock, KEY, b"control", time.monotonic() + 20, rank=0, address=handshake_address(host, port)
+                sock, KEY, b"control", time.monotonic() + 60, rank=0, address=handshake_address(host, port)
             )
     finally:
         relay.close()

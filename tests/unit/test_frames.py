@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -65,16 +64,14 @@ def test_more_clients_than_descriptors(may_raise: bool) -> None:
     with relay:
         assert relay.stdout is not None
         assert relay.stdin is not None
-        joined = connect_clients(int(relay.stdout.readline()), 100, 10.0 if may_raise else 1.0)
-        started = time.monotonic()
+        joined = connect_clients(int(relay.stdout.readline()), 100, 30.0 if may_raise else 4.0)
         relay.stdin.write("\n")
         relay.stdin.flush()
         spent = float(relay.stdout.readline())
         relay.stdin.close()
-        assert relay.wait(20) == 0
+        assert relay.wait(60) == 0
     if may_raise:
         assert joined == 100
     else:
         assert 10 < joined < 64
-        assert spent < 1.5  # it pauses between attempts while clients wait for more than a second
-    assert time.monotonic() - started < 20
+        assert spent < 1.5  # it pauses between attempts while clients wait for seconds
