@@ -509,7 +509,7 @@ def test_exit_code_of_the_failing_rank(folder: LaunchFolder) -> None:
 
 def test_a_worker_that_has_changed_its_directory_records_its_exception(folder: LaunchFolder) -> None:
     script = folder.script("import os; os.chdir('/'); raise ValueError('moved')")
-    done = folder.launch("--nproc-per-node=2", "--log-dir=logs", script)
+    done = folder.launch("--nproc-per-node=2", "--grace=60", "--log-dir=logs", script)
     assert done.stderr.count("ValueError: moved") == 2  # the traceback of both ranks, and the summary
     assert "traceback : ValueError: moved (above)" in done.stderr
 
@@ -765,7 +765,12 @@ def test_nothing_survives_a_killed_launcher(folder: LaunchFolder, python: bool) 
 
 
 def test_nothing_survives_a_failure(folder: LaunchFolder) -> None:
-    fail = "if os.environ['RANK'] == '0': os._exit(7)\ntime.sleep(600)"
+    fail = """if os.environ['RANK'] == '0':
+    while sum(bool(file.read_text()) for file in pathlib.Path().glob("pid.*")) < 6:
+        time.sleep(0.01)
+    os._exit(7)
+time.sleep(600)
+"""
     script = folder.script(STUBBORN.replace("MASKED", "True").replace("time.sleep(600)", fail))
     done = folder.launch("--nproc-per-node=2", "--grace=0.2", "--shutdown-timeout=0.5", script)
     assert done.returncode == 7
@@ -945,7 +950,7 @@ def test_the_root_cause_of_commands_is_not_an_error_that_reports_another_rank(fo
         raise ValueError("the cause")
         """
     )
-    done = folder.launch("--nproc-per-node=2", "--no-python", sys.executable, script)
+    done = folder.launch("--nproc-per-node=2", "--grace=60", "--no-python", sys.executable, script)
     failures, _, root = done.stderr.partition("Root Cause")
     assert re.search(r"rank 0 .*: unicoll.errors.RankLostError: rank 1 is gone$", failures, re.MULTILINE)
     assert re.search(r"rank +: 1 ", root)

@@ -13,7 +13,7 @@ from unicoll.errors import GroupAbortedError
 from unicoll.net.authenticated_server import Client, Server, listen
 from unicoll.net.stores.connections import ConnectionPool
 
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 class SlowSocket:
