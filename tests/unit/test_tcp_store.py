@@ -329,6 +329,12 @@ def port() -> Iterator[int]:
         yield number
 
 
+def test_no_other_program_is_given_a_reserved_port(port: int):
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    serve(port=port).close()
+
+
 def test_clients_may_start_first(pool: ThreadPoolExecutor, port: int):
     early = pool.submit(TCPStore, "localhost", port, timeout=30.0, secret=SECRET)
     time.sleep(0.2)
