@@ -17,7 +17,7 @@ import numpy as np
 
 import unicoll as dist
 from tests.support.calls import COLLECTIVES, EVERYTHING, invoke
-from tests.support.order import await_true, await_word, in_a_call, send_word
+from tests.support.order import await_true, await_word, send_word
 from tests.support.outcomes import CallOutcome, outcome_of
 from unicoll.backend.endpoint import Endpoint
 from unicoll.testing import worker
@@ -137,18 +137,33 @@ def use_groups() -> None:
 
 
 def all_at_once(names: tuple[str, ...], timeout: float) -> dict[str, CallOutcome]:
-    """Each operation on its own group from its own thread; how each ended."""
+    """Each operation on its own group from its own thread; how each ended.
+
+    Rank 0 begins, with the timeout, when rank 1 is in all operations with the groups' timeout.
+    """
     outcomes: dict[str, CallOutcome] = {}
+    me = dist.get_rank()
+    limit = timeout if me == 0 else None
+    if me == 0:
+        await_word()
 
     def one(name: str) -> None:
-        outcomes[name] = outcome_of(lambda: invoke(name, _groups[name], timeout=timeout))
+        outcomes[name] = outcome_of(lambda: invoke(name, _groups[name], timeout=limit))
 
     threads = [threading.Thread(target=one, args=(name,), name=f"test-{name}") for name in names]
     for t in threads:
         t.start()
+    if me == 1:
+        await_true(lambda: all(_in_a_collective(_groups[name]) for name in names))
+        send_word(0)
     for t in threads:
         t.join()
     return outcomes
+
+
+def _in_a_collective(group: Any = None) -> bool:
+    """True if this rank has begun a collective of a group, and has not ended it."""
+    return (group or dist.group.WORLD)._backends.for_device("cpu")._record.call is not None
 
 
 def compute(fifo: str) -> None:
@@ -163,7 +178,7 @@ def end_differently(how: str, who: int) -> Any:
     """One rank ends; the others wait for it in a barrier, and are asked to end afterwards."""
     dist.barrier()
     if dist.get_rank() != who:
-        return outcome_of(lambda: dist.barrier(timeout=20))
+        return outcome_of(lambda: dist.barrier(timeout=60))
     if how == "sys.exit":
         sys.exit(3)
     if how == "os._exit":
@@ -187,24 +202,36 @@ def leave_work_behind() -> str:
         works.append(dist.irecv(np.ones(3), src=1, tag=5))
         works.append(dist.isend(np.ones(1 << 22), dst=1, tag=6))
         threading.Thread(target=outcome_of, args=(group.barrier,), daemon=True).start()
-        time.sleep(0.2)
+        await_true(lambda: _in_a_collective() and _in_a_collective(group))
+        for rank in range(1, n):
+            send_word(rank)
         for w in works:
             assert w is not None
             w._waited = True  # no complaint about what is dropped on purpose
     else:
         if me == n - 1:
             dist.irecv(np.ones(3), tag=77)._waited = True  # type: ignore[union-attr]
-        time.sleep(0.5)
+        await_word()
     return worker.end()
 
 
-def destroy_early(who: int, seconds: float) -> CallOutcome:
+def destroy_early(who: int) -> CallOutcome:
     """Rank ``who`` destroys its groups while the others are in a collective."""
     dist.barrier()
     if dist.get_rank() == who:
-        time.sleep(seconds)
+        for _ in range(dist.get_world_size() - 1):
+            await_word()
         return outcome_of(dist.destroy_process_group)
-    return outcome_of(lambda: dist.all_reduce(np.ones(5), timeout=20))
+
+    def tell() -> None:
+        await_true(_in_a_collective)
+        send_word(who)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    outcome = outcome_of(lambda: dist.all_reduce(np.ones(5), timeout=60))
+    thread.join()
+    return outcome
 
 
 def start_anew(path: str, survivors: list[int]) -> list[float]:
@@ -246,19 +273,19 @@ def interrupted() -> Any:
     if dist.get_rank() == 0:
         world: Any = dist.group.WORLD
         await_true(lambda: world.job.control.group_failure(world.name))
-        return outcome_of(lambda: dist.all_reduce(np.ones(4), timeout=20))
+        return outcome_of(lambda: dist.all_reduce(np.ones(4), timeout=60))
     if dist.get_rank() == 1:
         threading.Thread(target=_note_in_a_call).start()
         try:
-            dist.all_reduce(np.ones(4), timeout=20)
+            dist.all_reduce(np.ones(4), timeout=60)
         except KeyboardInterrupt:
             return "interrupted"
         return "not interrupted"
-    return outcome_of(lambda: dist.all_reduce(np.ones(4), timeout=20))
+    return outcome_of(lambda: dist.all_reduce(np.ones(4), timeout=60))
 
 
 def _note_in_a_call() -> None:
-    await_true(in_a_call)
+    await_true(_in_a_collective)
     send_note("in the collective")
 
 
@@ -303,10 +330,9 @@ def own_timeout(name: str) -> CallOutcome | None:
 # --- unauthenticated clients and children --------------------------------------------------------------------
 
 
-def work_for(seconds: float) -> int:
-    """Collectives and messages of all sizes for a while, on groups old and new; how many rounds."""
+def work_until(path: str) -> int:
+    """Collectives and messages of all sizes, on groups old and new, until a file is there and five rounds are done."""
     rounds, stop = 0, np.zeros(1, np.int32)
-    started = time.monotonic()
     while not stop[0]:
         group = dist.new_group() if rounds % 5 == 0 else None
         for name in COLLECTIVES:
@@ -315,7 +341,7 @@ def work_for(seconds: float) -> int:
         if group is not None:
             dist.destroy_process_group(group)
         rounds += 1
-        stop[0] = dist.get_rank() == 0 and time.monotonic() - started > seconds
+        stop[0] = dist.get_rank() == 0 and rounds >= 5 and Path(path).exists()
         dist.broadcast(stop, 0)
     return rounds
 

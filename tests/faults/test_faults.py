@@ -1,7 +1,4 @@
-"""Ranks that die, stop, are late, raise or get invalid connections: all other ranks raise errors with the cause.
-
-Bounds on times only detect hangs.
-"""
+"""Ranks that die, stop, are late, raise or get invalid connections: all other ranks raise errors with the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ import pytest
 
 from tests.faults import fault_jobs as jobs
 from tests.support.calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row_name
-from tests.support.order import named_pipe, tell
+from tests.support.order import await_true, named_pipe, reading
 from tests.support.ports import listening_ports
 from unicoll.errors import DistError
 from unicoll.net import handshake
@@ -26,12 +23,11 @@ from unicoll.testing.ranks import Outcome, Pool, ProcessJob, end_cleanly, joined
 from unicoll.testing.worker import end, leave
 
 turn = 1 if os.environ.get("UNICOLL_TRANSPORT") else 0  # see :mod:`sampling`
-SOON_S = 5.0
 OURS = socket.gethostname()
 
 
 def check_lost(outcomes: Sequence[Outcome], victim: int, pid: int, name: str, killed: float) -> None:
-    """All survivors raised RankLostError with rank, host, pid and operation, within a few seconds."""
+    """All survivors raised RankLostError with rank, host, pid and operation."""
     for o in outcomes:
         failure = o.failure
         assert failure is not None, f"rank {o.rank} did not fail: {o}"
@@ -45,7 +41,6 @@ def check_lost(outcomes: Sequence[Outcome], victim: int, pid: int, name: str, ki
             assert failure.fields["op"] == row_name(name), failure
             assert row_name(name) in failure.message
         print(f"{name}: rank {o.rank} raised {1000 * (o.at - killed):.0f} ms after the kill")
-        assert o.at - killed < SOON_S
 
 
 @pytest.mark.sampled("name", "victim", 1)
@@ -71,13 +66,12 @@ def test_a_killed_rank_is_named_by_those_it_exchanges_messages_with(victim: int,
         job.call(jobs.exchange_with, victim, count)
         job.await_notes()
         time.sleep(random.random() / 20)
-        killed = job.signal(victim, signal.SIGKILL)
+        job.signal(victim, signal.SIGKILL)
         for o in job.collect(30, [r for r in range(3) if r != victim]):
             assert o.failure is not None
             assert o.failure.type == "RankLostError", o.failure.traceback
             assert (o.failure.fields["rank"], o.failure.fields["pid"]) == (victim, job.pids[victim])
             assert o.failure.fields["op"] in ("send", "recv")
-            assert o.at - killed < SOON_S
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather_coalesced"])
@@ -186,11 +180,10 @@ def check_timeouts(outcomes: Sequence[Outcome], timeout: float, words: Sequence[
             assert f"timed out after {timeout:g} s" in failure.message
             assert row_name(name) in failure.message
             print(f"rank {o.rank}: {name} gave up after {seconds:.2f} s")
-            assert seconds < timeout + SOON_S
             for word in words:
                 assert word in failure.message, f"{name}: {failure.message}"
     for name in outcomes[0].value:
-        assert max(o.value[name][1] for o in outcomes) >= timeout - 0.2, f"{name} gave up early"
+        assert outcomes[0].value[name][1] >= timeout - 0.2, f"{name} gave up early"
 
 
 @pytest.mark.parametrize("connected", [True, False])
@@ -213,7 +206,9 @@ def test_a_late_rank_is_named_with_the_place_where_it_is(tmp_path: Path) -> None
         job.call(jobs.make_groups)
         job.results()
         job.call(jobs.compute, told, ranks=[2])
-        job.call(jobs.all_at_once, TIMED, 1.0, ranks=[0, 1])
+        with reading(told):
+            job.call(jobs.all_at_once, TIMED, 1.0, ranks=[0, 1])
+            outcomes = job.collect(60, [0, 1])
         line = jobs.compute.__code__.co_firstlineno + 2
         words = [
             "missing: rank 2",
@@ -221,8 +216,7 @@ def test_a_late_rank_is_named_with_the_place_where_it_is(tmp_path: Path) -> None
             f"fault_jobs.py:{line}",
             "arrived: ranks 0, 1",
         ]
-        check_timeouts(job.collect(60, [0, 1]), 1.0, words)
-        tell(told)
+        check_timeouts(outcomes, 1.0, words)
         job.collect(60, [2])
         job.call(leave)
         assert [o.value for o in job.collect()] == [[]] * 3
@@ -236,7 +230,7 @@ def test_a_call_has_its_own_timeout(name: str, pool: Callable[[int], Pool]) -> N
     assert failure.type == "OperationTimeoutError"
     assert "TimeoutError" in failure.bases
     assert "0.5 s" in failure.message
-    assert 0.4 <= seconds < SOON_S
+    assert seconds >= 0.4
 
 
 def test_a_wait_that_times_out_does_not_end_the_operation(pool: Callable[[int], Pool]) -> None:
@@ -244,7 +238,7 @@ def test_a_wait_that_times_out_does_not_end_the_operation(pool: Callable[[int], 
     failure, seconds = waiting["first"]
     assert failure.type == "OperationTimeoutError"
     assert "all_reduce" in failure.message
-    assert seconds < SOON_S
+    assert seconds >= 0.1
     assert waiting["state"] == (False, None)
     assert late["sum"] == waiting["sum"] == [2.0] * 4
 
@@ -271,12 +265,11 @@ def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(
         others = [r for r in range(3) if r != who]
         for o in job.collect(30, others):
             assert o.failure is None, o.failure
-            failure, seconds = o.value
+            failure, _ = o.value
             assert failure.type == "RankLostError", failure.traceback
             assert failure.fields["rank"] == who
             assert word in failure.message
             assert f"rank {who} " in failure.message
-            assert seconds < SOON_S
         if code is not None:
             assert job._processes[who].wait(20) == code
         if how == "exception":
@@ -306,11 +299,10 @@ def test_interpreters_end_with_work_in_flight() -> None:
 @pytest.mark.parametrize("who", [0, 2])
 def test_destroy_while_the_others_are_in_a_collective(who: int) -> None:
     with joined(3) as job:
-        job.call(jobs.destroy_early, who, 0.3)
-        for o in job.collect(40):
+        job.call(jobs.destroy_early, who)
+        for o in job.collect(60):
             assert o.failure is None, o.failure
-            failure, seconds = o.value
-            assert seconds < SOON_S + 0.3
+            failure, _ = o.value
             if o.rank == who:
                 assert failure is None
             else:
@@ -325,17 +317,15 @@ def test_an_interrupted_rank_ends_the_waits_of_the_others() -> None:
     with joined(3) as job:
         job.call(jobs.interrupted)
         job.await_note(1)
-        time.sleep(0.3)
         job.signal(1, signal.SIGINT)
         outcomes = job.collect(40)
         assert outcomes[1].value == "interrupted", outcomes[1].failure
         for o in (outcomes[0], outcomes[2]):
-            failure, seconds = o.value
+            failure, _ = o.value
             assert failure is not None
             assert "DistError" in failure.bases
             assert "rank 1 " in failure.message
             assert failure.message.endswith("KeyboardInterrupt")
-            assert seconds < SOON_S
 
 
 # --- unauthenticated clients ---------------------------------------------------------------------------------
@@ -411,19 +401,19 @@ class UnauthenticatedClients:
         sock.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 300_000)
 
 
-def test_unauthenticated_clients_do_not_disturb_a_job() -> None:
+def test_unauthenticated_clients_do_not_disturb_a_job(tmp_path: Path) -> None:
     with joined(3, join="tcp", env={"UNICOLL_SECRET": "s" * 32}) as job:
         job.call(listening_ports)
         addresses = sorted({a for found in job.results() for a in found})
         assert len(addresses) >= 4, addresses  # three listeners for data, one for control; the store
         with UnauthenticatedClients(addresses) as clients:
-            job.call(jobs.work_for, 2.0)
+            job.call(jobs.work_until, str(tmp_path / "enough"))
+            await_true(lambda: clients.attempts > 20 and clients.refused > 0)
+            (tmp_path / "enough").touch()
             rounds = job.results()
         print(
             f"{rounds[0]} rounds beside {clients.attempts} unauthenticated clients, {clients.refused} of them refused"
         )
-        assert clients.attempts > 20
-        assert clients.refused > 0
         job.quiet = False  # refusals may be logged
         end_cleanly(job)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import unicoll as dist
-from unicoll.group.recorded_calls import recorded_calls
 
-__all__ = ["await_true", "await_word", "in_a_call", "named_pipe", "send_word", "tell"]
+__all__ = ["await_true", "await_word", "named_pipe", "reading", "send_word"]
 
 PATIENCE_S = 60.0
 
@@ -38,18 +39,28 @@ def await_true(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def in_a_call() -> bool:
-    """True if a thread of this process is in a call."""
-    return any(call.state == "started" for call in recorded_calls())
-
-
 def named_pipe(folder: Path) -> str:
-    """A named pipe; a rank that reads from it waits until the test calls :func:`tell`."""
+    """A named pipe; a rank that reads from it waits for the end of a :func:`reading`."""
     path = str(folder / "told")
     os.mkfifo(path)
     return path
 
 
-def tell(path: str) -> None:
-    """Let the rank that reads from a named pipe go on."""
-    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Wait until a rank reads from a named pipe; it goes on at the end of the block."""
+    opened: list[int] = []
+
+    def is_read() -> bool:
+        try:
+            opened.append(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # no process has opened it for reading
+                raise
+        return bool(opened)
+
+    await_true(is_read)
+    try:
+        yield
+    finally:
+        os.close(opened[0])

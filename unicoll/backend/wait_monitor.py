@@ -47,7 +47,7 @@ class _TrackedCall:
     def __init__(self, call: Call, where: str, number: int) -> None:
         self.number = number
         self.since = time.monotonic()
-        self.warned_at = 0.0  # age of the call at the last warning
+        self.warned_at = 0.0  # age of the call when this rank last asked for a warning
         self.site = call.site = _CallSite(call.site or where)
 
     def is_of(self, call: Call) -> bool:
@@ -212,11 +212,12 @@ class WaitMonitor:
             if entry.number in self._granted:
                 self._granted.discard(entry.number)
                 if backend.error is None:
-                    operation_errors.log_stall(backend.context, call, age, backend.links())
+                    operation_errors.log_stall(backend.context, call, entry.warned_at, backend.links())
             elif age >= max(self._warn_s, 2 * entry.warned_at):
                 entry.warned_at = age
-                name = f"{_backend_group(backend)} {call.op.name} {call.seq}"
-                self._control.send({"t": "stalled", "id": entry.number, "call": name, "age": age})
+                name = f"{_backend_group(backend)} {call.op.name}"
+                message = {"t": "stalled", "id": entry.number, "call": name, "seq": call.seq, "age": age}
+                self._control.send(message)
         self._granted &= {entry.number for _, _, entry in snapshot.stalled}
 
 

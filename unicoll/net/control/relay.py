@@ -94,16 +94,24 @@ class _Warnings:
     """Lets one rank of those that wait in a call log a warning, so that a large job does not log one for each rank."""
 
     def __init__(self) -> None:
-        self._granted: dict[str, float] = {}
+        self._granted: dict[tuple[str, int], tuple[float, float]] = {}  # the time, and the age of the call
 
-    def grant(self, call: str, age: float) -> bool:
-        """True if no rank was allowed to log one for this call in the last quarter of its ``age`` in seconds."""
+    def grant(self, call: str, seq: int, age: float) -> bool:
+        """True if the call has waited twice as long as at its last warning.
+
+        The ranks enter a call at different times, so ages are compared with ages, not with the time since the warning.
+
+        Args:
+            call: group and operation.
+            seq: sequence number of the call; 0 for messages: one that began after the last warning is another message.
+            age: seconds for which the rank that asks has waited.
+        """
         now = time.monotonic()
-        last = self._granted.get(call)
-        if last is not None and now - last < age / 4:
+        at, last = self._granted.get((call, seq), (now, 0.0))
+        if age < 2 * last and (seq or now - age < at):
             return False
-        self._granted.pop(call, None)
-        self._granted[call] = now
+        self._granted.pop((call, seq), None)
+        self._granted[call, seq] = now, age
         while len(self._granted) > _MAX_WARNINGS:
             del self._granted[next(iter(self._granted))]
         return True
@@ -170,7 +178,7 @@ class Relay(FrameServer):
         elif kind in ("waiting", "confirmed"):
             self._deadlocks.handle(client.state.rank, message)
         elif kind == "stalled":
-            if self._warnings.grant(str(message["call"]), float(message["age"])):
+            if self._warnings.grant(str(message["call"]), int(message["seq"]), float(message["age"])):
                 self.send(client, message)
         elif kind in ("ask", "tell"):
             self._forward(message["to"], message)
