@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import unicoll as dist
 from gloo_fallback.shm.ring_buffer import CHUNK, RING
 from tests.conformance.p2p_jobs import me, must, size
 from tests.support.log import Log
+from tests.support.order import await_true
 from tests.support.outcomes import CallOutcome, failure_of, outcome_of
 from unicoll.testing.worker import Failure, send_note
 
@@ -90,7 +92,7 @@ def posted_while_arriving() -> None:
     else:
         idle = must(dist.irecv(np.zeros(1, np.uint8), 0, tag=6))  # so that the progress thread receives
         dist.barrier()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while engine()._connections[0].receiver.message is None and time.monotonic() < deadline:
             time.sleep(0)
         x = np.zeros(8 * LARGE, np.uint8)
@@ -202,17 +204,12 @@ def ended_by_a_receive() -> None:
         works.append(must(dist.irecv(np.zeros(RING + CHUNK, np.uint8), 0, tag=1)))
         dist.barrier()
         progress.release()
-        deadline = time.monotonic() + 20
-        while engine()._connections[0].receiver.has_shared_data and time.monotonic() < deadline:
-            time.sleep(0.01)
+        await_true(lambda: not engine()._connections[0].receiver.has_shared_data)
         dist.barrier()
         for work in works:
             work.wait()
         return
     ended: list[int] = []
-    deadline = time.monotonic() + 20
-    while progress.active and time.monotonic() < deadline:
-        time.sleep(0.01)
     # as if its thread had just looked for messages, and will look again later
     progress.wake_thread = lambda: None
     dist.barrier()
@@ -359,11 +356,28 @@ def stream(sender: int) -> None:
 
 
 def create_rings(group: Any = None) -> None:
-    """Create rings and wait until no thread runs progress."""
+    """Create rings and wait until no thread of a rank runs progress."""
     exchange(LARGE, group=group)
     exchange(LARGE, group=group)
     dist.barrier(group)
-    time.sleep(0.3)
+    await_true(lambda: not engine(group)._progress.active)
+    dist.barrier(group)
+
+
+def outcome_within_a_message(call: Callable[[], Any], within: Callable[[], object]) -> CallOutcome:
+    """The outcome of a call; sends a note once a part of its message is transferred, or when it has ended."""
+    ended = threading.Event()
+
+    def note() -> None:
+        await_true(lambda: ended.is_set() or within())
+        send_note("within a message")
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    outcome = outcome_of(call)
+    ended.set()
+    thread.join()
+    return outcome
 
 
 def stops_receiving(timeout: float) -> CallOutcome:
@@ -372,8 +386,11 @@ def stops_receiving(timeout: float) -> CallOutcome:
     if me() == 1:
         send_note("idle")
         time.sleep(60)
-    send_note("sending")
-    return outcome_of(lambda: dist.send(np.zeros(LARGE, np.uint8), 1, timeout=timeout))
+    sender = engine()._connections[1].sender
+    return outcome_within_a_message(
+        lambda: dist.send(np.zeros(LARGE, np.uint8), 1, timeout=timeout),
+        lambda: any(pending.begun for pending in tuple(sender.outbox)),
+    )
 
 
 def stops_sending(timeout: float) -> CallOutcome:
@@ -392,8 +409,10 @@ def stops_sending(timeout: float) -> CallOutcome:
         must(dist.isend(np.zeros(LARGE, np.uint8), 0))._waited = True
         send_note("sending")
         time.sleep(60)
-    send_note("receiving")
-    return outcome_of(lambda: dist.recv(np.zeros(LARGE, np.uint8), 1, timeout=timeout))
+    receiver = engine()._connections[1].receiver
+    return outcome_within_a_message(
+        lambda: dist.recv(np.zeros(LARGE, np.uint8), 1, timeout=timeout), lambda: receiver.message is not None
+    )
 
 
 def timed_out_in_the_queue() -> list[Failure | None]:
@@ -402,15 +421,13 @@ def timed_out_in_the_queue() -> list[Failure | None]:
     failures: list[Failure | None] = []
     x = np.zeros(CHUNK, np.uint8)  # fits one chunk
     if me() == 0:
-        sent = 0
-        while not failures and sent <= RING // CHUNK:
+        sent, writer = 0, engine()._connections[1].sender.writer
+        while writer.has_space(CHUNK, False):
             x[:] = sent % 251
-            failure = failure_of(lambda: dist.send(x, 1, timeout=0.3))
-            if failure is None:
-                sent += 1
-            else:
-                failures.append(failure)
-        assert sent > 0
+            dist.send(x, 1)
+            sent += 1
+        assert 0 < sent <= RING // CHUNK
+        failures.append(failure_of(lambda: dist.send(x, 1, timeout=0.3)))
         dist.barrier()
         dist.send(np.full(1, sent), 1, tag=1)
         x[:] = 252
@@ -431,7 +448,9 @@ def send_after_a_cut_one() -> list[Failure | None]:
     create_rings()
     x = np.zeros(3)
     if me() == 0:
-        cut = failure_of(lambda: dist.send(np.zeros(LARGE, np.uint8), 1, timeout=0.5))
+        cut = failure_of(
+            lambda: dist.send(np.zeros(LARGE, np.uint8), 1, timeout=0.5)
+        )  # begins before the deadline
         dist.barrier()
         dist.send(np.full(3, 7.0), 1)
     else:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -248,17 +249,26 @@ def test_another_user_cannot_open_the_segment() -> None:
         job.close()
 
 
+def shared_files(pid: int) -> set[str]:
+    """Files that a process maps for writing and shares with others, and its open files of /dev/shm."""
+    maps = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    mapped = {fields[5] for fields in maps if fields[1] == "rw-s" and len(fields) == 6}
+    opened = {os.path.realpath(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    return mapped | {path for path in opened if path.startswith("/dev/shm/")}
+
+
 def test_nothing_remains_when_all_ranks_are_killed() -> None:
-    before = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
     job = ProcessJob(3)
     try:
         job.call(enter)
         job.results()
         job.call(jobs.transport)
         assert {t for t, _ in job.results()} == {"Slots"}
+        files = {file for pid in job.pids for file in shared_files(pid)}
+        assert any("memfd:unicoll" in file for file in files), files
         for rank in range(3):
             job.signal(rank, signal.SIGKILL)
         assert job.wait_for_exit() == [-signal.SIGKILL] * 3
     finally:
         job.close()
-    assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")} == before
+    assert [file for file in files if os.path.exists(file)] == []
