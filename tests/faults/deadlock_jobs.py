@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from tests.support.order import await_word, send_word
 from tests.support.outcomes import outcome_of
 from tests.unit.simulated_programs import ANY, COLLECTIVE, LARGE, POST, RECV, SEND, SLEEP, clean_program
-from unicoll.testing.worker import Failure
+from unicoll.testing.worker import Failure, send_note
 
 _BUFFERS = [int(Path(f"/proc/sys/net/ipv4/tcp_{which}mem").read_text().split()[2]) for which in "rw"]
 UNBUFFERED = 2 * sum(_BUFFERS) + (4 << 20)
@@ -88,6 +89,21 @@ def run_in(where: str, call: Callable[[], Any]) -> Any:
     return results[0]
 
 
+def when_reported(act: Callable[[], object]) -> None:
+    """Do something when this rank has reported to the relay that it is blocked, on the thread that reports it."""
+    world: Any = dist.group.WORLD
+    control = world.job.control
+    send = control.send
+
+    def send_and_act(message: dict[str, Any]) -> None:
+        send(message)
+        if message["t"] == "waiting" and message["state"] is not None and control.send is send_and_act:
+            control.send = send
+            act()
+
+    control.send = send_and_act
+
+
 def circle(draw: str, kinds: Sequence[str] = CALLS) -> dict[str, Any]:
     """Some ranks wait for each other in a cycle, others for one of them, others sleep; what becomes of this rank."""
     rng, size, me = random.Random(draw), dist.get_world_size(), dist.get_rank()
@@ -104,11 +120,14 @@ def circle(draw: str, kinds: Sequence[str] = CALLS) -> dict[str, Any]:
         made = dist.new_group(sorted((rank, ranks[0])))
         if rng.random() < 0.3:
             calls[rank] = rng.choice(kinds), made, ranks[0], "main", rng.random() * 0.2
-    if len(calls) > len(ranks):  # the circle closes when those who wait for it are known to be blocked
-        calls[ranks[0]] = (*calls[ranks[0]][:-1], 1.2)
     found: dict[str, Any] = {"circle": ranks, "stuck": sorted(calls), "failure": None}
     if me in calls:
         kind, made, peer, where, delay = calls[me]
+        if me not in ranks:
+            when_reported(lambda: send_word(ranks[0]))
+        elif me == ranks[0]:  # the circle closes when those who wait for it are known to be blocked
+            for _ in range(len(calls) - len(ranks)):
+                await_word()
         time.sleep(delay)
         found["entered"], found["group"] = time.monotonic(), made.name
         found["failure"], _ = run_in(where, lambda: outcome_of(lambda: block(kind, made, peer)))
@@ -179,7 +198,7 @@ def ping_pong(seconds: float) -> int:
     me, count = dist.get_rank(), 0
     x, stop = np.zeros(1), time.monotonic() + seconds
     while True:
-        x[0] = time.monotonic() > stop
+        x[0] = count > 10 and time.monotonic() > stop
         if me == 0:
             dist.send(x, 1)
             done = bool(x[0])
@@ -234,6 +253,7 @@ def receive_from_each_other(group_ranks: Sequence[int]) -> Failure | None:
     """Two ranks receive from each other on the last group."""
     world = dist.group.WORLD
     assert world is not None
+    when_reported(lambda: send_note("blocked"))
     me = dist.get_rank()
     peer = next(rank for rank in group_ranks if rank != me)
     return outcome_of(lambda: dist.recv(np.ones(2), peer, group=world.job.groups[-1]))[0]

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +16,6 @@ from unicoll.testing.ranks import Pool, joined
 from unicoll.testing.worker import leave
 
 CIRCLES, PROGRAMS = (1000, 1000) if sampling.wants_full() else (24, 40)
-SOON_S = 5.0
 TRANSPORTS = [("tcp", "plain"), ("hierarchical", "plain"), ("tcp", "mac"), ("tcp", "tls")]
 
 
@@ -51,7 +49,6 @@ def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int)
         assert all(o["failure"] is None for rank, o in enumerate(found) if rank not in stuck)
         pool(4).run(jobs.end_groups)
     print(f"{CIRCLES} circles; the slowest was named {slowest:.2f} s after the last rank had come")
-    assert slowest < SOON_S
 
 
 def test_programs_without_a_circle_are_not_reported(pool: Callable[[int], Pool], seed: int) -> None:
@@ -139,7 +136,8 @@ def test_a_circle_is_named_after_the_relay_has_moved(before: bool) -> None:
         if before:
             job.signal(0, signal.SIGSTOP)
             job.call(jobs.receive_from_each_other, [1, 2], ranks=[1, 2])
-            time.sleep(1.0)
+            job.await_note(1)
+            job.await_note(2)
         job.signal(0, signal.SIGKILL)
         if not before:
             job.call(jobs.receive_from_each_other, [1, 2], ranks=[1, 2])
