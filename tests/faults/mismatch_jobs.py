@@ -33,7 +33,7 @@ def differ(
         if not at_once:
             dist.barrier(group)
         mine, more = (odd_name, odd_options) if dist.get_rank() == odd else (name, options)
-        outcomes.append(outcome_of(lambda m=mine, o=more, g=group: invoke(m, g, timeout=10, **o)))  # type: ignore[misc]
+        outcomes.append(outcome_of(lambda m=mine, o=more, g=group: invoke(m, g, timeout=60, **o)))  # type: ignore[misc]
         dist.destroy_process_group(group)
     return outcomes
 
@@ -42,7 +42,7 @@ def everyone_another_root(name: str, count: int) -> CallOutcome:
     """Each rank takes the next one for the root."""
     group = dist.new_group()
     root = (dist.get_rank() + 1) % dist.get_world_size()
-    outcome = outcome_of(lambda: invoke(name, group, root=root, count=count, timeout=10))
+    outcome = outcome_of(lambda: invoke(name, group, root=root, count=count, timeout=60))
     dist.destroy_process_group(group)
     return outcome
 
@@ -54,7 +54,7 @@ def another_order(first: str, second: str) -> CallOutcome:
 
     def both() -> None:
         for name in names:
-            invoke(name, group, timeout=10)
+            invoke(name, group, timeout=60)
 
     outcome = outcome_of(both)
     dist.destroy_process_group(group)
@@ -72,9 +72,9 @@ def one_leaves_the_call_before_late() -> str:
             time.sleep(0.4)
 
         Call.write_back = late  # type: ignore[method-assign]
-    dist.all_reduce(np.ones(2), group=group, timeout=10)
+    dist.all_reduce(np.ones(2), group=group, timeout=60)
     try:
-        dist.all_reduce(np.ones(4 + (dist.get_rank() == 1)), group=group, timeout=10)
+        dist.all_reduce(np.ones(4 + (dist.get_rank() == 1)), group=group, timeout=60)
     except dist.CollectiveMismatchError as e:
         return str(e)
     finally:
@@ -90,7 +90,7 @@ def splits_differ(count: int) -> CallOutcome:
     if me == 1:
         take[0] += 1
     given, room = np.ones(sum(give)), np.zeros(sum(take))
-    outcome = outcome_of(lambda: dist.all_to_all_single(room, given, take, give, group=group, timeout=10))
+    outcome = outcome_of(lambda: dist.all_to_all_single(room, given, take, give, group=group, timeout=60))
     dist.destroy_process_group(group)
     return outcome
 
@@ -109,7 +109,7 @@ def list_differs(name: str, counts: list[int], odd: int) -> tuple[CallOutcome, b
 
     def call() -> None:
         several = entries if me == root else None
-        getattr(dist, name)(own, several, root, group=group, timeout=10)
+        getattr(dist, name)(own, several, root, group=group, timeout=60)
 
     outcome = outcome_of(call)
     dist.destroy_process_group(group)
@@ -123,7 +123,7 @@ def shapes_differ(name: str) -> CallOutcome:
     n, me = dist.get_world_size(), dist.get_rank()
     own = np.zeros((3, 2) if me == 1 else (2, 3))
     several = [np.zeros(6) for _ in range(n)] if me == 0 else None
-    outcome = outcome_of(lambda: getattr(dist, name)(own, several, 0, group=group, timeout=10))
+    outcome = outcome_of(lambda: getattr(dist, name)(own, several, 0, group=group, timeout=60))
     dist.destroy_process_group(group)
     return outcome
 
