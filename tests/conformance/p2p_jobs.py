@@ -339,17 +339,21 @@ def timed_out_receives() -> list[Failure | None]:
             failure_of(lambda: dist.recv(x, 0, timeout=0.3)),
             failure_of(lambda: dist.recv(x, timeout=0.3)),
         ]
-        work = must(dist.irecv(x, 0, timeout=0.3))
+        failures.append(failure_of(must(dist.irecv(x, 0, timeout=0.3)).wait))
+        y = np.zeros(3)
+        work = must(dist.irecv(y, 0, tag=1))
         early = failure_of(lambda: work.wait(timeout=0.05))
         assert early is not None
-        assert early.message.startswith("recv(float64[3], peer=0, tag=0) was not done after waiting 0.05 s")
-        failures.append(failure_of(work.wait))
+        assert early.message.startswith("recv(float64[3], peer=0, tag=1) was not done after waiting 0.05 s")
         dist.barrier()
         dist.recv(x, 0)
         assert (x == 7).all()
+        work.wait()
+        assert (y == 8).all()
         return failures
     dist.barrier()
     dist.send(np.full(3, 7.0), 1)
+    dist.send(np.full(3, 8.0), 1, tag=1)
     return []
 
 

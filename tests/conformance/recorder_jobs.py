@@ -129,7 +129,7 @@ def in_progress() -> list[tuple[Any, ...]]:
     thread.start()
     await_true(lambda: [c.seq for c in recorded_calls() if c.seq])
     work = dist.all_reduce(np.ones(6), async_op=True)
-    time.sleep(0.1)
+    await_true(lambda: [c.state for c in recorded_calls() if c.seq] == ["started", "scheduled"])
     seen = [(c.describe(), c.state, c.seq, c.ended) for c in recorded_calls()]
     send_word(1)
     thread.join()
@@ -156,9 +156,20 @@ def keeps_no_arrays() -> list[bool]:
 def keeps_no_arrays_seen_waiting() -> bool:
     """The array of a call that the wait monitor has seen is freed, though the monitor does not look again."""
     if dist.get_rank() == 1:
-        time.sleep(1.0)
+        await_word()
     else:
-        threading.Timer(0.5, setattr, (wait_monitor, "_POLL_S", 3600.0)).start()
+        world: Any = dist.group.WORLD
+        monitor = world.job.shared("wait monitor", None)
+        check = monitor._check
+
+        def check_until_seen() -> None:
+            check()
+            if monitor._seen:
+                wait_monitor._POLL_S = 3600.0
+                monitor._check = check
+                send_word(1)
+
+        monitor._check = check_until_seen
     x = np.ones(1000)
     reference = weakref.ref(x)
     dist.all_reduce(x)
