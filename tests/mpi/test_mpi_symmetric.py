@@ -149,9 +149,8 @@ def test_another_call_on_one_rank_is_named(how: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_killed_or_stopped_in_the_middle_is_named(number: signal.Signals) -> None:
     start = partial(_Job, recover=True, warm_up=True)
-    timeout = (
-        60.0 if number == signal.SIGKILL else 5.0
-    )  # all calls before the rank stops have to end within it
+    # all calls before the rank stops have to end within the timeout
+    timeout = 60.0 if number == signal.SIGKILL else 5.0
     check_victim_is_named(
         number, jobs.loop, "all_reduce", timeout, start=start, env={"UNICOLL_TRANSPORT": "auto"}
     )
