@@ -26,6 +26,7 @@ class _Gloo(Conformance):
     backend = "gloo"
 
 
+@pytest.mark.every(4)
 class TestSockets(_Gloo):
     @pytest.fixture(scope="class")
     @classmethod
@@ -59,6 +60,7 @@ class _Shared(_Gloo):
         return (2 * SLOT // itemsize + 11) | 1
 
 
+@pytest.mark.every(4)
 class TestSharedMemory(_Shared):
     turn = 1
 
@@ -69,6 +71,7 @@ class TestSharedMemory(_Shared):
             yield made
 
 
+@pytest.mark.every(6)
 class TestSemaphores(_Shared):
     """Shared memory as on processors that do not keep stores in order."""
 
@@ -84,6 +87,7 @@ class TestSemaphores(_Shared):
             yield made
 
 
+@pytest.mark.every(6)
 class TestHierarchy(_Gloo):
     """Every two ranks count as a host: from three ranks on, hosts of two ranks and of one."""
 

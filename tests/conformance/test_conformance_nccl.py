@@ -56,6 +56,7 @@ class _Simulated(Conformance):
     test_torch_tensors = None  # type: ignore[assignment]  # CPU tensors are another backend's
 
 
+@pytest.mark.every(6)
 class TestOldestFirst(_Simulated):
     """The caller's stream always runs ahead of the group's."""
 
@@ -66,6 +67,7 @@ class TestOldestFirst(_Simulated):
             yield made
 
 
+@pytest.mark.every(6)
 class TestNewestFirst(_Simulated):
     """The group's stream always runs ahead of the caller's; and an NCCL that lacks what came after 2.18."""
 
@@ -79,6 +81,7 @@ class TestNewestFirst(_Simulated):
             yield made
 
 
+@pytest.mark.every(6)
 class TestAnyOrder(_Simulated):
     """The caller's stream is not the legacy one, and NCCL launches at once."""
 
@@ -92,6 +95,7 @@ class TestAnyOrder(_Simulated):
             yield made
 
 
+@pytest.mark.every(6)
 class TestWithOptions(_Simulated):
     """Every call has options of its own, which all ranks have to give alike; with the newest NCCL."""
 

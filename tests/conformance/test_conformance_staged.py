@@ -12,6 +12,7 @@ from tests.simulated_nccl.ranks import Settings
 from unicoll.testing.ranks import Pool, ProcessJob, pools
 
 
+@pytest.mark.every(6)
 class TestGloo(staged.Staged):
     """Named alone, the current stream not the legacy one."""
 

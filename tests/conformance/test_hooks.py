@@ -103,6 +103,7 @@ def test_a_counters_file_in_no_directory(tmp_path: Path, monkeypatch: pytest.Mon
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 def test_calls_are_ranges_in_torchs_profiler() -> None:
     with joined(2, quiet=False) as job:  # torch's profiler writes to standard error

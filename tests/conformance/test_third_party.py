@@ -248,6 +248,7 @@ def installed(folder: Path, value: str) -> Path:
     return folder
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("how", "value"),
     [
@@ -348,6 +349,7 @@ def pipes_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proce
         yield job
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("connected", [True, False])
 def test_messages_to_and_from_a_stopped_rank_end_at_their_deadline(
     pipes_job: ProcessJob, connected: bool
@@ -402,6 +404,7 @@ def test_the_suite_passes_the_backend_of_the_documentation(tmp_path: Path) -> No
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
     installed(tmp_path, "counting:CountingBackend")
     with (tmp_path / "counting_backend-1.0.dist-info" / "entry_points.txt").open("a") as entries:

@@ -249,6 +249,7 @@ def differences(expected: str, printed: str) -> list[str]:
     return found + [f"not expected: {line}" for line in left]
 
 
+@pytest.mark.every(8)
 @pytest.mark.parametrize("block", RUN, ids=str)
 def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
     if "torch" in block.options and importlib.util.find_spec("torch") is None:

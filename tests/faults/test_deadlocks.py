@@ -15,7 +15,7 @@ from unicoll.testing import sampling
 from unicoll.testing.ranks import Pool, joined
 from unicoll.testing.worker import leave
 
-CIRCLES, PROGRAMS = (1000, 1000) if sampling.wants_full() else (24, 40)
+CIRCLES, PROGRAMS = (1000, 1000) if sampling.wants_full() else (6, 20) if sampling.is_short() else (24, 40)
 TRANSPORTS = [("tcp", "plain"), ("hierarchical", "plain"), ("tcp", "mac"), ("tcp", "tls")]
 
 
@@ -112,6 +112,7 @@ def test_a_wait_with_a_shorter_timeout_is_not_a_deadlock() -> None:
         assert job.results() == [[]] * 2
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("transport", "channel"), TRANSPORTS)
 def test_circles_over_other_transports(transport: str, channel: str, seed: int) -> None:
     with joined(3, env={"UNICOLL_TRANSPORT": transport, "UNICOLL_CHANNEL": channel}) as job:

@@ -62,6 +62,7 @@ def run(*commands: list[str], path: str = "") -> list[tuple[int, str, str]]:
     return [(process.returncode, *texts) for process, texts in zip(started, written, strict=True)]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("how", ["ends", "raises"])
 def test_a_program_may_end_without_destroying_its_groups(

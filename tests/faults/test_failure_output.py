@@ -66,6 +66,7 @@ def test_a_traceback_of_all_ranks_is_printed_once(folder: LaunchFolder) -> None:
     assert re.fullmatch(r"  ranks .* \(exitcode 1, pids \d+, \d+, \d+\): the same as rank \d below", others)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("program", [MISSPELT, "import unicoll\nunicoll.barrier()"])
 def test_detail_shows_all_frames(folder: LaunchFolder, program: str) -> None:  # noqa: F811
     assert FOLDED in parts(folder.launch("-n", "2", folder.script(program)).stderr)[0]
@@ -97,6 +98,7 @@ def test_a_wrong_shape_is_reported_once(folder: LaunchFolder) -> None:  # noqa: 
     assert all(line.endswith(f"{folder.path}/work.py:6") for line in above[6:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "status", "cause"),
     [
@@ -220,6 +222,7 @@ def test_a_users_hook_is_called(folder: LaunchFolder) -> None:  # noqa: F811
 # Without the launcher.
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("setting", ["", "DETAIL"])
 def test_a_plain_process_folds_frames(tmp_path: Path, setting: str) -> None:
     (tmp_path / "work.py").write_text("import unicoll\nunicoll.init_process_group('nccll')\n")

@@ -43,6 +43,7 @@ def check_lost(outcomes: Sequence[Outcome], victim: int, pid: int, name: str, ki
         print(f"{name}: rank {o.rank} raised {1000 * (o.at - killed):.0f} ms after the kill")
 
 
+@pytest.mark.every(4)
 @pytest.mark.sampled("name", "victim", 1)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -59,6 +60,7 @@ def test_a_killed_rank_is_named_by_all_others(name: str, victim: int) -> None:
         assert [o.value for o in job.collect(30, survivors)] == [[], []]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("count", [5, 300_000])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_rank_is_named_by_those_it_exchanges_messages_with(victim: int, count: int) -> None:
@@ -103,6 +105,7 @@ def test_rank_0_may_keep_the_gil_once_it_is_initialized(tmp_path: Path) -> None:
         assert job.results() == [None] * 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("join", ["tcp", "file"])
 @pytest.mark.parametrize("transport", ["shm", "tcp", "hierarchical"])
 def test_survivors_of_rank_0_shrink_the_group_repeatedly(transport: str, join: str) -> None:
@@ -186,6 +189,7 @@ def check_timeouts(outcomes: Sequence[Outcome], timeout: float, words: Sequence[
         assert outcomes[0].value[name][1] >= timeout - 0.2, f"{name} gave up early"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("connected", [True, False])
 def test_a_stopped_rank_is_named_when_time_is_up(connected: bool) -> None:
     with joined(3) as job:
@@ -222,6 +226,7 @@ def test_a_late_rank_is_named_with_the_place_where_it_is(tmp_path: Path) -> None
         assert [o.value for o in job.collect()] == [[]] * 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["barrier", "all_reduce", "work.wait", "recv", "recv from any"])
 def test_a_call_has_its_own_timeout(name: str, pool: Callable[[int], Pool]) -> None:
     outcome = pool(2).run(jobs.own_timeout, name)[0]
@@ -246,6 +251,7 @@ def test_a_wait_that_times_out_does_not_end_the_operation(pool: Callable[[int], 
 # --- ends ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize(
     ("how", "code", "word"),
@@ -280,6 +286,7 @@ def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(
             assert job._processes[r].wait(20) == 0
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_interpreters_end_without_destroy(size: int) -> None:
     with joined(size, fresh=True) as job:

@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from unicoll.testing.ranks import ROOT, environment
 
 
+@pytest.mark.slow
 def test_a_job_continues_in_a_flood() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "flood.py"), "--short"]
     done = subprocess.run(

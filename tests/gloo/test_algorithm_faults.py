@@ -87,6 +87,7 @@ def cases(*kinds: str) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.every(16)
 @pytest.mark.sampled("key", "case", 1)
 @pytest.mark.parametrize(("key", "case"), cases(*SIGNALS))
 def test_a_rank_killed_or_stopped_in_the_middle_is_named(key: str, case: str, seed: int) -> None:
@@ -119,6 +120,7 @@ def test_a_rank_killed_or_stopped_in_the_middle_is_named(key: str, case: str, se
         assert [o.value for o in job.collect(40, others)] == [[] for _ in others]
 
 
+@pytest.mark.every(3)
 @pytest.mark.sampled("key", "case", 1)
 @pytest.mark.parametrize(
     ("key", "case"),

@@ -41,6 +41,7 @@ def check_reductions(by_rank: list[list[tuple[str, int, float]]]) -> None:
     assert max(worst) > 0.3  # a result without errors would not test the bound
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("compression", ["bfloat16", "int8"])
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -48,6 +49,7 @@ def test_errors_over_sockets(tcp: Pools, size: int, compression: str, dtype: str
     check_reductions(tcp(size).run(jobs.reductions, compression, dtype, 1))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("compression", ["bfloat16", "int8"])
 @pytest.mark.parametrize("size", [3, 4])
@@ -60,6 +62,7 @@ def test_within_a_host_nothing_is_compressed(pool: Pools) -> None:
         assert fraction < 1e-3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("channel", ["mac", "tls"])
 def test_protected_connections(channel: str) -> None:
     env = {**TCP, "UNICOLL_CHANNEL": channel, "UNICOLL_SECRET": "the secret of this test"}
@@ -127,6 +130,7 @@ def test_groups_that_cannot_compress_refuse_the_option(tcp: Pools) -> None:
 # --- differences and faults -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "env", [TCP, HOSTS, {"UNICOLL_TRANSPORT": "shm"}], ids=["tcp", "hierarchical", "shm"]
 )

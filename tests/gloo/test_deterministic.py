@@ -20,6 +20,7 @@ TRANSPORTS = (
 )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("size", [2, 5])
 def test_every_transport_gives_the_same_bits(size: int) -> None:
     found = [run_ranks(size, jobs.digests, True, env=env) for env in TRANSPORTS]

@@ -202,6 +202,7 @@ def networks(report: dict[str, Any]) -> set[str]:
     return found
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     ("master", "network"), [("10.77.0.1", "10.77.0"), ("fd77::1", "fd77:"), ("[fd78::1]", "fd78:")]
 )
@@ -215,6 +216,7 @@ def test_two_nodes_with_a_static_master(hosts: Hosts, master: str, network: str)
     assert "WARNING" not in "".join(job.stderr)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("per_node", [2, 3])
 @pytest.mark.parametrize("master", ["10.77.0.1", "fd77::1"])
 def test_a_host_sends_only_the_sum_of_its_ranks(hosts: Hosts, master: str, per_node: int) -> None:
@@ -227,6 +229,7 @@ def test_a_host_sends_only_the_sum_of_its_ranks(hosts: Hosts, master: str, per_n
         )  # a ring of all ranks would send at least 1.5 times the bytes
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(
     ("variable", "spec", "master", "expected"),
     [
@@ -248,6 +251,7 @@ def test_data_uses_the_selected_interface(
         assert f"{variable}={spec}" in report["explained"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("down", [(1, 1), (1, 2)])
 @pytest.mark.parametrize("how", ["interface", "cable"])
 def test_an_interface_that_is_down_on_one_host_is_not_used(
@@ -264,6 +268,7 @@ def test_an_interface_that_is_down_on_one_host_is_not_used(
         assert networks(report) == {"10.77.0"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_large_messages_use_several_interfaces_at_once(hosts: Hosts, per_node: int) -> None:
     env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan0,lan1"}
@@ -274,6 +279,7 @@ def test_large_messages_use_several_interfaces_at_once(hosts: Hosts, per_node: i
         assert 0.8 < bytes_of["lan0"] / bytes_of["lan1"] < 1.25
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("per_node", [1, 2])
 @pytest.mark.parametrize(
     ("compression", "fraction", "error"), [("bfloat16", 1 / 2, 1 / 256), ("int8", 65 / 256, 1 / 254)]
@@ -301,6 +307,7 @@ def test_missing_interface_raises(hosts: Hosts) -> None:
         assert "lan0 10.77.0." in report["message"]
 
 
+@pytest.mark.slow
 def test_store_listens_only_on_the_master_address(hosts: Hosts, tmp_path: Path) -> None:
     processes = launch(hosts, "lose_the_link", str(tmp_path), "10", env=SECRET)
     wait_for(tmp_path / "ready.0", tmp_path / "ready.1")
@@ -350,6 +357,7 @@ print(sorted(mark.decode() for mark in found), flush=True)
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("channel", ["plain", "mac", "tls"])
 def test_only_tls_hides_data_on_the_network(hosts: Hosts, channel: str) -> None:
     """Arrays, messages and store values are readable on the network, except with TLS."""
@@ -384,6 +392,7 @@ def test_different_protection_on_hosts_raises(hosts: Hosts, tmp_path: Path) -> N
     assert waiting["error"] == "OperationTimeoutError"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("theirs", [{"UNICOLL_SECRET": "a different secret"}, {}])
 def test_wrong_or_missing_secret_raises_authentication_error(
     hosts: Hosts, tmp_path: Path, theirs: dict[str, str]
@@ -397,6 +406,7 @@ def test_wrong_or_missing_secret_raises_authentication_error(
     assert "missing: rank 1" in waiting["message"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("count", [10, 4_000_000])
 def test_lost_network_link_names_the_missing_rank(hosts: Hosts, tmp_path: Path, count: int) -> None:
     processes = launch(hosts, "lose_the_link", str(tmp_path), str(count), env=SECRET)
@@ -409,6 +419,7 @@ def test_lost_network_link_names_the_missing_rank(hosts: Hosts, tmp_path: Path, 
         assert f"missing: rank {other} (host host{other + 1}, pid " in report["message"]
 
 
+@pytest.mark.slow
 def test_a_link_lost_in_the_middle_is_named_by_both_ranks(hosts: Hosts, tmp_path: Path) -> None:
     """The error said only that all ranks had arrived, though one of two links was lost."""
     env = {**SECRET, "UNICOLL_SOCKET_IFNAME": "lan0,lan1"}
@@ -425,6 +436,7 @@ def test_a_link_lost_in_the_middle_is_named_by_both_ranks(hosts: Hosts, tmp_path
         assert "lan0" not in report["message"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("operation", ["all_reduce", "send"])
 def test_an_address_that_does_not_answer_is_named(hosts: Hosts, tmp_path: Path, operation: str) -> None:
     """Both interfaces have a link, but nothing passes between them."""
@@ -455,6 +467,7 @@ def wait_for(*files: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_doctor_names_a_slow_pair_by_host_and_interface(hosts: Hosts) -> None:
     """One of the four pairs between hosts is slow; the faster pairs within hosts do not affect the result."""
     script = str(ROOT / "tests" / "tools" / "doctor_program.py")

@@ -25,6 +25,7 @@ READING += ["reduce_scatter_tensor", "reduce_scatter", "all_to_all", "all_to_all
 SLOTS = ["reduce", "scan", "exscan"]
 
 
+@pytest.mark.every(4)
 @pytest.mark.sampled("name", "kind", 1)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("name", READING)
@@ -45,6 +46,7 @@ def test_the_other_operations_take_the_slots(name: str, pool: Pools) -> None:
     assert pool(3).run(equal_results, name, 600_011, "float32", "SUM", 0, True, None, True) == [[]] * 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", READING)
 def test_all_ranks_use_the_slots_if_one_rank_has_arrays_that_others_cannot_read(
     name: str, pool: Pools
@@ -147,6 +149,7 @@ def test_a_rank_whose_array_is_gone_is_named(pool: Pools) -> None:
     assert "has an array that cannot be read: [Errno 14] Bad address" in texts[0]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "all_to_all_single"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_killed_or_stopped_in_the_middle_is_named(name: str, number: signal.Signals) -> None:

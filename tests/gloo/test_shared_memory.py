@@ -120,6 +120,7 @@ def test_weak_memory_order_uses_semaphores(size: int) -> None:
     assert run_ranks(size, jobs.slots_kind, env=env) == [("SemaphoreSlots", float(size))] * size
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("order", ["", "weak"])
 def test_a_long_wait_sleeps_and_is_woken(order: str) -> None:
     env = {"UNICOLL_MEMORY_ORDER": order}

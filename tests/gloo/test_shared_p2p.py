@@ -357,6 +357,7 @@ def test_rank_killed_within_a_message_is_named(job_of: Callable[..., object]) ->
         check_lost(job, 0, 1, job.signal(1, signal.SIGKILL))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("job_of", [jobs.stops_receiving, jobs.stops_sending])
 def test_rank_stopped_within_a_message_is_named(job_of: Callable[..., object]) -> None:
     with joined(2) as job:
@@ -386,6 +387,7 @@ def test_a_send_after_one_that_was_cut_off_makes_a_new_connection(pool: Pools) -
     assert received.type == "RankLostError"
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("count", [10, 300])
 def test_last_messages_of_a_leaving_rank_arrive(count: int) -> None:
     with joined(2) as job:
@@ -418,6 +420,7 @@ def test_a_send_that_another_thread_aborts_raises_the_error_of_the_group() -> No
     assert failure.fields["rank"] == 1
 
 
+@pytest.mark.slow
 def test_receives_go_on_while_a_peer_does_not_answer() -> None:
     """They waited until the attempt to connect to that peer had timed out."""
     with joined(3) as job:
@@ -429,6 +432,7 @@ def test_receives_go_on_while_a_peer_does_not_answer() -> None:
         assert failure.type == "OperationTimeoutError", failure.traceback
 
 
+@pytest.mark.slow
 def test_send_behind_one_with_a_longer_timeout_ends_at_its_own() -> None:
     """It waited for the connection as long as the first one."""
     with joined(2) as job:

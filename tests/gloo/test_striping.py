@@ -17,6 +17,7 @@ def env(connections: int, channel: str = "plain") -> dict[str, str]:
     }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("channel", ["plain", "mac", "tls"])
 @pytest.mark.parametrize(("size", "connections"), [(2, 1), (2, 3), (3, 2)])
 def test_results_and_number_of_connections(size: int, connections: int, channel: str) -> None:

@@ -32,6 +32,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.every(9)
 @pytest.mark.sampled("name", "kind", 2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("name", jobs.OPERATIONS)
@@ -52,6 +53,7 @@ def test_results_are_the_same_bytes_without_the_slots(
     assert taken == [[DIRECT[name]]] * size
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", jobs.OPERATIONS)
 def test_all_ranks_use_the_slots_if_one_rank_has_ordinary_arrays(name: str, pool: Pools) -> None:
     for odd in range(3):
@@ -66,6 +68,7 @@ def test_small_arrays_take_the_slots(name: str, count: int, pool: Pools) -> None
     assert pool(3).run(jobs.equal_results, name, count, "int32", "SUM", 1, False, None) == [[]] * 3
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["all_reduce", "all_to_all_single", "scan", "gather"])
 def test_processors_with_a_weak_memory_order(name: str) -> None:
     env = {"UNICOLL_MEMORY_ORDER": "weak"}
@@ -157,6 +160,7 @@ def test_other_transports(transport: str) -> None:
         assert "shares no memory with rank" in text
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranks_of_each_host_read_arrays_in_place(dtype: str) -> None:
     with ProcessJob(5, env={"UNICOLL_TRANSPORT": "hierarchical"}) as job:
@@ -187,6 +191,7 @@ def test_another_call_on_one_rank_is_named(how: str) -> None:
     assert "symmetric_jobs.py" in texts[0]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "all_to_all_single"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_killed_or_stopped_in_the_middle_is_named(name: str, number: signal.Signals) -> None:

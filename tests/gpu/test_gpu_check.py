@@ -364,6 +364,7 @@ def test_the_five_figures_that_matter() -> None:
 # --- mutations ------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("mutation", "program", "policy"),
     [
@@ -387,6 +388,7 @@ def test_a_program_fails_without_the_safeguard_that_it_is_about(
 # --- training -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_transformer_on_two_ranks_ends_where_it_does_on_one() -> None:
     pytest.importorskip("torch")

@@ -298,6 +298,7 @@ def test_a_check_without_array_libraries_that_hangs_costs_itself_alone(
     assert checks == {"one": "passed", "two": "failed", "three": "failed", "four": "passed"}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("stage", "module", "check", "figure"),
     [

@@ -95,6 +95,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_under_the_launcher(rank: int, folder: Path) -> None:
     """Pauses of more than the group's timeout do no harm."""
@@ -119,6 +120,7 @@ def test_a_single_worker_has_the_terminal_itself(folder: Path) -> None:
     assert "sum 41" in output
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_under_torchrun(folder: Path) -> None:
     pytest.importorskip("torch")

@@ -647,6 +647,7 @@ def test_different_world_sizes() -> None:
     found.close()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("world_size", "kind", "text"),
     [
@@ -743,6 +744,7 @@ def assert_two_ranks(output: str, address: str = r"127\.0\.0\.1") -> None:
     assert sorted(re.findall(rf"found (\d)/2 {address} (?:True|False)", output)) == ["0", "1"], output
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torch")
@@ -801,6 +803,7 @@ def two_hosts() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("master", "address", "secret"),
     [

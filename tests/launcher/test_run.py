@@ -227,6 +227,7 @@ def test_the_error_has_a_port_in_use(folder: LaunchFolder) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_twenty_concurrent_launches_do_not_conflict(folder: LaunchFolder) -> None:
     script = folder.script(
         """
@@ -527,6 +528,7 @@ dist.all_reduce(np.ones(4, np.float32), timeout=1)
 """
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("where", ["default", "log-dir", "variable", "disabled"])
 def test_the_summary_has_the_command_that_shows_the_last_calls(folder: LaunchFolder, where: str) -> None:
     scratch = folder.path / "tmp"
@@ -692,6 +694,7 @@ def test_a_failed_worker_that_does_not_end_is_a_failure(folder: LaunchFolder) ->
     assert done.stderr.count("\nValueError: and yet it runs\n") == 1
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -752,6 +755,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("python", [True, False])
 def test_nothing_survives_a_killed_launcher(folder: LaunchFolder, python: bool) -> None:
     script = folder.script(STUBBORN.replace("MASKED", "True"))
@@ -784,6 +788,7 @@ def test_nothing_survives_success(folder: LaunchFolder) -> None:
     assert all_gone(folder.pids(6))
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
 def test_a_signal_to_the_launcher_ends_the_job(folder: LaunchFolder, name: str) -> None:
     launcher = folder.start("--nproc-per-node=2", folder.script(STUBBORN.replace("MASKED", "False")))
@@ -858,6 +863,7 @@ print(sorted(name for name in sys.modules if name.split(".")[0] in ("unicoll", "
 """
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("isolating", [{}, {"PYTHONSAFEPATH": "1"}])
 def test_a_script_runs_as_under_plain_python(folder: LaunchFolder, isolating: dict[str, str]) -> None:
     script = folder.script(PRINTS_ITS_STATE, "sub/prints_state.py")
@@ -1009,6 +1015,7 @@ def test_sixty_four_workers(folder: LaunchFolder) -> None:
     assert sorted(done.stdout.splitlines()) == sorted(f"[default{r}]:{r}" for r in range(64))
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_a_torch_program_runs(folder: LaunchFolder) -> None:
     pytest.importorskip("torch.distributed")

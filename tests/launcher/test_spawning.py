@@ -125,6 +125,7 @@ def test_an_exception_is_raised_in_the_parent() -> None:
     assert (str(copy), copy.rank, copy.pid) == (str(error), error.rank, error.pid)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("how", "exitcode"), [("exit", 5), ("sys.exit", 6), ("SIGKILL", -9), ("SIGTERM", -15), ("SIGSEGV", -11)]
 )
@@ -208,6 +209,7 @@ def test_a_function_of_an_interactive_session_is_refused() -> None:
     assert "DistArgumentError: spawn: fn is defined in an interactive session" in done.stderr
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("from_thread", [False, True])
 def test_nothing_survives_the_parent(tmp_path: Path, number: signal.Signals, from_thread: bool) -> None:

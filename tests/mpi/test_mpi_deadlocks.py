@@ -29,6 +29,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
+@pytest.mark.every(2)
 def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int) -> None:
     for i in range(CIRCLES):
         found = pool(4).run(jobs.circle, f"{seed} {i}", jobs.CALLS_OF_MPI)
@@ -42,6 +43,7 @@ def test_every_rank_of_a_circle_names_it(pool: Callable[[int], Pool], seed: int)
         pool(4).run(jobs.end_groups)
 
 
+@pytest.mark.every(2)
 def test_programs_without_a_circle_are_not_reported(pool: Callable[[int], Pool], seed: int) -> None:
     for i in range(0, PROGRAMS, 10):
         seeds = [f"{seed} {i + j}" for j in range(10)]
@@ -50,6 +52,7 @@ def test_programs_without_a_circle_are_not_reported(pool: Callable[[int], Pool],
         pool(4).run(jobs.end_groups)
 
 
+@pytest.mark.every(2)
 def test_messages_to_and_fro_are_not_a_circle(pool: Callable[[int], Pool]) -> None:
     first, second = pool(2).run(jobs.ping_pong, 1.5)
     assert first == second > 10
@@ -62,6 +65,7 @@ def test_a_message_that_the_other_rank_has_not_read_hides_no_circle(pool: Callab
     pool(2).run(jobs.end_groups)
 
 
+@pytest.mark.every(2)
 def test_sends_that_a_waiting_rank_reads_are_not_reported(pool: Callable[[int], Pool]) -> None:
     assert pool(3).run(jobs.sends_that_are_read, 2)[1] == [3.0, 3.0]
     pool(3).run(jobs.end_groups)

@@ -59,6 +59,7 @@ def pool(seed: int) -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
+@pytest.mark.every(6)
 class TestMPI(Conformance):
     """What differs from host arrays: transfer modes, dtypes, layouts, sizes around the switches of algorithm."""
 

@@ -46,6 +46,7 @@ def pool() -> Iterator[Callable[[int], Pool]]:
 KILLS = random.Random(sample_seed()).sample([(name, victim) for name in EVERYTHING for victim in (0, 2)], 8)
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize(("name", "victim"), KILLS)
 def test_a_killed_rank_is_named_by_all_others(
     name: str, victim: int, monkeypatch: pytest.MonkeyPatch

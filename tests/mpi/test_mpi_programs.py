@@ -116,6 +116,7 @@ def test_a_group_over_mpi_with_another_default_backend(script: Path) -> None:
     assert lines(run(script, source)) == ["gloo mpi [4. 4.]"] * 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "call",
     [
@@ -143,6 +144,7 @@ def port() -> Iterator[int]:
         yield number
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("backend", ["mpi", "gloo", None])
 @pytest.mark.parametrize("place", ["file", "tcp", "store", "env"])
 def test_explicit_stores_replace_the_store_over_mpi(
@@ -603,6 +605,7 @@ def train(command: Sequence[str], variables: dict[str, str]) -> str:
     return ended.stdout
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_example_trains_the_same_weights_as_under_our_launcher(size: int) -> None:
     in_order = {"UNICOLL_DETERMINISTIC": "1"}  # else each backend sums in the order that is quickest for it

@@ -45,6 +45,7 @@ def test_calls_that_agree(backend: str) -> None:
             assert found["gathered"] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_level_that_differs_between_ranks_is_refused_on_all(backend: str, bound: bool) -> None:

@@ -24,6 +24,7 @@ def run(size: int, job: Any, *args: object, kind: Any = SimulatedJob, **options:
         return values
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("version", "lazy", "growths"), [(23007, False, [1]), (22809, False, [0]), (23007, True, [])]
 )

@@ -119,6 +119,7 @@ def test_the_current_device_may_be_another(pool: Callable[[int], Pool]) -> None:
     assert pool(2).run(jobs.from_another_device) == [[[4.0, 4.0], 1], [[4.0, 4.0], 0]]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
 def test_a_deadline_names_the_missing_ranks_and_fails_the_group_on_all(backend: str) -> None:
     with joined(3, SimulatedJob, backend=backend) as job:
@@ -145,6 +146,7 @@ def test_a_deadline_names_calls_that_differ() -> None:
         assert "the calls differ: rank " in said
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("join", ["tcp", "file"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_is_named_and_the_others_continue(victim: int, join: str) -> None:
@@ -165,6 +167,7 @@ def test_a_killed_rank_is_named_and_the_others_continue(victim: int, join: str) 
         assert [o.value for o in job.collect(30, others)] == [[], []]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("version", [21805, 22705, 23007])
 def test_survivors_shrink_with_every_version(version: int, victim: int) -> None:
@@ -180,6 +183,7 @@ def test_survivors_shrink_with_every_version(version: int, victim: int) -> None:
             assert outcome.value == {"size": 2, "x": [6.0 - (victim + 1)] * 2, "host": [2.0]}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("code", "word"), [(6, "ncclRemoteError"), (2, "ncclSystemError")])
 def test_an_asynchronous_error_of_nccl_fails_the_group_on_all_ranks(code: int, word: str) -> None:
     for said in run(2, jobs.sudden_error, code):

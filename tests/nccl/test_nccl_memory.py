@@ -74,6 +74,7 @@ def test_symmetric_memory_is_freed_when_all_ranks_have_dropped_it() -> None:
     assert run(2, jobs.dropped_at_different_times) == [[2, 1, 1]] * 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_allocates_no_symmetric_memory_is_named_at_the_deadline(missing: int) -> None:
     found = run(2, jobs.alone_in_symmetric_memory, missing)

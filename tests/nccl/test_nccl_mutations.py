@@ -40,12 +40,14 @@ def with_policy(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool
         yield made
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("program", _RIGHT)
 def test_the_unmodified_backend_is_right(program: str, with_policy: Callable[[int], Pool]) -> None:
     for _ in range(_REPEATS):
         assert with_policy(_RANKS).run(jobs.run, program, None) == [(right, []) for right in _RIGHT[program]]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("mutation", "program", "policy", "fault"),
     [
@@ -80,6 +82,7 @@ def test_without_a_safeguard_results_are_wrong_every_time(
                 assert any(fault in text for text in faults), faults
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("mutation", "job", "args", "wrong", "settings"),
     [
@@ -129,6 +132,7 @@ def test_without_a_wait_a_group_that_closes_is_still_swept(monkeypatch: pytest.M
         test_nccl_safety.test_a_group_that_closes_waits_for_a_sweep_of_it(monkeypatch)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("program", "error"),
     [
@@ -154,6 +158,7 @@ def test_without_a_group_call_exchanges_hang_or_are_refused(program: str, error:
 _SOUND = [True] * len(jobs.CASES)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("error", "right"),
     [

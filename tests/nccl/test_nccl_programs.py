@@ -13,6 +13,7 @@ from unicoll.testing.worker import enter
 _PROGRAMS, _STEPS = 40, 60
 
 
+@pytest.mark.every(6)
 @pytest.mark.parametrize("policy", ["oldest", "newest", "random"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_random_programs(policy: str, size: int, seed: int) -> None:

@@ -19,6 +19,7 @@ def test_threads_with_their_own_groups_use_nccl_one_at_a_time() -> None:
         assert job.results() == [[]] * 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("version", [22807, 23007])
 def test_no_thread_is_in_nccl_when_a_group_is_aborted(version: int) -> None:
     """From 2.28.7 on, which has ncclCommRevoke; an older one is aborted while the thread is in it."""
@@ -40,6 +41,7 @@ def test_a_group_is_not_destroyed_during_a_sweep() -> None:
         assert job.results(60) == [[]] * 2
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_death_that_nccl_reports_first_names_the_rank(victim: int) -> None:
     with SimulatedJob(3) as job:

@@ -22,11 +22,13 @@ def pool(request: pytest.FixtureRequest, seed: int) -> Iterator[Callable[[int], 
         yield made
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("size", [2, 3])
 def test_arrays_of_device_and_host_keep_one_order(size: int, pool: Callable[[int], Pool]) -> None:
     assert pool(size).run(jobs.mixed_kinds, 10) == [True] * size
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("size", [1, 2])
 def test_streams_are_ordered_on_both_sides(size: int, pool: Callable[[int], Pool]) -> None:
     assert pool(size).run(jobs.ordered, 5) == [True] * size
@@ -49,6 +51,7 @@ def test_it_says_how_device_arrays_go(pool: Callable[[int], Pool]) -> None:
         assert 0 < facts["staging"] <= 64 << 20
 
 
+@pytest.mark.every(2)
 def test_a_device_that_is_late_is_named(pool: Callable[[int], Pool]) -> None:
     mine, other = pool(2).run(jobs.stuck, 0)
     assert mine[0] is not None
@@ -66,6 +69,7 @@ def test_calls_that_differ_raise_the_same_error(pool: Callable[[int], Pool]) -> 
     assert "float32[50001]" in message
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("size", "much"), [(2, 30_000), (3, 30_000), (2, 3)])
 def test_an_exchange_of_any_sizes_goes_in_pieces(size: int, much: int, pool: Callable[[int], Pool]) -> None:
     for told in pool(size).run(jobs.exchanges, much):

@@ -106,16 +106,19 @@ def check(cases: Iterator[Case]) -> None:
 # --- the formulas ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("op", OPS)
 def test_over_sockets(op: str) -> None:
     check(case for n in RANKS for case in both(op, n))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("op", OPS)
 def test_through_shared_memory(op: str) -> None:
     check(case for n in RANKS for case in both(op, n, per_host=n))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("op", OPS)
 def test_over_several_hosts(op: str) -> None:
     shapes = [(m * hosts, m) for m in (2, 3, 4) for hosts in (2, 3, 5, 8)] + [(32, 2), (38, 2)]
@@ -130,12 +133,14 @@ def test_one_array_in_place_of_many_costs_the_same(op: str) -> None:
             assert counted(flat) == counted(case)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("op", REDUCING)
 def test_in_rank_order(op: str) -> None:
     for bytes_ in (BULK, 1 << 18):
         check(sized(op, n, bytes_, root=n - 1, deterministic=True) for n in RANKS)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_compressed(compression: str) -> None:
     def cases(n: int) -> Iterator[Case]:
@@ -162,12 +167,14 @@ def test_compressed_between_hosts(compression: str) -> None:
             assert max(t.messages for t in done) == log2(hosts) + turns * (hosts - 1)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("op", REDUCING)
 def test_sums_of_half_types_are_twice_as_wide(op: str) -> None:
     for bytes_ in (BULK, 1 << 18):
         check(Case(op, n, (bytes_ // 2 // n) * (n if op in WHOLE else 1), dtype="bfloat16") for n in RANKS)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("per_host", [1, 8])
 @pytest.mark.parametrize("op", OPS)
 def test_hundreds_of_ranks_all_of_them(op: str, per_host: int) -> None:
@@ -176,6 +183,7 @@ def test_hundreds_of_ranks_all_of_them(op: str, per_host: int) -> None:
         assert told(case, counted(case)) == cost(case)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("ranks", "per_host"), [(512, 1), (512, 8), (4096, 1), (4096, 8)])
 def test_thousands_of_ranks_some_of_them(ranks: int, per_host: int) -> None:
     for op in OPS:
@@ -280,6 +288,7 @@ def test_staging_memory_does_not_grow_with_the_array(case: Case, staging: int) -
     assert staging <= stated or case.op == "all_to_all"  # its table is stated apart
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("transport", "per_host", "deterministic"),
     [("tcp", 1, False), ("tcp", 1, True), ("shm", 5, False), ("hierarchical", 2, False)],
@@ -334,6 +343,7 @@ def test_uneven_sizes_at_a_root_over_sockets(op: str) -> None:
             )
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("cyclic", [False, True])
 @pytest.mark.parametrize("op", OPS)
 def test_uneven_sizes_and_hosts(op: str, cyclic: bool) -> None:
@@ -345,6 +355,7 @@ def test_uneven_sizes_and_hosts(op: str, cyclic: bool) -> None:
                 replay([trace.turns for trace in traces(case)], case.nodes, BUFFER)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("ranks", "per_host"), [(2, 1), (7, 1), (16, 1), (7, 7), (8, 2), (12, 5)])
 def test_a_whole_program_does_not_deadlock(ranks: int, per_host: int, deterministic: bool) -> None:

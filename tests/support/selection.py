@@ -2,7 +2,7 @@
 
 The short run (``UNICOLL_TEST_SHORT=1``) omits tests marked ``slow``. Of the cases of every other test with parameters
 it executes the same ones each time: enough that every two values of two parameters occur together, and with the mark
-``every(n)`` every nth of those.
+``every(n)`` every nth of those, from another one on in each test or class.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
+from zlib import crc32
 
 from unicoll.testing.sampling import drawn, is_short
 
@@ -29,9 +30,11 @@ def short_run(items: Sequence[Any]) -> list[Any]:
         if item.get_closest_marker("slow") is None:
             tables[item.nodeid.partition("[")[0]].append(item)
     kept: set[str] = set()
-    for table in tables.values():
+    for name, table in tables.items():
+        cases = _pairwise(table)
         mark = table[0].get_closest_marker("every")
-        kept.update(item.nodeid for item in _pairwise(table)[:: mark.args[0] if mark else 1])
+        step = min(mark.args[0], len(cases)) if mark else 1
+        kept.update(item.nodeid for item in cases[crc32(name.encode()) % step :: step])
     return [item for item in items if item.nodeid in kept]
 
 

@@ -389,6 +389,7 @@ def fold(redop: str, contributions: list[Any]) -> Any:
     }[redop]()
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("redop", REDOPS)
 @pytest.mark.parametrize("type_name", TYPES)
 def test_wrong_elements_are_counted(type_name: str, redop: str) -> None:
@@ -732,6 +733,7 @@ def test_compression(tmp_path: Path) -> None:
     assert "compression int8" in data["contenders"]["gloo"]["transport"]
 
 
+@pytest.mark.slow
 def test_point_to_point_under_our_launcher() -> None:
     command = [
         sys.executable,
@@ -760,6 +762,7 @@ def test_point_to_point_under_our_launcher() -> None:
         assert 0 < least <= mean <= most
 
 
+@pytest.mark.slow
 @pytest.mark.torch
 def test_comparison_with_torch(tmp_path: Path) -> None:
     pytest.importorskip("torch")
@@ -925,6 +928,7 @@ def on_device(*arguments: str) -> tuple[str, list[int]]:
     return outcomes[0][1], [status for status, _ in outcomes]
 
 
+@pytest.mark.every(7)
 @pytest.mark.parametrize(
     "op", ["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "sendrecv", "latency"]
 )
@@ -938,6 +942,7 @@ def test_nccl_and_bare_nccl(op: str, tmp_path: Path) -> None:
     assert contenders_seen == {"nccl", "bare-nccl"}, printed
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["-C1", "--events"])
 def test_timing_on_a_device(how: str) -> None:
     arguments = ("-C", "1") if how == "-C1" else (how,)
@@ -952,6 +957,7 @@ def test_host_time_and_events_exclude_each_other(capsys: pytest.CaptureFixture[s
     assert "--events" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_operations_missing_in_bare_nccl_are_reported() -> None:
     printed, statuses = on_device("all_to_all", *ON_DEVICE)
     assert statuses == [0, 0]

@@ -247,6 +247,7 @@ def test_repetitions_are_made_while_they_fit(given: GivenTimes, monkeypatch: pyt
 # --- real runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
     first, second = tmp_path / "first.json", tmp_path / "second.json"
     small = ("suite", "--only", "async", "--repetitions", "2", "--seconds", "0", "--factor", "0.02")
@@ -268,6 +269,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert f"# worse by more than the noise: {row.name}" in done.stdout
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("text", ["tcp", "recorder", " 8 / all_reduce"])
 def test_the_jobs(text: str) -> None:
     """Each job without torch and MPI, once: every ratio is measured."""

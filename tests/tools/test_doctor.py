@@ -128,6 +128,7 @@ def test_a_module_that_raises_at_import_is_reported(modules: Path) -> None:
     assert re.search(r"^error +torch: RuntimeError: planted in two lines$", done.stdout, re.M)
 
 
+@pytest.mark.slow
 def test_a_module_that_hangs_is_killed(modules: Path) -> None:
     (modules / "cupy.py").write_text(
         "import os, pathlib, subprocess, time\n"
@@ -520,6 +521,7 @@ def test_healthy_ranks_and_one_with_another_variable(modules: Path) -> None:
     assert "\nslow" not in out
 
 
+@pytest.mark.slow
 def test_only_the_slow_and_the_corrupting_pair_are_reported(modules: Path) -> None:
     done = ranks(modules, "slow:1-2,corrupt:0-3", "--json")
     report: dict[str, Any] = json.loads(done.stdout)
@@ -540,6 +542,7 @@ def test_only_the_slow_and_the_corrupting_pair_are_reported(modules: Path) -> No
     assert report["differences"] == {}
 
 
+@pytest.mark.slow
 def test_a_pair_that_loses_a_message_is_reported(modules: Path) -> None:
     done = ranks(modules, "lost:1-2", "--deadline", "8")
     assert done.returncode == 2, done
@@ -596,6 +599,7 @@ def test_a_rank_that_dies_is_named(modules: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_an_absent_rank_is_named(modules: Path) -> None:
     done = ranks(modules, "absent:1", "--deadline", "2", size=2)
     assert done.returncode != 0

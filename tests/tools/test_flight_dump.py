@@ -144,6 +144,7 @@ def test_other_handlers_of_the_signal_stay() -> None:
         end_cleanly(job)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("function", "error", "kind", "written"),
     [
@@ -236,6 +237,7 @@ def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
             assert f"rank {rank}: the flight recorder's dump is not written: " in job.stderr(rank)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_wrong_clock_is_found(tmp_path: Path, rank: int) -> None:
     """One rank's clock is 3 s ahead: in the merged trace its calls are where they were, within the bound."""

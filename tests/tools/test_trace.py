@@ -321,6 +321,7 @@ def test_a_trace_that_cannot_be_written_leaves_the_earlier_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0.json", "trace.json"]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("files", [[], ["rank_0.json"]])
 def test_no_dump_is_an_error(tmp_path: Path, files: list[str]) -> None:
     for name in files:

@@ -217,6 +217,7 @@ def test_a_program_is_run_unchanged(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_dumps_and_wrong_arguments(tmp_path: Path) -> None:
     dump = tmp_path / "rank_0.json"
     call = dump_format._call(_recorded("all_reduce", [(4, 5)], [(4, 5)], n=2))

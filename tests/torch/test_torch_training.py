@@ -43,6 +43,7 @@ def run() -> Iterator[Run]:
 has_fsdp2 = pytest.mark.skipif(torch.__version__ < "2.7", reason="this torch has FSDP2 on GPUs alone")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "job",
     [pytest.param(f, marks=has_fsdp2) if "fsdp2" in f.__name__ else f for f in jobs.JOBS],

@@ -14,6 +14,7 @@ from unicoll.testing.ranks import ROOT, environment
 PROGRAM = str(Path(__file__).with_name("awaiting.py"))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("name", [scenario.__name__ for scenario in SCENARIOS])
 def test_awaiting(name: str) -> None:
     ended = subprocess.run(

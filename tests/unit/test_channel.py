@@ -365,6 +365,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
+@pytest.mark.every(2)
 def test_collectives(pool: Callable[[int], Pool]) -> None:
     pool(3).run(jobs.collectives)
 
@@ -375,6 +376,7 @@ def test_messages(pool: Callable[[int], Pool]) -> None:
     pool(2).run(p2p_jobs.unexpected, 20_000)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("wanted", ["plain", *PROTECTED])
 @pytest.mark.parametrize("what", ["all_reduce", "send"])
 def test_data_changed_between_two_ranks(wanted: str, what: str) -> None:

@@ -318,6 +318,7 @@ def folded(name: str, op: Reduction, pieces: list[Array]) -> Array:
     return nearest(name, acc)
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("op", OPS, ids=str)
 @pytest.mark.parametrize("name", HALVES)
 def test_half_types_accumulate_in_float32(name: str, op: Reduction, package: str) -> None:
@@ -415,6 +416,7 @@ def test_reductions_match_numpy(name: str) -> None:
             assert out.tobytes() == expected.tobytes(), (op, ranks, size, apart)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("size", [3, 5000, half_precision.BLOCK + 3])
 @pytest.mark.parametrize("name", ["float32", "float64", "int32", "complex64", *HALVES])
 def test_the_result_may_overwrite_a_contribution(name: str, size: int) -> None:
