@@ -88,9 +88,9 @@ class ReductionMethod:
 def _method_for(group: GroupCommunicator, call: Call) -> ReductionMethod:
     dtype, reduce = call.inputs[0].dtype, call.reduce
     assert reduce is not None
-    key: Any = (dtype.code << 8) | reduce.code
-    if reduce.factor is not None:
-        key = (key, reduce.key)
+    if reduce.factor is not None:  # the factor can differ in every call
+        return ReductionMethod(group, dtype, reduce, group.in_order)
+    key = (dtype.code << 8) | reduce.code
     found: ReductionMethod | None = group.reduction_methods.get(key)
     if found is None:
         found = group.reduction_methods[key] = ReductionMethod(group, dtype, reduce, group.in_order)

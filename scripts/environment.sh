@@ -5,6 +5,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # With an empty HOME pip would use a cache in the root directory.
 [ -n "${HOME:-}" ] || unset HOME
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
+# Container images often set it. Then every process would compile all modules: a second for each rank of a test.
+unset PYTHONDONTWRITEBYTECODE
 
 fail() {
     printf '%s: %s\n' "$(basename "$0")" "$*" >&2

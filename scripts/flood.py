@@ -330,12 +330,13 @@ def table(undisturbed: list[Any], flooded: list[Any]) -> str:
 
 def flood(args: argparse.Namespace, program: Program) -> list[str]:
     """The whole run; what failed."""
-    from unicoll.testing.ranks import free_port
+    from unicoll.testing.ranks import reserved_port
 
-    port, secret = free_port(), secrets.token_hex(32)
-    started = [program.start(run_rank, rank, port, secret, args.limit) for rank in range(2)]
-    ranks = [process for process, _ in started]
-    joined = receive([pipe for _, pipe in started], START_SECONDS)
+    secret = secrets.token_hex(32)
+    with reserved_port() as port:
+        started = [program.start(run_rank, rank, port, secret, args.limit) for rank in range(2)]
+        ranks = [process for process, _ in started]
+        joined = receive([pipe for _, pipe in started], START_SECONDS)
     ports = [port for rank in joined for port in rank["ports"]]
     started.append(program.start(connect_clients, port, secret))
     pipes = [pipe for _, pipe in started]

@@ -42,6 +42,8 @@ def runs_alone(test: str) -> bool:
 
 
 def main(arguments: list[str]) -> int:
+    # NumPy's threads wait busily for some time when a process starts; no test needs them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # the same random cases when a test runs again
     os.environ.setdefault("UNICOLL_TEST_SEED", str(random.randrange(1 << 24)))
     kept = Path(os.environ.get("UNICOLL_TEST_FLAKY") or ROOT / ".flaky")

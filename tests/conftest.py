@@ -24,8 +24,10 @@ with suppress(ImportError):  # it is not in all environments
     from hypothesis import HealthCheck, settings
 
     # How long an example takes depends on the machine's load; in the first one modules may be imported.
-    settings.register_profile("unicoll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("unicoll")
+    common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("long", common, max_examples=300)
+    settings.register_profile("short", common, max_examples=30, derandomize=True)  # the same ones every time
+    settings.load_profile("short" if sampling.is_short() else "long")
 
 resource_tracker.ensure_running()  # it stays until the end of the run, and holds a pipe
 
@@ -164,6 +166,7 @@ def _module_leaves_nothing() -> Iterator[None]:
     watch = _Watch()
     yield
     complaints = watch.complaints()
+    gc.freeze()  # as _exclude_from_collection
     assert not complaints, f"after the last test of this module: {'; '.join(complaints)}"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import unicoll as dist
-from unicoll.testing.ranks import ROOT, environment, free_port
+from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 PROGRAM = str(Path(__file__).with_name("explaining.py"))
 SIZE = 2
@@ -156,10 +156,11 @@ FAKES = {
 @pytest.mark.parametrize("name", FAKES)
 def test_under_mpi_launchers_and_slurm(name: str) -> None:
     variables, source = FAKES[name]
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    reports = by_hand(
-        [{**{k: v.format(rank=rank) for k, v in variables.items()}, **master} for rank in range(SIZE)]
-    )
+    with reserved_port() as port:
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        reports = by_hand(
+            [{**{k: v.format(rank=rank) for k, v in variables.items()}, **master} for rank in range(SIZE)]
+        )
     check(reports, name, source, MPI_REASON)
     for report in reports:
         after = lines(report)
@@ -172,14 +173,15 @@ def test_started_by_hand_with_a_secret_file_and_an_interface(tmp_path: Path) -> 
     secret = tmp_path / "secret"
     secret.write_text("a secret of sufficient length for a test")
     secret.chmod(0o600)
-    common = {
-        "WORLD_SIZE": str(SIZE),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "UNICOLL_SECRET_FILE": str(secret),
-        "UNICOLL_SOCKET_IFNAME": "lo",
-    }
-    reports = by_hand([{**common, "RANK": str(rank)} for rank in range(SIZE)])
+    with reserved_port() as port:
+        common = {
+            "WORLD_SIZE": str(SIZE),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "UNICOLL_SECRET_FILE": str(secret),
+            "UNICOLL_SOCKET_IFNAME": "lo",
+        }
+        reports = by_hand([{**common, "RANK": str(rank)} for rank in range(SIZE)])
     check(reports, "environment", "RANK={rank}, WORLD_SIZE=2", "the default for CPU arrays")
     for report in reports:
         after = lines(report)

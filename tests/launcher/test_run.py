@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from unicoll.run.output import Lines
@@ -476,7 +476,6 @@ def test_a_stopped_reader_does_not_stop_the_launcher(folder: LaunchFolder) -> No
 
 
 @given(st.lists(st.binary(max_size=40), max_size=20))
-@settings(max_examples=200)
 def test_lines_keep_every_byte(chunks: list[bytes]) -> None:
     plain, marked = Lines(), Lines(b"<p>")
     kept = b"".join([*(plain.feed(chunk) for chunk in chunks), plain.finish()])

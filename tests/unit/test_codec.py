@@ -108,13 +108,11 @@ plain = st.recursive(
 
 
 @given(plain)
-@settings(max_examples=300)
 def test_plain_objects_round_trip_without_pickle(obj):
     assert same(again(obj), obj)
 
 
 @given(arrays)
-@settings(max_examples=100)
 def test_scalars_keep_their_type(array):
     for scalar in array.reshape(-1)[:3]:
         assert same(again(scalar), scalar)
@@ -332,13 +330,11 @@ def test_malformed_data(data, message):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=500)
 def test_noise_is_refused_or_read(noise):
     check_harmless(bytes((object_format.TYPED,)) + noise)
 
 
 @given(plain, st.data())
-@settings(max_examples=300)
 def test_damaged_data_is_refused_or_read(obj, data):
     damaged = bytearray(object_codec.dumps(obj, allow_pickle=False))
     for _ in range(data.draw(st.integers(1, 3))):

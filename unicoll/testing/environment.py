@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import re
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,20 +19,6 @@ LAUNCHER_VARIABLES = re.compile(
 )
 """Beginnings of the variables that launchers and libraries set."""
 _TEST_OPTIONS = ("UNICOLL_TEST_", "UNICOLL_TRANSPORT", "UNICOLL_CHANNEL")
-
-
-def free_port() -> int:
-    """A free TCP port outside the range of ephemeral ports."""
-    for _ in range(100):
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise RuntimeError("no free port found")
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 The test process starts one fork server per set of modules when the first rank needs it, and requests processes over a
 socket. The fork server ends when that socket closes. A forked rank has its own session, environment, working directory,
 module search path, standard output and standard error, like a new interpreter, except that all forks share the hash
-seed of str. Therefore some ranks still run in a new interpreter (see :class:`ranks.ProcessJob`).
+seed of str, and that an interpreter releases all objects when it ends. Therefore some ranks still run in a new
+interpreter (see :class:`ranks.ProcessJob`).
 """
 
 from __future__ import annotations
@@ -209,3 +210,13 @@ def _work(received: Sequence[int], request: bytes) -> None:
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
     worker.work(pipe, *arguments)
+    _exit()
+
+
+def _exit() -> None:
+    """End a fork as an interpreter ends, but without the release of all objects, which takes as long as the start."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -43,7 +43,16 @@ class RanksFailed(AssertionError):
 
 _jobs = itertools.count()
 _SHARE_FRESH = 8
-_MODULES = ("numpy", "unicoll", "unicoll.bootstrap.join", "gloo_fallback")
+_MODULES = (
+    "encodings.ascii",  # as sockets import them
+    "encodings.idna",
+    "gloo_fallback.backend",
+    "unicoll.api.subgroups",
+    "unicoll.backend.fallback_adapter",
+    "unicoll.bootstrap.join",
+    "unicoll.testing.conformance_jobs",
+)
+"""What ranks import when they start, join and are tested; a fork has it."""
 
 
 def _selects_fresh() -> bool:

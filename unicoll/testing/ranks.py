@@ -25,7 +25,6 @@ from typing import Any
 from unicoll.testing import forkserver
 from unicoll.testing.environment import ROOT as ROOT
 from unicoll.testing.environment import environment as environment
-from unicoll.testing.environment import free_port as free_port
 from unicoll.testing.environment import reserved_port as reserved_port
 from unicoll.testing.process_job import Outcome as Outcome
 from unicoll.testing.process_job import ProcessJob, RanksFailed
