@@ -8,6 +8,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=
 # Container images often set it. Then every process would compile all modules: a second for each rank of a test.
 unset PYTHONDONTWRITEBYTECODE
 
+# pytest's options for three processes, a file of tests at a time: tests often wait, so that three are faster than two
+# also on two processors. A test fails if files are left in /dev/shm, so each process mounts its own (tests/conftest.py);
+# a user who may not mount has one process.
+PROCESSES=()
+if unshare --mount true 2>/dev/null; then PROCESSES=(-n 3 --dist loadfile); fi
+
 fail() {
     printf '%s: %s\n' "$(basename "$0")" "$*" >&2
     exit 1
@@ -109,7 +115,7 @@ use_flaky_folder() {
 }
 
 # Requirements of the tests with other versions of torch, in addition to torch.
-TORCH_TESTS=("numpy>=1.24" "pytest>=8" "expecttest>=0.2" "ml_dtypes>=0.3")
+TORCH_TESTS=("numpy>=1.24" "pytest>=8" "pytest-xdist>=3" "expecttest>=0.2" "ml_dtypes>=0.3")
 
 # torch_environment SPECIFIER: prints the path of the environment with torch of a version specifier, ==VERSION or <=VERSION.
 # It is outside of the checkout, because it has several GB and all checkouts can share it. unicoll is not installed in it;
