@@ -51,6 +51,37 @@ def test_the_error_that_ends_a_connection_attempt_is_raised(error: DistError) ->
     assert raised.value is error
 
 
+def test_one_thread_at_a_time_connects_to_a_peer() -> None:
+    """When the first of two had ended, the peer's connection was accepted beside theirs, and both were closed."""
+    endpoint: Any = Endpoint.__new__(Endpoint)
+    endpoint._job = SimpleNamespace(rank=1, control=None)
+    endpoint._changed, endpoint._open, endpoint._message_engines = threading.Condition(), {}, {}
+    endpoint._arriving, endpoint._dialing, endpoint._closed_groups = set(), set(), set()
+    endpoint._unanswered = {}
+    dials, second_waits, key = [], threading.Event(), ("g", "m", 0)
+    sock = SimpleNamespace(setsockopt=lambda *_: None)
+
+    def dial(*_: Any) -> Any:
+        dials.append(threading.get_ident())
+        if len(dials) == 1:
+            second.start()
+            assert second_waits.wait(30)
+            assert endpoint._admit(key) == endpoints._BUSY
+            return None
+        assert endpoint._admit(key) == endpoints._BUSY
+        return sock
+
+    endpoint._dial = dial
+    found: list[Any] = []
+    second = threading.Thread(
+        target=lambda: found.append(endpoint.connect(key, second_waits.set, lambda: None))
+    )
+    found.append(endpoint.connect(key, lambda: None))
+    second.join(30)
+    assert found == [sock, sock]
+    assert len(dials) == 2
+
+
 def test_an_attempt_is_not_postponed_once_the_peer_may_use_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

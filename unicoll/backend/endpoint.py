@@ -160,8 +160,9 @@ class Endpoint:
 
         Args:
             check: called every 0.1 s while waiting; raises to stop the wait (deadline, failure).
-            postpone: called with ``check`` while the peer does not know what the connection is for; raises to stop the
-                wait. Later the peer may already send on the connection, and would lose what it has sent.
+            postpone: called with ``check`` while another thread connects, or the peer does not know what the connection
+                is for; raises to stop the wait. Later the peer may already send on the connection, and would lose what
+                it has sent.
 
         Raises:
             RankLostError: the peer has ended or left.
@@ -171,20 +172,24 @@ class Endpoint:
             with self._changed:
                 if key in self._open:
                     return self._open[key]
-                dial = key not in self._arriving
+                # One thread dials: when the first of two ended, its peer's connection would be accepted, too.
+                dial = key not in self._arriving and key not in self._dialing
                 if dial:
                     self._dialing.add(key)
-            if dial:
-                try:
-                    sock = self._dial(key, check, postpone)
-                    if sock is not None:
-                        self._deliver(key, sock)
-                except OperationTimeoutError as error:
-                    raise self._with_address(error, key) from None
-                finally:
-                    with self._changed:
-                        self._dialing.discard(key)
-            found = self._await_connection(key, check)
+            try:
+                if dial:
+                    try:
+                        sock = self._dial(key, check, postpone)
+                        if sock is not None:
+                            self._deliver(key, sock)
+                    finally:
+                        with self._changed:
+                            self._dialing.discard(key)
+                found = self._await_connection(key, check)
+                if found is None and not dial:
+                    postpone()
+            except OperationTimeoutError as error:
+                raise self._with_address(error, key) from None
             if found is not None:
                 return found
             # the peer may have refused this one because it had not yet noticed the end of an earlier one
