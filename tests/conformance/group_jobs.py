@@ -48,6 +48,8 @@ def shrunk() -> list[Any]:
             found.append((second.ranks, total(second)))
             dist.destroy_process_group(second)
         dist.destroy_process_group(first)
+    again = dist.split_group(None, [[*range(size())]])
+    assert total(again) == sum(range(size()))
     found.append(total())
     return found
 

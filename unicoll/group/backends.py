@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,7 +40,8 @@ class GroupBackends:
 
     Attributes:
         closed: True once the group is being destroyed; every later call is refused.
-        children: number of groups split, shrunk or grown from this one so far; numbers their names.
+        children: number of groups split or grown from this one so far; numbers their names.
+        shrinks: number of groups shrunk from this one so far, by their members.
         wrapper: another library's group over this one, closed with it; None if there is none.
         host: the backend of CPU arrays, barriers and objects; the first backend where none serves CPU arrays.
     """
@@ -56,6 +58,7 @@ class GroupBackends:
         self.closed = False
         self.wrapper: Any = None
         self.children = 0
+        self.shrinks: Counter[tuple[int, ...]] = Counter()
         self._context = context
         self._by_class: dict[type[Backend], Backend] = {}
         self._by_device: dict[str, Backend] = {}

@@ -24,6 +24,7 @@ from unicoll.group.call_settings import CallSettings
 from unicoll.group.dispatcher import Dispatcher
 from unicoll.group.growth import GrowthRecord
 from unicoll.net import logs
+from unicoll.net.formatting import rank_spans
 from unicoll.net.timeouts import Timeout
 
 log = logs.logger("group")
@@ -161,10 +162,10 @@ class ProcessGroup:
             raise DistArgumentError(
                 "shrink_group: the caller is among the excluded ranks, who do not call it"
             )
-        name = f"{context.name}/shrunk-{self.next_child()}"
+        left = tuple(r for i, r in enumerate(context.ranks) if i not in excluded)
+        name = self._name_without([context.ranks[r] for r in excluded], left)
         if context.job.control is not None:
             context.job.control.await_relay_loss([context.ranks[r] for r in excluded])
-        left = tuple(r for i, r in enumerate(context.ranks) if i not in excluded)
         return self._derive(name, left, pg_options, excluded=excluded)
 
     def grow(self, ranks_to_add: Sequence[int], pg_options: Any = None) -> ProcessGroup:
@@ -204,6 +205,14 @@ class ProcessGroup:
         """Number of the next group derived from this one, from 1; equal on all members that make the same calls."""
         self._backends.children += 1
         return self._backends.children
+
+    def _name_without(self, excluded: Sequence[int], left: tuple[int, ...]) -> str:
+        """The name of a group of the members ``left``, equal on them: the excluded ranks do not count this call."""
+        shrinks = self._backends.shrinks
+        shrinks[left] += 1
+        spans = [f"{low}-{high}" if high > low else f"{low}" for low, high in rank_spans(excluded)]
+        times = f".{shrinks[left]}" if shrinks[left] > 1 else ""
+        return f"{self.name}/without-{','.join(spans)}{times}"
 
     def leave_out(self, choices: Sequence[BackendChoice]) -> None:
         """Take part in making a group of other members of this one; all members do."""
