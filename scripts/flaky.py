@@ -105,6 +105,7 @@ def one_run(arguments: list[str], pauses: bool) -> Counter[str]:
     command = [sys.executable, "scripts/run_tests.py", "-q", *order, *arguments]
     with tempfile.TemporaryDirectory() as folder:
         variables["UNICOLL_TEST_FLAKY"] = folder
+        print(f"== the run of seed {seed}", flush=True)
         run = subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True
         )
@@ -121,9 +122,8 @@ def one_run(arguments: list[str], pauses: bool) -> Counter[str]:
             run.terminate()
         print(output, flush=True)
         flaky = {file.read_text().partition("\n")[0] for file in Path(folder).iterdir()}
-    failed = {
-        line.split()[1] for line in re.findall(r"^(?:FAILED|ERROR) tests/.*", output, re.MULTILINE)
-    } - flaky
+    lines: list[str] = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
+    failed = {line.partition(" - ")[0] for line in lines} - flaky
     if run.returncode not in (0, 1):
         failed.add(f"the run of seed {seed}: exit status {run.returncode}")
     return Counter([*(f"{test} (flaky)" for test in flaky), *failed])

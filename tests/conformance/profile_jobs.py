@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from tests.support.order import await_word, send_word
 
 
 def late_rank(directory: str, delays: dict[int, float]) -> dict[str, Any]:
@@ -18,8 +19,13 @@ def late_rank(directory: str, delays: dict[int, float]) -> dict[str, Any]:
     with dist.profile(directory, file=None) as profile:
         for step in range(30):
             dist.all_reduce(x)
-            if step == 20:
-                time.sleep(delays.get(me, 0.0))
+            if step == 20 and me in delays:
+                for _ in range(dist.get_world_size() - 1):
+                    await_word()  # the other ranks are on time
+                time.sleep(delays[me])
+            elif step == 20:
+                for late in delays:
+                    send_word(late)
             dist.broadcast(y, src=0)  # the late call
     dist.barrier()
     return {
@@ -40,9 +46,12 @@ def late_sender(directory: str, delay: float) -> list[Any]:
         for step in range(5):
             if dist.get_rank() == 0:
                 if step == 3:
+                    await_word()
                     time.sleep(delay)
                 dist.send(x, 1)
             else:
+                if step == 3:
+                    send_word(0)
                 dist.recv(x, 0)
     return [(w.call.rank, w.call.op, w.seconds) for w in profile.waits[:5]]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_run import BOUND, LaunchFolder, environment, folder  # noqa: F401
+from tests.launcher.test_run import BOUND, LaunchFolder, environment, folder, with_late_ranks  # noqa: F401
 from unicoll import errors
 from unicoll.net import excepthook
 from unicoll.net.formatting import ranks_text
@@ -38,6 +38,7 @@ def parts(stderr: str) -> tuple[list[str], list[str]]:
     above, rule, summary = stderr.partition("\n\n====")
     assert rule, stderr
     assert stderr.endswith("=\n")
+    above = with_late_ranks(f"{above}\n")
     return above.splitlines(), summary.splitlines()
 
 
@@ -116,7 +117,7 @@ def test_reports_of_a_lost_rank(folder: LaunchFolder, how: str, status: int, cau
     assert len(lost) == 1
     assert re.search(r"rank 1 \(host [^ ]+, pid \d+\) " + re.escape(cause) + "$", lost[0]), lost
     assert done.stderr.count("\nTraceback") == (2 if how == "1 / 0" else 1)
-    assert done.stderr.count("ranks 0, 2") == 2  # once above, once in the summary
+    assert with_late_ranks(done.stderr).count("ranks 0, 2") == 2  # once above, once in the summary
 
 
 def test_chained_exceptions_are_kept_and_folded(folder: LaunchFolder) -> None:  # noqa: F811
@@ -201,7 +202,7 @@ def test_an_interrupt_is_printed_once(folder: LaunchFolder) -> None:  # noqa: F8
     _, err = launcher.communicate(timeout=BOUND)
     assert launcher.returncode == 130
     assert err.decode().count("KeyboardInterrupt\n") == 1
-    assert "ranks 0-2:\nTraceback" in err.decode()
+    assert "ranks 0-2:\nTraceback" in with_late_ranks(err.decode())
 
 
 def test_a_users_hook_is_called(folder: LaunchFolder) -> None:  # noqa: F811

@@ -404,9 +404,9 @@ def test_last_messages_of_a_leaving_rank_without_a_ring_arrive() -> None:
         assert job.results()[1] == 300
 
 
-def test_an_interrupted_send_fails_the_receives_of_its_connection(pool: Pools) -> None:
+def test_an_interrupted_send_fails_the_receives_of_its_connection() -> None:
     """The connection is closed within a message; the callbacks of receives from the peer did not run."""
-    failure = pool(2).run(jobs.interrupted_send)[0]
+    failure = run_ranks(2, jobs.interrupted_send)[0]
     assert failure is not None
     assert failure.type == "RankLostError", failure.traceback
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import gpu_hanging_jobs as jobs
-from tests.gpu.check import copies, costs, faults, machine, rank_jobs, streaming, training
+from tests.gpu.check import copies, costs, faults, machine, process, rank_jobs, streaming, training
 from tests.gpu.check.place import GPU, Ranks, Simulation
 from tests.gpu.check.probe import Found, probe
 from tests.gpu.check.process import Runner
@@ -132,17 +132,21 @@ def _order(stage: str, **more: Any) -> dict[str, Any]:
     return {"stage": stage, "seconds": 60.0, "kits": ["simulated"], "sharing": "auto"} | more
 
 
-def test_after_a_stage_that_is_cut_off_comes_the_next(runner: Runner) -> None:
+def test_after_a_stage_that_is_cut_off_comes_the_next(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[dict[str, Any]] = []
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (1000.0 if lines else 0.0))
+    monkeypatch.setattr(process, "time", clock)  # the limit is reached once the stage is stopped
 
     def stop_it(line: dict[str, Any]) -> None:
         lines.append(line)
         assert runner._process is not None
         runner._process.send_signal(signal.SIGSTOP)
 
-    assert runner.do(_order("faults"), 5.0, stop_it)[0] == "cut off"
+    assert runner.do(_order("faults"), 120.0, stop_it)[0] == "cut off"
     assert lines[0] == {"doing": "a killed rank is named"}
-    assert runner.do(_order("one-rank"), 60.0, lines.append) == ("done", "")
+    assert runner.do(_order("one-rank"), 120.0, lines.append) == ("done", "")
     assert lines[-1]["outcome"] == "passed"
 
 

@@ -132,7 +132,7 @@ def found(environ: dict[str, str]) -> LaunchInfo:
         (SRUN, "slurm", (4, 5, 0, 1, 2)),
         (SRUN_PMIX, "slurm", (4, 5, 0, 1, 2)),
         (HYDRA, "mpich", (1, 2, 1, 2, None)),
-        (INTEL, "mpich", (1, 2, 1, 2, None)),
+        (INTEL, "intelmpi", (1, 2, 1, 2, None)),
         (CRAY, "mpich", (3, 4, 1, 2, None)),
         (PALS | {"PALS_SIZE": "4"}, "pals", (3, 4, 1, 2, 1)),
     ],

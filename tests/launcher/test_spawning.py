@@ -19,7 +19,7 @@ from unicoll.api.spawn import SpawnError, spawn
 from unicoll.errors import DistArgumentError, DistError, DistTypeError, RankLostError
 
 ROOT = Path(__file__).resolve().parents[2]
-BOUND = 60.0
+BOUND = 180.0
 
 
 def write_environment(rank: int, folder: str, word: str) -> None:

@@ -14,7 +14,7 @@ import unicoll as dist
 
 __all__ = ["await_true", "await_word", "named_pipe", "reading", "send_word"]
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 def _world() -> Any:

@@ -25,6 +25,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("UNICOLL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "UNICOLL_LOG_LEVEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(debug_level, "_level", None)
+    logs.set_rank(None)  # of the last job of this process
     yield
     monkeypatch.undo()
     logs.configure(None)

@@ -21,6 +21,8 @@ from unicoll.testing import forkserver, sampling
 from unicoll.testing.environment import LAUNCHER_VARIABLES, environment, reserved_port
 from unicoll.testing.worker import Failure
 
+CALL_S = 180.0
+"""Time limit of a call on the ranks: a call that takes seconds takes a minute on a machine with ten times its load."""
 _GRACE_S = 8.0
 """Time limit for the other ranks after a failure, and for the release of resources."""
 
@@ -79,7 +81,7 @@ class ProcessJob:
 
     warnings = "error"
     """Value of ``-W`` for the ranks' interpreters."""
-    prepare_timeout = 60.0
+    prepare_timeout = CALL_S
     """Timeout of ``prepare`` in seconds."""
 
     def __init__(
@@ -190,7 +192,7 @@ class ProcessJob:
         os.kill(self.pids[rank], number)
         return now
 
-    def await_note(self, rank: int, timeout: float = 60.0) -> Any:
+    def await_note(self, rank: int, timeout: float = CALL_S) -> Any:
         deadline = time.monotonic() + timeout
         while not self._notes[rank]:
             if self.outcomes[rank].finished:
@@ -199,11 +201,11 @@ class ProcessJob:
                 raise RanksFailed(f"no note from rank {rank} in {timeout:g} s\n{self._dump()}")
         return self._notes[rank].pop(0)
 
-    def await_notes(self, timeout: float = 60.0) -> list[Any]:
+    def await_notes(self, timeout: float = CALL_S) -> list[Any]:
         return [self.await_note(rank, timeout) for rank in range(self.size)]
 
     def collect(
-        self, timeout: float = 60.0, ranks: Sequence[int] | None = None, fail_fast: bool = False
+        self, timeout: float = CALL_S, ranks: Sequence[int] | None = None, fail_fast: bool = False
     ) -> list[Outcome]:
         """Wait until the call has ended on the given ranks (all): with a result, an exception or the rank's exit.
 
@@ -221,7 +223,7 @@ class ProcessJob:
                 raise RanksFailed(f"ranks {late} did not end in {timeout:g} s\n{self._dump()}")
         return [self.outcomes[r] for r in wanted]
 
-    def results(self, timeout: float = 60.0) -> list[Any]:
+    def results(self, timeout: float = CALL_S) -> list[Any]:
         """As :meth:`collect`, but raises RanksFailed if a rank failed; returns the values."""
         outcomes = self.collect(timeout, fail_fast=True)
         if any(o.failure or o.returncode is not None for o in outcomes):

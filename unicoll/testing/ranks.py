@@ -26,8 +26,8 @@ from unicoll.testing import forkserver
 from unicoll.testing.environment import ROOT as ROOT
 from unicoll.testing.environment import environment as environment
 from unicoll.testing.environment import reserved_port as reserved_port
+from unicoll.testing.process_job import CALL_S, ProcessJob, RanksFailed
 from unicoll.testing.process_job import Outcome as Outcome
-from unicoll.testing.process_job import ProcessJob, RanksFailed
 from unicoll.testing.sampling import SEED_VARIABLE as SEED_VARIABLE
 from unicoll.testing.sampling import sample_seed as sample_seed
 from unicoll.testing.worker import end, enter, leave
@@ -61,7 +61,7 @@ def run_ranks(
     size: int,
     function: Callable[..., Any],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = CALL_S,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Join, call, leave; returns each value. Raises RanksFailed on failures, hangs, leaks and output on stderr."""
@@ -99,7 +99,7 @@ class Pool:
         self._begin = start
         self._job: ProcessJob | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = CALL_S) -> list[Any]:
         """Call a function on all ranks; returns their values. Raises RanksFailed on a failure or a hang."""
         try:
             if self._job is None:
