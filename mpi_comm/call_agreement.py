@@ -1,8 +1,12 @@
 """The agreement on calls, with which every collective over MPI begins: the ranks compare sequence number and signature.
 
-It is an MPI_Allgather of a few bytes, a persistent request, which completes when all ranks have entered it. So a call
-that differs between ranks raises on all ranks before data moves, and the wait for a missing rank is in the agreement,
-where it can time out. MPI's own collective, which cannot be cancelled, comes after.
+It is an all-gather of a few bytes, which completes when all ranks have entered it. So a call that differs between ranks
+raises on all ranks before data moves, and the wait for a missing rank is in the agreement, where it can time out. MPI's
+own collective, which cannot be cancelled, comes after.
+
+In small groups the all-gather is a persistent message to each other rank, which is as fast as MPI_Allgather_init; in
+larger ones it is MPI_Iallgather. MPI's persistent collectives are not used: MPI_Allgather_init of Intel MPI 2021.18
+receives old data, or crashes, from its second start.
 
 Behind the header each rank's contribution has room for a small array, with which the agreement is the whole collective
 (:mod:`mpi_comm.small_arrays`).
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +29,8 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<qqq")
 _PACK = _HEADER.pack_into
+_MESSAGES_LIMIT = 8
+"""Ranks up to which each sends its header to each other rank."""
 _COMPARE_ALL_LIMIT = 64
 """Ranks up to which each rank gathers all headers; larger groups compare maxima."""
 _LARGEST_CONTRIBUTION, _MOST_GATHERED = 24 + 256, 2304
@@ -32,17 +39,46 @@ _COMPLETION_S, _PAUSE_S = 0.5, 1e-3
 """How long to poll for the completion of a pending agreement after a failure, and the pause between polls."""
 
 
+class _Messages:
+    """An all-gather by persistent messages to and from each other rank. It is used as a request of MPI.
+
+    Args:
+        parts: each rank's part of the memory; that of this rank is sent.
+    """
+
+    def __init__(self, mpi: Any, comm: Any, rank: int, tag: int, parts: list[memoryview]) -> None:
+        others = [peer for peer in range(len(parts)) if peer != rank]
+        self._requests = [
+            *(comm.Recv_init([parts[peer], mpi.BYTE], peer, tag) for peer in others),
+            *(comm.Send_init([parts[rank], mpi.BYTE], peer, tag) for peer in others),
+        ]
+        self._start_all, self._test_all = mpi.Prequest.Startall, mpi.Request.Testall
+
+    def start(self) -> _Messages:
+        self._start_all(self._requests)
+        return self
+
+    def Test(self) -> bool:
+        done: bool = self._test_all(self._requests)
+        return done
+
+    def free(self) -> None:
+        for request in self._requests:
+            request.Free()
+
+
 class CallAgreement:
     """The agreements of one group, one at a time.
 
     Args:
         group: the group, whose communicator has been created.
+        tag: MPI's tag of the messages.
 
     Attributes:
         room: bytes of an array that the agreement carries; equal on all ranks.
     """
 
-    def __init__(self, group: GroupCommunicator) -> None:
+    def __init__(self, group: GroupCommunicator, tag: int) -> None:
         self._group = group
         self._size = group.size
         self._mpi = group.mpi
@@ -52,37 +88,30 @@ class CallAgreement:
         self._stride = stride = min(_LARGEST_CONTRIBUTION, _MOST_GATHERED // self._size & ~7)
         self.room = stride - _HEADER.size if self._compares_all else 0
         if self._compares_all:
-            self._header = bytearray(stride)
             self._received = bytearray(stride * self._size)
+            self._header = memoryview(self._received)[stride * group.rank :][:stride]
             self._own_headers, self._headers = self._views_of_headers()
-            arguments: tuple[Any, ...] = ([self._header, mpi.BYTE], [self._received, mpi.BYTE])
-            ready, start = getattr(comm, "Allgather_init", None), comm.Iallgather
         else:
-            self._header = bytearray(2 * _HEADER.size)
             self._received = bytearray(2 * _HEADER.size)
-            arguments = ([self._header, mpi.INT64_T], [self._received, mpi.INT64_T], mpi.MAX)
-            ready, start = getattr(comm, "Allreduce_init", None), comm.Iallreduce
-        self._persistent: Any = None
-        try:
-            if ready is not None:
-                self._persistent = self._mpi.call(ready, *arguments)
-        except NotImplementedError:  # MPI libraries before MPI 4
-            pass
-        self._start = self._start_persistent if self._persistent is not None else lambda: start(*arguments)
-        self._is_fast = self._compares_all and self._persistent is not None and self._mpi.mpi_thread is None
-        if self._is_fast:
-            self._persistent_start, self._persistent_test = self._persistent.Start, self._persistent.Test
+            self._header = memoryview(bytearray(2 * _HEADER.size))
+        self._messages: _Messages | None = None
+        if self._size <= _MESSAGES_LIMIT:
+            parts = [memoryview(self._received)[i * stride :][:stride] for i in range(self._size)]
+            self._messages = self._mpi.call(_Messages, mpi, comm, group.rank, tag, parts)
+            self._start: Callable[[], Any] = self._messages.start
+        elif self._compares_all:
+            self._start = lambda: comm.Iallgather(mpi.IN_PLACE, [self._received, mpi.BYTE])
+        else:
+            send, receive = [self._header, mpi.INT64_T], [self._received, mpi.INT64_T]
+            self._start = lambda: comm.Iallreduce(send, receive, mpi.MAX)
+        self._is_fast = self._messages is not None and self._mpi.mpi_thread is None
 
     def _views_of_headers(self) -> tuple[memoryview, memoryview]:
         """This rank's header as often as there are ranks, and the headers of all ranks: equal if the ranks agree."""
         words = _HEADER.size // 8
-        own = np.frombuffer(self._header, np.int64, words)
         received = np.frombuffer(self._received, np.int64).reshape(self._size, self._stride // 8)
-        return np.broadcast_to(own, (self._size, words)).data, received[:, :words].data
-
-    def _start_persistent(self) -> Any:
-        self._persistent.Start()
-        return self._persistent
+        headers = received[:, :words]
+        return np.broadcast_to(headers[self._group.rank], headers.shape).data, headers.data
 
     def has_started(self, call: Call) -> bool:
         """True if the agreement on a call has started: other ranks may have received its header."""
@@ -101,13 +130,13 @@ class CallAgreement:
         _PACK(self._header, 0, seq, signature, value)
         self._pending = True
         if self._is_fast:
-            self._persistent_start()
-            test = self._persistent_test
+            messages = self._start()
+            test = messages.Test
             for _ in self._group.spins:
                 if test():
                     break
             else:
-                self._group.wait(self._persistent)
+                self._group.wait(messages)
         else:
             if not self._compares_all:
                 _PACK(self._header, _HEADER.size, ~seq, ~signature, ~value)
@@ -152,8 +181,8 @@ class CallAgreement:
         """
         if not self._pending:
             request = self._mpi.call(self._start)
-        elif self._persistent is not None:
-            request = self._persistent
+        elif self._messages is not None:
+            request = self._messages
         else:
             return False
         deadline = time.monotonic() + _COMPLETION_S
@@ -164,11 +193,11 @@ class CallAgreement:
         return False
 
     def free(self) -> None:
-        """Free the persistent request, which is not active."""
-        if self._persistent is not None:
-            self._mpi.call(self._persistent.Free)
+        """Free the persistent requests, which are not active."""
+        if self._messages is not None:
+            self._mpi.call(self._messages.free)
 
     @property
     def memory(self) -> tuple[Any, ...]:
         """What MPI may use while an agreement is pending, to be kept alive."""
-        return self._persistent, self._header, self._received
+        return self._messages, self._header, self._received

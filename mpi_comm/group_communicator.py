@@ -19,8 +19,8 @@ from unicoll.backend.options import as_options
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net.timeouts import backoff
 
-HEADER_TAG, COLLECTIVE_TAG, PAYLOAD_TAGS = 0, 1, 2
-"""Tags in a group's communicator: headers of messages, chunks of collectives, and the first tag of payloads."""
+HEADER_TAG, COLLECTIVE_TAG, AGREEMENT_TAG, PAYLOAD_TAGS = 0, 1, 2, 3
+"""Tags in a group's communicator: headers of messages, chunks of collectives, agreements, the first tag of payloads."""
 
 _TICK_S = 0.1
 _GRACE_S = 0.5
@@ -120,7 +120,7 @@ class GroupCommunicator:
             raise
         self._blocking = {name: getattr(self.comm, name) for name in _FUNCTIONS}
         self._nonblocking = {name: getattr(self.comm, f"I{name.lower()}") for name in _FUNCTIONS}
-        self.agreement = CallAgreement(self)
+        self.agreement = CallAgreement(self, AGREEMENT_TAG)
 
     # --- one operation ------------------------------------------------------------------------------------------
 

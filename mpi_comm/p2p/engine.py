@@ -282,6 +282,4 @@ class MPIP2PEngine:
         if thread is not None and thread is not threading.current_thread():
             self._wakeups.put(False)
             thread.join(2.0)
-        if self._mpi.callable:
-            self._mpi.call(self._matcher.close)
         return clean

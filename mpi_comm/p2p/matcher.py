@@ -2,11 +2,12 @@
 
 MPI's tags are short, and its receives check neither dtype nor size before data arrives. So a message begins with a
 header: the user's tag, dtype and size. A small (eager) message is sent together with its header. The header of a large
-message announces the MPI tag of the payload, which is received directly into the array of the matching receive. One
-receive from MPI_ANY_SOURCE is always posted for headers.
+message announces the MPI tag of the payload, which is received directly into the array of the matching receive.
+Headers are found by matched probes: receives from MPI_ANY_SOURCE that are posted before the messages come lose some of
+them with MPICH 5 over UCX.
 
-:meth:`RequestMatcher.start`, :meth:`~RequestMatcher.poll` and :meth:`~RequestMatcher.close` call MPI, so they run on a
-thread that may call it; the other methods run on any thread.
+:meth:`RequestMatcher.start` and :meth:`~RequestMatcher.poll` call MPI, so they run on a thread that may call it; the
+other methods run on any thread.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ class RequestMatcher:
         self._links = [0] * context.size  # how often message_state() has advanced a counter to read it
         self._tag_span = group.mpi.largest_tag // 2 - PAYLOAD_TAGS
         self._header_buffer = bytearray(_HEADER.size + EAGER_LIMIT)
-        self._header_receive: Any = None  # MPI's persistent receive of headers
-        self._status: Any = None
+        self._receives = False  # True from the first receive on, which is when probing for headers starts
+        self._header_receive: Any = None  # of a message that a probe has found
+        self._header_peer = -1
+        self._status = group.mpi.MPI.Status()
         self._device: DeviceMemory | None = None  # of the last message in device memory
 
     def start(self, request: PendingRequest) -> None:
@@ -89,8 +92,7 @@ class RequestMatcher:
             if request.call.op.name == "send":
                 self._send(request)
                 return
-            if self._header_receive is None:
-                self._start_header_receive()
+            self._receives = True
             if not self._match_unexpected(request):
                 self.posted.append(request)
 
@@ -163,7 +165,7 @@ class RequestMatcher:
 
     def _poll(self) -> bool:
         with self._lock:
-            progressed = self._header_receive is not None and self._poll_headers()
+            progressed = self._receives and self._poll_headers()
             if self._incoming or self._announced:
                 progressed |= self._poll_payloads()
             if self._sending or self._given_up:
@@ -200,26 +202,22 @@ class RequestMatcher:
 
     # --- headers -------------------------------------------------------------------------------------------------
 
-    def _start_header_receive(self) -> None:
-        """Post the persistent receive of headers."""
-        mpi, comm = self._mpi.MPI, self._group.comm
-        self._status = mpi.Status()
-        self._header_receive = comm.Recv_init([self._header_buffer, mpi.BYTE], mpi.ANY_SOURCE, HEADER_TAG)
-        self._header_receive.Start()
-
     def _poll_headers(self) -> bool:
         progressed = False
-        receive, status, buffer = self._header_receive, self._status, self._header_buffer
+        probe, status, buffer = self._group.comm.Improbe, self._status, self._header_buffer
+        any_source, arguments = self._mpi.MPI.ANY_SOURCE, [buffer, self._byte]
         for _ in range(16):  # then payloads are polled
-            if not receive.Test(status):
+            if self._header_receive is None:
+                found = probe(any_source, HEADER_TAG, status)
+                if found is None:
+                    break
+                self._header_peer = status.Get_source()
+                self._header_receive = found.Irecv(arguments)
+            if not self._header_receive.Test():  # the sender has to call MPI
                 break
-            peer = status.Get_source()
-            if peer < 0:  # it was not started: an interruption came before Start()
-                receive.Start()
-                continue
+            self._header_receive, peer = None, self._header_peer
             tag, code, size, payload = _HEADER.unpack_from(buffer)
             data = None if payload else np.frombuffer(buffer, np.uint8, size, _HEADER.size).copy()
-            receive.Start()
             self._arrivals += 1
             self._received[peer] += 1
             message = ArrivedMessage(peer, tag, code, size, payload, self._arrivals)
@@ -318,17 +316,10 @@ class RequestMatcher:
                 self._mpi.abandoned.append((request.mpi_requests, request.view))
             for message in self._incoming:
                 self._mpi.abandoned.append((message.mpi_requests, message.data))
+            if self._header_receive is not None:
+                self._mpi.abandoned.append((self._header_receive, self._header_buffer))
             self._sending.clear()
             self._given_up.clear()
             self._incoming.clear()
             self._announced.clear()
             return requests
-
-    def close(self) -> None:
-        """Cancel the receive of headers."""
-        with self._lock:
-            receive, self._header_receive = self._header_receive, None
-            if receive is not None:
-                receive.Cancel()
-                receive.Wait()
-                receive.Free()

@@ -344,12 +344,12 @@ def _wanted_level() -> str:
 
 
 def _short_version(version: str) -> str:
-    """``Open MPI 5.0.11`` or ``MPICH 5.0.2``, from the text of MPI_Get_library_version."""
+    """``Open MPI 5.0.11``, ``MPICH 5.0.2`` or ``Intel MPI 2021.18.1``, from the text of MPI_Get_library_version."""
     lines = [line.strip() for line in version.replace("\0", "").splitlines() if line.strip()]
     head = lines[0].partition(",")[0] if lines else "an unknown MPI library"
     if head.lower().startswith("mpich version"):
         return f"MPICH {head.partition(':')[2].strip()}"
-    return head.replace("MPI v", "MPI ")
+    return head.partition(" for ")[0].replace("MPI v", "MPI ").replace("Intel(R) MPI Library", "Intel MPI")
 
 
 _runtime: Runtime | None = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
+from collections import defaultdict
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -212,6 +215,72 @@ def from_any_source(each: int, background: bool) -> list[int]:
         for i in range(each):
             dist.send(np.array([me(), i]), 0)
     return sources
+
+
+def farm(tasks: int) -> None:
+    """Rank 0 gives tasks to the other ranks, three to each at first, and receives results from any source.
+
+    A result, the square of the task, is two messages in succession.
+    """
+    stop = -1
+    task, head, result = (np.zeros(1, np.int64) for _ in range(3))
+    if me():
+        while dist.recv(task, 0) == 0 and task[0] != stop:
+            dist.send(task, 0)
+            dist.send(task**2, 0)
+        return
+    results, given = [0] * tasks, 0
+    for worker in 3 * [*range(1, size())]:
+        dist.send(np.array([given]), worker)
+        given += 1
+    for _ in range(tasks):
+        worker = dist.recv(head)
+        dist.recv(result, worker)
+        results[head[0]] = int(result[0])
+        if given < tasks:
+            dist.send(np.array([given]), worker)
+        given += 1
+    for worker in range(1, size()):
+        dist.send(np.array([stop]), worker)
+    assert results == [i**2 for i in range(tasks)]
+
+
+_FROM_ANY = 3
+
+
+def random_messages(seed: str, count: int) -> None:
+    """Messages of random pairs, tags and sizes in the background; those of one tag are received from any source."""
+    drawn = random.Random(seed)
+    sends, queues, taken = [], defaultdict(list), defaultdict(list)
+    for i in range(count):
+        (source, dest), tag = drawn.sample(range(size()), 2), drawn.choice((0, 0, -7, 1 << 40, _FROM_ANY))
+        length = 520 if tag == _FROM_ANY else drawn.choice((1, 7, 500, 520, 3000, 40_000))
+        if source == me():
+            sends.append((i, dest, tag, length))
+        elif dest == me():
+            queues[None if tag == _FROM_ANY else source, tag].append((i, source, length))
+    own = random.Random(f"{seed} {me()}")
+    keys: list[Any] = [key for key, queue in queues.items() for _ in queue] + [None] * len(sends)
+    works, positions = [], defaultdict(int)
+    for key in own.sample(keys, len(keys)):
+        if key is None:
+            i, dest, tag, length = sends.pop(0)
+            works.append((None, must(dist.isend(np.full(length, i), dest, tag=tag)), None))
+        else:
+            room = np.full(queues[key][positions[key]][2], -1)
+            positions[key] += 1
+            works.append((key, must(dist.irecv(room, key[0], tag=key[1])), room))
+    for _, work, _ in own.sample(works, len(works)):
+        work.wait()
+    for key, work, room in works:
+        if key is not None:
+            assert (room == room[0]).all()
+            taken[key].append((int(room[0]), work.source_rank(), room.size))
+    for key, queue in queues.items():
+        if key[0] is not None:
+            assert taken[key] == queue
+        else:  # in the order of each source
+            assert sorted(taken[key], key=itemgetter(1)) == sorted(queue, key=itemgetter(1))
 
 
 def both_send_first(megabytes: int) -> None:

@@ -55,6 +55,16 @@ def test_from_anyone(background: bool, pool: Pools) -> None:
     assert sorted(sources) == [1] * 10 + [2] * 10 + [3] * 10
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_farm_of_2000_tasks(size: int, pool: Pools) -> None:
+    pool(size).run(jobs.farm, 2000)
+
+
+def test_random_messages(pool: Pools, seed: int) -> None:
+    for i in range(20):
+        pool(4).run(jobs.random_messages, f"{seed} {i}", 100)
+
+
 def test_both_send_64_megabytes_before_either_receives(pool: Pools) -> None:
     pool(2).run(jobs.both_send_first, 64)
 

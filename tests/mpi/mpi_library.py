@@ -2,8 +2,9 @@
 
 The library is that of the environment that runs the tests (its ``mpirun`` is next to its ``python``).
 
-Settings of the tests: Open MPI may run as root and start more ranks than cores, and does not bind them; its "ofi"
-transport, which needs a second to detect that there is no fabric, is disabled.
+Settings of the tests: Open MPI may run as root and start more ranks than cores; its "ofi" transport, which needs a
+second to detect that there is no fabric, is disabled, as are all transports of Intel MPI's fabrics but TCP. Neither
+binds ranks to cores.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from unicoll.bench.launch import mpirun_path
 from unicoll.testing.ranks import environment
 
 GRACE_S = 8.0
@@ -33,19 +35,27 @@ class Library:
     """An MPI library's launcher.
 
     Attributes:
-        name: "openmpi" or "mpich".
+        name: "openmpi", "mpich" or "intelmpi".
+        title: its name in texts.
+        turn: its number.
         mpirun: its path.
         variables: environment variables to start several ranks, see above.
-        rank: the variable that has a process's rank.
-        recover: options with which a rank's death leaves the other ranks running; MPICH's (``-disable-auto-cleanup``)
-            is not reliable, so the tests stop MPICH's proxy before they kill a rank.
+        between_hosts: variables with which the ranks of one host use the transport for other hosts.
+        rank, local_rank, local_size: the variables that have these numbers of a process.
+        recover: options with which a rank's death leaves the other ranks running; Hydra's (``-disable-auto-cleanup``)
+            is not reliable, so the tests stop Hydra's proxy before they kill a rank.
     """
 
     name: str
+    title: str
+    turn: int
     mpirun: str
     variables: dict[str, str]
+    between_hosts: dict[str, str]
     rank: str
-    recover: tuple[str, ...]
+    local_rank: str
+    local_size: str
+    recover: tuple[str, ...] = ()
 
 
 _OPEN_MPI = {
@@ -55,6 +65,7 @@ _OPEN_MPI = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "OMPI_MCA_btl": "^ofi",
 }
+_INTEL_MPI = {"FI_PROVIDER": "tcp", "I_MPI_PIN": "0"}
 
 
 @lru_cache(maxsize=1)
@@ -67,14 +78,37 @@ def _find() -> tuple[Library | None, str]:
     if path is None:
         return None, "there is no mpirun in this environment"
     version = subprocess.run(
-        [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+        [path, "--version"],
+        env=os.environ | mpirun_path(path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     ).stdout
+    hydra = ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
     if "Open MPI" in version:
-        recover = ("--runtime-options", "recoverable")
-        return Library("openmpi", path, _OPEN_MPI, "OMPI_COMM_WORLD_RANK", recover), ""
-    if "HYDRA" in version:
-        return Library("mpich", path, {}, "PMI_RANK", ()), ""
-    return None, f"{path} is neither Open MPI's nor MPICH's: {version[:80]!r}"
+        found = Library(
+            "openmpi",
+            "Open MPI",
+            0,
+            path,
+            _OPEN_MPI,
+            {"OMPI_MCA_btl": "tcp,self"},
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+            ("--runtime-options", "recoverable"),
+        )
+    elif "HYDRA" in version:
+        found = Library("mpich", "MPICH", 1, path, {}, {"MPIR_CVAR_NOLOCAL": "1"}, *hydra)
+    elif "Intel" in version:
+        variables = _INTEL_MPI | mpirun_path(path)
+        # mpirun is a shell script that passes no signals on
+        path = str(Path(path).with_name("mpiexec.hydra"))
+        found = Library("intelmpi", "Intel MPI", 2, path, variables, {"I_MPI_FABRICS": "ofi"}, *hydra)
+    else:
+        return None, f"{path} is not Open MPI's, MPICH's or Intel MPI's: {version[:80]!r}"
+    return found, ""
 
 
 def unavailable_reason() -> str:
@@ -186,14 +220,14 @@ class Tree:
         self._segments: set[str] = set()
 
     def stop_proxy(self) -> None:
-        """Stop MPICH's proxy, so that it cannot end the other ranks when one dies."""
+        """Stop Hydra's proxy, so that it cannot end the other ranks when one dies."""
         for pid in descendants(self.process.pid):
             if _is_proxy(pid):
                 kill(pid, signal.SIGSTOP)
 
     def record(self) -> None:
         """Record the descendants, since children of a rank that dies are reparented, and the shared memory in use,
-        which MPICH does not remove if a rank is killed."""
+        which Hydra does not remove if a rank is killed."""
         found = descendants(self.process.pid)
         self._seen |= {pid: started_at(pid) for pid in found}
         self._segments |= segments(found)

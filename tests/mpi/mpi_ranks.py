@@ -1,4 +1,4 @@
-"""Ranks that ``mpirun`` starts: the harness of :mod:`ranks` for Open MPI and MPICH.
+"""Ranks that ``mpirun`` starts: the harness of :mod:`ranks` for Open MPI, MPICH and Intel MPI.
 
 In the test process::
 
@@ -293,12 +293,19 @@ def attend(folder: str, variable: str, size: int, arguments: tuple[str | None, b
 
 
 def _warm_up() -> None:
-    """Join and leave, and wait until all threads have ended but the one that makes all MPI calls, which stays."""
+    """Join, reduce arrays over connections of all kinds, and leave; only the thread that makes all MPI calls stays.
+
+    Intel MPI connects a process with itself when it exchanges with all processes for a NaN.
+    """
+    import numpy as np
+
     import unicoll as dist
     from tests.support.order import await_true
 
     worker._init = "env"
     before = {*threading.enumerate()}
     worker.enter()
+    for value in (0.0, np.nan):
+        dist.all_reduce(np.full(10_000, value), op=dist.ReduceOp.MAX)
     dist.destroy_process_group()
     await_true(lambda: {t.name for t in {*threading.enumerate()} - before} <= {"unicoll-mpi"})

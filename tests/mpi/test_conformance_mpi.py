@@ -22,7 +22,7 @@ class TestMPI(Conformance):
     backend = "mpi"
     sample = 25
     sizes = barrier_sizes = (1, 2, 3, 4)  # with more ranks these libraries are slow on two cores
-    turn = ("openmpi", "mpich").index(library().name)
+    turn = library().turn
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -36,3 +36,17 @@ class TestMPI(Conformance):
 
     def large(self, itemsize: int) -> int:
         return ((5 << 20) // itemsize + 11) | 1
+
+
+@pytest.mark.slow
+class TestBetweenHosts(TestMPI):
+    """The ranks use MPI's transport for other hosts."""
+
+    sizes = barrier_sizes = (2, 4)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+        env = library().between_hosts
+        with pools(partial(MpiJob, backend="mpi", env=env, warm_up=True)) as made:
+            yield made

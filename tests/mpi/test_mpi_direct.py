@@ -68,7 +68,7 @@ class TestMPI(Conformance):
     sample = 10
     sizes = switch_sizes = SIZES
     coalesced_sizes = (2,)
-    turn = ("openmpi", "mpich").index(library().name)
+    turn = library().turn
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -1,8 +1,8 @@
 """The blocks of docs/hpc.md run under this environment's mpirun and print the output shown.
 
-A block runs if its first line has the word ``mpirun``; ``openmpi`` and ``mpich`` say that only one library does what it
-shows, ``exit=1`` and the text below it are as in :mod:`test_docs`. Files that the page shows are there: a block below
-a line that ends with a name and a colon is the file of that name.
+A block runs if its first line has the word ``mpirun``; a library's name says that only that one does what is shown,
+``exit=1`` and the text below it are as in :mod:`test_docs`. Files that the page shows are there: a block below a line
+that ends with a name and a colon is the file of that name.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
 
 PAGE = ROOT / "docs" / "hpc.md"
+LIBRARIES = {"openmpi", "mpich", "intelmpi"}
 BLOCKS = [block for block in blocks(PAGE) if "mpirun" in block.options]
 FILE = re.compile(r"`([\w.-]+)`:\n\n```\w*\n((?:.*\n)*?)```$", re.M)
 
@@ -42,15 +43,15 @@ def to_path(folder: Path) -> None:
     command.chmod(command.stat().st_mode | stat.S_IXUSR)
 
 
-def test_there_are_blocks_for_both_libraries() -> None:
-    for name in ("openmpi", "mpich"):
-        assert len([b for b in BLOCKS if name in b.options or not {"openmpi", "mpich"} & set(b.options)]) > 3
+def test_there_are_blocks_for_all_libraries() -> None:
+    for name in LIBRARIES:
+        assert len([b for b in BLOCKS if name in b.options or not LIBRARIES & set(b.options)]) > 3
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_a_block_runs_and_prints_the_output_shown(block: Block, tmp_path: Path) -> None:
-    meant = {"openmpi", "mpich"} & set(block.options)
+    meant = LIBRARIES & set(block.options)
     if meant and library().name not in meant:
         pytest.skip(f"shows {meant.pop()}")
     lay_out(tmp_path)

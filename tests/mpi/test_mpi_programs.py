@@ -85,10 +85,7 @@ def test_no_arguments_are_needed(size: int, script: Path) -> None:
 
 def test_ranks_on_several_hosts_take_mpi(script: Path) -> None:
     """With the launcher's variables of three hosts of one rank each."""
-    rank, size = {
-        "openmpi": ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        "mpich": ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    }[library().name]
+    rank, size = library().local_rank, library().local_size
     source = f"""
         import os
         import numpy as np
@@ -280,7 +277,7 @@ def test_the_mpirun_of_another_library_is_detected(tmp_path: Path) -> None:
     }
     ended = alone(COMPLAIN, tmp_path, **(hydra if library().name == "openmpi" else prte))
     assert "Error: " in ended.stdout, ended
-    for word in ("rank 1 of 2", "rank 0 of 1", "Open MPI" if library().name == "openmpi" else "MPICH"):
+    for word in ("rank 1 of 2", "rank 0 of 1", library().title):
         assert word in ended.stdout
 
 

@@ -9,9 +9,9 @@ from math import nan
 
 import pytest
 
-from tests.conformance import group_jobs
+from tests.conformance import group_jobs, p2p_jobs
 from tests.gloo import extreme_jobs
-from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
+from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
 from tests.unit import subclass_jobs
 from unicoll.testing.ranks import Pool, pools
 
@@ -27,6 +27,41 @@ from tests.unit.test_subclasses import test_an_argument_error_is_raised_on_one_r
 def pool() -> Iterator[Callable[[int], Pool]]:  # type: ignore[no-redef]
     with pools(partial(MpiJob, backend="mpi", warm_up=True)) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Callable[[int], Pool]]:
+    """Ranks that use MPI's transport for other hosts."""
+    with pools(partial(MpiJob, backend="mpi", env=library().between_hosts, warm_up=True)) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("size", "job", "arguments"),
+    [
+        (2, p2p_jobs.farm, (2000,)),
+        (4, p2p_jobs.farm, (2000,)),
+        (2, p2p_jobs.every_type, ()),
+        (2, p2p_jobs.tags_out_of_order, (20_000,)),
+        (2, p2p_jobs.posted_before_sent, (50_000,)),
+        (2, p2p_jobs.both_send_first, (64,)),
+        (2, p2p_jobs.unexpected, (1_000_000,)),
+        (4, p2p_jobs.from_any_source, (100, True)),
+        (4, p2p_jobs.batches, (300_000,)),
+        (4, p2p_jobs.while_collectives_run, (60,)),
+        (4, group_jobs.splits, ()),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_as_between_hosts(
+    size: int, job: Callable[..., object], arguments: tuple[object, ...], hosts: Callable[[int], Pool]
+) -> None:
+    hosts(size).run(job, *arguments)
+
+
+def test_random_messages_as_between_hosts(hosts: Callable[[int], Pool], seed: int) -> None:
+    for i in range(20):
+        hosts(4).run(p2p_jobs.random_messages, f"{seed} {i}", 100)
 
 
 def test_a_failure_before_sending_is_raised_on_one_rank_only(pool: Callable[[int], Pool]) -> None:

@@ -22,7 +22,7 @@ for needed in ("torch", "expecttest"):
         pytest.skip(f"{needed} is not installed", allow_module_level=True)
 
 
-turn = 0 if library().name == "openmpi" else 1
+turn = library().turn
 """Each library runs a part of the tables, see sampling.py; together they run all."""
 
 

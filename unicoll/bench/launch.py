@@ -43,10 +43,15 @@ def mpirun() -> str | None:
     )
 
 
+def mpirun_path(program: str) -> dict[str, str]:
+    """PATH with mpirun's folder in front: Intel MPI's mpirun finds its other programs there."""
+    return {"PATH": os.pathsep.join([str(Path(program).parent), os.environ.get("PATH", os.defpath)])}
+
+
 def mpirun_command(program: str, ranks: int, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """The command that starts the ranks, and its additional environment variables."""
     variables = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as unirun and torchrun do
-    variables |= mpirun_variables(ranks) | checkout_path(os.environ)
+    variables |= mpirun_variables(ranks) | checkout_path(os.environ) | mpirun_path(program)
     return [program, "-n", str(ranks), sys.executable, "-m", "unicoll.bench", *argv], variables
 
 

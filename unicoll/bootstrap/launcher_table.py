@@ -76,6 +76,17 @@ TORCH_STYLE = LauncherRow(
     node_rank=("GROUP_RANK", "NODE_RANK"),
 )
 
+HYDRA = LauncherRow(
+    "mpich",  # MPICH's Hydra, Cray MPICH, Microsoft MPI: all of PMI's first version
+    rank="PMI_RANK",
+    size=("PMI_SIZE",),
+    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    job=("PMI_JOBID", "PALS_APID", "PMI_PORT"),
+    agents=("hydra_pmi_proxy", "mpiexec.gforker"),
+    mpi=True,
+)
+
 LAUNCHERS: tuple[LauncherRow, ...] = (
     replace(TORCH_STYLE, name="unicoll", marker="UNICOLL_LAUNCHER", job=("TORCHELASTIC_RUN_ID",)),
     replace(TORCH_STYLE, name="torchrun", marker="TORCHELASTIC_RUN_ID", job=("TORCHELASTIC_RUN_ID",)),
@@ -123,16 +134,8 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         nodelist=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
         mpi=True,
     ),
-    LauncherRow(
-        "mpich",  # MPICH's and Intel MPI's Hydra, Cray MPICH, Microsoft MPI: all of PMI's first version
-        rank="PMI_RANK",
-        size=("PMI_SIZE",),
-        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        local_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        job=("PMI_JOBID", "PALS_APID", "I_MPI_HYDRA_UUID", "PMI_PORT"),
-        agents=("hydra_pmi_proxy", "mpiexec.gforker"),
-        mpi=True,
-    ),
+    replace(HYDRA, name="intelmpi", marker="I_MPI_HYDRA_UUID", job=("I_MPI_HYDRA_UUID",)),
+    HYDRA,
     LauncherRow(
         "pals",
         rank="PALS_RANKID",

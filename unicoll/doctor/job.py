@@ -22,6 +22,8 @@ from unicoll.net import interfaces
 from unicoll.net.formatting import print_text, ranks_text
 
 Key = TypeVar("Key", bound=Hashable)
+Summaries = Mapping[str, PairSummary]
+""""pairs": over the default group; "pairs_mpi": over MPI, if that is another backend and has started the job."""
 
 _MIN_TIMEOUT_S = 60.0
 _CLOCK_S = 1.0
@@ -65,21 +67,36 @@ def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     group = world.member(None, "doctor")
     _add_mpi_facts(sections)
     ranks = _gather(group, sections)
+    summaries = {"pairs": _measure(group, ranks, deadline)}
+    if _mpi_is_beside(group):
+        summaries["pairs_mpi"] = _measure(dist.new_group(backend="mpi"), ranks, deadline)
+    if not ranks:
+        return 0
+    shared = _shared(ranks)
+    status = worst(hint for hint, _ in shared)
+    for summary in summaries.values():
+        status = max(status, 1 * bool(summary.slow), 2 * bool(summary.broken))
+    print_text(_as_json(ranks, shared, summaries, status) if as_json else _as_text(ranks, shared, summaries))
+    return status
+
+
+def _mpi_is_beside(group: Any) -> bool:
+    """True if MPI has started this job of several ranks and its default group uses another backend."""
+    started: bool = world.current("doctor").membership.rendezvous.mpi_started
+    return started and group.size() > 1 and group.backend_name != "mpi"
+
+
+def _measure(group: Any, ranks: Sequence[Rank], deadline: float) -> PairSummary:
+    """Measure all pairs over a group's backend, slow ones again; the summary is complete on rank 0."""
     measured: dict[tuple[int, int], RankPair] = {}
     for round_pairs in pairs.rounds(group.size()):
         measured = pairs.merge(pairs.measure(group, round_pairs, deadline), measured)
     summary = _summarize(group, measured, ranks)
-    slow = [[(pair.low, pair.high) for pair, _ in summary.slow[:_MOST_AGAIN]] if summary else []]
+    slow = [[(pair.low, pair.high) for pair, _ in summary.slow[:_MOST_AGAIN]]]
     dist.broadcast_object_list(slow, src=0)
     for pair in slow[0]:
         measured = pairs.merge(pairs.measure(group, [pair], deadline, quiet=True), measured)
-    summary = _summarize(group, measured, ranks)
-    if summary is None:
-        return 0
-    shared = _shared(ranks)
-    status = max(worst(hint for hint, _ in shared), 1 * bool(summary.slow), 2 * bool(summary.broken))
-    print_text(_as_json(ranks, shared, summary, status) if as_json else _as_text(ranks, shared, summary))
-    return status
+    return _summarize(group, measured, ranks)
 
 
 def _add_mpi_facts(sections: dict[str, Facts]) -> None:
@@ -122,8 +139,8 @@ def _collect(group: Any, own: Any) -> list[Any]:
 
 def _summarize(
     group: Any, measured: Mapping[tuple[int, int], RankPair], ranks: Sequence[Rank]
-) -> PairSummary | None:
-    """The summary of all pairs, on rank 0; None on the others."""
+) -> PairSummary:
+    """The summary of all pairs, on rank 0; that of no pairs on the others."""
     own = [asdict(pair) for pair in measured.values()]
     merged: dict[tuple[int, int], RankPair] = {}
     for rank, reports in enumerate(_collect(group, own)):
@@ -132,7 +149,7 @@ def _summarize(
             if pair.low != rank:  # the lower rank starts the round trips, so only its times are complete
                 pair.latency = pair.transfer = None
         merged = pairs.merge(reported, merged)
-    return pairs.summarize(merged.values(), [r.host_key for r in ranks]) if ranks else None
+    return pairs.summarize(merged.values(), [r.host_key for r in ranks])
 
 
 # --- output of rank 0 --------------------------------------------------------------------------------------------
@@ -176,7 +193,7 @@ def _variants(ranks: Sequence[Rank], name: str) -> dict[tuple[str, ...], list[in
     return _grouped(tuple(facts["same" if "same" in facts else "lines"]) for facts in sections)
 
 
-def _as_text(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summary: PairSummary) -> str:
+def _as_text(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summaries: Summaries) -> str:
     lines = [f"unicoll {dist.__version__}, {len(ranks)} ranks", "", *entry("hosts", _hosts(ranks))]
     differences: list[str] = []
     for name in ranks[0].sections:
@@ -189,14 +206,16 @@ def _as_text(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summary: Pai
     lines += ["", "init_process_group() chose, on rank 0:", *entry("", dist.explain().splitlines())]
     if differences:
         lines += ["", "differences between ranks:", *differences]
-    lines += ["", *_pair_lines(ranks, summary)]
+    lines += [""]
+    for name, summary in summaries.items():
+        lines += _pair_lines(name.replace("_", ", "), ranks, summary)
     lines += ["", *hint_lines(shared)] if shared else ["", "no hints"]
     return "\n".join(lines)
 
 
-def _pair_lines(ranks: Sequence[Rank], summary: PairSummary) -> list[str]:
+def _pair_lines(name: str, ranks: Sequence[Rank], summary: PairSummary) -> list[str]:
     if len(ranks) == 1:
-        return list(entry("pairs", ["none: the job has one rank"]))
+        return list(entry(name, ["none: the job has one rank"]))
     medians = "; ".join(
         f"{kind} {latency * 1e6:.1f} us, {pairs.rate(transfer)}"
         for kind, (latency, transfer) in summary.medians.items()
@@ -207,7 +226,7 @@ def _pair_lines(ranks: Sequence[Rank], summary: PairSummary) -> list[str]:
     else:
         subject = f"all {summary.checked} pairs are" if summary.checked > 1 else "the pair is"
         state = f"{subject} ok, all bytes were correct"
-    lines = list(entry("pairs", [f"{state}{f' (median {medians})' if medians else ''}"]))
+    lines = list(entry(name, [f"{state}{f' (median {medians})' if medians else ''}"]))
     for pair in summary.broken:
         lines += entry("broken", [f"{_pair_text(ranks, pair)}: {'; '.join(pair.errors)}"])
     for pair, why in summary.slow:
@@ -220,15 +239,8 @@ def _pair_text(ranks: Sequence[Rank], pair: RankPair) -> str:
     return f"{low} and {high}"
 
 
-def _as_json(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summary: PairSummary, status: int) -> str:
-    names = list(ranks[0].sections)
-    equal = {name: ranks[0].sections[name] for name in names if len(_variants(ranks, name)) == 1}
-    different = {
-        name: [{"ranks": numbers, "lines": list(text)} for text, numbers in _variants(ranks, name).items()]
-        for name in names
-        if name not in equal
-    }
-    pair_data = {
+def _pair_facts(summary: PairSummary) -> Facts:
+    return {
         "checked": summary.checked,
         "medians": {
             kind: {"latency": a, "bandwidth": pairs.LARGE / b} for kind, (a, b) in summary.medians.items()
@@ -239,6 +251,16 @@ def _as_json(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summary: Pai
         ],
         "broken": [{"ranks": [p.low, p.high], "errors": p.errors} for p in summary.broken],
     }
+
+
+def _as_json(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summaries: Summaries, status: int) -> str:
+    names = list(ranks[0].sections)
+    equal = {name: ranks[0].sections[name] for name in names if len(_variants(ranks, name)) == 1}
+    different = {
+        name: [{"ranks": numbers, "lines": list(text)} for text, numbers in _variants(ranks, name).items()]
+        for name in names
+        if name not in equal
+    }
     listed = [
         {"rank": n, "host": r.host, "pid": r.pid, "interface": r.interface} for n, r in enumerate(ranks)
     ]
@@ -247,6 +269,6 @@ def _as_json(ranks: Sequence[Rank], shared: list[tuple[Hint, str]], summary: Pai
         "sections": equal,
         "differences": different,
         "chosen": dist.explain().splitlines(),
-        "pairs": pair_data,
     }
+    content |= {name: _pair_facts(summary) for name, summary in summaries.items()}
     return dumped(content, [{**asdict(hint), "ranks": where} for hint, where in shared], status)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from unicoll.arrays import cuda as streams
-from unicoll.bench.launch import mpirun
+from unicoll.bench.launch import mpirun, mpirun_path
 from unicoll.doctor.host import launched_or_none
 from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import BackendUnavailableError
@@ -179,7 +179,10 @@ def _mpi() -> Iterator[Facts]:
     yield {"reason": None, "lines": ["mpi4py and an MPI library are installed"]}
     if (program := mpirun()) is not None:
         yield {"at": f"{program} --version"}
-        done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+        variables = {**os.environ, **mpirun_path(program)}
+        done = subprocess.run(
+            [program, "--version"], env=variables, capture_output=True, text=True, check=False
+        )
         output = " ".join((done.stdout or done.stderr).split())
         # PRRTE, the launcher of Open MPI 5, has different version numbers.
         number = "" if "PRRTE" in output and "Open MPI" not in output else version_in(output)
