@@ -33,7 +33,7 @@ def late_rank(directory: str, delays: dict[int, float]) -> dict[str, Any]:
         "totals": {t.op: (t.calls, t.nbytes, t.waiting, t.waited_for) for t in profile.totals},
         "longest": [
             (w.call.rank, w.call.op, w.call.place, w.seconds, w.previous and w.previous.op)
-            for w in profile.waits[:8]
+            for w in profile.waits
         ],
     }
 
@@ -53,7 +53,7 @@ def late_sender(directory: str, delay: float) -> list[Any]:
                 if step == 3:
                     send_word(0)
                 dist.recv(x, 0)
-    return [(w.call.rank, w.call.op, w.seconds) for w in profile.waits[:5]]
+    return [(w.call.rank, w.call.op, w.seconds) for w in profile.waits]
 
 
 def failing(directory: str) -> str:

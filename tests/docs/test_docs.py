@@ -269,7 +269,7 @@ def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
     assert ended.returncode == block.option("exit", 0), ended.stderr
