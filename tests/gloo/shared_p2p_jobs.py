@@ -15,7 +15,7 @@ import unicoll as dist
 from gloo_fallback.shm.ring_buffer import CHUNK, RING
 from tests.conformance.p2p_jobs import me, must, size
 from tests.support.log import Log
-from tests.support.order import await_true
+from tests.support.order import await_true, await_word, send_word
 from tests.support.outcomes import CallOutcome, failure_of, outcome_of
 from unicoll.testing.worker import Failure, send_note
 
@@ -38,12 +38,14 @@ def bytes_of(count: int, seed: int) -> Any:
 
 
 def exchange(count: int, seed: int = 0, group: Any = None) -> None:
-    """Two ranks send each other ``count`` bytes."""
+    """Two ranks send each other ``count`` bytes; both have then answered the offers of rings."""
     other, array = 1 - me(), np.zeros(count, np.uint8)
     work = must(dist.isend(bytes_of(count, seed + me()), other, group=group))
     dist.recv(array, other, group=group)
     work.wait()
     assert (array == bytes_of(count, seed + other)).all()
+    send_word(other)
+    await_word()
 
 
 def sizes(counts: list[int]) -> list[tuple[bool, bool]]:
