@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from tests.support.order import await_word, send_word
+from tests.support.order import await_word, send_word_in_call
 
 
 def late_rank(directory: str, delays: dict[int, float]) -> dict[str, Any]:
@@ -16,22 +16,24 @@ def late_rank(directory: str, delays: dict[int, float]) -> dict[str, Any]:
     me = dist.get_rank()
     x, y = np.zeros(1000), np.zeros(10, np.float32)
     dist.barrier()
+    threads = []
     with dist.profile(directory, file=None) as profile:
         for step in range(30):
             dist.all_reduce(x)
             if step == 20 and me in delays:
                 for _ in range(dist.get_world_size() - 1):
-                    await_word()  # the other ranks are on time
+                    await_word()  # the other ranks wait
                 time.sleep(delays[me])
             elif step == 20:
-                for late in delays:
-                    send_word(late)
+                threads = [send_word_in_call(late) for late in delays]
             dist.broadcast(y, src=0)  # the late call
     dist.barrier()
+    for thread in threads:
+        thread.join()
     return {
         "text": profile.text,
         "totals": {t.op: (t.calls, t.nbytes, t.waiting, t.waited_for) for t in profile.totals},
-        "longest": [
+        "waits": [
             (w.call.rank, w.call.op, w.call.place, w.seconds, w.previous and w.previous.op)
             for w in profile.waits
         ],
@@ -42,6 +44,7 @@ def late_sender(directory: str, delay: float) -> list[Any]:
     """Rank 1 waits for a message of rank 0."""
     x = np.zeros(100)
     dist.barrier()
+    threads = []
     with dist.profile(directory, file=None) as profile:
         for step in range(5):
             if dist.get_rank() == 0:
@@ -51,8 +54,10 @@ def late_sender(directory: str, delay: float) -> list[Any]:
                 dist.send(x, 1)
             else:
                 if step == 3:
-                    send_word(0)
+                    threads = [send_word_in_call(0)]
                 dist.recv(x, 0)
+    for thread in threads:
+        thread.join()
     return [(w.call.rank, w.call.op, w.seconds) for w in profile.waits]
 
 

@@ -24,8 +24,10 @@ def test_a_late_rank_is_named_with_its_line(pool: Pools, tmp_path: Path) -> None
     lines = Path(jobs.__file__).read_text().splitlines()
     number = 1 + next(i for i, line in enumerate(lines) if "# the late call" in line)
     place = f"profile_jobs.py:{number}"
-    late = [wait for wait in found["longest"] if wait[:3] == (0, "broadcast", place)]
-    assert any(sorted(wait[3]) == [1, 2] and min(wait[3].values()) > LATE_S / 4 for wait in late)
+    longest = [max(wait[3].values()) for wait in found["waits"]]
+    assert longest == sorted(longest, reverse=True)
+    late = [wait for wait in found["waits"] if wait[:3] == (0, "broadcast", place)]
+    assert any(sorted(wait[3]) == [1, 2] and min(wait[3].values()) > LATE_S / 2 for wait in late)
     assert late[0][4] == "all_reduce"
     calls, nbytes, waiting, waited_for = found["totals"]["broadcast"]
     assert (calls, nbytes) == (30, 30 * 40)
@@ -48,13 +50,13 @@ def test_a_late_rank_is_named_with_its_line(pool: Pools, tmp_path: Path) -> None
 def test_another_late_rank(pool: Pools, tmp_path: Path) -> None:
     found = pool(3).run(jobs.late_rank, str(tmp_path), {2: LATE_S})[0]
     # in the broadcast, if its other ranks wait, else in the all_reduce after it; ranks may be late for other reasons
-    late = [seconds for rank, op, _, seconds, _ in found["longest"] if rank == 2]
+    late = [seconds for rank, op, _, seconds, _ in found["waits"] if rank == 2]
     assert any(set(seconds) == {0, 1} and min(seconds.values()) > LATE_S / 4 for seconds in late)
 
 
 def test_a_late_message(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(jobs.late_sender, str(tmp_path), LATE_S)[0]
-    assert [rank for rank, op, seconds in found if op == "send" and seconds.get(1, 0) > LATE_S / 4] == [0]
+    assert [rank for rank, op, seconds in found if op == "send" and seconds.get(1, 0) > LATE_S / 2] == [0]
 
 
 def test_nothing_is_written_if_the_block_raises(pool: Pools, tmp_path: Path) -> None:

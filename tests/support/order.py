@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import unicoll as dist
+from unicoll.group.recorded_calls import recorded_calls
 
-__all__ = ["await_true", "await_word", "named_pipe", "reading", "send_word"]
+__all__ = ["await_true", "await_word", "named_pipe", "reading", "send_word", "send_word_in_call"]
 
 PATIENCE_S = 180.0
 
@@ -29,6 +31,18 @@ def send_word(rank: int) -> None:
 def await_word() -> None:
     """Wait for a :func:`send_word` to this rank."""
     _world().job.store.queue_pop(f"word/{dist.get_rank()}")
+
+
+def send_word_in_call(rank: int) -> threading.Thread:
+    """A thread that does :func:`send_word` once this rank is in its next blocking call; join it after the call."""
+
+    def run() -> None:
+        await_true(lambda: any(call.blocking and call.state == "started" for call in recorded_calls()))
+        send_word(rank)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
 
 
 def await_true(condition: Callable[[], object]) -> None:
