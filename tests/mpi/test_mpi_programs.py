@@ -83,20 +83,23 @@ def test_no_arguments_are_needed(size: int, script: Path) -> None:
     assert f"cpu arrays: backend gloo: an MPI launcher started this process, but {where}" in text
 
 
-def test_ranks_on_several_hosts_take_mpi(script: Path) -> None:
-    """With the launcher's variables of three hosts of one rank each."""
+@pytest.mark.parametrize("backend", ["", "gloo"])
+def test_ranks_on_several_hosts_take_mpi(backend: str, script: Path) -> None:
+    """With the launcher's variables of three hosts of one rank each; for the store, if not for the arrays."""
     rank, size = library().local_rank, library().local_size
     source = f"""
         import os
         import numpy as np
         os.environ.update({rank}="0", {size}="1", UNICOLL_SOCKET_IFNAME="lo")
         import unicoll as dist
-        dist.init_process_group()
+        dist.init_process_group({backend!r} or None)
         x = np.ones(2)
         dist.all_reduce(x)
-        print(dist.get_backend(), x, "cpu arrays: backend mpi: started by an MPI launcher" in dist.explain())
+        said = dist.explain()
+        assert "store: over MPI" in said, said
+        print(dist.get_backend(), x, "cpu arrays: backend mpi: started by an MPI launcher" in said)
     """
-    assert lines(run(script, source, 3)) == ["mpi [3. 3.] True"] * 3
+    assert lines(run(script, source, 3)) == ["gloo [3. 3.] False" if backend else "mpi [3. 3.] True"] * 3
 
 
 def test_a_group_over_mpi_with_another_default_backend(script: Path) -> None:

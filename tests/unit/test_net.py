@@ -154,11 +154,21 @@ def test_own_name_on_loopback_is_not_used_for_other_hosts(monkeypatch: pytest.Mo
 
 def test_a_host_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "_source_address", lambda family, target: None)
+    monkeypatch.setattr(interfaces, "interfaces", lambda: [LO, ETH0_LL, DOWN])
     assert interfaces.listen_addresses(None, {}).addresses == ["127.0.0.1"]
     with pytest.raises(
         DistNetworkError, match=r"no route to 192\.0\.2\.1.*there are|no route.*lo 127\.0\.0\.1"
     ):
         interfaces.listen_addresses("192.0.2.1", {})
+
+
+def test_a_host_without_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "_source_address", lambda family, target: None)
+    monkeypatch.setattr(interfaces, "interfaces", lambda: [LO, DOWN, DOCKER, ETH0_6, ETH0])
+    choice = interfaces.listen_addresses(None, {})
+    assert choice.addresses == ["10.0.0.5"]
+    assert "eth0" in choice.reason
+    assert interfaces.listen_addresses(None, {}, single_host=True).addresses == ["127.0.0.1"]
 
 
 def test_the_route_to_loopback_is_from_loopback() -> None:

@@ -119,10 +119,17 @@ def run_rendezvous(
     log.info("joining: process %d", os.getpid())
     mpi = mpi_launch.start(backend, rank, world_size, join_timeout)
     found = rendezvous(
-        init_method, mpi.rank, mpi.world_size, store, join_timeout, launched=mpi.launched, mpi_store=mpi.store
+        init_method,
+        mpi.rank,
+        mpi.world_size,
+        store,
+        join_timeout,
+        launched=mpi.launched,
+        mpi_store=mpi.store,
+        spare_store=mpi.spare_store,
     )
     found.notes[:0] = mpi.notes
-    found.mpi_started, found.mpi_reason = mpi.started, mpi.reason
+    found.mpi_started, found.mpi_reason = found.mpi_started or mpi.started, mpi.reason
     logs.set_rank(found.rank)
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from unicoll.bootstrap import launchers
@@ -13,6 +13,7 @@ from unicoll.errors import BackendUnavailableError, DistArgumentError
 from unicoll.group import backend_choice, registry
 from unicoll.net import logs
 from unicoll.net.stores import Store
+from unicoll.net.timeouts import seconds_left
 
 log = logs.logger("mpi")
 
@@ -24,6 +25,8 @@ class MPIJobStart(NamedTuple):
         rank, world_size: -1 to read them from the launcher.
         launched: the launcher's information from MPI or the environment; None if the rendezvous reads it.
         store: opens a store over MPI; None if MPI is not used.
+        spare_store: opens one if the rendezvous has no address: MPI's launcher has started the job, but MPI was not
+            requested for arrays.
         started: True if MPI is used, even if only for the store.
         reason: why MPI is not used for arrays although its launcher started the job; "" otherwise.
         notes: for explain().
@@ -33,6 +36,7 @@ class MPIJobStart(NamedTuple):
     world_size: int
     launched: LaunchInfo | None = None
     store: Callable[[float], Store] | None = None
+    spare_store: Callable[[float], Store] | None = None
     started: bool = False
     reason: str = ""
     notes: tuple[str, ...] = ()
@@ -61,7 +65,8 @@ def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MP
     if not any(c.name == "mpi" for c in choices):
         if by_mpi and not all(c.explicit for c in choices):
             _warn(detected, registry.reason_against("mpi"))
-        return MPIJobStart(rank, world_size)
+        spare = partial(_spare_store, detected) if by_mpi and detected is not None else None
+        return MPIJobStart(rank, world_size, spare_store=spare)
     world = registry.mpi_world(timeout)
     launched = detected or launchers.from_mpi_world(world.rank, world.size)
     alone = detected is None and world.size == 1 and (world_size > 1 or not by_name)
@@ -84,7 +89,24 @@ def start(backend: str | None, rank: int, world_size: int, timeout: float) -> MP
             notes.append(f"rank={rank}, world_size={world_size} have no effect: MPI determines them")
         rank = world_size = -1
     store = registry.mpi_store if world.stores else None
-    return MPIJobStart(rank, world_size, launched, store, True, reason, tuple(notes))
+    return MPIJobStart(rank, world_size, launched, store, None, True, reason, tuple(notes))
+
+
+def _spare_store(launched: LaunchInfo, deadline: float) -> Store:
+    """A store over MPI for a job that uses another backend.
+
+    Raises:
+        DistArgumentError: MPI cannot be used; the message says how to give an address.
+    """
+    reason = registry.reason_against("mpi")
+    if reason is None:
+        world = registry.mpi_world(seconds_left(deadline))
+        if (world.rank, world.size) == (launched.rank, launched.world_size) and world.stores:
+            return registry.mpi_store(deadline)
+        reason = _reason_against(launched, world, launched.world_size)
+    raise DistArgumentError(
+        f"no address for the rendezvous: {launched.master_hint}; without one MPI is used, but {reason}"
+    )
 
 
 @lru_cache(maxsize=1)

@@ -106,6 +106,7 @@ def rendezvous(
     environ: Environ = os.environ,
     launched: LaunchInfo | None = None,
     mpi_store: Callable[[float], Store] | None = None,
+    spare_store: Callable[[float], Store] | None = None,
 ) -> Rendezvous:
     """Find the other processes of the job.
 
@@ -116,7 +117,8 @@ def rendezvous(
         store: a store that all ranks share, or its location, instead of an init method.
         timeout: seconds for the whole rendezvous.
         launched: the launcher's information; None reads it from the environment.
-        mpi_store: opens a store over MPI, if MPI has been chosen; used if ``env://`` gives no address.
+        mpi_store: opens a store over MPI, if MPI has been chosen; used if MASTER_ADDR is not set.
+        spare_store: opens a store over MPI; used if ``env://`` gives no address at all.
 
     With ``env://`` the store is the launcher's (``UNICOLL_STORE=host:port``), or rank 0 hosts it at
     ``MASTER_ADDR`` and ``MASTER_PORT`` or at the address of the launcher's variables
@@ -139,7 +141,7 @@ def rendezvous(
     notes: list[str] = []
     rank, world_size, launched = members(url, rank, world_size, environ, notes, launched)
     secret = find_secret(environ)
-    location = _location(url, world_size, store, launched, secret, environ, mpi_store)
+    location = _location(url, world_size, store, launched, secret, environ, mpi_store, spare_store)
     single_host = world_size == 1 or (launched is not None and launched.single_host)
     listen = interfaces.listen_addresses(location.master_host, environ, single_host=single_host)
     if (
@@ -168,6 +170,7 @@ def rendezvous(
         notes=notes,
         _close=lambda: location.close(linger=True),
         store_ends_with_rank_0=location.ends_with_rank_0,
+        mpi_started=isinstance(location, MPILocation),
         address=location.describe(),
     )
 
@@ -304,7 +307,8 @@ def _location(
     launched: LaunchInfo | None,
     secret: Secret,
     environ: Environ,
-    mpi_store: Callable[[float], Store] | None = None,
+    mpi_store: Callable[[float], Store] | None,
+    spare_store: Callable[[float], Store] | None,
 ) -> StoreLocation:
     if store is not None:
         return store if isinstance(store, StoreLocation) else ExistingStoreLocation(store)
@@ -313,7 +317,7 @@ def _location(
     if url.scheme == "file":
         return FileLocation(_file_path(url))
     if url.scheme == "env":
-        return _env_location(world_size, launched, secret, environ, mpi_store)
+        return _env_location(world_size, launched, secret, environ, mpi_store, spare_store)
     return HandlerLocation(_handlers[url.scheme], url)
 
 
@@ -345,7 +349,8 @@ def _env_location(
     launched: LaunchInfo | None,
     secret: Secret,
     environ: Environ,
-    mpi_store: Callable[[float], Store] | None = None,
+    mpi_store: Callable[[float], Store] | None,
+    spare_store: Callable[[float], Store] | None,
 ) -> StoreLocation:
     single_host = launched is not None and launched.single_host
     if launched is not None and environ.get("UNICOLL_STORE"):
@@ -360,6 +365,8 @@ def _env_location(
         return TCPLocation(host, [port], "MASTER_ADDR, MASTER_PORT", secret)
     ports = _ports(launched, environ)
     if launched.master_addr is None or not ports:
+        if spare_store is not None:
+            return MPILocation(spare_store, None)
         raise DistArgumentError(f"no address for the rendezvous: {launched.master_hint}")
     source = launched.master_source
     if launched.port_fixed and len(ports) > 1:

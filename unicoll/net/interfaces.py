@@ -168,7 +168,8 @@ def listen_addresses(
     comma-separated), loopback if the master is loopback or
     ``single_host`` is true (every rank is on this host), else the source address of the route to ``master_host``. A
     name that resolves to loopback on this host may resolve differently on others (Debian maps a host's own name to
-    127.0.1.1); for such a name, or if the master is unknown (None), it is the source address of the default route.
+    127.0.1.1); for such a name, or if the master is unknown (None), it is the source address of the default route, or
+    without one an address of the first interface that is not loopback.
 
     Raises:
         DistNetworkError: no interface matches; the message lists the interfaces of this host.
@@ -190,6 +191,11 @@ def listen_addresses(
         if address is not None and not is_loopback_name(address):
             return AddressChoice([address], "source address of the default route")
     if master_host is None or is_loopback(master_host):
+        if (interface := _first_usable(interfaces())) is not None:
+            reason = (
+                f"there is no default route, and {interface.name} is the first interface besides loopback"
+            )
+            return AddressChoice([interface.address], reason)
         return AddressChoice(
             [_loopback_address(master_host or "127.0.0.1")], "there is no route except loopback's"
         )
@@ -218,6 +224,14 @@ def _named_addresses(variable: str, spec: str, pattern: str, family: int | None)
             by_name[interface.name] = interface
     chosen = list(by_name.values())
     return AddressChoice([i.address for i in chosen], f"{variable}={spec} ({', '.join(map(str, chosen))})")
+
+
+def _first_usable(found: Iterable[Interface]) -> Interface | None:
+    """The first address that other hosts may reach: IPv4 before IPv6, bridges to containers last; None without any."""
+    usable = [i for i in found if i.is_up and i.has_carrier and i.scope == "global"]
+    inside = ("docker", "virbr")
+    usable.sort(key=lambda i: (i.name.startswith(inside), i.family != socket.AF_INET))
+    return usable[0] if usable else None
 
 
 def _describe(found: list[Interface]) -> str:

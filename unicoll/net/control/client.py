@@ -152,7 +152,10 @@ class ControlClient:
             reason = f"rank 0 ended while rank {self.rank} joined the job: {e}"
             raise RankLostError(f"init_process_group: {reason}", rank=0, op="init_process_group") from e
         except OSError as e:
-            raise DistNetworkError(f"rank 0's control port {host}:{port} cannot be reached: {e}") from e
+            raise DistNetworkError(
+                f"rank 0's control port {host}:{port} cannot be reached: {e};"
+                " UNICOLL_SOCKET_IFNAME on rank 0's host selects another interface"
+            ) from e
         self._thread = threading.Thread(
             target=self._receive, args=(sock,), name="unicoll-control", daemon=True
         )
