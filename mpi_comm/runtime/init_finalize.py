@@ -6,7 +6,7 @@ calls, the :class:`~mpi_comm.runtime.mpi_thread.MPIThread`. If other code has in
 code must not call MPI while operations of this library are in flight.
 
 An uncaught exception ends the whole job by MPI_Abort, after the traceback (``UNICOLL_MPI_ABORT=0`` disables that):
-the other processes would wait for this one for ever. A process that exits normally waits for the others before it
+the other processes would wait for this one for ever. Not if MPI's world has one process, as under ``srun --mpi=none``. A process that exits normally waits for the others before it
 finalises MPI, because their pending operations need it. MPI is finalised only if this library initialised it.
 """
 
@@ -239,7 +239,7 @@ class Runtime:
     def _handle_uncaught(self, error: BaseException) -> None:
         if os.getpid() == self._pid:
             self._uncaught = error
-            if _abort_enabled():
+            if self.size > 1 and _abort_enabled():
                 self.abort(error, " (UNICOLL_MPI_ABORT=0 leaves that to mpirun)")
 
     def abort(self, error: BaseException, hint: str = "") -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -462,6 +463,29 @@ def check_the_end(ended: Ended) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_an_uncaught_exception_ends_the_job(size: int, script: Path) -> None:
     check_the_end(fail(script, RAISES, size))
+
+
+def test_started_by_srun_without_mpi_no_process_aborts_its_own_mpi(tmp_path: Path, port: int) -> None:
+    """With srun --mpi=none each process is an MPI world of one, and the ranks are those of Slurm."""
+    slurm = {
+        "SLURM_JOB_ID": f"{port}",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
+    with ThreadPoolExecutor() as threads:
+        ends = [
+            threads.submit(alone, RAISES, tmp_path, **slurm, SLURM_PROCID=f"{rank}", SLURM_LOCALID=f"{rank}")
+            for rank in range(2)
+        ]
+    survivor, failed = (end.result() for end in ends)
+    assert (survivor.returncode, failed.returncode) == (1, 1)
+    assert failed.stderr.endswith("ValueError: the reason why\n")
+    assert "RankLostError" in survivor.stderr
+    assert "rank 1 " in survivor.stderr
+    assert "ends the MPI job" not in survivor.stderr + failed.stderr
 
 
 def test_an_exception_ends_the_job_while_the_others_compute(script: Path) -> None:
