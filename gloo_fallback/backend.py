@@ -29,7 +29,7 @@ class GlooBackend(HostBackend):
     """Collectives between processes, through shared memory within a host and TCP between hosts."""
 
     name = "gloo"
-    caps = Caps(native=frozenset((*OPERATIONS, "send", "recv")), compresses=True)
+    caps = Caps(native=frozenset((*OPERATIONS, "send", "recv", "probe")), compresses=True)
 
     def __init__(self, context: Context) -> None:
         self._connections: GroupConnections | None = None

@@ -24,6 +24,7 @@ from unicoll.backend import Call, Caps, Context, Job, operation_errors
 from unicoll.backend.fallbacks import one_rank
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import Execute
+from unicoll.backend.ops import PROBE
 from unicoll.backend.size_agreement import exchange_sizes, shape_hash
 from unicoll.errors import (
     BackendUnavailableError,
@@ -34,6 +35,7 @@ from unicoll.errors import (
 )
 
 _MESSAGES = frozenset(("send", "recv"))
+_PROBE = frozenset((PROBE.name,))
 _NATIVE = frozenset((*REDUCTIONS, *COLLECTIVES, *LAYOUT_DEPENDENT, *ROOT_SIZED, *_MESSAGES))
 _LONG = 1 << 25
 """Bytes from which a blocking call runs on the queue's thread, so that it can be given up at its deadline."""
@@ -45,7 +47,7 @@ class MPIBackend(HostBackend):
     """Collectives of an MPI library, through mpi4py."""
 
     name = "mpi"
-    caps = Caps(native=_NATIVE)
+    caps = Caps(native=_NATIVE | _PROBE)
     beside = "gloo"
 
     def __init__(self, context: Context) -> None:
@@ -109,7 +111,7 @@ class MPIBackend(HostBackend):
         execute = self._collectives.get(call.op.name)
         buffers = call.inputs or call.outputs
         if execute is None:
-            self.engine(call).run(call)
+            self._p2p.run(call)
         elif not buffers or buffers[0].count < _FEW:
             self.queue.run(call, execute)
         else:

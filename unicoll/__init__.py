@@ -45,12 +45,16 @@ from unicoll.api.objects import all_gather_object, broadcast_object_list, gather
 from unicoll.api.p2p import (
     P2POp,
     batch_isend_irecv,
+    iprobe,
     irecv,
     isend,
+    probe,
     recv,
     recv_object_list,
     send,
     send_object_list,
+    sendrecv,
+    waitany,
 )
 from unicoll.api.world import (
     GroupMember,
@@ -79,6 +83,7 @@ from unicoll.arrays.types import ReduceOp, default_pg_timeout, reduce_op
 from unicoll.backend.contract import Registration
 from unicoll.backend.options import CallOptions, Options
 from unicoll.backend.reduce_ops import supported_reductions
+from unicoll.backend.status import NO_RANK, Status
 from unicoll.errors import (
     AuthenticationError,
     BackendUnavailableError,
@@ -105,7 +110,7 @@ if TYPE_CHECKING:
     from unicoll.api import device_mesh as device_mesh
     from unicoll.api import metrics
     from unicoll.api.debugger import breakpoint
-    from unicoll.api.device_mesh import DeviceMesh, init_device_mesh
+    from unicoll.api.device_mesh import DeviceMesh, dims_create, init_device_mesh
     from unicoll.api.hooks import add_hook, annotate, check_finite
     from unicoll.api.spawn import SpawnError, spawn
     from unicoll.api.subgroups import (
@@ -134,6 +139,7 @@ __version__ = "0.2.0"
 _LAZY = {
     "DeviceMesh": "api.device_mesh",
     "init_device_mesh": "api.device_mesh",
+    "dims_create": "api.mesh_layout",
     "device_mesh": "api.device_mesh",
     "SpawnError": "api.spawn",
     "breakpoint": "api.debugger",
@@ -210,6 +216,7 @@ __all__ = [
     "Hook",
     "HookedCall",
     "MessageMismatchError",
+    "NO_RANK",
     "NotInitializedError",
     "OperationTimeoutError",
     "Options",
@@ -222,6 +229,7 @@ __all__ = [
     "ReduceOp",
     "Registration",
     "SpawnError",
+    "Status",
     "Store",
     "StoreTimeoutError",
     "TCPStore",
@@ -242,6 +250,7 @@ __all__ = [
     "destroy_process_group",
     "dump_flight_recorder",
     "device_mesh",
+    "dims_create",
     "explain",
     "gather_object",
     "get_backend",
@@ -259,6 +268,7 @@ __all__ = [
     "grow_group",
     "init_device_mesh",
     "init_process_group",
+    "iprobe",
     "irecv",
     "is_available",
     "is_backend_available",
@@ -272,6 +282,7 @@ __all__ = [
     "isend",
     "metrics",
     "monitored_barrier",
+    "probe",
     "profile",
     "new_group",
     "new_subgroups",
@@ -284,10 +295,12 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
+    "sendrecv",
     "set_debug_level",
     "set_debug_level_from_env",
     "spawn",
     "shrink_group",
     "split_group",
     "supported_reductions",
+    "waitany",
 ]

@@ -61,7 +61,7 @@ class Connector:
         def check() -> None:
             engine.raise_error()
             if time.monotonic() >= pending.deadline:
-                raise timed_out(context, pending, begun=False)
+                raise timed_out(context, pending, begun=False, others="")
 
         def postpone() -> None:
             seconds = time.monotonic() - started

@@ -20,11 +20,12 @@ from gloo_fallback.p2p.connection import PeerConnection
 from gloo_fallback.p2p.connector import Connector
 from gloo_fallback.p2p.errors import lost, timed_out
 from gloo_fallback.p2p.frames import IncomingMessage, PendingMessage
-from gloo_fallback.p2p.matcher import MessageMatcher
 from gloo_fallback.p2p.progress import ProgressEngine
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
 from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.endpoint import MESSAGES, Endpoint
+from unicoll.backend.message_matcher import MessageMatcher
+from unicoll.backend.ops import PROBE
 from unicoll.backend.work import HostCompletion
 from unicoll.errors import DistError, DistNetworkError
 from unicoll.net.channel import Connection
@@ -62,7 +63,7 @@ class P2PEngine:
         self.lock = threading.RLock()
         self._connections: list[PeerConnection | None] = [None] * context.size
         self.open: dict[int, PeerConnection] = {}
-        self._matcher = MessageMatcher(context.size)
+        self._matcher: MessageMatcher[PendingMessage, IncomingMessage] = MessageMatcher(context.size)
         self._connector = Connector(self, endpoint)
         # ended operations and their errors, reported once the lock is released
         self._ended: deque[tuple[PendingMessage, BaseException | None]] = deque()
@@ -77,7 +78,7 @@ class P2PEngine:
     # --- the operations ---------------------------------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
-        """Send or receive, and return when the array may be used again."""
+        """Send, receive or probe, and return when the array may be used again."""
         if self._send_at_once(call) if call.inputs else self._receive_at_once(call):
             return
         pending = PendingMessage(call, None)
@@ -112,6 +113,25 @@ class P2PEngine:
             self._progress.wake_thread()
         return pending.completion
 
+    def iprobe(self, call: Call) -> bool:
+        """True if a message that a probe matches has come; ``call`` is the probe."""
+        pending = PendingMessage(call, None)
+        with self.lock:
+            if self._error is not None:
+                raise self._error
+            if self._matcher.post_probe(pending):
+                return True
+        held = self._progress.try_acquire()
+        try:
+            if held:
+                self._progress.receive_available()
+        finally:
+            with self.lock:
+                self._matcher.cancel(pending)
+            if held:
+                self._progress.release()
+        return pending.completion.done()
+
     def _send_at_once(self, call: Call) -> bool:
         """Send a small message in one system call; False if it was not sent, because another is queued before it."""
         connection = self._connections[call.peer]
@@ -131,7 +151,7 @@ class P2PEngine:
 
     def _receive_at_once(self, call: Call) -> bool:
         """Receive a small message that is next in the sender's ring, if no other receive waits; False if it is not."""
-        connection = self._connections[call.peer] if call.peer >= 0 else None
+        connection = self._connections[call.peer] if call.peer >= 0 and not call.partial else None
         if connection is None or not connection.receiver.shared or not self._matcher.empty(call.peer):
             return False
         reader = connection.receiver.reader
@@ -166,6 +186,7 @@ class P2PEngine:
         sends_now = bool(call.inputs) and not pending.background
         if (
             sends_now
+            and call.peer != self.context.rank
             and self._connections[call.peer] is None
             and not self._connector.has_queued_send_to(call.peer)
         ):
@@ -173,10 +194,15 @@ class P2PEngine:
         with self.lock:
             if self._error is not None:
                 raise self._error
-            if not call.inputs:
+            if call.op is PROBE:
+                if self._matcher.post_probe(pending):
+                    self.finish(pending)
+            elif not call.inputs:
                 message = self._matcher.post_receive(pending)
                 if message is not None:
                     self._match_unexpected(pending, message)
+            elif call.peer == self.context.rank:
+                self._send_to_self(pending)
             else:
                 self._queue(pending)
         self.report_completed()
@@ -194,12 +220,26 @@ class P2PEngine:
 
     def _match_unexpected(self, pending: PendingMessage, message: IncomingMessage) -> None:
         """Match a new receive with an unexpected message, which may be incomplete."""
-        if not message.fits(pending):
+        if not pending.call.accepts(message.code, message.size):
             message.mismatched = pending
         else:
             message.redirect_to(pending)
         if message.got == message.size:
-            self.complete(pending.call.source, message)
+            self.complete(message)
+
+    def _send_to_self(self, pending: PendingMessage) -> None:
+        """Deliver a message to this rank: to the receive that it matches, else as a copy."""
+        call, view = pending.call, pending.view
+        assert call.tag is not None
+        if not self.deliver(call.peer, call.tag, call.inputs[0].dtype.code, view):
+            message = IncomingMessage(call.peer, call.tag, call.inputs[0].dtype.code, len(view))
+            self.begin(message)
+            message.view[:] = view
+            message.got = message.size
+            self.complete(message)
+        self.finish(pending)
+        if self._progress.active:
+            self._progress.wake()  # the receiver may sleep until data arrives
 
     # --- for ProgressEngine -------------------------------------------------------------------------------------------
 
@@ -297,37 +337,38 @@ class P2PEngine:
 
     # --- callbacks of connections (under the lock) ------------------------------------------------------------------
 
-    def has_receive_for(self, peer: int, tag: int) -> bool:
-        """True if a posted receive matches such a message."""
-        return self._matcher.find_receive(peer, tag) is not None
+    def is_awaited(self, peer: int, tag: int) -> bool:
+        """True if a posted receive or probe matches such a message."""
+        return self._matcher.is_awaited(peer, tag)
 
     def deliver(self, peer: int, tag: int, code: int, body: memoryview) -> bool:
         """Copy a whole message into the posted receive that it matches and fits; False if there is none."""
         pending = self._matcher.find_receive(peer, tag)
-        if pending is None or len(pending.view) != len(body) or pending.call.outputs[0].dtype.code != code:
+        if pending is None or not pending.call.accepts(code, len(body)):
             return False
-        self._matcher.match(pending, peer)
-        pending.view[:] = body
+        self._matcher.match(pending, peer, tag, code, len(body))
+        pending.view[: len(body)] = body
         pending.call.write_back()
         self.finish(pending)
         return True
 
-    def begin(self, peer: int, message: IncomingMessage) -> None:
+    def begin(self, message: IncomingMessage) -> None:
         """Match a message whose header has arrived, or queue it as unexpected."""
-        pending = self._matcher.find_receive(peer, message.tag)
-        if pending is not None and message.fits(pending):
-            self._matcher.match(pending, peer)
-            message.receive = pending
-            message.view = pending.view
+        peer, tag, code, size = message.peer, message.tag, message.code, message.size
+        pending = self._matcher.find_receive(peer, tag)
+        if pending is not None and pending.call.accepts(code, size):
+            self._matcher.match(pending, peer, tag, code, size)
+            message.redirect_to(pending)
             return
         message.allocate()  # if it fails, the receive is still posted, and fails with the connection
         if pending is not None:
-            self._matcher.match(pending, peer)
+            self._matcher.match(pending, peer, tag, code, size)
             message.mismatched = pending
         else:
-            self._matcher.add_unexpected(peer, message)
+            for probe in self._matcher.add_unexpected(message):
+                self.finish(probe)
 
-    def complete(self, peer: int, message: IncomingMessage) -> None:
+    def complete(self, message: IncomingMessage) -> None:
         """Finish the receive of a complete message, if there is one yet."""
         if message.receive is not None:
             message.receive.call.write_back()
@@ -373,7 +414,7 @@ class P2PEngine:
         if receiver is not None:
             operations.append(receiver)
         if connection.receiver.message is not None:
-            self._matcher.discard(peer, connection.receiver.message)
+            self._matcher.discard(connection.receiver.message)
         if operations:
             self._dropped.append((peer, operations, error))
 
@@ -404,7 +445,9 @@ class P2PEngine:
 
     def _time_out(self, pending: PendingMessage) -> None:
         begun = self._withdraw(pending)
-        pending.completion.finish(timed_out(self.context, pending, begun))
+        with self.lock:
+            others = "" if pending.call.inputs else self._matcher.others(pending.call)
+        pending.completion.finish(timed_out(self.context, pending, begun, others))
 
     def _withdraw(self, pending: PendingMessage) -> bool:
         """Cancel a send or receive; True if part of its data had moved, so that its connection was closed."""

@@ -7,12 +7,17 @@ from unicoll.backend import Call, Context, operation_errors
 from unicoll.errors import OperationTimeoutError, RankLostError
 
 
-def timed_out(context: Context, pending: PendingMessage, begun: bool) -> OperationTimeoutError:
-    """The error of a send or receive after its deadline; ``begun`` if part of the message was transferred."""
+def timed_out(context: Context, pending: PendingMessage, begun: bool, others: str) -> OperationTimeoutError:
+    """The error of a send, receive or probe after its deadline.
+
+    Args:
+        begun: True if part of the message was transferred.
+        others: as for :func:`unicoll.backend.operation_errors.message_timeout_error`.
+    """
     call = pending.call
     other = call.peer if call.peer >= 0 or not begun else call.source
     state = "only a part of the message was transferred" if begun else ""
-    return operation_errors.message_timeout_error(context, call, other, state)
+    return operation_errors.message_timeout_error(context, call, other, state, others)
 
 
 def lost(context: Context, call: Call, rank: int, reason: str) -> RankLostError:

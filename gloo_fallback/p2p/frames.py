@@ -73,14 +73,14 @@ class Waker:
 
 
 class PendingMessage:
-    """A send or receive in flight.
+    """A send, receive or probe in flight.
 
     Args:
         call: the operation.
         progress: runs progress until a background operation is done; None if the caller waits.
 
     Attributes:
-        view: the array's bytes.
+        view: the array's bytes; empty for a probe.
         background: True if callbacks may be attached to the completion.
         begun: True once part of a send has left.
         offset: bytes of a send that have left.
@@ -93,14 +93,18 @@ class PendingMessage:
         self.background = progress is not None
         self.completion = HostCompletion((call,)) if progress is None else PostedCompletion(self, progress)
         self.deadline = time.monotonic() + call.timeout
-        flat: Flat = (call.inputs or call.outputs)[0].flat  # type: ignore[assignment]
-        self.view = flat.view(np.uint8).data
+        self.view = memoryview(b"")
+        if buffers := call.inputs or call.outputs:  # not a probe
+            flat: Flat = buffers[0].flat  # type: ignore[assignment]
+            self.view = flat.view(np.uint8).data
         self.begun = False
         self.offset = 0
 
     def header(self) -> bytes:
         """The header of a send."""
-        return message_header(self.call.inputs[0].dtype.code, self.call.tag, len(self.view))
+        call = self.call
+        assert call.tag is not None
+        return message_header(call.inputs[0].dtype.code, call.tag, len(self.view))
 
 
 class PostedCompletion(HostCompletion):
@@ -129,28 +133,25 @@ class IncomingMessage:
     """A message that is being received: the destination of its bytes and the number received.
 
     Attributes:
+        peer: the sender's rank in the group.
         receive: the receive whose array it is written to.
-        mismatched: the receive that it matches, but whose array has another size or type.
+        mismatched: the receive that it matches, but whose array has another type, or no room.
         got: bytes received.
         shared: True if its bytes come through the ring.
     """
 
-    __slots__ = ("code", "got", "mismatched", "receive", "serial", "shared", "size", "tag", "view")
+    __slots__ = ("code", "got", "mismatched", "peer", "receive", "shared", "size", "tag", "view")
 
-    def __init__(self, tag: int, code: int, size: int, shared: bool = False) -> None:
+    def __init__(self, peer: int, tag: int, code: int, size: int, shared: bool = False) -> None:
         self.shared = shared
+        self.peer = peer
         self.tag = tag
         self.code = code
         self.size = size
         self.got = 0
-        self.serial = 0
         self.receive: PendingMessage | None = None
         self.mismatched: PendingMessage | None = None
         self.view = memoryview(b"")
-
-    def fits(self, pending: PendingMessage) -> bool:
-        """True if the receive's array has the message's type and size."""
-        return pending.call.outputs[0].dtype.code == self.code and len(pending.view) == self.size
 
     def allocate(self) -> None:
         """Allocate memory for a message without a matching array.
@@ -167,5 +168,5 @@ class IncomingMessage:
     def redirect_to(self, pending: PendingMessage) -> None:
         """Copy the bytes received so far to a receive's array, and receive the rest into it."""
         pending.view[: self.got] = self.view[: self.got]
-        self.view = pending.view
+        self.view = pending.view[: self.size]
         self.receive = pending

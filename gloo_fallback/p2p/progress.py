@@ -157,9 +157,7 @@ class ProgressEngine:
         """Run one round of progress, waiting a tick at most; ``pending`` is the operation that the caller waits for."""
         self._rounds += 1
         if self._rounds % _FAIR_INTERVAL == 0:  # one busy connection must not block the others
-            self._receive_shared(False)
-            self._serve_events(0)
-            self._engine.report_completed()
+            self.receive_available()
         done = pending is not None and pending.completion.done()
         if not done and (pending is None or not self._spin(pending)):
             self._wait(pending)
@@ -167,6 +165,12 @@ class ProgressEngine:
         if now - self._checked_at >= _TICK_S:
             self._checked_at = now
             self._engine.check_deadlines(now)
+        self._engine.report_completed()
+
+    def receive_available(self) -> None:
+        """Receive what has come, without waiting."""
+        self._receive_shared(False)
+        self._serve_events(0)
         self._engine.report_completed()
 
     def _wait(self, pending: PendingMessage | None) -> None:

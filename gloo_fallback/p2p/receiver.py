@@ -187,11 +187,11 @@ class MessageReceiver:
         elif kind == ANSWER and self._sender.awaits_answer and first <= _MAX_ERRNO:
             self._sender.answered(first)
         elif kind == MESSAGE and self._may_begin():
-            self._begin_message(IncomingMessage(tag, code, first))
+            self._begin_message(IncomingMessage(self._peer, tag, code, first))
         elif self.shared or self.message is not None:
             raise OSError(errno.EPROTO, "invalid frame")
         elif kind == OFFER and self.reader is None and 0 < first <= _MAX_OFFER:
-            self.message = self._offered = IncomingMessage(0, 0, first)
+            self.message = self._offered = IncomingMessage(self._peer, 0, 0, first)
             self.message.allocate()
         elif kind == SWITCH and self.reader is not None:
             self.shared = True
@@ -199,7 +199,7 @@ class MessageReceiver:
             raise OSError(errno.EPROTO, "invalid frame")
 
     def _begin_message(self, message: IncomingMessage) -> None:
-        self._engine.begin(self._peer, message)
+        self._engine.begin(message)
         self.message = message
         if not message.size:
             self._received(message, 0)
@@ -213,15 +213,15 @@ class MessageReceiver:
             self._offered = None
             self._accept_offer(message)
         else:
-            self._engine.complete(self._peer, message)
+            self._engine.complete(message)
 
     # --- the ring -------------------------------------------------------------------------------------------
 
     def receive_shared(self) -> bool:
         """Receive messages, or chunks of one, from the ring; False if it is empty.
 
-        After a message that matched a posted receive, a message without one is left in the ring, so that a receive
-        posted later can read it without another copy.
+        After a message that matched a posted receive, a message that nothing awaits is left in the ring, so that a
+        receive posted later can read it without another copy.
 
         Raises:
             OSError: the ring is invalid.
@@ -244,7 +244,7 @@ class MessageReceiver:
             if header is None:
                 break
             code, tag, size = header
-            if matched and not self._engine.has_receive_for(self._peer, tag):
+            if matched and not self._engine.is_awaited(self._peer, tag):
                 break
             body = reader.body(size)
             if body is not None and self._engine.deliver(self._peer, tag, code, body):
@@ -252,7 +252,7 @@ class MessageReceiver:
                 reader.skip(size)
             else:
                 reader.skip()
-                self._begin_message(IncomingMessage(tag, code, size, shared=True))
+                self._begin_message(IncomingMessage(self._peer, tag, code, size, shared=True))
             if reader.must_notify():
                 self._sender.notify()
         return reader.position != start

@@ -120,7 +120,8 @@ class MessageSender:
         """Send a message of one chunk, if none is queued before it and the socket or the ring takes all of it now."""
         if self.outbox or self.peer_closed:
             return False
-        buffer = call.inputs[0]
+        buffer, tag = call.inputs[0], call.tag
+        assert tag is not None
         size, code = buffer.nbytes, buffer.dtype.code
         if size > CHUNK:
             return False
@@ -128,7 +129,7 @@ class MessageSender:
         writer = self._ring_of(size)
         if writer is not None:
             data = flat.tobytes() if size < _VIEW_BYTES else flat.view(np.uint8).data
-            if not writer.put(code, call.tag, data):
+            if not writer.put(code, tag, data):
                 return False
             if writer.must_notify():
                 self.notify()
@@ -136,7 +137,7 @@ class MessageSender:
         must_switch = not self.shared and self.writer is not None and self.writer.ready
         if size > INLINE_LIMIT or self.remainder or self.control_frames or self._may_offer or must_switch:
             return False
-        joined = message_header(code, call.tag, size) + flat.tobytes()
+        joined = message_header(code, tag, size) + flat.tobytes()
         try:
             sent = self._sock.send(joined, _DONTWAIT)
         except BlockingIOError:
@@ -237,12 +238,13 @@ class MessageSender:
             count = writer.write(pending.view[pending.offset :])
             pending.offset += count
             return count > 0
-        code = call.inputs[0].dtype.code
+        code, tag = call.inputs[0].dtype.code, call.tag
+        assert tag is not None
         if size <= CHUNK:
-            pending.begun = writer.put(code, call.tag, pending.view)
+            pending.begun = writer.put(code, tag, pending.view)
             pending.offset = size if pending.begun else 0
         else:
-            pending.begun = writer.begin(code, call.tag, size)
+            pending.begun = writer.begin(code, tag, size)
             if pending.begun and not writer.strong:
                 pending.offset = writer.write(pending.view)  # one notice for both
         return pending.begun

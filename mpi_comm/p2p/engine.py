@@ -57,7 +57,7 @@ class MPIP2PEngine:
     # --- the operations ------------------------------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
-        """Send or receive, and return when the array may be used again."""
+        """Send, receive or probe, and return when the array may be used again."""
         if call.inputs and self._mpi.mpi_thread is None and self._error is None:
             buffer = call.inputs[0]
             if buffer.nbytes <= EAGER_LIMIT:
@@ -75,6 +75,20 @@ class MPIP2PEngine:
             self._wake_thread()
         return request.completion
 
+    def iprobe(self, call: Call) -> bool:
+        """True if a message that a probe matches has come; ``call`` is the probe."""
+        request = self._accept(call)
+        if not request.completion.done() and self._progress_lock.acquire(blocking=False):
+            try:
+                self._progress_once()
+            finally:
+                self._progress_lock.release()
+        self._matcher.withdraw(request)
+        if request.completion.done():
+            request.completion.wait(None)
+            return True
+        return False
+
     def _accept(self, call: Call) -> PendingRequest:
         if self._error is not None:
             raise self._error.with_traceback(None)
@@ -89,6 +103,7 @@ class MPIP2PEngine:
 
     def _send_small(self, call: Call, flat: Any, code: int, size: int) -> None:
         """Send a message together with its header; usually this is done at once."""
+        assert call.tag is not None
         packed = PACK(call.tag, code, size, 0) + flat.tobytes()
         next(self._matcher.sent[call.peer])
         mpi_request = self._communicator.comm.Isend([packed, self._byte], call.peer, HEADER_TAG)
@@ -241,7 +256,8 @@ class MPIP2PEngine:
                 peer = call.source
             moved = "arrived" if request.matched else "been received"
             state = f"the message has not {moved} completely; MPI keeps the array until then, or until the job ends"
-        self._end(request, operation_errors.message_timeout_error(self._context, call, peer, state))
+        others = "" if call.inputs or state else self._matcher.others(call)
+        self._end(request, operation_errors.message_timeout_error(self._context, call, peer, state, others))
 
     def _end(self, request: PendingRequest, error: BaseException) -> None:
         self._matcher.withdraw(request)

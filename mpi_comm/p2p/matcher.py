@@ -16,7 +16,6 @@ import itertools
 import struct
 import threading
 import time
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,9 @@ from mpi_comm.p2p.requests import ArrivedMessage, PendingRequest, all_done
 from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call, Context
+from unicoll.backend.message_matcher import MessageMatcher
 from unicoll.backend.operation_errors import check_message
+from unicoll.backend.ops import PROBE
 from unicoll.errors import MessageMismatchError
 from unicoll.net.control.wait_graph import MessageState
 
@@ -43,10 +44,9 @@ _MATCH_WAIT_S = 0.002
 
 
 class RequestMatcher:
-    """Sends, posted receives and unexpected messages of one group.
+    """Sends, posted receives and probes, and unexpected messages of one group.
 
     Attributes:
-        posted: receives without a matching message, in order.
         sent: for each member a counter of the messages to it, which every send advances.
     """
 
@@ -56,15 +56,13 @@ class RequestMatcher:
         self._mpi = group.mpi
         self._byte = group.mpi.MPI.BYTE
         self._lock = threading.RLock()
-        self.posted: list[PendingRequest] = []
+        self._matcher: MessageMatcher[PendingRequest, ArrivedMessage] = MessageMatcher(context.size)
         self._sending: list[PendingRequest] = []
         # sends that have ended with an error; MPI still uses their arrays
         self._given_up: list[PendingRequest] = []
         self._incoming: list[ArrivedMessage] = []  # messages whose payload is being received
         self._announced: list[ArrivedMessage] = []  # messages whose payload has no receive yet
-        self._unexpected: list[deque[ArrivedMessage]] = [deque() for _ in range(context.size)]
         self._serials = [0] * context.size
-        self._arrivals = 0
         # headers to and from each member: several threads send at once, so counters that are advanced without a lock
         self.sent = [itertools.count() for _ in range(context.size)]
         self._received = [0] * context.size
@@ -78,7 +76,7 @@ class RequestMatcher:
         self._device: DeviceMemory | None = None  # of the last message in device memory
 
     def start(self, request: PendingRequest) -> None:
-        """Start a send or receive; called on a thread that may call MPI."""
+        """Start a send, receive or probe; called on a thread that may call MPI."""
         if isinstance(request.view, DeviceFlat):
             self._device = request.view.memory
         if self._device is None:
@@ -89,16 +87,22 @@ class RequestMatcher:
 
     def _start(self, request: PendingRequest) -> None:
         with self._lock:
-            if request.call.op.name == "send":
+            if request.call.inputs:
                 self._send(request)
                 return
             self._receives = True
-            if not self._match_unexpected(request):
-                self.posted.append(request)
+            if request.call.op is PROBE:
+                if self._matcher.post_probe(request):
+                    request.completion.finish()
+                return
+            message = self._matcher.post_receive(request)
+            if message is not None:
+                self._assign(message, request)
 
     def _send(self, request: PendingRequest) -> None:
         comm, byte, call = self._group.comm, self._mpi.MPI.BYTE, request.call
         size, peer = request.view.size, call.peer
+        assert call.tag is not None
         code = call.inputs[0].dtype.code
         next(self.sent[peer])
         if size <= EAGER_LIMIT:
@@ -119,35 +123,20 @@ class RequestMatcher:
         else:
             self._sending.append(request)
 
-    def _match_unexpected(self, request: PendingRequest) -> bool:
-        """Match a new receive with the oldest unexpected message of its peer and tag; returns True if there is one."""
-        call = request.call
-        found: ArrivedMessage | None = None
-        for peer in range(self._context.size) if call.peer < 0 else (call.peer,):
-            for message in self._unexpected[peer]:
-                if message.tag == call.tag:
-                    if found is None or message.serial < found.serial:
-                        found = message
-                    break
-        if found is None:
-            return False
-        self._unexpected[found.peer].remove(found)
-        call.source = found.peer
-        self._assign(found, request)
-        return True
-
     def _assign(self, message: ArrivedMessage, request: PendingRequest) -> None:
         """Match a message with a receive."""
         message.receiver = request
         request.matched = True
         if message.data is None:
-            self._receive_payload(message, request.view if message.fits(request) else None)
+            fits = request.call.accepts(message.code, message.size)
+            self._receive_payload(message, request.view[: message.size] if fits else None)
         elif not message.mpi_requests:
             self._deliver(message)
 
     def _receive_payload(self, message: ArrivedMessage, target: Flat | None) -> None:
         """Post the receives of a payload, into ``target`` or temporary memory."""
         comm, byte = self._group.comm, self._byte
+        message.in_place = target is not None
         message.data = data = target if target is not None else np.empty(message.size, np.uint8)
         for start in range(0, message.size, _CHUNK):
             chunk = data[start : start + _CHUNK]
@@ -218,44 +207,37 @@ class RequestMatcher:
             self._header_receive, peer = None, self._header_peer
             tag, code, size, payload = _HEADER.unpack_from(buffer)
             data = None if payload else np.frombuffer(buffer, np.uint8, size, _HEADER.size).copy()
-            self._arrivals += 1
             self._received[peer] += 1
-            message = ArrivedMessage(peer, tag, code, size, payload, self._arrivals)
+            message = ArrivedMessage(peer, tag, code, size, payload)
             message.data = data
             self._match_posted(message)
             progressed = True
         return progressed
 
     def _match_posted(self, message: ArrivedMessage) -> None:
-        """Match a message that has arrived with the first posted receive of its peer and tag, if there is one."""
-        request = self._pop_posted(message.peer, message.tag)
+        """Match a message that has arrived with the first posted receive that takes it, if there is one."""
+        peer, tag = message.peer, message.tag
+        request = self._matcher.find_receive(peer, tag)
         if request is not None:
+            self._matcher.match(request, peer, tag, message.code, message.size)
             self._assign(message, request)
             return
-        self._unexpected[message.peer].append(message)
         if message.data is None:
             self._announced.append(message)
-
-    def _pop_posted(self, peer: int, tag: int) -> PendingRequest | None:
-        """Remove and return the first posted receive of this peer and tag."""
-        for request in self.posted:
-            if request.call.tag == tag and request.call.peer in (peer, -1):
-                self.posted.remove(request)
-                request.call.source = peer
-                return request
-        return None
+        for probe in self._matcher.add_unexpected(message):
+            probe.completion.finish()
 
     def _deliver(self, message: ArrivedMessage) -> None:
         """Complete the receive of a message that has arrived in full; with an error if sizes or dtypes differ."""
         request = message.receiver
         assert request is not None
         try:
-            check_message(self._context, request.call, message.size, message.dtype_code)
+            check_message(self._context, request.call, message.size, message.code)
         except MessageMismatchError as error:
             request.completion.finish(error)
             return
-        if message.data is not None and message.data is not request.view:
-            deliver_bytes(request.view, message.data)
+        if message.data is not None and not message.in_place:
+            deliver_bytes(request.view[: message.size], message.data)
         request.call.write_back()
         request.completion.finish()
 
@@ -265,12 +247,17 @@ class RequestMatcher:
         """All sends and receives that are not complete."""
         with self._lock:
             incoming = [m.receiver for m in self._incoming if m.receiver is not None]
-            return [*self.posted, *self._sending, *incoming]
+            return [*self._matcher.posted, *self._sending, *incoming]
 
     def needs_peer(self, call: Call) -> bool:
-        """True for a receive whose message has not come."""
+        """True for a receive or probe whose message has not come."""
         with self._lock:
-            return any(request.call is call for request in self.posted)
+            return any(request.call is call for request in self._matcher.posted)
+
+    def others(self, call: Call) -> str:
+        """The messages that a receive or probe does not match, for its error."""
+        with self._lock:
+            return self._matcher.others(call)
 
     def message_state(self, peer: int) -> MessageState:
         """The numbers of messages to and from a member."""
@@ -281,7 +268,7 @@ class RequestMatcher:
 
     def pending(self) -> bool:
         """True if any operation or payload is pending."""
-        return bool(self.posted or self._sending or self._incoming or self._announced)
+        return bool(self._matcher.posted or self._sending or self._incoming or self._announced)
 
     def sending(self) -> bool:
         """True if sends are pending."""
@@ -299,8 +286,7 @@ class RequestMatcher:
     def withdraw(self, request: PendingRequest) -> None:
         """Give up a request: a posted receive no longer matches; the array of a send is kept until MPI has sent it."""
         with self._lock:
-            if request in self.posted:
-                self.posted.remove(request)
+            self._matcher.cancel(request)
             if request in self._sending:
                 self._sending.remove(request)
                 self._given_up.append(request)
@@ -311,7 +297,7 @@ class RequestMatcher:
         """Abandon all requests and return them."""
         with self._lock:
             requests = self.pending_requests()
-            self.posted.clear()
+            self._matcher.cancel_all()
             for request in (*self._sending, *self._given_up):
                 self._mpi.abandoned.append((request.mpi_requests, request.view))
             for message in self._incoming:

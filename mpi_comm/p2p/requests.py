@@ -11,15 +11,17 @@ from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
 from unicoll.backend.work import HostCompletion
 
+_NOTHING: Flat = np.empty(0, np.uint8)
+
 
 class PendingRequest:
-    """A send or receive in flight.
+    """A send, receive or probe in flight.
 
     Attributes:
         call: the operation.
         completion: finished when the operation has ended.
         deadline: when the operation times out (``time.monotonic()``).
-        view: the array's memory as bytes.
+        view: the array's memory as bytes; empty for a probe.
         mpi_requests: MPI's requests of a send that are not done.
         matched: True once a receive has its message.
     """
@@ -30,8 +32,10 @@ class PendingRequest:
         self.call = call
         self.completion = HostCompletion((call,))
         self.deadline = time.monotonic() + call.timeout
-        flat: Flat = (call.inputs or call.outputs)[0].flat  # type: ignore[assignment]
-        self.view = flat.view(np.uint8)
+        self.view: Flat = _NOTHING
+        if buffers := call.inputs or call.outputs:  # not a probe
+            flat: Flat = buffers[0].flat  # type: ignore[assignment]
+            self.view = flat.view(np.uint8)
         self.mpi_requests: list[Any] = []
         self.matched = False
 
@@ -40,10 +44,10 @@ class ArrivedMessage:
     """A message whose header has arrived.
 
     Attributes:
-        peer, tag, dtype_code, size: sender, the user's tag, dtype code and bytes of the payload.
+        peer, tag, code, size: sender, the user's tag, code of the element type and bytes of the payload.
         payload_tag: MPI's tag of the payload; 0 if the payload arrived with the header.
         data: the memory of the payload, received or to be received; None until its receive is posted.
-        serial: position in the order of arrival.
+        in_place: True if that is the memory of the receive's array.
         arrived_at: when the header arrived (``time.monotonic()``).
         mpi_requests: MPI's receives of the payload that are not done.
         receiver: the receive that the message is matched with, or None.
@@ -51,34 +55,28 @@ class ArrivedMessage:
 
     __slots__ = (
         "arrived_at",
+        "code",
         "data",
-        "dtype_code",
+        "in_place",
         "mpi_requests",
         "payload_tag",
         "peer",
         "receiver",
-        "serial",
         "size",
         "tag",
     )
 
-    def __init__(
-        self, peer: int, tag: int, dtype_code: int, size: int, payload_tag: int, serial: int
-    ) -> None:
+    def __init__(self, peer: int, tag: int, code: int, size: int, payload_tag: int) -> None:
         self.peer = peer
         self.tag = tag
-        self.dtype_code = dtype_code
+        self.code = code
         self.size = size
         self.payload_tag = payload_tag
         self.data: Flat | None = None
-        self.serial = serial
+        self.in_place = False
         self.arrived_at = time.monotonic()
         self.mpi_requests: list[Any] = []
         self.receiver: PendingRequest | None = None
-
-    def fits(self, request: PendingRequest) -> bool:
-        """True if the array of ``request`` has the message's size and dtype."""
-        return request.call.outputs[0].dtype.code == self.dtype_code and request.view.size == self.size
 
 
 def all_done(requests: list[Any]) -> bool:

@@ -6,8 +6,9 @@ calls, the :class:`~mpi_comm.runtime.mpi_thread.MPIThread`. If other code has in
 code must not call MPI while operations of this library are in flight.
 
 An uncaught exception ends the whole job by MPI_Abort, after the traceback (``UNICOLL_MPI_ABORT=0`` disables that):
-the other processes would wait for this one for ever. Not if MPI's world has one process, as under ``srun --mpi=none``. A process that exits normally waits for the others before it
-finalises MPI, because their pending operations need it. MPI is finalised only if this library initialised it.
+the other processes would wait for this one for ever. Not if MPI's world has one process, as under
+``srun --mpi=none``. A process that exits normally waits for the others before it finalises MPI, because their pending
+operations need it. MPI is finalised only if this library initialised it.
 """
 
 from __future__ import annotations

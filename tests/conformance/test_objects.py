@@ -313,18 +313,6 @@ def test_messages(run, batched, source):
     assert ("batch" in calls[0]) == batched
 
 
-def test_messages_to_oneself_are_refused(run):
-    for body in (
-        lambda rank: p2p.send_object_list([1], dst=10),
-        lambda rank: p2p.recv_object_list([1], src=10),
-        lambda rank: p2p.send(np.zeros(1), group_dst=0),
-        lambda rank: p2p.recv(np.zeros(1), src=10),
-    ):
-        error = run(1, body)[0][0]
-        assert isinstance(error, DistArgumentError)
-        assert "is this process itself" in str(error)
-
-
 # Failures reach every rank --------------------------------------------------------------------------------
 
 

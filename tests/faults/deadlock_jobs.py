@@ -31,6 +31,7 @@ CALLS_OF_MPI = (
     "recv",
     "recv from any",
     "irecv",
+    "probe",
     "coalesced",
 )
 """Calls that are known to wait, with the backend mpi, too."""
@@ -60,6 +61,8 @@ def block(kind: str, group: Any, peer: int) -> None:
         received = dist.irecv(x, src=peer, group=group)
         assert received is not None
         received.wait()
+    elif kind == "probe":
+        dist.probe(peer, group)
     elif kind == "send":
         dist.send(np.zeros(UNBUFFERED, np.uint8), peer, group=group)
     elif kind == "isend":
@@ -327,6 +330,15 @@ def circle_beside_a_daemon_thread() -> Failure | None:
     end.set()
     thread.join()
     return failure
+
+
+def receive_from_itself() -> Failure | None:
+    """Rank 0 receives from itself what it has not sent."""
+    group = dist.new_group()
+    if dist.get_rank():
+        return None
+    dist.send(np.ones(2), 0, group, 1)
+    return outcome_of(lambda: dist.recv(np.ones(2), 0, group, 2))[0]
 
 
 def send_through_rings(asynchronous: bool) -> dict[str, Any]:

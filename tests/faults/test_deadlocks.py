@@ -59,6 +59,14 @@ def test_programs_without_a_circle_are_not_reported(pool: Callable[[int], Pool],
         pool(4).run(jobs.end_groups)
 
 
+def test_a_rank_that_waits_for_itself(pool: Callable[[int], Pool]) -> None:
+    failure = pool(2).run(jobs.receive_from_itself)[0]
+    assert failure is not None
+    assert failure.type == "DeadlockError", failure.traceback
+    assert failure.message.startswith("deadlock: a rank waits for itself:\n  rank 0 (host ")
+    pool(2).run(jobs.end_groups)
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_send_that_waits_for_room_in_shared_memory(pool: Callable[[int], Pool], asynchronous: bool) -> None:
     first, second = pool(2).run(jobs.send_through_rings, asynchronous)

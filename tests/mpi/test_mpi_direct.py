@@ -132,6 +132,11 @@ def test_a_receive_into_an_array_in_use_does_not_block(pool: Callable[[int], Poo
     assert pool(2).run(jobs.receives_while_in_use) == [(0, True)] * 2
 
 
+def test_messages_that_are_shorter_than_the_array(pool: Callable[[int], Pool]) -> None:
+    for found in pool(2).run(staged_jobs.shorter_messages):
+        assert [count for count, _ in found] == [2] * 4 + [59_999] * 4
+
+
 def test_one_thread_makes_all_mpi_calls() -> None:
     settings = Settings(policy="random", seed=5, own_stream=True, backend="mpi")
     env = {"UNICOLL_MPI_CUDA": "1", "UNICOLL_MPI_THREAD_LEVEL": "funneled"}

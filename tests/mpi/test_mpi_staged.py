@@ -14,6 +14,7 @@ import pytest
 from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
 from tests.nccl import staged
 from tests.nccl import staged_jobs as jobs
+from tests.nccl.test_staged import test_messages_that_are_shorter_than_the_array  # noqa: F401
 from tests.simulated_nccl.ranks import Settings
 from unicoll.testing.ranks import ROOT, Pool, end_cleanly, environment, pools
 from unicoll.testing.worker import enter

@@ -9,7 +9,7 @@ from math import nan
 
 import pytest
 
-from tests.conformance import group_jobs, p2p_jobs
+from tests.conformance import group_jobs, matching_jobs, p2p_jobs
 from tests.gloo import extreme_jobs
 from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
 from tests.unit import subclass_jobs
@@ -19,6 +19,13 @@ if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
 
 from tests.conformance.test_async import *  # noqa: F403
+from tests.conformance.test_matching import (  # noqa: F401
+    test_a_timeout_names_the_tags_that_have_come,
+    test_matching,
+    test_messages_that_are_longer_than_the_array_are_refused,
+    test_parts_by_color_are_ordered_by_key,
+    test_waitany_returns_them_in_the_order_of_their_ends,
+)
 from tests.conformance.test_p2p import *  # noqa: F403
 from tests.unit.test_subclasses import test_an_argument_error_is_raised_on_one_rank_only  # noqa: F401
 
@@ -50,6 +57,10 @@ def hosts() -> Iterator[Callable[[int], Pool]]:
         (4, p2p_jobs.batches, (300_000,)),
         (4, p2p_jobs.while_collectives_run, (60,)),
         (4, group_jobs.splits, ()),
+        (2, matching_jobs.statuses, (300_000,)),
+        (3, matching_jobs.probes, (300_000,)),
+        (2, matching_jobs.polled, (10,)),
+        (2, matching_jobs.to_self, (4,)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -119,7 +119,13 @@ def messages() -> dict[str, Any]:
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     refused = []
-    for attempt in (lambda: dist.send(x, dst=other, tag=3), lambda: dist.recv(y)):
+    for attempt in (
+        lambda: dist.send(x, dst=other, tag=3),
+        lambda: dist.recv(y),
+        lambda: dist.recv(y, other, tag=None),
+        lambda: dist.recv(y, other, status=dist.Status()),
+        lambda: dist.send(x, me),
+    ):
         try:
             attempt()
         except dist.DistError as e:

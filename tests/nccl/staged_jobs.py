@@ -79,6 +79,34 @@ def messages() -> list[bool]:
     return good
 
 
+def shorter_messages() -> list[tuple[int, Any]]:
+    """Messages that are shorter than the arrays of the device: contiguous or not, blocking or not, to this rank too."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    to, frm = (me + 1) % n, (me - 1) % n
+    found: list[tuple[int, Any]] = []
+    for count, rows in ((3, 2), (60_000, 30_000)):
+        for shape in ("contiguous", "transposed"):
+            for peer, source in ((to, frm), (me, me)):
+                x, status = arrays.full((rows, 2), -1, np.float32), dist.Status()
+                work = dist.irecv(x if shape == "contiguous" else x.T, source, tag=None, status=status)
+                dist.send(arrays.full(count - 1, 4, np.float32), peer, tag=9)
+                work.wait()
+                y = arrays.full((rows, 2), -1, np.float32)
+                if peer != me:
+                    work = dist.isend(arrays.full(count - 1, 4, np.float32), peer)
+                    dist.recv(y, source, status=(second := dist.Status()))
+                    work.wait()
+                    assert (second.source, second.count) == (source, count - 1)
+                    assert y.numpy().ravel().tolist() == [4] * (count - 1) + [-1] * (2 * rows - count + 1)
+                assert (status.source, status.tag) == (source, 9)
+                got = x.numpy() if shape == "contiguous" else x.numpy().T
+                assert (got.ravel()[: count - 1] == 4).all()
+                assert (got.ravel()[count - 1 :] == -1).all()
+                found.append((status.count, shape))
+    dist.barrier()
+    return found
+
+
 def messages_are_not_kept() -> list[bool]:
     """True for each array of a message, sent or received in the background, that is freed after the message."""
     me, n = dist.get_rank(), dist.get_world_size()

@@ -65,9 +65,11 @@ def test_messages(pool: Callable[[int], Pool]) -> None:
         assert found["source"] == 1 - me
         assert found["second"] == [1 - me]
         assert found["again"] == [2]
-        no_tags, no_any = found["refused"]
+        no_tags, no_any, *others = found["refused"]
         assert "NCCL has no tags" in no_tags
         assert "cannot receive from any rank" in no_any
+        for text, what in zip(others, ("tag=None", "status", "messages to oneself"), strict=True):
+            assert f"backend nccl does not support {what}" in text
 
 
 def test_a_communicator_may_be_non_blocking(pool: Callable[[int], Pool]) -> None:

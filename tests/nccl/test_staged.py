@@ -40,6 +40,11 @@ def test_messages(size: int, pool: Callable[[int], Pool]) -> None:
         assert good == [True] * 12
 
 
+def test_messages_that_are_shorter_than_the_array(pool: Callable[[int], Pool]) -> None:
+    for found in pool(2).run(jobs.shorter_messages):
+        assert [count for count, _ in found] == [2] * 4 + [59_999] * 4
+
+
 def test_messages_are_not_kept_alive(pool: Callable[[int], Pool]) -> None:
     assert pool(2).run(jobs.messages_are_not_kept) == [[True, True]] * 2
 

@@ -114,24 +114,24 @@ class Receives:
         self.received: list[int] = []
         self._data = memoryview(data)
 
-    def has_receive_for(self, peer: int, tag: int) -> bool:
+    def is_awaited(self, peer: int, tag: int) -> bool:
         return tag == 1 and 1 not in self.received
 
     def deliver(self, peer: int, tag: int, code: int, body: memoryview) -> bool:
-        if not self.has_receive_for(peer, tag):
+        if not self.is_awaited(peer, tag):
             return False
         self._data[:] = body
         self.received.append(tag)
         return True
 
-    def begin(self, peer: int, message: IncomingMessage) -> None:
-        if self.has_receive_for(peer, message.tag):
+    def begin(self, message: IncomingMessage) -> None:
+        if self.is_awaited(message.peer, message.tag):
             receive: Any = object()
             message.receive, message.view = receive, self._data
         else:
             message.allocate()
 
-    def complete(self, peer: int, message: IncomingMessage) -> None:
+    def complete(self, message: IncomingMessage) -> None:
         self.received.append(message.tag)
 
 

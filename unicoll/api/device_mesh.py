@@ -24,12 +24,14 @@ from unicoll.api.mesh_layout import (
     as_ranks,
     check_order,
     checked_names,
+    dims_create,
     length,
     merged,
     override,
     overrides,
     slice_positions,
 )
+from unicoll.backend.status import NO_RANK
 from unicoll.errors import DistArgumentError, DistError
 from unicoll.net.debug_level import DebugLevel, get_debug_level
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
     from unicoll.group.process_group import ProcessGroup
 
-__all__ = ["DeviceMesh", "current_mesh", "init_device_mesh"]
+__all__ = ["DeviceMesh", "current_mesh", "dims_create", "init_device_mesh"]
 
 
 class _Active(threading.local):
@@ -255,6 +257,37 @@ class DeviceMesh:
         if not hasattr(mesh_dim, "__index__") or not -self.ndim <= mesh_dim < self.ndim:
             raise DimensionError(f"there is no dimension {mesh_dim!r} in {self!r}")
         return range(self.ndim)[mesh_dim]
+
+    def shift(self, mesh_dim: int | str, displacement: int = 1, *, periodic: bool = False) -> tuple[int, int]:
+        """The neighbours of this rank along a dimension, for :func:`unicoll.sendrecv` (MPI_Cart_shift).
+
+        Args:
+            mesh_dim: index or name.
+            displacement: how far the data moves; negative in the direction of smaller coordinates.
+            periodic: True if the last rank of the dimension is followed by the first. A dimension of size 1 then
+                gives this rank itself.
+
+        Returns:
+            The global rank that this one receives from, and the one that it sends to; NO_RANK beyond the edge.
+
+        Raises:
+            DistArgumentError: there is no such dimension, or this rank is not part of the mesh.
+        """
+        axis, here = self._index(mesh_dim), self.get_coordinate()
+        if here is None:
+            raise DistArgumentError(
+                f"rank {self._rank} is not part of {self!r}, so it has no neighbours in it"
+            )
+        return self._at(here, axis, -displacement, periodic), self._at(here, axis, displacement, periodic)
+
+    def _at(self, here: tuple[int, ...], axis: int, displacement: int, periodic: bool) -> int:
+        """The rank at some distance from a coordinate."""
+        size, place = self.shape[axis], here[axis] + displacement
+        if periodic:
+            place %= size
+        elif not 0 <= place < size:
+            return NO_RANK
+        return int(self.mesh[here[:axis] + (place,) + here[axis + 1 :]])
 
     # Groups ---------------------------------------------------------------------------------------------
 

@@ -129,3 +129,37 @@ def override(value: Any) -> Override:
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str):
         return (value[0], value[1])
     return (None, value)
+
+
+def dims_create(size: int, dims: int | Sequence[int]) -> tuple[int, ...]:
+    """Sizes of the dimensions of a grid, as near to one another as possible (MPI_Dims_create).
+
+    Args:
+        size: number of ranks.
+        dims: number of dimensions; or their sizes, of which those that are 0 are to be chosen.
+
+    Returns:
+        Sizes whose product is ``size``; the chosen ones do not increase.
+
+    Raises:
+        DistArgumentError: the given sizes do not divide ``size``.
+    """
+    given = [0] * dims if isinstance(dims, int) else list(dims)
+    fixed, free = prod(d for d in given if d), given.count(0)
+    if size < 1 or fixed < 1 or size % fixed or (not free and fixed != size):
+        raise DistArgumentError(f"dims_create: {size} ranks do not fill a grid of sizes {given}")
+    chosen = iter(_balanced(size // fixed, free))
+    return tuple(d or next(chosen) for d in given)
+
+
+def _balanced(size: int, count: int, least: int = 1) -> tuple[int, ...]:
+    """``count`` factors of ``size`` that do not increase, each at least ``least``, of which the first is the smallest
+    possible; () if there are none."""
+    if count <= 1:
+        return (size,) * count if size >= least else ()
+    found: tuple[int, ...] = ()
+    for last in range(least, round(size ** (1 / count)) + 1):
+        others = _balanced(size // last, count - 1, last) if size % last == 0 else ()
+        if others and (not found or others[0] <= found[0]):
+            found = (*others, last)
+    return found

@@ -1,17 +1,25 @@
-"""Point-to-point functions, with torch.distributed's names, argument names, order and defaults.
+"""Point-to-point functions, with torch.distributed's names, argument names, order and defaults, and MPI's others.
 
-Messages between two ranks of a group match by tag, in the order in which they were sent.
+Messages between two ranks of a group match by tag, in the order in which they were sent. A message to
+:data:`~unicoll.backend.status.NO_RANK`, or from it, ends at once and moves no data, so a program needs no special case
+at the edge of a grid. Probes, messages to oneself, ``tag=None`` and ``status`` are of backends that match messages by
+tag: not of NCCL.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
 from unicoll.api.arguments import rank_in_group
-from unicoll.errors import DistArgumentError, DistTypeError
-from unicoll.net.timeouts import Timeout
+from unicoll.arrays.conversion import as_buffer
+from unicoll.backend.call import Call
+from unicoll.backend.ops import OPS
+from unicoll.backend.status import NO_RANK, Status
+from unicoll.errors import DistArgumentError, DistTypeError, OperationTimeoutError
+from unicoll.net.timeouts import Timeout, to_seconds
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
@@ -33,7 +41,8 @@ def send(
 
     Args:
         tensor: array of any shape; the receiver's must have as many elements of the same type.
-        dst: global rank of the receiver, not this process.
+        dst: global rank of the receiver; NO_RANK sends nothing. A message to this process itself is kept until it
+            is received.
         group: the process group; None means the default one. Outside it: a warning, and no data moves.
         tag: a number that the receiver's must equal.
         group_dst: the receiver's rank in the group; give this or ``dst``.
@@ -49,31 +58,34 @@ def send(
     MPI's counterpart: MPI_Send.
     """
     pg = world.resolve(group, True)
-    if pg is not None:
-        pg.send(tensor, dst=_other(pg, "send", "dst", dst, group_dst), tag=tag, timeout=timeout)
+    if pg is not None and not _nobody(dst, group_dst):
+        pg.send(tensor, dst=rank_in_group(pg, "send", "dst", dst, group_dst), tag=tag, timeout=timeout)
 
 
 def recv(
     tensor: Array,
     src: int | None = None,
     group: ProcessGroup | None = None,
-    tag: int = 0,
+    tag: int | None = 0,
     group_src: int | None = None,
     *,
+    status: Status | None = None,
     timeout: Timeout = None,
 ) -> int:
     """Receive into ``tensor`` from one rank, or from the first rank that sends.
 
     Args:
         tensor: output of as many elements as the message, of the same type.
-        src: global rank of the sender, not this process; None (and no ``group_src``) takes any.
+        src: global rank of the sender; None (and no ``group_src``) takes any; from NO_RANK nothing comes.
         group: the process group; None means the default one.
-        tag: only a message with this tag is taken.
+        tag: only a message with this tag is taken; None takes any.
         group_src: the sender's rank in the group; give this or ``src``.
+        status: gets the message's source, tag and number of elements. With it the message may have fewer elements
+            than ``tensor``: they are written to its beginning, in C order, and the rest is left as it is.
         timeout: how long it may take (timedelta, or seconds); None takes the group's.
 
     Returns:
-        The sender's global rank; -1 on a process outside the group, after a warning.
+        The sender's global rank; NO_RANK from NO_RANK; -1 on a process outside the group, after a warning.
 
     Raises:
         as :func:`send`, and MessageMismatchError: the message does not fit ``tensor``.
@@ -83,8 +95,10 @@ def recv(
     pg = world.resolve(group, True)
     if pg is None:
         return -1
+    if _nobody(src, group_src):
+        return _nothing(status)
     sender = _sender(pg, "recv", src, group_src)
-    return pg.global_rank(pg.recv(tensor, src=sender, tag=tag, timeout=timeout))
+    return pg.global_rank(pg.recv(tensor, src=sender, tag=tag, status=status, timeout=timeout))
 
 
 def isend(
@@ -108,6 +122,8 @@ def isend(
     pg = world.resolve(group)
     if pg is None:
         return None
+    if _nobody(dst, group_dst):
+        return _ended("send", tensor)
     receiver = rank_in_group(pg, "isend", "dst", dst, group_dst)
     return pg.isend(tensor, dst=receiver, tag=tag, timeout=timeout)
 
@@ -116,14 +132,16 @@ def irecv(
     tensor: Array,
     src: int | None = None,
     group: ProcessGroup | None = None,
-    tag: int = 0,
+    tag: int | None = 0,
     group_src: int | None = None,
     *,
+    status: Status | None = None,
     timeout: Timeout = None,
 ) -> Work | None:
     """:func:`recv` in the background: the array must not be touched until ``work.wait()`` has returned.
 
-    Arguments and errors as :func:`recv`; errors of the transfer come from the Work.
+    Arguments and errors as :func:`recv`; errors of the transfer come from the Work, and ``status`` has its values
+    once the Work is done.
 
     Returns:
         The Work, whose ``source_rank()`` is the sender's rank in the group; None on a process outside it.
@@ -133,10 +151,110 @@ def irecv(
     pg = world.resolve(group)
     if pg is None:
         return None
-    sender = None
-    if src is not None or group_src is not None:
-        sender = rank_in_group(pg, "irecv", "src", src, group_src)
-    return pg.irecv(tensor, src=sender, tag=tag, timeout=timeout)
+    if _nobody(src, group_src):
+        _nothing(status)
+        return _ended("recv", tensor)
+    sender = _sender(pg, "irecv", src, group_src)
+    return pg.irecv(tensor, src=sender, tag=tag, status=status, timeout=timeout)
+
+
+def sendrecv(
+    sendtensor: Array,
+    dst: int | None,
+    recvtensor: Array,
+    src: int | None,
+    group: ProcessGroup | None = None,
+    sendtag: int = 0,
+    recvtag: int | None = 0,
+    group_dst: int | None = None,
+    group_src: int | None = None,
+    *,
+    status: Status | None = None,
+    timeout: Timeout = None,
+) -> int:
+    """Send to one rank and receive from one, possibly another, at the same time.
+
+    Args:
+        sendtensor, dst, sendtag, group_dst: as in :func:`send`.
+        recvtensor, src, recvtag, group_src, status: as in :func:`recv`. The arrays must not overlap.
+        group: the process group; None means the default one.
+        timeout: how long each of the two may take (timedelta, or seconds); None takes the group's.
+
+    Returns:
+        The sender's global rank; NO_RANK from NO_RANK; -1 on a process outside the group, after a warning.
+
+    Raises:
+        as :func:`send` and :func:`recv`.
+
+    MPI's counterpart: MPI_Sendrecv.
+    """
+    pg = world.resolve(group, True)
+    if pg is None:
+        return -1
+    batch: list[tuple[bool, Array, int | None, int | None]] = []
+    if not _nobody(dst, group_dst):
+        batch.append((True, sendtensor, rank_in_group(pg, "sendrecv", "dst", dst, group_dst), sendtag))
+    receives = not _nobody(src, group_src)
+    if receives:
+        batch.append((False, recvtensor, _sender(pg, "sendrecv", src, group_src), recvtag))
+    works = pg.batch_isend_irecv(batch, status=status, timeout=timeout)
+    for work in works:
+        work.wait()
+    return pg.global_rank(works[-1].source_rank()) if receives else _nothing(status)
+
+
+def probe(
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int | None = None,
+    group_src: int | None = None,
+    *,
+    timeout: Timeout = None,
+) -> Status:
+    """Wait for a message without receiving it: a receive of its source and tag then gets it.
+
+    Another thread's receive may get it first.
+
+    Args:
+        src: global rank of the sender; None (and no ``group_src``) takes any.
+        group: the process group, of which this process is a member; None means the default one.
+        tag: of the message; None takes any.
+        group_src: the sender's rank in the group; give this or ``src``.
+        timeout: how long it may take (timedelta, or seconds); None takes the group's.
+
+    Returns:
+        The message's source, tag and number of elements; from NO_RANK at once NO_RANK, -1 and 0.
+
+    Raises:
+        BackendUnavailableError: the backend of CPU arrays has no probes.
+        OperationTimeoutError: time is up.
+        RankLostError: the sender, or for any source a member, has died.
+        NotInitializedError: there is no default group.
+
+    MPI's counterpart: MPI_Probe.
+    """
+    pg = world.member(group, "probe")
+    if _nobody(src, group_src):
+        _nothing(status := Status())
+        return status
+    return pg.probe(_sender(pg, "probe", src, group_src), tag, timeout=timeout)
+
+
+def iprobe(
+    src: int | None = None,
+    group: ProcessGroup | None = None,
+    tag: int | None = None,
+    group_src: int | None = None,
+) -> Status | None:
+    """:func:`probe` without waiting: None if no such message has come.
+
+    MPI's counterpart: MPI_Iprobe.
+    """
+    pg = world.member(group, "iprobe")
+    if _nobody(src, group_src):
+        _nothing(status := Status())
+        return status
+    return pg.iprobe(_sender(pg, "iprobe", src, group_src), tag)
 
 
 class P2POp:
@@ -166,7 +284,7 @@ class P2POp:
         tensor: Array,
         peer: int | None = None,
         group: ProcessGroup | None = None,
-        tag: int = 0,
+        tag: int | None = 0,
         group_peer: int | None = None,
     ) -> None:
         if op is not isend and op is not irecv:
@@ -177,7 +295,7 @@ class P2POp:
         self.group = world.resolve(group)
         self.peer = peer
         self.group_peer = group_peer
-        if self.group is not None:
+        if self.group is not None and not _nobody(peer, group_peer):
             self.group_peer = rank_in_group(self.group, f"P2POp({op.__name__})", "peer", peer, group_peer)
             self.peer = self.group.global_rank(self.group_peer)
 
@@ -197,7 +315,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout: Timeout = None) 
 
     Returns:
         Works to wait for, in the order of the list; fewer than it is long where the backend does several as
-        one. None of them on a process outside the group.
+        one, and where a peer is NO_RANK. None of them on a process outside the group.
 
     Raises:
         DistArgumentError, DistTypeError: an entry is not a P2POp, or they are of several groups.
@@ -212,7 +330,11 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout: Timeout = None) 
     pg = p2p_op_list[0].group if p2p_op_list else None
     if pg is None:
         return []
-    batch = [(entry.op is isend, entry.tensor, entry.group_peer, entry.tag) for entry in p2p_op_list]
+    batch = [
+        (entry.op is isend, entry.tensor, entry.group_peer, entry.tag)
+        for entry in p2p_op_list
+        if not _nobody(entry.peer, entry.group_peer)
+    ]
     return pg.batch_isend_irecv(batch, timeout=timeout)
 
 
@@ -232,7 +354,7 @@ def send_object_list(
 
     Args:
         object_list: the objects.
-        dst: global rank of the receiver, not this process.
+        dst: global rank of the receiver.
         group: the process group; None means the default one.
         device: accepted because torch.distributed has it; objects are sent from host memory.
         group_dst: the receiver's rank in the group; give this or ``dst``.
@@ -247,7 +369,7 @@ def send_object_list(
 
     pg = world.resolve(group)
     if pg is not None:
-        receiver = _other(pg, "send_object_list", "dst", dst, group_dst)
+        receiver = rank_in_group(pg, "send_object_list", "dst", dst, group_dst)
         objects.send_list(pg, object_list, receiver, use_batch, timeout)
 
 
@@ -265,7 +387,7 @@ def recv_object_list(
 
     Args:
         object_list: list as long as the sender's; its entries are replaced.
-        src: global rank of the sender, not this process; None (and no ``group_src``) takes any.
+        src: global rank of the sender; None (and no ``group_src``) takes any.
         group, device, use_batch, timeout: as in :func:`send_object_list`; ``use_batch`` needs a sender.
         group_src: the sender's rank in the group; give this or ``src``.
 
@@ -286,19 +408,68 @@ def recv_object_list(
     return pg.global_rank(objects.recv_list(pg, object_list, sender, use_batch, timeout))
 
 
-def _other(pg: ProcessGroup, op: str, name: str, rank: int | None, group_rank: int | None) -> int:
-    """As :func:`rank_in_group`; a blocking transfer to the caller itself is refused, because it would never end."""
-    other = rank_in_group(pg, op, name, rank, group_rank)
-    if other == pg.rank():
-        raise DistArgumentError(
-            f"{op}: {name} is this process itself (rank {other} of group {pg.group_name!r})",
-            group=pg.group_name,
-            op=op,
-        )
-    return other
+def waitany(works: Sequence[Work | None], timeout: Timeout = None) -> int:
+    """Wait until one of several operations has ended, as :meth:`Work.wait` does.
+
+    Args:
+        works: of any functions and groups; None where there is nothing to wait for, so that a program can replace
+            those that have ended.
+        timeout: how long to wait (timedelta, or seconds); None waits for the operations' own deadlines.
+
+    Returns:
+        The index of the first that has ended; others may have, too.
+
+    Raises:
+        DistArgumentError: there is no Work.
+        OperationTimeoutError: none has ended in time; the operations are still running.
+        DistError: the error of the operation that has ended.
+
+    MPI's counterpart: MPI_Waitany.
+    """
+    present = [work for work in works if work is not None]
+    if not present:
+        raise DistArgumentError("waitany: no Work is given", op="waitany")
+    if not any(work.is_completed() for work in present):
+        ended = threading.Event()
+        for work in present:
+            work.completion.add_done_callback(ended.set)
+        if not ended.wait(to_seconds(timeout) or None):
+            raise OperationTimeoutError(
+                f"waitany: none of {len(present)} operations was done after waiting {timeout} s", op="waitany"
+            )
+    index = next(i for i, work in enumerate(works) if work is not None and work.is_completed())
+    chosen = works[index]
+    assert chosen is not None
+    chosen.wait()
+    return index
+
+
+def _nobody(rank: int | None, group_rank: int | None) -> bool:
+    """True if a pair of arguments such as ``src`` and ``group_src`` means no process."""
+    return (rank == NO_RANK and group_rank is None) or (group_rank == NO_RANK and rank is None)
+
+
+def _nothing(status: Status | None) -> int:
+    """The result of a receive from NO_RANK."""
+    if status is not None:
+        status.follow(None)
+    return NO_RANK
+
+
+def _ended(op: str, tensor: Array) -> Work:
+    """The Work of a message to or from NO_RANK."""
+    from unicoll.backend.work import HostCompletion, Work
+
+    buffers = (as_buffer(tensor, f"{op}: tensor"),)
+    inputs, outputs = (buffers, ()) if op == "send" else ((), buffers)
+    call = Call(OPS[op], inputs, outputs, 0.0)
+    call.source = NO_RANK
+    completion = HostCompletion((call,))
+    completion.finish()
+    return Work(completion, (call,))
 
 
 def _sender(pg: ProcessGroup, op: str, src: int | None, group_src: int | None) -> int | None:
     if src is None and group_src is None:
         return None
-    return _other(pg, op, "src", src, group_src)
+    return rank_in_group(pg, op, "src", src, group_src)

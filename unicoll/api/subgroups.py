@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from types import EllipsisType
 from typing import Any
 
-from unicoll.api import world
+from unicoll.api import objects, world
 from unicoll.api.world import World
 from unicoll.backend.contract import Context
 from unicoll.errors import DistArgumentError
@@ -171,12 +172,20 @@ def split_group(
     pg_options: Any = None,
     group_desc: str | None = None,
     backend: str | None = None,
+    *,
+    color: int | EllipsisType | None = ...,
+    key: int = 0,
 ) -> ProcessGroup | None:
     """Cut a group into disjoint parts; all members of the parent call this, and no other rank.
+
+    The parts are given by ``split_ranks``, equal on all ranks, or by each rank's own ``color`` and ``key``, as for
+    MPI_Comm_split.
 
     Args:
         parent_pg: what to cut; None is the default group.
         split_ranks: for each part the ranks *in the parent* of its members.
+        color: ranks that give the same number form a part; None for no part.
+        key: a part's ranks are in the order of their keys, and of their ranks in the parent where keys are equal.
         timeout: default timeout of the parts; None takes the parent's.
         pg_options, group_desc: as for :func:`new_group`.
         backend: None takes the parent's.
@@ -185,11 +194,20 @@ def split_group(
         This process's part, or None if it is in none.
 
     Raises:
-        DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent.
+        DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent; or both
+            ``split_ranks`` and ``color``.
     """
     here = world.current("split_group")
     parent = world.member(parent_pg, "split_group").whole
-    if not split_ranks:
+    if not isinstance(color, EllipsisType):
+        if split_ranks is not None:
+            raise DistArgumentError("split_group: give split_ranks or color, not both")
+        split_ranks = _parts_by_color(parent, color, key)
+        if not split_ranks:
+            return None
+    elif split_ranks:
+        split_ranks = [sorted(part) for part in split_ranks]
+    else:
         raise DistArgumentError("split_group: split_ranks is empty")
     everyone = [r for part in split_ranks for r in part]
     check_ranks("split_group", everyone, parent.size())
@@ -201,13 +219,28 @@ def split_group(
             raise DistArgumentError(f"split_group: part {i} of split_ranks is empty")
         if parent.rank() in part:
             name = f"{parent.name}/{number}.{i}"
-            members = [parent.ranks[r] for r in sorted(part)]
+            members = [parent.ranks[r] for r in part]
             made: ProcessGroup = _make(
                 here, name, members, choices, seconds, group_desc, pg_options, None, parent
             )
             return made
     parent.leave_out(choices)
     return None
+
+
+def _parts_by_color(parent: ProcessGroup, color: int | None, key: int) -> list[list[int]]:
+    """The parts of a split in the order of their colours; a collective of the parent."""
+    own = (
+        None if color is None else as_integer("split_group: color", color),
+        as_integer("split_group: key", key),
+    )
+    found: list[Any] = [None] * parent.size()
+    objects.all_gather_object(found, own, parent)
+    parts: dict[int, list[tuple[int, int]]] = {}
+    for rank, (chosen, order) in enumerate(found):
+        if chosen is not None:
+            parts.setdefault(chosen, []).append((order, rank))
+    return [[rank for _, rank in sorted(parts[chosen])] for chosen in sorted(parts)]
 
 
 def grow_group(

@@ -77,6 +77,21 @@ class Buffer:
         """Bytes of payload."""
         return self.count * self.dtype.itemsize
 
+    def first(self, count: int) -> Buffer:
+        """Its first elements, for a copy to them; :meth:`write_back` remains with this buffer."""
+        flat = self.flat[:count] if self.flat is not None else None
+        return Buffer(
+            self.owner,
+            self.dtype,
+            (count,),
+            flat,
+            device=self.device,
+            ptr=self.ptr,
+            count=count,
+            stream=self.stream,
+            current_stream=self.current_stream,
+        )
+
     def write_back(self) -> None:
         """Copy a packed result into the user's array; does nothing if the memory is shared."""
         if self.unpack is not None:

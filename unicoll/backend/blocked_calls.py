@@ -81,7 +81,7 @@ class BlockedCall(NamedTuple):
 def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCall], bool]:
     """The calls in which threads are blocked, and True if no other thread of this process could call unicoll."""
     queues = {id(backend.queue): backend for backend in backends}
-    engines = {id(backend._p2p): backend for backend in backends if backend._p2p is not None}
+    engines = {id(backend._p2p): backend for backend in backends}
     threads = {thread.ident: thread for thread in threading.enumerate()}
     found: list[BlockedCall] = []
     blocked: set[int | None] = set()
@@ -120,7 +120,7 @@ def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCal
             if completion._callbacks:
                 last = completion.calls[-1]
                 found.append(BlockedCall(backend, last, "", _ends_alone(backend, last)))
-        if backend._p2p is not None and backend._p2p.has_callbacks:
+        if backend._p2p.has_callbacks:
             all_blocked = False
     return found, all_blocked
 

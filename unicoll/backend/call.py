@@ -31,7 +31,10 @@ class Call:
         reduce: the reduction, or None.
         root: rank in the group of the special rank, or -1.
         peer: for send and recv the other rank in the group; -1 receives from anyone.
-        tag: for send and recv.
+        tag: for send and recv; None receives a message with any tag.
+        partial: for recv, True if the message may be shorter than the array.
+        envelope: of the message of a recv that is ``partial``, or of a probe: its tag, the code of its element type and
+            its bytes; None before it has come.
         in_counts, out_counts: for all_to_all, elements per rank.
         even: for all_to_all_single, True if no split sizes were given.
         timeout: seconds the operation may take.
@@ -49,6 +52,7 @@ class Call:
 
     __slots__ = (
         "compression",
+        "envelope",
         "even",
         "in_counts",
         "inputs",
@@ -57,6 +61,7 @@ class Call:
         "options",
         "out_counts",
         "outputs",
+        "partial",
         "peer",
         "reduce",
         "refused",
@@ -79,7 +84,7 @@ class Call:
         reduce: Reduction | None = None,
         root: int = -1,
         peer: int = -1,
-        tag: int = 0,
+        tag: int | None = 0,
     ) -> None:
         self.op = op
         self.inputs = inputs
@@ -96,6 +101,8 @@ class Call:
         self.seq = 0
         self.site = ""
         self.source = -1
+        self.partial = False
+        self.envelope: tuple[int, int, int] | None = None
         self.refused = ""
         self.compression = ""
         self.options: CallOptions | None = None
@@ -112,6 +119,21 @@ class Call:
         """Element type of the call's arrays; None where there are none."""
         buffers = self.inputs or self.outputs
         return buffers[0].dtype if buffers else None
+
+    def accepts(self, code: int, size: int) -> bool:
+        """True if the array of a receive takes a message of this element type (its code) and size in bytes."""
+        buffer = self.outputs[0]
+        if buffer.dtype.code != code:
+            return False
+        return size == buffer.nbytes or (
+            self.partial and size < buffer.nbytes and not size % buffer.dtype.itemsize
+        )
+
+    def matched(self, peer: int, tag: int, code: int, size: int) -> None:
+        """Set what is known of the message that a receive or probe has got."""
+        self.source = peer
+        if self.partial:
+            self.envelope = tag, code, size
 
     def write_back(self) -> None:
         """Copy packed results into the users' strided arrays."""
@@ -143,7 +165,8 @@ class Call:
         if self.root >= 0:
             parts.append(f"root={self.root}")
         if op.message:
-            parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}, tag={self.tag}")
+            parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}")
+            parts.append(f"tag={'any' if self.tag is None else self.tag}")
         return f"{op.name}({', '.join(parts)})"
 
 
@@ -168,6 +191,7 @@ class ProxyCall(Call):
     ) -> None:
         super().__init__(op, inputs, outputs, timeout, reduce, root, of.peer, of.tag)
         self.of = of
+        self.partial = of.partial
         self.seq, self.site, self.refused, self.timed = of.seq, of.site, of.refused, of.timed
         self.compression = of.compression
 

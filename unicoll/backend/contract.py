@@ -23,7 +23,9 @@ then raise the same error on all ranks as far as possible.
 
 **Messages.** ``send`` and ``recv`` match by (``call.peer``, ``call.tag``) in the order of the calls; a receive with
 ``peer`` -1 takes a message from any member and sets ``call.source``. Tags are signed 64-bit integers; the lowest one is
-for fallbacks. A message that comes before its receive is kept.
+for fallbacks. A message that comes before its receive is kept. With ``probe`` among ``caps.native`` the backend also
+has :meth:`Backend.iprobe`, messages of a rank to itself, receives and probes whose ``tag`` is None (any), and receives
+with ``call.partial``, which take shorter messages; it calls :meth:`Call.matched`. Without ``probe`` these are refused.
 
 :class:`unicoll.testing.Conformance` tests the results of operations, their order and what is refused, but no failures.
 docs/writing-a-backend.md builds a backend and tests it.
@@ -298,6 +300,13 @@ class Backend(ABC):
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
         """Start a batch of sends and receives; one completion each (they may be the same object)."""
         return [self.post((call,), stream) for call in calls]
+
+    def iprobe(self, call: Call) -> bool:
+        """True if a message that a probe matches has come; sets :meth:`Call.matched`. Never blocks.
+
+        Called only if ``probe`` is native.
+        """
+        raise BackendUnavailableError(f"{call.op.name}: backend {self.name} has no probes", op=call.op.name)
 
     def split(self, context: Context | None) -> Backend | None:
         """The backend of a group made of some of this group's members.

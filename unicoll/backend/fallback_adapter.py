@@ -40,6 +40,9 @@ class _Messages:
     def post(self, call: Call) -> Completion:
         return self._inner.post((call,))
 
+    def iprobe(self, call: Call) -> bool:
+        return self._inner.iprobe(call)
+
     def abort(self, error: DistError) -> None:
         """The adapter aborts the backend itself."""
 

@@ -22,6 +22,7 @@ from unicoll.arrays.types import DType
 from unicoll.backend.call import Call
 from unicoll.net.environment import number
 
+MessageDetail = tuple[tuple[int, ...], int, "int | None"]
 Entry = tuple[Any, ...]
 """A call that has ended: kind, sequence number, start, end (on the clock of ``time.monotonic``), and the call site as
 code object and offset, or as ``file:line`` and 0. If it failed, the error as text follows; of a message the error or
@@ -98,7 +99,7 @@ class CallKind:
 
     def of_message(self, call: Call) -> CallKind:
         """The kind of a message, where this one is of all messages of an operation and element type."""
-        key = (call.inputs or call.outputs)[0].shape, call.peer, call.tag
+        key = message_detail(call)
         found = self._messages.get(key)
         if found is None:
             if len(self._messages) >= _MAX_MESSAGE_KINDS:
@@ -183,11 +184,17 @@ def end(pending: Sequence[PendingEntry], error: BaseException | None) -> None:
 def entry(kind: CallKind, call: Call, begun: float, frame: FrameType, error: str = "") -> Entry:
     """What the ring gets of a blocking call that has ended, made in ``frame``."""
     if call.op.message:
-        detail = (call.inputs or call.outputs)[0].shape, call.peer, call.tag
+        detail = message_detail(call)
         return (kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti, error, detail)
     if error:
         return (kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti, error)
     return (kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti)
+
+
+def message_detail(call: Call) -> MessageDetail:
+    """What messages of a kind differ in: shape, peer and tag."""
+    buffers = call.inputs or call.outputs
+    return buffers[0].shape if buffers else (), call.peer, call.tag
 
 
 def failure_text(error: BaseException) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -15,13 +14,18 @@ import numpy as np
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import DType
 from unicoll.backend import fallbacks, operation_errors
+from unicoll.backend.blocking_p2p import BlockingP2P, MessagesToSelf
 from unicoll.backend.call import Call, EndedCall
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.op_queue import Execute, OpQueue
-from unicoll.backend.ops import OPS
 from unicoll.backend.work import Completion, HostCompletion
-from unicoll.errors import DistArgumentError, DistError, GroupAbortedError, OperationTimeoutError
+from unicoll.errors import (
+    DistArgumentError,
+    DistError,
+    GroupAbortedError,
+    OperationTimeoutError,
+)
 
 _DRAIN_S = 5.0
 """How long closing a group waits for operations in flight."""
@@ -32,7 +36,7 @@ _ABORTED_S = 1.0
 
 
 class P2PEngine(Protocol):
-    """The sends and receives of a group."""
+    """The sends, receives and probes of a group."""
 
     @property
     def has_callbacks(self) -> bool:
@@ -43,6 +47,9 @@ class P2PEngine(Protocol):
 
     def post(self, call: Call) -> Completion:
         """Send or receive in the background."""
+
+    def iprobe(self, call: Call) -> bool:
+        """True if a message that a probe matches has come; never blocks. Only of backends with ``probe``."""
 
     def abort(self, error: DistError) -> None:
         """Make every pending and later call raise ``error``; any thread."""
@@ -101,12 +108,18 @@ class HostBackend(Backend):
         self.error: DistError | None = None
         self.closed = False
         self._departed: dict[int, float] = {}  # ranks that are lost, and when a waiting call first saw that
-        self._p2p = p2p if p2p is not None or context.size == 1 else BlockingP2P(context.name, self.execute)
+        self._p2p: P2PEngine
+        if p2p is not None:
+            self._p2p = p2p
+        elif context.size > 1:
+            self._p2p = BlockingP2P(context.name, self.execute)
+        else:
+            self._p2p = MessagesToSelf(context.name, self)
         self._record: CallRecord = record or _Record()
         self._collectives: dict[str, Execute] = {
             name: self.execute if name in self.caps.native else self._fall_back
             for name in fallbacks.available(self.caps)
-            if name not in ("send", "recv")
+            if name not in ("send", "recv", "probe")
         }
 
     @classmethod
@@ -134,13 +147,24 @@ class HostBackend(Backend):
         if execute is not None:
             self.queue.run(call, execute)
         else:
-            self.engine(call).run(call)
+            self._p2p.run(call)
+
+    def iprobe(self, call: Call) -> bool:
+        """True if a message that a probe matches has come; never blocks.
+
+        Raises:
+            DistError: the group has ended, or the rank whose message it would be has died.
+        """
+        if self._p2p.iprobe(call):
+            return True
+        self.check(call, math.inf)
+        return False
 
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
         execute = self._collectives.get(calls[0].op.name)
         if execute is not None:
             return self.queue.post(merge_all_reduces(calls), execute, self.needs_thread(calls[0]))
-        parts = [self.engine(call).post(call) for call in calls]
+        parts = [self._p2p.post(call) for call in calls]
         return parts[0] if len(parts) == 1 else CombinedCompletion(tuple(calls), parts)
 
     def run_with(self, call: Call, execute: Execute) -> None:
@@ -177,16 +201,6 @@ class HostBackend(Backend):
         A backend that uses this one (:meth:`use`) passes a function that calls :meth:`perform`.
         """
         return super().symmetric_empty(shape, dtype)
-
-    def engine(self, call: Call) -> P2PEngine:
-        """The engine for a send or receive.
-
-        Raises:
-            DistArgumentError: the group has one member.
-        """
-        if self._p2p is None:
-            raise DistArgumentError(f"{call.op.name}: the group has size 1: no peer", op=call.op.name)
-        return self._p2p
 
     def _fall_back(self, call: Call) -> None:
         """Do a collective by its fallback."""
@@ -283,8 +297,7 @@ class HostBackend(Backend):
     def abort(self, error: Exception) -> None:
         cause = operation_errors.group_aborted_error(self.context, error)
         self.error = self.error or cause
-        if self._p2p is not None:
-            self._p2p.abort(cause)
+        self._p2p.abort(cause)
 
     # --- shutdown ----------------------------------------------------------------------------------------------------
 
@@ -304,7 +317,7 @@ class HostBackend(Backend):
             ended = self.queue.close(_ABORTED_S if not stuck else 0.0)
         if context.job.control is not None:
             context.job.control.unwatch(context.name, context.backend)
-        clean = self._p2p.close(_DRAIN_S) if self._p2p is not None else True
+        clean = self._p2p.close(_DRAIN_S)
         destroyed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
         self.release(ended and clean, destroyed)
         self.abort(destroyed)
@@ -335,95 +348,3 @@ class CombinedCompletion(HostCompletion):
         self._left -= 1
         if part.exception() is not None or self._left == 0:
             self.finish(part.exception())
-
-
-class BlockingP2P:
-    """Sends and receives by a function that blocks until one of them is done.
-
-    A blocking call runs on the caller's thread, one in the background on a thread of its own. Sends to one peer run one
-    after another, and so do receives of one peer and tag; all others run at the same time. A receive from any member
-    is not ordered with receives from a certain one.
-    """
-
-    def __init__(self, name: str, execute: Execute) -> None:
-        self._name = name
-        self._execute = execute
-        self._lock = threading.Lock()
-        self._waiting: dict[
-            tuple[int, int], deque[HostCompletion]
-        ] = {}  # behind the one that runs, by _order(call)
-
-    def run(self, call: Call) -> None:
-        """Send or receive; return when the array may be used again."""
-        completion = HostCompletion((call,))
-        if not self._is_next(completion):
-            completion.wait(None)
-            return
-        try:
-            self._execute(call)
-        finally:
-            self._start_next(call)
-
-    def post(self, call: Call) -> HostCompletion:
-        """Send or receive in the background."""
-        completion = HostCompletion((call,))
-        if self._is_next(completion):
-            self._start(completion)
-        return completion
-
-    def _is_next(self, completion: HostCompletion) -> bool:
-        """True if nothing is before a send or receive; else it is queued."""
-        order = _order(completion.calls[0])
-        with self._lock:
-            if order in self._waiting:
-                self._waiting[order].append(completion)
-                return False
-            self._waiting[order] = deque()
-            return True
-
-    def _start(self, completion: HostCompletion) -> None:
-        name = f"unicoll-{self._name}-messages"
-        threading.Thread(target=self._work, args=(completion,), name=name, daemon=True).start()
-
-    def _start_next(self, call: Call) -> None:
-        """Start the one behind a send or receive that is over."""
-        with self._lock:
-            waiting = self._waiting[_order(call)]
-            following = waiting.popleft() if waiting else None
-            if following is None:
-                del self._waiting[_order(call)]
-        if following is not None:
-            self._start(following)
-
-    def _work(self, completion: HostCompletion) -> None:
-        completion.begin()
-        call, error = completion.calls[0], None
-        try:
-            self._execute(call)
-        except BaseException as e:
-            error = e
-        self._start_next(call)
-        completion.finish(error)
-
-    @property
-    def has_callbacks(self) -> bool:
-        """True if messages are in flight, which may have callbacks."""
-        return bool(self._waiting)
-
-    def abort(self, error: DistError) -> None:
-        """Nothing to do: the function raises."""
-
-    def close(self, timeout: float) -> bool:
-        """Wait for the sends, up to ``timeout`` seconds; returns True if nothing is left."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and any(peer >= 0 for peer, _ in [*self._waiting]):
-            time.sleep(0.001)
-        return not self._waiting
-
-
-_RECV = OPS["recv"]
-
-
-def _order(call: Call) -> tuple[int, int]:
-    """Equal for sends and receives that run one after another."""
-    return (-2 - call.peer, call.tag) if call.op is _RECV else (call.peer, 0)

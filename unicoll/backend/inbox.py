@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from unicoll.backend.call import Call
-from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.operation_errors import check_message
+
+if TYPE_CHECKING:
+    from unicoll.backend.host_backend import HostBackend
 
 _TICK_S = 0.1
 
@@ -55,19 +58,38 @@ class Inbox:
             MessageMismatchError: it has another size or element type than the array.
         """
         with self._arrived:
-            while (found := self._find(call)) is None:
-                self._backend.check(call, deadline)
-                self._arrived.wait(_TICK_S)
+            found = self._await(call, deadline)
             self._messages.remove(found)
-        call.source = found.peer
-        check_message(self._backend.context, call, len(found.data), found.code)
+        size = len(found.data)
+        call.matched(found.peer, found.tag, found.code, size)
+        check_message(self._backend.context, call, size, found.code)
         buffer = call.outputs[0]
         assert buffer.flat is not None
-        buffer.flat.view(np.uint8)[:] = np.frombuffer(found.data, np.uint8)
+        buffer.flat.view(np.uint8)[:size] = np.frombuffer(found.data, np.uint8)
         call.write_back()
+
+    def probe(self, call: Call, deadline: float) -> None:
+        """Do a probe: wait for the first message that matches it, and leave it here; raises as :meth:`receive`."""
+        with self._arrived:
+            found = self._await(call, deadline)
+        call.matched(found.peer, found.tag, found.code, len(found.data))
+
+    def iprobe(self, call: Call) -> bool:
+        """:meth:`probe` without waiting; False if no message matches."""
+        with self._arrived:
+            if self._find(call) is None:
+                return False
+        self.probe(call, math.inf)
+        return True
+
+    def _await(self, call: Call, deadline: float) -> _Message:
+        while (found := self._find(call)) is None:
+            self._backend.check(call, deadline)
+            self._arrived.wait(_TICK_S)
+        return found
 
     def _find(self, call: Call) -> _Message | None:
         for message in self._messages:
-            if message.tag == call.tag and call.peer in (message.peer, -1):
+            if call.tag in (message.tag, None) and call.peer in (message.peer, -1):
                 return message
         return None

@@ -169,19 +169,22 @@ def timeout_error(
     return error
 
 
-def message_timeout_error(context: Context, call: Call, peer: int, state: str = "") -> OperationTimeoutError:
+def message_timeout_error(
+    context: Context, call: Call, peer: int, state: str = "", others: str = ""
+) -> OperationTimeoutError:
     """The error of a send or receive whose deadline has passed.
 
     Args:
         context, call: of the group, and the send or receive.
         peer: the other member; -1 for a receive from any that has no message.
         state: how far the message was transferred; "" if no part of it was.
+        others: messages that have come and that a receive does not match; "" if none.
     """
     who = context.who(peer) if peer >= 0 else "any rank"
     if state:
         reason = f"{who}: {state}"
-    elif call.outputs:
-        reason = f"no message for it has come from {who}"
+    elif not call.inputs:
+        reason = f"no message for it has come from {who}{others}"
     else:
         reason = f"{who} has not received the message"
     return OperationTimeoutError(
@@ -212,8 +215,7 @@ def message_mismatch_error(context: Context, call: Call, size: int, code: int) -
 
 def check_message(context: Context, call: Call, size: int, code: int) -> None:
     """Raise :func:`message_mismatch_error` if a message does not fit the array of its receive."""
-    buffer = call.outputs[0]
-    if (buffer.nbytes, buffer.dtype.code) != (size, code):
+    if not call.accepts(code, size):
         raise message_mismatch_error(context, call, size, code)
 
 

@@ -420,3 +420,6 @@ _ROWS = (
     Op("recv", 21, Arity.NONE, Arity.ONE, Sizes.NONE, message=True, mpi="MPI_Recv"),
 )
 OPS: dict[str, Op] = {row.name: row for row in _ROWS}
+
+PROBE = Op("probe", 22, Arity.NONE, Arity.NONE, Sizes.NONE, message=True, mpi="MPI_Probe")
+"""Waits for a message and leaves it there. Not a row: it moves no data, and only some backends have it."""

@@ -79,10 +79,10 @@ def dumped(
     entries: list[Entry] = []
     last: tuple[str, int] | None = None
     for call in calls:
-        if call.op in ("send", "recv"):
+        if call.is_message:
             own = call.ranks.index(rank)
-            if call.peer in (-1, own):
-                continue  # from any rank; or a message to itself, which torch does not have
+            if call.peer in (-1, own) or call.tag is None or call.op == "probe":
+                continue  # torch has no probes, messages to oneself, from any rank or with any tag
             ends = (own, call.peer) if call.op == "send" else (call.peer, own)
             name = f"{call.group}: {ends[0]}->{ends[1]}, tag {call.tag}"
             description = "messages"
@@ -128,7 +128,7 @@ def _note(status: dict[str, int], entry: Entry, number: int) -> None:
 def _first_record(calls: Sequence[RecordedCall]) -> int:
     """Number of the first entry, as if all ranks had dropped the same calls: torch drops what not all ranks have."""
     for index, call in enumerate(calls):
-        if call.seq and call.op not in ("send", "recv"):
+        if call.seq and not call.is_message:
             return max(0, call.seq - 1 - index)
     return 0
 
@@ -137,7 +137,7 @@ def _entry(
     call: RecordedCall, group: str, description: str, members: Sequence[int], number: int, epoch: float
 ) -> Entry:
     name, inputs, outputs = _arrays(call)
-    is_message = call.op in ("send", "recv")
+    is_message = call.is_message
     if is_message:  # torch numbers the members in the order of their global ranks
         source, target = (0, 1) if members[0] < members[1] else (1, 0)
         name = f"send {source}->{target}" if call.op == "send" else f"recv {target}<-{source}"

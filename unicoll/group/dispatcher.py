@@ -19,8 +19,9 @@ from unicoll.backend import flight_recorder
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.flight_recorder import CallKind, failure_text, site_of, user_frame
-from unicoll.backend.ops import Arity, Op, Sizes
+from unicoll.backend.ops import PROBE, Arity, Op, Sizes
 from unicoll.backend.reduce_ops import as_reduce_op
+from unicoll.backend.status import Status
 from unicoll.backend.validation import check, sign
 from unicoll.backend.work import Completion, Work
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
@@ -233,27 +234,74 @@ class Dispatcher:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def run_message(
-        self, settings: CallSettings, op: Op, tensor: Any, peer: int | None, tag: int, timeout: Timeout
+        self,
+        settings: CallSettings,
+        op: Op,
+        tensor: Any,
+        peer: int | None,
+        tag: int | None,
+        timeout: Timeout,
+        status: Status | None = None,
     ) -> Call:
-        """Send or receive one message; returns the call when it is done."""
-        call, backend, kind = self._message(settings, op, tensor, peer, tag, timeout)
+        """Send or receive one message; returns the call when it is done.
+
+        Args:
+            peer: None receives from any rank.
+            tag: None receives with any tag.
+            status: for a receive; with one, the message may be shorter than the array.
+        """
+        call, backend, kind = self._message(settings, op, tensor, peer, tag, timeout, status)
         self._run(settings, call, backend, kind)
         return call
 
     def start_message(
-        self, settings: CallSettings, op: Op, tensor: Any, peer: int | None, tag: int, timeout: Timeout
+        self,
+        settings: CallSettings,
+        op: Op,
+        tensor: Any,
+        peer: int | None,
+        tag: int | None,
+        timeout: Timeout,
+        status: Status | None = None,
     ) -> Work:
         """:meth:`run_message` in the background."""
-        return _post(*self._message(settings, op, tensor, peer, tag, timeout))
+        return _post(*self._message(settings, op, tensor, peer, tag, timeout, status))
+
+    def probe(self, settings: CallSettings, peer: int | None, tag: int | None, timeout: Timeout) -> Status:
+        """Wait for a message from a rank, or from any, and leave it there; returns what is known of it."""
+        call, backend, kind = self._probe(settings, peer, tag, timeout)
+        self._run(settings, call, backend, kind)
+        return self._status_of(call)
+
+    def iprobe(self, settings: CallSettings, peer: int | None, tag: int | None) -> Status | None:
+        """:meth:`probe` without waiting; None if no such message has come."""
+        call, backend, _ = self._probe(settings, peer, tag, None)
+        return self._status_of(call) if backend.iprobe(call) else None
+
+    def _probe(
+        self, settings: CallSettings, peer: int | None, tag: int | None, timeout: Timeout
+    ) -> tuple[Call, Backend, CallKind]:
+        seconds = settings.timeout if timeout is None else settings.seconds(timeout)
+        call = Call(PROBE, (), (), seconds, None, -1, self._peer(PROBE, peer, True), _tag(PROBE, tag, True))
+        call.partial = True
+        if settings.special:
+            self._apply(settings, call)
+        backend, kind = self.validation.validate(call)
+        return call, backend, kind
+
+    def _status_of(self, call: Call) -> Status:
+        status = Status()
+        status.follow(call, self._context.ranks)
+        return status
 
     def start_messages(
         self,
         settings: CallSettings,
-        messages: Sequence[tuple[Op, Any, int | None, int]],
+        messages: Sequence[tuple[Op, Any, int | None, int | None, Status | None]],
         timeout: Timeout,
     ) -> list[Work]:
-        """Start several messages, given as (row, array, peer, tag); none is sent unless all are valid."""
-        triples = [self._message(settings, op, x, peer, tag, timeout) for op, x, peer, tag in messages]
+        """Start several messages, given as (row, array, peer, tag, status); none is sent unless all are valid."""
+        triples = [self._message(settings, op, x, peer, tag, timeout, s) for op, x, peer, tag, s in messages]
         if not triples:
             return []
         site = call_site()
@@ -276,36 +324,48 @@ class Dispatcher:
         return works
 
     def _message(
-        self, settings: CallSettings, op: Op, tensor: Any, peer: int | None, tag: int, timeout: Timeout
+        self,
+        settings: CallSettings,
+        op: Op,
+        tensor: Any,
+        peer: int | None,
+        tag: int | None,
+        timeout: Timeout,
+        status: Status | None,
     ) -> tuple[Call, Backend, CallKind]:
         buffer = as_buffer(tensor, f"{op.name}: tensor")
-        context = self._context
-        receives = op.outputs is _ONE
-        if type(tag) is not int:
-            tag = as_integer(f"{op.name}: tag", tag)
-        if tag not in _TAGS:
-            raise DistArgumentError(f"{op.name}: tag {tag} is not between -2**63 and 2**63 - 1", op=op.name)
-        if peer is None and receives:
-            peer = -1
-        else:
-            if type(peer) is not int:
-                peer = as_integer(f"{op.name}: peer", peer)
-            if not 0 <= peer < context.size:
-                raise DistArgumentError(
-                    f"{op.name}: peer {peer} is not a rank of a group of {context.size}", op=op.name
-                )
-            if peer == context.rank:
-                raise DistArgumentError(f"{op.name}: a rank cannot exchange messages with itself", op=op.name)
+        receives, context = op.outputs is _ONE, self._context
+        if type(tag) is not int or tag not in _TAGS:
+            tag = _tag(op, tag, receives)
+        if type(peer) is not int or not 0 <= peer < context.size:
+            peer = self._peer(op, peer, receives)
         inputs, outputs = ((), (buffer,)) if receives else ((buffer,), ())
         seconds = settings.timeout if timeout is None else settings.seconds(timeout)
         call = Call(op, inputs, outputs, seconds, None, -1, peer, tag)
+        if status is not None:
+            call.partial = True
+            status.follow(call, context.ranks)
         if settings.special:
             self._apply(settings, call)
         key = (op, buffer.dtype, buffer.device.type, buffer.writable)
         checked = self.validation.known.get(key)
         if checked is None:
             checked = self.validation.check(call, key)
+        if peer == context.rank or tag is None or status is not None:
+            _check_matching(call, checked[1], context)
         return call, checked[1], checked[2]
+
+    def _peer(self, op: Op, peer: int | None, receives: bool) -> int:
+        """The argument, checked; -1 for a receive from any rank."""
+        if peer is None and receives:
+            return -1
+        if type(peer) is not int:
+            peer = as_integer(f"{op.name}: peer", peer)
+        if not 0 <= peer < self._context.size:
+            raise DistArgumentError(
+                f"{op.name}: peer {peer} is not a rank of a group of {self._context.size}", op=op.name
+            )
+        return peer
 
     # --- validation ---------------------------------------------------------------------------------------------
 
@@ -364,6 +424,30 @@ class Dispatcher:
                 op=op.name,
             )
         )
+
+
+def _check_matching(call: Call, backend: Backend, context: Context) -> None:
+    """Refuse what only backends with probes have."""
+    if PROBE.name in backend.caps.native:
+        return
+    if call.peer == context.rank:
+        what = "messages to oneself"
+    else:
+        what = "tag=None" if call.tag is None else "status"
+    raise DistArgumentError(
+        f"{call.op.name}: backend {backend.name} does not support {what}", op=call.op.name
+    )
+
+
+def _tag(op: Op, tag: int | None, receives: bool) -> int | None:
+    """The argument, checked; None for a receive with any tag."""
+    if tag is None and receives:
+        return None
+    if type(tag) is not int:
+        tag = as_integer(f"{op.name}: tag", tag)
+    if tag not in _TAGS:
+        raise DistArgumentError(f"{op.name}: tag {tag} is not between -2**63 and 2**63 - 1", op=op.name)
+    return tag
 
 
 def _post(call: Call, backend: Backend, kind: CallKind) -> Work:

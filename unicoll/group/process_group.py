@@ -14,6 +14,7 @@ from typing import Any
 from unicoll.backend.contract import Backend, Context, Job
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import CallOptions, as_call_options, compression_of, wants_timing
+from unicoll.backend.status import Status
 from unicoll.backend.work import Work
 from unicoll.errors import DistArgumentError, GroupAbortedError
 from unicoll.group import coalesced_methods, collective_methods, memory_methods
@@ -256,27 +257,64 @@ class ProcessGroup:
         """Send to member ``dst``; returns when ``tensor`` may be changed (MPI_Send)."""
         self._dispatcher.run_message(self._settings, _SEND, tensor, dst, tag, timeout)
 
-    def recv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> int:
+    def recv(
+        self,
+        tensor: Any,
+        src: int | None = None,
+        tag: int | None = 0,
+        *,
+        status: Status | None = None,
+        timeout: Timeout = None,
+    ) -> int:
         """Receive from member ``src``, or from any; returns the sender's rank in the group (MPI_Recv).
 
         Raises:
             MessageMismatchError: the message is of another size or dtype; it is lost, the group stays usable.
         """
-        return self._dispatcher.run_message(self._settings, _RECV, tensor, src, tag, timeout).source
+        return self._dispatcher.run_message(self._settings, _RECV, tensor, src, tag, timeout, status).source
 
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """:meth:`send` in the background."""
         return self._dispatcher.start_message(self._settings, _SEND, tensor, dst, tag, timeout)
 
-    def irecv(self, tensor: Any, src: int | None = None, tag: int = 0, *, timeout: Timeout = None) -> Work:
+    def irecv(
+        self,
+        tensor: Any,
+        src: int | None = None,
+        tag: int | None = 0,
+        *,
+        status: Status | None = None,
+        timeout: Timeout = None,
+    ) -> Work:
         """:meth:`recv` in the background; ``work.source_rank()`` is the sender's rank in the group."""
-        return self._dispatcher.start_message(self._settings, _RECV, tensor, src, tag, timeout)
+        return self._dispatcher.start_message(self._settings, _RECV, tensor, src, tag, timeout, status)
+
+    def probe(self, src: int | None = None, tag: int | None = None, *, timeout: Timeout = None) -> Status:
+        """Wait for a message from member ``src``, or from any, and leave it there (MPI_Probe)."""
+        return self._dispatcher.probe(self._settings, src, tag, timeout)
+
+    def iprobe(self, src: int | None = None, tag: int | None = None) -> Status | None:
+        """:meth:`probe` without waiting; None if no such message has come (MPI_Iprobe)."""
+        return self._dispatcher.iprobe(self._settings, src, tag)
 
     def batch_isend_irecv(
-        self, ops: Sequence[tuple[bool, Any, int | None, int]], *, timeout: Timeout = None
+        self,
+        ops: Sequence[tuple[bool, Any, int | None, int | None]],
+        *,
+        status: Status | None = None,
+        timeout: Timeout = None,
     ) -> list[Work]:
-        """Start several sends and receives, given as (is send, array, peer's rank in the group, tag)."""
-        messages = [(_SEND if is_send else _RECV, x, peer, tag) for is_send, x, peer, tag in ops]
+        """Start several sends and receives, given as (is send, array, peer's rank in the group, tag).
+
+        Args:
+            ops: in the order of the messages to, and from, each peer.
+            status: of all receives of the batch, of which there should be one.
+            timeout: of each.
+        """
+        messages = [
+            (_SEND if is_send else _RECV, x, peer, tag, None if is_send else status)
+            for is_send, x, peer, tag in ops
+        ]
         return self._dispatcher.start_messages(self._settings, messages, timeout)
 
     # --- symmetric memory, one-sided operations -----------------------------------------------------------------

@@ -11,8 +11,10 @@ from unicoll.arrays.types import DType
 from unicoll.backend.flight_recorder import (
     ArrayKind,
     CallKind,
+    MessageDetail,
     PendingEntry,
     line_of,
+    message_detail,
     ring,
     site_of,
     user_frame,
@@ -21,6 +23,9 @@ from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.group.dispatcher import RUNNING
 
 _ATTEMPTS = 10
+
+
+_MESSAGES = ("send", "recv", "probe")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class RecordedCall:
     reduce: str
     root: int
     peer: int
-    tag: int
+    tag: int | None
     backend: str
     site: str
     state: str
@@ -58,14 +63,20 @@ class RecordedCall:
     error: str = ""
     compression: str = ""
 
+    @property
+    def is_message(self) -> bool:
+        """True for sends, receives and probes."""
+        return self.op in _MESSAGES
+
     def describe(self) -> str:
         """The call in words: ``all_reduce(float32[4], SUM)``."""
         parts = [f"{dtype.name}{list(shape)}" for dtype, shape in (self.inputs or self.outputs)[:1]]
         parts += [self.reduce] if self.reduce else []
         parts += [f"compression={self.compression}"] if self.compression else []
         parts += [f"root={self.root}"] if self.root >= 0 else []
-        if self.op in ("send", "recv"):
-            parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}, tag={self.tag}")
+        if self.is_message:
+            parts.append(f"peer={self.peer if self.peer >= 0 else 'any'}")
+            parts.append(f"tag={'any' if self.tag is None else self.tag}")
         return f"{self.op}({', '.join(parts)})"
 
 
@@ -123,7 +134,7 @@ def _running_call(frame: FrameType, names: dict[str, Any]) -> RecordedCall:
     """The call that a frame of the dispatcher, with these local names, waits for."""
     call, kind, begun = names["call"], names["kind"], names["begun"]
     site = site_of(user_frame(frame))
-    detail = ((call.inputs or call.outputs)[0].shape, call.peer, call.tag) if call.op.message else None
+    detail = message_detail(call) if call.op.message else None
     return _record(kind, call.seq, site, "started", (begun, begun, 0.0), True, "", detail)
 
 
@@ -135,14 +146,13 @@ def _record(
     times: tuple[float, float, float],
     blocking: bool,
     error: str = "",
-    message: tuple[tuple[int, ...], int, int] | None = None,
+    message: MessageDetail | None = None,
 ) -> RecordedCall:
     inputs, outputs, nbytes, peer, tag = kind.inputs, kind.outputs, kind.nbytes, kind.peer, kind.tag
     if message is not None:
         shape, peer, tag = message
         inputs, outputs = _reshaped(inputs, shape), _reshaped(outputs, shape)
-        (dtype, _), *_ = inputs or outputs
-        nbytes = prod(shape) * dtype.itemsize
+        nbytes = sum(prod(shape) * dtype.itemsize for dtype, shape in inputs or outputs)
     return RecordedCall(
         kind.group,
         kind.ranks,

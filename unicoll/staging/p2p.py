@@ -104,8 +104,10 @@ class DeviceP2P:
 
     def _deliver(self, call: Call, device: int, made: Call) -> None:
         """Copy a received message to the device, if it is in host memory."""
-        call.source = made.source
+        call.source, call.envelope = made.source, made.envelope
         buffer = call.outputs[0]
+        if call.envelope is not None:  # it may be shorter than the array
+            buffer = buffer.first(call.envelope[2] // buffer.dtype.itemsize)
         pinned = self._on_host(made)
         if pinned is not None:
             self._copier.move(call, device, buffer, pinned, to_device=True)
@@ -121,7 +123,8 @@ class DeviceP2P:
         if flat.memory.received is None:
             return None
         pinned = self._copier.pinned.take(buffer.nbytes)
-        pinned.bytes[: buffer.nbytes] = flat.memory.received
+        received = flat.memory.received
+        pinned.bytes[: len(received)] = received
         return pinned
 
     def _free(self, made: Call) -> None:

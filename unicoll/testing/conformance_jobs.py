@@ -63,11 +63,12 @@ def bad_arguments(kind: str) -> list[str]:
         peer, tag = (value, 0) if name == "peer" else (other, value)
         calls: dict[str, Any] = {
             "send": partial(dist.send, x, peer, tag=tag),
-            "recv": partial(dist.recv, x, peer, tag=tag),
             "isend": partial(dist.isend, x, peer, tag=tag),
-            "irecv": partial(dist.irecv, x, peer, tag=tag),
             "batch": partial(_batch_of_one, x, peer, tag),
         }
+        if tag is not None:
+            calls["recv"] = partial(dist.recv, x, peer, tag=tag)
+            calls["irecv"] = partial(dist.irecv, x, peer, tag=tag)
         for call in calls:
             try:
                 calls[call]()

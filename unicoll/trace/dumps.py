@@ -25,7 +25,7 @@ _FILE = re.compile(r"rank_\d+\.json$")
 _VERSION = 1
 _PLAIN = {
     **dict.fromkeys(("group", "op", "reduce", "backend", "site", "state", "error", "text"), str),
-    **dict.fromkeys(("seq", "root", "peer", "tag"), int),
+    **dict.fromkeys(("seq", "root", "peer"), int),
     "blocking": bool,
 }
 _REFUSALS = ("DistArgumentError", "DistTypeError", "BackendUnavailableError")
@@ -37,10 +37,6 @@ class Call(RecordedCall):
 
     rank: int = -1
     text: str = ""
-
-    @property
-    def is_message(self) -> bool:
-        return self.op in ("send", "recv")
 
     @property
     def is_open(self) -> bool:
@@ -242,6 +238,7 @@ def call_of(rank: int, entry: dict[str, Any], offset: float = 0.0) -> Call:
         values[name] = float(entry[name]) + offset if entry[name] else 0.0
     for side in ("inputs", "outputs"):
         values[side] = tuple((BY_NAME[dtype], tuple(shape)) for dtype, shape in entry[side])
+    tag = None if entry["tag"] is None else int(entry["tag"])  # None: any
     compression = str(entry.get("compression", ""))  # older dumps have none
     ranks, nbytes = tuple(map(int, entry["ranks"])), int(entry["bytes"])
-    return Call(rank=rank, ranks=ranks, nbytes=nbytes, compression=compression, **values)
+    return Call(rank=rank, ranks=ranks, nbytes=nbytes, tag=tag, compression=compression, **values)

@@ -111,16 +111,19 @@ def _collectives(trace: Trace) -> Iterator[list[Call]]:
 
 
 def _messages(trace: Trace) -> Iterator[list[Call]]:
-    """A send and its receive: the k-th from one rank to another with one tag. Those from any rank are left out."""
+    """A send and its receive: the k-th from one rank to another with one tag.
+
+    Those of a rank that receives from any rank, or with any tag, are left out.
+    """
     sends: dict[tuple[str, int, int, int], list[Call]] = defaultdict(list)
     receives: dict[tuple[str, int, int, int], list[Call]] = defaultdict(list)
-    any_source: set[tuple[str, int]] = set()
+    unordered: set[tuple[str, int]] = set()
     for dump in trace.dumps.values():
         for call in sorted(dump.calls, key=lambda call: call.created):
-            if not call.is_message:
+            if not call.is_message or call.op == "probe":
                 continue
-            if call.peer < 0:
-                any_source.add((call.group, call.rank))
+            if call.peer < 0 or call.tag is None:
+                unordered.add((call.group, call.rank))
                 continue
             peer = call.ranks[call.peer]
             if call.op == "send":
@@ -129,7 +132,7 @@ def _messages(trace: Trace) -> Iterator[list[Call]]:
                 receives[call.group, peer, call.rank, call.tag].append(call)
     for key, sent in sends.items():
         received = receives.get(key, [])
-        if len(sent) == len(received) and (key[0], key[2]) not in any_source:  # else some were dropped
+        if len(sent) == len(received) and (key[0], key[2]) not in unordered:  # else some were dropped
             yield from (list(pair) for pair in zip(sent, received, strict=True))
 
 

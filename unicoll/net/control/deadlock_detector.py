@@ -211,7 +211,12 @@ class DeadlockDetector:
         if len(others) > _SHOWN:
             shown.append(f"... and {len(others) - _SHOWN} more ranks")
         ranks = [edge.rank for edge in cycle]
-        text = f"deadlock: {len(ranks)} ranks wait for each other in a cycle:\n  " + "\n  ".join(shown)
+        who = (
+            f"{len(ranks)} ranks wait for each other in a cycle"
+            if len(ranks) > 1
+            else "a rank waits for itself"
+        )
+        text = f"deadlock: {who}:\n  " + "\n  ".join(shown)
         groups: dict[str, tuple[int, ...]] = {}
         operations: dict[str, int] = {}
         for rank, wait in stuck_waits(states, set(states)):
