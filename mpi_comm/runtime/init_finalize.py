@@ -261,7 +261,7 @@ class Runtime:
         """At exit: finalise MPI, once all processes have reached their exit."""
         if os.getpid() != self._pid or self.MPI.Is_finalized():
             return
-        if self._uncaught is not None:  # mpirun sees the exit code and ends the others
+        if self._uncaught is not None and self.size > 1:  # mpirun sees the exit code and ends the others
             return
         for group in list(self.groups):  # those that are not destroyed yet
             group.close()
