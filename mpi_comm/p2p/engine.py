@@ -84,6 +84,7 @@ class MPIP2PEngine:
             finally:
                 self._progress_lock.release()
         self._matcher.withdraw(request)
+        self._wake_thread()  # the payload of a message that has been announced is received in any case
         if request.completion.done():
             request.completion.wait(None)
             return True

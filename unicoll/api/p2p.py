@@ -1,4 +1,4 @@
-"""Point-to-point functions, with torch.distributed's names, argument names, order and defaults, and MPI's others.
+"""Point-to-point functions with torch.distributed's names, argument names, order and defaults, and more of MPI.
 
 Messages between two ranks of a group match by tag, in the order in which they were sent. A message to
 :data:`~unicoll.backend.status.NO_RANK`, or from it, ends at once and moves no data, so a program needs no special case
@@ -58,7 +58,7 @@ def send(
     MPI's counterpart: MPI_Send.
     """
     pg = world.resolve(group, True)
-    if pg is not None and not _nobody(dst, group_dst):
+    if pg is not None and not _is_no_rank(dst, group_dst):
         pg.send(tensor, dst=rank_in_group(pg, "send", "dst", dst, group_dst), tag=tag, timeout=timeout)
 
 
@@ -95,7 +95,7 @@ def recv(
     pg = world.resolve(group, True)
     if pg is None:
         return -1
-    if _nobody(src, group_src):
+    if _is_no_rank(src, group_src):
         return _nothing(status)
     sender = _sender(pg, "recv", src, group_src)
     return pg.global_rank(pg.recv(tensor, src=sender, tag=tag, status=status, timeout=timeout))
@@ -122,7 +122,7 @@ def isend(
     pg = world.resolve(group)
     if pg is None:
         return None
-    if _nobody(dst, group_dst):
+    if _is_no_rank(dst, group_dst):
         return _ended("send", tensor)
     receiver = rank_in_group(pg, "isend", "dst", dst, group_dst)
     return pg.isend(tensor, dst=receiver, tag=tag, timeout=timeout)
@@ -151,7 +151,7 @@ def irecv(
     pg = world.resolve(group)
     if pg is None:
         return None
-    if _nobody(src, group_src):
+    if _is_no_rank(src, group_src):
         _nothing(status)
         return _ended("recv", tensor)
     sender = _sender(pg, "irecv", src, group_src)
@@ -192,9 +192,9 @@ def sendrecv(
     if pg is None:
         return -1
     batch: list[tuple[bool, Array, int | None, int | None]] = []
-    if not _nobody(dst, group_dst):
+    if not _is_no_rank(dst, group_dst):
         batch.append((True, sendtensor, rank_in_group(pg, "sendrecv", "dst", dst, group_dst), sendtag))
-    receives = not _nobody(src, group_src)
+    receives = not _is_no_rank(src, group_src)
     if receives:
         batch.append((False, recvtensor, _sender(pg, "sendrecv", src, group_src), recvtag))
     works = pg.batch_isend_irecv(batch, status=status, timeout=timeout)
@@ -234,7 +234,7 @@ def probe(
     MPI's counterpart: MPI_Probe.
     """
     pg = world.member(group, "probe")
-    if _nobody(src, group_src):
+    if _is_no_rank(src, group_src):
         _nothing(status := Status())
         return status
     return pg.probe(_sender(pg, "probe", src, group_src), tag, timeout=timeout)
@@ -251,7 +251,7 @@ def iprobe(
     MPI's counterpart: MPI_Iprobe.
     """
     pg = world.member(group, "iprobe")
-    if _nobody(src, group_src):
+    if _is_no_rank(src, group_src):
         _nothing(status := Status())
         return status
     return pg.iprobe(_sender(pg, "iprobe", src, group_src), tag)
@@ -295,7 +295,7 @@ class P2POp:
         self.group = world.resolve(group)
         self.peer = peer
         self.group_peer = group_peer
-        if self.group is not None and not _nobody(peer, group_peer):
+        if self.group is not None and not _is_no_rank(peer, group_peer):
             self.group_peer = rank_in_group(self.group, f"P2POp({op.__name__})", "peer", peer, group_peer)
             self.peer = self.group.global_rank(self.group_peer)
 
@@ -333,7 +333,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp], *, timeout: Timeout = None) 
     batch = [
         (entry.op is isend, entry.tensor, entry.group_peer, entry.tag)
         for entry in p2p_op_list
-        if not _nobody(entry.peer, entry.group_peer)
+        if not _is_no_rank(entry.peer, entry.group_peer)
     ]
     return pg.batch_isend_irecv(batch, timeout=timeout)
 
@@ -444,7 +444,7 @@ def waitany(works: Sequence[Work | None], timeout: Timeout = None) -> int:
     return index
 
 
-def _nobody(rank: int | None, group_rank: int | None) -> bool:
+def _is_no_rank(rank: int | None, group_rank: int | None) -> bool:
     """True if a pair of arguments such as ``src`` and ``group_src`` means no process."""
     return (rank == NO_RANK and group_rank is None) or (group_rank == NO_RANK and rank is None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -77,9 +76,10 @@ class Inbox:
     def iprobe(self, call: Call) -> bool:
         """:meth:`probe` without waiting; False if no message matches."""
         with self._arrived:
-            if self._find(call) is None:
-                return False
-        self.probe(call, math.inf)
+            found = self._find(call)
+        if found is None:
+            return False
+        call.matched(found.peer, found.tag, found.code, len(found.data))
         return True
 
     def _await(self, call: Call, deadline: float) -> _Message:
