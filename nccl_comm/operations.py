@@ -27,6 +27,8 @@ from nccl_comm.memory.one_sided import ONE_SIDED
 from unicoll.backend import Call
 
 Operation = Callable[[AnyCommunicator, Call, int], int]
+_ONE_RANK_VERSION = 22907
+"""The first version in which a reduction of one rank multiplies all elements by the factor."""
 
 
 def _reduction(c: AnyCommunicator, call: Call) -> tuple[NativeReduction, int]:
@@ -46,10 +48,48 @@ def _group(c: AnyCommunicator, calls: Iterable[Callable[[], int]]) -> int:
     with c.group() as codes:
         if not codes:
             codes.extend(call() for call in calls)
+    return _first_failure(codes)
+
+
+def _first_failure(codes: list[int]) -> int:
+    """The first code of a group's calls that is not success, else the group's own, which is the last."""
     return next((code for code in codes[:-1] if code), codes[-1])
 
 
 # --- reductions ---------------------------------------------------------------------------------------------------
+
+
+def _scale_on_one_rank(
+    c: AnyCommunicator,
+    call: Call,
+    function: Callable[..., int],
+    reduction: NativeReduction,
+    stream: int,
+    *rest: int,
+) -> int:
+    """A sum with a factor in a group of one rank.
+
+    Before 2.29.7 NCCL's kernel omits the last elements of some sizes (src/device/onerank.cu: it divides the elements
+    by the number of blocks and rounds down); they are a second call.
+    """
+    source, out = call.inputs[0], call.outputs[0]
+    count = out.count * reduction.parts
+    if not count:
+        return 0
+    item = out.nbytes // count
+    first = count
+    if c.nccl.version < _ONE_RANK_VERSION:
+        blocks = min(32, -(-out.nbytes // (16 << 10)))
+        pack = 16 // item
+        first = min(count, blocks * (-(-(count // blocks) // pack) * pack))
+
+    def part(start: int, stop: int) -> Callable[[], int]:
+        offset = start * item
+        return lambda: function(
+            source.ptr + offset, out.ptr + offset, stop - start, reduction.type, *rest, c.handle, stream
+        )
+
+    return _group(c, [part(0, first), *([part(first, count)] if first < count else [])])
 
 
 def _all_reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
@@ -57,6 +97,8 @@ def _all_reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
     reduction, op = _reduction(c, call)
     if not source.count:
         return 0
+    if c.size == 1 and reduction.has_factor:
+        return _scale_on_one_rank(c, call, c.nccl.all_reduce, reduction, stream, op)
     return c.nccl.all_reduce(
         source.ptr, out.ptr, source.count * reduction.parts, reduction.type, op, c.handle, stream
     )
@@ -68,6 +110,8 @@ def _reduce(c: AnyCommunicator, call: Call, stream: int) -> int:
     reduction, op = _reduction(c, call)
     if not source.count:
         return 0
+    if c.size == 1 and reduction.has_factor:
+        return _scale_on_one_rank(c, call, c.nccl.reduce, reduction, stream, op, call.root)
     count = source.count * reduction.parts
     return c.nccl.reduce(source.ptr, out.ptr, count, reduction.type, op, call.root, c.handle, stream)
 
@@ -77,6 +121,8 @@ def _reduce_scatter_tensor(c: AnyCommunicator, call: Call, stream: int) -> int:
     reduction, op = _reduction(c, call)
     if not out.count:
         return 0
+    if c.size == 1 and reduction.has_factor:
+        return _scale_on_one_rank(c, call, c.nccl.reduce_scatter, reduction, stream, op)
     return c.nccl.reduce_scatter(
         source.ptr, out.ptr, out.count * reduction.parts, reduction.type, op, c.handle, stream
     )
@@ -85,6 +131,8 @@ def _reduce_scatter_tensor(c: AnyCommunicator, call: Call, stream: int) -> int:
 def _reduce_scatter(c: AnyCommunicator, call: Call, stream: int) -> int:
     out = call.outputs[0]
     reduction, op = _reduction(c, call)
+    if c.size == 1 and reduction.has_factor:
+        return _scale_on_one_rank(c, call, c.nccl.reduce, reduction, stream, op, 0)
 
     def part(root: int) -> Callable[[], int]:
         source = call.inputs[root]
@@ -221,8 +269,8 @@ OPERATIONS: dict[str, Operation] = {
 
 def batch(c: AnyCommunicator, calls: Iterable[Call], stream: int) -> int:
     """Several operations as one group call."""
-
-    def one(call: Call) -> Callable[[], int]:
-        return lambda: OPERATIONS[call.op.name](c, call, stream)
-
-    return _group(c, [one(call) for call in calls])
+    with c.group() as codes:
+        if not codes:
+            for call in calls:
+                codes.append(OPERATIONS[call.op.name](c, call, stream))
+    return _first_failure(codes)

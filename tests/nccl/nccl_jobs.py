@@ -323,6 +323,30 @@ def shrink(victim: int) -> dict[str, Any]:
     return found
 
 
+def scaled_on_one_rank() -> list[tuple[str, str, int]]:
+    """Reductions with a factor in a group of one rank, of sizes around NCCL's blocks; those with wrong elements."""
+    connect()
+    factor = dist.ReduceOp.PREMUL_SUM(3)
+    calls: dict[str, Any] = {
+        "all_reduce": lambda x, out: dist.all_reduce(x, op=factor),
+        "reduce": lambda x, out: dist.reduce(x, 0, op=factor),
+        "reduce_scatter": lambda x, out: dist.reduce_scatter(out, [x], op=factor),
+        "reduce_scatter_tensor": lambda x, out: dist.reduce_scatter_tensor(out, x, op=factor),
+    }
+    wrong = []
+    for dtype in ("int8", "float16", "float32", "complex64"):
+        item = np.dtype(dtype).itemsize
+        for count in (1, 16385 // item, 32770 // item, (1 << 19) // item + 9):
+            for name, call in calls.items():
+                values = (np.arange(count) % 7).astype(dtype)
+                x, out = arrays.array(values), arrays.empty(count, dtype)
+                call(x, out)
+                found = (out if name.startswith("reduce_scatter") else x).numpy()
+                if not np.array_equal(found, 3 * values):
+                    wrong.append((name, dtype, count))
+    return wrong
+
+
 def sudden_error(code: int) -> str:
     """NCCL reports an asynchronous error on rank 0."""
     connect()

@@ -220,3 +220,9 @@ def test_float8_is_averaged_by_one_rank_and_by_several(
     """NCCL refuses the average of float8 in a group of one rank."""
     pytest.importorskip("ml_dtypes")
     assert pool(size).run(jobs.average_of_float8)[0] == [average]
+
+
+@pytest.mark.parametrize("version", [22809, 22907])
+def test_one_rank_multiplies_all_elements_by_a_factor(version: int) -> None:
+    """Before 2.29.7 NCCL omits the last elements of some sizes."""
+    assert run(1, jobs.scaled_on_one_rank, version=version) == [[]]

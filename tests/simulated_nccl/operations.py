@@ -188,12 +188,16 @@ class Operations(Calls):
             if count == 0:
                 return None
             sends, receives = _shares(kind, found.size, found.rank == root)
+            done = count
+            if found.size == 1 and code == PREMUL_SUM and self._version < 22907:  # its onerank.cu rounds down
+                blocks, pack = min(32, -(-count * size // 16384)), 16 // size
+                done = min(count, blocks * -(-(count // blocks) // pack) * pack)
             return Task(
                 kind,
                 target,
-                self._range(found, "send", send, sends * count * size),
-                self._range(found, "receive", recv, receives * count * size),
-                Signature(kind, count, dtype, code, root, options),
+                self._range(found, "send", send, sends * done * size),
+                self._range(found, "receive", recv, receives * done * size),
+                Signature(kind, done, dtype, code, root, options),
                 factor,
             )
 
