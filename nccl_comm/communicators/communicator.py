@@ -108,7 +108,15 @@ class Communicator:
     def error(self, code: int, what: str, call: Call | None) -> DistError:
         """The exception for one of NCCL's codes."""
         op, seq = (call.op.name, call.seq) if call is not None else (None, None)
-        return error_for(code, self.nccl, self.handle, what, self.context.name, op, seq)
+        departed = self._member_that_left() if code in PEER_ERRORS else ""
+        return error_for(code, self.nccl, self.handle, what, self.context.name, op, seq, departed)
+
+    def _member_that_left(self) -> str:
+        """How a member left the job, or "" if none has."""
+        control = self.context.job.control
+        if control is None:
+            return ""
+        return next((control.departed[r] for r in self.context.ranks if r in control.left), "")
 
     def handle_code(self, code: int, call: Call, deadline: float) -> None:
         """Handle a code other than success: wait while NCCL is in progress, else raise the error."""

@@ -57,6 +57,7 @@ def error_for(
     group: str | None,
     op: str | None,
     seq: int | None,
+    departed: str = "",
 ) -> DistError:
     """The exception for one of NCCL's codes.
 
@@ -66,13 +67,14 @@ def error_for(
         comm: the communicator, or 0.
         what: the function, or the call's description.
         group, op, seq: attributes of the exception, as far as they are known.
+        departed: a member that has left the job, which may be the cause; "" if none has.
     """
     entry = CODES.get(code) or Code(f"code {code}", DistBackendError, "unknown to this version of unicoll")
     detail = _one_line(nccl.last_error(comm))
     where = f" on group {group!r}" if group is not None and repr(group) not in what else ""
     message = (
         f"{what}{where}: {entry.name} of NCCL {version_text(nccl.version)}: {entry.meaning};"
-        f" {f'NCCL reports: {detail}' if detail else _HINT}"
+        f"{f' {departed};' if departed else ''} {f'NCCL reports: {detail}' if detail else _HINT}"
     )
     return entry.error(message, group=group, op=op, seq=seq)
 

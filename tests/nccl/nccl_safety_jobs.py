@@ -143,6 +143,22 @@ def late_but_ended() -> bool:
     return failed
 
 
+def warm_up() -> None:
+    connect()
+    dist.barrier()
+
+
+def an_error_of_a_peer() -> str:
+    """NCCL reports that a peer has ended, though none has died."""
+    ranks.nccl().inject(6)
+    try:
+        dist.all_reduce(arrays.full(2, 1.0))
+        dist.barrier()
+    except dist.DistError as e:
+        return f"{type(e).__name__}: {e}"
+    return "nothing"
+
+
 def an_error_before_the_death_notice(victim: int) -> str:
     """NCCL reports an error on rank 0, which notifies the test; then the victim is killed."""
     communicator._DEATH_NOTICE_S = 60.0
