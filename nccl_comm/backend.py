@@ -33,6 +33,7 @@ from nccl_comm.memory.registered_memory import RegisteredMemory, regions_of
 from nccl_comm.memory.symmetric import DeviceArray
 from nccl_comm.operations import OPERATIONS, batch
 from nccl_comm.stream_completion import StreamCompletion
+from nccl_comm.stream_order import other_streams
 from nccl_comm.supervision import Supervision
 from nccl_comm.transport_report import expected, logged, settings
 from unicoll.arrays import cuda as cuda_module
@@ -234,13 +235,14 @@ class NCCLBackend(Backend):
     def _run_on(self, calls: tuple[Call, ...], resources: GroupResources, stream: int) -> PendingWork | None:
         """Put a call on the caller's stream. The arrays are not kept alive: later work on the stream runs after it."""
         captured = stream > LEGACY_STREAM and self.cuda.capturing(stream)
-        resources.streams.wait_for_producers(calls, stream)
+        others = other_streams(calls, stream)
+        resources.streams.wait_for_producers(others, stream, stream)
         self._issue(calls, resources, stream)
         pending = None
         if not captured:
             pending = resources.in_flight.add(calls, stream, stream, False)
             pending.release()
-        resources.streams.release_consumers(calls, stream)
+        resources.streams.release_consumers(others, stream)
         return pending
 
     def post(self, calls: Sequence[Call], stream: Any = None) -> Completion:
@@ -255,7 +257,7 @@ class NCCLBackend(Backend):
             own, streams, in_flight = resources.stream, resources.streams, resources.in_flight
             with streams.device_context(current):
                 captured = current > LEGACY_STREAM and self.cuda.capturing(current)
-                streams.wait_for_producers(calls, own)
+                streams.wait_for_producers(other_streams(calls, own), own, current)
                 start = in_flight.record_start(first) if not captured else 0
                 self._issue(calls, resources, own)
                 return StreamCompletion(in_flight, in_flight.add(calls, own, current, captured, start))

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice, takewhile
 
 from nccl_comm.group_state import GroupState
 from nccl_comm.stream_order import StreamOrder
 from unicoll.arrays.conversion import Buffer
-from unicoll.arrays.cuda import LEGACY_STREAM, SPIN_S, Cuda, backoff
+from unicoll.arrays.cuda import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, Cuda, backoff
 from unicoll.backend import Call, flight_recorder
 from unicoll.backend.flight_recorder import PendingEntry
 
 _FINISH_LOCK = threading.RLock()
 """Held for a moment while an operation ends or gets a callback. Reentrant: the garbage collector may run in between and
 end other operations."""
+
+
+_TOGETHER = 64
+"""The largest number of operations that are looked at together."""
 
 
 # Not HostCopier's list: the pool of one device, with timing events, that also destroys the events in use.
@@ -60,6 +66,7 @@ class PendingWork:
     Attributes:
         calls: the calls, and with them the arrays; empty once the arrays are no longer needed.
         event: event at the batch's end.
+        runs_on: the stream that it is on.
         start: event at its beginning if its duration is measured, else 0.
         seconds: time on the device from beginning to end, once that is measured.
         stream: the arrays' current stream when the batch was posted, after which it is ordered.
@@ -81,6 +88,7 @@ class PendingWork:
         "entries",
         "error",
         "event",
+        "runs_on",
         "seconds",
         "seq",
         "site",
@@ -90,11 +98,18 @@ class PendingWork:
     )
 
     def __init__(
-        self, calls: tuple[Call, ...], event: int, stream: int, captured: bool, start: int = 0
+        self,
+        calls: tuple[Call, ...],
+        event: int,
+        runs_on: int,
+        stream: int,
+        captured: bool,
+        start: int = 0,
     ) -> None:
         first = calls[0]
         self.calls = calls
         self.event = event
+        self.runs_on = runs_on
         self.start = start
         self.seconds: float | None = None
         self.stream = stream
@@ -206,7 +221,7 @@ class InFlight:
         """Record an event behind what was just put on ``stream``, and keep the arrays until it is done."""
         event = self._events.take(timing=start != 0)
         self._cuda.record(event, stream)
-        self.last = work = PendingWork(calls, event, current, captured, start)
+        self.last = work = PendingWork(calls, event, stream, current, captured, start)
         if not captured:  # the user keeps a graph's arrays, and its events cannot be queried
             self.operations.append(work)
         return work
@@ -231,10 +246,14 @@ class InFlight:
         else:
             ended = self._cuda.event_done(work.event)
         if ended:
-            if work.start:
-                self._measure(work)
-            work.finish(self._state.error)  # an operation that ends after the group has failed is incomplete
+            self._end(work)
         return work.done
+
+    def _end(self, work: PendingWork) -> None:
+        """Mark an operation as ended."""
+        if work.start:
+            self._measure(work)
+        work.finish(self._state.error)  # an operation that ends after the group has failed is incomplete
 
     def _measure(self, work: PendingWork) -> None:
         """Set the duration, once: the events are reused afterwards."""
@@ -245,13 +264,34 @@ class InFlight:
     def reap(self) -> None:
         """Remove the operations that have ended, and drop retained arrays; on the watchdog's thread."""
         operations, retained = self.operations, self._retained
-        while operations and self.is_done(operations[0]):
-            work = operations.popleft()
-            self._events.release(work.event)
-            if work.start:
-                self._events.release(work.start)
+        while operations:
+            some = self._on_one_stream()
+            ended = bisect_left(some, True, key=lambda work: not self._has_ended(work))
+            for work in some[:ended]:
+                self._end(work)
+                operations.popleft()
+                self._events.release(work.event)
+                if work.start:
+                    self._events.release(work.start)
+            if ended < len(some):
+                break
         while retained and self._cuda.event_done(retained[0][0]):
             self._events.release(retained.popleft()[0])
+
+    def _on_one_stream(self) -> list[PendingWork]:
+        """The first operations, which end in their order because they are on one stream.
+
+        So few of their events are queried: at each query the interpreter's lock changes hands, and the thread that
+        posts operations waits for it.
+        """
+        first = self.operations[0]
+        if first.runs_on == PER_THREAD_STREAM or not self._has_ended(first):
+            return [first]
+        stream = first.runs_on
+        return list(takewhile(lambda work: work.runs_on == stream, list(islice(self.operations, _TOGETHER))))
+
+    def _has_ended(self, work: PendingWork) -> bool:
+        return work.done or self._cuda.event_done(work.event)
 
     @property
     def has_callbacks(self) -> bool:

@@ -24,8 +24,7 @@ class StreamCompletion(Completion):
         self._blocking = blocking
         self._in_flight = in_flight
         self._work = work
-        self._current_streams = _current_streams(work.calls)
-        self._packed = any(b.unpack is not None for call in work.calls for b in call.outputs)
+        self._current_streams, self._packed = _streams_and_packing(work.calls)
         self._calls = work.calls if self._packed else ()
 
     def done(self) -> bool:
@@ -111,11 +110,19 @@ class StreamCompletion(Completion):
             fn()
 
 
-def _current_streams(calls: Sequence[Call]) -> tuple[Callable[[], int], ...]:
-    """For each array library in the calls the function that gives its current stream."""
+def _streams_and_packing(calls: Sequence[Call]) -> tuple[list[Callable[[], int]], bool]:
+    """For each array library in the calls the function that gives its current stream; True if an output is packed."""
     found: list[Callable[[], int]] = []
+    packed = False
     for call in calls:
-        for buffer in (*call.inputs, *call.outputs) if call.inputs is not call.outputs else call.inputs:
+        outputs = call.outputs
+        for buffer in outputs:
+            if buffer.unpack is not None:
+                packed = True
             if buffer.current_stream is not None and buffer.current_stream not in found:
                 found.append(buffer.current_stream)
-    return tuple(found)
+        if call.inputs is not outputs:
+            for buffer in call.inputs:
+                if buffer.current_stream is not None and buffer.current_stream not in found:
+                    found.append(buffer.current_stream)
+    return found, packed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from unicoll.arrays.cuda import PER_THREAD_STREAM, Cuda, on_device
@@ -35,17 +35,21 @@ class StreamOrder:
         with self.device_context(stream):
             return self._cuda.stream_done(stream)
 
-    def wait_for_producers(self, calls: Iterable[Call], stream: int) -> None:
-        """Make ``stream`` wait for the streams on which the arrays of the calls are written."""
-        for other in _streams(calls):
-            if other != stream:
+    def wait_for_producers(self, others: Iterable[int], stream: int, current: int) -> None:
+        """Make ``stream`` wait for the other streams on which the arrays are written.
+
+        The caller is in the context of ``current``, see :meth:`device_context`.
+        """
+        for other in others:
+            if other == current:
+                self._cuda.record(self._event, other)
+            else:
                 with self.device_context(other):
                     self._cuda.record(self._event, other)
-                self._cuda.wait_event(stream, self._event)
+            self._cuda.wait_event(stream, self._event)
 
-    def release_consumers(self, calls: Iterable[Call], stream: int) -> None:
-        """Make the streams of the calls' arrays, other than ``stream``, wait for ``stream``."""
-        others = [other for other in _streams(calls) if other != stream]
+    def release_consumers(self, others: Sequence[int], stream: int) -> None:
+        """Make the other streams of the arrays wait for ``stream``."""
         if others:
             self._cuda.record(self._event, stream)
             for other in others:
@@ -56,15 +60,15 @@ class StreamOrder:
         self._cuda.destroy_event(self._event)
 
 
-def _streams(calls: Iterable[Call]) -> list[int]:
-    """The streams of the calls' arrays, without repetition."""
+def other_streams(calls: Iterable[Call], stream: int) -> list[int]:
+    """The streams of the calls' arrays except ``stream``, without repetition."""
     found: list[int] = []
     for call in calls:
         for buffer in call.inputs:
-            if buffer.stream not in found:
+            if buffer.stream != stream and buffer.stream not in found:
                 found.append(buffer.stream)
         if call.outputs is not call.inputs:
             for buffer in call.outputs:
-                if buffer.stream not in found:
+                if buffer.stream != stream and buffer.stream not in found:
                     found.append(buffer.stream)
     return found

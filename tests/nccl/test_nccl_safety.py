@@ -19,7 +19,7 @@ from unicoll.arrays import cuda
 from unicoll.backend import Call
 from unicoll.backend.ops import OPS
 from unicoll.testing.ranks import Pool, joined, pools
-from unicoll.testing.worker import leave
+from unicoll.testing.worker import end, leave
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,19 @@ def test_a_death_is_named_though_nccl_reports_an_error_first() -> None:
                 f"rank 2 (host {outcome.value.partition('rank 2 (host ')[2].partition(',')[0]}, pid "
                 in outcome.value
             )
+
+
+def test_nccls_error_names_a_rank_that_has_left() -> None:
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.warm_up)
+        job.results()
+        job.call(end, ranks=[1])
+        assert job.wait_for_exit(60, [1]) == [0]
+        job.call(jobs.an_error_of_a_peer, ranks=[0])
+        said = job.collect(60, [0])[0].value
+        assert said.startswith("RankLostError: ")
+        assert "ncclRemoteError of NCCL 2.30.7" in said
+        assert f"pid {job.pids[1]}) has left the job" in said
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -217,7 +230,7 @@ class _Contested(list[Callable[[], None]]):
 
 
 def test_two_threads_may_finish_one_operation() -> None:
-    work = PendingWork((Call(OPS["barrier"], (), (), 1.0),), 1, 1, False)
+    work = PendingWork((Call(OPS["barrier"], (), (), 1.0),), 1, 1, 1, False)
     called: list[bool] = []
     work.callbacks = _Contested([lambda: called.append(True)])
     work.finish()
