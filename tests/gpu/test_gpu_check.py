@@ -342,8 +342,8 @@ def test_the_five_figures_that_matter() -> None:
         "device-time": _stage(
             **{
                 "device time": {
-                    "all_reduce (average), 16 MiB": {"contenders": {}},
-                    "all_reduce (average), 256 MiB": {"contenders": line},
+                    "all_reduce (with a factor), 16 MiB": {"contenders": {}},
+                    "all_reduce (with a factor), 256 MiB": {"contenders": line},
                 }
             }
         ),

@@ -63,6 +63,9 @@ _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # these three are Open MPI 4's
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "OMPI_MCA_plm_rsh_agent": "sh",  # it fails without an ssh, though on one host it uses none
     "OMPI_MCA_btl": "^ofi",
 }
 _INTEL_MPI = {"FI_PROVIDER": "tcp", "I_MPI_PIN": "0"}
@@ -97,7 +100,7 @@ def _find() -> tuple[Library | None, str]:
             "OMPI_COMM_WORLD_RANK",
             "OMPI_COMM_WORLD_LOCAL_RANK",
             "OMPI_COMM_WORLD_LOCAL_SIZE",
-            ("--runtime-options", "recoverable"),
+            ("--enable-recovery",) if "(Open MPI) 4" in version else ("--runtime-options", "recoverable"),
         )
     elif "HYDRA" in version:
         found = Library("mpich", "MPICH", 1, path, {}, {"MPIR_CVAR_NOLOCAL": "1"}, *hydra)

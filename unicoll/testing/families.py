@@ -29,7 +29,6 @@ class GuardedArray(NamedTuple):
 
 
 _VIEWS: dict[str, Callable[[Any], Any]] = {
-    "contiguous": lambda base: base,
     "step": lambda base: base[..., ::2],
     "rows": lambda base: base[::2],
     "transposed": lambda base: base.T,  # in Fortran's order
@@ -73,8 +72,9 @@ class ArrayFamily(ABC):
 
     def hold(self, values: Any, layout: str, read_only: bool = False) -> GuardedArray:
         """The values of a NumPy array in a layout; ``read_only`` has an effect on NumPy arrays."""
-        if values.ndim == 0 or layout not in self.layouts:
-            layout = "contiguous"
+        if values.ndim == 0 or layout == "contiguous" or layout not in self.layouts:
+            array = self.from_numpy(values)  # CuPy's assignment to an array without dimensions makes -0.0 0.0
+            return GuardedArray(array, lambda: self.to_numpy(array), lambda: True)
         base = self.from_numpy(_guard(layout, values))
         array = _VIEWS[layout](base)
         array[...] = self.from_numpy(values)

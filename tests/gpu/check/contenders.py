@@ -15,9 +15,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import unicoll as dist
 from nccl_comm.library import locate
-from nccl_comm.library.interface import AVG, DATA_TYPES, IN_PROGRESS, SUCCESS, SUM, Config
+from nccl_comm.library.interface import DATA_TYPES, IN_PROGRESS, SUCCESS, SUM, Config
 from tests.gpu.check.kits import Kit, kit
 from unicoll.arrays import cuda as streams
 
@@ -46,8 +48,8 @@ class Contender(ABC):
         """Blocking all_reduce: on the current stream."""
 
     @abstractmethod
-    def average(self, x: Array) -> Call:
-        """Blocking all_reduce with an average, for which even one rank runs a kernel."""
+    def scaled(self, x: Array) -> Call:
+        """Blocking all_reduce with a factor, for which even one rank runs a kernel."""
 
     @abstractmethod
     def background(self, x: Array) -> Call:
@@ -82,8 +84,9 @@ class Unicoll(Contender):
     def all_reduce(self, x: Array) -> Call:
         return lambda: dist.all_reduce(x)
 
-    def average(self, x: Array) -> Call:
-        return lambda: dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    def scaled(self, x: Array) -> Call:
+        op = dist.ReduceOp.PREMUL_SUM(1.0)
+        return lambda: dist.all_reduce(x, op=op)
 
     def background(self, x: Array) -> Call:
         def call() -> None:
@@ -143,8 +146,9 @@ class Torch(Contender):
     def all_reduce(self, x: Array) -> Call:
         return lambda: self._dist.all_reduce(x)
 
-    def average(self, x: Array) -> Call:
-        return lambda: self._dist.all_reduce(x, op=self._dist.ReduceOp.AVG)
+    def scaled(self, x: Array) -> Call:
+        op = self._dist._make_nccl_premul_sum(1.0)
+        return lambda: self._dist.all_reduce(x, op=op)
 
     def background(self, x: Array) -> Call:
         return lambda: self._dist.all_reduce(x, async_op=True).wait()
@@ -223,8 +227,10 @@ class Bare(Contender):
     def all_reduce(self, x: Array) -> Call:
         return self._reduced(x, SUM)
 
-    def average(self, x: Array) -> Call:
-        return self._reduced(x, AVG)
+    def scaled(self, x: Array) -> Call:
+        code, op = self._nccl.premul_sum(np.float32(1).tobytes(), _F32, self._comm)
+        self._settled(code)
+        return self._reduced(x, op)
 
     def gather(self, out: Array, x: Array) -> Call:
         given, into, count, comm = self._ptr(x), self._ptr(out), _count(x), self._comm

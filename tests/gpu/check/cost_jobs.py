@@ -140,8 +140,8 @@ def _exchange(one: Contender, nbytes: int) -> Call:
     return one.exchange(one.kit.full(count, 0.0), one.kit.full(count, 0.0), 1 - dist.get_rank())
 
 
-def _average(one: Contender, nbytes: int) -> Call:
-    return one.average(one.kit.full(nbytes // 4, 0.0))
+def _scaled(one: Contender, nbytes: int) -> Call:
+    return one.scaled(one.kit.full(nbytes // 4, 0.0))
 
 
 def _gathers(one: Contender, nbytes: int) -> Call:
@@ -180,7 +180,7 @@ def pair_lines(simulated: bool) -> dict[str, Row]:
 def device_lines(simulated: bool) -> dict[str, Row]:
     """The measurements of device time on one rank."""
     makers = {
-        "all_reduce (average), {}": _average,
+        "all_reduce (with a factor), {}": _scaled,
         "all_gather_into_tensor, {}": _gather,
         "4 all_gathers grouped, {} together": _gathers,
         "all_reduce in the background, {}": _background,

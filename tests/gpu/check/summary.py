@@ -11,7 +11,7 @@ from tests.gpu.check.record import headline
 __all__ = ["figures", "lines"]
 
 _MOST = 20
-_LARGE = "all_reduce (average), "
+_LARGE = "all_reduce (with a factor), "
 Stages = dict[str, Any]
 
 
