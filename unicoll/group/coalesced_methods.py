@@ -24,7 +24,8 @@ def all_reduce_coalesced(
     timeout: Timeout = None,
 ) -> Work | None:
     """:meth:`all_reduce` of each array, as one operation."""
-    pairs = [((b,), (b,)) for b in buffers_of("all_reduce_coalesced: tensors", tensors)]
+    arrays = [(b,) for b in buffers_of("all_reduce_coalesced: tensors", tensors)]
+    pairs = [(array, array) for array in arrays]
     return self._dispatcher.start_batch(self._settings, OPS["all_reduce"], pairs, async_op, timeout, op)
 
 

@@ -189,22 +189,24 @@ class Dispatcher:
         """:meth:`start` of several calls of one operation as one batch; ``pairs`` are inputs and outputs of each."""
         if not pairs:
             raise DistArgumentError(f"{op.name}: no arrays given", op=op.name)
-        reduction = None if reduce is None else as_reduce_op(reduce)
-        calls = tuple(self._new(settings, op, i, o, timeout, reduction, root) for i, o in pairs)
-        chosen, kinds = [], []
-        for call in calls:
+        if reduce is not None:
+            reduce = as_reduce_op(reduce)
+        site = call_site()
+        calls, backends, kinds = [], [], []
+        for inputs, outputs in pairs:
+            call = self._new(settings, op, inputs, outputs, timeout, reduce, root)
             backend, kind = self.validation.validate(call)
-            chosen.append(backend)
+            call.site = site
+            calls.append(call)
+            backends.append(backend)
             kinds.append(kind)
-        if len(set(chosen)) > 1:
+        if len(set(backends)) > 1:
             raise DistArgumentError(
                 f"{op.name}: arrays on {calls[0].inputs[0].device} and on other devices in one call",
                 op=op.name,
             )
-        site = call_site()
-        for call in calls:
-            call.site = site
-        work = Work(_post_recorded(chosen[0], calls, kinds), calls)
+        batch = tuple(calls)
+        work = Work(_post_recorded(backends[0], batch, kinds), batch)
         if async_op:
             return work
         work.wait()

@@ -90,6 +90,9 @@ def kind_of(call: Call) -> Any:
     """
     op, inputs, outputs, reduce = call.op, call.inputs, call.outputs, call.reduce
     reduction = None if reduce is None else reduce.key
+    if inputs is outputs and len(inputs) == 1 and call.in_counts is None is call.out_counts:
+        i = inputs[0]
+        return op, i.dtype, i.shape, i.device.index, i.writable, reduction, call.root
     if len(inputs) == 1 == len(outputs):
         i, o = inputs[0], outputs[0]
         key = (

@@ -73,7 +73,7 @@ class ArrayFamily(ABC):
     def hold(self, values: Any, layout: str, read_only: bool = False) -> GuardedArray:
         """The values of a NumPy array in a layout; ``read_only`` has an effect on NumPy arrays."""
         if values.ndim == 0 or layout == "contiguous" or layout not in self.layouts:
-            array = self.from_numpy(values)  # CuPy's assignment to an array without dimensions makes -0.0 0.0
+            array = self.from_numpy(values)
             return GuardedArray(array, lambda: self.to_numpy(array), lambda: True)
         base = self.from_numpy(_guard(layout, values))
         array = _VIEWS[layout](base)
@@ -142,7 +142,9 @@ class CupyFamily(ArrayFamily):
         self._cupy = importlib.import_module("cupy") if module is None else module
 
     def from_numpy(self, values: Any) -> Array:
-        return self._cupy.asarray(np.array(values, order="C"))
+        host = np.array(values, order="C")
+        # CuPy fills an array without dimensions, and with a negative zero it fills it with zero bytes
+        return self._cupy.asarray(host) if host.ndim else self._cupy.asarray(host.reshape(1)).reshape(())
 
     def to_numpy(self, array: Array) -> Any:
         return np.ascontiguousarray(array.get())
