@@ -18,6 +18,7 @@ __all__ = ["Document", "NoTime", "Reporter", "Skip", "description_of", "headline
 _MOST_CHARACTERS = 12_000
 """Characters that are kept of an error."""
 _LINE = 160
+_ROOT = f"{Path(__file__).resolve().parents[3]}/"
 
 
 class Skip(Exception):
@@ -91,11 +92,11 @@ class Reporter:
 
 
 def description_of(error: BaseException) -> str:
-    """A description of an exception; the error is its first line."""
+    """A description of an exception; the error is its first line. Files of this checkout have relative paths."""
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, RanksFailed):  # has the ranks' tracebacks
-        return text[:_MOST_CHARACTERS]
-    return (text + "\n" + "".join(traceback.format_exception(error)))[:_MOST_CHARACTERS]
+    if not isinstance(error, RanksFailed):  # which has the ranks' tracebacks
+        text += "\n" + "".join(traceback.format_exception(error))
+    return text.replace(_ROOT, "")[:_MOST_CHARACTERS]
 
 
 def headline(detail: str) -> str:
