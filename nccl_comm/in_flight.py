@@ -264,17 +264,15 @@ class InFlight:
     def reap(self) -> None:
         """Remove the operations that have ended, and drop retained arrays; on the watchdog's thread."""
         operations, retained = self.operations, self._retained
-        while operations:
+        while operations and self._has_ended(operations[0]):
             some = self._on_one_stream()
-            ended = bisect_left(some, True, key=lambda work: not self._has_ended(work))
+            ended = bisect_left(some, True, lo=1, key=lambda work: not self._has_ended(work))
             for work in some[:ended]:
                 self._end(work)
                 operations.popleft()
                 self._events.release(work.event)
                 if work.start:
                     self._events.release(work.start)
-            if ended < len(some):
-                break
         while retained and self._cuda.event_done(retained[0][0]):
             self._events.release(retained.popleft()[0])
 
@@ -285,7 +283,7 @@ class InFlight:
         posts operations waits for it.
         """
         first = self.operations[0]
-        if first.runs_on == PER_THREAD_STREAM or not self._has_ended(first):
+        if first.runs_on == PER_THREAD_STREAM:  # another stream on each thread
             return [first]
         stream = first.runs_on
         return list(takewhile(lambda work: work.runs_on == stream, list(islice(self.operations, _TOGETHER))))

@@ -14,8 +14,8 @@ from nccl_comm.library.errors import error_for
 from nccl_comm.library.interface import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
 from nccl_comm.library.types import factor_bytes
 from unicoll.arrays.cuda import Cuda, backoff
-from unicoll.backend import Call, Context
-from unicoll.errors import DistError, OperationTimeoutError
+from unicoll.backend import Call, Context, operation_errors
+from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net import logs
 
 _Result = TypeVar("_Result")
@@ -108,15 +108,13 @@ class Communicator:
     def error(self, code: int, what: str, call: Call | None) -> DistError:
         """The exception for one of NCCL's codes."""
         op, seq = (call.op.name, call.seq) if call is not None else (None, None)
-        departed = self._member_that_left() if code in PEER_ERRORS else ""
-        return error_for(code, self.nccl, self.handle, what, self.context.name, op, seq, departed)
-
-    def _member_that_left(self) -> str:
-        """How a member left the job, or "" if none has."""
+        left = operation_errors.first_member_that_left(self.context) if code in PEER_ERRORS else None
         control = self.context.job.control
-        if control is None:
-            return ""
-        return next((control.departed[r] for r in self.context.ranks if r in control.left), "")
+        departed = control.departed[left] if control is not None and left is not None else ""
+        error = error_for(code, self.nccl, self.handle, what, self.context.name, op, seq, departed)
+        if isinstance(error, RankLostError):
+            error.rank = left
+        return error
 
     def handle_code(self, code: int, call: Call, deadline: float) -> None:
         """Handle a code other than success: wait while NCCL is in progress, else raise the error."""

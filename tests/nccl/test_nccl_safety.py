@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from nccl_comm.in_flight import PendingWork
+from nccl_comm.group_state import GroupState
+from nccl_comm.in_flight import InFlight, PendingWork
 from nccl_comm.watchdog import Watchdog
 from tests.nccl import nccl_safety_jobs as jobs
 from tests.simulated_nccl.ranks import SimulatedJob
@@ -69,10 +72,12 @@ def test_nccls_error_names_a_rank_that_has_left() -> None:
         job.call(end, ranks=[1])
         assert job.wait_for_exit(60, [1]) == [0]
         job.call(jobs.an_error_of_a_peer, ranks=[0])
-        said = job.collect(60, [0])[0].value
-        assert said.startswith("RankLostError: ")
-        assert "ncclRemoteError of NCCL 2.30.7" in said
-        assert f"pid {job.pids[1]}) has left the job" in said
+        failure = job.collect(60, [0])[0].failure
+        assert failure is not None
+        assert failure.type == "RankLostError"
+        assert failure.fields["rank"] == 1
+        assert "ncclRemoteError of NCCL 2.30.7" in failure.message
+        assert f"pid {job.pids[1]}) has left the job" in failure.message
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -236,3 +241,50 @@ def test_two_threads_may_finish_one_operation() -> None:
     work.finish()
     work.finish()
     assert called == [True]
+
+
+class _Events:
+    """The driver's events: those in ``done`` have occurred; ``queries`` counts."""
+
+    def __init__(self) -> None:
+        self.done: set[int] = set()
+        self.queries = self._made = 0
+
+    def create_event(self, device: int, timing: bool = False) -> int:
+        self._made += 1
+        return self._made
+
+    def record(self, event: int, stream: int) -> None:
+        pass
+
+    def event_done(self, event: int) -> bool:
+        self.queries += 1
+        return event in self.done
+
+
+def _in_flight(streams: list[int]) -> tuple[InFlight, _Events, list[int]]:
+    """An operation on each of the streams, and their events."""
+    events: Any = _Events()
+    in_flight = InFlight(events, 0, 7, GroupState(), Mock(), Mock())
+    barrier = (Call(OPS["barrier"], (), (), 1.0),)
+    return in_flight, events, [in_flight.add(barrier, stream, stream, False).event for stream in streams]
+
+
+def test_the_watchdog_queries_few_events_of_operations_on_one_stream() -> None:
+    in_flight, events, made = _in_flight([7] * 300)
+    events.done.update(made[:200])
+    in_flight.reap()
+    assert [work.event for work in in_flight.operations] == made[200:]
+    assert events.queries < 50
+
+
+@pytest.mark.parametrize("ended", [{0, 2}, {0, 1, 3}, {1}])
+@pytest.mark.parametrize("streams", [[7, 8, 7, 8], [cuda.PER_THREAD_STREAM] * 4])
+def test_the_watchdog_takes_no_operation_for_ended_that_has_not(streams: list[int], ended: set[int]) -> None:
+    """Operations on different streams end in any order, also those on the default streams of several threads."""
+    in_flight, events, made = _in_flight(streams)
+    events.done.update(made[i] for i in ended)
+    in_flight.reap()
+    first_left = next(i for i in range(4) if i not in ended)
+    assert [work.event for work in in_flight.operations] == made[first_left:]
+    assert not any(work.done for work in in_flight.operations)

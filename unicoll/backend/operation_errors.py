@@ -227,6 +227,12 @@ def first_dead_member(context: Context) -> int | None:
     return next((r for r in context.ranks if r in control.departed and r not in control.left), None)
 
 
+def first_member_that_left(context: Context) -> int | None:
+    """The global rank of a member that has left the job without an exception, or None."""
+    control = context.job.control
+    return next((r for r in context.ranks if r in control.left), None) if control is not None else None
+
+
 def log_stall(context: Context, call: Call, seconds: float, links: str) -> None:
     """Log a warning that a call has waited for some seconds, with what the ranks do that it waits for.
 

@@ -37,6 +37,9 @@ _getframe = sys._getframe
 _TAGS = range(-(1 << 63), 1 << 63)
 """Tags are signed 64-bit integers in the frames of all backends. NCCL takes only 0."""
 _EVEN: Splits = (None, None)
+Message = tuple[Op, Any, int | None, int | None, Status | None]
+"""A send or receive: its row of the table, array, peer (None receives from any rank), tag (None receives with any tag),
+and for a receive a status or None; with a status the message may be shorter than the array."""
 _GATHERED, _ONE = Sizes.GATHERED, Arity.ONE  # members of an enumeration are slow to look up
 
 
@@ -235,39 +238,15 @@ class Dispatcher:
 
     # --- messages -----------------------------------------------------------------------------------------------
 
-    def run_message(
-        self,
-        settings: CallSettings,
-        op: Op,
-        tensor: Any,
-        peer: int | None,
-        tag: int | None,
-        timeout: Timeout,
-        status: Status | None = None,
-    ) -> Call:
-        """Send or receive one message; returns the call when it is done.
-
-        Args:
-            peer: None receives from any rank.
-            tag: None receives with any tag.
-            status: for a receive; with one, the message may be shorter than the array.
-        """
-        call, backend, kind = self._message(settings, op, tensor, peer, tag, timeout, status)
+    def run_message(self, settings: CallSettings, message: Message, timeout: Timeout) -> Call:
+        """Send or receive one message; returns the call when it is done."""
+        call, backend, kind = self._message(settings, message, timeout)
         self._run(settings, call, backend, kind)
         return call
 
-    def start_message(
-        self,
-        settings: CallSettings,
-        op: Op,
-        tensor: Any,
-        peer: int | None,
-        tag: int | None,
-        timeout: Timeout,
-        status: Status | None = None,
-    ) -> Work:
+    def start_message(self, settings: CallSettings, message: Message, timeout: Timeout) -> Work:
         """:meth:`run_message` in the background."""
-        return _post(*self._message(settings, op, tensor, peer, tag, timeout, status))
+        return _post(*self._message(settings, message, timeout))
 
     def probe(self, settings: CallSettings, peer: int | None, tag: int | None, timeout: Timeout) -> Status:
         """Wait for a message from a rank, or from any, and leave it there; returns what is known of it."""
@@ -297,13 +276,10 @@ class Dispatcher:
         return status
 
     def start_messages(
-        self,
-        settings: CallSettings,
-        messages: Sequence[tuple[Op, Any, int | None, int | None, Status | None]],
-        timeout: Timeout,
+        self, settings: CallSettings, messages: Sequence[Message], timeout: Timeout
     ) -> list[Work]:
-        """Start several messages, given as (row, array, peer, tag, status); none is sent unless all are valid."""
-        triples = [self._message(settings, op, x, peer, tag, timeout, s) for op, x, peer, tag, s in messages]
+        """Start several messages; none is sent unless all are valid."""
+        triples = [self._message(settings, message, timeout) for message in messages]
         if not triples:
             return []
         site = call_site()
@@ -326,15 +302,9 @@ class Dispatcher:
         return works
 
     def _message(
-        self,
-        settings: CallSettings,
-        op: Op,
-        tensor: Any,
-        peer: int | None,
-        tag: int | None,
-        timeout: Timeout,
-        status: Status | None,
+        self, settings: CallSettings, message: Message, timeout: Timeout
     ) -> tuple[Call, Backend, CallKind]:
+        op, tensor, peer, tag, status = message
         buffer = as_buffer(tensor, f"{op.name}: tensor")
         receives, context = op.outputs is _ONE, self._context
         if type(tag) is not int or tag not in _TAGS:

@@ -255,7 +255,7 @@ class ProcessGroup:
 
     def send(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> None:
         """Send to member ``dst``; returns when ``tensor`` may be changed (MPI_Send)."""
-        self._dispatcher.run_message(self._settings, _SEND, tensor, dst, tag, timeout)
+        self._dispatcher.run_message(self._settings, (_SEND, tensor, dst, tag, None), timeout)
 
     def recv(
         self,
@@ -271,11 +271,11 @@ class ProcessGroup:
         Raises:
             MessageMismatchError: the message is of another size or dtype; it is lost, the group stays usable.
         """
-        return self._dispatcher.run_message(self._settings, _RECV, tensor, src, tag, timeout, status).source
+        return self._dispatcher.run_message(self._settings, (_RECV, tensor, src, tag, status), timeout).source
 
     def isend(self, tensor: Any, dst: int, tag: int = 0, *, timeout: Timeout = None) -> Work:
         """:meth:`send` in the background."""
-        return self._dispatcher.start_message(self._settings, _SEND, tensor, dst, tag, timeout)
+        return self._dispatcher.start_message(self._settings, (_SEND, tensor, dst, tag, None), timeout)
 
     def irecv(
         self,
@@ -287,7 +287,7 @@ class ProcessGroup:
         timeout: Timeout = None,
     ) -> Work:
         """:meth:`recv` in the background; ``work.source_rank()`` is the sender's rank in the group."""
-        return self._dispatcher.start_message(self._settings, _RECV, tensor, src, tag, timeout, status)
+        return self._dispatcher.start_message(self._settings, (_RECV, tensor, src, tag, status), timeout)
 
     def probe(self, src: int | None = None, tag: int | None = None, *, timeout: Timeout = None) -> Status:
         """Wait for a message from member ``src``, or from any, and leave it there (MPI_Probe)."""

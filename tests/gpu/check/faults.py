@@ -202,7 +202,7 @@ def _who_ends_without_leaving_is_not_lost(place: Place, name: str, tell: Tell) -
         job.call(jobs.call_alone, name, timeout, ranks=[0])
         value = _value_of(job, 0, timeout, place)
         tell(value)
-        # NCCL's own connections to it are closed, or it shares memory with it and waits
+        # NCCL reports a closed socket at once; over shared memory the operation waits until its deadline
         error = value["error"] if value["error"] == "RankLostError" else "OperationTimeoutError"
         _names(value, error, "rank 1")
         _leaves(place, job, value, tell, [0])
