@@ -21,6 +21,7 @@ from gloo_fallback.p2p.connector import Connector
 from gloo_fallback.p2p.errors import lost, timed_out
 from gloo_fallback.p2p.frames import IncomingMessage, PendingMessage
 from gloo_fallback.p2p.progress import ProgressEngine
+from gloo_fallback.shm.ring_buffer import RingReader
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
 from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.endpoint import MESSAGES, Endpoint
@@ -35,6 +36,8 @@ from unicoll.net.records import TamperedError
 _BUFFER_BYTES = 1 << 16
 _MAX_RECEIVES = 16
 """Reads from one connection before the others are read."""
+_MOST_POLLED = 32
+"""Connections that a receive from any source polls before it sleeps on all of them."""
 
 
 class P2PEngine:
@@ -73,6 +76,7 @@ class P2PEngine:
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._progress = ProgressEngine(self, spins)
         self._closed = False
+        self._turn = 0  # of the connections, for receives from any source
         endpoint.listen(context.name, self.add_connection)
 
     # --- the operations ---------------------------------------------------------------------------------------------
@@ -150,29 +154,50 @@ class P2PEngine:
         return sent
 
     def _receive_at_once(self, call: Call) -> bool:
-        """Receive a small message that is next in the sender's ring, if no other receive waits; False if it is not."""
-        connection = self._connections[call.peer] if call.peer >= 0 and not call.partial else None
-        if connection is None or not connection.receiver.shared or not self._matcher.empty(call.peer):
+        """Receive a small message that is next in a sender's ring, if no other receive waits; False if none is."""
+        if call.op is PROBE or not self._matcher.empty(call.peer):
             return False
-        reader = connection.receiver.reader
-        if reader is None or not reader.strong or not self._progress.try_acquire():
+        rings = self._rings(call.peer)
+        if not rings or not self._progress.try_acquire():
             return False
         try:
-            if not self._progress.poll_ring(reader):
+            sender = self._progress.poll_rings(rings)
+            if sender is None:
                 return False
             with self.lock:
-                if connection.closed or not self._matcher.empty(call.peer) or self._error is not None:
+                if sender.closed or not self._matcher.empty(call.peer) or self._error is not None:
                     return False
                 try:
-                    return connection.receiver.take(call)
+                    return sender.receiver.take(call)
                 except OSError as error:
-                    self.drop_connection(call.peer, error)
+                    self.drop_connection(sender.peer, error)
                     return False
         finally:
             self._progress.release()
             # the receive may have completed a queued send, or dropped the connection
             if self._ended or self._dropped:
                 self.report_completed()
+
+    def _rings(self, peer: int) -> list[tuple[PeerConnection, RingReader]]:
+        """The connections that a receive from a peer, or from any, polls; none if some of them do not use a ring."""
+        if peer >= 0:
+            connection = self._connections[peer]
+            connections = [] if connection is None else [connection]
+        else:
+            connections = list(self.open.values())
+            count = len(connections)
+            if count > _MOST_POLLED:
+                return []
+            if count > 1:  # each is the first in turn, so that none of the senders waits for ever
+                self._turn = (self._turn + 1) % count
+                connections = connections[self._turn :] + connections[: self._turn]
+        rings = []
+        for connection in connections:
+            reader = connection.receiver.reader
+            if reader is None or not reader.strong or not connection.receiver.shared:
+                return []
+            rings.append((connection, reader))
+        return rings
 
     def raise_error(self) -> None:
         """Raise the error of a group that has failed."""

@@ -6,11 +6,12 @@ import os
 import select
 import threading
 import time
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from gloo_fallback.p2p.frames import PendingMessage, Waker
-from gloo_fallback.shm.ring_buffer import RingReader
+from gloo_fallback.shm.ring_buffer import RingReader, poll_any
 from unicoll.errors import OperationTimeoutError
 from unicoll.net import logs
 
@@ -187,6 +188,16 @@ class ProgressEngine:
         """Poll for data in a ring for a short time; True once there is some."""
         reader.await_data(False)
         return reader.poll(_POLLS * self._spins, self._yields)
+
+    def poll_rings(self, rings: Sequence[tuple[PeerConnection, RingReader]]) -> PeerConnection | None:
+        """Poll the rings of connections for a short time; the first connection with data, or None."""
+        if len(rings) == 1:
+            connection, reader = rings[0]
+            return connection if self.poll_ring(reader) else None
+        for _, reader in rings:
+            reader.await_data(False)
+        found = poll_any([reader for _, reader in rings], _POLLS * self._spins // len(rings), self._yields)
+        return None if found < 0 else rings[found][0]
 
     def _spin(self, pending: PendingMessage) -> bool:
         """Poll the connection of an operation for a short time; True if something may have moved."""

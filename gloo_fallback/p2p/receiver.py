@@ -265,17 +265,21 @@ class MessageReceiver:
         """
         reader, buffer = self.reader, call.outputs[0]
         assert reader is not None
-        if self.message is not None or reader.header() != (buffer.dtype.code, call.tag, buffer.nbytes):
+        header = reader.header() if self.message is None else None
+        if header is None:
             return False
-        body = reader.body(buffer.nbytes)
+        code, tag, size = header
+        if (call.tag is not None and call.tag != tag) or not call.accepts(code, size):
+            return False
+        body = reader.body(size)
         if body is None:
             return False
         flat: Flat = buffer.flat  # type: ignore[assignment]
-        flat.view(np.uint8).data[:] = body
-        reader.skip(buffer.nbytes)
+        flat.view(np.uint8).data[:size] = body
+        reader.skip(size)
         if reader.must_notify():
             self._sender.notify()
-        call.source = self._peer
+        call.matched(self._peer, tag, code, size)
         call.write_back()
         return True
 

@@ -32,6 +32,7 @@ import json
 import os
 import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -304,6 +305,18 @@ class RingReader(_RingSide):
             return False
         self._checked = self.position
         return not self.strong or self._take_flag(_SPACE_AWAITED)
+
+
+def poll_any(readers: Sequence[RingReader], rounds: int, yields: int) -> int:
+    """:meth:`RingReader.poll` of several rings; the index of the first with data, -1 if there is none."""
+    rings = [(reader.words, reader.position) for reader in readers]
+    for k in range(rounds + yields):
+        for i, (words, position) in enumerate(rings):
+            if words[_WRITTEN] != position:
+                return i
+        if k >= rounds:
+            os.sched_yield()
+    return -1
 
 
 def _padded(count: int) -> int:

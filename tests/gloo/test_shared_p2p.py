@@ -231,6 +231,12 @@ def test_large_messages_from_any_source(pool: Pools) -> None:
     assert sorted(pool(3).run(jobs.from_any_source, 5, 1_000_003)[0]) == [1] * 5 + [2] * 5
 
 
+def test_a_receive_from_any_source_takes_from_all_rings_in_turn(pool: Pools) -> None:
+    sources = pool(3).run(jobs.from_full_rings, 20)[0]
+    assert sorted(sources) == [1] * 20 + [2] * 20
+    assert set(sources[:10]) == {1, 2}
+
+
 def test_all_pairs_at_once(pool: Pools) -> None:
     pool(4).run(jobs.all_pairs_at_once, 1_500_000, 3)
 

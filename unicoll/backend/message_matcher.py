@@ -84,8 +84,10 @@ class MessageMatcher(Generic[P, M]):
         return found
 
     def empty(self, peer: int) -> bool:
-        """True if nothing is posted, and no message from ``peer`` is queued."""
-        return not (self.posted or self._unexpected[peer])
+        """True if nothing is posted, and no message from ``peer`` is queued; -1 is any."""
+        if self.posted:
+            return False
+        return not (any(self._unexpected) if peer < 0 else self._unexpected[peer])
 
     def find_receive(self, peer: int, tag: int) -> P | None:
         """The first posted receive that matches a message, or None."""
