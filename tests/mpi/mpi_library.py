@@ -144,6 +144,29 @@ def command(size: int, options: Sequence[str], program: Sequence[str]) -> list[s
     ]
 
 
+def across(addresses: Sequence[str], interface: str, agent: str) -> tuple[list[str], dict[str, str]]:
+    """mpirun's options, and variables, that start ranks on several hosts in turn.
+
+    Args:
+        addresses: of the hosts; mpirun runs on the first.
+        interface: the name of their interfaces with these addresses.
+        agent: a program that runs a command on a host as ssh does.
+    """
+    if library().name == "openmpi":
+        hosts = ",".join(f"{address}:16" for address in addresses)
+        variables = {
+            "PRTE_MCA_plm_ssh_agent": agent,
+            "PRTE_MCA_prte_if_include": interface,
+            "OMPI_MCA_btl": "tcp,self",
+            "OMPI_MCA_btl_tcp_if_include": interface,
+        }
+        return ["--host", hosts, "--map-by", "node"], variables
+    kind = "launcher" if library().name == "mpich" else "bootstrap"
+    options = [f"-{kind}", "rsh", f"-{kind}-exec", agent, "-iface", interface]
+    variables = {"UCX_NET_DEVICES": interface, "UCX_TLS": "tcp,self", "FI_TCP_IFACE": interface}
+    return [*options, "-hosts", ",".join(addresses), "-ppn", "1"], variables
+
+
 def variables_for(folder: str, extra: dict[str, str] | None) -> dict[str, str]:
     """Environment of mpirun: Open MPI keeps the sockets of a job in TMPDIR."""
     found = environment(library().variables | {"TMPDIR": folder} | (extra or {}))

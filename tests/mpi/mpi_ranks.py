@@ -19,6 +19,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from typing import Any
 
 from tests.mpi.mpi_library import (
     Tree,
+    across,
     command,
     descendants,
     kill,
@@ -39,8 +41,9 @@ from tests.mpi.mpi_library import (
     unavailable_reason,
     variables_for,
 )
+from tests.support.hosts import ADDRESSES, Hosts
 from unicoll.testing import worker
-from unicoll.testing.ranks import ROOT, ProcessJob, RanksFailed
+from unicoll.testing.ranks import ROOT, ProcessJob, RanksFailed, environment
 
 __all__ = ["Ended", "MpiJob", "Program", "library", "mpirun", "started", "unavailable_reason"]
 
@@ -131,6 +134,41 @@ def mpirun(
         return Ended(code, running.output(), running.output("stderr"))
 
 
+def run_script(script: Path, source: str, size: int = 2, **options: object) -> Ended:
+    """Run source under mpirun; it must exit with 0 and write nothing to standard error."""
+    ended = try_script(script, source, size, **options)
+    assert ended.returncode == 0, ended
+    assert ended.stderr == "", ended
+    return ended
+
+
+def try_script(script: Path, source: str, size: int = 2, **options: object) -> Ended:
+    """Run source under mpirun, with any exit code."""
+    script.write_text(textwrap.dedent(source))
+    return mpirun(size, "-W", "error", str(script), **options)  # type: ignore[arg-type]
+
+
+def run_alone(
+    source: str, folder: Path, *launcher: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run source in processes without mpirun, where Open MPI does not remove its shared memory."""
+    script = folder / "script.py"
+    script.write_text(source)
+    own = {"PYTHONPATH": str(ROOT), "OMPI_MCA_btl_sm_backing_directory": str(folder), "TMPDIR": str(folder)}
+    return subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        env=environment(library().variables | own | variables),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def sorted_lines(ended: Ended) -> list[str]:
+    return sorted(ended.stdout.splitlines())
+
+
 # --- jobs -----------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +185,7 @@ class MpiJob(ProcessJob):
         warm_up: True if ranks join and leave once before the job, so that resources that the MPI library opens for the
             life of the process are not reported as leaks.
         prepare: a function, with its arguments, that every rank calls before it joins.
+        hosts: the ranks are on these in turn, mpirun on the first.
     """
 
     def __init__(
@@ -159,7 +198,9 @@ class MpiJob(ProcessJob):
         recover: bool = False,
         warm_up: bool = False,
         prepare: tuple[Any, ...] | None = None,
+        hosts: Hosts | None = None,
     ):
+        self._hosts = hosts
         self._ranks = [-1] * size
         self._options = library().recover if recover else ()
         self._recover = recover
@@ -173,14 +214,22 @@ class MpiJob(ProcessJob):
             f"import sys; sys.path[:] = {sys.path!r}; from tests.mpi import mpi_ranks;"
             f" mpi_ranks.attend({folder!r}, {library().rank!r}, {self.size}, {self._arguments!r})"
         )
+        options, variables = [*self._options], variables | library().variables | {"TMPDIR": folder}
+        if self._hosts is not None:
+            agent = Path(folder, "agent")
+            self._hosts.write_agent(agent)
+            more, needed = across(ADDRESSES, "lan0", str(agent))
+            options, variables = options + more, variables | needed
+            variables.pop("UNICOLL_SOCKET_IFNAME", None)
+        words = command(self.size, options, [sys.executable, "-W", self.warnings, "-c", program])
         with socket.socket(socket.AF_UNIX) as listener, open(self._output_path, "wb") as output:
             listener.bind(f"{folder}/hello")
             listener.listen(self.size)
             listener.settimeout(0.1)
             self._processes.append(
                 subprocess.Popen(
-                    command(self.size, self._options, [sys.executable, "-W", self.warnings, "-c", program]),
-                    env=variables | library().variables | {"TMPDIR": folder},
+                    words if self._hosts is None else self._hosts.on(1, *words),
+                    env=variables,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -273,7 +322,9 @@ class MpiJob(ProcessJob):
 
     def check_quiet(self) -> None:
         super().check_quiet()
-        if self.quiet and self.mpirun_output():
+        # Open MPI's mpirun may warn that the process group of an agent, which runs its command already, cannot be set.
+        lines = [line for line in self.mpirun_output().splitlines() if "Warning: setpgid" not in line]
+        if self.quiet and lines:
             raise RanksFailed(f"mpirun wrote output\n{self.report()}")
 
 

@@ -1,50 +1,25 @@
-"""Programs under mpirun: rendezvous, choice of backend, initialisation of MPI, and exit."""
+"""Programs under mpirun: rendezvous, choice of backend, and initialisation of MPI."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.mpi.mpi_library import lives
-from tests.mpi.mpi_ranks import Ended, library, mpirun, started, unavailable_reason
-from unicoll.testing.ranks import ROOT, environment, reserved_port
+from tests.mpi.mpi_ranks import (
+    Ended,
+    library,
+    run_alone,
+    run_script,
+    sorted_lines,
+    started,
+    try_script,
+    unavailable_reason,
+)
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
-
-EXAMPLE = str(ROOT / "examples" / "train_digits.py")
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Path:
-    return tmp_path / "script.py"
-
-
-def run(script: Path, source: str, size: int = 2, **options: object) -> Ended:
-    """Run source under mpirun; it must exit with 0 and write nothing to standard error."""
-    ended = fail(script, source, size, **options)
-    assert ended.returncode == 0, ended
-    assert ended.stderr == "", ended
-    return ended
-
-
-def fail(script: Path, source: str, size: int = 2, **options: object) -> Ended:
-    """Run source under mpirun, with any exit code."""
-    script.write_text(textwrap.dedent(source))
-    return mpirun(size, "-W", "error", str(script), **options)  # type: ignore[arg-type]
-
-
-def lines(ended: Ended) -> list[str]:
-    return sorted(ended.stdout.splitlines())
 
 
 # --- joining --------------------------------------------------------------------------------------------------
@@ -56,7 +31,7 @@ def test_importing_does_not_import_mpi(script: Path) -> None:
         import unicoll
         print(unicoll.explain().count("mpi") > 0, "mpi4py.MPI" in sys.modules)
     """
-    assert lines(run(script, source)) == ["True False"] * 2
+    assert sorted_lines(run_script(script, source)) == ["True False"] * 2
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -73,7 +48,7 @@ def test_no_arguments_are_needed(size: int, script: Path) -> None:
             print(dist.explain())
         dist.destroy_process_group()
     """
-    output = lines(run(script, source, size))
+    output = sorted_lines(run_script(script, source, size))
     total = size * (size + 1) // 2
     for rank in range(size):
         assert f"{rank} {size} gloo [{total} {total} {total}]" in output
@@ -100,7 +75,10 @@ def test_ranks_on_several_hosts_take_mpi(backend: str, script: Path) -> None:
         assert "store: over MPI" in said, said
         print(dist.get_backend(), x, "cpu arrays: backend mpi: started by an MPI launcher" in said)
     """
-    assert lines(run(script, source, 3)) == ["gloo [3. 3.] False" if backend else "mpi [3. 3.] True"] * 3
+    assert (
+        sorted_lines(run_script(script, source, 3))
+        == ["gloo [3. 3.] False" if backend else "mpi [3. 3.] True"] * 3
+    )
 
 
 def test_a_group_over_mpi_with_another_default_backend(script: Path) -> None:
@@ -114,7 +92,7 @@ def test_a_group_over_mpi_with_another_default_backend(script: Path) -> None:
         dist.all_reduce(x, group=group)
         print(dist.get_backend(), dist.get_backend(group), x)
     """
-    assert lines(run(script, source)) == ["gloo mpi [4. 4.]"] * 2
+    assert sorted_lines(run_script(script, source)) == ["gloo mpi [4. 4.]"] * 2
 
 
 @pytest.mark.every(2)
@@ -136,13 +114,7 @@ def test_backend_mpi(call: str, script: Path) -> None:
         dist.all_reduce(x)
         print(dist.get_rank(), dist.get_world_size(), dist.get_backend_config(), x)
     """
-    assert lines(run(script, source, 3)) == [f"{r} 3 cpu:mpi [3. 3.]" for r in range(3)]
-
-
-@pytest.fixture
-def port() -> Iterator[int]:
-    with reserved_port() as number:
-        yield number
+    assert sorted_lines(run_script(script, source, 3)) == [f"{r} 3 cpu:mpi [3. 3.]" for r in range(3)]
 
 
 @pytest.mark.every(4)
@@ -172,7 +144,7 @@ def test_explicit_stores_replace_the_store_over_mpi(
             print(*[l for l in dist.explain().splitlines() if l.startswith("store: ")])
         dist.destroy_process_group()
     """
-    output = lines(run(script, source, 3))
+    output = sorted_lines(run_script(script, source, 3))
     assert output[:3] == [f"{backend or 'gloo'} [3. 3.]"] * 3
     if place == "file":
         assert str(tmp_path / "store") in output[3]
@@ -212,7 +184,7 @@ def test_joining_again(script: Path) -> None:
             assert not dist.is_initialized()
         print(x)
     """
-    assert lines(run(script, source, 2)) == ["[4. 4.]"] * 2
+    assert sorted_lines(run_script(script, source, 2)) == ["[4. 4.]"] * 2
 
 
 # --- jobs that MPI cannot serve-----------------------------------------------------------------------------------
@@ -229,23 +201,8 @@ else:
 """
 
 
-def alone(source: str, folder: Path, *launcher: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run source in processes without mpirun, where Open MPI does not remove its shared memory."""
-    script = folder / "script.py"
-    script.write_text(source)
-    own = {"PYTHONPATH": str(ROOT), "OMPI_MCA_btl_sm_backing_directory": str(folder), "TMPDIR": str(folder)}
-    return subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        env=environment(library().variables | own | variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 def test_started_by_our_own_launcher_mpi_is_refused(tmp_path: Path) -> None:
-    ended = alone(COMPLAIN, tmp_path, "-m", "unicoll.run", "--nproc-per-node", "2", "--no-prefix")
+    ended = run_alone(COMPLAIN, tmp_path, "-m", "unicoll.run", "--nproc-per-node", "2", "--no-prefix")
     output = ended.stdout.splitlines()
     assert len(output) == 2, ended
     for line in output:
@@ -265,7 +222,7 @@ def test_started_by_torchrun_mpi_is_refused(tmp_path: Path, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    ended = alone(COMPLAIN, tmp_path, **torchrun)
+    ended = run_alone(COMPLAIN, tmp_path, **torchrun)
     assert "Error: " in ended.stdout, ended
     assert "torchrun" in ended.stdout
     assert "mpirun" in ended.stdout
@@ -279,19 +236,19 @@ def test_the_mpirun_of_another_library_is_detected(tmp_path: Path) -> None:
         "OMPI_COMM_WORLD_LOCAL_RANK": "1",
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
-    ended = alone(COMPLAIN, tmp_path, **(hydra if library().name == "openmpi" else prte))
+    ended = run_alone(COMPLAIN, tmp_path, **(hydra if library().name == "openmpi" else prte))
     assert "Error: " in ended.stdout, ended
     for word in ("rank 1 of 2", "rank 0 of 1", library().title):
         assert word in ended.stdout
 
 
 def test_a_process_alone_is_a_world_of_one(tmp_path: Path) -> None:
-    ended = alone(COMPLAIN, tmp_path)
+    ended = run_alone(COMPLAIN, tmp_path)
     assert (ended.stdout, ended.stderr) == ("0 1\n", ""), ended
 
 
 def test_a_library_that_cannot_be_loaded_is_the_reason(tmp_path: Path) -> None:
-    ended = alone(COMPLAIN, tmp_path, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    ended = run_alone(COMPLAIN, tmp_path, MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert "BackendUnavailableError: backend 'mpi': " in ended.stdout, ended
     assert "/nowhere/libmpi.so" in ended.stdout
 
@@ -305,7 +262,7 @@ def test_without_a_library_gloo_is_chosen_with_the_reason(script: Path) -> None:
         dist.init_process_group()
     """
     check_the_fallback(
-        fail(script, source, 3, env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}), "/nowhere/libmpi.so"
+        try_script(script, source, 3, env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}), "/nowhere/libmpi.so"
     )
 
 
@@ -326,8 +283,10 @@ def test_without_mpi4py_gloo_is_chosen_with_the_reason(script: Path) -> None:
         except dist.BackendUnavailableError as e:
             print(e)
     """
-    ended = fail(script, source, 3)
-    refused = [line for line in lines(ended) if line.startswith("backend 'mpi': mpi4py is not installed")]
+    ended = try_script(script, source, 3)
+    refused = [
+        line for line in sorted_lines(ended) if line.startswith("backend 'mpi': mpi4py is not installed")
+    ]
     assert len(refused) == 3
     check_the_fallback(ended, "mpi4py is not installed (pip install mpi4py")
 
@@ -335,7 +294,7 @@ def test_without_mpi4py_gloo_is_chosen_with_the_reason(script: Path) -> None:
 def check_the_fallback(ended: Ended, why: str) -> None:
     """Three ranks chose gloo with the reason, and the job warned once."""
     assert ended.returncode == 0, ended
-    assert [line for line in lines(ended) if line.startswith("gloo")] == ["gloo True"] * 3
+    assert [line for line in sorted_lines(ended) if line.startswith("gloo")] == ["gloo True"] * 3
     warned = ended.stderr.splitlines()
     assert len(warned) == 1, ended
     assert "started this job, but MPI cannot be used" in warned[0]
@@ -364,7 +323,7 @@ def test_mpi_that_the_program_has_initialised_is_used_and_not_finalised(script: 
         assert not MPI.Is_finalized()
         print(world.allreduce(1), x)
     """
-    assert lines(run(script, source)) == ["2 [2. 2. 2.]"] * 2
+    assert sorted_lines(run_script(script, source)) == ["2 [2. 2. 2.]"] * 2
 
 
 def test_mpi_that_the_library_has_initialised_can_be_used(script: Path) -> None:
@@ -376,12 +335,12 @@ def test_mpi_that_the_library_has_initialised_can_be_used(script: Path) -> None:
         dist.destroy_process_group()
         print(MPI.COMM_WORLD.allreduce(1))
     """
-    assert lines(run(script, source)) == ["2"] * 2
+    assert sorted_lines(run_script(script, source)) == ["2"] * 2
 
 
 def test_mpi_that_is_finalised_already_is_refused(script: Path) -> None:
     source = "from mpi4py import MPI\nMPI.Finalize()\n" + COMPLAIN
-    for line in lines(run(script, source)):
+    for line in sorted_lines(run_script(script, source)):
         assert "Error: " in line
         assert "finali" in line
 
@@ -404,7 +363,7 @@ def test_thread_levels_below_multiple(level: str, script: Path) -> None:
         print(x[0])
         dist.destroy_process_group()
     """
-    assert lines(run(script, source, 3)) == ["81.0"] * 3
+    assert sorted_lines(run_script(script, source, 3)) == ["81.0"] * 3
 
 
 @pytest.mark.parametrize("level", ["serialized", "funneled", "multiple"])
@@ -421,7 +380,7 @@ def test_the_thread_level_can_be_requested(level: str, script: Path) -> None:
         print(x[0], [line for line in dist.explain().splitlines() if "thread level" in line])
         dist.destroy_process_group()
     """
-    output = lines(run(script, source, env={"UNICOLL_MPI_THREAD_LEVEL": level}))
+    output = sorted_lines(run_script(script, source, env={"UNICOLL_MPI_THREAD_LEVEL": level}))
     assert len(output) == 2
     for line in output:
         assert line.startswith("8.0 ")
@@ -429,219 +388,5 @@ def test_the_thread_level_can_be_requested(level: str, script: Path) -> None:
 
 
 def test_an_unknown_thread_level_is_refused(tmp_path: Path) -> None:
-    ended = alone(COMPLAIN, tmp_path, UNICOLL_MPI_THREAD_LEVEL="many")
+    ended = run_alone(COMPLAIN, tmp_path, UNICOLL_MPI_THREAD_LEVEL="many")
     assert "UNICOLL_MPI_THREAD_LEVEL=many is none of single, funneled, serialized, multiple" in ended.stdout
-
-
-# --- exit -------------------------------------------------------------------------------------------------------
-
-RAISES = """
-import sys, time
-import numpy as np
-import unicoll as dist
-
-dist.init_process_group()
-dist.barrier()
-
-def compute_something():
-    raise ValueError("the reason why")
-
-if dist.get_rank() == 1:
-    compute_something()
-dist.all_reduce(np.ones(3))
-time.sleep(1000)
-"""
-
-
-def check_the_end(ended: Ended) -> None:
-    """It exited with an error, and the first traceback is complete."""
-    assert ended.returncode != 0
-    for part in ("Traceback (most recent call last):", "in compute_something", "ValueError: the reason why"):
-        assert part in ended.stderr, ended.stderr
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_an_uncaught_exception_ends_the_job(size: int, script: Path) -> None:
-    check_the_end(fail(script, RAISES, size))
-
-
-def test_started_by_srun_without_mpi_no_process_aborts_its_own_mpi(tmp_path: Path, port: int) -> None:
-    """With srun --mpi=none each process is an MPI world of one, and the ranks are those of Slurm."""
-    slurm = {
-        "SLURM_JOB_ID": f"{port}",
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_NODEID": "0",
-    }
-    with ThreadPoolExecutor() as threads:
-        ends = [
-            threads.submit(alone, RAISES, tmp_path, **slurm, SLURM_PROCID=f"{rank}", SLURM_LOCALID=f"{rank}")
-            for rank in range(2)
-        ]
-    survivor, failed = (end.result() for end in ends)
-    assert (survivor.returncode, failed.returncode) == (1, 1)
-    assert failed.stderr.endswith("ValueError: the reason why\n")
-    assert "RankLostError" in survivor.stderr
-    assert "rank 1 " in survivor.stderr
-    assert "ends the MPI job" not in survivor.stderr + failed.stderr
-
-
-def test_an_exception_ends_the_job_while_the_others_compute(script: Path) -> None:
-    source = RAISES.replace("dist.all_reduce(np.ones(3))", "")
-    check_the_end(fail(script, source, 3))
-
-
-def test_the_abort_can_be_disabled(script: Path) -> None:
-    """Then mpirun ends the job by the exit code, and the other ranks raise an error that names the rank."""
-    ended = fail(script, RAISES, 3, env={"UNICOLL_MPI_ABORT": "0"})
-    check_the_end(ended)
-    assert "unicoll: rank 1 ends the MPI job" not in ended.stderr
-    aborted = fail(script, RAISES, 3)
-    assert "unicoll: rank 1 ends the MPI job" in aborted.stderr
-    assert "UNICOLL_MPI_ABORT=0" in aborted.stderr
-
-
-def test_a_missing_rank_ends_the_wait_of_the_others(script: Path) -> None:
-    """MPI's initialisation cannot be cancelled: the process exits with the reason."""
-    source = """
-        import os, sys, time
-        import unicoll as dist
-        if os.environ[sys.argv[1]] == "1":
-            time.sleep(1000)
-        dist.init_process_group(timeout=2)
-    """
-    script.write_text(textwrap.dedent(source))
-    ended = mpirun(3, str(script), library().rank)
-    assert ended.returncode != 0
-    assert "MPI_Init_thread: not all processes have called it, after 2 s" in ended.stderr
-
-
-def test_survivors_of_the_default_backend_do_not_wait_for_dead_ranks_at_exit(
-    script: Path, tmp_path: Path
-) -> None:
-    """With an mpirun that leaves them running. It may no longer forward output, so they write to files."""
-    source = """
-        import os, sys
-        from pathlib import Path
-        import numpy as np
-        import unicoll as dist
-        dist.init_process_group()
-        here = Path(sys.argv[1], str(dist.get_rank()))
-        here.with_suffix(".pid").write_text(f"{os.getpid()} ")
-        try:
-            while True:
-                dist.all_reduce(np.ones(3))
-        except dist.RankLostError as e:
-            here.write_text(str(e))
-    """
-    script.write_text(textwrap.dedent(source))
-    with started(3, str(script), str(tmp_path), options=library().recover) as running:
-        files = [tmp_path / f"{rank}.pid" for rank in range(3)]
-        running.wait_until(
-            lambda: all(f.exists() and f.read_text().endswith(" ") for f in files),
-            "not all ranks have joined",
-        )
-        pids = [int(f.read_text()) for f in files]
-        running.record()
-        running.stop_proxy()
-        os.kill(pids[1], signal.SIGKILL)
-        running.wait_until(lambda: not any(map(lives, pids)), "the ranks did not end")
-        for rank in (0, 2):
-            assert "rank 1 " in (tmp_path / str(rank)).read_text()
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_exit_codes_are_passed_on(who: int, script: Path) -> None:
-    source = f"""
-        import sys
-        import unicoll as dist
-        dist.init_process_group()
-        dist.barrier()
-        dist.destroy_process_group()
-        sys.exit(3 if int(__import__("os").environ[{library().rank!r}]) == {who} else 0)
-    """
-    assert fail(script, source).returncode == 3
-
-
-def test_a_program_may_end_without_destroying(script: Path) -> None:
-    source = """
-        import numpy as np
-        import unicoll as dist
-        dist.init_process_group()
-        group = dist.new_group([0, 2])
-        dist.all_reduce(np.ones(3))
-        dist.barrier()
-    """
-    run(script, source, 3)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_mpirun_ends_the_job(number: int, script: Path) -> None:
-    script.write_text(
-        textwrap.dedent("""
-        import os, sys
-        import numpy as np
-        import unicoll as dist
-        dist.init_process_group()
-        print(os.getpid(), flush=True)
-        while True:
-            dist.all_reduce(np.ones(3))
-        """)
-    )
-    with started(3, str(script)) as running:
-        running.wait_until(lambda: running.output().count("\n") == 3, "not all ranks have joined")
-        pids = [int(pid) for pid in running.output().split()]
-        running.record()
-        running.process.send_signal(number)
-        assert running.wait() != 0
-        running.wait_until(lambda: not any(map(lives, pids)), "the ranks did not end")
-
-
-# --- the example of the quickstart --------------------------------------------------------------------------------
-
-
-def digest(output: str) -> str:
-    found = re.search(r"bit-identical on all \d processes \(SHA-256 (\w+)", output)
-    assert found is not None, output
-    return found[1]
-
-
-WITH_MPI = f"""
-import functools, runpy
-import unicoll as dist
-dist.init_process_group = functools.partial(dist.init_process_group, "mpi")
-runpy.run_path({EXAMPLE!r}, run_name="__main__")
-"""
-
-
-def train(command: Sequence[str], variables: dict[str, str]) -> str:
-    ended = subprocess.run(
-        [sys.executable, *command, EXAMPLE, "--epochs", "3", "--seed", "5"],
-        env=environment({"PYTHONPATH": str(ROOT)} | variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended
-    return ended.stdout
-
-
-@pytest.mark.every(3)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_example_trains_the_same_weights_as_under_our_launcher(size: int) -> None:
-    in_order = {"UNICOLL_DETERMINISTIC": "1"}  # else each backend sums in the order that is quickest for it
-    ours = train(["-m", "unicoll.run", "--nproc-per-node", str(size), "--no-prefix"], in_order)
-    ended = mpirun(size, "-c", WITH_MPI, "--epochs", "3", "--seed", "5", env=in_order)
-    assert ended.returncode == 0, ended
-    assert "VERDICT: identical and correct" in ended.stdout
-    assert digest(ended.stdout) == digest(ours)
-
-
-def test_the_example_is_correct_with_the_sums_of_mpi() -> None:
-    ended = mpirun(4, "-c", WITH_MPI, "--epochs", "3", "--seed", "5")
-    assert ended.returncode == 0, ended
-    assert "bit-identical on all 4 processes" in ended.stdout
-    assert "VERDICT: identical and correct" in ended.stdout

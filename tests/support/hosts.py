@@ -1,0 +1,142 @@
+"""Several hosts on one machine: network namespaces connected by two switches, with IPv4 and IPv6.
+
+Host k has the interfaces lan0 (10.77.0.k, fd77::k) and lan1 (10.78.0.k, fd78::k), and an unconnected one, "apart".
+Needs root and ``ip``; the tests that use the fixture are skipped otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+"""Of the hosts' interfaces lan0."""
+NAMED = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=30)
+
+
+class Hosts:
+    """Two hosts and the namespace of the switches between them; :meth:`close` removes all of them."""
+
+    def __init__(self) -> None:
+        self.names = [f"unicoll-{os.getpid()}-{k}" for k in range(3)]  # index 0: the switches
+        self._running: list[subprocess.Popen[str]] = []
+
+    def build(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+            ip("-n", name, "link", "set", "lo", "up")
+        switches, *hosts = self.names
+        for lan in range(2):
+            ip("-n", switches, "link", "add", f"switch{lan}", "type", "bridge", "forward_delay", "0")
+            ip("-n", switches, "link", "set", f"switch{lan}", "up")
+            for k, host in enumerate(hosts, start=1):
+                self._cable(f"port{lan}{k}", host, f"lan{lan}")
+                ip("-n", switches, "link", "set", f"port{lan}{k}", "master", f"switch{lan}")
+                self.switch_on(lan, k)
+        for k, host in enumerate(hosts, start=1):
+            self._cable(f"loose{k}", host, "apart")
+            self._address(host, "apart", f"10.99.{k}.1/24", f"fd99:{k}::1/64")
+
+    def _cable(self, port: str, host: str, interface: str) -> None:
+        switches = self.names[0]
+        ip("-n", switches, "link", "add", port, "type", "veth", "peer", "name", interface, "netns", host)
+        ip("-n", switches, "link", "set", port, "up")
+
+    def _address(self, host: str, interface: str, *addresses: str) -> None:
+        for address in addresses:
+            # without nodad an IPv6 address is unusable for its first second
+            flags = ["nodad"] if ":" in address else []
+            ip("-n", host, "address", "replace", address, "dev", interface, *flags)
+        ip("-n", host, "link", "set", interface, "up")
+
+    def unplug(self, lan: int, host: int) -> None:
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "down")
+
+    def drop(self, lan: int, host: int) -> None:
+        """Let the switch drop what it receives from a host, which still has a link, until :meth:`plug`."""
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "nomaster")
+
+    def plug(self, lan: int, host: int) -> None:
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "master", f"switch{lan}")
+        ip("-n", self.names[0], "link", "set", f"port{lan}{host}", "up")
+
+    def switch_off(self, lan: int, host: int) -> None:
+        """Set a host's interface down; IPv6 addresses are lost until :meth:`switch_on`."""
+        ip("-n", self.names[host], "link", "set", f"lan{lan}", "down")
+
+    def switch_on(self, lan: int, host: int) -> None:
+        addresses = f"10.{77 + lan}.0.{host}/24", f"fd{77 + lan}::{host}/64"
+        self._address(self.names[host], f"lan{lan}", *addresses)
+
+    def on(self, host: int, *command: str) -> list[str]:
+        """The words that run a command on a host (1 or 2) under its own host name."""
+        enter = ("ip", "netns", "exec", self.names[host], "unshare", "--uts", "sh", "-c", NAMED)
+        return [*enter, f"host{host}", *command]
+
+    def write_agent(self, path: Path) -> None:
+        """Write a program that runs a command on a host as ssh does: ``agent [options] 10.77.0.HOST command ...``."""
+        lines = ["#!/bin/sh", 'while [ "${1#-}" != "$1" ]; do shift; done', "address=$1", "shift"]
+        for host in (1, 2):
+            words = shlex.join(self.on(host, "sh", "-c"))
+            lines.append(f'[ "$address" != {ADDRESSES[host - 1]} ] || exec {words} "$*"')
+        path.write_text("\n".join([*lines, 'echo "no host $address" >&2', "exit 255", ""]))
+        path.chmod(0o755)
+
+    def start(self, host: int, command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+        """Start a command on a host (1 or 2)."""
+        process = subprocess.Popen(
+            self.on(host, *command),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._running.append(process)
+        return process
+
+    def stop(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.communicate()
+        self._running.clear()
+
+    def close(self) -> None:
+        self.stop()
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "delete", name)
+
+    def restore(self) -> None:
+        """End what runs, and undo what a test did to the links."""
+        self.stop()
+        for lan, host in itertools.product((0, 1), (1, 2)):
+            self.plug(lan, host)
+            self.switch_on(lan, host)
+
+
+@contextlib.contextmanager
+def built_hosts() -> Iterator[Hosts]:
+    """Two hosts, for a fixture; the tests are skipped where they cannot be built."""
+    made = Hosts()
+    try:
+        try:
+            made.build()
+            subprocess.run(["unshare", "--uts", "true"], check=True, capture_output=True, timeout=30)
+        except (OSError, subprocess.CalledProcessError) as error:
+            reason = getattr(error, "stderr", None) or error
+            pytest.skip(f"cannot create network namespaces: {reason}")
+        yield made
+    finally:
+        made.close()
