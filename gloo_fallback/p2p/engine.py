@@ -37,7 +37,7 @@ _BUFFER_BYTES = 1 << 16
 _MAX_RECEIVES = 16
 """Reads from one connection before the others are read."""
 _MOST_POLLED = 32
-"""Connections that a receive from any source polls before it sleeps on all of them."""
+"""With more connections than this, a receive from any source sleeps on all of them without polling their rings."""
 
 
 class P2PEngine:
@@ -76,7 +76,7 @@ class P2PEngine:
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._progress = ProgressEngine(self, spins)
         self._closed = False
-        self._turn = 0  # of the connections, for receives from any source
+        self._turn = 0  # the connection that the next receive from any source polls first
         endpoint.listen(context.name, self.add_connection)
 
     # --- the operations ---------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class P2PEngine:
             count = len(connections)
             if count > _MOST_POLLED:
                 return []
-            if count > 1:  # each is the first in turn, so that none of the senders waits for ever
+            if count > 1:  # start with another one each time: a busy sender must not keep the others waiting
                 self._turn = (self._turn + 1) % count
                 connections = connections[self._turn :] + connections[: self._turn]
         rings = []

@@ -45,11 +45,10 @@ def pool(request: pytest.FixtureRequest, hosts: Hosts) -> Iterator[Callable[[int
         (4, p2p_jobs.from_any_source, (100, True)),
         (2, matching_jobs.statuses, (300_000,)),
         (4, group_jobs.splits, ()),
-        *((size, ported_programs.compare, (name,)) for name in ported_programs.PROGRAMS for size in (2, 4)),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_program(
+def test_messages_and_splits(
     size: int, job: Callable[..., object], arguments: tuple[object, ...], pool: Callable[[int], Pool]
 ) -> None:
     pool(size).run(job, *arguments)
@@ -58,3 +57,11 @@ def test_a_program(
 def test_random_messages(pool: Callable[[int], Pool], seed: int) -> None:
     for i in range(20):
         pool(4).run(p2p_jobs.random_messages, f"{seed} {i}", 100)
+
+
+@pytest.mark.parametrize("name", ported_programs.PROGRAMS)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_ported_program_has_the_results_of_its_original(
+    size: int, name: str, pool: Callable[[int], Pool]
+) -> None:
+    pool(size).run(ported_programs.compare, name)
