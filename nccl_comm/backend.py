@@ -119,12 +119,12 @@ class NCCLBackend(Backend):
 
     def _connect(self, device: int, deadline: float) -> GroupResources:
         """Make the communicator; all members do so, at their first operation or when the group is made."""
-        with on_device(self.cuda, device):
+        with on_device(self.cuda, device), self.supervision.failing_group("connecting"):
             return self._adopt(self._factory.init(device, deadline))
 
     def _connect_split(self, parent: NCCLBackend, resources: GroupResources, deadline: float) -> None:
         with on_device(self.cuda, resources.device):
-            with parent._lock:
+            with parent._lock, parent.supervision.failing_group("splitting"):
                 parent.supervision.await_idle("splitting", self.context.timeout)
                 comm = self._factory.split(resources.comm, deadline)
             self._origin = parent._origin
@@ -159,7 +159,8 @@ class NCCLBackend(Backend):
             return NCCLBackend(context, self if self._state.error is None else None)
         if self.can_split and self._state.error is None and self.resources is not None:
             deadline = time.monotonic() + self.context.timeout
-            with self._lock, on_device(self.cuda, self.resources.device):
+            device = on_device(self.cuda, self.resources.device)
+            with self._lock, device, self.supervision.failing_group("splitting"):
                 self.supervision.await_idle("splitting", self.context.timeout)
                 self._factory.leave_out(self.resources.comm, deadline)
         return None
@@ -175,7 +176,8 @@ class NCCLBackend(Backend):
     def _connect_shrunk(self, parent: Communicator, excluded: Sequence[int], origin: Context) -> None:
         deadline = time.monotonic() + self.context.timeout
         if parent.handle and self.nccl.has("ncclCommShrink"):
-            self._adopt(self._factory.shrink(parent, excluded, deadline))
+            with self.supervision.failing_group("shrinking"):
+                self._adopt(self._factory.shrink(parent, excluded, deadline))
             self._origin = origin
         else:
             self._connect(parent.device, deadline)
@@ -209,7 +211,7 @@ class NCCLBackend(Backend):
         self, decision: str, device: int, deadline: float, parent: Communicator | None
     ) -> None:
         if decision == growth.GROW:
-            with on_device(self.cuda, device):
+            with on_device(self.cuda, device), self.supervision.failing_group("growing"):
                 self._adopt(self._factory.grow(parent, device, deadline))
         else:
             self._connect(device, deadline)
@@ -239,7 +241,9 @@ class NCCLBackend(Backend):
         resources.streams.wait_for_producers(others, stream, stream)
         self._issue(calls, resources, stream)
         pending = None
-        if not captured:
+        if captured:
+            resources.in_flight.recorded = True
+        else:
             pending = resources.in_flight.add(calls, stream, stream, False)
             pending.release()
         resources.streams.release_consumers(others, stream)

@@ -21,6 +21,8 @@ _FINISH_LOCK = threading.RLock()
 end other operations."""
 
 
+_SHOWN = 4
+"""Number of operations in flight that a message names."""
 _TOGETHER = 64
 """The largest number of operations that are looked at together."""
 
@@ -181,6 +183,7 @@ class InFlight:
         issuing: the call with which a thread is in NCCL, or None.
         issued: number of calls with which a thread has entered NCCL.
         last: the last operation posted, or None.
+        recorded: True if graphs have operations of the group.
     """
 
     def __init__(
@@ -196,13 +199,14 @@ class InFlight:
         self.issuing: Call | None = None
         self.issued = 0
         self.last: PendingWork | None = None
+        self.recorded = False
         self.streams = streams
         self.sweep_often = sweep_often
         self._cuda = cuda
         self._stream = stream
         self._state = state
         self._events = EventPool(cuda, device)
-        self._retained: deque[tuple[int, tuple[Call, ...]]] = deque()
+        self._retained: deque[tuple[int, float, tuple[Call, ...]]] = deque()
         self._measure_lock = threading.Lock()
 
     # --- posting ------------------------------------------------------------------------------------------------
@@ -222,7 +226,9 @@ class InFlight:
         event = self._events.take(timing=start != 0)
         self._cuda.record(event, stream)
         self.last = work = PendingWork(calls, event, stream, current, captured, start)
-        if not captured:  # the user keeps a graph's arrays, and its events cannot be queried
+        if captured:
+            self.recorded = True
+        else:  # the user keeps a graph's arrays, and its events cannot be queried
             self.operations.append(work)
         return work
 
@@ -233,7 +239,7 @@ class InFlight:
                 return
             event = self._events.take()
             self._cuda.record(event, stream)
-        self._retained.append((event, calls))
+        self._retained.append((event, time.monotonic() + calls[0].timeout, calls))
 
     # --- ends ---------------------------------------------------------------------------------------------------
 
@@ -311,12 +317,33 @@ class InFlight:
     def drain(self, deadline: float) -> bool:
         """Block the host until all operations have ended, the group fails or the deadline passes; True if all have."""
         for _ in backoff():
-            if self._state.error is not None or time.monotonic() >= deadline:
+            if self._state.error is not None:
                 break
-            ended = all(self.is_done(work) for work in list(self.operations))
-            if ended and all(self._cuda.event_done(event) for event, _ in list(self._retained)):
+            ended = self.issuing is None and all(self.is_done(work) for work in list(self.operations))
+            if ended and all(self._cuda.event_done(event) for event, _, _ in list(self._retained)):
                 return True
-        return self._state.error is None and not self.operations
+            if time.monotonic() >= deadline:
+                break
+        return False
+
+    @property
+    def last_deadline(self) -> float:
+        """The deadline of the operation, or of the retained arrays, that has the latest one."""
+        issuing = self.issuing
+        started = time.monotonic() + issuing.timeout if issuing is not None else 0.0
+        works, retained = list(self.operations), list(self._retained)
+        return max(
+            started, *(work.deadline for work in works), *(deadline for _, deadline, _ in retained), 0.0
+        )
+
+    def describe(self) -> str:
+        """The operations in flight, for messages."""
+        calls = [work.describe_call() for work in list(self.operations) if not work.done]
+        if (issuing := self.issuing) is not None:
+            calls.append(issuing)
+        shown = [call.describe_with_number() for call in calls[:_SHOWN]]
+        more = [f"{len(calls) - _SHOWN} more operations"] if len(calls) > _SHOWN else []
+        return ", ".join(shown + more) or "kernels that use arrays of ended operations"
 
     def synchronize(self, stream: int) -> None:
         """Block the host until all work on a stream is done, or raise the group's error."""

@@ -13,20 +13,26 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from nccl_comm.communicators.teardown import END_S
 from nccl_comm.group_resources import GroupResources
 from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import InFlight
 from nccl_comm.library.interface import IN_PROGRESS, SUCCESS
 from nccl_comm.watchdog import Watchdog
 from unicoll.backend import Call, Context, operation_errors
-from unicoll.errors import DistError, GroupAbortedError, OperationTimeoutError, RankLostError
+from unicoll.errors import (
+    DistArgumentError,
+    DistError,
+    GroupAbortedError,
+    OperationTimeoutError,
+    RankLostError,
+)
+from unicoll.net import logs
 
-_DRAIN_S = 5.0
-"""How long :meth:`Supervision.close` waits for operations in flight."""
-_STOP_S = 20.0
-"""How long teardown waits for a thread in NCCL after the communicator has been revoked, and for an abort."""
-_LOCK_S = 1.0
-"""How long teardown waits for the group's lock before it stops a thread in NCCL."""
+_WARNING_S = 20.0
+"""How long :meth:`Supervision.close` waits for operations in flight before it logs a warning."""
+
+log = logs.logger("nccl")
 
 
 class Supervision:
@@ -166,6 +172,24 @@ class Supervision:
             self._fail(e)
             raise
 
+    @contextmanager
+    def failing_group(self, what: str) -> Iterator[None]:
+        """Within the context, in which all members do ``what``, an error fails the group: the others would wait.
+
+        An argument that is refused is refused on all members.
+        """
+        try:
+            yield
+        except DistArgumentError:
+            raise
+        except (OperationTimeoutError, RankLostError) as e:
+            self._fail(e)
+            raise
+        except DistError as e:
+            if self._state.error is None:
+                self._fail(operation_errors.member_failed_error(self._context, what, e))
+            raise
+
     def abort(self, error: Exception) -> None:
         """Make every pending and later call raise ``error``; any thread, idempotent."""
         cause = operation_errors.group_aborted_error(self._context, error)
@@ -184,16 +208,7 @@ class Supervision:
         operations = list(resources.in_flight.operations)
         for work in operations:
             work.error = cause
-        locked = self._lock.acquire(timeout=_LOCK_S)
-        try:
-            stopped = resources.comm.revoke()
-            if stopped and not locked:  # a thread was in NCCL, and returns now
-                stopped = locked = self._lock.acquire(timeout=_STOP_S)
-            stopped = stopped or resources.comm.abort()
-        finally:
-            if locked:
-                self._lock.release()
-        if not stopped:
+        if not resources.comm.stop(self._lock):
             self._abandoned.extend(work.calls for work in operations)
         for work in operations:
             work.finish(cause)
@@ -204,7 +219,7 @@ class Supervision:
         with self._abort_lock:
             aborted = self._aborted
         if aborted is not None:
-            aborted.wait(_STOP_S)
+            aborted.wait(2 * END_S)  # it takes END_S at most, and users' callbacks
 
     # --- teardown -----------------------------------------------------------------------------------------------
 
@@ -220,38 +235,74 @@ class Supervision:
         )
 
     def close(self) -> None:
-        """Wait for what is in flight, and end the communicator; idempotent."""
+        """Wait for what is in flight, and end the communicator; idempotent.
+
+        Raises:
+            DistError: the group failed while this waited, at an operation's deadline for example.
+        """
         state, context, resources = self._state, self._context, self._resources
         if state.closed:
             return
-        if context.job.control is not None:
-            context.job.control.unwatch(context.name, context.backend)
-        drained = resources is None or resources.in_flight.drain(time.monotonic() + _DRAIN_S)
+        failed_before = state.error
+        if resources is not None and failed_before is None:
+            self._drain(resources.in_flight)
         with self._abort_lock:
             state.closed = True
-            failed, aborted = state.error, self._aborted
+            failed = state.error
             state.error = failed or GroupAbortedError(
                 f"group {context.name!r} has been destroyed", group=context.name
             )
+        if context.job.control is not None:
+            context.job.control.unwatch(context.name, context.backend)
         if resources is None:
             return
         assert self.watchdog is not None
         self.watchdog.unwatch(self)
-        if aborted is not None:
-            aborted.wait(_STOP_S)
-        idle = locked = self._lock.acquire(timeout=_LOCK_S)
-        comm = resources.comm
-        try:
-            if not locked and comm.revoke():  # a thread was in NCCL, and returns now
-                locked = self._lock.acquire(timeout=_STOP_S)
-            clean = failed is None and drained and idle
-            if clean:
-                resources.memory.deregister()
-            ended = comm.finish(_DRAIN_S) if clean else comm.abort()
-        finally:
-            if locked:
-                self._lock.release()
+        self.await_abort()
+        ended = self._end(resources, failed is None)
         resources.in_flight.finish_all(state.error)
         resources.memory.close(ended)
         if ended:  # else the device may still use them
             resources.release()
+        if failed is not None and failed_before is None:
+            raise failed.with_traceback(None) from None
+
+    def _drain(self, in_flight: InFlight) -> None:
+        """Wait until nothing is in flight or the group has failed; the watchdog fails it at an operation's deadline."""
+        if in_flight.drain(time.monotonic() + _WARNING_S) or self._state.error is not None:
+            return
+        departed = self._context.job.control.departed if self._context.job.control is not None else {}
+        gone = "".join(f"; {departed[rank]}" for rank in self._context.ranks if rank in departed)
+        log.warning("destroying group %r waits for %s%s", self._context.name, in_flight.describe(), gone)
+        if not in_flight.drain(in_flight.last_deadline + END_S) and self._state.error is None:
+            self._fail(
+                OperationTimeoutError(
+                    f"destroying group {self._context.name!r}: the device was not done with {in_flight.describe()}"
+                    " by their deadlines",
+                    group=self._context.name,
+                )
+            )
+
+    def _end(self, resources: GroupResources, clean: bool) -> bool:
+        """End the communicator; False if it has not ended: the device may still use the group's memory."""
+        context, comm = self._context, resources.comm
+        if clean and context.job.exiting and resources.in_flight.recorded:
+            return False  # NCCL would wait for the graphs, which the program keeps
+        locked = self._lock.acquire(timeout=END_S)
+        try:
+            if not locked:
+                log.error("group %r is not ended: a thread is in NCCL", context.name)
+                return False
+            if not clean:
+                return comm.abort()
+            resources.memory.deregister()
+            if comm.finish():
+                return True
+            if resources.in_flight.recorded:
+                log.error(
+                    "CUDA graphs with operations of group %r have to be deleted before it", context.name
+                )
+            return False
+        finally:
+            if locked:
+                self._lock.release()

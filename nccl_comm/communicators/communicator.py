@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
-from nccl_comm.communicators.teardown import TeardownThreads
+from nccl_comm.communicators.teardown import END_S, TeardownThreads
 from nccl_comm.library.errors import error_for
 from nccl_comm.library.interface import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
 from nccl_comm.library.types import factor_bytes
@@ -20,8 +20,8 @@ from unicoll.net import logs
 
 _Result = TypeVar("_Result")
 
-_END_S = 10.0
-"""How long NCCL may take to end a communicator before the thread that waits for it is abandoned."""
+_LOCK_S = 1.0
+"""How long a thread in NCCL may take to leave it before its communicator is revoked or aborted."""
 _CHECK_PERIOD_S = 0.05
 _DEATH_NOTICE_S = 1.0
 """The longest time from NCCL's error to the control plane's notice of the death of a rank that caused it."""
@@ -37,12 +37,15 @@ class Communicator:
     it until a deadline, or until the group has failed.
 
     Args:
-        begin: the function that makes the communicator; returns NCCL's code and the slot of the handle.
+        begin: the function that makes the communicator, from a new slot; returns NCCL's code and the slot of the
+            handle.
         what: name of NCCL's function, for errors.
         check: called while waiting, with the call that waits or None; raises the error that has ended the group.
+        parent: the communicator that NCCL makes this one from, and that is aborted if it does not end that.
 
     Attributes:
         handle: ncclComm_t; 0 once the communicator has ended.
+        abandoned: True if NCCL did not stop or end the communicator in time.
         teardown_threads: threads for calls of NCCL that may never return.
         scratch: address of device memory for barriers.
     """
@@ -53,10 +56,11 @@ class Communicator:
         nccl: Nccl,
         cuda: Cuda,
         device: int,
-        begin: Callable[[], tuple[int, HandleSlot]],
+        begin: Callable[[HandleSlot], tuple[int, HandleSlot]],
         what: str,
         deadline: float,
         check: Callable[[Call | None], None],
+        parent: Communicator | None = None,
     ) -> None:
         self.context = context
         self.nccl = nccl
@@ -64,12 +68,20 @@ class Communicator:
         self.device = device
         self.rank, self.size = context.rank, context.size
         self.scratch = 0
+        self.abandoned = False
+        self._left_behind: list[threading.Thread] = []
         self._check = check
         self.teardown_threads: TeardownThreads = context.job.shared("nccl-teardown", TeardownThreads)
         self.native_all_to_all = nccl.has("ncclAlltoAll")
         self._premul_ops: dict[tuple[int, bytes], int] = {}
         self._state_lock = threading.Lock()
-        code, self._slot = self.on_thread(begin, what, deadline)
+        slot = nccl.new_slot()
+        self.handle = 0
+        try:
+            code, self._slot = self.on_thread(partial(begin, slot), what, deadline)
+        except BaseException:
+            self._abort_start(slot, parent)
+            raise
         self.handle = self._slot.value or 0
         if code not in (SUCCESS, IN_PROGRESS):
             self.await_death_notice(code, None)
@@ -80,8 +92,16 @@ class Communicator:
             self.abort()
             raise
 
+    def _abort_start(self, slot: HandleSlot, parent: Communicator | None) -> None:
+        """Have the thread leave NCCL that makes the communicator: NCCL's loops for that use a whole core."""
+        if self._left_behind:
+            self.handle = slot.value or 0
+            stuck = self if parent is None or self.handle else parent
+            stuck._left_behind = [*stuck._left_behind, *self._left_behind]
+            stuck.abort()
+
     def on_thread(self, begin: Callable[[], _Result], what: str, deadline: float) -> _Result:
-        """Call ``begin`` on another thread, which is abandoned at the deadline or when the group fails."""
+        """Call ``begin`` on another thread, which is left behind at the deadline or when the group fails."""
         answers: list[_Result] = []
         errors: list[BaseException] = []
 
@@ -97,8 +117,12 @@ class Communicator:
         while thread.is_alive():
             thread.join(_CHECK_PERIOD_S)
             if thread.is_alive():
-                self._check(None)
-                self._check_deadline(what, deadline, None)
+                try:
+                    self._check(None)
+                    self._check_deadline(what, deadline, None)
+                except BaseException:
+                    self._left_behind = [*self._left_behind, thread]
+                    raise
         if errors:
             raise errors[0]
         return answers[0]
@@ -255,64 +279,88 @@ class Communicator:
 
     # --- teardown -------------------------------------------------------------------------------------------------
 
-    def finish(self, timeout: float) -> bool:
-        """End the communicator after its operations; all members call this. False if NCCL did not return in time.
+    def finish(self) -> bool:
+        """End the communicator after its operations; all members call this. False if NCCL did not return in time."""
+        return self._bounded(self._finish, "ending")
 
-        Operations that last longer than ``timeout`` seconds are aborted.
+    def _finish(self) -> None:
+        self._destroy_premul_ops()
+        code = self._await_end_of(self.nccl.comm_finalize(self.handle))
+        if code != IN_PROGRESS:
+            end = self.nccl.comm_destroy if code == SUCCESS else self.nccl.comm_abort
+            end(self._take_handle())
+
+    def stop(self, lock: threading.RLock) -> bool:
+        """End all operations, also of a thread in NCCL, which holds ``lock``; False if NCCL did not return in time.
+
+        The communicator stays for :meth:`shrink`, unless this NCCL cannot revoke it (before 2.28.7), or refuses to.
         """
+        return self._bounded(partial(self._stop, lock), "stopping")
 
-        def finalize() -> None:
-            self._destroy_premul_ops()
-            deadline = time.monotonic() + timeout
-            code = self.nccl.comm_finalize(self.handle)
-            destroy = self.nccl.comm_destroy
-            for _ in backoff():
-                if code not in (SUCCESS, IN_PROGRESS) or self.state() != IN_PROGRESS:
-                    break
-                if time.monotonic() >= deadline:
-                    destroy = self.nccl.comm_abort
-                    break
-            destroy(self._take_handle())
+    def _stop(self, lock: threading.RLock) -> None:
+        locked = lock.acquire(timeout=_LOCK_S)
 
-        return self._bounded(finalize, "ending", timeout + _END_S)
+        def await_threads() -> None:
+            nonlocal locked
+            locked = locked or lock.acquire()
+            self._await_threads()
+
+        try:
+            if self._revoke():
+                await_threads()
+            else:
+                self._abort(await_threads)
+        finally:
+            if locked:
+                lock.release()
+
+    def _revoke(self) -> bool:
+        """Stop all operations, and wait until none is on the device; False if this NCCL cannot, or refuses to."""
+        if not self.nccl.has("ncclCommRevoke"):
+            return False
+        return self._await_end_of(self.nccl.comm_revoke(self.handle)) == SUCCESS
 
     def abort(self) -> bool:
-        """End the communicator and its operations on the device; False if NCCL did not return in time."""
-        handle = self._take_handle()
-        return not handle or self._bounded(lambda: self.nccl.comm_abort(handle), "aborting", _END_S)
+        """End the communicator and its operations; False if NCCL did not return in time."""
+        return self._bounded(partial(self._abort, self._await_threads), "aborting")
 
-    def revoke(self) -> bool:
-        """Stop all operations, threads in NCCL included, and keep the communicator for :meth:`shrink`.
+    def _abort(self, await_threads: Callable[[], object]) -> None:
+        """Abort the communicator, which has the other threads leave NCCL, and free it after ``await_threads``."""
+        if handle := self._take_handle():
+            self.nccl.group_start()
+            self.nccl.comm_abort(handle)  # the memory is freed at the end of the group call
+            await_threads()
+            self.nccl.group_end()
 
-        False if this NCCL cannot (before 2.28.7), or did not return in time.
+    def _await_threads(self) -> None:
+        """Wait until the threads that were left behind have returned from NCCL."""
+        for thread in self._left_behind:
+            thread.join()
+
+    def _await_end_of(self, code: int) -> int:
+        """The code with which a call of NCCL ends that has returned ``code``, unless its thread is abandoned."""
+        polls = backoff()
+        while code == IN_PROGRESS and not self.abandoned:
+            next(polls)
+            code = self.state()
+        return code
+
+    def _bounded(self, function: Callable[[], object], what: str) -> bool:
+        """Call a function on a thread that may be abandoned, since NCCL can hang; False if it has not returned.
+
+        The next call has no effect then: an abort frees what the abandoned thread uses.
         """
-        if not self.handle or not self.nccl.has("ncclCommRevoke"):
-            return False
-        codes: list[int] = []
-
-        def revoke() -> None:
-            code = self.nccl.comm_revoke(self.handle)
-            if code == IN_PROGRESS:
-                for _ in backoff():
-                    if (code := self.state()) != IN_PROGRESS or not self.handle:
-                        break
-            codes.append(code)
-
-        return self._bounded(revoke, "revoking", _END_S) and codes == [SUCCESS]
-
-    def _bounded(self, function: Callable[[], object], what: str, timeout: float) -> bool:
-        """Call a function on a thread that may be abandoned, since NCCL can hang; False if it has not returned."""
 
         def run() -> None:
             self.cuda.set_device(self.device)
             function()
 
-        if not self.teardown_threads.start(run).wait(timeout):
+        if not self.abandoned and not self.teardown_threads.start(run).wait(END_S):
+            self.abandoned = True
             logs.logger("nccl").error(
                 "%s NCCL's communicator of group %r did not return in %.0f s; its thread is abandoned",
                 what,
                 self.context.name,
-                timeout,
+                END_S,
             )
-            return False
-        return True
+        return not self.abandoned

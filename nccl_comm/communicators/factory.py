@@ -42,7 +42,7 @@ class CommunicatorFactory:
         """A communicator of some members of the parent, which is idle; the others call :meth:`leave_out`."""
         context = self.context
         made = self._split(parent, min(context.ranks), context.rank, deadline)
-        return self._make(parent.device, lambda: made, "ncclCommSplit", deadline)
+        return self._make(parent.device, lambda slot: made, "ncclCommSplit", deadline)
 
     def leave_out(self, parent: Communicator, deadline: float) -> None:
         """Take part in a split whose group this rank is not a member of."""
@@ -61,8 +61,8 @@ class CommunicatorFactory:
 
     def shrink(self, parent: Communicator, excluded: Sequence[int], deadline: float) -> Communicator:
         """A communicator of the parent's remaining members."""
-        begin = partial(parent.shrink, list(excluded), self.config, deadline, self.check)
-        return self._make(parent.device, begin, "ncclCommShrink", deadline)
+        shrink = partial(parent.shrink, list(excluded), self.config, deadline, self.check)
+        return self._make(parent.device, lambda slot: shrink(), "ncclCommShrink", deadline, parent)
 
     def grow(self, parent: Communicator | None, device: int, deadline: float) -> Communicator:
         """A communicator with more ranks than the parent, which is idle; ``parent`` is None on a new rank."""
@@ -77,6 +77,13 @@ class CommunicatorFactory:
         return self._make(device, begin, "ncclCommGrow", deadline)
 
     def _make(
-        self, device: int, begin: Callable[[], tuple[int, HandleSlot]], function: str, deadline: float
+        self,
+        device: int,
+        begin: Callable[[HandleSlot], tuple[int, HandleSlot]],
+        function: str,
+        deadline: float,
+        parent: Communicator | None = None,
     ) -> Communicator:
-        return Communicator(self.context, self.nccl, self.cuda, device, begin, function, deadline, self.check)
+        return Communicator(
+            self.context, self.nccl, self.cuda, device, begin, function, deadline, self.check, parent
+        )

@@ -9,6 +9,8 @@ from queue import SimpleQueue
 
 from unicoll.arrays import cuda
 
+END_S = 10.0
+"""How long NCCL may take to stop or end a communicator before the thread that waits for it is abandoned."""
 _SPARE = 2
 """Idle threads that are kept: one ends a group, and waits while another one calls NCCL."""
 _CLOSE_S = 1.0

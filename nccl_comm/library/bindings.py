@@ -165,14 +165,24 @@ class Bindings:
         unique_id = UniqueId()
         return self._c.ncclGetUniqueId(byref(unique_id)), bytes(unique_id)
 
+    def new_slot(self) -> c_void_p:
+        """Memory for the handle of a communicator."""
+        return c_void_p()
+
     def comm_init(
-        self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config
+        self,
+        size: int,
+        unique_ids: Sequence[bytes],
+        rank: int,
+        config: Config,
+        slot: Any = None,
     ) -> tuple[int, HandleSlot]:
-        """A communicator on the current device; its handle is written at once. Several ids need 2.23."""
+        """A communicator on the current device; several ids need 2.23."""
         for one in unique_ids:
             if len(one) != UNIQUE_ID_BYTES:
                 raise DistBackendError(f"an NCCL id has {UNIQUE_ID_BYTES} bytes, not {len(one)}")
-        slot, options = c_void_p(), config_struct(config, self.version)
+        slot = self.new_slot() if slot is None else slot
+        options = config_struct(config, self.version)
         ids = (UniqueId * len(unique_ids)).from_buffer_copy(b"".join(unique_ids))
         if len(ids) == 1:
             return self._c.ncclCommInitRankConfig(byref(slot), size, ids[0], rank, byref(options)), slot
@@ -201,10 +211,17 @@ class Bindings:
         return self._c.ncclCommGetUniqueId(comm, byref(unique_id)), bytes(unique_id)
 
     def comm_grow(
-        self, comm: int, size: int, unique_id: bytes | None, rank: int, config: Config
+        self,
+        comm: int,
+        size: int,
+        unique_id: bytes | None,
+        rank: int,
+        config: Config,
+        slot: Any = None,
     ) -> tuple[int, HandleSlot]:
-        """A communicator with more ranks; its handle is written at once; from 2.29."""
-        slot, options = c_void_p(), config_struct(config, self.version)
+        """A communicator with more ranks; from 2.29."""
+        slot = self.new_slot() if slot is None else slot
+        options = config_struct(config, self.version)
         own_id = None if unique_id is None else byref(UniqueId.from_buffer_copy(unique_id))
         return self._keep(
             self._c.ncclCommGrow(comm or None, size, own_id, rank, byref(slot), byref(options)), slot

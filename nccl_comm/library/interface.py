@@ -139,10 +139,21 @@ class Nccl(Operations, Protocol):
     # --- communicators ---
 
     def unique_id(self) -> tuple[int, bytes]: ...
+    def new_slot(self) -> HandleSlot:
+        """Memory for the handle of a communicator."""
+
     def comm_init(
-        self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config
+        self,
+        size: int,
+        unique_ids: Sequence[bytes],
+        rank: int,
+        config: Config,
+        slot: HandleSlot | None = None,
     ) -> tuple[int, HandleSlot]:
-        """A communicator on the current device; its handle is written at once. Several ids need 2.23."""
+        """A communicator on the current device; several ids need 2.23.
+
+        Its handle is written to ``slot``, or to a new one, before NCCL waits for the other ranks.
+        """
 
     def comm_split(self, comm: int, color: int | None, key: int, config: Config) -> tuple[int, HandleSlot]:
         """With ``color`` None this rank takes part without becoming a member.
@@ -161,9 +172,15 @@ class Nccl(Operations, Protocol):
         """An id for one :meth:`comm_grow` of a communicator that has no work; one of its ranks makes it. From 2.29."""
 
     def comm_grow(
-        self, comm: int, size: int, unique_id: bytes | None, rank: int, config: Config
+        self,
+        comm: int,
+        size: int,
+        unique_id: bytes | None,
+        rank: int,
+        config: Config,
+        slot: HandleSlot | None = None,
     ) -> tuple[int, HandleSlot]:
-        """A communicator with more ranks; its handle is written at once.
+        """A communicator with more ranks; its handle is written as by :meth:`comm_init`.
 
         Ranks of ``comm`` pass it with ``rank`` -1, and the one that has made the id passes the id. New ranks pass 0,
         the id and their rank, which is behind the ranks of ``comm``.
@@ -174,7 +191,9 @@ class Nccl(Operations, Protocol):
 
     def comm_finalize(self, comm: int) -> int: ...
     def comm_destroy(self, comm: int) -> int: ...
-    def comm_abort(self, comm: int) -> int: ...
+    def comm_abort(self, comm: int) -> int:
+        """End all operations, also of threads in NCCL, and free the communicator: in a group call at its end."""
+
     def comm_revoke(self, comm: int) -> int: ...
 
     # --- operations ---

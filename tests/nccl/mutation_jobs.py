@@ -86,7 +86,7 @@ class _LockPerGroup:
 _MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "device lock": (group_resources, "_device_locks", _LockPerGroup()),
     "idle": (Supervision, "await_idle", lambda self, what, timeout: None),
-    "revoke": (Communicator, "revoke", lambda self: False),
+    "revoke": (Communicator, "_revoke", lambda self: False),
     "death notice": (Communicator, "await_death_notice", lambda self, code, call: None),
     "overdue": (InFlight, "_is_overdue", lambda self, work, now: now >= work.deadline),
     "unused": (SymmetricMemory, "_unused", lambda self, one, deadline: True),

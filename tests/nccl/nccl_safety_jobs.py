@@ -7,10 +7,12 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import unicoll as dist
+from nccl_comm import supervision
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.communicators import agreement, communicator
 from nccl_comm.group_resources import GroupResources
@@ -18,6 +20,7 @@ from tests.nccl.nccl_jobs import connect
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.communicators import Result
 from tests.simulated_nccl.streams import LATER, Op
+from unicoll.api import world
 from unicoll.testing import worker
 
 
@@ -244,6 +247,27 @@ def a_first_message_between_two_of_three() -> list[str]:
     return [*recorder.messages, str(x.numpy().tolist())]
 
 
+def with_an_error_on_rank_1(way: str) -> str:
+    """The error on each rank when NCCL makes a communicator and gives rank 1 an error."""
+    if way != "init":
+        connect()
+    nccl: Any = ranks.nccl()
+    if dist.get_rank() == 1:
+        setattr(nccl, f"comm_{way}", lambda *arguments: (Result.SYSTEM_ERROR, nccl.new_slot()))
+    try:
+        if way == "init":
+            connect()
+        elif way == "split":
+            dist.new_group([0, 1], timeout=600)
+        elif dist.get_rank() < 2:
+            dist.shrink_group([2])
+    except dist.DistError as e:
+        return f"{type(e).__name__}: {e}"
+    finally:
+        vars(nccl).pop(f"comm_{way}", None)
+    return "nothing"
+
+
 # --- threads and teardown ---------------------------------------------------------------------------------------------
 
 
@@ -345,6 +369,98 @@ def a_thread_in_nccl(revokes: bool) -> list[str]:
         dist.destroy_process_group()
     del nccl.comm_abort
     return log
+
+
+@contextmanager
+def recorded_log() -> Iterator[list[str]]:
+    """The messages of unicoll's log."""
+    recorder, log = _Recorder(), logging.getLogger("unicoll")
+    log.addHandler(recorder)
+    log.propagate = False
+    try:
+        yield recorder.messages
+    finally:
+        log.removeHandler(recorder)
+        log.propagate = True
+
+
+def destroyed_with_work_in_flight() -> list[Any]:
+    """The result of an operation behind a kernel that ends once the group's destruction has warned, and the log."""
+    connect()
+    supervision._WARNING_S = 0.05
+    x = arrays.full(2, 1.0 + dist.get_rank())
+    finish = busy(arrays.current_stream())
+    dist.all_reduce(x)
+    with recorded_log() as messages:
+        thread = threading.Thread(target=lambda: (await_true(lambda: messages), finish()))
+        thread.start()
+        dist.destroy_process_group()
+        thread.join()
+    return [x.numpy().tolist(), *messages]
+
+
+def destroyed_before_a_deadline() -> str:
+    """The error of a group that is destroyed before the deadline of an operation that one rank does not call."""
+    connect()
+    if dist.get_rank() == 0:
+        dist.all_reduce(arrays.full(2, 1.0), timeout=0.5)
+        try:
+            dist.destroy_process_group()
+        except dist.OperationTimeoutError as e:
+            return str(e)
+    return ""
+
+
+def stopped_behind_a_kernel() -> list[str]:
+    """NCCL's calls when a group fails whose operation is behind a kernel that lasts longer than NCCL may take."""
+    connect()
+    communicator.END_S = supervision.END_S = 0.2
+    nccl: Any = ranks.nccl()
+    calls: list[str] = []
+
+    def noting(name: str) -> Callable[[int], int]:
+        inner = getattr(nccl, name)
+
+        def call(comm: int) -> int:
+            calls.append(f"{name} begins")
+            code: int = inner(comm)
+            calls.append(f"{name} ends")
+            return code
+
+        return call
+
+    nccl.comm_revoke, nccl.comm_abort = noting("comm_revoke"), noting("comm_abort")
+    finish = busy(arrays.current_stream())
+    work = dist.all_reduce(arrays.full(2, 1.0), async_op=True, timeout=0.2)
+    assert work is not None
+    with recorded_log() as messages:
+        try:
+            work.synchronize()
+        except dist.OperationTimeoutError:
+            calls.append("timed out")
+        dist.destroy_process_group()
+        assert any("stopping NCCL's communicator" in message for message in messages), messages
+        finish()
+        await_true(lambda: "comm_revoke ends" in calls)
+    del nccl.comm_revoke, nccl.comm_abort
+    for comm in list(nccl._comms):
+        nccl.comm_abort(comm)
+    return calls
+
+
+def ended_with_a_graph(exiting: bool) -> list[str]:
+    """The log when a job ends while a graph that has recorded an operation exists."""
+    connect()
+    communicator.END_S = supervision.END_S = 0.2
+    sim = ranks.simulation()
+    stream = arrays.Stream()
+    with stream, sim.capture(stream.ptr) as graphs:
+        dist.all_reduce(arrays.full(2, 1.0))
+    with recorded_log() as messages:
+        world.leave(SystemExit() if exiting else None)
+        found = list(messages)
+    graphs[0].destroy()
+    return found
 
 
 def swept_in_nccl() -> bool:

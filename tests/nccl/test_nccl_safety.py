@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -93,6 +94,22 @@ def test_the_death_of_any_member_ends_a_split(blocking: bool) -> None:
             assert outcome.failure.fields["rank"] == 3
 
 
+@pytest.mark.parametrize(
+    ("way", "doing"), [("init", "connecting"), ("split", "splitting"), ("shrink", "shrinking")]
+)
+def test_a_rank_that_cannot_connect_is_named_on_all(way: str, doing: str) -> None:
+    """At once, and no thread stays in NCCL."""
+    with joined(3, SimulatedJob, backend="nccl", bound=way != "init") as job:
+        job.call(jobs.with_an_error_on_rank_1, way)
+        first, second, third = job.results()
+        assert second.startswith("DistNetworkError: ncclComm")
+        said = rf"GroupAbortedError: rank 1 \(.*\) failed while {doing} group '.*': {re.escape(second)}"
+        assert re.fullmatch(said, first), first
+        assert third == ("nothing" if way == "shrink" else first)
+        job.call(leave)
+        assert job.results() == [[]] * 3
+
+
 def test_a_first_message_warns_of_missing_members() -> None:
     with joined(3, SimulatedJob) as job:
         job.call(jobs.a_first_message_between_two_of_three)
@@ -133,6 +150,40 @@ def test_an_old_nccl_is_aborted_while_a_thread_is_in_it() -> None:
         job.call(jobs.a_thread_in_nccl, False)
         for log in job.results():
             assert log == ["in", "abort", "out", "OperationTimeoutError"]
+
+
+def test_a_destroyed_group_waits_for_its_operations() -> None:
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.destroyed_with_work_in_flight)
+        for result, warning in job.results():
+            assert result == [3.0, 3.0]
+            assert re.fullmatch(r"destroying group '\w+' waits for all_reduce\(.*\) #\d+", warning), warning
+
+
+def test_the_deadline_of_an_operation_ends_the_wait_of_a_destroyed_group_with_an_error() -> None:
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.destroyed_before_a_deadline)
+        first, second = job.results()
+        assert "timed out after 0.5 s; arrived: rank 0; missing: rank 1" in first
+        assert second == ""
+
+
+def test_nothing_is_called_while_nccl_has_not_stopped() -> None:
+    """A communicator that is aborted meanwhile would be freed."""
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.stopped_behind_a_kernel)
+        for calls in job.results():
+            assert sorted(calls) == ["comm_revoke begins", "comm_revoke ends", "timed out"]
+
+
+@pytest.mark.parametrize("exiting", [True, False])
+def test_a_live_graph_does_not_delay_the_exit(exiting: bool) -> None:
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.ended_with_a_graph, exiting)
+        for messages in job.results():
+            hint = [m for m in messages if m.startswith("CUDA graphs with operations of group")]
+            assert len(hint) == (not exiting)
+            assert len(messages) == (0 if exiting else 2), messages
 
 
 def test_a_call_that_the_watchdog_has_seen_in_nccl_is_not_kept() -> None:

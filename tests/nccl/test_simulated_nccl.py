@@ -18,6 +18,7 @@ from tests.simulated_nccl.arrays import Array
 from tests.simulated_nccl.communicators import Communicator
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.nccl import Result, SimulatedNccl
+from tests.simulated_nccl.streams import LATER, Op
 from unicoll.arrays.cuda import CudaError
 from unicoll.backend.options import CallOptions
 
@@ -528,6 +529,40 @@ def test_an_abort_can_hang(world: Callable[..., World]) -> None:
     w.nccl.hang_aborts.clear()
     thread.join(PATIENCE_S)
     assert w.nccl.communicators == []
+
+
+@pytest.mark.parametrize("call", ["comm_revoke", "comm_abort"])
+def test_a_stopped_kernel_stays_behind_what_is_before_it(world: Callable[..., World], call: str) -> None:
+    w = world(1, blocking=True)
+    before = w.sim.scheduler.put(w.sim.cuda.stream(w.streams[0]), Op("kernel", lambda op: LATER))
+    w.all_reduce(w.arrays([1.0]))
+    thread = threading.Thread(target=getattr(w.nccl, call), args=(w.comms[0],))
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    w.sim.scheduler.finish(before)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("revoked", [False, True])
+def test_an_abort_waits_for_graphs_unless_the_communicator_is_revoked(
+    world: Callable[..., World], revoked: bool
+) -> None:
+    w = world(1, blocking=True)
+    (x,) = w.arrays([1.0])
+    w.sim.synchronize()
+    with w.sim.capture(w.streams[0]) as graphs:
+        w.all_reduce([x])
+    if revoked:
+        assert w.nccl.comm_revoke(w.comms[0]) == SUCCESS
+    thread = threading.Thread(target=w.nccl.comm_abort, args=(w.comms[0],))
+    thread.start()
+    thread.join(PATIENCE_S if revoked else 0.05)
+    assert thread.is_alive() != revoked
+    graphs[0].destroy()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
 
 
 def test_a_departed_rank_is_a_hang_or_a_remote_error(world: Callable[..., World]) -> None:

@@ -121,6 +121,7 @@ class Communicator:
         self._pending: list[list[Task]] = []
         self._turn = 0
         self._splits: dict[int, Callable[[str, list[int]], None]] = {}
+        self._child: Communicator | None = None
         self._barriers: set[int] = set()
         self._signals: Counter[int] = Counter()
         self._waiting: list[tuple[Op, Counter[int]]] = []
@@ -141,6 +142,7 @@ class Communicator:
         self, child: Communicator | None, color: int | None, key: int, made: Callable[[], None]
     ) -> None:
         """Take part in a split; once all ranks have called it, ``made`` is called and the child connects."""
+        self._child = child
 
         def agreed(new_key: str, ranks: list[int]) -> None:
             if child is not None:
@@ -156,6 +158,7 @@ class Communicator:
     def shrink(self, child: Communicator, survivors: list[int], made: Callable[[], None]) -> None:
         """The survivors' communicator, without messages from the others; ``made`` is called at the next poll."""
         self._turn += 1
+        self._child = child
         self.error = SUCCESS
         self.defer(made)
         child.size, child.rank = len(survivors), survivors.index(self.rank)
@@ -194,8 +197,10 @@ class Communicator:
             self._channel.send(message)
 
     def stop(self) -> None:
-        """End running and queued kernels, with garbage for results."""
+        """End running and queued kernels, with garbage for results, and the connecting of a child."""
         scheduler = self.machine.scheduler
+        if self._child is not None and not self._child._ready:
+            self._child.stop()
         with scheduler.changed:
             self._pending.clear()
             self._stopped += 1
@@ -215,7 +220,19 @@ class Communicator:
         """Stop; from now on the communicator can only be split, shrunk and destroyed."""
         self.stop()
         self.revoked = True
-        self.defer(lambda: None)
+        if self.config.blocking:
+            self.await_work("ncclCommRevoke")
+
+    def await_work(self, call: str) -> None:
+        """Block the host until its kernels have left the streams; stopped ones do so behind what is before them."""
+        for op in self.unfinished():
+            self.machine.scheduler.wait_for(op, f"{op}", call)
+
+    def await_graphs(self) -> None:
+        """Block the host until no graph has kernels of the communicator."""
+        with self.machine.scheduler.changed:
+            while self.graphs:
+                self.machine.scheduler.changed.wait()
 
     def add_registration(self, registrations: dict[int, Range], handle: int, memory: Range) -> None:
         """Add a window or buffer."""
@@ -266,7 +283,7 @@ class Communicator:
             if self.error != SUCCESS:
                 return self.error
             if not self.busy:
-                if self.finalizing and (work := self.unfinished()):
+                if (self.finalizing or self.revoked) and (work := self.unfinished()):
                     scheduler.request(work[-1])
                     return IN_PROGRESS
                 return SUCCESS

@@ -14,10 +14,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
-from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Config
+from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, UNIQUE_ID_BYTES, Config, HandleSlot
 from tests.simulated_nccl.calls import Refused, Slot
 from tests.simulated_nccl.communicators import Communicator, Result
 from tests.simulated_nccl.cuda import Simulation
@@ -69,12 +69,20 @@ class SimulatedNccl(OneSided):
         unique_id = secrets.token_bytes(_UNIQUE) + token + name.encode()
         return SUCCESS, unique_id.ljust(UNIQUE_ID_BYTES, b"\xff")
 
+    def new_slot(self) -> Slot:
+        return Slot()
+
     def comm_init(
-        self, size: int, unique_ids: Sequence[bytes], rank: int, config: Config
-    ) -> tuple[int, Slot]:
+        self,
+        size: int,
+        unique_ids: Sequence[bytes],
+        rank: int,
+        config: Config,
+        slot: HandleSlot | None = None,
+    ) -> tuple[int, HandleSlot]:
         if len(unique_ids) > 1:
             self._needs("ncclCommInitRankScalable")
-        slot, unique_id = Slot(), unique_ids[0]
+        slot, unique_id = slot or Slot(), unique_ids[0]
         if (
             not 0 <= rank < size
             or {len(one) for one in unique_ids} != {UNIQUE_ID_BYTES}
@@ -88,7 +96,8 @@ class SimulatedNccl(OneSided):
         comm = Communicator(self.machine, size, rank, device, config)
         self._join(comm, unique_ids)
         slot.value = self._add(comm)
-        return self._result(comm), slot
+        with self.active_calls.enter("ncclCommInitRankConfig", Kind.USE, comm):
+            return self._result(comm), slot
 
     @staticmethod
     def _join(comm: Communicator, unique_ids: Sequence[bytes]) -> None:
@@ -108,8 +117,8 @@ class SimulatedNccl(OneSided):
             if child is None:
                 parent.split(None, color, key, lambda: None)
             else:
-                parent.split(child, color, key, self._writer(slot, partial(self._add, child)))
-            return self._begun(parent, child)
+                parent.split(child, color, key, self._child_writer(child, slot))
+            return self._begun_child(parent, child, slot)
 
         return self._call_on("ncclCommSplit", Kind.USE, comm, split), slot
 
@@ -131,10 +140,23 @@ class SimulatedNccl(OneSided):
             else:
                 self._idle("ncclCommShrink without abort", parent)
             child = Communicator(self.machine, -1, -1, parent.device, config)
-            parent.shrink(child, survivors, self._writer(slot, partial(self._add, child)))
-            return self._begun(parent, child)
+            parent.shrink(child, survivors, self._child_writer(child, slot))
+            return self._begun_child(parent, child, slot)
 
         return self._call_on("ncclCommShrink", Kind.USE, comm, shrink), slot
+
+    def _child_writer(self, child: Communicator, slot: Slot) -> Callable[[], None]:
+        """A function that writes a child's handle; a blocking call writes it only when it succeeds."""
+        return (lambda: None) if child.config.blocking else self._writer(slot, partial(self._add, child))
+
+    def _begun_child(self, parent: Communicator, child: Communicator | None, slot: Slot) -> int:
+        code = self._begun(parent, child)
+        if child is not None and child.config.blocking:
+            if code == SUCCESS:
+                slot.value = self._add(child)
+            else:
+                child.leave()
+        return code
 
     def _idle(self, call: str, comm: Communicator) -> None:
         """Record a fault if a communicator has work, which the documentation forbids since the ranks may deadlock."""
@@ -160,10 +182,16 @@ class SimulatedNccl(OneSided):
         return (digest[:_UNIQUE] + token + name.encode()).ljust(UNIQUE_ID_BYTES, b"\xff")
 
     def comm_grow(
-        self, comm: int, size: int, unique_id: bytes | None, rank: int, config: Config
-    ) -> tuple[int, Slot]:
+        self,
+        comm: int,
+        size: int,
+        unique_id: bytes | None,
+        rank: int,
+        config: Config,
+        slot: HandleSlot | None = None,
+    ) -> tuple[int, HandleSlot]:
         self._needs("ncclCommGrow")
-        slot = Slot()
+        written = slot or Slot()
 
         def grow() -> int:
             device, own_rank, own_id = max(0, self._simulation.cuda.current_device()), rank, unique_id
@@ -178,10 +206,10 @@ class SimulatedNccl(OneSided):
                 raise Refused(Result.INVALID_ARGUMENT, f"rank {own_rank} of {size} joins a communicator")
             child = Communicator(self.machine, size, own_rank, device, config)
             self._join(child, [own_id])
-            slot.value = self._add(child)
+            written.value = self._add(child)
             return self._begun(child)
 
-        return self._call_on("ncclCommGrow", Kind.USE, comm, grow), slot
+        return self._call_on("ncclCommGrow", Kind.USE, comm, grow), written
 
     def comm_state(self, comm: int) -> tuple[int, int]:
         state = [SUCCESS]
@@ -201,7 +229,7 @@ class SimulatedNccl(OneSided):
                 raise Refused(Result.INVALID_ARGUMENT, "the communicator has been revoked or finalized")
             found.finalizing = True
             if found.config.blocking:
-                self._finish(found)
+                self._finish(found, "ncclCommFinalize")
                 return SUCCESS
             return IN_PROGRESS
 
@@ -214,32 +242,40 @@ class SimulatedNccl(OneSided):
                 self._simulation.scheduler.fault(
                     "a communicator was destroyed before its memory was deregistered"
                 )
-            self._finish(found)
+            self._finish(found, "ncclCommDestroy")
             found.leave()
             self._forget(comm)
             return SUCCESS
 
         return self._call_on("ncclCommDestroy", Kind.END, comm, destroy)
 
-    def _finish(self, comm: Communicator) -> None:
+    @staticmethod
+    def _finish(comm: Communicator, call: str) -> None:
         """Block the host until the work of a communicator is done, and no graph uses it."""
-        scheduler = self._simulation.scheduler
-        for op in comm.unfinished():
-            scheduler.wait_for(op, f"{op}", "destroy")
-        with scheduler.changed:
-            while comm.graphs:
-                scheduler.changed.wait()
+        comm.await_work(call)
+        comm.await_graphs()
 
     def comm_abort(self, comm: int) -> int:
-        def abort() -> int:
-            found = self._existing(comm)
+        """Stop at once; free the communicator, in a group call at its end."""
+
+        def stop() -> int:
             while self.hang_aborts.is_set():
                 threading.Event().wait(0.01)
-            found.leave()
+            self._existing(comm).leave()
+            return SUCCESS
+
+        def free() -> int:
+            found = self._existing(comm)
+            # after a revoke or a finalize NCCL waits for nothing before it frees the memory
+            if not found.revoked and not found.finalizing:
+                self._finish(found, "ncclCommAbort")
             self._forget(comm)
             return SUCCESS
 
-        return self._call_on("ncclCommAbort", Kind.END, comm, abort)
+        if self._group.depth:
+            self._group.ends.append(partial(self._call_on, "ncclCommAbort", Kind.END, comm, free))
+            return self._call_on("ncclCommAbort", Kind.QUERY, comm, stop)
+        return self._call_on("ncclCommAbort", Kind.END, comm, lambda: stop() or free())
 
     def comm_revoke(self, comm: int) -> int:
         self._needs("ncclCommRevoke")

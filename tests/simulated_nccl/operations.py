@@ -45,6 +45,7 @@ class _Group(threading.local):
 
     def __init__(self) -> None:
         self.tasks: dict[Communicator, list[Task]] = {}
+        self.ends: list[Callable[[], object]] = []  # what frees communicators
         self.calls: dict[Communicator, ExitStack] = {}
 
     def enter(self, comm: Communicator, active_calls: ActiveCalls, name: str) -> None:
@@ -88,6 +89,9 @@ class Operations(Calls):
             return error or self._call(self._launch, tasks)
         finally:
             group.leave()
+            ends, group.ends = group.ends, []
+            for end in ends:
+                end()
 
     def _launch(self, tasks: dict[Communicator, list[Task]]) -> int:
         result = SUCCESS

@@ -135,6 +135,7 @@ def complaints() -> list[str]:
     """Faults and leftovers after the rank has left the job."""
     found = [f"fault: {fault}" for fault in simulation().faults]
     found += [f"mismatch: {text}" for text in nccl().machine.mismatches]
+    found += [f"a thread in {call.call}" for call in nccl().active_calls.current]
     found += [f"communicator {comm.key} of rank {comm.rank}" for comm in nccl().communicators]
     return found + [what for what in simulation().leftovers() if what not in _own]
 

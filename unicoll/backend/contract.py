@@ -94,6 +94,7 @@ class Job:
         fake: True if there are no other processes: every group has the backend ``fake``.
         groups: the open groups, in the order in which they were created.
         hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.hooks`).
+        exiting: True once the program ends without having left the job.
     """
 
     rank: int
@@ -110,6 +111,7 @@ class Job:
     allows_pickle: bool = False
     groups: list[Any] = field(default_factory=list)
     hooks: tuple[Any, ...] = ()
+    exiting: bool = False
     _shared: dict[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -98,6 +98,15 @@ def call_failed_error(context: Context, call: Call, cause: BaseException) -> Gro
     )
 
 
+def member_failed_error(context: Context, what: str, cause: BaseException) -> GroupAbortedError:
+    """The error that the other ranks raise after ``what``, which all members do together, has failed on this one."""
+    return GroupAbortedError(
+        f"{context.who(context.rank)} failed while {what} group {context.name!r}: {_described(cause)}",
+        group=context.name,
+        rank=context.ranks[context.rank],
+    )
+
+
 def thread_failed(context: Context, cause: BaseException) -> DistError:
     """The error that all ranks of a group raise after the calling thread, which runs its operations, has failed."""
     who, thread = context.who(context.rank), threading.current_thread().name

@@ -57,7 +57,8 @@ class Membership:
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job: close the groups, the control plane and the store. ``error`` is the exception that ended the
-        program, if any."""
+        program, or SystemExit; None if the program goes on."""
+        self.job.exiting = error is not None
         with ExitStack() as cleanup:  # after an exception the rest is still closed
             cleanup.callback(log.info, "left the job")
             cleanup.callback(_close_all, self.rendezvous, self.job, error)

@@ -11,9 +11,21 @@ import numpy as np
 import unicoll as dist
 from tests.gpu.check.kits import kit
 
-__all__ = ["abort", "bound", "call_alone", "first_operation", "go_on_without", "leave_work_behind"]
+__all__ = [
+    "abort",
+    "bound",
+    "call_alone",
+    "call_behind_a_kernel",
+    "destroy_behind_a_kernel",
+    "first_operation",
+    "go_on_without",
+    "leave_a_graph_behind",
+    "leave_work_behind",
+]
 
 _COUNT = 1 << 16
+_kept: list[Any] = []
+"""What lives as long as the program."""
 
 
 def _outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
@@ -25,6 +37,25 @@ def _outcome_of(call: Callable[[], Any]) -> dict[str, Any]:
     except dist.DistError as e:
         error, message = type(e).__name__, str(e)
     return {"error": error, "message": message, "value": value, "seconds": time.monotonic() - began}
+
+
+def call_behind_a_kernel(name: str, timeout: float, seconds: float) -> dict[str, Any]:
+    """An all_reduce that begins after a kernel of some seconds."""
+    kit(name).delay(seconds)
+    return call_alone(name, timeout)
+
+
+def destroy_behind_a_kernel(name: str, seconds: float) -> dict[str, Any]:
+    """The sum of an all_reduce behind a kernel of some seconds, whose group is destroyed at once."""
+    k = kit(name)
+    group: Any = dist.new_group(list(range(dist.get_world_size())))
+    _total(name, group)
+    k.delay(seconds)
+    x = k.full(_COUNT, float(dist.get_rank() + 1))
+    dist.all_reduce(x, group=group)
+    began = time.monotonic()
+    dist.destroy_process_group(group)
+    return {"sum": float(np.asarray(k.numpy(x))[-1]), "seconds": time.monotonic() - began}
 
 
 def call_alone(name: str, timeout: float) -> dict[str, Any]:
@@ -70,6 +101,15 @@ def leave_work_behind(name: str) -> None:
         work = dist.all_reduce(k.full(_COUNT, 1.0), async_op=True)
         assert work is not None
         work.wait()
+
+
+def leave_a_graph_behind(name: str) -> None:
+    """A graph that has recorded an operation, and lives as long as the program."""
+    k = kit(name)
+    x = k.full(_COUNT, 1.0)
+    stream = k.stream()
+    k.synchronize()
+    _kept.append((x, k.capture(stream, lambda: dist.all_reduce(x))))
 
 
 def first_operation(name: str) -> dict[str, Any]:

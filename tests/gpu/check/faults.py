@@ -21,6 +21,7 @@ __all__ = ["deadline", "ending", "others"]
 
 _TIMEOUT_S = 3.0
 _UNDER_WAY_S = 0.2
+_LONG_S = 6.0
 _NEEDS_S = 2.0
 _WRITTEN = 2000
 Tell = Callable[[Any], None]
@@ -36,8 +37,15 @@ def deadline(reporter: Reporter, place: Place) -> None:
 
 
 def ending(reporter: Reporter, place: Place) -> None:
-    """Programs that end without leaving the job."""
-    _do(reporter, place, _a_program_may_end_without_leaving, _who_ends_without_leaving_is_not_lost)
+    """Programs that end without leaving the job, or leave it while operations run."""
+    _do(
+        reporter,
+        place,
+        _a_program_may_end_without_leaving,
+        _a_program_may_end_with_a_live_graph,
+        _who_ends_without_leaving_is_not_lost,
+        _a_destroyed_group_waits_for_its_operations,
+    )
 
 
 def others(reporter: Reporter, place: Place) -> None:
@@ -168,9 +176,17 @@ def _a_group_is_shrunk_without_any_fault(place: Place, name: str, tell: Tell) ->
 
 
 def _a_program_may_end_without_leaving(place: Place, name: str, tell: Tell) -> None:
+    _ends_quietly(place, name, tell, jobs.leave_work_behind)
+
+
+def _a_program_may_end_with_a_live_graph(place: Place, name: str, tell: Tell) -> None:
+    _ends_quietly(place, name, tell, jobs.leave_a_graph_behind)
+
+
+def _ends_quietly(place: Place, name: str, tell: Tell, before: Callable[[str], None]) -> None:
     with joined(place, 2, [name], fresh=True) as job:
         _warm(place, job, name)
-        called(place, job, jobs.leave_work_behind, name)
+        called(place, job, before, name)
         job.call(worker.end)
         began = time.monotonic()
         codes = job.wait_for_exit(place.patience)
@@ -208,6 +224,28 @@ def _who_ends_without_leaving_is_not_lost(place: Place, name: str, tell: Tell) -
         _leaves(place, job, value, tell, [0])
 
 
+def _a_destroyed_group_waits_for_its_operations(place: Place, name: str, tell: Tell) -> None:
+    with joined(place, 2, [name]) as job:
+        _warm(place, job, name)
+        found = called(place, job, jobs.destroy_behind_a_kernel, name, _LONG_S)
+        value = {"sums": [f["sum"] for f in found], "seconds": [f["seconds"] for f in found]}
+        tell(value)
+        assert value["sums"] == [3.0, 3.0], found
+        _leaves(place, job, value, tell)
+
+
+def _an_operation_behind_a_long_kernel_ends_at_its_deadline(place: Place, name: str, tell: Tell) -> None:
+    timeout = _timeout(place)
+    with joined(place, 2, [name]) as job:
+        _warm(place, job, name)
+        job.call(jobs.call_behind_a_kernel, name, timeout, 2 * _TIMEOUT_S)
+        values = [_value_of(job, rank, timeout, place) for rank in (0, 1)]
+        tell(values[0])
+        for value in values if not place.simulated else ():  # its kernels are short
+            _names(value, "OperationTimeoutError", "all_reduce")
+        _leaves(place, job, values[0], tell)
+
+
 def _two_ranks_on_one_device_are_refused(place: Place, name: str, tell: Tell) -> None:
     with joined(place, 2, [name], env={"UNICOLL_NCCL_SHARE_DEVICE": "0"}) as job:
         found = called(place, job, jobs.first_operation, name)
@@ -233,6 +271,7 @@ def _timeout(place: Place) -> float:
 _OTHERS: list[Check] = [
     _a_killed_rank_is_named,
     _an_abort_ends_what_is_in_flight,
+    _an_operation_behind_a_long_kernel_ends_at_its_deadline,
     _survivors_shrink_the_group_and_go_on,
     _a_group_is_shrunk_without_any_fault,
     _ranks_bound_to_their_device_connect_at_once_and_split,
