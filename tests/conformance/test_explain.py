@@ -30,7 +30,7 @@ def surroundings(**extra: str) -> dict[str, str]:
 
 def collect(processes: list[subprocess.Popen[str]]) -> list[Report]:
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=300) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -198,7 +198,7 @@ def asked(source: str, **variables: str) -> str:
         env=surroundings(**variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")

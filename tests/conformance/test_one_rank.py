@@ -47,7 +47,7 @@ def on_gpu() -> dict[str, Any]:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     if reason := asked.stdout.strip():

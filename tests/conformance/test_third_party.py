@@ -275,7 +275,7 @@ def test_every_operation_through_a_third_partys_backend(tmp_path: Path, how: str
         env=environment({"PYTHONPATH": ":".join(path)}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -320,7 +320,7 @@ def suite(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         env=environment({"PYTHONPATH": f"{ROOT}:{folder}"}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

@@ -55,7 +55,7 @@ def run(*commands: list[str], path: str = "") -> list[tuple[int, str, str]]:
         for command in commands
     ]
     try:
-        written = [process.communicate(timeout=100) for process in started]
+        written = [process.communicate(timeout=300) for process in started]
     finally:
         for process in started:
             process.kill()

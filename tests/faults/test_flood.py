@@ -15,7 +15,7 @@ from unicoll.testing.ranks import ROOT, environment
 def test_a_job_continues_in_a_flood() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "flood.py"), "--short"]
     done = subprocess.run(
-        command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120
+        command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-1] == "held"

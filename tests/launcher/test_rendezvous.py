@@ -99,11 +99,11 @@ def port() -> Iterator[int]:
 
 
 def gather(futures: list[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [future.result(timeout=60) for future in futures]
+    return [future.result(timeout=300) for future in futures]
 
 
 def errors(futures: list[Future[dict[str, Any]]]) -> list[str]:
-    return [f"{type(e).__name__}: {e}" if (e := future.exception(timeout=60)) else "" for future in futures]
+    return [f"{type(e).__name__}: {e}" if (e := future.exception(timeout=300)) else "" for future in futures]
 
 
 def assert_same_rendezvous(results: list[dict[str, Any]]) -> None:
@@ -733,7 +733,7 @@ def run_program(command: list[str], tmp_path: Path, environ: dict[str, str]) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout
@@ -822,7 +822,7 @@ def test_two_hosts(
             (tmp_path / name).mkdir()
             command = ["ip", "netns", "exec", name]
             futures.append(hosts.submit(run_program, command, tmp_path / name, common | {"RANK": str(rank)}))
-        output = "".join(future.result(timeout=120) for future in futures)
+        output = "".join(future.result(timeout=300) for future in futures)
     assert_two_ranks(output, address)
     assert output.count(" True") == (2 if secret else 0)
     assert ("is OPEN" in output) == (not secret)

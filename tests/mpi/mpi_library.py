@@ -85,7 +85,7 @@ def _find() -> tuple[Library | None, str]:
         env=os.environ | mpirun_path(path),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     ).stdout
     hydra = ("PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")

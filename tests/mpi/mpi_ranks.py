@@ -160,7 +160,7 @@ def run_alone(
         env=environment(library().variables | own | variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

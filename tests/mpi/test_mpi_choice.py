@@ -16,7 +16,7 @@ def run(source: str, **variables: str) -> str:
         env=environment({"PYTHONPATH": str(ROOT)} | variables),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, ""), ended

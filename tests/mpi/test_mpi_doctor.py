@@ -31,7 +31,7 @@ def test_alone_it_starts_mpi_in_another_process_and_reports_it() -> None:
         env=environment(library().variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.stderr == ""

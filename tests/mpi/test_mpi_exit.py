@@ -221,7 +221,7 @@ def train(command: Sequence[str], variables: dict[str, str]) -> str:
         env=environment({"PYTHONPATH": str(ROOT)} | variables),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ended.returncode == 0, ended

@@ -69,7 +69,7 @@ def test_the_gpu_check_has_a_stage_for_staged_arrays(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

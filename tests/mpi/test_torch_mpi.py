@@ -31,7 +31,7 @@ def run_program(folder: Path, options: tuple[str, ...], *program: str) -> str:
     variables = variables_for(str(folder), {"PYTHONPATH": str(ROOT)})
     assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & set(variables)
     call = command(2, options, [sys.executable, *program])
-    done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

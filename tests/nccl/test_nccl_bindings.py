@@ -691,7 +691,7 @@ def ask(program: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", opening + program],
         cwd=ROOT,
-        timeout=60,
+        timeout=300,
         check=False,
         capture_output=True,
         text=True,

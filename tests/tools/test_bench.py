@@ -50,7 +50,7 @@ def bench(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -752,7 +752,7 @@ def test_point_to_point_under_our_launcher() -> None:
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -897,7 +897,7 @@ def test_the_plot(tmp_path: Path) -> None:
         input=json.dumps(drawable()),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -57,7 +57,7 @@ def run(modules: Path, *command: str, **variables: str) -> subprocess.CompletedP
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
@@ -583,7 +583,7 @@ def test_ranks_with_torchruns_variables(modules: Path, port: int) -> None:
         )
         for rank in "01"
     ]
-    (out, err), (other_out, other_err) = (process.communicate(timeout=120) for process in started)
+    (out, err), (other_out, other_err) = (process.communicate(timeout=300) for process in started)
     assert (err, other_out, other_err) == ("", "", "")
     report = json.loads(out)
     assert "torchrun: 2 ranks, 2 on this host" in report["sections"]["environment"]["lines"]

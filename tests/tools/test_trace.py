@@ -91,7 +91,7 @@ def sentence(directory: Path) -> str:
 def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "unicoll.trace", *arguments]
     variables = environment({"PYTHONPATH": str(ROOT)})
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
 
 
 GOOD = [call(seq) for seq in range(1, 17)]
@@ -299,7 +299,7 @@ def test_output_that_the_reader_or_the_encoding_does_not_take(tmp_path: Path) ->
         command = [sys.executable, "-m", "unicoll.trace", str(tmp_path)]
         variables = environment({"PYTHONPATH": str(ROOT)})
         ended = subprocess.run(
-            command, env=variables, stdout=closed, stderr=subprocess.PIPE, timeout=60, check=False
+            command, env=variables, stdout=closed, stderr=subprocess.PIPE, timeout=300, check=False
         )
     assert (ended.returncode, ended.stderr) == (0, b"")
 

@@ -197,7 +197,9 @@ def test_compressed_calls_of_a_dry_run() -> None:
 
 def _run(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "error", "-m", "unicoll.trace.summary", *args]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def test_a_program_is_run_unchanged(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def analysed(directory: Path, *options: str) -> str:
     """What torchfrtrace prints about the dumps."""
     program = "import sys; from torch.distributed.flight_recorder.fr_trace import main; main(sys.argv[1:])"
     command = [sys.executable, "-c", program, str(directory), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 

@@ -35,7 +35,7 @@ def launched(
     with reserved_port() as port:
         torchrun = ["--master-port", str(port)] if launcher is TORCHRUN else []
         call = [sys.executable, *launcher, "2", *torchrun, str(program), *words]
-        done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(call, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert code is None or done.returncode == code, done.stdout + done.stderr
     return sorted(done.stdout.splitlines()), done.stderr
 
@@ -142,7 +142,12 @@ def test_examples(launcher: list[str], example: str) -> None:
 def test_the_error_without_a_launcher_names_the_remedy() -> None:
     env = environment({"PYTHONPATH": str(ROOT)})
     done = subprocess.run(
-        [sys.executable, PROGRAM, "unicoll"], env=env, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, PROGRAM, "unicoll"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 1
     assert "no launcher was recognised" in done.stderr

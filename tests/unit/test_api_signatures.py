@@ -331,7 +331,7 @@ def test_generated_functions_and_methods_are_those_of_the_table():
         cwd=Path(unicoll.__file__).parent.parent,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

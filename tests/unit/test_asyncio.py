@@ -22,7 +22,7 @@ def test_awaiting(name: str) -> None:
         env=environment({"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error"}),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -45,7 +45,7 @@ time.sleep(0.5)
 print(joined)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
     )
     return int(done.stdout)
 

@@ -71,7 +71,7 @@ def test_frames_of_running_threads() -> None:
         [sys.executable, "-X", "faulthandler", "-c", PROGRAM],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
