@@ -45,7 +45,6 @@ class Communicator:
 
     Attributes:
         handle: ncclComm_t; 0 once the communicator has ended.
-        abandoned: True if NCCL did not stop or end the communicator in time.
         teardown_threads: threads for calls of NCCL that may never return.
         scratch: address of device memory for barriers.
     """
@@ -68,7 +67,8 @@ class Communicator:
         self.device = device
         self.rank, self.size = context.rank, context.size
         self.scratch = 0
-        self.abandoned = False
+        self._returned = threading.Event()  # set unless a thread stops or ends the communicator
+        self._returned.set()
         self._left_behind: list[threading.Thread] = []
         self._check = check
         self.teardown_threads: TeardownThreads = context.job.shared("nccl-teardown", TeardownThreads)
@@ -286,9 +286,8 @@ class Communicator:
     def _finish(self) -> None:
         self._destroy_premul_ops()
         code = self._await_end_of(self.nccl.comm_finalize(self.handle))
-        if code != IN_PROGRESS:
-            end = self.nccl.comm_destroy if code == SUCCESS else self.nccl.comm_abort
-            end(self._take_handle())
+        end = self.nccl.comm_destroy if code == SUCCESS else self.nccl.comm_abort
+        end(self._take_handle())
 
     def stop(self, lock: threading.RLock) -> bool:
         """End all operations, also of a thread in NCCL, which holds ``lock``; False if NCCL did not return in time.
@@ -338,9 +337,9 @@ class Communicator:
             thread.join()
 
     def _await_end_of(self, code: int) -> int:
-        """The code with which a call of NCCL ends that has returned ``code``, unless its thread is abandoned."""
+        """The code with which a call of NCCL ends that has returned ``code``."""
         polls = backoff()
-        while code == IN_PROGRESS and not self.abandoned:
+        while code == IN_PROGRESS:
             next(polls)
             code = self.state()
         return code
@@ -348,19 +347,21 @@ class Communicator:
     def _bounded(self, function: Callable[[], object], what: str) -> bool:
         """Call a function on a thread that may be abandoned, since NCCL can hang; False if it has not returned.
 
-        The next call has no effect then: an abort frees what the abandoned thread uses.
+        The next call waits for its end, and has no effect without it: an abort frees what the thread uses.
         """
 
         def run() -> None:
             self.cuda.set_device(self.device)
             function()
 
-        if not self.abandoned and not self.teardown_threads.start(run).wait(END_S):
-            self.abandoned = True
+        if not self._returned.wait(END_S):
+            return False
+        self._returned = self.teardown_threads.start(run)
+        if not self._returned.wait(END_S):
             logs.logger("nccl").error(
                 "%s NCCL's communicator of group %r did not return in %.0f s; its thread is abandoned",
                 what,
                 self.context.name,
                 END_S,
             )
-        return not self.abandoned
+        return self._returned.is_set()

@@ -411,11 +411,15 @@ def destroyed_before_a_deadline() -> str:
     return ""
 
 
-def stopped_behind_a_kernel() -> list[str]:
-    """NCCL's calls when a group fails whose operation is behind a kernel that lasts longer than NCCL may take."""
+def stopped_behind_a_kernel(ends_before: bool) -> list[str]:
+    """NCCL's calls when a group fails whose operation is behind a kernel that lasts longer than NCCL may take.
+
+    The kernel ends before the group is destroyed, or afterwards.
+    """
     connect()
     communicator.END_S = supervision.END_S = 0.2
     nccl: Any = ranks.nccl()
+    comm = resources_of().comm
     calls: list[str] = []
 
     def noting(name: str) -> Callable[[int], int]:
@@ -438,13 +442,15 @@ def stopped_behind_a_kernel() -> list[str]:
             work.synchronize()
         except dist.OperationTimeoutError:
             calls.append("timed out")
-        dist.destroy_process_group()
-        assert any("stopping NCCL's communicator" in message for message in messages), messages
+        await_true(lambda: any("stopping NCCL's communicator" in message for message in messages))
+        if not ends_before:
+            dist.destroy_process_group()
         finish()
         await_true(lambda: "comm_revoke ends" in calls)
+        await_true(comm._returned.is_set)
+        if ends_before:
+            dist.destroy_process_group()
     del nccl.comm_revoke, nccl.comm_abort
-    for comm in list(nccl._comms):
-        nccl.comm_abort(comm)
     return calls
 
 

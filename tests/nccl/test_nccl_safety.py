@@ -171,9 +171,19 @@ def test_the_deadline_of_an_operation_ends_the_wait_of_a_destroyed_group_with_an
 def test_nothing_is_called_while_nccl_has_not_stopped() -> None:
     """A communicator that is aborted meanwhile would be freed."""
     with joined(2, SimulatedJob) as job:
-        job.call(jobs.stopped_behind_a_kernel)
+        job.call(jobs.stopped_behind_a_kernel, False)
         for calls in job.results():
             assert sorted(calls) == ["comm_revoke begins", "comm_revoke ends", "timed out"]
+
+
+def test_a_communicator_is_aborted_when_nccl_has_stopped_late() -> None:
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.stopped_behind_a_kernel, True)
+        for calls in job.results():
+            stopped = ["comm_revoke begins", "comm_revoke ends", "timed out"]
+            assert sorted(calls) == ["comm_abort begins", "comm_abort ends", *stopped]
+        job.call(leave)
+        assert job.results() == [[]] * 2
 
 
 @pytest.mark.parametrize("exiting", [True, False])
