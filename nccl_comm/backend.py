@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from nccl_comm.call_options import check_algorithm, check_options
-from nccl_comm.communicators import growth
+from nccl_comm.communicators import resizing
 from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.communicators.devices import bound_device
 from nccl_comm.communicators.factory import CommunicatorFactory
@@ -168,20 +168,18 @@ class NCCLBackend(Backend):
     def shrink(self, context: Context, excluded: Sequence[int]) -> NCCLBackend:
         self.supervision.await_abort()
         made = NCCLBackend(context, connect=False)
-        if self.resources is not None:  # else it connects at its first operation
-            with on_device(self.cuda, self.resources.device):
-                made._connect_shrunk(self.resources.comm, excluded, self._origin)
+        deadline = time.monotonic() + context.timeout
+        parent = self.resources.comm if self.resources is not None else None
+        with made.supervision.failing_group("shrinking"):
+            decision = resizing.decide_shrink(context, parent, deadline)
+            if parent is not None and decision == resizing.RESIZE:
+                with on_device(self.cuda, parent.device):
+                    made._adopt(made._factory.shrink(parent, excluded, deadline))
+                made._origin = self._origin
+        if parent is not None and decision == resizing.RECONNECT:
+            made._connect(parent.device, deadline)
+        made.can_split = decision != resizing.LAZY
         return made
-
-    def _connect_shrunk(self, parent: Communicator, excluded: Sequence[int], origin: Context) -> None:
-        deadline = time.monotonic() + self.context.timeout
-        if parent.handle and self.nccl.has("ncclCommShrink"):
-            with self.supervision.failing_group("shrinking"):
-                self._adopt(self._factory.shrink(parent, excluded, deadline))
-            self._origin = origin
-        else:
-            self._connect(parent.device, deadline)
-        self.can_split = True
 
     def grow(self, context: Context) -> NCCLBackend:
         made = NCCLBackend(context, connect=False)
@@ -192,7 +190,7 @@ class NCCLBackend(Backend):
             if self.resources is not None:
                 parent = self.resources.comm
                 self.supervision.await_idle("growing", context.timeout)
-            decision = growth.decide_growth(context, parent)
+            decision = resizing.decide_growth(context, parent)
             if parent is not None:
                 made._connect_grown(decision, parent.device, deadline, parent)
         return made
@@ -201,16 +199,16 @@ class NCCLBackend(Backend):
     def join_grown(cls, context: Context) -> NCCLBackend:
         made = cls(context, connect=False)
         deadline = time.monotonic() + context.timeout
-        decision = growth.await_growth(context, deadline)
-        if decision != growth.LAZY:
-            device = growth.device_of_new_rank(context, made.cuda)
+        decision = resizing.await_growth(context, deadline)
+        if decision != resizing.LAZY:
+            device = resizing.device_of_new_rank(context, made.cuda)
             made._connect_grown(decision, device, deadline, None)
         return made
 
     def _connect_grown(
         self, decision: str, device: int, deadline: float, parent: Communicator | None
     ) -> None:
-        if decision == growth.GROW:
+        if decision == resizing.RESIZE:
             with on_device(self.cuda, device), self.supervision.failing_group("growing"):
                 self._adopt(self._factory.grow(parent, device, deadline))
         else:

@@ -268,6 +268,30 @@ def with_an_error_on_rank_1(way: str) -> str:
     return "nothing"
 
 
+def shrunk_after_an_error(failing: int) -> list[Any]:
+    """The sum over the ranks that remain after NCCL has reported an error to some of them; the calls of shrink."""
+    connect()
+    nccl: Any = ranks.nccl()
+    me, shrink, calls = dist.get_rank(), nccl.comm_shrink, []
+
+    def counting(*arguments: Any) -> Any:
+        calls.append("shrink")
+        return shrink(*arguments)
+
+    nccl.comm_shrink = counting
+    if me < failing:
+        nccl.inject(Result.REMOTE_ERROR)
+    if failing:
+        await_true(lambda: backend_of()._state.error is not None)
+    if me == 2:
+        return []
+    group = dist.shrink_group([2])
+    x = arrays.full(2, me + 1.0)
+    dist.all_reduce(x, group=group)
+    del nccl.comm_shrink
+    return [x.numpy().tolist(), calls]
+
+
 # --- threads and teardown ---------------------------------------------------------------------------------------------
 
 

@@ -91,7 +91,6 @@ def reported_by_nccl_first(victim: int) -> str:
     connect()
     dist.barrier()
     nccl = ranks.nccl()
-    nccl.machine.remote_errors = True
     if dist.get_rank() == victim:
         nccl.vanish()
         time.sleep(_OVERLAP_S)

@@ -110,6 +110,14 @@ def test_a_rank_that_cannot_connect_is_named_on_all(way: str, doing: str) -> Non
         assert job.results() == [[]] * 3
 
 
+@pytest.mark.parametrize(("failing", "calls"), [(0, ["shrink"]), (1, []), (3, [])])
+def test_nccl_shrinks_a_communicator_without_an_error(failing: int, calls: list[str]) -> None:
+    """With an error on any rank all make a new one."""
+    with joined(3, SimulatedJob) as job:
+        job.call(jobs.shrunk_after_an_error, failing)
+        assert job.results() == [[[3.0, 3.0], calls], [[3.0, 3.0], calls], []]
+
+
 def test_a_first_message_warns_of_missing_members() -> None:
     with joined(3, SimulatedJob) as job:
         job.call(jobs.a_first_message_between_two_of_three)

@@ -568,14 +568,12 @@ def test_an_abort_waits_for_graphs_unless_the_communicator_is_revoked(
 def test_a_departed_rank_is_a_hang_or_a_remote_error(world: Callable[..., World]) -> None:
     w = world(3)
     died = w.made(2)
-    w.nccl.machine.remote_errors = True
     w.nccl.network.call(died._channel.close)  # type: ignore[union-attr]
     eventually(lambda: [w.made(r).poll() for r in range(2)] == [Result.REMOTE_ERROR] * 2)
 
 
 def test_nccl_may_report_a_death_before_it_happens(world: Callable[..., World]) -> None:
     w = world(1)
-    w.nccl.machine.remote_errors = True
     w.nccl.vanish()
     eventually(lambda: w.made(0).poll() == Result.REMOTE_ERROR)
 

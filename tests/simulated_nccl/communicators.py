@@ -67,7 +67,8 @@ class Machine:
     Attributes:
         mute: True if this rank sends no messages.
         stuck: while set, operations do not return, or stay in progress.
-        remote_errors: True if the death of a rank becomes an asynchronous error on the others.
+        remote_errors: True if the death of a rank becomes an asynchronous error on the others, unless they have
+            revoked the communicator before: NCCL's proxy threads notice it only while they have work.
         mismatches: reports of operations that do not match.
     """
 
@@ -77,7 +78,7 @@ class Machine:
         self.network = network
         self.mute = False
         self.stuck = threading.Event()
-        self.remote_errors = False
+        self.remote_errors = True
         self.mismatches: list[str] = []
 
 
@@ -159,7 +160,6 @@ class Communicator:
         """The survivors' communicator, without messages from the others; ``made`` is called at the next poll."""
         self._turn += 1
         self._child = child
-        self.error = SUCCESS
         self.defer(made)
         child.size, child.rank = len(survivors), survivors.index(self.rank)
         names = ",".join(map(str, survivors))
@@ -409,7 +409,7 @@ class Communicator:
                 self.machine.mismatches.append(message[1])
             elif kind == "refused":
                 self.error = Result.INVALID_ARGUMENT
-            elif kind == "gone" and self.machine.remote_errors:
+            elif kind == "gone" and self.machine.remote_errors and not self.revoked:
                 self.error = Result.REMOTE_ERROR
             self.machine.scheduler.changed.notify_all()
 

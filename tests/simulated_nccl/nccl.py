@@ -39,8 +39,8 @@ class SimulatedNccl(OneSided):
         prompt: whether non-blocking communicators launch kernels at once, and not only when they are polled.
 
     Attributes:
-        machine: with ``mute`` this rank takes part in nothing; with ``remote_errors`` the death of a rank becomes the
-            asynchronous error "remote error" on the others, which otherwise hang; while ``stuck`` is set operations
+        machine: with ``mute`` this rank takes part in nothing; without ``remote_errors`` the death of a rank does not
+            become the asynchronous error "remote error" on the others, and they hang; while ``stuck`` is set operations
             do not return, or stay in progress, as if NCCL waited within them for a missing rank; ``mismatches`` lists
             operations that differ between ranks.
         hang_aborts: while set, ncclCommAbort does not return.
@@ -130,6 +130,8 @@ class SimulatedNccl(OneSided):
 
         def shrink() -> int:
             parent = self._existing(comm) if abort else self._usable(comm)
+            if parent.error != SUCCESS:  # NCCL never resets it, and checks it with the abort flag, too
+                raise Refused(parent.error, "the communicator has an asynchronous error")
             survivors = [r for r in range(parent.size) if r not in set(excluded)]
             if parent.rank in excluded or len(survivors) == parent.size:
                 raise Refused(Result.INVALID_ARGUMENT, f"rank {parent.rank} excludes {list(excluded)}")
