@@ -27,7 +27,7 @@ from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import PendingWork
 from nccl_comm.library import locate
 from nccl_comm.library.interface import Config, Nccl
-from nccl_comm.library.types import native_reduction
+from nccl_comm.library.types import FP8_CAPABILITY, native_reduction
 from nccl_comm.memory.one_sided import check_one_sided, no_window
 from nccl_comm.memory.registered_memory import RegisteredMemory, regions_of
 from nccl_comm.memory.symmetric import DeviceArray
@@ -43,7 +43,7 @@ from unicoll.backend import Backend, Call, Caps, Context, OneSidedCall
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import CallOptions, Options, as_options
 from unicoll.backend.work import Completion
-from unicoll.errors import DistArgumentError
+from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.net import logs
 
 log = logs.logger("nccl")
@@ -315,7 +315,22 @@ class NCCLBackend(Backend):
             self._state.check()  # the group may have failed while there was no communicator to abort
         if buffers and buffers[0].device.index != resources.device:
             raise self._other_device(resources, call.op.name, buffers[0].device.index)
+        if resources.least_capability < FP8_CAPABILITY and call.reduce is not None:
+            self._refuse_reduction(resources, call, buffers[0].dtype, call.reduce)
         return resources
+
+    def _refuse_reduction(
+        self, resources: GroupResources, call: Call, dtype: DType, reduction: Reduction
+    ) -> None:
+        """Refuse the reductions that NCCL lacks on devices of the group's least capability."""
+        least = resources.least_capability
+        if native_reduction(dtype, reduction, self.nccl.version, least) is None:
+            member = resources.comm.capabilities.index(least)
+            raise DistTypeError(
+                f"{call.op.name}: NCCL reduces {dtype} on devices of compute capability 9.0 or later; that of"
+                f" {self.context.who(member)} has {least[0]}.{least[1]}",
+                op=call.op.name,
+            )
 
     def _other_device(self, resources: GroupResources, name: str, device: int | None) -> DistArgumentError:
         return DistArgumentError(

@@ -28,6 +28,7 @@ class GroupResources:
 
     Attributes:
         device: ordinal of the device.
+        least_capability: the least compute capability of the members' devices.
         device_lock: held by a thread that issues operations on the device.
         stream: the group's own stream, for asynchronous operations.
         streams: order between streams.
@@ -47,6 +48,7 @@ class GroupResources:
         cuda, device = comm.cuda, comm.device
         self.comm = comm
         self.device = device
+        self.least_capability = min(comm.capabilities)
         self.device_lock = _device_locks[device]
         self.stream = cuda.create_stream(device, high_priority=high_priority)
         comm.scratch = cuda.allocate(device, SCRATCH_BYTES)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
 from nccl_comm.communicators.teardown import END_S, TeardownThreads
+from nccl_comm.communicators.unique_id import Capability
 from nccl_comm.library.errors import error_for
 from nccl_comm.library.interface import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
 from nccl_comm.library.types import factor_bytes
@@ -45,6 +46,7 @@ class Communicator:
 
     Attributes:
         handle: ncclComm_t; 0 once the communicator has ended.
+        capabilities: compute capability of each member's device, in group order.
         teardown_threads: threads for calls of NCCL that may never return.
         scratch: address of device memory for barriers.
     """
@@ -66,6 +68,7 @@ class Communicator:
         self.cuda = cuda
         self.device = device
         self.rank, self.size = context.rank, context.size
+        self.capabilities: Sequence[Capability] = ()
         self.scratch = 0
         self._returned = threading.Event()  # set unless a thread stops or ends the communicator
         self._returned.set()

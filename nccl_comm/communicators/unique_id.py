@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from nccl_comm.communicators.agreement import (
     Purpose,
@@ -32,6 +32,7 @@ SHARING = "UNICOLL_NCCL_SHARE_DEVICE"
 RANKS_PER_ROOT = "UNICOLL_NCCL_RANKS_PER_ROOT"
 """Ranks per id if NCCL takes several ids; its documentation and torch recommend 128."""
 MakeId = Callable[[], tuple[int, bytes]]
+Capability = tuple[int, int]
 STARTING = Purpose(
     "starting NCCL",
     "start NCCL",
@@ -40,9 +41,21 @@ STARTING = Purpose(
 )
 
 
+class Start(NamedTuple):
+    """What the members of a group start NCCL with.
+
+    Attributes:
+        ids: NCCL's unique ids.
+        capabilities: compute capability of each member's device, in group order.
+    """
+
+    ids: list[bytes]
+    capabilities: list[Capability]
+
+
 def exchange_ids(
     context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float, make_id: MakeId | None = None
-) -> list[bytes]:
+) -> Start:
     """NCCL's unique ids of a group; every member calls this, with its device.
 
     If NCCL takes several ids, there is one for every ``UNICOLL_NCCL_RANKS_PER_ROOT`` ranks: these ranks connect first
@@ -57,11 +70,13 @@ def exchange_ids(
     """
     prefix = f"nccl/{context.name}"
     store = context.job.store
+    own = cuda.facts(device)
     facts = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": device,
-        "uuid": cuda.facts(device).uuid,
+        "uuid": own.uuid,
+        "capability": own.capability,
     }
     if os.environ.get("NCCL_HOSTID"):
         facts["hostid"] = os.environ["NCCL_HOSTID"]
@@ -77,7 +92,8 @@ def exchange_ids(
     if keys:
         await_keys(context, list(keys), STARTING, deadline, keys)
         made += (result_or_raise(context, json.loads(text)) for text in store.multi_get(list(keys)))
-    return [bytes.fromhex(one) for one in made]
+    capabilities = [(major, minor) for major, minor in answer["capabilities"]]
+    return Start([bytes.fromhex(one) for one in made], capabilities)
 
 
 def roots(size: int, count: int) -> list[int]:
@@ -100,12 +116,16 @@ def member_facts(context: Context, timeout: float) -> list[dict[str, Any]]:
 def _choose_roots(
     context: Context, nccl: Nccl, make_id: MakeId | None, facts: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Rank 0's answer to all members: the first id and the number of ids."""
+    """Rank 0's answer to all members: the first id, the number of ids, and the members' compute capabilities."""
     if not environment.flag(SHARING):
         _refuse_sharing(context, facts)
     several = make_id is None and nccl.has("ncclCommInitRankScalable")
     share = environment.number(RANKS_PER_ROOT) if several else context.size
-    return {"id": _new_id(context, nccl, make_id), "roots": -(-context.size // share)}
+    return {
+        "id": _new_id(context, nccl, make_id),
+        "roots": -(-context.size // share),
+        "capabilities": [fact["capability"] for fact in facts],
+    }
 
 
 def _new_id(context: Context, nccl: Nccl, make_id: MakeId | None = None) -> str:

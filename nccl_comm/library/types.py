@@ -19,6 +19,8 @@ from unicoll.arrays.types import DType, Reduction
 BYTES = interface.DATA_TYPES["int8"]
 FP8_VERSION = 22400
 """The first version with the 8-bit floating types (2.24)."""
+FP8_CAPABILITY = (9, 0)
+"""The least compute capability of a group's devices with which NCCL reduces them."""
 _PREMUL = -1
 """Placeholder of an operation that is created with the call's factor."""
 
@@ -62,8 +64,10 @@ class NativeReduction(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def native_reduction(dtype: DType, reduction: Reduction, version: int) -> NativeReduction | None:
-    """The reduction in NCCL of a version, or None if it has none."""
+def native_reduction(
+    dtype: DType, reduction: Reduction, version: int, capability: tuple[int, int] = FP8_CAPABILITY
+) -> NativeReduction | None:
+    """The reduction in NCCL of a version, on devices with this compute capability at least, or None."""
     name = dtype.name
     if dtype.kind == "b":
         op = _BOOL.get(reduction.name)
@@ -76,7 +80,7 @@ def native_reduction(dtype: DType, reduction: Reduction, version: int) -> Native
     op, code = _PLAIN.get(reduction.name), interface.DATA_TYPES.get(name)
     if op is None or code is None:
         return None
-    if name.startswith("float8") and (version < FP8_VERSION or op == _PREMUL):
+    if name.startswith("float8") and (version < FP8_VERSION or capability < FP8_CAPABILITY or op == _PREMUL):
         return None
     return NativeReduction(code, op, 1)
 

@@ -28,6 +28,7 @@ if __name__ == "__main__":
 from nccl_comm.library import interface
 from nccl_comm.library.errors import error_for
 from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, Config, Nccl
+from nccl_comm.library.types import FP8_CAPABILITY, FP8_VERSION
 from unicoll.arrays.cuda import Cuda, await_event
 from unicoll.backend.options import CallOptions
 from unicoll.errors import DistArgumentError
@@ -46,7 +47,6 @@ _NUMPY = {
     "float32": "float32",
     "float64": "float64",
 }
-_FP8_SINCE = 22400
 _ONES = {"bfloat16": b"\x80\x3f", "float8_e4m3fn": b"\x38", "float8_e5m2": b"\x3c"}
 """1.0 in the types that NumPy lacks."""
 
@@ -272,9 +272,10 @@ def reductions_of_one_rank_are_its_values(b: Bench) -> None:
 
 def all_element_types_are_reduced(b: Bench) -> None:
     """The codes of the table are NCCL's: the sum of one rank's ones is one, of the right size."""
+    least = b.cuda.facts(b.device).capability
     with b.communicator() as comm:
         for name, code in interface.DATA_TYPES.items():
-            if name.startswith("float8") and b.nccl.version < _FP8_SINCE:
+            if name.startswith("float8") and (b.nccl.version < FP8_VERSION or least < FP8_CAPABILITY):
                 continue
             one = _ONES.get(name) or np.ones(1, _NUMPY[name]).tobytes()
             data = np.frombuffer(one * COUNT, np.uint8)

@@ -457,6 +457,22 @@ def average_of_float8() -> list[float]:
     return [float(value) for value in x.numpy()[:1]]
 
 
+def float8_on_different_devices() -> list[Any]:
+    """Operations on float8 in a group with all ranks, whose last one has an older device, and in one without it."""
+    import ml_dtypes
+
+    x = arrays.full(2, 1.0, ml_dtypes.float8_e5m2)
+    said = _error(lambda: dist.all_reduce(x))
+    batch = _error(lambda: dist.all_reduce_coalesced([x, x]))
+    dist.broadcast(x, 0)
+    found = [said, batch == said]
+    group: Any = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+    return [*found, [float(value) for value in x.numpy()]]
+
+
 class _Own:
     """Memory of ncclMemAlloc without a window, as an array of bytes."""
 

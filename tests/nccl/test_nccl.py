@@ -222,6 +222,17 @@ def test_float8_is_averaged_by_one_rank_and_by_several(
     assert pool(size).run(jobs.average_of_float8)[0] == [average]
 
 
+def test_float8_is_reduced_if_the_devices_of_all_members_can() -> None:
+    pytest.importorskip("ml_dtypes")
+    capabilities = ((9, 0), (10, 0), (8, 0))
+    found = run(3, jobs.float8_on_different_devices, backend="nccl", bound=True, capabilities=capabilities)
+    for rank, (said, same, values) in enumerate(found):
+        assert "reduces float8_e5m2 on devices of compute capability 9.0 or later; that of rank 2 (" in said
+        assert said.endswith(" has 8.0")
+        assert same
+        assert values == [2.0 if rank < 2 else 1.0] * 2
+
+
 @pytest.mark.parametrize("version", [22809, 22907])
 def test_one_rank_multiplies_all_elements_by_a_factor(version: int) -> None:
     """Before 2.29.7 NCCL omits the last elements of some sizes."""

@@ -69,7 +69,9 @@ class Calls:
         self._version = version
         self._prompt = prompt
         self.network = Network(RendezvousServer().accept)
-        self.machine = Machine(simulation.scheduler, simulation.memory, self.network)
+        self.machine = Machine(
+            simulation.scheduler, simulation.memory, self.network, simulation.cuda.capability
+        )
         self.active_calls = ActiveCalls(simulation.scheduler)
         self._comms: dict[int, Communicator] = {}
         self._destroyed: set[int] = set()

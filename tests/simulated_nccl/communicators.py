@@ -72,7 +72,10 @@ class Machine:
         mismatches: reports of operations that do not match.
     """
 
-    def __init__(self, scheduler: Scheduler, memory: Memory, network: Network) -> None:
+    def __init__(
+        self, scheduler: Scheduler, memory: Memory, network: Network, capability: tuple[int, int]
+    ) -> None:
+        self.capability = capability
         self.scheduler = scheduler
         self.memory = memory
         self.network = network
@@ -89,6 +92,7 @@ class Communicator:
         size, rank, device: as in the call that made it; size and rank are -1 until all ranks have called the split.
         error: ncclResult_t of the asynchronous error, or SUCCESS.
         revoked, finalizing: True after these calls.
+        least_capability: the least compute capability of its ranks' devices.
         growths: number of times that it has grown.
         graphs: captured graphs with its kernels.
         windows, buffers: memory registered with it, by handle.
@@ -102,6 +106,7 @@ class Communicator:
         self.device = device
         self.config = config
         self.key = ""
+        self.least_capability = machine.capability
         self.growths = 0
         self.error = SUCCESS
         self.revoked = self.finalizing = False
@@ -137,7 +142,8 @@ class Communicator:
         except OSError:
             self.error = Result.SYSTEM_ERROR
             return
-        self._channel.send(("join", key, self.size, self.rank, self.machine.network.address))
+        address, capability = self.machine.network.address, self.machine.capability
+        self._channel.send(("join", key, self.size, self.rank, address, capability))
 
     def split(
         self, child: Communicator | None, color: int | None, key: int, made: Callable[[], None]
@@ -396,7 +402,7 @@ class Communicator:
             if self._left:
                 return
             if kind == "ready":
-                self._ready, self.addresses = True, message[1]
+                self._ready, self.addresses, self.least_capability = True, message[1], message[2]
             elif kind == "split":
                 self._splits.pop(message[1])(message[2], message[3])
             elif kind == "barrier":

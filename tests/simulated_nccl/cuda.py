@@ -55,6 +55,7 @@ class Simulation:
         devices: number of devices that the process sees.
         name: part of the devices' unique ids; processes with the same name see the same devices.
         policy, seed, patience: see :class:`tests.simulated_nccl.streams.Scheduler`.
+        capability: compute capability of the devices.
 
     Attributes:
         cuda: for :func:`unicoll.arrays.cuda.install`.
@@ -68,11 +69,12 @@ class Simulation:
         policy: str = "oldest",
         seed: int = 0,
         patience: float = 0.005,
+        capability: tuple[int, int] = (9, 0),
     ) -> None:
         self.scheduler = Scheduler(policy, seed, patience)
         self.memory = Memory(self.scheduler)
         self.pool = Pool(self.memory, self.scheduler)
-        self.cuda = SimulatedCuda(self.scheduler, self.memory, devices, name)
+        self.cuda = SimulatedCuda(self.scheduler, self.memory, devices, name, capability)
         self.hold = self.scheduler.hold
 
     @property
@@ -148,10 +150,14 @@ class SimulatedCuda(Cuda):
     """The interface of unicoll to the simulated devices.
 
     Attributes:
+        capability: compute capability of the devices.
         links: results of :meth:`reaches` by pair of devices; (True, True) for other pairs.
     """
 
-    def __init__(self, scheduler: Scheduler, memory: Memory, devices: int, name: str) -> None:
+    def __init__(
+        self, scheduler: Scheduler, memory: Memory, devices: int, name: str, capability: tuple[int, int]
+    ) -> None:
+        self.capability = capability
         self._scheduler = scheduler
         self._memory = memory
         self._name = name
@@ -175,7 +181,7 @@ class SimulatedCuda(Cuda):
     def facts(self, device: int) -> DeviceFacts:
         self._check_device(device)
         uuid, bus = f"GPU-simulated-{self._name}-{device}", f"0000:{device:02x}:00.0"
-        return DeviceFacts("Simulated GPU", uuid, bus, _MEMORY, (9, 0))
+        return DeviceFacts("Simulated GPU", uuid, bus, _MEMORY, self.capability)
 
     def peer_access(self, device: int, other: int) -> tuple[bool, bool]:
         self._check_device(device)

@@ -186,6 +186,10 @@ class Operations(Calls):
             if count < 0 or not 0 <= root < found.size:
                 raise Refused(Result.INVALID_ARGUMENT, f"{kind}: count {count}, root {root} of {found.size}")
             code, factor = self._op(found, op, dtype) if kind in REDUCING else (0, None)
+            if kind in REDUCING and dtype >= _FIRST_FP8 and found.least_capability < (9, 0):
+                raise Refused(
+                    Result.INVALID_ARGUMENT, "FP8 reduction support begins with sm90 capable devices."
+                )
             if found.size == 1 and code == AVG and dtype >= _FIRST_FP8:  # in 2.24 to 2.32.3 at least
                 raise Refused(Result.INVALID_ARGUMENT, "ncclLaunchOneRank has no kernel for float8")
             target = self._stream(found, stream)

@@ -36,6 +36,7 @@ class Settings:
         policy, seed, patience: of the streams, see :class:`tests.simulated_nccl.streams.Scheduler`; every rank adds its
             own number to the seed.
         version: of NCCL.
+        capabilities: compute capability of each rank's devices; 9.0 for all by default.
         prompt: see :class:`tests.simulated_nccl.nccl.SimulatedNccl`.
         devices: "own": all ranks see the same devices, and rank r works on device r. "one": each rank sees one device,
             another one for each. "shared": all ranks see the same one device.
@@ -51,6 +52,7 @@ class Settings:
     seed: int = 0
     patience: float = 0.005
     version: int = 23007
+    capabilities: tuple[tuple[int, int], ...] = ()
     prompt: bool = False
     devices: str = "own"
     own_stream: bool = False
@@ -87,7 +89,8 @@ def install(settings: Settings, rank: int, size: int) -> None:
     uninstall()
     count = size if settings.devices == "own" else 1
     name = str(rank) if settings.devices == "one" else "0"
-    made = Simulation(count, name, settings.policy, settings.seed + rank, settings.patience)
+    capability = settings.capabilities[rank] if settings.capabilities else (9, 0)
+    made = Simulation(count, name, settings.policy, settings.seed + rank, settings.patience, capability)
     if settings.devices == "own":
         made.cuda.set_device(rank)
     library = SimulatedNccl(made, settings.version, settings.prompt)

@@ -20,6 +20,7 @@ from tests.simulated_nccl.reductions import Contribution, Signature, results
 __all__ = ["RendezvousServer"]
 
 Collectives = tuple[Signature, ...]
+Capability = tuple[int, int]
 
 
 class _Rendezvous:
@@ -29,7 +30,7 @@ class _Rendezvous:
         self._key = key
         self._close = close
         self._size = 0
-        self._members: dict[int, tuple[Channel, Address]] = {}
+        self._members: dict[int, tuple[Channel, Address, Capability]] = {}
         self._rounds: dict[int, dict[int, tuple[int, Collectives, list[Contribution]]]] = defaultdict(dict)
         self._collectives: dict[int, int] = defaultdict(int)
         self._sends: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
@@ -39,15 +40,18 @@ class _Rendezvous:
         self._departing: set[int] = set()
         self._stuck = False
 
-    def join(self, channel: Channel, size: int, rank: int, address: Address) -> str | None:
+    def join(
+        self, channel: Channel, size: int, rank: int, address: Address, capability: Capability
+    ) -> str | None:
         """Add a rank; the reason if it is refused, else None."""
         self._size = self._size or size
         if size != self._size or rank in self._members:
             return f"rank {rank} of {size} does not fit communicator {self._key} of {self._size}"
-        self._members[rank] = (channel, address)
+        self._members[rank] = (channel, address, capability)
         if len(self._members) == self._size:
             addresses = [self._members[r][1] for r in range(self._size)]
-            self._send_all(("ready", addresses))
+            least = min(capability for _, _, capability in self._members.values())
+            self._send_all(("ready", addresses, least))
         return None
 
     def depart(self, rank: int) -> None:
@@ -63,7 +67,7 @@ class _Rendezvous:
             self._close()
 
     def _send_all(self, message: Any) -> None:
-        for channel, _ in list(self._members.values()):
+        for channel, _, _ in list(self._members.values()):
             channel.send(message)
 
     def _send(self, rank: int, message: Any) -> None:
@@ -159,11 +163,11 @@ class RendezvousServer:
                 for rendezvous, rank in joined:
                     rendezvous.leave(rank)
             elif message[0] == "join":
-                _, key, size, rank, address = message
+                _, key, size, rank, address, capability = message
                 if key not in self._by_key:
                     self._by_key[key] = _Rendezvous(key, partial(self._close, key))
                 rendezvous = self._by_key[key]
-                reason = rendezvous.join(channel, size, rank, address)
+                reason = rendezvous.join(channel, size, rank, address, capability)
                 if reason is None:
                     joined.append((rendezvous, rank))
                 else:

@@ -111,10 +111,10 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
         facts = reporter.check(f"{size} ranks join and find NCCL", ranks.run, rank_jobs.device_facts)
         if facts is None:
             return
-        version = facts[0]["nccl"]
+        version, capability = facts[0]["nccl"], min(tuple(fact["capability"]) for fact in facts)
         suite = Drawn(
             place.families,
-            lambda dtype, reduction: native_reduction(dtype, reduction, version) is not None,
+            lambda dtype, reduction: native_reduction(dtype, reduction, version, capability) is not None,
             NCCL,
         )
         for name in place.kits:
