@@ -451,8 +451,9 @@ class NCCLBackend(Backend):
 
 
 def _config(options: Options, comm_name: str | None) -> Config:
+    blocking = settings().get("NCCL_COMM_BLOCKING")  # NCCL prefers it to the option if it is 0 or 1
     return Config(
-        blocking=options.blocking is not False,
+        blocking=options.blocking is not False if blocking not in ("0", "1") else blocking == "1",
         cga_cluster_size=options.cga_cluster_size,
         min_ctas=options.min_ctas,
         max_ctas=options.max_ctas,

@@ -267,20 +267,28 @@ class InFlight:
             if not work.done and work.seconds is None:
                 work.seconds = self._cuda.elapsed(work.start, work.event)
 
-    def reap(self) -> None:
-        """Remove the operations that have ended, and drop retained arrays; on the watchdog's thread."""
+    def reap(self) -> list[tuple[Call, ...]]:
+        """Remove the operations that have ended; on the watchdog's thread.
+
+        The calls are returned, with the arrays that nothing else may keep alive: the caller drops them.
+        """
         operations, retained = self.operations, self._retained
+        dropped: list[tuple[Call, ...]] = []
         while operations and self._has_ended(operations[0]):
             some = self._on_one_stream()
             ended = bisect_left(some, True, lo=1, key=lambda work: not self._has_ended(work))
             for work in some[:ended]:
+                dropped.append(work.calls)
                 self._end(work)
                 operations.popleft()
                 self._events.release(work.event)
                 if work.start:
                     self._events.release(work.start)
         while retained and self._cuda.event_done(retained[0][0]):
-            self._events.release(retained.popleft()[0])
+            event, _, calls = retained.popleft()
+            self._events.release(event)
+            dropped.append(calls)
+        return dropped
 
     def _on_one_stream(self) -> list[PendingWork]:
         """The first operations, which end in their order because they are on one stream.
@@ -308,7 +316,7 @@ class InFlight:
 
     def _is_overdue(self, work: PendingWork, now: float) -> bool:
         # an operation that has ended may be behind one that has not, on another stream
-        return now >= work.deadline and not self.is_done(work)
+        return now >= work.deadline and not self._has_ended(work)
 
     def first_pending(self) -> PendingWork | None:
         """The first operation that has not been marked as ended."""

@@ -86,10 +86,11 @@ class Supervision:
 
         On the watchdog's thread.
         """
-        resources = self._resources
+        resources, watchdog = self._resources, self.watchdog
         assert resources is not None
+        assert watchdog is not None
         try:
-            resources.in_flight.reap()
+            watchdog.drop(resources.in_flight.reap())
             if self._state.error is None:
                 self._check_communicator(resources, now)
         except DistError as e:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from unicoll.arrays.cuda import Cuda, CudaError
+from unicoll.net.interfaces import interfaces
 
 Fact = Mapping[str, Any]
 """What a member published: ``host``, ``device`` (ordinal in its process), ``uuid``, and ``hostid`` if NCCL_HOSTID is
@@ -68,6 +69,18 @@ def settings(environ: Mapping[str, str] = os.environ, system: Path = _SYSTEM) ->
         pairs = [line.partition("=") for line in lines if line.startswith("NCCL_")]
         found |= {name.strip(): value.strip() for name, _, value in pairs}
     return found | {name: value for name, value in environ.items() if name.startswith("NCCL_")}
+
+
+def connecting(addresses: Sequence[str], environ: Mapping[str, str]) -> str:
+    """A description of the interfaces on which the ranks connect: NCCL's and unicoll's, which are chosen apart.
+
+    Args:
+        addresses: on which unicoll listens.
+        environ: NCCL's variables (:func:`settings`).
+    """
+    found = [str(one) for one in interfaces() if one.address in addresses]
+    how = "by NCCL_SOCKET_IFNAME" if environ.get("NCCL_SOCKET_IFNAME") else "NCCL_SOCKET_IFNAME is not set"
+    return f"NCCL uses {_sockets(environ)} ({how}), unicoll {_list(found or addresses)}"
 
 
 # --- the expected transports -----------------------------------------------------------------------------------------
@@ -149,6 +162,11 @@ def _network(net_name: str | None, environ: Mapping[str, str], devices: Path) ->
         found = _infiniband(devices)
         if found or name:
             return found or "InfiniBand, without a device on this host"
+    return _sockets(environ)
+
+
+def _sockets(environ: Mapping[str, str]) -> str:
+    """The interfaces of NCCL's sockets, with which it also connects the ranks in the first place."""
     spec = environ.get("NCCL_SOCKET_IFNAME")
     names = [name for _, name in socket.if_nameindex() if not name.startswith(_VIRTUAL)]
     return f"sockets on {spec or _list(names) or 'no interface but the loopback'}"

@@ -1,10 +1,11 @@
-"""The watchdog: one thread per process that sweeps all its NCCL groups."""
+"""The watchdog: one thread per process that sweeps all its NCCL groups, and one that drops their arrays."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Protocol
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 from unicoll.arrays import cuda
 from unicoll.net import logs
@@ -13,6 +14,7 @@ log = logs.logger("nccl")
 
 _PERIOD_S = 0.1
 _PERIOD_WITH_CALLBACKS_S = 2e-4
+_CLOSE_S = 2.0
 _UNWATCH_S = 20.0
 """How long a group that closes waits for a sweep of it to end, in which users' callbacks run."""
 
@@ -26,7 +28,7 @@ class _Watched(Protocol):
 
 
 class Watchdog:
-    """The thread; it starts with the first group and ends with :meth:`close`."""
+    """The two threads; they start with the first group and end with :meth:`close`."""
 
     def __init__(self) -> None:
         self._watched: list[_Watched] = []
@@ -36,6 +38,8 @@ class Watchdog:
         self._wake = threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
+        self._dropped: SimpleQueue[list[Any] | None] = SimpleQueue()
+        self._dropper: threading.Thread | None = None
 
     def watch(self, group: _Watched) -> None:
         """Sweep a group from now on."""
@@ -44,6 +48,8 @@ class Watchdog:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="unicoll-nccl-watchdog", daemon=True)
                 self._thread.start()
+                self._dropper = threading.Thread(target=self._drop, name="unicoll-nccl-release", daemon=True)
+                self._dropper.start()
 
     def unwatch(self, group: _Watched) -> None:
         """Stop sweeping a group; a sweep of it that is running has ended when this returns."""
@@ -57,12 +63,23 @@ class Watchdog:
         """Sweep at once, since a callback is pending."""
         self._wake.set()
 
+    def drop(self, references: list[Any]) -> None:
+        """Clear a list of references to arrays on another thread: cudaFree waits for kernels, and one may never end."""
+        if references:
+            self._dropped.put(references)
+
+    def _drop(self) -> None:
+        while (references := self._dropped.get()) is not None:
+            references.clear()
+
     def close(self) -> None:
-        """End the thread; idempotent."""
+        """End the threads; idempotent."""
         self._closing = True
         self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(2.0)
+        self._dropped.put(None)
+        for thread in (self._thread, self._dropper):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         try:

@@ -21,8 +21,8 @@ from unicoll.net import logs
 _KINDS: dict[str, type[DistError]] = {"argument": DistArgumentError, "timeout": OperationTimeoutError}
 """Errors that keep their class on the other ranks; the rest become DistBackendError."""
 _CHECK_PERIOD_S = 1.0
-_WARNING_S = 20.0
-"""How long a rank waits for the others before it logs a warning."""
+WARNING_S = 20.0
+"""How long a rank waits for the others, or for NCCL to connect to them, before it logs a warning."""
 
 
 class Purpose(NamedTuple):
@@ -98,7 +98,7 @@ def await_keys(
     ``owners`` gives the keys that may be missing, and the member that sets each.
     """
     store, control = context.job.store, context.job.control
-    warn_at = time.monotonic() + _WARNING_S
+    warn_at = time.monotonic() + WARNING_S
     while True:
         left = deadline - time.monotonic()
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,15 +10,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
+from nccl_comm.communicators import agreement
 from nccl_comm.communicators.teardown import END_S, TeardownThreads
 from nccl_comm.communicators.unique_id import Capability
 from nccl_comm.library.errors import error_for
 from nccl_comm.library.interface import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
 from nccl_comm.library.types import factor_bytes
+from nccl_comm.transport_report import connecting, settings
 from unicoll.arrays.cuda import Cuda, backoff
 from unicoll.backend import Call, Context, operation_errors
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net import logs
+
+log = logs.logger("nccl")
 
 _Result = TypeVar("_Result")
 
@@ -80,6 +85,7 @@ class Communicator:
         self._state_lock = threading.Lock()
         slot = nccl.new_slot()
         self.handle = 0
+        self._warn_at = time.monotonic() + agreement.WARNING_S
         try:
             code, self._slot = self.on_thread(partial(begin, slot), what, deadline)
         except BaseException:
@@ -94,6 +100,7 @@ class Communicator:
         except BaseException:
             self.abort()
             raise
+        self._warn_at = math.inf
 
     def _abort_start(self, slot: HandleSlot, parent: Communicator | None) -> None:
         """Have the thread leave NCCL that makes the communicator: NCCL's loops for that use a whole core."""
@@ -197,7 +204,18 @@ class Communicator:
             raise self.error(state, what, call)
 
     def _check_deadline(self, what: str, deadline: float, call: Call | None) -> None:
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= self._warn_at:
+            self._warn_at = math.inf
+            log.warning(
+                "group %r: %s has not returned for %g s: NCCL has not connected to all ranks. %s; NCCL_DEBUG=INFO logs"
+                " the addresses",
+                self.context.name,
+                what,
+                agreement.WARNING_S,
+                connecting(self.context.job.addresses, settings()),
+            )
+        if now >= deadline:
             raise OperationTimeoutError(
                 f"{what} on group {self.context.name!r}: NCCL had not returned by the deadline",
                 group=self.context.name,
@@ -361,7 +379,7 @@ class Communicator:
             return False
         self._returned = self.teardown_threads.start(run)
         if not self._returned.wait(END_S):
-            logs.logger("nccl").error(
+            log.error(
                 "%s NCCL's communicator of group %r did not return in %.0f s; its thread is abandoned",
                 what,
                 self.context.name,

@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -218,33 +219,46 @@ class _Recorder(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def a_first_message_between_two_of_three() -> list[str]:
-    """Ranks 0 and 1 begin with a send and a receive; rank 2 joins once both have logged that they wait for it."""
-    agreement._WARNING_S = 0.2
+@contextmanager
+def recorded_log() -> Iterator[list[str]]:
+    """The messages of unicoll's log."""
     recorder, log = _Recorder(), logging.getLogger("unicoll")
     log.addHandler(recorder)
     log.propagate = False
+    try:
+        yield recorder.messages
+    finally:
+        log.removeHandler(recorder)
+        log.propagate = True
+
+
+def a_first_message_between_two_of_three() -> list[str]:
+    """Ranks 0 and 1 begin with a send and a receive; rank 2 joins once both have logged that they wait for it."""
+    agreement.WARNING_S = 0.2
     me, store = dist.get_rank(), dist.group.WORLD.job.store  # type: ignore[union-attr]
     x = arrays.full(2, float(me))
-    if me < 2:
+    with recorded_log() as messages:
 
-        def publish() -> None:
-            await_true(lambda: recorder.messages)
-            store.set(f"warned/{me}", "")
+        def warnings_of_members() -> list[str]:
+            return [message for message in messages if "waits for all its members" in message]
 
-        thread = threading.Thread(target=publish)
-        thread.start()
-        if me == 0:
-            dist.send(x, 1)
+        if me < 2:
+
+            def publish() -> None:
+                await_true(warnings_of_members)
+                store.set(f"warned/{me}", "")
+
+            thread = threading.Thread(target=publish)
+            thread.start()
+            if me == 0:
+                dist.send(x, 1)
+            else:
+                dist.recv(x, 0)
+            thread.join()
         else:
-            dist.recv(x, 0)
-        thread.join()
-    else:
-        store.wait(["warned/0", "warned/1"], 60)
-    dist.all_reduce(x)
-    log.removeHandler(recorder)
-    log.propagate = True
-    return [*recorder.messages, str(x.numpy().tolist())]
+            store.wait(["warned/0", "warned/1"], 60)
+        dist.all_reduce(x)
+        return [*warnings_of_members(), str(x.numpy().tolist())]
 
 
 def with_an_error_on_rank_1(way: str) -> str:
@@ -395,19 +409,6 @@ def a_thread_in_nccl(revokes: bool) -> list[str]:
     return log
 
 
-@contextmanager
-def recorded_log() -> Iterator[list[str]]:
-    """The messages of unicoll's log."""
-    recorder, log = _Recorder(), logging.getLogger("unicoll")
-    log.addHandler(recorder)
-    log.propagate = False
-    try:
-        yield recorder.messages
-    finally:
-        log.removeHandler(recorder)
-        log.propagate = True
-
-
 def destroyed_with_work_in_flight() -> list[Any]:
     """The result of an operation behind a kernel that ends once the group's destruction has warned, and the log."""
     connect()
@@ -472,6 +473,7 @@ def stopped_behind_a_kernel(ends_before: bool) -> list[str]:
         finish()
         await_true(lambda: "comm_revoke ends" in calls)
         await_true(comm._returned.is_set)
+        communicator.END_S = supervision.END_S = 120.0
         if ends_before:
             dist.destroy_process_group()
     del nccl.comm_revoke, nccl.comm_abort
@@ -491,6 +493,62 @@ def ended_with_a_graph(exiting: bool) -> list[str]:
         found = list(messages)
     graphs[0].destroy()
     return found
+
+
+def late_in_nccl(blocking: bool) -> list[str]:
+    """Rank 1 calls NCCL once rank 0 has logged that it waits there; rank 0's log."""
+    agreement.WARNING_S = 0.2
+    nccl: Any = ranks.nccl()
+    me, store, init = dist.get_rank(), dist.group.WORLD.job.store, nccl.comm_init  # type: ignore[union-attr]
+
+    def late(*arguments: Any) -> Any:
+        store.wait(["warned"], 60)
+        return init(*arguments)
+
+    def warnings_of_nccl() -> list[str]:
+        return [message for message in messages if "has not returned" in message]
+
+    def publish() -> None:
+        await_true(warnings_of_nccl)
+        store.set("warned", "")
+
+    with recorded_log() as messages:
+        if me:
+            nccl.comm_init = late
+        else:
+            thread = threading.Thread(target=publish)
+            thread.start()
+        dist.new_group(backend="cuda:nccl", pg_options={"blocking": blocking}, device_id=me)
+        if me:
+            del nccl.comm_init
+        else:
+            thread.join()
+    return warnings_of_nccl()
+
+
+def blocking_by_environment() -> tuple[bool, bool]:
+    """Whether the group takes its communicator for a blocking one, and whether it is."""
+    connect()
+    backend = backend_of()
+    (made,) = ranks.nccl().communicators
+    return backend._factory.config.blocking, made.config.blocking
+
+
+def dropped_arrays() -> str:
+    """The name of the thread that drops the arrays of an operation that ends after its Work."""
+    connect()
+    names: list[str] = []
+    x = arrays.full(8, 1.0)
+    weakref.finalize(x, lambda: names.append(threading.current_thread().name))
+    finish = busy(arrays.current_stream())
+    work = dist.all_reduce(x, async_op=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # wait() would drop the arrays
+        del work, x
+    assert not names
+    finish()
+    await_true(lambda: names)
+    return names[0]
 
 
 def swept_in_nccl() -> bool:

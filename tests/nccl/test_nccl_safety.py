@@ -18,7 +18,7 @@ from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import InFlight, PendingWork
 from nccl_comm.watchdog import Watchdog
 from tests.nccl import nccl_safety_jobs as jobs
-from tests.simulated_nccl.ranks import SimulatedJob
+from tests.simulated_nccl.ranks import SimulatedJob, run
 from unicoll.arrays import cuda
 from unicoll.backend import Call
 from unicoll.backend.ops import OPS
@@ -131,6 +131,26 @@ def test_a_first_message_warns_of_missing_members() -> None:
         assert job.results() == [[]] * 3
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_rank_that_waits_in_nccl_warns_of_the_interfaces(blocking: bool) -> None:
+    with joined(2, SimulatedJob, env={"NCCL_SOCKET_IFNAME": "eth7"}) as job:
+        job.call(jobs.late_in_nccl, blocking)
+        (warning,) = job.results()[0]
+        assert re.fullmatch(
+            r"group '.*': ncclCommInitRankConfig has not returned for 0\.2 s: NCCL has not connected to all ranks\."
+            r" NCCL uses sockets on eth7 \(by NCCL_SOCKET_IFNAME\), unicoll lo 127\.0\.0\.1; NCCL_DEBUG=INFO logs .*",
+            warning,
+        ), warning
+        job.call(leave)
+        assert job.results() == [[]] * 2
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_nccls_variable_decides_whether_a_communicator_is_blocking(value: str) -> None:
+    found = run(1, jobs.blocking_by_environment, env={"NCCL_COMM_BLOCKING": value})
+    assert found == [(value == "1", value == "1")]
+
+
 # --- threads and teardown ---------------------------------------------------------------------------------------------
 
 
@@ -202,6 +222,11 @@ def test_a_live_graph_does_not_delay_the_exit(exiting: bool) -> None:
             hint = [m for m in messages if m.startswith("CUDA graphs with operations of group")]
             assert len(hint) == (not exiting)
             assert len(messages) == (0 if exiting else 2), messages
+
+
+def test_the_watchdog_does_not_free_memory(pool: Callable[[int], Pool]) -> None:
+    """cudaFree waits for the device."""
+    assert pool(2).run(jobs.dropped_arrays) == ["unicoll-nccl-release"] * 2
 
 
 def test_a_call_that_the_watchdog_has_seen_in_nccl_is_not_kept() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nccl_comm.library.interface import IN_PROGRESS, SUCCESS, Config
@@ -104,7 +105,8 @@ class Communicator:
         self.size = size
         self.rank = rank
         self.device = device
-        self.config = config
+        blocking = os.environ.get("NCCL_COMM_BLOCKING")
+        self.config = replace(config, blocking=blocking == "1") if blocking in ("0", "1") else config
         self.key = ""
         self.least_capability = machine.capability
         self.growths = 0
