@@ -8,6 +8,7 @@ when every process that has opened its store has closed it.
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import threading
 import time
@@ -39,6 +40,8 @@ _KIND_REQUEST, _KIND_CLOSE = 0, 1
 _PAUSES_S = (5e-5, 5e-3, 1.3)
 _SPIN_S = 0.002
 """Time after a request in which polling does not pause."""
+_DRAIN_S = 2.0
+"""How long rank 0 receives what the other processes have sent before it finalises MPI."""
 _SLACK_S = 30.0
 """Time after a request's deadline that rank 0 has for the reply."""
 
@@ -75,15 +78,15 @@ class _Server:
         self._clients: dict[int, int] = {}  # open stores by process
         self._users = 0
         self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._stop_at = math.inf
         mpi.before_end.append(self._stop)
 
     def _stop(self) -> None:
-        """MPI is about to be finalized."""
-        self._stopping = True
+        """MPI is about to be finalized: receive that the other processes have closed their stores."""
+        self._stop_at = time.monotonic() + _DRAIN_S
         thread = self._thread
         if thread is not None:
-            thread.join(2.0)
+            thread.join(2 * _DRAIN_S)
 
     def open(self) -> None:
         """A handle of this process was opened."""
@@ -122,10 +125,12 @@ class _Server:
             if self._mpi.call(self._poll, status):
                 pauses, spin_until = backoff(*_PAUSES_S), time.monotonic() + _SPIN_S
             with self.changed:
-                if self._stopping or not (self._users or self._has_clients()):
+                now = time.monotonic()
+                used = self._has_clients() or (self._users and self._stop_at == math.inf)
+                if not used or now >= self._stop_at:
                     self._thread = None
                     return
-            if time.monotonic() > spin_until:
+            if now > spin_until:
                 time.sleep(next(pauses))
 
     def _has_clients(self) -> bool:

@@ -282,6 +282,10 @@ def test_slurm_on_one_host_uses_loopback() -> None:
             HYDRA | {"PMI_SIZE": "4"},
             "mpich does not set the address of rank 0: set MASTER_ADDR .* and MASTER_PORT",
         ),
+        (  # rank 0 is on the host that the user's list has first, the node list is sorted
+            SRUN | {"SLURM_DISTRIBUTION": "arbitrary"},
+            "slurm does not set the address of rank 0: set MASTER_ADDR",
+        ),
     ],
 )
 def test_the_hint_without_an_address_of_rank_0(environ: dict[str, str], message: str) -> None:

@@ -425,6 +425,13 @@ def test_one_host_has_no_hints_for_several_hosts() -> None:
     assert [h.level for h in hints.hints(sections)] == ["note"]
 
 
+def test_a_store_that_others_cannot_reach_needs_no_secret() -> None:
+    """For example one over MPI."""
+    sections = healthy()
+    sections["environment"] |= {"secret": None, "trusted": True}
+    assert hints.hints(sections) == []
+
+
 @pytest.mark.parametrize(
     ("text", "family"),
     [

@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from mpi_comm import store as mpi_store
 from unicoll.errors import (
     DistArgumentError,
     DistStoreError,
@@ -747,3 +750,42 @@ def test_no_thread_is_left_behind():
     store.set("k", "v")
     store.close()
     assert threading.active_count() == before
+
+
+class _Close:
+    """MPI's message with which a process closes its store over MPI."""
+
+    data = mpi_store._ENVELOPE.pack(mpi_store._KIND_CLOSE, 0)
+
+    def Recv(self, buffer: list[Any]) -> None:
+        buffer[0][:] = self.data
+
+
+def test_a_store_over_mpi_receives_all_messages_before_mpi_is_finalised() -> None:
+    """The other processes have sent them by then, and MPI has not received them yet."""
+    stopping, polls, received = threading.Event(), 0, []
+
+    def improbe(source: int, tag: int, status: Any) -> _Close | None:
+        nonlocal polls
+        polls += stopping.is_set()
+        if polls != 5:
+            return None
+        received.append(source)
+        return _Close()
+
+    status = SimpleNamespace(Get_count=lambda kind: len(_Close.data), Get_source=lambda: 1)
+    mpi: Any = SimpleNamespace(
+        MPI=SimpleNamespace(ANY_SOURCE=-1, BYTE=None, Status=lambda: status),
+        call=lambda function, *arguments: function(*arguments),
+        before_end=[],
+        lost={},
+        size=2,
+    )
+    server = mpi_store._Server(mpi, SimpleNamespace(Improbe=improbe))
+    server._clients[1] = 1
+    server.open()
+    server.close()
+    stopping.set()
+    mpi.before_end[0]()
+    assert received == [-1]
+    assert server._thread is None

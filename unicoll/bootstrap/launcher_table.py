@@ -25,6 +25,7 @@ class LauncherRow:
         agents: names of the launcher's own process on each host (as the kernel truncates them: 15 characters).
             If no ``job`` variable is set, the process id of that ancestor distinguishes the jobs of one host.
         nodelist: the job's hosts, in Slurm's bracket notation; rank 0 runs on the first one.
+        reorders: returns True if rank 0 may run on another host of the list.
         mpi: True if MPI is the default backend of host arrays.
         hint: what to do if ``rank`` is set and ``size`` is not.
     """
@@ -40,6 +41,7 @@ class LauncherRow:
     job: tuple[str, ...] = ()
     agents: tuple[str, ...] = ()
     nodelist: tuple[str, ...] = ()
+    reorders: Callable[[Environ], bool] | None = None
     mpi: bool = False
     hint: str = ""
 
@@ -59,6 +61,11 @@ def _not_a_slurm_task(environ: Environ) -> str | None:
         # Hydra starts one proxy per host with srun, and the ranks inherit the proxy's SLURM_PROCID.
         return "SLURM_PROCID belongs to the launcher that set MPI_LOCALRANKID"
     return None
+
+
+def _is_arbitrary(environ: Environ) -> bool:
+    """True if srun took the order of the ranks from the user (-m arbitrary); the node list is sorted nevertheless."""
+    return environ.get("SLURM_DISTRIBUTION", "").startswith("arbitrary")
 
 
 def _set_by_slurm(environ: Environ) -> str | None:
@@ -132,6 +139,7 @@ LAUNCHERS: tuple[LauncherRow, ...] = (
         exclude=_not_a_slurm_task,
         job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
         nodelist=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"),
+        reorders=_is_arbitrary,
         mpi=True,
     ),
     replace(HYDRA, name="intelmpi", marker="I_MPI_HYDRA_UUID", job=("I_MPI_HYDRA_UUID",)),

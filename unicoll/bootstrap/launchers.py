@@ -165,7 +165,8 @@ def _master(
 ) -> tuple[str | None, int | None, str]:
     """Rank 0's address and port, and where they come from: variables, else derived from the hosts and the job's id."""
     sources: list[str] = []
-    nodelist = _first_set(row.nodelist, environ)
+    reordered = row.reorders is not None and row.reorders(environ)
+    nodelist = _first_set(row.nodelist, environ) if not reordered else None
     address, port = master_of(environ)
     if address is not None:
         sources.append("MASTER_ADDR")

@@ -227,7 +227,8 @@ def _environment(sections: Sections) -> Iterator[Hint]:
             f"{name} is not a variable of unicoll and has no effect",
             f"did you mean {near}?" if near else "unset it",
         )
-    if _several_hosts(sections) and "secret" in found and found["secret"] is None:
+    open_to_all = "secret" in found and found["secret"] is None and not found.get("trusted")
+    if _several_hosts(sections) and open_to_all:
         yield Hint(
             "warning",
             "environment",

@@ -65,7 +65,7 @@ def run(deadline: float, as_json: bool) -> int:
 
 def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
     group = world.member(None, "doctor")
-    _add_mpi_facts(sections)
+    _add_facts_of_joining(sections)
     ranks = _gather(group, sections)
     summaries = {"pairs": _measure(group, ranks, deadline)}
     if _mpi_is_beside(group):
@@ -99,9 +99,11 @@ def _measure(group: Any, ranks: Sequence[Rank], deadline: float) -> PairSummary:
     return _summarize(group, measured, ranks)
 
 
-def _add_mpi_facts(sections: dict[str, Facts]) -> None:
-    """Add the facts about MPI if joining has initialised MPI in this process."""
-    if world.current("doctor").membership.rendezvous.mpi_started:
+def _add_facts_of_joining(sections: dict[str, Facts]) -> None:
+    """Add who can join, and the facts about MPI if joining has initialised MPI in this process."""
+    rendezvous = world.current("doctor").membership.rendezvous
+    sections["environment"]["trusted"] = rendezvous.trusted
+    if rendezvous.mpi_started:
         mpi = registry.mpi_world(_MIN_TIMEOUT_S)
         lines = [mpi.library, f"arrays on a GPU: {mpi.cuda}"]
         sections["mpi"] |= {
