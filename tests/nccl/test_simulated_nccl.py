@@ -587,8 +587,6 @@ def test_revoke_ends_running_kernels_and_allows_a_shrink(world: Callable[..., Wo
         assert w.nccl.comm_revoke(w.comms[r]) == IN_PROGRESS
     assert w.settle() == [SUCCESS] * 3
     w.sim.synchronize()
-    assert w.all_reduce(xs, ranks=[0]) == [Result.INVALID_USAGE]
-    assert w.nccl.comm_state(w.comms[0])[1] == Result.INVALID_USAGE
     assert w.nccl.comm_revoke(w.comms[0]) == Result.INVALID_ARGUMENT
     assert w.nccl.comm_finalize(w.comms[2]) == Result.INVALID_ARGUMENT
     begun = [w.nccl.comm_shrink(w.comms[r], [1], w.config, True) for r in (0, 2)]
@@ -604,6 +602,9 @@ def test_revoke_ends_running_kernels_and_allows_a_shrink(world: Callable[..., Wo
     w.settle(fresh)
     assert w.read(ys) == [[4.0], [0.0], [4.0]]
     assert w.nccl.comm_shrink(old[1], [1], w.config, True)[0] == Result.INVALID_ARGUMENT
+    assert w.all_reduce(xs, ranks=[0]) == [Result.INVALID_USAGE]
+    assert w.nccl.comm_state(old[0])[1] == Result.INVALID_USAGE
+    assert w.nccl.comm_shrink(old[0], [1], w.config, True)[0] == Result.INVALID_USAGE
     assert w.sim.faults == []
 
 
