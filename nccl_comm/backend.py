@@ -21,7 +21,7 @@ from nccl_comm.communicators import resizing
 from nccl_comm.communicators.communicator import Communicator
 from nccl_comm.communicators.devices import bound_device
 from nccl_comm.communicators.factory import CommunicatorFactory
-from nccl_comm.communicators.unique_id import member_facts
+from nccl_comm.communicators.unique_id import Origin, member_facts
 from nccl_comm.group_resources import SCRATCH_BYTES, GroupResources
 from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import PendingWork
@@ -73,6 +73,7 @@ class NCCLBackend(Backend):
         frozenset(("cuda",)),
         frozenset(name for name in OPS if name in OPERATIONS or name == "barrier"),
         _reduces,
+        tags=False,
     )
 
     def __init__(self, context: Context, parent: NCCLBackend | None = None, connect: bool = True) -> None:
@@ -85,9 +86,6 @@ class NCCLBackend(Backend):
         self._lock = threading.RLock()
         self._sequence = 0
         self._options = as_options(context.options)
-        self._origin = (
-            context  # the group in which the members exchanged the unique id: this one, or an ancestor
-        )
         self.supervision = Supervision(context, self._state, self._lock)
         config = _config(self._options, context.name if self.nccl.version >= 22700 else None)
         self._factory = CommunicatorFactory(context, self.nccl, self.cuda, config, self.supervision.check)
@@ -127,7 +125,6 @@ class NCCLBackend(Backend):
             with parent._lock, parent.supervision.failing_group("splitting"):
                 parent.supervision.await_idle("splitting", self.context.timeout)
                 comm = self._factory.split(resources.comm, deadline)
-            self._origin = parent._origin
             self._adopt(comm)
 
     def _adopt(self, comm: Communicator) -> GroupResources:
@@ -175,7 +172,6 @@ class NCCLBackend(Backend):
             if parent is not None and decision == resizing.RESIZE:
                 with on_device(self.cuda, parent.device):
                     made._adopt(made._factory.shrink(parent, excluded, deadline))
-                made._origin = self._origin
         if parent is not None and decision == resizing.RECONNECT:
             made._connect(parent.device, deadline)
         made.can_split = decision != resizing.LAZY
@@ -325,7 +321,8 @@ class NCCLBackend(Backend):
         """Refuse the reductions that NCCL lacks on devices of the group's least capability."""
         least = resources.least_capability
         if native_reduction(dtype, reduction, self.nccl.version, least) is None:
-            member = resources.comm.capabilities.index(least)
+            ranks, capabilities = self.context.ranks, resources.comm.origin.capabilities
+            member = next(i for i, rank in enumerate(ranks) if capabilities[rank] == least)
             raise DistTypeError(
                 f"{call.op.name}: NCCL reduces {dtype} on devices of compute capability 9.0 or later; that of"
                 f" {self.context.who(member)} has {least[0]}.{least[1]}",
@@ -433,13 +430,12 @@ class NCCLBackend(Backend):
             return f"{library}, connects at its first operation"
         device = self.resources.device
         place = f"{library} on cuda:{device} ({self.cuda.facts(device).name})"
-        return "; ".join(filter(None, (place, *self._transports())))
+        return "; ".join(filter(None, (place, *self._transports(self.resources.comm.origin))))
 
-    def _transports(self) -> list[str]:
+    def _transports(self, origin: Origin) -> list[str]:
         """The transports that NCCL has probably chosen, and those in its log."""
-        origin = self._origin
         try:
-            by_rank = dict(zip(origin.ranks, member_facts(origin, _STORE_S), strict=True))
+            by_rank = member_facts(origin, _STORE_S)
             facts = [by_rank[rank] for rank in self.context.ranks]
             variables = settings()
             return [

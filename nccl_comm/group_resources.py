@@ -48,7 +48,7 @@ class GroupResources:
         cuda, device = comm.cuda, comm.device
         self.comm = comm
         self.device = device
-        self.least_capability = min(comm.capabilities)
+        self.least_capability = min(comm.origin.capabilities[rank] for rank in comm.context.ranks)
         self.device_lock = _device_locks[device]
         self.stream = cuda.create_stream(device, high_priority=high_priority)
         comm.scratch = cuda.allocate(device, SCRATCH_BYTES)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
 from nccl_comm.communicators import agreement
 from nccl_comm.communicators.teardown import END_S, TeardownThreads
-from nccl_comm.communicators.unique_id import Capability
+from nccl_comm.communicators.unique_id import Origin
 from nccl_comm.library.errors import error_for
 from nccl_comm.library.interface import IN_PROGRESS, PEER_ERRORS, SUCCESS, Config, HandleSlot, Nccl
 from nccl_comm.library.types import factor_bytes
@@ -43,6 +43,7 @@ class Communicator:
     it until a deadline, or until the group has failed.
 
     Args:
+        origin: where the members have exchanged their facts.
         begin: the function that makes the communicator, from a new slot; returns NCCL's code and the slot of the
             handle.
         what: name of NCCL's function, for errors.
@@ -51,7 +52,6 @@ class Communicator:
 
     Attributes:
         handle: ncclComm_t; 0 once the communicator has ended.
-        capabilities: compute capability of each member's device, in group order.
         teardown_threads: threads for calls of NCCL that may never return.
         scratch: address of device memory for barriers.
     """
@@ -59,6 +59,7 @@ class Communicator:
     def __init__(
         self,
         context: Context,
+        origin: Origin,
         nccl: Nccl,
         cuda: Cuda,
         device: int,
@@ -69,11 +70,11 @@ class Communicator:
         parent: Communicator | None = None,
     ) -> None:
         self.context = context
+        self.origin = origin
         self.nccl = nccl
         self.cuda = cuda
         self.device = device
         self.rank, self.size = context.rank, context.size
-        self.capabilities: Sequence[Capability] = ()
         self.scratch = 0
         self._returned = threading.Event()  # set unless a thread stops or ends the communicator
         self._returned.set()
@@ -104,11 +105,23 @@ class Communicator:
 
     def _abort_start(self, slot: HandleSlot, parent: Communicator | None) -> None:
         """Have the thread leave NCCL that makes the communicator: NCCL's loops for that use a whole core."""
-        if self._left_behind:
+        if not self._left_behind:
+            return
+        if parent is not None and not slot.value:
+            parent._left_behind = [*parent._left_behind, *self._left_behind]
+            parent.abort()
+            return
+
+        def abort() -> None:
+            polls, thread = backoff(), self._left_behind[-1]
+            while (
+                not slot.value and thread.is_alive()
+            ):  # NCCL writes the handle before it waits for other ranks
+                next(polls)
             self.handle = slot.value or 0
-            stuck = self if parent is None or self.handle else parent
-            stuck._left_behind = [*stuck._left_behind, *self._left_behind]
-            stuck.abort()
+            self._abort(self._await_threads)
+
+        self._bounded(abort, "aborting")
 
     def on_thread(self, begin: Callable[[], _Result], what: str, deadline: float) -> _Result:
         """Call ``begin`` on another thread, which is left behind at the deadline or when the group fails."""

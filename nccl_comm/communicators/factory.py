@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.communicators.unique_id import Capability, exchange_ids
+from nccl_comm.communicators.unique_id import Origin, exchange_ids
 from nccl_comm.library.interface import Config, HandleSlot, Nccl
 from unicoll.arrays.cuda import Cuda
 from unicoll.backend import Call, Context
@@ -22,6 +23,7 @@ class CommunicatorFactory:
         nccl, cuda: the libraries.
         config: NCCL's options.
         check: called while waiting; raises the error that has ended the group.
+        attempts: numbers the exchanges of ids: arguments may be refused, on all members, before another one.
     """
 
     context: Context
@@ -29,21 +31,21 @@ class CommunicatorFactory:
     cuda: Cuda
     config: Config
     check: Callable[[Call | None], None]
+    attempts: Iterator[int] = field(default_factory=count)
 
     def init(self, device: int, deadline: float) -> Communicator:
         """A communicator without a parent; all members call this."""
         context = self.context
-        ids, capabilities = exchange_ids(context, device, self.nccl, self.cuda, deadline)
+        ids, origin = exchange_ids(context, next(self.attempts), device, self.nccl, self.cuda, deadline)
         function = "ncclCommInitRankConfig" if len(ids) == 1 else "ncclCommInitRankScalable"
         begin = partial(self.nccl.comm_init, context.size, ids, context.rank, self.config)
-        return self._make(device, begin, function, deadline, capabilities)
+        return self._make(device, begin, function, deadline, origin)
 
     def split(self, parent: Communicator, deadline: float) -> Communicator:
         """A communicator of some members of the parent, which is idle; the others call :meth:`leave_out`."""
         context = self.context
         made = self._split(parent, min(context.ranks), context.rank, deadline)
-        kept = self._capabilities(parent)
-        return self._make(parent.device, lambda slot: made, "ncclCommSplit", deadline, kept)
+        return self._make(parent.device, lambda slot: made, "ncclCommSplit", deadline, parent.origin)
 
     def leave_out(self, parent: Communicator, deadline: float) -> None:
         """Take part in a split whose group this rank is not a member of."""
@@ -63,25 +65,22 @@ class CommunicatorFactory:
     def shrink(self, parent: Communicator, excluded: Sequence[int], deadline: float) -> Communicator:
         """A communicator of the parent's remaining members."""
         shrink = partial(parent.shrink, list(excluded), self.config, deadline, self.check)
-        kept = self._capabilities(parent)
-        return self._make(parent.device, lambda slot: shrink(), "ncclCommShrink", deadline, kept, parent)
-
-    def _capabilities(self, parent: Communicator) -> list[Capability]:
-        """Those of the members of this group, which are members of the parent, too."""
-        by_rank = dict(zip(parent.context.ranks, parent.capabilities, strict=True))
-        return [by_rank[rank] for rank in self.context.ranks]
+        return self._make(
+            parent.device, lambda slot: shrink(), "ncclCommShrink", deadline, parent.origin, parent
+        )
 
     def grow(self, parent: Communicator | None, device: int, deadline: float) -> Communicator:
         """A communicator with more ranks than the parent, which is idle; ``parent`` is None on a new rank."""
         context, nccl = self.context, self.nccl
         make_id = partial(nccl.comm_unique_id, parent.handle) if parent is not None else None
-        (unique_id,), capabilities = exchange_ids(context, device, nccl, self.cuda, deadline, make_id)
+        attempt = next(self.attempts)
+        (unique_id,), origin = exchange_ids(context, attempt, device, nccl, self.cuda, deadline, make_id)
         if parent is None:
             begin = partial(nccl.comm_grow, 0, context.size, unique_id, context.rank, self.config)
         else:
             own_id = unique_id if context.rank == 0 else None  # only the rank that made the id passes it
             begin = partial(nccl.comm_grow, parent.handle, context.size, own_id, -1, self.config)
-        return self._make(device, begin, "ncclCommGrow", deadline, capabilities)
+        return self._make(device, begin, "ncclCommGrow", deadline, origin)
 
     def _make(
         self,
@@ -89,11 +88,9 @@ class CommunicatorFactory:
         begin: Callable[[HandleSlot], tuple[int, HandleSlot]],
         function: str,
         deadline: float,
-        capabilities: list[Capability],
+        origin: Origin,
         parent: Communicator | None = None,
     ) -> Communicator:
-        made = Communicator(
-            self.context, self.nccl, self.cuda, device, begin, function, deadline, self.check, parent
+        return Communicator(
+            self.context, origin, self.nccl, self.cuda, device, begin, function, deadline, self.check, parent
         )
-        made.capabilities = capabilities
-        return made

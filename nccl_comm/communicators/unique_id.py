@@ -41,22 +41,30 @@ STARTING = Purpose(
 )
 
 
-class Start(NamedTuple):
-    """What the members of a group start NCCL with.
+class Origin(NamedTuple):
+    """Where the members of a communicator have exchanged their facts: in its group, or in the one it was split from.
 
     Attributes:
-        ids: NCCL's unique ids.
-        capabilities: compute capability of each member's device, in group order.
+        context: the group.
+        prefix: of the store's keys.
+        capabilities: compute capability of each member's device, by rank in the world.
     """
 
-    ids: list[bytes]
-    capabilities: list[Capability]
+    context: Context
+    prefix: str
+    capabilities: dict[int, Capability]
 
 
 def exchange_ids(
-    context: Context, device: int, nccl: Nccl, cuda: Cuda, deadline: float, make_id: MakeId | None = None
-) -> Start:
-    """NCCL's unique ids of a group; every member calls this, with its device.
+    context: Context,
+    attempt: int,
+    device: int,
+    nccl: Nccl,
+    cuda: Cuda,
+    deadline: float,
+    make_id: MakeId | None = None,
+) -> tuple[list[bytes], Origin]:
+    """NCCL's unique ids of a group; every member calls this, with its device, and with the number of its calls before.
 
     If NCCL takes several ids, there is one for every ``UNICOLL_NCCL_RANKS_PER_ROOT`` ranks: these ranks connect first
     to the rank that made the id, which would otherwise have to serve all ranks. With ``make_id``, rank 0 calls that in
@@ -68,7 +76,7 @@ def exchange_ids(
         RankLostError: a member died.
         DistBackendError: a rank could not make an id.
     """
-    prefix = f"nccl/{context.name}"
+    prefix = f"nccl/{context.name}/{attempt}"
     store = context.job.store
     own = cuda.facts(device)
     facts = {
@@ -92,8 +100,9 @@ def exchange_ids(
     if keys:
         await_keys(context, list(keys), STARTING, deadline, keys)
         made += (result_or_raise(context, json.loads(text)) for text in store.multi_get(list(keys)))
-    capabilities = [(major, minor) for major, minor in answer["capabilities"]]
-    return Start([bytes.fromhex(one) for one in made], capabilities)
+    found = zip(context.ranks, answer["capabilities"], strict=True)
+    capabilities = {rank: (major, minor) for rank, (major, minor) in found}
+    return [bytes.fromhex(one) for one in made], Origin(context, prefix, capabilities)
 
 
 def roots(size: int, count: int) -> list[int]:
@@ -102,15 +111,17 @@ def roots(size: int, count: int) -> list[int]:
     return [i * share + min(i, rest) for i in range(count)]
 
 
-def member_facts(context: Context, timeout: float) -> list[dict[str, Any]]:
-    """What the members of a group have published with :func:`exchange_ids`, in group order.
+def member_facts(origin: Origin, timeout: float) -> dict[int, dict[str, Any]]:
+    """What the members of a group have published with :func:`exchange_ids`, by rank in the world.
 
     Raises:
         DistError: the store does not answer within ``timeout`` seconds.
     """
-    keys = [f"nccl/{context.name}/{rank}" for rank in range(context.size)]
+    context = origin.context
+    keys = [f"{origin.prefix}/{member}" for member in range(context.size)]
     context.job.store.wait(keys, timeout)
-    return [json.loads(text) for text in context.job.store.multi_get(keys)]
+    found = [json.loads(text) for text in context.job.store.multi_get(keys)]
+    return dict(zip(context.ranks, found, strict=True))
 
 
 def _choose_roots(

@@ -215,6 +215,17 @@ def split_groups() -> dict[str, Any]:
     return {"evens": x.numpy().tolist(), "halves": y.numpy().tolist(), "colors": colors}
 
 
+def on_devices_of_their_own_after_all() -> tuple[str, list[float]]:
+    """Both ranks begin with an array on device 0, which is refused, and then use a device each."""
+    with arrays.device(0):
+        x = arrays.full(2, 1.0)
+        said = _error(lambda: dist.all_reduce(x))
+    with arrays.device(dist.get_rank()):
+        x = arrays.full(2, 1.0)
+        dist.all_reduce(x)
+        return said, x.numpy().tolist()
+
+
 def shared_device() -> str:
     """All ranks are on one device."""
     try:

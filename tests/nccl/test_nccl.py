@@ -99,6 +99,9 @@ def test_groups_are_split_from_one_that_has_connected() -> None:
 
 
 def test_two_ranks_on_one_device_are_refused() -> None:
+    for said, values in run(2, jobs.on_devices_of_their_own_after_all):
+        assert "on the same device" in said
+        assert values == [2.0, 2.0]
     for said in run(2, jobs.shared_device, devices="shared"):
         assert isinstance(said, str)
         assert "rank 0 (pid " in said

@@ -72,7 +72,7 @@ class Calls:
         self.machine = Machine(
             simulation.scheduler, simulation.memory, self.network, simulation.cuda.capability
         )
-        self.active_calls = ActiveCalls(simulation.scheduler)
+        self.active_calls = ActiveCalls(simulation.scheduler, simulation.cuda.current_device)
         self._comms: dict[int, Communicator] = {}
         self._destroyed: set[int] = set()
         self._handles = itertools.count(0x70000, 0x100)

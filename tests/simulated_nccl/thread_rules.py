@@ -3,6 +3,9 @@
 NCCL's documentation (usage/threadsafety.rst, and "Fault Tolerance" in usage/communicators.rst): a communicator is used
 by one thread at a time, though its state may be queried meanwhile; operations on communicators of one device are issued
 by one thread at a time; no thread is in NCCL while its communicator is aborted: an abort frees memory that it uses.
+
+Many of NCCL's functions ask for the thread's device, change it, and set it again. The device of a thread without a
+context is device 0: the thread has a context there afterwards, which takes memory of another rank's device.
 """
 
 from __future__ import annotations
@@ -52,6 +55,7 @@ class ActiveCalls:
 
     Args:
         scheduler: records clashes as faults.
+        current_device: the calling thread's device; -1 if it has no context.
 
     Attributes:
         current: the calls.
@@ -59,8 +63,9 @@ class ActiveCalls:
         pause: called within every call; a delay there makes calls overlap.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, current_device: Callable[[], int]) -> None:
         self.strict = False
+        self._current_device = current_device
         self.pause: Callable[[], object] = lambda: None
         self._scheduler = scheduler
         self._lock = threading.Lock()
@@ -70,6 +75,8 @@ class ActiveCalls:
     def enter(self, call: str, kind: Kind, comm: Any) -> Iterator[None]:
         """The calling thread is in a call for a communicator."""
         entered = _ActiveCall(call, kind, comm)
+        if kind is not Kind.QUERY and comm.device and self._current_device() == -1:
+            self._scheduler.fault(f"{call} on device {comm.device}, by a thread without a context")
         with self._lock:
             clashes = [other for other in self.current if entered.clashes(other)]
             self.current.append(entered)

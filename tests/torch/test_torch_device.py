@@ -59,8 +59,13 @@ def test_messages_that_torch_coalesces_do_not_wait_for_one_another(two: Run) -> 
 
 def test_an_invalid_batch_sends_nothing(two: Run) -> None:
     for said, after in two(jobs.refused_messages):
-        assert "no tags" in said
+        assert "is bound to" in said
         assert after == [2.0]
+
+
+def test_tags_have_no_effect_over_nccl(two: Run) -> None:
+    """As with torch's NCCL backend."""
+    assert two(jobs.tagged_messages) == [[[1.0], [2.0]], [[1.0], [1.0]]]
 
 
 def test_futures(two: Run) -> None:

@@ -80,11 +80,25 @@ def coalesced_messages() -> list[list[float]]:
     return found
 
 
+def tagged_messages() -> list[list[float]]:
+    """Messages with tags, which have no effect: a send and a receive, and a batch."""
+    x = full(3, me() + 1.0)
+    dist.send(x, 1, tag=3) if me() == 0 else dist.recv(x, 0, tag=5)
+    ops, got = _crossing(8, 0)
+    for op, tag in zip(ops, (7, 9), strict=True):
+        op.tag = tag
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return [values(x), values(got)]
+
+
 def refused_messages() -> tuple[str, list[float]]:
     """An invalid batch sends nothing, and the group stays usable."""
     ops, _ = _crossing(8, 0)
     try:
-        dist.batch_isend_irecv([*ops, dist.P2POp(dist.isend, ops[0].tensor, 1 - me(), tag=3)])
+        with arrays.device(1 - me()):
+            elsewhere = full(8, 1.0)
+        dist.batch_isend_irecv([*ops, dist.P2POp(dist.isend, elsewhere, 1 - me())])
         said = "nothing"
     except RuntimeError as error:
         said = str(error)

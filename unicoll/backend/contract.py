@@ -69,12 +69,14 @@ class Caps:
             that do not reduce take all types.
         compresses: True if it takes calls with a :attr:`Call.compression`, and keeps the error bounds of
             :mod:`unicoll.arrays.compression`; it need not compress.
+        tags: False if messages between two ranks match in order, and a tag other than 0 is refused.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
     native: frozenset[str] = frozenset({"send", "recv"})
     reduces: Callable[[DType, Reduction], bool] = host_reduces
     compresses: bool = False
+    tags: bool = True
 
 
 @dataclass(eq=False, repr=False)

@@ -64,6 +64,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._works = WorkRegistry()
         self._coalescing: Coalescing | None = None
         self._pool = TensorPool(group)
+        self._tagless = {c.device for c in group.choices if not (c.staged or c.cls.caps.tags)}
         self._closed = False
         self._timeout: timedelta | None = None  # the default timeout, if set_timeout was called
         self.options = None
@@ -180,11 +181,16 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self, method: Callable[..., Any], tensors: Sequence[Any], peer: int, tag: int
     ) -> CompletedWork:
         """Send or receive on the calling thread, which avoids the switch to the group's thread."""
+        tensor = one(tensors)
         try:
-            method(one(tensors), peer, tag, timeout=self._timeout)
+            method(tensor, peer, self._tag(tensor, tag), timeout=self._timeout)
         except OperationTimeoutError as error:
             raise as_torch_error(error) from None
         return DONE
+
+    def _tag(self, tensor: Any, tag: int) -> int:
+        """The tag of a message: 0 over NCCL, where torch ignores tags."""
+        return 0 if tag and tensor.device.type in self._tagless else tag
 
     def _message(self, name: str, message: Message) -> TorchWork | None:
         """Start a message. While coalescing, it is deferred and the result is None, as with torch's NCCL backend."""
@@ -195,6 +201,8 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def _start_messages(self, name: str, messages: Sequence[Message]) -> list[TorchWork]:
         with record_function(f"{_LABEL}{name}") if is_profiling() else nullcontext():
+            if self._tagless:
+                messages = [(sends, x, peer, self._tag(x, tag)) for sends, x, peer, tag in messages]
             handles = self.unicoll.batch_isend_irecv(messages, timeout=self._timeout)
         return [self._works.add(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)]
 
