@@ -369,6 +369,37 @@ def test_an_error_in_a_group_is_returned_at_its_end_and_nothing_is_launched(
     assert w.read(xs) == [[3.0], [3.0]]
 
 
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_first_message_waits_for_the_call_of_the_peer(world: Callable[..., World], blocking: bool) -> None:
+    """A later one does not; the first collective waits for all ranks."""
+    w = world(2, blocking=blocking)
+    w.nccl.machine.connects_late = True
+    x, y = w.arrays([1.0], [0.0])
+
+    def message(rank: int) -> int:
+        w.sim.cuda.set_device(rank)
+        call, array = (w.nccl.recv, y) if rank else (w.nccl.send, x)
+        return call(array.ptr, 1, F64, 1 - rank, w.comms[rank], w.streams[rank])
+
+    def first_waits(call: Callable[[int], Any]) -> None:
+        thread = threading.Thread(target=call, args=(0,))
+        thread.start()
+        thread.join(PATIENCE_S if not blocking else 0.05)
+        assert thread.is_alive() == blocking
+        assert blocking or w.nccl.comm_state(w.comms[0])[1] == IN_PROGRESS
+        call(1)
+        thread.join(PATIENCE_S)
+        assert w.settle() == [SUCCESS] * 2
+
+    first_waits(message)
+    assert message(0) == (SUCCESS if blocking else IN_PROGRESS)
+    assert w.settle([w.comms[0]]) == [SUCCESS]
+    message(1)
+    assert w.settle() == [SUCCESS] * 2
+    first_waits(lambda rank: w.all_reduce([x, y], ranks=[rank]))
+    assert w.read([x, y]) == [[2.0]] * 2
+
+
 def test_sending_to_oneself_needs_a_group(world: Callable[..., World]) -> None:
     w = world(1, blocking=True)
     (x,), (y,) = w.arrays([5.0]), w.arrays([0.0])

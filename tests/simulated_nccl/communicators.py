@@ -18,6 +18,8 @@ from tests.simulated_nccl.streams import LATER, Op, Range, Scheduler, Stream
 
 __all__ = ["Communicator", "Machine", "Result", "Task"]
 
+Link = tuple[str, int]
+"""("send", peer) or ("recv", peer): the first message connects it; ("collective", -1): the first collective does."""
 _GARBAGE = 0xEE
 _POLL_S = 0.01
 
@@ -70,6 +72,8 @@ class Machine:
         stuck: while set, operations do not return, or stay in progress.
         remote_errors: True if the death of a rank becomes an asynchronous error on the others, unless they have
             revoked the communicator before: NCCL's proxy threads notice it only while they have work.
+        connects_late: True if the first message to or from a peer, and the first collective, block the host until the
+            other ranks call theirs; one thread can then not call them for several ranks.
         mismatches: reports of operations that do not match.
     """
 
@@ -83,6 +87,7 @@ class Machine:
         self.mute = False
         self.stuck = threading.Event()
         self.remote_errors = True
+        self.connects_late = False
         self.mismatches: list[str] = []
 
 
@@ -131,6 +136,8 @@ class Communicator:
         self._splits: dict[int, Callable[[str, list[int]], None]] = {}
         self._child: Communicator | None = None
         self._barriers: set[int] = set()
+        self._links: set[Link] = set()
+        self._linking: set[Link] = set()
         self._signals: Counter[int] = Counter()
         self._waiting: list[tuple[Op, Counter[int]]] = []
 
@@ -215,6 +222,7 @@ class Communicator:
             running, self._running = self._running, {}
             waiting, self._waiting = self._waiting, []
             self._barriers.clear()
+            self._linking.clear()
             scheduler.changed.notify_all()
             for op, _ in waiting:
                 scheduler.finish(op)
@@ -282,7 +290,8 @@ class Communicator:
     @property
     def busy(self) -> bool:
         """True if an earlier call is in progress."""
-        return not self._ready or bool(self._pending or self._splits or self._barriers or self._deferred)
+        waits = self._splits or self._barriers or self._linking
+        return not self._ready or bool(self._pending or waits or self._deferred)
 
     def poll(self) -> int:
         """ncclCommGetAsyncError; only this call makes progress on a non-blocking communicator."""
@@ -298,18 +307,36 @@ class Communicator:
             self._run_deferred()
             return IN_PROGRESS
 
+    def link(self, tasks: Sequence[Task]) -> None:
+        """Begin to connect: to each peer for the first message, to all ranks for the first collective."""
+        if not self.machine.connects_late:
+            return
+        wanted: set[Link] = {(task.kind, task.peer) for task in tasks if task.signature is None}
+        if any(task.signature is not None for task in tasks):
+            wanted.add(("collective", -1))
+        with self.machine.scheduler.lock:
+            new = {(kind, peer) for kind, peer in wanted if peer != self.rank} - self._links
+            self._links |= new
+            self._linking |= new
+        for kind, peer in new:
+            self._send(("link", kind, peer))
+
+    @property
+    def connected(self) -> bool:
+        """True if the operations that have been called need no more connections."""
+        return not (self.machine.stuck.is_set() or self._linking)
+
     def connect(self) -> bool:
-        """Block the host until the other ranks come, as a first operation does; False if the communicator was
-        stopped."""
-        machine, stopped = self.machine, self._stopped
-        with machine.scheduler.changed:
-            while machine.stuck.is_set() and self._stopped == stopped:
-                machine.scheduler.changed.wait(_POLL_S)
+        """Block the host until the other ranks come, as first operations do; False if the communicator is stopped."""
+        stopped, changed = self._stopped, self.machine.scheduler.changed
+        with changed:
+            while not self.connected and self._stopped == stopped:
+                changed.wait(_POLL_S)
             return self._stopped == stopped
 
     def _run_deferred(self) -> None:
         """Launch the deferred kernels and call the deferred functions."""
-        if self.machine.stuck.is_set():
+        if not self.connected:
             return
         pending, self._pending = self._pending, []
         for tasks in pending:
@@ -409,6 +436,8 @@ class Communicator:
                 self._splits.pop(message[1])(message[2], message[3])
             elif kind == "barrier":
                 self._barriers.discard(message[1])
+            elif kind == "linked":
+                self._linking.discard((message[1], message[2]))
             elif kind == "put":
                 self._receive_put(*message[1:])
             elif kind in ("collectives", "message"):

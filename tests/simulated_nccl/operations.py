@@ -106,9 +106,11 @@ class Operations(Calls):
                     Result.INVALID_USAGE, "the streams of a group are not all captured by the same graph"
                 )
         for comm, theirs in tasks.items():
+            comm.link(theirs)
+        for comm, theirs in tasks.items():
             if comm.config.blocking and not comm.connect():
                 raise Refused(Result.INTERNAL_ERROR, "the communicator was stopped while it connected")
-            at_once = comm.config.blocking or (self._prompt and not self.machine.stuck.is_set())
+            at_once = comm.config.blocking or (self._prompt and comm.connected)
             comm.launch(theirs, at_once)
             result = result if at_once else IN_PROGRESS
         return result

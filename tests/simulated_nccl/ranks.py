@@ -95,6 +95,7 @@ def install(settings: Settings, rank: int, size: int) -> None:
         made.cuda.set_device(rank)
     library = SimulatedNccl(made, settings.version, settings.prompt)
     library.active_calls.strict = settings.strict_threads
+    library.machine.connects_late = True
     if settings.dwell:
         library.active_calls.pause = partial(time.sleep, settings.dwell)
     unicoll.arrays.cuda.install(made.cuda)

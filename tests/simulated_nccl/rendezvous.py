@@ -37,6 +37,8 @@ class _Rendezvous:
         self._receives: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self._splits: dict[int, dict[int, tuple[Any, int]]] = defaultdict(dict)
         self._barriers: dict[int, dict[int, Any]] = defaultdict(dict)
+        self._links: dict[tuple[int, int], set[str]] = defaultdict(set)
+        self._linked: set[int] = set()
         self._departing: set[int] = set()
         self._stuck = False
 
@@ -129,6 +131,19 @@ class _Rendezvous:
                 self._send_all(("mismatch", f"values of communicator {self._key} by rank: {arrived}"))
             del self._barriers[turn]
             self._send_all(("barrier", turn))
+
+    def link(self, rank: int, kind: str, peer: int) -> None:
+        """A rank's part in connecting for a first send or receive, or for the first collective."""
+        if kind == "collective":
+            self._linked.add(rank)
+            if len(self._linked) == self._size:
+                self._send_all(("linked", kind, peer))
+            return
+        pair = (rank, peer) if kind == "send" else (peer, rank)
+        self._links[pair].add(kind)
+        if len(self._links[pair]) == 2:
+            self._send(pair[0], ("linked", "send", pair[1]))
+            self._send(pair[1], ("linked", "recv", pair[0]))
 
     def put(self, rank: int, peer: int, window: int, offset: int, data: bytes) -> None:
         """Data for a peer's window, if there is any, followed by a signal."""
