@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.gpu import gpu_mutation_jobs as mutations
-from tests.gpu.check import command, summary, training, training_jobs, verdict
+from tests.gpu.check import command, several, summary, training, training_jobs, verdict
 from tests.gpu.check.command import CUT, FAILED, NO_GPU, PASSED, main
 from tests.gpu.check.record import Document, NoTime, Reporter, Skip, plain
 from tests.gpu.check.stages import STAGES
@@ -111,7 +111,8 @@ def test_no_operation_asked_the_device_anything(rehearsal: tuple[str, dict[str, 
 
 
 def test_what_is_cheap_and_tells_most_comes_first() -> None:
-    assert list(STAGES)[:7] == ["machine", "one-rank", "pair", "streams", "deadline", "exit", "plugin"]
+    first = ["machine", "one-rank", "pair", "several", "streams", "deadline", "exit", "plugin"]
+    assert list(STAGES)[: len(first)] == first
     later = [
         "conformance-1",
         "conformance-2",
@@ -201,7 +202,26 @@ def test_no_stage_goes_beyond_the_budget(tmp_path: Path, monkeypatch: pytest.Mon
     run.runner = SimpleNamespace(do=do, close=lambda: None)  # type: ignore[assignment]
     assert run.go() == CUT
     assert now <= run.end
-    assert orders[:4] == ["machine", "one-rank", "pair", "streams"]
+    assert orders[:4] == ["machine", "one-rank", "pair", "several"]
+
+
+def test_a_check_of_a_program_passes_if_it_has_passed_on_all_ranks(tmp_path: Path) -> None:
+    by_rank = {
+        0: {"sums": {"value": 1.5}, "contexts": {"skip": "not listed"}, "messages": {"value": None}},
+        1: {"sums": {"value": 2.5}, "contexts": {"skip": "not listed"}},
+    }
+    for rank, results in by_rank.items():
+        (tmp_path / f"{rank}.json").write_text(json.dumps(results))
+    skipped = {"skip": "not listed"}
+    assert list(several._results(tmp_path)) == [
+        ("sums", {}, 1.5),
+        ("contexts", {0: skipped, 1: skipped}, None),
+        ("messages", {1: {"error": "not run"}}, None),
+    ]
+    with pytest.raises(AssertionError, match=r"rank 1: .*not run"):
+        several._judge({1: {"error": "not run"}})
+    with pytest.raises(Skip):
+        several._judge({0: skipped, 1: skipped})
 
 
 # --- reports of stages -------------------------------------------------------------------------------------------

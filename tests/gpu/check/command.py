@@ -98,6 +98,7 @@ def _serve(given: argparse.Namespace) -> int:
         reporter, error = Reporter(given.report, order["seconds"]), None
         try:
             place = (Simulation if given.simulate else GPU)(order["kits"], given.patience, order["sharing"])
+            place.devices = order["devices"] or place.devices
             STAGES[order["stage"]].run(reporter, place)
         except Exception as e:
             error = description_of(e)
@@ -116,6 +117,7 @@ class Run:
         self.end = self.began + float(given.budget)
         self.kits: list[str] = []
         self.sharing: str = given.sharing
+        self.devices = 0
         head = {
             "program": "scripts/gpu_check",
             "arguments": words,
@@ -166,6 +168,8 @@ class Run:
         """Read the results of the first stage; False if nothing can be checked."""
         figures = self.document.data["stages"][_FIRST]["figures"]
         self.kits = figures.get("kits", [])
+        if not self.given.simulate:
+            self.devices = figures.get("device", {}).get("devices", 0)
         if not self.kits:
             reason = figures.get("reason", "CUDA and the array libraries did not respond in time")
             print(f"gpu_check: no GPU can be checked here: {reason}", file=sys.stderr)
@@ -185,7 +189,13 @@ class Run:
             self.document.take(record, line)  # everything printed is on disk
             _show(line, time.monotonic() - self.began)
 
-        order = {"stage": stage.name, "seconds": seconds, "kits": self.kits, "sharing": self.sharing}
+        order = {
+            "stage": stage.name,
+            "seconds": seconds,
+            "kits": self.kits,
+            "sharing": self.sharing,
+            "devices": self.devices,
+        }
         try:
             limit = min(seconds * _LATE + _GRACE_S, self._left())
             record["state"], explanation = self.runner.do(order, limit, take)

@@ -127,9 +127,9 @@ class CupyKit(Kit):
     }
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
         self._cupy: Any = importlib.import_module("cupy")
-        self._cupy.cuda.Device(0).use()
+        self._cupy.cuda.Device(device).use()
         self._spin = self._cupy.RawKernel(self._SPIN, "spin")
 
     def array(self, values: Host) -> Array:
@@ -200,10 +200,10 @@ class TorchKit(Kit):
     name, family = "torch", "torch_cuda"
     _CALIBRATION = 20_000_000
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
         self._torch: Any = importlib.import_module("torch")
         self._cuda = self._torch.cuda
-        self._cuda.set_device(0)
+        self._cuda.set_device(device)
         self._rate = 0.0
 
     def array(self, values: Host) -> Array:
@@ -288,7 +288,7 @@ class SimulatedKit(Kit):
     name = family = "simulated"
     simulated = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: int = 0) -> None:
         from tests.simulated_nccl import arrays
 
         self._arrays = arrays
@@ -365,8 +365,8 @@ KITS: dict[str, type[Kit]] = {"cupy": CupyKit, "torch": TorchKit, "simulated": S
 _kits: dict[str, Kit] = {}
 
 
-def kit(name: str) -> Kit:
-    """The kit with a name, in this process."""
+def kit(name: str, device: int = 0) -> Kit:
+    """The kit with a name, in this process; the first call selects its device."""
     if name not in _kits:
-        _kits[name] = KITS[name]()
+        _kits[name] = KITS[name](device)
     return _kits[name]

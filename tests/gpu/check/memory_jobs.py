@@ -40,7 +40,7 @@ class _OwnMemory:
 @contextmanager
 def _own_memory(count: int) -> Iterator[_OwnMemory]:
     nccl = locate.nccl()
-    with on_device(cuda(), 0):
+    with on_device(cuda(), cuda().current_device()):
         code, ptr = nccl.mem_alloc(4 * count)
         assert code == 0, f"ncclMemAlloc returns {code}"
         try:
@@ -112,8 +112,8 @@ def nccl_compares_symmetric_memory(k: Kit) -> dict[str, Any]:
 
 
 def puts_and_signals_arrive(k: Kit) -> dict[str, Any]:
-    """Two ranks write to each other's memory in turns: from symmetric_empty() to a registered window."""
-    me, other = dist.get_rank(), 1 - dist.get_rank()
+    """Ranks 0 and 1 write to each other's memory in turns: from symmetric_empty() to a registered window."""
+    me, other = dist.get_rank(), dist.get_rank() ^ 1
     group, source = _group(), _symmetric(8)
     with _own_memory(32) as memory, group.register(memory, symmetric=True) as window:
         if not (window.symmetric and source.window):
@@ -122,6 +122,9 @@ def puts_and_signals_arrive(k: Kit) -> dict[str, Any]:
         x[...], y[...] = me, -1
         k.synchronize()
         dist.barrier()
+        if me > 1:
+            dist.barrier()
+            return {}
         try:
             group.signal(other, x)
             group.wait_signal(other, x)
@@ -144,7 +147,8 @@ def puts_and_signals_arrive(k: Kit) -> dict[str, Any]:
 def a_non_blocking_group_is_split_and_makes_a_window(k: Kit) -> dict[str, Any]:
     """NCCL returns success for what it has only begun; operations in the part, and in its symmetric memory."""
     options = {"blocking": False}
-    group: Any = dist.new_group(backend="cuda:nccl", device_id=0, pg_options=options)
+    device = cuda().current_device()
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=device, pg_options=options)
     part: Any = dist.split_group(group, [list(range(dist.get_world_size()))], pg_options=options)
     x = k.full(_COUNT, dist.get_rank() + 1)
     dist.all_reduce(x, group=part)

@@ -63,10 +63,12 @@ class Place(ABC):
         simulated: True if times are meaningless.
         patience: seconds that ranks have for a call.
         sharing: see :data:`device_ranks.SHARING`.
+        devices: number of devices of this machine.
     """
 
     families: tuple[str, ...] = ()
     simulated = False
+    devices = 1
 
     def __init__(self, kits: Sequence[str], patience: float = PROGRAM_S, sharing: str = "auto") -> None:
         self.kits = tuple(kits)
@@ -115,6 +117,7 @@ class Simulation(Place):
 
     families = ("simulated",)
     simulated = True
+    devices = 2
 
     def __init__(self, kits: Sequence[str] = (), patience: float = PROGRAM_S, sharing: str = "auto") -> None:
         super().__init__(["simulated"], patience, sharing)

@@ -44,6 +44,7 @@ _ROWS = (
     Stage("machine", "machine, versions, array libraries", "machine:look", 150),
     Stage("one-rank", "driver and NCCL, one rank, without array libraries", "machine:one_rank", 20),
     Stage("pair", "two ranks on the one GPU, their first operation", "machine:pair", 25),
+    Stage("several", "ranks with a GPU each, under unicoll.run", "several:each_its_own", 30),
     Stage("streams", "streams, lifetimes, graphs: 1 rank", "streaming:one", 50),
     Stage("deadline", "a missing rank, and a smaller group after it", "faults:deadline", 25),
     Stage("exit", "programs that end without leaving", "faults:ending", 20),
