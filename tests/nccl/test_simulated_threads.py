@@ -78,11 +78,13 @@ def test_threads_may_take_turns_and_have_devices_of_their_own(world: Callable[..
 
     assert threads([partial(locked, one), partial(locked, other)]) == [SUCCESS] * 2
     xs = w.arrays([1.0], [2.0])
-    both = [
-        partial(w.nccl.all_reduce, xs[r].ptr, xs[r].ptr, 1, F64, SUM, w.comms[r], w.streams[r])
-        for r in range(2)
-    ]
-    assert _meeting(w, *both) == [SUCCESS] * 2
+
+    def reduce(rank: int) -> int:
+        w.sim.cuda.set_device(rank)
+        ptr = xs[rank].ptr
+        return w.nccl.all_reduce(ptr, ptr, 1, F64, SUM, w.comms[rank], w.streams[rank])
+
+    assert _meeting(w, partial(reduce, 0), partial(reduce, 1)) == [SUCCESS] * 2
     assert w.sim.faults == []
 
 
@@ -178,3 +180,13 @@ def test_stuck_operations_continue(world: Callable[..., World], blocking: bool) 
     assert w.settle() == [SUCCESS]
     w.sim.synchronize()
     assert w.sim.faults == []
+
+
+def test_a_call_by_a_thread_without_a_context_is_a_fault(world: Callable[..., World]) -> None:
+    """NCCL makes a context on device 0 for it."""
+    w = world(2)
+    x, y = w.arrays([1.0], [2.0])
+    threads([lambda: w.nccl.all_reduce(y.ptr, y.ptr, 1, F64, SUM, w.comms[1], w.streams[1])])
+    threads([lambda: w.nccl.all_reduce(x.ptr, x.ptr, 1, F64, SUM, w.comms[0], w.streams[0])])
+    w.settle()
+    assert w.sim.faults == ["an all_reduce on device 1, by a thread without a context"]
