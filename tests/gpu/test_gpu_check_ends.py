@@ -129,7 +129,8 @@ def runner() -> Iterator[Runner]:
 
 
 def _order(stage: str, **more: Any) -> dict[str, Any]:
-    return {"stage": stage, "seconds": 60.0, "kits": ["simulated"], "sharing": "auto"} | more
+    defaults = {"stage": stage, "seconds": 60.0, "kits": ["simulated"], "sharing": "auto", "devices": 0}
+    return defaults | more
 
 
 def test_after_a_stage_that_is_cut_off_comes_the_next(
