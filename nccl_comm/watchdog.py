@@ -95,16 +95,18 @@ class Watchdog:
         cuda.cuda().ignore_captures()
         while not self._closing:
             self._wake.clear()
-            with self._lock:
-                watched = list(self._watched)
-            now = time.monotonic()
-            callbacks_pending = False
-            for group in watched:
-                callbacks_pending |= self._sweep(group, now)
-            if callbacks_pending:
+            if self._sweep_all():
                 time.sleep(_PERIOD_WITH_CALLBACKS_S)
             else:
                 self._wake.wait(_PERIOD_S)
+
+    def _sweep_all(self) -> bool:
+        """Sweep each group, of which no reference is kept; True if callbacks are pending."""
+        with self._lock:
+            watched = list(self._watched)
+        now = time.monotonic()
+        pending = [self._sweep(group, now) for group in watched]
+        return any(pending)
 
     def _sweep(self, group: _Watched, now: float) -> bool:
         with self._lock:

@@ -3,10 +3,14 @@
 A program is correct as users of CuPy understand it: whoever makes another stream the current one lets it wait for the
 one before; an array that an operation works on is not touched until its ``wait()``; references may be dropped at any
 time. Everything is put in place while the device is held, and runs afterwards.
+
+A program with a failure runs while it is put in place, in a group of its own: a rank does not make a call, aborts the
+group, or gets an error of NCCL. Every call ends on every rank, and the next group works.
 """
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,11 +19,15 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from nccl_comm.communicators import communicator
 from tests.nccl.mutation_jobs import connect
 from tests.simulated_nccl import arrays, ranks
+from tests.simulated_nccl.communicators import Result
 
 _STREAMS = 3
 _LIVE = 8
+_FAILS_S = 1.0
+"""Timeout of the calls of a program with a failure."""
 Values = list[Any]
 """For each rank the expected elements of its array."""
 
@@ -49,10 +57,12 @@ class Program:
         self.held: list[_Held] = []
         self.pending: list[tuple[Any, list[_Held]]] = []
         self.done: list[str] = []
+        self.graphs: list[Any] = []
 
-    def run(self, steps: int) -> list[str]:
-        """Do a number of steps; the errors at the end."""
-        actions: list[Callable[[], str]] = [
+    @property
+    def actions(self) -> list[Callable[[], str]]:
+        """What a step may be."""
+        return [
             self.make,
             self.make,
             self.change,
@@ -64,16 +74,27 @@ class Program:
             self.reduce_scatter,
             self.exchange,
             self.all_to_all,
+            self.reduce,
+            self.lists,
+            self.rooted,
+            self.graph,
             self.coalesced,
             self.wait,
             self.wait,
             self.switch,
             self.drop,
         ]
+
+    def step(self) -> None:
+        """Do one step."""
+        with self.current:
+            self.done.append(self.rng.choice(self.actions)())
+
+    def run(self, steps: int) -> list[str]:
+        """Do a number of steps; the errors at the end."""
         with ranks.simulation().hold():
             for _ in range(steps):
-                with self.current:
-                    self.done.append(self.rng.choice(actions)())
+                self.step()
             while self.pending:
                 with self.current:
                     self.wait()
@@ -186,6 +207,55 @@ class Program:
         out.values = [np.concatenate([v[6 * r : 6 * r + 6] for v in given.values]) for r in range(self.world)]
         return self.call(dist.all_to_all_single, out.array, given.array, held=[out, given])
 
+    def reduce(self) -> str:
+        held, root = self.new(6), self.rng.randrange(self.world)
+        held.values[root] = sum(held.values)
+        return self.call(dist.reduce, held.array, root, held=[held])
+
+    def lists(self) -> str:
+        """An operation between an array and a list of arrays."""
+        many, one = [self.new(6) for _ in range(self.world)], self.new(6)
+        arrays_of = [held.array for held in many]
+        name = self.rng.choice(["all_gather", "reduce_scatter", "all_to_all"])
+        if name == "all_gather":
+            for rank, held in enumerate(many):
+                held.values = [one.values[rank]] * self.world
+            return self.call(dist.all_gather, arrays_of, one.array, held=[*many, one])
+        if name == "reduce_scatter":
+            one.values = [sum(held.values) for held in many]
+            return self.call(dist.reduce_scatter, one.array, arrays_of, held=[*many, one])
+        outs = [self.new(6) for _ in range(self.world)]
+        for rank, out in enumerate(outs):
+            out.values = [held.values[rank] for held in many]
+        return self.call(dist.all_to_all, [out.array for out in outs], arrays_of, held=[*many, *outs])
+
+    def rooted(self) -> str:
+        """A gather or a scatter, whose list only the root has."""
+        many, one, root = (
+            [self.new(6) for _ in range(self.world)],
+            self.new(6),
+            self.rng.randrange(self.world),
+        )
+        arrays_of = [held.array for held in many] if self.me == root else None
+        if self.rng.random() < 0.5:
+            for rank, held in enumerate(many):
+                held.values[root] = one.values[rank]
+            return self.call(dist.gather, one.array, arrays_of, root, held=[*many, one])
+        one.values = [held.values[root] for held in many]
+        return self.call(dist.scatter, one.array, arrays_of, root, held=[*many, one])
+
+    def graph(self) -> str:
+        """A graph with an operation, launched twice on the current stream."""
+        held, stream = self.new(6), self.streams[-1]
+        stream.wait_for(self.current)
+        with stream, ranks.simulation().capture(stream.ptr) as made:
+            dist.all_reduce(held.array, group=self.rng.choice(self.groups))
+        self.graphs += made
+        for _ in range(2):
+            ranks.simulation().launch(made[0], self.current.ptr)
+            held.values = [sum(held.values)] * self.world
+        return "graph"
+
     def coalesced(self) -> str:
         one, two = self.new(6), self.new(64)
         for held in (one, two):
@@ -197,7 +267,11 @@ class Program:
         given, out = self.pick(6), self.new(6)
         out.values = [given.values[r - 1] for r in range(self.world)]
         after, before = (self.me + 1) % self.world, (self.me - 1) % self.world
-        ops = [dist.P2POp(dist.isend, given.array, after), dist.P2POp(dist.irecv, out.array, before)]
+        group = self.rng.choice(self.groups)
+        ops = [
+            dist.P2POp(dist.isend, given.array, after, group),
+            dist.P2POp(dist.irecv, out.array, before, group),
+        ]
         self.pending += [(work, [given, out]) for work in dist.batch_isend_irecv(ops)]
         return "exchange"
 
@@ -226,8 +300,76 @@ def run(seeds: list[int], steps: int) -> list[str]:
     for seed in seeds:
         program = Program(seed, _others[0])
         wrong += [f"program {seed}: {text}" for text in program.run(steps)]
+        for graph in program.graphs:
+            graph.destroy()
         del program
         simulation.synchronize()
         wrong += [f"program {seed}: {fault}" for fault in simulation.faults]
         simulation.faults.clear()
     return wrong
+
+
+def run_with_failures(seeds: list[int], steps: int) -> list[str]:
+    """Run random programs with a failure each, each in a group of its own; the faults, and the calls without an end."""
+    communicator._DEATH_NOTICE_S = 0.05  # no rank dies
+    simulation = ranks.simulation()
+    simulation.pool.strict = False
+    wrong = []
+    for seed in seeds:
+        wrong += [f"program {seed}: {text}" for text in _fail(seed, steps)]
+        simulation.synchronize()
+        wrong += [f"program {seed}: {fault}" for fault in simulation.faults]
+        simulation.faults.clear()
+    ranks.nccl().machine.mismatches.clear()
+    gc.collect()  # errors refer to frames that have them
+    return wrong
+
+
+def _fail(seed: int, steps: int) -> list[str]:
+    """One program, in which something fails on one rank."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    group: Any = dist.new_group(timeout=60)
+    program = Program(seed, group)
+    program.groups = [group.using(timeout=_FAILS_S)]
+    rng = program.rng
+    kind = rng.choice(["absent", *["abort", "error"] * 4])
+    victim, at = rng.randrange(n), rng.randrange(steps)
+    x = arrays.full(3, 1.0)
+    dist.all_reduce(x, group=group)
+    found = [] if (x.numpy() == n).all() else [f"the first all_reduce gives {x.numpy()}"]
+    dist.barrier()
+    try:
+        for step in range(steps):
+            if step == at and me == victim:
+                if kind == "absent":
+                    break
+                _break(group, kind)
+            program.step()
+        work = dist.all_reduce(x, group=group, async_op=True)  # what ends a program that has noticed nothing
+        assert work is not None
+        work.synchronize()
+        found.append(f"no error after {kind} on rank {victim} at step {at}: {'; '.join(program.done)}")
+    except dist.DistError:
+        pass
+    for work, _ in program.pending:
+        try:
+            work.synchronize()
+        except dist.DistError:
+            pass
+    for graph in program.graphs:
+        graph.destroy()
+    try:
+        dist.destroy_process_group(group)
+    except dist.DistError:
+        pass
+    return found
+
+
+def _break(group: Any, kind: str) -> None:
+    """Abort the group, or have NCCL report an asynchronous error."""
+    if kind == "abort":
+        group.abort()
+        return
+    resources = group._backends.for_device("cuda").resources
+    with ranks.simulation().scheduler.lock:
+        ranks.nccl()._comms[resources.comm.handle].error = Result.REMOTE_ERROR

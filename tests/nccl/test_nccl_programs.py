@@ -8,7 +8,7 @@ import pytest
 
 from tests.nccl import stream_programs
 from tests.simulated_nccl.ranks import SimulatedJob
-from unicoll.testing.worker import enter
+from unicoll.testing.worker import enter, leave
 
 _PROGRAMS, _STEPS = 40, 60
 
@@ -25,3 +25,19 @@ def test_random_programs(policy: str, size: int, seed: int) -> None:
         job.call(stream_programs.run, seeds, _STEPS)
         for rank, wrong in enumerate(job.results()):
             assert wrong == [], f"rank {rank}"
+
+
+@pytest.mark.every(3)
+@pytest.mark.parametrize("policy", ["oldest", "newest", "random"])
+def test_every_call_ends_where_a_rank_fails(policy: str, seed: int) -> None:
+    """Without a race, and the next group works."""
+    rng = random.Random(f"{seed} {policy}")
+    seeds = [rng.randrange(1 << 30) for _ in range(_PROGRAMS)]
+    with SimulatedJob(3, policy=policy, seed=seed, quiet=False) as job:
+        job.call(enter)
+        job.results()
+        job.call(stream_programs.run_with_failures, seeds, _STEPS // 2)
+        for rank, wrong in enumerate(job.results(300)):
+            assert wrong == [], f"rank {rank}"
+        job.call(leave)
+        assert job.results() == [[]] * 3

@@ -129,6 +129,7 @@ class Communicator:
         self._channel: Channel | None = None
         self._stopped = 0
         self._last: Op | None = None
+        self._last_captured: Op | None = None
         self._kernels = 0
         self._running: dict[int, _Kernel] = {}
         self._pending: list[list[Task]] = []
@@ -370,14 +371,17 @@ class Communicator:
 
     def serial(self, stream: Stream) -> list[Op]:
         """The operations before a kernel on a stream: NCCL serializes the kernels of a communicator."""
-        last = self._last
+        last = self._last if stream.capture is None else self._last_captured
         if last is None or last.done or last.capture is not stream.capture:
             return []
         return [last]
 
     def launched(self, op: Op) -> None:
-        """Note the last kernel put on a stream."""
-        self._last = op
+        """Note the last kernel put on a stream, or captured."""
+        if op.capture is None:
+            self._last = op
+        else:
+            self._last_captured = op
 
     def _launch(self, tasks: Sequence[Task]) -> None:
         scheduler = self.machine.scheduler

@@ -17,6 +17,7 @@ from unicoll.backend.work import Completion
 from unicoll.backend.work import Work as Handle
 from unicoll.errors import OperationTimeoutError
 from unicoll.net.timeouts import Timeout, to_seconds
+from unicoll.torch_plugin.compat import HOLDS_WORKS
 from unicoll.torch_plugin.error_messages import as_torch_error
 
 _NO_TIMEOUT = timedelta(0)
@@ -168,7 +169,7 @@ DONE = CompletedWork()
 
 
 class WorkRegistry:
-    """Keeps works alive that C++ may hold, since C++ does not keep the Python part of an object alive.
+    """Makes works, and keeps them alive where torch does not (:data:`~unicoll.torch_plugin.compat.HOLDS_WORKS`).
 
     References of C++ cannot be detected. So the newest :attr:`MAX_RELEASED` works of ended operations stay. They
     release their tensors unless Python code references the work: works that have been waited for at once (the backend
@@ -192,6 +193,8 @@ class WorkRegistry:
         self._streams: dict[Any, Any] = {}
 
     def add(self, handle: Handle | ReleasedHandle, outputs: Sequence[Any]) -> TorchWork:
+        if HOLDS_WORKS:
+            return TorchWork(handle, outputs, self, -1)
         key = next(self._keys)
         work = TorchWork(handle, outputs, self, key)
         self._held[key] = work
@@ -200,7 +203,8 @@ class WorkRegistry:
         return work
 
     def waited(self, key: int) -> None:
-        self._waited.append(key)
+        if key >= 0:
+            self._waited.append(key)
 
     def _prune(self) -> None:
         """Check a few works: checking all, or a callback for each, would cost more than the operations."""
