@@ -278,8 +278,7 @@ class NCCLBackend(Backend):
         # the options of a batch are those of its first call
         comm = resources.comm if first.options is None else resources.with_options(first.options)
         self._number(calls)
-        in_flight.issued += 1
-        in_flight.issuing = first
+        in_flight.issuing = first, time.monotonic() + first.timeout
         try:
             with resources.device_lock:
                 self._state.check()
@@ -367,7 +366,7 @@ class NCCLBackend(Backend):
             if self.resources is None:
                 raise self._no_device("symmetric_empty")
             deadline = time.monotonic() + self.context.timeout
-            with on_device(self.cuda, self.resources.device), self.supervision.failing_group_on_timeout():
+            with on_device(self.cuda, self.resources.device), self.supervision.failing_group():
                 return self.resources.memory.allocate(shape, dtype, deadline)
 
     def register(self, memory: Any, symmetric: bool) -> RegisteredMemory:
@@ -378,7 +377,7 @@ class NCCLBackend(Backend):
             resources = self.resources or self._connect(regions[0].device, deadline)
             if regions[0].device != resources.device:
                 raise self._other_device(resources, "register", regions[0].device)
-            with on_device(self.cuda, resources.device), self.supervision.failing_group_on_timeout():
+            with on_device(self.cuda, resources.device), self.supervision.failing_group():
                 return resources.memory.register(memory, regions, symmetric, deadline, self._unregister)
 
     def _unregister(self, registered: RegisteredMemory) -> None:

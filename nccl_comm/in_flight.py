@@ -180,8 +180,7 @@ class InFlight:
 
     Attributes:
         operations: in the order of posting; the watchdog alone removes those that have ended.
-        issuing: the call with which a thread is in NCCL, or None.
-        issued: number of calls with which a thread has entered NCCL.
+        issuing: the call with which a thread is in NCCL, and its deadline, or None.
         last: the last operation posted, or None.
         recorded: True if graphs have operations of the group.
     """
@@ -196,8 +195,7 @@ class InFlight:
         sweep_often: Callable[[], None],
     ) -> None:
         self.operations: deque[PendingWork] = deque()
-        self.issuing: Call | None = None
-        self.issued = 0
+        self.issuing: tuple[Call, float] | None = None
         self.last: PendingWork | None = None
         self.recorded = False
         self.streams = streams
@@ -338,17 +336,15 @@ class InFlight:
     def last_deadline(self) -> float:
         """The deadline of the operation, or of the retained arrays, that has the latest one."""
         issuing = self.issuing
-        started = time.monotonic() + issuing.timeout if issuing is not None else 0.0
-        works, retained = list(self.operations), list(self._retained)
-        return max(
-            started, *(work.deadline for work in works), *(deadline for _, deadline, _ in retained), 0.0
-        )
+        deadlines = [work.deadline for work in list(self.operations)]
+        deadlines += [deadline for _, deadline, _ in list(self._retained)]
+        return max([*deadlines, issuing[1] if issuing is not None else 0.0])
 
     def describe(self) -> str:
         """The operations in flight, for messages."""
         calls = [work.describe_call() for work in list(self.operations) if not work.done]
         if (issuing := self.issuing) is not None:
-            calls.append(issuing)
+            calls.append(issuing[0])
         shown = [call.describe_with_number() for call in calls[:_SHOWN]]
         more = [f"{len(calls) - _SHOWN} more operations"] if len(calls) > _SHOWN else []
         return ", ".join(shown + more) or "kernels that use arrays of ended operations"

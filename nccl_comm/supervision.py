@@ -51,10 +51,6 @@ class Supervision:
         self._state = state
         self._lock = lock
         self._resources: GroupResources | None = None
-        self._last_issuing = (
-            0,
-            0.0,
-        )  # InFlight.issued when the last sweep saw a thread in NCCL, and since when
         self._abort_lock = threading.Lock()
         self._aborted: threading.Event | None = None  # set when an abort has been done
         self._abandoned: list[
@@ -124,13 +120,12 @@ class Supervision:
 
         NCCL connects ranks within their first calls, and waits there without limit for a rank that is gone.
         """
-        call, number = in_flight.issuing, in_flight.issued
-        last, since = self._last_issuing
-        if call is None or number != last:
-            self._last_issuing = number if call is not None else 0, now
+        issuing = in_flight.issuing
+        if issuing is None:
             return
+        call, deadline = issuing
         self._check_departures(call)
-        if now - since >= call.timeout:
+        if now >= deadline:
             raise operation_errors.timeout_error(self._context, call)
 
     def _check_departures(self, call: Call | None) -> None:
@@ -152,9 +147,10 @@ class Supervision:
         if self._resources is None:
             return operation_errors.report(None, None)
         in_flight = self._resources.in_flight
-        pending, last = in_flight.first_pending(), in_flight.last
+        issuing, pending, last = in_flight.issuing, in_flight.first_pending(), in_flight.last
+        waits = issuing[0] if issuing else pending.describe_call() if pending is not None else None
         return operation_errors.report(
-            in_flight.issuing or (pending.describe_call() if pending is not None else None),
+            waits,
             last.describe_call().ended if last is not None else None,
         )
 
@@ -165,19 +161,11 @@ class Supervision:
         self.abort(operation_errors.announce(self._context, error))
 
     @contextmanager
-    def failing_group_on_timeout(self) -> Iterator[None]:
-        """Within the context a timeout fails the group: its members no longer agree on what they have registered."""
-        try:
-            yield
-        except OperationTimeoutError as e:
-            self._fail(e)
-            raise
-
-    @contextmanager
-    def failing_group(self, what: str) -> Iterator[None]:
+    def failing_group(self, what: str | None = None) -> Iterator[None]:
         """Within the context, in which all members do ``what``, an error fails the group: the others would wait.
 
-        An argument that is refused is refused on all members.
+        An argument that is refused is refused on all members. Without ``what`` other errors are, too, and only a
+        timeout fails the group.
         """
         try:
             yield
@@ -187,7 +175,7 @@ class Supervision:
             self._fail(e)
             raise
         except DistError as e:
-            if self._state.error is None:
+            if what is not None and self._state.error is None:
                 self._fail(operation_errors.member_failed_error(self._context, what, e))
             raise
 

@@ -282,6 +282,32 @@ def with_an_error_on_rank_1(way: str) -> str:
     return "nothing"
 
 
+def given_up_early() -> str:
+    """The error of a rank whose deadline passes before NCCL has written the handle."""
+    nccl: Any = ranks.nccl()
+    init, given_up = nccl.comm_init, threading.Event()
+    abort_start = communicator.Communicator._abort_start
+
+    def late(*arguments: Any) -> Any:
+        assert given_up.wait(60)
+        return init(*arguments)
+
+    def noting(self: Any, *arguments: Any) -> None:
+        given_up.set()
+        abort_start(self, *arguments)
+
+    nccl.comm_init = late
+    communicator.Communicator._abort_start = noting  # type: ignore[method-assign]
+    try:
+        dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=0.5)
+    except dist.DistError as e:
+        return f"{type(e).__name__}: {e}"
+    finally:
+        del nccl.comm_init
+        communicator.Communicator._abort_start = abort_start  # type: ignore[method-assign]
+    return "nothing"
+
+
 def shrunk_after_an_error(failing: int) -> list[Any]:
     """The sum over the ranks that remain after NCCL has reported an error to some of them; the calls of shrink."""
     connect()

@@ -110,6 +110,15 @@ def test_a_rank_that_cannot_connect_is_named_on_all(way: str, doing: str) -> Non
         assert job.results() == [[]] * 3
 
 
+def test_a_start_that_is_given_up_before_nccl_has_written_the_handle_is_aborted() -> None:
+    """No thread stays in NCCL."""
+    with joined(2, SimulatedJob) as job:
+        job.call(jobs.given_up_early)
+        assert "nothing" not in job.results()
+        job.call(leave)
+        assert job.results() == [[]] * 2
+
+
 @pytest.mark.parametrize(("failing", "calls"), [(0, ["shrink"]), (1, []), (3, [])])
 def test_nccl_shrinks_a_communicator_without_an_error(failing: int, calls: list[str]) -> None:
     """With an error on any rank all make a new one."""
