@@ -113,11 +113,9 @@ class Communicator:
             return
 
         def abort() -> None:
-            polls, thread = backoff(), self._left_behind[-1]
-            while (
-                not slot.value and thread.is_alive()
-            ):  # NCCL writes the handle before it waits for other ranks
-                next(polls)
+            for _ in backoff():  # NCCL writes the handle before it waits for other ranks
+                if slot.value or not self._left_behind[-1].is_alive():
+                    break
             self.handle = slot.value or 0
             self._abort(self._await_threads)
 
