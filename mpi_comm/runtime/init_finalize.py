@@ -241,7 +241,7 @@ class Runtime:
         if os.getpid() == self._pid:
             self._uncaught = error
             if self.size > 1 and _abort_enabled():
-                self.abort(error, " (UNICOLL_MPI_ABORT=0 leaves that to mpirun)")
+                self.abort(error, " (UNICOLL_MPI_ABORT=0 leaves that to the launcher)")
 
     def abort(self, error: BaseException, hint: str = "") -> None:
         """End the whole job by MPI_Abort, after notifying the other ranks of the reason."""
