@@ -345,10 +345,10 @@ def _fail(seed: int, steps: int) -> list[str]:
                     break
                 _break(group, kind)
             program.step()
-        work = dist.all_reduce(x, group=group, async_op=True)  # what ends a program that has noticed nothing
-        assert work is not None
-        work.synchronize()
-        found.append(f"no error after {kind} on rank {victim} at step {at}: {'; '.join(program.done)}")
+        else:
+            last = group.using(timeout=_FAILS_S).all_reduce(x, async_op=True)
+            last.synchronize()  # ends a program that has noticed nothing
+            found.append(f"no error after {kind} on rank {victim} at step {at}: {'; '.join(program.done)}")
     except dist.DistError:
         pass
     for work, _ in program.pending:

@@ -54,10 +54,6 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-HOLDS_WORKS = _minor(torch.__version__) >= (2, 7)
-"""True if C++ keeps the Python part of a work that it holds: the methods' results are put into a PyWorkHolder."""
-
-
 class RequestedGroup(NamedTuple):
     """The arguments of the group that torch is creating; None for those that are not accessible.
 

@@ -17,7 +17,6 @@ from unicoll.backend.work import Completion
 from unicoll.backend.work import Work as Handle
 from unicoll.errors import OperationTimeoutError
 from unicoll.net.timeouts import Timeout, to_seconds
-from unicoll.torch_plugin.compat import HOLDS_WORKS
 from unicoll.torch_plugin.error_messages import as_torch_error
 
 _NO_TIMEOUT = timedelta(0)
@@ -169,7 +168,7 @@ DONE = CompletedWork()
 
 
 class WorkRegistry:
-    """Makes works, and keeps them alive where torch does not (:data:`~unicoll.torch_plugin.compat.HOLDS_WORKS`).
+    """Keeps works alive that C++ may hold, since C++ does not keep the Python part of an object alive.
 
     References of C++ cannot be detected. So the newest :attr:`MAX_RELEASED` works of ended operations stay. They
     release their tensors unless Python code references the work: works that have been waited for at once (the backend
@@ -193,8 +192,6 @@ class WorkRegistry:
         self._streams: dict[Any, Any] = {}
 
     def add(self, handle: Handle | ReleasedHandle, outputs: Sequence[Any]) -> TorchWork:
-        if HOLDS_WORKS:
-            return TorchWork(handle, outputs, self, -1)
         key = next(self._keys)
         work = TorchWork(handle, outputs, self, key)
         self._held[key] = work
@@ -203,8 +200,7 @@ class WorkRegistry:
         return work
 
     def waited(self, key: int) -> None:
-        if key >= 0:
-            self._waited.append(key)
+        self._waited.append(key)
 
     def _prune(self) -> None:
         """Check a few works: checking all, or a callback for each, would cost more than the operations."""
