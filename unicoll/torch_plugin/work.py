@@ -170,6 +170,9 @@ DONE = CompletedWork()
 class WorkRegistry:
     """Keeps works alive that C++ may hold, since C++ does not keep the Python part of an object alive.
 
+    From 2.7 on torch does so for the results of methods that C++ calls (PyWorkHolder), but not for works that Python
+    passes to C++, as DDP does for uneven inputs.
+
     References of C++ cannot be detected. So the newest :attr:`MAX_RELEASED` works of ended operations stay. They
     release their tensors unless Python code references the work: works that have been waited for at once (the backend
     keeps memory that the device still uses), other works once the operation has ended and :attr:`MIN_COMPLETE` newer
