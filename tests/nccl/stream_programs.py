@@ -320,7 +320,6 @@ def run_with_failures(seeds: list[int], steps: int) -> list[str]:
         simulation.synchronize()
         wrong += [f"program {seed}: {fault}" for fault in simulation.faults]
         simulation.faults.clear()
-    ranks.nccl().machine.mismatches.clear()
     gc.collect()  # errors refer to frames that have them
     return wrong
 

@@ -142,12 +142,13 @@ def _each_process_uses_its_own_device_only(k: Kit) -> None:
         listed = subprocess.run(_APPLICATIONS, capture_output=True, text=True, timeout=15, check=True).stdout
     except (OSError, subprocess.SubprocessError) as e:
         raise Skip(f"nvidia-smi: {e}") from None
+    finally:
+        dist.barrier()
     used = [
         uuid.strip()
         for pid, _, uuid in (line.partition(",") for line in listed.splitlines())
         if pid.strip() == str(os.getpid())
     ]
-    dist.barrier()
     if not used:
         raise Skip("nvidia-smi does not list this process (in a container)")
     assert used == [cuda.cuda().facts(_LOCAL).uuid]
