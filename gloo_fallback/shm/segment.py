@@ -190,7 +190,9 @@ def open_offer(location: dict[str, Any]) -> SharedSegment:
     descriptor = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     is_own_memfd = (
-        status.st_nlink == 0 and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
+        status.st_uid == os.geteuid()  # root can open those of others
+        and status.st_nlink == 0
+        and os.readlink(f"/proc/self/fd/{descriptor}") == f"/memfd:{_NAME} (deleted)"
     )
     # Touching a mapping beyond the end of the file raises SIGBUS.
     if not is_own_memfd or status.st_size != size or size < _TOKEN or len(token) != _TOKEN:

@@ -281,7 +281,7 @@ def test_damaged_files_and_other_jobs_are_named_and_skipped(tmp_path: Path) -> N
     ]
     for text, reason in zip(
         texts,
-        ("damaged", "version is 2", "no dump", "recursion", "field", "field", "field", "another job"),
+        ("damaged", "version is 2", "no dump", "nested", "field", "field", "field", "another job"),
         strict=True,
     ):
         assert reason in text
@@ -311,7 +311,7 @@ def test_a_trace_that_cannot_be_written_leaves_the_earlier_one(
     file = tmp_path / "trace.json"
     file.write_text("earlier")
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "replace", full)

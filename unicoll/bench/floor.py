@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
-from mmap import mmap
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -127,16 +127,14 @@ class _Memory:
     def __init__(self, job: BenchJob) -> None:
         self._rank, self._size, self._timeout = job.rank, job.size, job.timeout
         self._yields = job.size > len(os.sched_getaffinity(0))
-        self._fd = os.memfd_create("unicoll-floor", os.MFD_CLOEXEC) if job.rank == 0 else -1
-        length = job.size * _LINE * 8
+        shared: Any = import_module("gloo_fallback.shm.segment")
+        start, location = shared.SharedSegment.START, [None]
         if job.rank == 0:
-            os.truncate(self._fd, length)
-        location: list[Any] = [(os.getpid(), self._fd)]
+            self._segment, location[0] = shared.create_offer(start + job.size * _LINE * 8)
         dist.broadcast_object_list(location, src=0)
         if job.rank:
-            self._fd = os.open("/proc/{}/fd/{}".format(*location[0]), os.O_RDWR | os.O_CLOEXEC)
-        self._map = mmap(self._fd, length)
-        self._flags = memoryview(self._map).cast("Q")
+            self._segment = shared.open_offer(location[0])
+        self._flags = self._segment.memory[start:].cast("Q")
         self._met = self._sent = self._received = 0
 
     def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
@@ -185,8 +183,7 @@ class _Memory:
 
     def close(self) -> None:
         self._flags.release()
-        self._map.close()
-        os.close(self._fd)
+        self._segment.close()
 
 
 class _Sockets:

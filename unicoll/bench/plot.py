@@ -17,7 +17,7 @@ from typing import Any
 
 from unicoll.bench.operations import IN, OPERATIONS, OUT
 from unicoll.bench.sizes import short
-from unicoll.net.atomic_file import write_whole
+from unicoll.net.files import write_whole
 
 _STYLES = (
     ("o", "-", "#000000"),

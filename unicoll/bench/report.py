@@ -23,7 +23,7 @@ from unicoll.bench.cuda import facts
 from unicoll.bench.mpi import library
 from unicoll.bench.operations import IN, OUT
 from unicoll.bench.table import PlacementRow, TableRow
-from unicoll.net.atomic_file import write_whole
+from unicoll.net.files import write_whole
 
 _FORMAT = 1
 """Version of nccl-tests' JSON format."""

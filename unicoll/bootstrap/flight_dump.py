@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -19,8 +20,9 @@ from unicoll.backend.flight_recorder import failure_text, ring
 from unicoll.errors import DistError
 from unicoll.group.recorded_calls import RecordedCall, recorded_calls
 from unicoll.net import fork_safety
-from unicoll.net.atomic_file import write_whole
 from unicoll.net.control.clock import Offset
+from unicoll.net.files import open_own_directory, write_whole
+from unicoll.net.interfaces import hostname
 
 log = logging.getLogger("unicoll")
 
@@ -76,7 +78,8 @@ class FlightDumper:
     def dump(self, directory: str | os.PathLike[str] | None, reason: str) -> str:
         """Write the dump; returns its path, or raises OSError.
 
-        ``directory`` is made if it does not exist; None is UNICOLL_TRACE_DIR or a directory of the job's own.
+        ``directory`` is made if it does not exist, and is not one in which another user can replace files; None is
+        UNICOLL_TRACE_DIR or a directory of the job's own.
         """
         place = self._default_directory() if directory is None else os.fspath(directory)
         return self._write(place, reason, False, lambda: None)
@@ -152,7 +155,11 @@ class FlightDumper:
     def _default_directory(self) -> str:
         import tempfile
 
-        return self._directory or os.path.join(tempfile.gettempdir(), f"unicoll_trace_{self._id}")
+        if self._directory:
+            return self._directory
+        # a name that is seen on one host says nothing about those on the others
+        name = hashlib.sha256(f"{self._id} {hostname()}".encode()).hexdigest()[:16]
+        return os.path.join(tempfile.gettempdir(), f"unicoll_trace_{name}")
 
     def _write(self, directory: str, reason: str, failure: bool, copied: Callable[[], None]) -> str:
         calls = recorded_calls()  # first: they may end at any time
@@ -160,15 +167,17 @@ class FlightDumper:
 
         job, groups = self._job, list(self._job.groups)
         content = self.content(reason, calls, failure, copied)
-        os.makedirs(directory, mode=0o700, exist_ok=True)
-        path = os.path.join(directory, f"rank_{job.rank}.json")
-        write_whole(path, json.dumps(content).encode())
         maximum = ring().maxlen
         full = maximum is not None and len(calls) >= maximum
         epoch = content["written"]["wall"] - content["written"]["monotonic"]
         for_torch = torch_dump.dumped(job.rank, calls, groups, full, epoch)
-        write_whole(os.path.join(directory, f"{torch_dump.PREFIX}{job.rank}"), for_torch)
-        return path
+        name, folder = f"rank_{job.rank}.json", open_own_directory(directory)
+        try:
+            write_whole(name, json.dumps(content).encode(), directory=folder)
+            write_whole(f"{torch_dump.PREFIX}{job.rank}", for_torch, directory=folder)
+        finally:
+            os.close(folder)
+        return os.path.join(directory, name)
 
 
 # --- the signal -----------------------------------------------------------------------------------------------------

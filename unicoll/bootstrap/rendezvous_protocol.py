@@ -29,6 +29,7 @@ from unicoll.errors import (
 )
 from unicoll.net import interfaces, logs
 from unicoll.net.control.departures import publish_refusal
+from unicoll.net.formatting import printable
 from unicoll.net.handshake import NoAnswerError
 from unicoll.net.secret import Key, Secret, new_key
 from unicoll.net.stores import PrefixStore, Store
@@ -285,8 +286,9 @@ def _claim(location: StoreLocation, store: Store, rank: int) -> None:
     claim = f"{interfaces.hostname()}, pid {os.getpid()}, {secrets.token_hex(4)}"
     holder = store.compare_set(f"rank/{rank}", "", claim).decode(errors="replace")
     if holder != claim:
+        who = printable(holder.rpartition(", ")[0][:200])  # anyone may have written it
         raise _RankTakenError(
-            f"rank {rank} at {location.address} is taken by a process on {holder.rpartition(', ')[0]}: "
+            f"rank {rank} at {location.address} is taken by a process on {who}: "
             "two processes have the same rank, or the store is left over from an earlier job",
             rank=rank,
         )

@@ -224,9 +224,11 @@ def _environment() -> Iterator[Facts]:
     except DistError as e:
         facts["problems"].append(str(e))
     facts["problems"] += list(_invalid())
-    facts["unknown"] = environment.unknown()
+    facts["unknown"] = unknown = environment.unknown()
     facts["variables"] = shown = {
-        name: _shown(name, v) for name, v in sorted(os.environ.items()) if _SHOWN.match(name)
+        name: "(set)" if name in unknown else _shown(name, v)  # it may be a misspelt secret
+        for name, v in sorted(os.environ.items())
+        if _SHOWN.match(name)
     }
     common = [f"{name}={value}" for name, value in shown.items() if not _by_rank(name)]
     yield {**facts, "lines": [*lines, *(f"{n}={v}" for n, v in shown.items())], "same": [*lines, *common]}

@@ -13,7 +13,7 @@ from unicoll.backend.contract import Job
 from unicoll.errors import DistArgumentError
 from unicoll.group.hooks import Hook, HookedCall, add_to_job
 from unicoll.net import logs
-from unicoll.net.atomic_file import write_whole
+from unicoll.net.files import write_whole
 
 log = logs.logger("metrics")
 

@@ -37,8 +37,17 @@ def signal_name(number: int) -> str:
         return "unknown"
 
 
+def printable(text: str) -> str:
+    """Text of other processes and files without characters that a terminal acts on: they are escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def print_text(text: str) -> None:
-    """Print text on the standard output. What its encoding lacks is escaped; a reader that has ended is no error.
+    """Print text on the standard output.
+
+    What its encoding lacks and what a terminal acts on is escaped; a reader that has ended is no error.
 
     Raises:
         SystemExit: it cannot be written, for example on a full disk; the message says why.
@@ -46,7 +55,7 @@ def print_text(text: str) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        print(text, flush=True)
+        print(printable(text), flush=True)
     except OSError as error:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())  # the interpreter flushes what is left when it ends

@@ -35,7 +35,24 @@ def is_supported() -> bool:
 
 def is_same_user(sock: socket.socket) -> bool:
     """True if the process at the other end runs as this process's user; False if that is unknown."""
-    return peer_uid(sock) == os.geteuid()
+    return is_own(peer_uid(sock))
+
+
+def is_own(uid: int | None) -> bool:
+    """True if a user is that of this process; False if that is unknown.
+
+    The overflow uid is no user: in a user namespace it stands for all that have no uid there.
+    """
+    return uid == os.geteuid() and uid != _overflow_uid()
+
+
+@cache
+def _overflow_uid() -> int:
+    try:
+        with open("/proc/sys/kernel/overflowuid", encoding="ascii") as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return 65534
 
 
 def peer_uid(sock: socket.socket) -> int | None:

@@ -33,6 +33,15 @@ class Key(bytes):
     __str__ = __repr__
 
 
+class KeyText(str):
+    """The text of a key, as in an environment variable, whose ``repr`` hides it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "<secret text>"
+
+
 class Secret(NamedTuple):
     """The job's secret.
 
@@ -53,14 +62,20 @@ def new_key() -> Key:
     return Key(secrets.token_bytes(32))
 
 
+def new_key_text() -> KeyText:
+    """The hexadecimal digits of 32 random bytes."""
+    return KeyText(secrets.token_hex(32))
+
+
 def find_secret(environ: Mapping[str, str] = os.environ) -> Secret:
     """The secret of the environment, without surrounding white space.
 
     ``UNICOLL_SECRET`` holds the secret itself and has priority over ``UNICOLL_SECRET_FILE``, the path of a file that
-    only its owner may access. With neither, the secret is empty and its source is ``"none"``.
+    only its owner, this user or root, may access. With neither, the secret is empty and its source is ``"none"``.
 
     Raises:
-        DistArgumentError: the variable or file is empty, the file cannot be read, or others can access it.
+        DistArgumentError: the variable or file is empty; the file cannot be read, belongs to another user, or others
+            can access it.
     """
     if "UNICOLL_SECRET" in environ:
         source = "UNICOLL_SECRET"
@@ -86,7 +101,12 @@ def _read_private(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             # fstat of the open file: the path could be replaced between a stat and the read.
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            found = os.fstat(file.fileno())
+            if found.st_uid not in (0, os.geteuid()):
+                raise DistArgumentError(
+                    f"UNICOLL_SECRET_FILE={path} belongs to user {found.st_uid}, who knows and can change the secret"
+                )
+            mode = stat.S_IMODE(found.st_mode)
             if mode & 0o077:
                 raise DistArgumentError(
                     f"UNICOLL_SECRET_FILE={path} can be accessed by others than its owner (mode {mode:04o}): "

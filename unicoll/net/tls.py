@@ -45,7 +45,8 @@ class TlsRecords:
 
     def seal(self, data: Any) -> bytes:
         with self._lock:
-            assert self.ready
+            if not self.ready:
+                raise TamperedError("the peer has not proved that it takes part in this TLS handshake")
             self._tls.write(data)
             return self._out.read()
 
@@ -98,7 +99,8 @@ class TlsRecords:
 
     def _make_proof(self, server: bool) -> bytes:
         finished = self._tls.get_channel_binding("tls-unique")  # the first Finished message, also in TLS 1.3
-        assert finished
+        if not finished:
+            raise TamperedError("TLS has no Finished message")
         return hmac.digest(self._key, (b"server" if server else b"client") + finished, "sha256")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -11,6 +10,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping
+
+from unicoll.net.files import read_json
 
 TRACE_VARIABLE = "UNICOLL_TRACE_DIR"
 _FILE = re.compile(r"rank_\d+\.json$")
@@ -66,7 +67,6 @@ class TraceDirectory:
 def _is_requested(path: str) -> bool:
     """True if a dump was written for another reason than the failure of a group."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return not json.load(file)["failure"]
+        return not read_json(path)["failure"]
     except (OSError, ValueError, KeyError, TypeError):
         return True

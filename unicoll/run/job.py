@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from unicoll.net.secret import find_secret
+from unicoll.net.secret import find_secret, new_key_text
 from unicoll.run.process_cleanup import JOB_VARIABLE
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class LocalJob:
         self.environment: dict[str, str] = {"UNICOLL_LAUNCHER": "1"}
         secret = find_secret(environ)
         if not secret.key:
-            text = secrets.token_hex(32)
+            text = new_key_text()
             self.environment["UNICOLL_SECRET"] = text
             secret = find_secret({"UNICOLL_SECRET": text})
         self._port = reserve_port(master_port or 0)

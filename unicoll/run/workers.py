@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
+from unicoll.net.secret import KeyText
 from unicoll.run.args import ERR, OUT, LaunchOptions
 from unicoll.run.output import Console, OutputPipe, OutputPipes
 from unicoll.run.tracebacks import ExceptionRecord
@@ -117,6 +118,8 @@ def shared_environment(
         shared.pop(name, None)
     shared.setdefault("PYTHONUNBUFFERED", "1")
     shared |= checkout_path(shared)
+    if secret := shared.get("UNICOLL_SECRET"):
+        shared["UNICOLL_SECRET"] = KeyText(secret)
     if path := shared.get("UNICOLL_SECRET_FILE"):  # they may change their working directory
         shared["UNICOLL_SECRET_FILE"] = os.path.abspath(path)
     if options.nproc > 1:

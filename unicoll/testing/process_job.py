@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from unicoll.net.secret import new_key_text
 from unicoll.testing import forkserver, sampling
 from unicoll.testing.environment import LAUNCHER_VARIABLES, environment, reserved_port
 from unicoll.testing.worker import Failure
@@ -124,7 +125,7 @@ class ProcessJob:
         }[join]
         if join == "env":
             variables |= {"WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            variables.setdefault("UNICOLL_SECRET", "x" * 32)
+            variables.setdefault("UNICOLL_SECRET", new_key_text())
         for rank in range(self.size):
             self._start(rank, init, variables | ({"RANK": str(rank)} if join == "env" else {}))
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from unicoll.net.formatting import print_text
+from unicoll.net.formatting import print_text, printable
 from unicoll.trace import perfetto
 from unicoll.trace.diagnosis import Diagnosis, diagnose
 from unicoll.trace.dumps import Trace, read
@@ -28,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         trace = read(options.directory)
     except (OSError, ValueError) as error:
-        print(f"python -m unicoll.trace: {error}", file=sys.stderr)
+        _report(error)
         return 2
     diagnoses = diagnose(trace)
     for text in trace.skipped:
-        print(f"python -m unicoll.trace: {text}", file=sys.stderr)
-    path = _write_trace(trace, options.perfetto or os.path.join(options.directory, "trace.json"))
+        _report(text)
+    path = _write_trace(trace, options.perfetto) if options.perfetto else ""
     if options.json:
         print_text(json.dumps(_as_json(trace, diagnoses, path)))
     else:
@@ -54,7 +53,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--perfetto",
         metavar="FILE",
-        help="where to write the trace for https://ui.perfetto.dev (default: DIRECTORY/trace.json)",
+        help="write the calls of all ranks as a trace for https://ui.perfetto.dev",
     )
     return parser.parse_args(arguments)
 
@@ -64,9 +63,13 @@ def _write_trace(trace: Trace, path: str) -> str:
     try:
         perfetto.write(trace, path)
     except OSError as error:
-        print(f"python -m unicoll.trace: {path}: {error.strerror}", file=sys.stderr)
+        _report(f"{path}: {error.strerror}")
         return ""
     return path
+
+
+def _report(problem: object) -> None:
+    print(printable(f"python -m unicoll.trace: {problem}"), file=sys.stderr)
 
 
 def _as_text(trace: Trace, diagnoses: Sequence[Diagnosis], path: str, everything: bool) -> str:

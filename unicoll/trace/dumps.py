@@ -13,6 +13,7 @@ from typing import Any
 from unicoll.arrays.types import BY_NAME
 from unicoll.bootstrap.dump_format import FORMAT
 from unicoll.group.recorded_calls import RecordedCall
+from unicoll.net.files import read_json
 from unicoll.net.formatting import ranks_text
 
 name_ranks = partial(ranks_text, last=" and ")
@@ -23,6 +24,7 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Rec
 
 _FILE = re.compile(r"rank_\d+\.json$")
 _VERSION = 1
+_MAX_RANKS = 1 << 24
 _PLAIN = {
     **dict.fromkeys(("group", "op", "reduce", "backend", "site", "state", "error", "text"), str),
     **dict.fromkeys(("seq", "root", "peer"), int),
@@ -190,12 +192,13 @@ def _describe(error: Exception) -> str:
 
 
 def _load(path: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        content = json.load(file)
+    content = read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError("it is no dump of unicoll's flight recorder")
     if content["version"] != _VERSION:
         raise ValueError(f"its version is {content['version']}, this is for version {_VERSION}")
+    if int(content["world_size"]) > _MAX_RANKS:
+        raise ValueError(f"its world size is {content['world_size']}")
     int(content["rank"]), str(content["job"])
     float(content["written"]["wall"]), float(content["written"]["monotonic"])
     return content

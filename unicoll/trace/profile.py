@@ -6,6 +6,7 @@ Perfetto (https://ui.perfetto.dev) and, where matplotlib is installed, a plot of
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -23,6 +24,8 @@ from unicoll.backend import flight_recorder
 from unicoll.bootstrap import flight_dump
 from unicoll.errors import DistArgumentError
 from unicoll.group.recorded_calls import recorded_calls
+from unicoll.net.files import write_whole
+from unicoll.net.formatting import printable
 from unicoll.trace import dumps, perfetto
 from unicoll.trace.dumps import Trace
 from unicoll.trace.table import aligned
@@ -73,12 +76,12 @@ def _finish(made: Profile, directory: Path, file: TextIO | None) -> None:
     if parts is None:
         return
     for number, part in enumerate(parts):
-        (directory / f"rank_{number}.json").write_text(part, encoding="utf-8")
+        write_whole(str(directory / f"rank_{number}.json"), part.encode(), mode=0o644)
     found = dumps.read(str(directory))
     made.waits = find_waits(found)
     made.totals = totals(found, made.waits)
-    made.text = summary(found, made.totals, made.waits)
-    (directory / "summary.txt").write_text(made.text + "\n", encoding="utf-8")
+    made.text = printable(summary(found, made.totals, made.waits))
+    write_whole(str(directory / "summary.txt"), f"{made.text}\n".encode(), mode=0o644)
     perfetto.write(found, str(directory / "trace.json"))
     if find_spec("matplotlib") is not None:
         _plot(made.totals, directory / "profile.svg")
@@ -192,4 +195,6 @@ def _plot(found: Sequence[Totals], path: Path) -> None:
     )
     ranks.set_xlabel("late rank")
     ranks.set_ylabel("seconds for which others waited")
-    figure.savefig(path)
+    image = io.BytesIO()
+    figure.savefig(image, format="svg")
+    write_whole(str(path), image.getvalue(), mode=0o644)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from unicoll.errors import DistStoreError
+from unicoll.net import peer_credentials
 from unicoll.net.fork_safety import in_child
 from unicoll.net.stores.protocol import (
     REQUEST,
@@ -117,7 +118,7 @@ class FileLog:
     def private(self) -> bool:
         """True if the open file belongs to this process's user, and no other user may open it."""
         status = os.fstat(self._fd)
-        return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
+        return peer_credentials.is_own(status.st_uid) and not stat.S_IMODE(status.st_mode) & 0o077
 
     def close(self) -> None:
         with self._thread_lock:
