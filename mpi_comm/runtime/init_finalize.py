@@ -107,7 +107,9 @@ class Runtime:
         self.types: dict[str, Any] = {name: getattr(mpi, kind) for name, kind in _MPI_TYPES.items()}
         self.largest_tag: int = self.call(world.Get_attr, mpi.TAG_UB) or 32767
         self.largest_count = (1 << 62) if mpi.VERSION >= 4 else (1 << 31) - 1
-        self.library = _short_version(self.call(mpi.Get_library_version))
+        version = self.call(mpi.Get_library_version)
+        self.library = _short_version(version)
+        self.holds_back_sends = "Intel" in version or "ch4:ofi" in version
         self.prefers_nonblocking = self.mpi_thread is not None or any(
             name in self.library.lower() for name in ("mpich", "intel")
         )

@@ -37,8 +37,8 @@ def check_victim_is_named(
         job.signal(1, number)
         for outcome in job.collect(30, [0, 2]):
             kind, _, text = outcome.value.partition(": ")
-            assert kind == expected
-            assert "rank 1" in text
+            assert kind == expected, outcome.value
+            assert "rank 1" in text, text
             assert f"pid {job.pids[1]}" in text
         if number == signal.SIGSTOP:
             job.signal(1, signal.SIGKILL)

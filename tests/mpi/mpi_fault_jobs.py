@@ -49,6 +49,42 @@ def message_thread_fails() -> list[Failure | None]:
     return [failure_of(call) for call in (works[0].wait, works[1].wait, dist.barrier)]
 
 
+class _Counting:
+    """A communicator whose calls of Iprobe are counted."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self.probes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Iprobe(self, *args: Any) -> bool:
+        self.probes += 1
+        found: bool = self._comm.Iprobe(*args)
+        return found
+
+
+def calls_of_mpi_after_a_send(count: int) -> bool:
+    """MPI is called so often after a send that it may hold back, while the program calls nothing; True if only then."""
+    mpi, group = runtime(), dist.new_group()
+    communicator: Any = group._backends.for_device("cpu").communicator  # type: ignore[union-attr]
+    counted = communicator.comm = _Counting(communicator.comm)
+    holds_back, mpi.holds_back_sends = mpi.holds_back_sends, True
+    try:
+        if dist.get_rank() == 0:
+            before = counted.probes
+            dist.send(np.ones(1), 1, group=group)
+            await_true(lambda: counted.probes >= before + count)
+        else:
+            dist.recv(np.ones(1), 0, group=group)
+        dist.barrier()
+    finally:
+        mpi.holds_back_sends = holds_back
+    dist.destroy_process_group(group)
+    return dist.get_rank() == 0 or counted.probes == 0
+
+
 def array_of_a_late_send() -> bool:
     """True if rank 0 keeps the array of a send that has timed out, once rank 1 has received it."""
     beside = dist.new_group(backend="gloo")
