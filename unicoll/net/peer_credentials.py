@@ -1,7 +1,6 @@
 """The user of the process at the other end of a connection within this host, from the kernel.
 
-For TCP, Linux lists the owner of every socket in ``/proc/net/tcp``. An address, even loopback's, proves nothing about
-the owner.
+For TCP, Linux answers who owns a socket (sock_diag(7)). An address, even loopback's, proves nothing about the owner.
 """
 
 from __future__ import annotations
@@ -9,18 +8,25 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import sys
 from functools import cache
+from typing import Any
 
-_TABLES = {socket.AF_INET: "/proc/net/tcp", socket.AF_INET6: "/proc/net/tcp6"}
-_ESTABLISHED = b"01"
-_READS = 3
-"""A table that changes during a read may miss a line."""
+_SOCK_DIAG, _BY_FAMILY, _REQUEST = 4, 20, 1
+"""NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST (linux/netlink.h, linux/sock_diag.h)."""
+_ALL = 0xFFFFFFFF
+_ESTABLISHED = 1
+_HEADER = struct.Struct("=IHHII")
+_OPTIONS = struct.Struct("=BBBBI")
+_PORTS = struct.Struct("!HH16s16s")
+_INTERFACE_AND_COOKIE = struct.Struct("=3I")
+_FOUND = struct.Struct("=BBxx48x12xII")
+"""Family, state, uid and inode of struct inet_diag_msg (linux/inet_diag.h)."""
+_WAIT_S = 1.0
 
 
 @cache
 def is_supported() -> bool:
-    """True if this system lists the owners of TCP sockets; tested once, on a connection within this process."""
+    """True if this system says who owns TCP sockets; tested once, on a connection within this process."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,
@@ -59,52 +65,33 @@ def peer_uid(sock: socket.socket) -> int | None:
     """The user of the process at the other end of a connected socket; None for another host, or if unknown.
 
     It is the user that created that end's socket. For the end of a server, call this after the server has answered:
-    before its accept the kernel lists no user.
+    before its accept the kernel knows no user.
     """
     if sock.family == socket.AF_UNIX:
         credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         return int(struct.unpack("3i", credentials)[1])
     try:
-        ends = [(name[0].partition("%")[0], name[1]) for name in (sock.getpeername(), sock.getsockname())]
-    except OSError:
+        return _uid_of(sock.getpeername(), sock.getsockname())
+    except (OSError, ValueError):
         return None
-    for _ in range(_READS):
-        for family, line in _table_lines(ends):
-            uid = _find_uid(_TABLES[family], line)
-            if uid is not None:
-                return uid
-    return None
 
 
-def _table_lines(ends: list[tuple[str, int]]) -> list[tuple[socket.AddressFamily, bytes]]:
-    """The start of the peer's line for each table that may have it: one end of an IPv4 connection may be IPv6."""
-    hosts = [host.removeprefix("::ffff:") for host, _ in ends]
-    ports = [port for _, port in ends]
-    if any(":" in host for host in hosts):
-        return [(socket.AF_INET6, _line([socket.inet_pton(socket.AF_INET6, h) for h in hosts], ports))]
-    plain = [socket.inet_aton(host) for host in hosts]
-    mapped = [bytes(10) + b"\xff\xff" + address for address in plain]
-    return [(socket.AF_INET, _line(plain, ports)), (socket.AF_INET6, _line(mapped, ports))]
-
-
-def _line(addresses: list[bytes], ports: list[int]) -> bytes:
-    texts = []
-    for address, port in zip(addresses, ports, strict=True):
-        groups = (address[i : i + 4] for i in range(0, len(address), 4))
-        digits = "".join(f"{int.from_bytes(group, sys.byteorder):08X}" for group in groups)
-        texts.append(f"{digits}:{port:04X}")
-    return b" " + " ".join(texts).encode() + b" "
-
-
-def _find_uid(table: str, line: bytes) -> int | None:
-    try:
-        with open(table, "rb") as file:
-            text = file.read()
-    except OSError:
+def _uid_of(near: tuple[Any, ...], far: tuple[Any, ...]) -> int | None:
+    """The user of the socket of this host with these addresses of its own and of its peer."""
+    family = socket.AF_INET6 if ":" in near[0] else socket.AF_INET
+    hosts = [socket.inet_pton(family, host.partition("%")[0]).ljust(16, b"\0") for host in (near[0], far[0])]
+    scope = near[3] if len(near) > 3 else 0
+    request = (
+        _OPTIONS.pack(family, socket.IPPROTO_TCP, 0, 0, _ALL)
+        + _PORTS.pack(near[1], far[1], *hosts)
+        + _INTERFACE_AND_COOKIE.pack(scope, _ALL, _ALL)
+    )
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+        kernel.settimeout(_WAIT_S)
+        kernel.sendto(_HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _REQUEST, 0, 0) + request, (0, 0))
+        answer = kernel.recv(4096)
+    if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
         return None
-    at = text.find(line)
-    if at < 0:
-        return None
-    # state, queues, timer, retransmits, uid, timeout, inode; inode 0: no process has the socket open
-    fields = text[at + len(line) : text.find(b"\n", at)].split()
-    return int(fields[4]) if fields[0] == _ESTABLISHED and fields[6] != b"0" else None
+    _, state, uid, inode = _FOUND.unpack_from(answer, _HEADER.size)
+    # inode 0: no process has the socket open
+    return uid if state == _ESTABLISHED and inode else None
