@@ -61,6 +61,22 @@ def _serve() -> None:
                 return
         for backend in backends:
             _check_backend(backend)
+        _flush_sends(backends)
+
+
+def _flush_sends(backends: list[MPIBackend]) -> None:
+    """Call MPI if no operation is in it.
+
+    Over libfabric a message can wait for the sender's next call of MPI though MPI has reported that it is sent (seen
+    with Intel MPI 2021.18 over TCP on a busy host).
+    """
+    mpi = backends[0].mpi
+    communicators = [b.communicator for b in backends if b.communicator is not None]
+    if mpi.holds_back_sends and not any(c.in_mpi_since or c.error is not None for c in communicators):
+        try:
+            mpi.make_progress()
+        except mpi.MPI.Exception as e:  # an operation that fails for the same reason reports it
+            log.debug("a call of MPI between operations failed: %s", e)
 
 
 def _check_backend(backend: MPIBackend) -> None:

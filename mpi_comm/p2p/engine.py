@@ -1,9 +1,7 @@
 """Point-to-point operations of a group, over :mod:`mpi_comm.p2p.matcher`: progress, deadlines and failures.
 
 MPI moves messages only within its calls, so the thread that waits polls all of the group's requests. While no thread
-waits, a thread of the group polls, with pauses. It also calls MPI now and then after a send where MPI uses libfabric:
-there a message can wait for the sender's next call though MPI has reported that it is sent (seen with Intel MPI 2021.18
-over TCP on a busy host).
+waits, a thread of the group polls, with pauses.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
@@ -31,8 +29,6 @@ _TICK_S = 0.1
 _GRACE_S = 0.5
 _SPINS = 100
 _EAGER_S = 0.005
-_FLUSH_S = 0.1
-"""Seconds between calls of MPI after a send that MPI may hold back."""
 _PAUSES_S = (2e-5, 5e-4, 1.2)
 """Pauses between polls of pending messages: the first, the longest, the factor."""
 
@@ -52,7 +48,6 @@ class MPIP2PEngine:
         self._progress_lock = threading.Lock()
         self._thread_lock = threading.Lock()
         self._error: DistError | None = None
-        self._flushes = False  # True from the first send on where MPI may hold it back
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -99,8 +94,6 @@ class MPIP2PEngine:
         if self._error is not None:
             raise self._error.with_traceback(None)
         request = PendingRequest(call)
-        if call.inputs and self._mpi.holds_back_sends:
-            self._flush_sends()
         if self._mpi.mpi_thread is None:
             self._matcher.start(request)
         else:
@@ -114,8 +107,6 @@ class MPIP2PEngine:
         assert call.tag is not None
         packed = PACK(call.tag, code, size, 0) + flat.tobytes()
         next(self._matcher.sent[call.peer])
-        if self._mpi.holds_back_sends:
-            self._flush_sends()
         mpi_request = self._communicator.comm.Isend([packed, self._byte], call.peer, HEADER_TAG)
         if mpi_request.Test():
             return
@@ -175,22 +166,12 @@ class MPIP2PEngine:
     def _wake_thread(self) -> None:
         """Let the group's thread run progress while anything is pending."""
         if self._matcher.pending() and not self._closed:
-            self._start_thread()
+            with self._thread_lock:
+                if self._thread is None:
+                    name = f"unicoll-{self._context.name}-messages"
+                    self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+                    self._thread.start()
             self._wakeups.put(True)
-
-    def _start_thread(self) -> None:
-        with self._thread_lock:
-            if self._thread is None:
-                name = f"unicoll-{self._context.name}-messages"
-                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._thread.start()
-
-    def _flush_sends(self) -> None:
-        """Let the group's thread call MPI now and then from now on."""
-        if not self._flushes:
-            self._flushes = True
-            self._start_thread()
-            self._wakeups.put(True)  # it may wait without a limit
 
     def _work(self) -> None:
         try:
@@ -200,22 +181,13 @@ class MPIP2PEngine:
             self._died(e)
 
     def _serve(self) -> None:
-        while self._await_wakeup():
+        while self._wakeups.get():
             while self._matcher.pending() and not self._closed:
                 if self._progress_lock.acquire(timeout=_TICK_S):
                     try:
                         self._progress_with_pauses(lambda: self._closed or not self._matcher.pending())
                     finally:
                         self._progress_lock.release()
-
-    def _await_wakeup(self) -> bool:
-        """Wait until operations are pending; False if the group is closed."""
-        while True:
-            try:
-                return self._wakeups.get(timeout=_FLUSH_S if self._flushes else None)
-            except Empty:
-                if self._error is None:
-                    self._mpi.call(self._communicator.comm.Iprobe, self._mpi.MPI.ANY_SOURCE, HEADER_TAG)
 
     def _progress_once(self) -> bool:
         """Poll all requests once; True if any has progressed."""

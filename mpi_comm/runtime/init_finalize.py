@@ -109,7 +109,8 @@ class Runtime:
         self.largest_count = (1 << 62) if mpi.VERSION >= 4 else (1 << 31) - 1
         version = self.call(mpi.Get_library_version)
         self.library = _short_version(version)
-        self.holds_back_sends = "Intel" in version or "ch4:ofi" in version
+        over_libfabric = any(name in version for name in ("Intel", "CRAY", "ch4:ofi"))
+        self.holds_back_sends = over_libfabric and self.mpi_thread is None
         self.prefers_nonblocking = self.mpi_thread is not None or any(
             name in self.library.lower() for name in ("mpich", "intel")
         )
@@ -200,6 +201,11 @@ class Runtime:
     def usable_concurrently(self) -> bool:
         """True if MPI may be called at any time: not if other code initialised it below MPI_THREAD_MULTIPLE."""
         return self.must_finalize or self.mpi_thread is None
+
+    def make_progress(self) -> None:
+        """Call MPI, which moves messages only then; any thread, with MPI_THREAD_MULTIPLE."""
+        if not self.MPI.Is_finalized():
+            self.MPI.COMM_WORLD.Iprobe()
 
     # --- communicators ----------------------------------------------------------------------------------------------
 

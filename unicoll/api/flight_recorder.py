@@ -15,7 +15,8 @@ def dump_flight_recorder(directory: str | os.PathLike[str] | None = None) -> str
     in any order, with a directory that they share. ``UNICOLL_FLIGHT_RECORDER`` is the number of calls that are kept.
 
     Args:
-        directory: made if it does not exist. None is the directory that ``UNICOLL_TRACE_DIR`` had in
+        directory: made if it does not exist; it has to belong to this user or root, and not every user may write to
+            it unless it has the sticky bit, as /tmp. None is the directory that ``UNICOLL_TRACE_DIR`` had in
             init_process_group, or if it was not set a directory of the job's own among this host's temporary files.
 
     Raises:

@@ -78,7 +78,7 @@ class FlightDumper:
     def dump(self, directory: str | os.PathLike[str] | None, reason: str) -> str:
         """Write the dump; returns its path, or raises OSError.
 
-        ``directory`` is made if it does not exist, and is not one in which another user can replace files; None is
+        ``directory`` is made if it does not exist, see :func:`unicoll.net.files.open_own_directory`; None is
         UNICOLL_TRACE_DIR or a directory of the job's own.
         """
         place = self._default_directory() if directory is None else os.fspath(directory)
@@ -167,13 +167,13 @@ class FlightDumper:
 
         job, groups = self._job, list(self._job.groups)
         content = self.content(reason, calls, failure, copied)
-        maximum = ring().maxlen
-        full = maximum is not None and len(calls) >= maximum
-        epoch = content["written"]["wall"] - content["written"]["monotonic"]
-        for_torch = torch_dump.dumped(job.rank, calls, groups, full, epoch)
         name, folder = f"rank_{job.rank}.json", open_own_directory(directory)
         try:
             write_whole(name, json.dumps(content).encode(), directory=folder)
+            maximum = ring().maxlen
+            full = maximum is not None and len(calls) >= maximum
+            epoch = content["written"]["wall"] - content["written"]["monotonic"]
+            for_torch = torch_dump.dumped(job.rank, calls, groups, full, epoch)
             write_whole(f"{torch_dump.PREFIX}{job.rank}", for_torch, directory=folder)
         finally:
             os.close(folder)

@@ -286,7 +286,7 @@ def _claim(location: StoreLocation, store: Store, rank: int) -> None:
     claim = f"{interfaces.hostname()}, pid {os.getpid()}, {secrets.token_hex(4)}"
     holder = store.compare_set(f"rank/{rank}", "", claim).decode(errors="replace")
     if holder != claim:
-        who = printable(holder.rpartition(", ")[0][:200])  # anyone may have written it
+        who = printable(holder.rpartition(", ")[0][:200]).replace("\n", " ")  # anyone may have written it
         raise _RankTakenError(
             f"rank {rank} at {location.address} is taken by a process on {who}: "
             "two processes have the same rank, or the store is left over from an earlier job",

@@ -18,7 +18,7 @@ MAX_UNAUTHENTICATED = 1024
 """Connections without a finished handshake that a server keeps; fewer if the limit of open files is low."""
 SILENT_SECONDS, SLOW_SECONDS = 0.25, 0.5
 """Age at which a client that has sent nothing, or not enough, may be evicted for a new one. A byte per connection is
-cheap, so the second one is also short enough for as many accepts as the rate allows."""
+cheap: with the second one, too, :data:`MAX_UNAUTHENTICATED` places are enough for all accepts that the rate allows."""
 ACCEPTS_PER_SECOND = 2000
 """Accepts per second beyond the first :data:`MAX_UNAUTHENTICATED`; accepts that authenticate do not count."""
 

@@ -220,7 +220,7 @@ class Server(ABC):
         for _ in range(ACCEPTS_PER_WAKEUP):
             if self._paused_until is not None:
                 return
-            if not self._admission.may_accept() or (self._admission.full and not self._evict()):
+            if not self._admission.may_accept() or not self._has_place():
                 self._pause()
                 return
             try:
@@ -245,6 +245,10 @@ class Server(ABC):
                 self._refuse_clients("the limit of open files is near (ulimit -n)")
                 return
             self._add_client(sock, self.handshake_address(listener))
+
+    def _has_place(self) -> bool:
+        """True if another unauthenticated client fits: after an eviction, or under a higher limit of open files."""
+        return not self._admission.full or self._evict() or interfaces.raise_descriptor_limit()
 
     def _evict(self, any_age: bool = False) -> bool:
         """Disconnect an unauthenticated client in favour of a new one; False if none may be."""

@@ -42,9 +42,8 @@ def write_whole(path: str, data: bytes, mode: int = 0o600, directory: int | None
                 _write(os.open(name, flags | os.O_TRUNC, mode, dir_fd=folder), data)
                 return
         temporary = f".{secrets.token_hex(8)}.tmp"
-        descriptor = os.open(temporary, flags | os.O_EXCL, 0o600, dir_fd=folder)
+        descriptor = os.open(temporary, flags | os.O_EXCL, mode, dir_fd=folder)
         try:
-            os.fchmod(descriptor, mode)
             _write(descriptor, data)
             os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
         except BaseException:
@@ -70,7 +69,7 @@ def read_json(path: str) -> Any:
         OSError: it cannot be read. It is something else, whose end might never come, or is larger.
         ValueError: it is not JSON, or nested too deeply.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", path)
@@ -94,50 +93,66 @@ def open_directory(path: str, start: int | None = None, make: bool = False) -> i
     Raises:
         OSError: it cannot be opened. A part of the path is a link of another user.
     """
-    flags = os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW
-    folder = os.open("/" if path.startswith("/") else ".", flags, dir_fd=start)
+    folder = _open_part("/" if path.startswith("/") else ".", start)
     parts, links = path.split("/")[::-1], 0
     try:
         while parts:
             if (name := parts.pop()) in ("", "."):
                 continue
             try:
-                part = os.open(name, flags, dir_fd=folder)
+                part = _open_part(name, folder)
             except FileNotFoundError:
                 if not make:
                     raise
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o700, dir_fd=folder)
-                part = os.open(name, flags, dir_fd=folder)
-            found = os.fstat(part)
-            if not stat.S_ISLNK(found.st_mode):
-                os.close(folder)
-                folder = part
-                if not stat.S_ISDIR(found.st_mode):
-                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-                continue
-            target = os.readlink("", dir_fd=part)
-            os.close(part)
-            links += 1
-            if links > _LINKS or not _is_trusted(found):
-                number = errno.ELOOP if links > _LINKS else errno.EPERM
-                raise OSError(number, f"{name} is a link of user {found.st_uid}", path)
+                part = _open_part(name, folder)
+            try:
+                found = os.fstat(part)
+                if not stat.S_ISLNK(found.st_mode):
+                    if not stat.S_ISDIR(found.st_mode):
+                        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+                    folder, part = part, folder
+                    continue
+                links += 1
+                if links > _LINKS or not _is_trusted(found):
+                    number = errno.ELOOP if links > _LINKS else errno.EPERM
+                    raise OSError(number, f"{name} is a link of user {found.st_uid}")
+                target = os.readlink("", dir_fd=part)
+            finally:
+                os.close(part)
             if target.startswith("/"):
+                root = _open_part("/", None)
                 os.close(folder)
-                folder = os.open("/", flags)
+                folder = root
             parts += target.split("/")[::-1]
-    except OSError as error:
+    except BaseException as error:
         os.close(folder)
-        error.filename = path
+        if isinstance(error, OSError):
+            error.filename = path
         raise
     return folder
 
 
+def _open_part(name: str, folder: int | None) -> int:
+    """A descriptor of a directory or of what else has the name; a directory that is mounted when it is used is."""
+    flags = os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(name, flags | os.O_DIRECTORY, dir_fd=folder)
+    except NotADirectoryError:
+        return os.open(name, flags, dir_fd=folder)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def open_own_directory(path: str) -> int:
-    """A descriptor of a directory in which only this user and root can replace files; it is made if it is missing.
+    """A descriptor of a directory of this user or root; it is made if it is missing.
 
     Raises:
-        OSError: as :func:`open_directory`. It belongs to another user, or others can replace its files.
+        OSError: as :func:`open_directory`. It belongs to another user, or every user can replace files in it: all may
+            write to it, and it has no sticky bit.
     """
     folder = open_directory(path, make=True)
     found = os.fstat(folder)
