@@ -6,6 +6,8 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +18,7 @@ from mpi_comm import collectives, watchdog
 from mpi_comm.backend import _LONG
 from mpi_comm.p2p.matcher import RequestMatcher
 from mpi_comm.runtime.init_finalize import runtime
-from tests.support.order import PATIENCE_S, await_true
+from tests.support.order import PATIENCE_S, await_true, await_word, send_word
 from tests.support.outcomes import failure_of
 from unicoll.testing.worker import Failure, send_note
 
@@ -42,17 +44,30 @@ def message_thread_fails() -> list[Failure | None]:
     """The message thread raises: the errors of two pending receives and of a later call."""
     dist.barrier()
     works = [_receive(1), _receive(2)]
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 1:
+        send_word(0)  # else it may still be in the barrier when the group fails
+    else:
+        await_word()
         RequestMatcher.poll = _injected  # type: ignore[method-assign]
     for work in works:
         _await_end(work)
     return [failure_of(call) for call in (works[0].wait, works[1].wait, dist.barrier)]
 
 
+@contextmanager
+def _holding_back(value: bool) -> Iterator[None]:
+    """Whether the watchdog calls MPI between operations."""
+    mpi = runtime()
+    before, mpi.holds_back_sends = mpi.holds_back_sends, value
+    try:
+        yield
+    finally:
+        mpi.holds_back_sends = before
+
+
 def calls_of_mpi_without_operations(count: int) -> None:
     """MPI is called so often while a group exists and the program calls nothing."""
     mpi, calls = runtime(), []
-    holds_back, mpi.holds_back_sends = mpi.holds_back_sends, True
     make_progress = mpi.make_progress
 
     def counted() -> None:
@@ -61,10 +76,10 @@ def calls_of_mpi_without_operations(count: int) -> None:
 
     mpi.make_progress = counted  # type: ignore[method-assign]
     try:
-        await_true(lambda: len(calls) >= count)
+        with _holding_back(True):
+            await_true(lambda: len(calls) >= count)
     finally:
         del mpi.make_progress
-        mpi.holds_back_sends = holds_back
     dist.barrier()
 
 
@@ -72,9 +87,11 @@ def array_of_a_late_send() -> bool:
     """True if rank 0 keeps the array of a send that has timed out, once rank 1 has received it."""
     beside = dist.new_group(backend="gloo")
     x = np.ones(1 << 20)
-    if dist.get_rank() == 0:
-        assert failure_of(partial(dist.group.WORLD.send, x, 1, timeout=0.2)) is not None
-    dist.barrier(group=beside)
+    with _holding_back(False):  # rank 1 does not call MPI while rank 0 sends
+        dist.barrier(group=beside)
+        if dist.get_rank() == 0:
+            assert failure_of(partial(dist.group.WORLD.send, x, 1, timeout=0.2)) is not None
+        dist.barrier(group=beside)
     if dist.get_rank() == 1:
         dist.recv(x, 0)
     array = weakref.ref(x)
@@ -109,10 +126,13 @@ def mpi_thread_fails() -> list[Failure | None]:
     dist.barrier()
     receive = _receive(1)
     if dist.get_rank() == 0:
+        await_word()
         mpi_thread: Any = runtime().mpi_thread
         mpi_thread._test_requests = _injected
     x = np.ones(1000)  # not part of the agreement, which rank 1 could complete
     works: list[Any] = [dist.all_reduce(x, async_op=True) for _ in range(2)]
+    if dist.get_rank() == 1:
+        send_word(0)  # else the group may fail before these calls
     _await_end(receive)
     return [failure_of(call) for call in (receive.wait, works[0].wait, works[1].wait, dist.barrier)]
 
@@ -120,7 +140,10 @@ def mpi_thread_fails() -> list[Failure | None]:
 def watchdog_fails(where: str) -> list[Failure | None]:
     """The watchdog raises when it checks a collective inside MPI, or by itself: the error of a later call."""
     dist.barrier()
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 1:
+        send_word(0)  # else it may still be in the barrier when the group fails
+    else:
+        await_word()
         (communicator,) = (backend.communicator for backend in watchdog._backends)
         assert communicator is not None
         setattr(watchdog, where, _injected)
