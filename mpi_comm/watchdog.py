@@ -72,7 +72,7 @@ def _flush_sends(backends: list[MPIBackend]) -> None:
     """
     mpi = backends[0].mpi
     communicators = [b.communicator for b in backends if b.communicator is not None]
-    if mpi.holds_back_sends and not any(c.in_mpi_since or c.error is not None for c in communicators):
+    if mpi.holds_back_sends and not any(c.in_mpi_since for c in communicators):
         try:
             mpi.make_progress()
         except mpi.MPI.Exception as e:  # an operation that fails for the same reason reports it

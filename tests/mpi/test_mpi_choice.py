@@ -5,6 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+from mpi_comm.runtime import init_finalize
 from unicoll.testing.ranks import ROOT, environment
 
 HIDDEN = "import sys; sys.modules['mpi4py'] = None; import unicoll as dist\n"
@@ -47,3 +50,22 @@ def test_under_mpirun_without_mpi4py_the_cpu_backend_is_used() -> None:
     output = run("dist.init_process_group(); print(dist.get_backend()); print(dist.explain())", **variables)
     assert output.startswith("gloo\n")
     assert "an MPI launcher started this process, but backend 'mpi': mpi4py is not installed" in output
+
+
+@pytest.mark.parametrize(
+    ("version", "short", "over_libfabric"),
+    [
+        (
+            "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11\0",
+            "Open MPI 5.0.11",
+            False,
+        ),
+        ("MPICH Version:      5.0.2\nMPICH Device:       ch4:ucx ofi\n", "MPICH 5.0.2", False),
+        ("MPICH Version:      4.3.1\nMPICH Device:       ch4:ofi\n", "MPICH 4.3.1", True),
+        ("MPI VERSION    : CRAY MPICH version 8.1.29 (ANL base 3.4a2)\n", None, True),
+        ("Intel(R) MPI Library 2021.18.1 for Linux* OS\n", "Intel MPI 2021.18.1", True),
+    ],
+)
+def test_library_versions(version: str, short: str | None, over_libfabric: bool) -> None:
+    assert short in (None, init_finalize._short_version(version))
+    assert init_finalize._uses_libfabric(version) == over_libfabric

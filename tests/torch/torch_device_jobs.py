@@ -237,7 +237,7 @@ def recorded(mode: str) -> dict[str, Any]:
     graphs[0].destroy()
     _more(60)
     gc.collect()
-    await_true(lambda: not any(ref() is not None for ref in (*early, *refs)))
+    await_true(lambda: all(ref() is None for ref in (*early, *refs)))
     return {
         "within": within,
         "after": after,

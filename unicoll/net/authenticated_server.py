@@ -248,7 +248,9 @@ class Server(ABC):
 
     def _has_place(self) -> bool:
         """True if another unauthenticated client fits: after an eviction, or under a higher limit of open files."""
-        return not self._admission.full or self._evict() or interfaces.raise_descriptor_limit()
+        if not self._admission.full or self._evict():
+            return True
+        return interfaces.raise_descriptor_limit() and not self._admission.full
 
     def _evict(self, any_age: bool = False) -> bool:
         """Disconnect an unauthenticated client in favour of a new one; False if none may be."""

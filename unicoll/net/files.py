@@ -38,7 +38,7 @@ def write_whole(path: str, data: bytes, mode: int = 0o600, directory: int | None
     try:
         with suppress(FileNotFoundError):
             found = os.lstat(name, dir_fd=folder)
-            if not stat.S_ISREG(found.st_mode) and _is_trusted(found):
+            if not stat.S_ISREG(found.st_mode) and is_trusted_owner(found):
                 _write(os.open(name, flags | os.O_TRUNC, mode, dir_fd=folder), data)
                 return
         temporary = f".{secrets.token_hex(8)}.tmp"
@@ -115,7 +115,7 @@ def open_directory(path: str, start: int | None = None, make: bool = False) -> i
                     folder, part = part, folder
                     continue
                 links += 1
-                if links > _LINKS or not _is_trusted(found):
+                if links > _LINKS or not is_trusted_owner(found):
                     number = errno.ELOOP if links > _LINKS else errno.EPERM
                     raise OSError(number, f"{name} is a link of user {found.st_uid}")
                 target = os.readlink("", dir_fd=part)
@@ -157,7 +157,7 @@ def open_own_directory(path: str) -> int:
     folder = open_directory(path, make=True)
     found = os.fstat(folder)
     others_can_replace = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-    if _is_trusted(found) and not others_can_replace:
+    if is_trusted_owner(found) and not others_can_replace:
         return folder
     os.close(folder)
     if others_can_replace:
@@ -165,5 +165,6 @@ def open_own_directory(path: str) -> int:
     raise OSError(errno.EPERM, f"it belongs to user {found.st_uid}", path)
 
 
-def _is_trusted(found: os.stat_result) -> bool:
+def is_trusted_owner(found: os.stat_result) -> bool:
+    """True if the file belongs to this user or root."""
     return found.st_uid in (0, os.geteuid())

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from unicoll.errors import DistArgumentError
 from unicoll.net import logs
+from unicoll.net.files import is_trusted_owner
 
 SOURCES = (
     "a secret comes from UNICOLL_SECRET, from UNICOLL_SECRET_FILE, or from the launcher, which makes one per "
@@ -102,7 +103,7 @@ def _read_private(path: str) -> bytes:
         with open(path, "rb") as file:
             # fstat of the open file: the path could be replaced between a stat and the read.
             found = os.fstat(file.fileno())
-            if found.st_uid not in (0, os.geteuid()):
+            if not is_trusted_owner(found):
                 raise DistArgumentError(
                     f"UNICOLL_SECRET_FILE={path} belongs to user {found.st_uid}, who knows and can change the secret"
                 )
