@@ -150,7 +150,9 @@ def rendezvous(
         and not interfaces.is_loopback(location.master_host)
     ):
         refuse_protection(environ)  # now: later, rank 0 would end before the others have connected
-    agreed = agree_on_store(location, rank, world_size, secret, deadline)
+    over_mpi = isinstance(location, MPILocation)  # MPI's own processes
+    job = launched.job if launched is not None and not over_mpi else ""
+    agreed = agree_on_store(location, rank, world_size, secret, deadline, job)
     if store is None:
         agreed.store.set_timeout(timedelta(seconds=timeout))
     notes.append(f"store: {location.describe()}")
@@ -170,7 +172,7 @@ def rendezvous(
         notes=notes,
         _close=lambda: location.close(linger=True),
         store_ends_with_rank_0=location.ends_with_rank_0,
-        mpi_started=isinstance(location, MPILocation),
+        mpi_started=over_mpi,
         address=location.describe(),
     )
 

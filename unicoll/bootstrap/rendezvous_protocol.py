@@ -5,10 +5,14 @@ and the key of the data connections if the job has no secret. The other ranks wa
 before and claim their rank under its token; then all use the token's namespace. So a second rendezvous at the same
 address, a server that lingers for late peers, or a file left over from an earlier job is not confused with this
 rendezvous, and two processes with the same rank are detected.
+
+The job's key is derived from its secret, or the key in the record, and the record: connections and values of another
+rendezvous with the same secret have another key.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import secrets
@@ -44,7 +48,8 @@ MIN_SECONDS = 0.001
 """Shortest timeout at a deadline; to many calls 0 means no limit."""
 
 STALE_SECONDS = 10.0
-"""How long a rank that another process has claimed waits for rank 0's next record before it reports the conflict."""
+"""How long a rank that another process has claimed, or that finds another job's record, waits for rank 0's next record
+before it reports the conflict."""
 
 # The rendezvous of this process so far, as (token, rank); tokens are random, so the address does not matter.
 _used: set[tuple[str, int]] = set()
@@ -108,12 +113,16 @@ class AgreedStore(NamedTuple):
 
 
 class JobRecord(NamedTuple):
-    """Rank 0's record; ``key`` is empty if the job has a secret, which is never sent, but signs the record."""
+    """Rank 0's record; ``key`` is empty if the job has a secret, which is never sent, but signs the record.
+
+    ``job`` is a digest of the launcher's id of the job, or ``-`` without one.
+    """
 
     token: str
     world_size: int
     private: bool
     key: Key
+    job: str = "-"
     signature: str = "-"
 
     def format(self) -> str:
@@ -121,7 +130,11 @@ class JobRecord(NamedTuple):
 
     def _text(self) -> str:
         access = "private" if self.private else "open"
-        return f"{_MAGIC} {self.token} {self.world_size} {access} {self.key.hex() or '-'}"
+        return f"{_MAGIC} {self.token} {self.world_size} {access} {self.key.hex() or '-'} {self.job}"
+
+    def job_key(self, secret: bytes) -> Key:
+        """The key of the job with this secret, or without one."""
+        return Key(hmac.digest(secret or self.key, f"job {self._text()}".encode(), "sha256"))
 
     def signature_by(self, secret: bytes) -> str:
         """Its signature in a job with this secret."""
@@ -131,11 +144,11 @@ class JobRecord(NamedTuple):
     def parse(cls, text: bytes) -> JobRecord:
         """The record from its stored form; DistStoreError if it is none."""
         try:
-            magic, token, size, access, key, signature = text.decode("ascii").split(" ")
+            magic, token, size, access, key, job, signature = text.decode("ascii").split(" ")
             if magic != _MAGIC:
                 raise ValueError(magic)
             made = Key(b"" if key == "-" else bytes.fromhex(key))
-            return cls(token, int(size), access == "private", made, signature)
+            return cls(token, int(size), access == "private", made, job, signature)
         except ValueError:
             raise DistStoreError(
                 f"the store holds {text[:16]!r}, written by another version of unicoll or by another program"
@@ -143,20 +156,20 @@ class JobRecord(NamedTuple):
 
 
 def agree_on_store(
-    location: StoreLocation, rank: int, world_size: int, secret: Secret, deadline: float
+    location: StoreLocation, rank: int, world_size: int, secret: Secret, deadline: float, job: str = ""
 ) -> AgreedStore:
     """Open the store and run the protocol, until ``deadline`` (``time.monotonic()``).
 
-    The other ranks wait for rank 0 only. On an error, one of those of
-    :func:`unicoll.bootstrap.rendezvous.rendezvous`, the store is closed.
+    The other ranks wait for rank 0 only. ``job`` is the launcher's id of the job, equal on all ranks that have one. On
+    an error, one of those of :func:`unicoll.bootstrap.rendezvous.rendezvous`, the store is closed.
     """
     while True:
         try:
             root = location.open(rank, world_size, deadline)
-            return _agree_at(location, root, rank, world_size, secret, deadline)
+            return _agree_at(location, root, rank, world_size, secret, deadline, job)
         except (DistStoreError, DistNetworkError) as error:
             location.close()
-            if isinstance(error, _RankTakenError):
+            if isinstance(error, _OtherJobError):
                 raise DistStoreError(str(error), rank=rank) from None
             final = isinstance(error, (StoreTimeoutError, AuthenticationError))
             if final and not isinstance(error, NoAnswerError):
@@ -171,19 +184,25 @@ def agree_on_store(
 
 
 def _agree_at(
-    location: StoreLocation, root: Store, rank: int, world_size: int, secret: Secret, deadline: float
+    location: StoreLocation,
+    root: Store,
+    rank: int,
+    world_size: int,
+    secret: Secret,
+    deadline: float,
+    job: str = "",
 ) -> AgreedStore:
     if location.members is not None:
         rank, world_size = location.members
     store = PrefixStore(location.namespace, root)
     if rank == 0:
-        record = _publish(location, store, world_size, secret)
+        record = _publish(location, store, world_size, secret, job)
     else:
-        record = _await_record(location, store, rank, secret, deadline)
+        record = _await_record(location, store, rank, secret, deadline, job)
     with _lock:
         _used.add((record.token, rank))
     namespace = PrefixStore(f"{location.namespace}/{record.token}", root)
-    key = Key(secret.key or record.key)
+    key = record.job_key(secret.key)
     if record.world_size != world_size:
         error = DistArgumentError(
             f"world_size is {record.world_size} on rank 0 and {world_size} on rank {rank}", rank=rank
@@ -221,11 +240,15 @@ def _check_secrets(location: StoreLocation, record: JobRecord, rank: int, secret
     )
 
 
-class _RankTakenError(DistStoreError):
-    """Another process has this rank."""
+class _OtherJobError(DistStoreError):
+    """The record is another job's: another process has this rank, or the launcher's ids of the job differ."""
 
 
-def _publish(location: StoreLocation, store: Store, world_size: int, secret: Secret) -> JobRecord:
+def _digest(job: str) -> str:
+    return hashlib.sha256(job.encode("utf-8", "surrogateescape")).hexdigest()[:16] if job else "-"
+
+
+def _publish(location: StoreLocation, store: Store, world_size: int, secret: Secret, job: str) -> JobRecord:
     private = bool(secret.key) or location.private()
     if not private and world_size > 1 and not location.warns:
         log.warning(
@@ -233,7 +256,8 @@ def _publish(location: StoreLocation, store: Store, world_size: int, secret: Sec
             "UNICOLL_SECRET or UNICOLL_SECRET_FILE (unicoll's launcher sets one)",
             location.address,
         )
-    record = JobRecord(secrets.token_hex(8), world_size, private, Key() if secret.key else new_key())
+    key = Key() if secret.key else new_key()
+    record = JobRecord(secrets.token_hex(8), world_size, private, key, _digest(job))
     if secret.key:
         record = record._replace(signature=record.signature_by(secret.key))
     _claim(location, PrefixStore(record.token, store), 0)
@@ -242,11 +266,11 @@ def _publish(location: StoreLocation, store: Store, world_size: int, secret: Sec
 
 
 def _await_record(
-    location: StoreLocation, store: Store, rank: int, secret: Secret, deadline: float
+    location: StoreLocation, store: Store, rank: int, secret: Secret, deadline: float, job: str
 ) -> JobRecord:
     """Rank 0's record, once this process has claimed its rank under the record's token."""
     give_up = deadline
-    taken: _RankTakenError | None = None
+    other: _OtherJobError | None = None
     refused = ""
     pauses = backoff(0.005, 0.1)
     while True:
@@ -255,14 +279,20 @@ def _await_record(
         if record.token != refused and not was_used(record.token, rank):
             _check_secrets(location, record, rank, secret)
             try:
+                if "-" not in (record.job, _digest(job)) and record.job != _digest(job):
+                    raise _OtherJobError(
+                        f"rank 0's record in the store at {location.address} is another job's than that of rank {rank} "
+                        f"({job}): the store has the values of another job, or two launches use it at once",
+                        rank=rank,
+                    )
                 _claim(location, PrefixStore(record.token, store), rank)
                 return record
-            except _RankTakenError as error:
+            except _OtherJobError as error:
                 # The record may be an earlier job's; then rank 0 publishes another one soon.
-                taken, refused = error, record.token
+                other, refused = error, record.token
                 give_up = min(deadline, time.monotonic() + STALE_SECONDS)
         if time.monotonic() >= give_up:
-            raise taken or StoreTimeoutError(
+            raise other or StoreTimeoutError(
                 f"rank {rank} waited at {location.address} for a new record of rank 0, which has not published one",
                 rank=0,
             )
@@ -287,7 +317,7 @@ def _claim(location: StoreLocation, store: Store, rank: int) -> None:
     holder = store.compare_set(f"rank/{rank}", "", claim).decode(errors="replace")
     if holder != claim:
         who = printable(holder.rpartition(", ")[0][:200]).replace("\n", " ")  # anyone may have written it
-        raise _RankTakenError(
+        raise _OtherJobError(
             f"rank {rank} at {location.address} is taken by a process on {who}: "
             "two processes have the same rank, or the store is left over from an earlier job",
             rank=rank,

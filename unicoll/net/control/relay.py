@@ -210,6 +210,8 @@ class Relay(FrameServer):
     def _register(self, client: Client, member: _Member) -> None:
         if not 0 <= member.rank < self._size or member.rank != client.rank:
             raise ValueError(f"rank {member.rank} of {self._size} from rank {client.rank}")
+        if member.rank in self._connected:  # a process of another job with the same key
+            raise ValueError(f"{self._members[member.rank].describe()} is connected already")
         client.state = member
         self._connected[member.rank] = client
         self._members[member.rank] = member
