@@ -22,6 +22,7 @@ from typing import Any
 from gloo_fallback.shm import futex
 from unicoll.backend import Context
 from unicoll.net import environment
+from unicoll.net.host_identity import boot_id
 from unicoll.net.timeouts import backoff
 
 _NAME = "unicoll"
@@ -93,12 +94,6 @@ def has_strong_ordering() -> bool:
     if environment.choice("UNICOLL_MEMORY_ORDER") == "weak":
         return False
     return platform.machine() in ("x86_64", "AMD64")
-
-
-def boot_id() -> str:
-    """The identifier of this boot of this machine."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip()
 
 
 def create_published(

@@ -18,7 +18,6 @@ import numpy as np
 from gloo_fallback.shm.peer_memory import find_peer_memory
 from gloo_fallback.shm.segment import (
     SharedSegment,
-    boot_id,
     can_share,
     create_private,
     create_published,
@@ -30,6 +29,7 @@ from gloo_fallback.transport.connections import GroupConnections
 from unicoll.backend import Context
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistNetworkError
 from unicoll.net import environment
+from unicoll.net.host_identity import boot_id
 
 _SIMULATED_HOST_SIZE = 2
 """Ranks of each simulated host under UNICOLL_TRANSPORT=hierarchical."""

@@ -70,7 +70,7 @@ class Handshake(Target):
 
     def __init__(self) -> None:
         with watched():
-            hello = handshake_messages.make_hello(KEY, b"store", 0, 1)
+            hello = handshake_messages.make_hello(KEY, b"store", rank=1)
             server_hello = handshake_messages.make_hello(KEY, b"store")
         client = hello + handshake_messages.make_proof(KEY, b"client", server_hello, hello)
         mine = handshake_messages.make_hello(KEY, b"store")

@@ -18,13 +18,15 @@ from tests.conformance import p2p_jobs
 from tests.unit import channel_jobs as jobs
 from tests.unit.on_path import on_path
 from unicoll.errors import AuthenticationError, DistNetworkError
-from unicoll.net import channel, tls
+from unicoll.net import channel, handshake_messages, tls
 from unicoll.net.channel import Channel, authenticate
 from unicoll.net.control.relay import Relay
 from unicoll.net.framed_server import frame, handshake_address, read_frame
+from unicoll.net.handshake_messages import Protection
 from unicoll.net.records import MAX_DATA, MacRecords, TamperedError
 from unicoll.net.secret import Key, Secret, new_key
 from unicoll.net.stores import TCPStore
+from unicoll.net.tls import TlsRecords
 from unicoll.testing.ranks import Pool, ProcessJob, pools, run_ranks
 
 KEY = new_key()
@@ -330,18 +332,44 @@ def test_a_large_value_in_many_records(wanted: str) -> None:
         assert master.get("large") == value
 
 
+@pytest.mark.parametrize("hosts", ["one", "two", "unknown"])
+def test_equal_addresses_do_not_make_one_host(hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attacker who forwards with equal addresses at both ends had TLS between two hosts replaced by the minimum."""
+    monkeypatch.delenv("UNICOLL_TRANSPORT", raising=False)
+    monkeypatch.setenv("UNICOLL_CHANNEL", "tls")
+    if hosts != "one":
+        unknown = bytes(handshake_messages.HOST_ID_SIZE)
+        monkeypatch.setattr(
+            handshake_messages, "host_id", lambda key: os.urandom(len(unknown)) if hosts == "two" else unknown
+        )
+    relay = Relay(1, KEY, "127.0.0.1")
+    host, port = relay.addresses[0]
+    try:
+        with socket.create_connection((host, port)) as sock:
+            connection, _ = authenticate(
+                sock, KEY, b"control", time.monotonic() + 60, rank=0, address=handshake_address(host, port)
+            )
+            assert isinstance(connection, channel.Channel)
+            assert isinstance(connection._records, MacRecords if hosts == "one" else TlsRecords)
+            connection.sendall(frame({"t": "hello", "rank": 0, "host": "h", "pid": 1}))
+            assert read_frame(connection)["t"] == "ready"
+    finally:
+        relay.close()
+
+
 def test_different_protection_on_both_sides_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNICOLL_TRANSPORT", "tcp")
     monkeypatch.setenv("UNICOLL_CHANNEL", "tls")
     relay = Relay(1, KEY, "127.0.0.1")
     monkeypatch.setenv("UNICOLL_CHANNEL", "mac")
     host, port = relay.addresses[0]
-    real = channel.choose_protection
+    real = channel.wanted_protection
 
-    def choose(sock: socket.socket, minimum: str = "plain") -> str:
-        return "tls" if threading.current_thread().name == "unicoll-relay" else real(sock, minimum)
+    def wanted(sock: socket.socket, minimum: str = "plain") -> Protection:
+        here = threading.current_thread().name == "unicoll-relay"
+        return Protection(minimum, "tls") if here else real(sock, minimum)
 
-    monkeypatch.setattr(channel, "choose_protection", choose)
+    monkeypatch.setattr(channel, "wanted_protection", wanted)
     try:
         with (
             socket.create_connection((host, port)) as sock,

@@ -157,7 +157,7 @@ def test_unauthenticated_clients_do_not_disturb(
         garbage.sendall(os.urandom(100_000))
         http.sendall(b"GET / HTTP/1.1\r\n\r\n")
         recorded.sendall(
-            handshake_messages.make_hello(SECRET.key, b"store", handshake_messages.PROTECTIONS["mac"])
+            handshake_messages.make_hello(SECRET.key, b"store", handshake_messages.Protection("mac", "mac"))
             + b"p" * 32
         )
         gone.close()

@@ -16,6 +16,7 @@ from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import DistArgumentError, DistError
 from unicoll.net import environment
 from unicoll.net import interfaces as net
+from unicoll.net.host_identity import boot_id
 from unicoll.net.secret import find_secret
 
 SHM = "/dev/shm"
@@ -46,7 +47,7 @@ def launched_or_none() -> LaunchInfo | None:
 def host_key() -> str:
     """Text that is equal in two processes if they are on the same host."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id()
     except OSError:
         boot = ""
     return f"{net.hostname()} {boot}"

@@ -284,7 +284,7 @@ class Server(ABC):
             same_user = (
                 partial(peer_credentials.is_same_user, sock) if self.private and not self._key else None
             )
-            protection = channel.choose_protection(sock, self.minimum_protection)
+            protection = channel.wanted_protection(sock, self.minimum_protection)
             handshake = ServerHandshake(
                 self._key, self._purpose, same_user, self.rank, address, self.private, protection
             )

@@ -3,8 +3,8 @@
 ``UNICOLL_CHANNEL`` sets the protection of connections between hosts: ``plain``, ``mac`` or ``tls``. Connections of the
 store and the control plane always have at least a MAC. Connections within a host get no more than that, since only
 root can read or change them; ``UNICOLL_TRANSPORT=tcp``, which treats the ranks of one host like ranks of different
-hosts, also applies here. Both sides state their choice in the handshake (:mod:`unicoll.net.handshake`), which verifies
-that the choices are equal and derives the keys.
+hosts, also applies here. Both sides state what they want in the handshake (:mod:`unicoll.net.handshake`), which
+verifies that they are on one host, or else want the same protection, and derives the keys.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from unicoll.errors import AuthenticationError, DistNetworkError
 from unicoll.net import environment
 from unicoll.net.handshake import client_handshake
+from unicoll.net.handshake_messages import Protection
 from unicoll.net.records import HEADER_SIZE, MAX_DATA, MacRecords, Records, TamperedError
 from unicoll.net.secret import Key
 from unicoll.net.timeouts import seconds_left
@@ -23,8 +24,8 @@ from unicoll.net.timeouts import seconds_left
 _READ_SIZE = MAX_DATA + HEADER_SIZE
 
 
-def choose_protection(sock: socket.socket, minimum: str = "plain") -> str:
-    """The protection of a connection: ``"plain"``, ``"mac"`` or ``"tls"``; equal at both ends.
+def wanted_protection(sock: socket.socket, minimum: str = "plain") -> Protection:
+    """The protection that this side wants for a connection.
 
     Args:
         minimum: protection that this kind of connection always has, ``"plain"`` or ``"mac"``.
@@ -33,13 +34,12 @@ def choose_protection(sock: socket.socket, minimum: str = "plain") -> str:
         DistArgumentError: ``UNICOLL_CHANNEL`` has an unknown value.
     """
     wanted = environment.choice("UNICOLL_CHANNEL")
-    if wanted == "plain":
-        return minimum
-    return minimum if within_a_host(sock) and environment.choice("UNICOLL_TRANSPORT") != "tcp" else wanted
+    local = within_a_host(sock) and environment.choice("UNICOLL_TRANSPORT") != "tcp"
+    return Protection(minimum, minimum if wanted == "plain" else wanted, local)
 
 
 def within_a_host(sock: Connection) -> bool:
-    """True if both ends of a connection are in one network stack, and so on one host."""
+    """True if both ends of a connection have the same address, and so are on one host, unless an attacker forwards."""
     return bool(sock.getsockname()[0] == sock.getpeername()[0])
 
 
@@ -184,10 +184,11 @@ def authenticate(
             connection is not the peer of the handshake.
         DistNetworkError: the connection broke, or the deadline passed.
     """
-    protection = choose_protection(sock, minimum)
+    wanted = wanted_protection(sock, minimum)
     result = client_handshake(
-        sock, key, purpose, deadline, rank=rank, server=server, address=address, protection=protection
+        sock, key, purpose, deadline, rank=rank, server=server, address=address, protection=wanted
     )
+    protection = result.protection
     records = records_for(protection, result.channel_key, server=False)
     if records is None:
         return sock, result.private

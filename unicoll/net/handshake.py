@@ -2,7 +2,7 @@
 
 No other bytes are interpreted before both proofs are verified. All frames have fixed sizes:
 
-    both, at once:  HELLO = magic (12) | flags (1) | purpose, zero-padded (16) | rank (4) | nonce (32)
+    both, at once:  HELLO = magic (12) | flags (1) | purpose, zero-padded (16) | rank (4) | host (16) | nonce (32)
     client, then:   PROOF = HMAC-SHA256(key, "client" | server's HELLO | client's HELLO | address)
     server, then:   VERDICT (1), and after ACCEPTED its own PROOF, with "server" for "client"
 
@@ -14,8 +14,9 @@ exchange is the same and proves nothing.
 
 The magic ends like an HTTP request, so servers of other protocols answer or close at once.
 
-The flags also state the protection of the connection after the handshake (:mod:`unicoll.net.channel`), with a key
-derived from what the proofs cover:
+The hellos also state the protection that a side wants for the connection after the handshake
+(:mod:`unicoll.net.channel`), and its host (:func:`unicoll.net.host_identity.host_id`): an attacker who makes the
+addresses of two hosts equal does not make them one host. The key is derived from what the proofs cover:
 
     channel key = HMAC-SHA256(key, "channel" | server's HELLO | client's HELLO | address)
 """
@@ -35,16 +36,19 @@ from unicoll.net.handshake_messages import (
     HELLO_SIZE,
     MAGIC,
     OTHER_USER,
+    PLAIN,
     PRIVATE,
     PROOF_SIZE,
-    PROTECTIONS,
     REASONS,
     WRONG_PURPOSE,
     WRONG_SECRET,
+    Hello,
+    Protection,
     check_hellos,
     make_hello,
     make_proof,
     parse_hello,
+    within_a_host,
 )
 from unicoll.net.secret import Key
 
@@ -75,10 +79,10 @@ class ServerHandshake:
         address: the address of this server that a store gives to clients; ``""`` if no store does.
         private: True to declare that the server accepts only clients of this host that are of this user or hold the
             secret.
-        protection: of the connection after the handshake.
+        protection: that this side wants for the connection after the handshake.
 
     Attributes:
-        protection: as given.
+        protection: of the connection, once ``done``.
         channel_key: key of this connection's protection, once ``done``.
         done: True once the client has proved that it holds the key.
         leftover: bytes received after the end of the handshake, of the protocol that follows.
@@ -93,13 +97,14 @@ class ServerHandshake:
         rank: int | None = None,
         address: str = "",
         private: bool = False,
-        protection: str = "plain",
+        protection: Protection = PLAIN,
     ) -> None:
         self._key = key
         self._same_user = same_user
         self._address = address
-        self._hello = make_hello(key, purpose, PROTECTIONS[protection] | (PRIVATE if private else 0), rank)
-        self.protection = protection
+        self._hello = make_hello(key, purpose, protection, rank, private)
+        self._wanted = protection
+        self.protection = ""
         self.channel_key = Key()
         self.peer: int | None = None
         self._out = self._hello
@@ -131,7 +136,7 @@ class ServerHandshake:
         if len(self._received) < HELLO_SIZE:
             return
         hello = self._received[:HELLO_SIZE]
-        if (verdict := check_hellos(self._hello, hello)) is not None:
+        if (verdict := check_hellos(parse_hello(self._hello), parse_hello(hello))) is not None:
             self._refuse(verdict)
         if len(self._received) >= HELLO_SIZE + PROOF_SIZE:
             self._verify(hello, self._received[HELLO_SIZE : HELLO_SIZE + PROOF_SIZE])
@@ -150,7 +155,9 @@ class ServerHandshake:
         self._out += bytes([ACCEPTED]) + make_proof(self._key, b"server", self._hello, hello, self._address)
         self.leftover = self._received[HELLO_SIZE + PROOF_SIZE :]
         self._received = b""
-        self.peer = parse_hello(hello).rank
+        theirs = parse_hello(hello)
+        self.peer = theirs.rank
+        self.protection = _protection(self._wanted, parse_hello(self._hello), theirs)
         self.channel_key = Key(make_proof(self._key, b"channel", self._hello, hello, self._address))
         self.done = True
 
@@ -162,10 +169,12 @@ class HandshakeResult(NamedTuple):
         private: True if the server declares that it accepts only clients of its host that are of its user or hold the
             secret. Without a key this is an unproved claim; it counts if the server is known to run as this user.
         channel_key: key of this connection's protection.
+        protection: of the connection.
     """
 
     private: bool
     channel_key: Key
+    protection: str
 
 
 def client_handshake(
@@ -177,7 +186,7 @@ def client_handshake(
     rank: int | None = None,
     server: int | None = None,
     address: str = "",
-    protection: str = "plain",
+    protection: Protection = PLAIN,
 ) -> HandshakeResult:
     """Prove to the server on ``sock`` that this side holds ``key``, and verify the server's proof.
 
@@ -190,7 +199,7 @@ def client_handshake(
         rank: this process's rank, if the connection is between ranks.
         server: the rank that the server must have, if any.
         address: the address that the server has published, if it has.
-        protection: of the connection after the handshake.
+        protection: that this side wants for the connection after the handshake.
 
     Raises:
         AuthenticationError: the secrets differ, one side has none, the two sides use different protection of the
@@ -201,14 +210,13 @@ def client_handshake(
     peer = _peer_address(sock)
     timeout_before = sock.gettimeout()
     try:
-        mine = make_hello(key, purpose, PROTECTIONS[protection], rank)
+        mine = make_hello(key, purpose, protection, rank)
         _send(sock, mine, deadline, peer)
         # Servers of some other protocols (torch's store) stay silent on bytes that they do not understand.
         theirs = _receive_hello(sock, min(deadline, time.monotonic() + SILENCE_SECONDS), peer)
-        if (verdict := check_hellos(theirs, mine)) is not None:
-            raise AuthenticationError(
-                f"handshake with {peer}: {_explain(verdict, purpose, parse_hello(theirs).purpose)}"
-            )
+        hello, client = parse_hello(theirs), parse_hello(mine)
+        if (verdict := check_hellos(hello, client)) is not None:
+            raise AuthenticationError(f"handshake with {peer}: {_explain(verdict, purpose, hello.purpose)}")
         _send(sock, make_proof(key, b"client", theirs, mine, address), deadline, peer)
         verdict = _receive(sock, 1, deadline, peer)[0]
         if verdict != ACCEPTED:
@@ -223,16 +231,21 @@ def client_handshake(
             raise AuthenticationError(
                 f"{peer} accepted this client but cannot prove that it holds the job's secret itself"
             )
-        hello = parse_hello(theirs)
         if server is not None and hello.rank != server:
             raise AuthenticationError(
                 f"{peer} is rank {hello.rank}, not rank {server}: a value in the store was forged"
             )
         return HandshakeResult(
-            bool(hello.flags & PRIVATE), Key(make_proof(key, b"channel", theirs, mine, address))
+            bool(hello.flags & PRIVATE),
+            Key(make_proof(key, b"channel", theirs, mine, address)),
+            _protection(protection, hello, client),
         )
     finally:
         sock.settimeout(timeout_before)
+
+
+def _protection(wanted: Protection, server: Hello, client: Hello) -> str:
+    return wanted.within_a_host if within_a_host(server, client) else wanted.between_hosts
 
 
 def _explain(verdict: int, purpose: bytes, theirs: bytes) -> str:

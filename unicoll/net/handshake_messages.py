@@ -7,17 +7,19 @@ import secrets
 import struct
 from typing import NamedTuple
 
+from unicoll.net.host_identity import HOST_ID_SIZE, UNKNOWN_HOST, host_id
 from unicoll.net.secret import SOURCES
 
 MAGIC = b"unicoll1\r\n\r\n"
 PURPOSE_SIZE = 16
 NONCE_SIZE = 32
 PROOF_SIZE = 32
-_HELLO = struct.Struct(f"<{len(MAGIC)}sB{PURPOSE_SIZE}sI{NONCE_SIZE}s")
+_HELLO = struct.Struct(f"<{len(MAGIC)}sB{PURPOSE_SIZE}sI{HOST_ID_SIZE}s{NONCE_SIZE}s")
 HELLO_SIZE = _HELLO.size
 NO_RANK = (1 << 32) - 1
 KEYED, PRIVATE = 1, 2
 PROTECTIONS = {"plain": 0, "mac": 4, "tls": 8}
+LOCAL = 16
 
 ACCEPTED = 1
 WRONG_SECRET = 2
@@ -29,12 +31,33 @@ OTHER_PROTECTION = 7
 """Verdicts of the server."""
 
 
+class Protection(NamedTuple):
+    """The protection that one side wants for a connection.
+
+    Attributes:
+        within_a_host, between_hosts: ``"plain"``, ``"mac"`` or ``"tls"``.
+        local: True if both ends have the same address.
+    """
+
+    within_a_host: str = "plain"
+    between_hosts: str = "plain"
+    local: bool = False
+
+
+PLAIN = Protection()
+
+
 class Hello(NamedTuple):
-    """A hello; ``flags`` are KEYED, PRIVATE and the protection, ``rank`` is that of the process, or None."""
+    """A hello.
+
+    ``flags`` are KEYED, PRIVATE, LOCAL and the protection between hosts; ``rank`` is that of the process, or None;
+    ``host`` is that of :func:`host_id`.
+    """
 
     flags: int
     purpose: bytes
     rank: int | None
+    host: bytes
 
     @property
     def protection(self) -> int:
@@ -42,19 +65,31 @@ class Hello(NamedTuple):
         return self.flags & sum(PROTECTIONS.values())
 
 
-def make_hello(key: bytes, purpose: bytes, flags: int = 0, rank: int | None = None) -> bytes:
+def make_hello(
+    key: bytes,
+    purpose: bytes,
+    protection: Protection = PLAIN,
+    rank: int | None = None,
+    private: bool = False,
+) -> bytes:
     """A hello with a fresh nonce; ``rank`` is that of the process, or None."""
     if not 0 < len(purpose) <= PURPOSE_SIZE or b"\0" in purpose:
         raise ValueError(f"a purpose has 1 to {PURPOSE_SIZE} bytes and no zero byte, not {purpose!r}")
-    flags |= KEYED if key else 0
+    flags = PROTECTIONS[protection.between_hosts]
+    flags |= (KEYED if key else 0) | (PRIVATE if private else 0) | (LOCAL if protection.local else 0)
     nonce = secrets.token_bytes(NONCE_SIZE)
-    return _HELLO.pack(MAGIC, flags, purpose, NO_RANK if rank is None else rank, nonce)
+    return _HELLO.pack(MAGIC, flags, purpose, NO_RANK if rank is None else rank, host_id(key), nonce)
 
 
 def parse_hello(hello: bytes) -> Hello:
     """The fields of a hello."""
-    _, flags, purpose, rank, _ = _HELLO.unpack(hello)
-    return Hello(flags, purpose.rstrip(b"\0"), None if rank == NO_RANK else rank)
+    _, flags, purpose, rank, host, _ = _HELLO.unpack(hello)
+    return Hello(flags, purpose.rstrip(b"\0"), None if rank == NO_RANK else rank, host)
+
+
+def within_a_host(server: Hello, client: Hello) -> bool:
+    """True if both sides are on one host and have the same address there."""
+    return bool(server.flags & client.flags & LOCAL) and server.host == client.host != UNKNOWN_HOST
 
 
 def make_proof(
@@ -76,13 +111,12 @@ REASONS = {
 }
 
 
-def check_hellos(server_hello: bytes, client_hello: bytes) -> int | None:
+def check_hellos(server: Hello, client: Hello) -> int | None:
     """The verdict if the hellos alone are incompatible, else None."""
-    server, client = parse_hello(server_hello), parse_hello(client_hello)
     if server.purpose != client.purpose:
         return WRONG_PURPOSE
     if (server.flags ^ client.flags) & KEYED:
         return CLIENT_HAS_NONE if server.flags & KEYED else SERVER_HAS_NONE
-    if server.protection != client.protection:
+    if server.protection != client.protection and not within_a_host(server, client):
         return OTHER_PROTECTION
     return None
