@@ -35,7 +35,7 @@ from unicoll.net import interfaces, logs
 from unicoll.net.control.departures import publish_refusal
 from unicoll.net.formatting import printable
 from unicoll.net.handshake import NoAnswerError
-from unicoll.net.secret import Key, Secret, new_key
+from unicoll.net.secret import Key, OwnUserKey, Secret, new_key
 from unicoll.net.stores import PrefixStore, Store
 from unicoll.net.stores.signed import SignedStore
 from unicoll.net.timeouts import backoff, seconds_left
@@ -67,6 +67,7 @@ class StoreLocation(ABC):
         warns: True if the store itself warns when it is open to other users.
         members: rank and world size, if opening the store determines them.
         ends_with_rank_0: True if the store may end with rank 0's process.
+        refuses_other_users: True if the store, if it is private, accepts only processes of this user on this host.
     """
 
     address: str
@@ -76,6 +77,7 @@ class StoreLocation(ABC):
     warns = False
     members: tuple[int, int] | None = None
     ends_with_rank_0 = True
+    refuses_other_users = False
     _store: Store | None = None  # to close
 
     @abstractmethod
@@ -202,7 +204,10 @@ def _agree_at(
     with _lock:
         _used.add((record.token, rank))
     namespace = PrefixStore(f"{location.namespace}/{record.token}", root)
+    trusted = record.private and (bool(secret.key) or location.private())
     key = record.job_key(secret.key)
+    if trusted and not secret.key and location.refuses_other_users:
+        key = OwnUserKey(key)
     if record.world_size != world_size:
         error = DistArgumentError(
             f"world_size is {record.world_size} on rank 0 and {world_size} on rank {rank}", rank=rank
@@ -210,7 +215,6 @@ def _agree_at(
         with suppress(DistError):
             publish_refusal(SignedStore(namespace, key), rank, error)
         raise error
-    trusted = record.private and (bool(secret.key) or location.private())
     if record.private and not trusted:
         log.warning(
             "rank %d cannot verify that the store at %s is its own user's: it refuses pickles; give every rank the "

@@ -35,7 +35,7 @@ class ExistingStoreLocation(StoreLocation):
         if isinstance(inner, TCPStore):
             self.address = f"tcp://{interfaces.join_hostport(inner.host, inner.port)}"
             self.master_host = inner.host
-            self.warns = True
+            self.warns = self.refuses_other_users = True
         elif isinstance(inner, FileStore):
             self.address = f"file://{inner.path}"
             self.ends_with_rank_0 = False
@@ -156,6 +156,7 @@ class TCPLocation(StoreLocation):
 
     reopens = True
     warns = True
+    refuses_other_users = True
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ from unicoll.net.admission import Admission, uses_last_descriptors
 from unicoll.net.fork_safety import guard
 from unicoll.net.handshake import ServerHandshake
 from unicoll.net.records import MAX_DATA, Records, TamperedError
+from unicoll.net.secret import OwnUserKey
 
 ACCEPTS_PER_WAKEUP = 32
 
@@ -109,7 +110,8 @@ class Server(ABC):
         purpose: label of the handshake.
 
     Attributes:
-        private: True if it listens on loopback only, and clients without a key to prove must be of this user.
+        private: True if it listens on loopback only, and clients without a key to prove must be of this user. With an
+            :class:`OwnUserKey` clients must be of this user, too.
     """
 
     private = False
@@ -281,9 +283,8 @@ class Server(ABC):
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            same_user = (
-                partial(peer_credentials.is_same_user, sock) if self.private and not self._key else None
-            )
+            own_user = (self.private and not self._key) or isinstance(self._key, OwnUserKey)
+            same_user = partial(peer_credentials.is_same_user, sock) if own_user else None
             protection = channel.wanted_protection(sock, self.minimum_protection)
             handshake = ServerHandshake(
                 self._key, self._purpose, same_user, self.rank, address, self.private, protection

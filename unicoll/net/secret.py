@@ -34,6 +34,15 @@ class Key(bytes):
     __str__ = __repr__
 
 
+class OwnUserKey(Key):
+    """The key of a job of this user on this host: servers with it refuse processes of other users.
+
+    A process that forwards connections, such as an ssh tunnel, counts as its owner, so others may have read the key.
+    """
+
+    __slots__ = ()
+
+
 class KeyText(str):
     """The text of a key, as in an environment variable, whose ``repr`` hides it."""
 
