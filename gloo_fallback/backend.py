@@ -21,6 +21,7 @@ from unicoll.backend.op_queue import Execute
 from unicoll.backend.options import as_options
 from unicoll.backend.size_agreement import exchange_sizes
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistArgumentError, DistError
+from unicoll.net import environment
 
 _SPINS = 50
 
@@ -37,6 +38,7 @@ class GlooBackend(HostBackend):
         self._quietly = quiet_runner()
         self._spins = 0
         self._symmetric = SymmetricMemory()
+        self.is_protected = environment.choice("UNICOLL_CHANNEL") != "plain"
         engine = None
         options = as_options(context.options)
         in_order = options.in_order

@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from unicoll.api import barriers, coalesced, collectives, object_payload, objects, p2p
-from unicoll.errors import DistArgumentError, DistError, DistTypeError, PickleRefusedError
+from unicoll.errors import (
+    AuthenticationError,
+    DistArgumentError,
+    DistError,
+    DistTypeError,
+    PickleRefusedError,
+)
+from unicoll.group.object_seals import ALL, MESSAGE, ObjectSeals
 from unicoll.net import object_codec
 
 WAIT = 60  # seconds: a bound on a hang, not an expectation
@@ -73,6 +80,7 @@ class ThreadGroup:
         self.me = rank
         self.job = SimpleNamespace(fake=False, allows_pickle=allow_pickle)
         self.ranks = tuple(range(10, 10 + len(hub.slots)))
+        self.object_seals = ObjectSeals(rank, "threads", b"k" * 32, allow_pickle)
 
     def rank(self):
         return self.me
@@ -452,9 +460,9 @@ def test_a_lying_sender_is_refused(run):
 
         def receive(rank, body=body):
             group = objects.world.resolve(None)
-            object_payload.load(group, np.frombuffer(body, np.uint8), 0, "test")
+            object_payload.load(group, np.frombuffer(body, np.uint8), 0, "test", 0)
 
-        error = run(1, receive)[0][0]
+        error = run(1, receive, allow_pickle=False)[0][0]
         assert isinstance(error, DistError)
         assert "malformed" in str(error)
 
@@ -462,9 +470,9 @@ def test_a_lying_sender_is_refused(run):
 def test_a_list_is_expected_where_lists_are_sent(run):
     def receive(rank):
         body = np.frombuffer(object_codec.dumps(3, False), np.uint8)
-        object_payload.fill(objects.world.resolve(None), [None], body, 0, "test")
+        object_payload.fill(objects.world.resolve(None), [None], body, 0, "test", 0)
 
-    error = run(1, receive)[0][0]
+    error = run(1, receive, allow_pickle=False)[0][0]
     assert type(error) is DistError
     assert str(error) == "test: rank 10 sent int in place of a list"
 
@@ -618,3 +626,63 @@ def test_on_processes():
     from unicoll import spawn
 
     spawn(on_each_rank, (4,), nprocs=4)
+
+
+# --- MACs -------------------------------------------------------------------------------------------------------------
+
+KEY = b"k" * 32
+
+
+def seals(rank, name="group", key=KEY):
+    return ObjectSeals(rank, name, key, True)
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000])
+def test_an_object_is_accepted_from_its_sender_in_its_call_only(size):
+    data = (bytes(range(250)) * 20)[:size]
+
+    def accepted(body, receiver=ALL, sender=0, call=0, group=("group", KEY)):
+        try:
+            return bytes(seals(1, *group).open(body, sender, call, receiver)) == data
+        except AuthenticationError:
+            return False
+
+    for receiver in (ALL, 1, 2):
+        body = seals(0).seal(data, 0, receiver)
+        assert accepted(body, receiver)
+        assert accepted(memoryview(body), receiver)
+        assert not accepted(body, receiver + 3)
+        assert not accepted(body, receiver, sender=1)
+        assert not accepted(body, receiver, call=1)
+        assert not accepted(body, receiver, call=MESSAGE)
+        assert not accepted(body, receiver, group=("other", KEY))
+        assert not accepted(body, receiver, group=("group", b"o" * 32))
+        assert not accepted(seals(0).seal(data, MESSAGE, receiver), receiver)
+        flipped = [
+            body[:i] + bytes([body[i] ^ 1]) + body[i + 1 :] for i in range(max(0, size - 9), len(body))
+        ]
+        for changed in (b"", body[:-1], body[1:], body + b"x", *flipped):
+            assert not accepted(changed, receiver)
+
+
+def test_a_message_is_accepted_once():
+    sender, receiver = seals(0), seals(1)
+    bodies = [sender.seal(b"%d" % i, MESSAGE, 1) for i in range(3000)]
+
+    def accepted(i):
+        try:
+            return bytes(receiver.open(bodies[i], 0, MESSAGE, 1)) == b"%d" % i
+        except AuthenticationError:
+            return False
+
+    assert accepted(1)
+    assert accepted(0)  # another thread's receive may be earlier
+    assert not accepted(0)
+    assert not accepted(1)
+    assert accepted(2999)
+    assert accepted(2999 - 1023)
+    assert not accepted(2999 - 1023)
+    assert not accepted(2999 - 1024)  # too old for that to be known
+    assert bytes(seals(2).open(sender.seal(b"first", MESSAGE, 2), 0, MESSAGE, 2)) == b"first"
+    with pytest.raises(AuthenticationError, match="changed, repeated or inserted"):
+        seals(2).open(bodies[0], 0, MESSAGE, 2)

@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -416,3 +417,18 @@ def test_data_changed_between_two_ranks(wanted: str, what: str) -> None:
     else:
         assert any("AuthenticationError" in outcome and "integrity check" in outcome for outcome in outcomes)
         assert "wrong" not in outcomes
+
+
+@pytest.mark.parametrize("attack", ["none", "changed", "repeated"])
+def test_pickles_changed_between_two_ranks(attack: str, tmp_path: Path) -> None:
+    """Who could change bytes between two hosts could run code, without UNICOLL_CHANNEL in a job with a secret."""
+    env = {"UNICOLL_TRANSPORT": "tcp"}
+    folder = tmp_path / "owned"
+    found = run_ranks(2, jobs.pickles_on_the_path, attack, str(folder), env=env)
+    assert not folder.exists()
+    errors = [error for errors in found for error in errors]
+    # all_gather on both ranks, and four that one rank receives; for two sizes, both times or the second time
+    assert len(errors) == {"none": 0, "changed": 24, "repeated": 12}[attack], errors
+    assert all(
+        "AuthenticationError" in error and "the MAC of an object is wrong" in error for error in errors
+    )

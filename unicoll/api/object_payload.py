@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from unicoll.errors import DistArgumentError, DistError, PickleRefusedError
+from unicoll.group.object_seals import ALL
 from unicoll.net import object_codec
 from unicoll.net.timeouts import Timeout, positive_seconds
 
@@ -53,9 +54,10 @@ class Payload:
         self.error = error
 
     @classmethod
-    def of(cls, pg: ProcessGroup, obj: Any, op: str) -> Payload:
+    def of(cls, pg: ProcessGroup, obj: Any, op: str, call: int, receiver: int = ALL) -> Payload:
+        """The object of this rank in a collective, by its number, or in a message; for one receiver or all."""
         try:
-            return cls(object_codec.dumps(obj, pg.job.allows_pickle))
+            return cls(pg.object_seals.seal(object_codec.dumps(obj, pg.job.allows_pickle), call, receiver))
         # Any exception of a user's object must reach the other ranks, which wait for this one.
         except Exception as error:
             kind = PickleRefusedError if isinstance(error, PickleRefusedError) else DistError
@@ -118,10 +120,11 @@ def _raise_for(pg: ProcessGroup, sender: int, status: int, reason: str, op: str)
     )
 
 
-def load(pg: ProcessGroup, body: Body, sender: int, op: str) -> Any:
+def load(pg: ProcessGroup, body: Body, sender: int, op: str, call: int, receiver: int = ALL) -> Any:
     """The object of a body."""
     try:
-        data = body if isinstance(body, bytes) else body.data
+        received = body if isinstance(body, bytes) else body.data
+        data = pg.object_seals.open(received, sender, call, receiver)
         return object_codec.loads(data, pg.job.allows_pickle)
     except DistError as error:
         rank = pg.global_rank(sender)
@@ -130,8 +133,16 @@ def load(pg: ProcessGroup, body: Body, sender: int, op: str) -> Any:
         ) from error
 
 
-def fill(pg: ProcessGroup, target: MutableSequence[Any], body: Body, sender: int, op: str) -> None:
-    objects = load(pg, body, sender, op)
+def fill(
+    pg: ProcessGroup,
+    target: MutableSequence[Any],
+    body: Body,
+    sender: int,
+    op: str,
+    call: int,
+    receiver: int = ALL,
+) -> None:
+    objects = load(pg, body, sender, op, call, receiver)
     if type(objects) is not list:
         rank = pg.global_rank(sender)
         raise DistError(
@@ -150,8 +161,10 @@ def fill(pg: ProcessGroup, target: MutableSequence[Any], body: Body, sender: int
         target[i] = obj
 
 
-def fill_each(pg: ProcessGroup, target: MutableSequence[Any], bodies: Sequence[Body], op: str) -> None:
+def fill_each(
+    pg: ProcessGroup, target: MutableSequence[Any], bodies: Sequence[Body], op: str, call: int
+) -> None:
     """One object of each rank; the list is filled only when all of them could be loaded."""
-    objects = [load(pg, body, rank, op) for rank, body in enumerate(bodies)]
+    objects = [load(pg, body, rank, op, call) for rank, body in enumerate(bodies)]
     for i, obj in enumerate(objects):
         target[i] = obj

@@ -32,6 +32,7 @@ from unicoll.api.object_payload import (
     read_headers,
 )
 from unicoll.errors import DistArgumentError, DistTypeError
+from unicoll.group.object_seals import MESSAGE
 from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def broadcast_object_list(
         return
     root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
     clock = Deadline(timeout)
-    mine = Payload.of(pg, list(object_list), op) if pg.rank() == root or pg.job.fake else None
+    call = pg.object_seals.next_collective()
+    mine = Payload.of(pg, list(object_list), op, call) if pg.rank() == root or pg.job.fake else None
     header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
     pg.broadcast(header, src=root, timeout=clock.left())
     sizes, bodies = read_headers(pg, header, [root], mine, op)
@@ -81,7 +83,7 @@ def broadcast_object_list(
         pg.broadcast(body, src=root, timeout=clock.left())
         bodies = [body]
     if mine is None:
-        fill(pg, object_list, bodies[0], root, op)
+        fill(pg, object_list, bodies[0], root, op, call)
 
 
 def all_gather_object(
@@ -104,11 +106,12 @@ def all_gather_object(
         return
     _check_list(pg, op, "object_list", object_list, pg.size())
     clock = Deadline(timeout)
-    mine = Payload.of(pg, obj, op)
+    call = pg.object_seals.next_collective()
+    mine = Payload.of(pg, obj, op, call)
     sizes, bodies = _exchange_headers(pg, mine, op, clock)
     if bodies is None:
         bodies = _all_bodies(pg, mine, sizes, clock)
-    fill_each(pg, object_list, bodies, op)
+    fill_each(pg, object_list, bodies, op, call)
 
 
 def gather_object(
@@ -148,12 +151,13 @@ def gather_object(
             op=op,
         )
     clock = Deadline(timeout)
-    mine = Payload.of(pg, obj, op)
+    call = pg.object_seals.next_collective()
+    mine = Payload.of(pg, obj, op, call)
     sizes, bodies = _exchange_headers(pg, mine, op, clock)
     if bodies is None:
         bodies = [*_gather_bodies(pg, mine.body, sizes, root, clock)]
     if receiving and object_gather_list is not None:
-        fill_each(pg, object_gather_list, bodies, op)
+        fill_each(pg, object_gather_list, bodies, op, call)
 
 
 def scatter_object_list(
@@ -184,11 +188,13 @@ def scatter_object_list(
     root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
     _check_list(pg, op, "scatter_object_output_list", scatter_object_output_list, 1)
     clock = Deadline(timeout)
-    payloads = None
+    objects = None
     if pg.rank() == root:
-        payloads = _payload_for_each_rank(pg, scatter_object_input_list, op)
+        objects = _one_for_each_rank(pg, scatter_object_input_list, op)
     elif pg.job.fake:
-        payloads = [Payload.of(pg, scatter_object_output_list[0], op)] * pg.size()
+        objects = [scatter_object_output_list[0]] * pg.size()
+    call = pg.object_seals.next_collective()
+    payloads = [Payload.of(pg, obj, op, call, rank) for rank, obj in enumerate(objects)] if objects else None
     # the first that failed, else the largest: if that is not small, all bodies follow
     largest = max(payloads, key=lambda p: (p.error is not None, p.size)) if payloads else None
     header = np.empty(HEADER.size, np.uint8)
@@ -204,13 +210,13 @@ def scatter_object_list(
         pg.broadcast(sizes, src=root, timeout=clock.left())
         bodies = [p.body for p in payloads] if payloads else []
         carried = [_scatter_bodies(pg, bodies, [int(size) for size in sizes], root, clock)]
-    scatter_object_output_list[0] = load(pg, carried[0], root, op)
+    scatter_object_output_list[0] = load(pg, carried[0], root, op, call, pg.rank())
 
 
 def send_list(pg: ProcessGroup, objects: Sequence[Any], dst: int, batched: bool, timeout: Timeout) -> None:
     """:func:`unicoll.send_object_list` to group rank ``dst``."""
     clock = Deadline(timeout)
-    mine = Payload.of(pg, list(objects), "send_object_list")
+    mine = Payload.of(pg, list(objects), "send_object_list", MESSAGE, dst)
     header = mine.header()
     _transfer(pg, True, header, dst, batched, clock)
     if mine.error is not None:
@@ -225,7 +231,7 @@ def recv_list(
     """:func:`unicoll.recv_object_list` from group rank ``src`` or any; returns the sender's group rank."""
     op = "recv_object_list"
     clock = Deadline(timeout)
-    mine = Payload.of(pg, list(objects), op) if pg.job.fake else None
+    mine = Payload.of(pg, list(objects), op, MESSAGE) if pg.job.fake else None
     header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
     src = _transfer(pg, False, header, src, batched, clock)
     sizes, bodies = read_headers(pg, header, [src], mine, op)
@@ -233,7 +239,7 @@ def recv_list(
         body = mine.body.copy() if mine else np.empty(sizes[0], np.uint8)  # an output
         _transfer(pg, False, body, src, batched, clock)
         bodies = [body]
-    fill(pg, objects, bodies[0], src, op)
+    fill(pg, objects, bodies[0], src, op, MESSAGE, pg.rank())
     return src
 
 
@@ -259,7 +265,7 @@ def _exchange_headers(
     return read_headers(pg, received, range(pg.size()), mine, op)
 
 
-def _payload_for_each_rank(pg: ProcessGroup, objects: Sequence[Any] | None, op: str) -> list[Payload]:
+def _one_for_each_rank(pg: ProcessGroup, objects: Sequence[Any] | None, op: str) -> Sequence[Any]:
     if objects is None or len(objects) != pg.size():
         given = "None" if objects is None else str(len(objects))
         raise DistArgumentError(
@@ -267,7 +273,7 @@ def _payload_for_each_rank(pg: ProcessGroup, objects: Sequence[Any] | None, op: 
             group=pg.group_name,
             op=op,
         )
-    return [Payload.of(pg, obj, op) for obj in objects]
+    return objects
 
 
 # gather and scatter are fastest with equal parts, so objects of similar size are padded to the largest; not where most

@@ -250,6 +250,9 @@ class Backend(ABC):
     """True for a :class:`~unicoll.backend.host_backend.HostBackend`: arrays of a GPU can be served through host memory
     (:mod:`unicoll.staging.backend`)."""
 
+    is_protected: bool = False
+    """True if what it sends between hosts has a MAC or is encrypted."""
+
     beside: ClassVar[str] = ""
     """Name of a backend of host arrays that each group has in addition if its ranks are on one host; see
     :meth:`use`."""

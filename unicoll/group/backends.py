@@ -20,6 +20,7 @@ from unicoll.errors import (
     GroupAbortedError,
 )
 from unicoll.group.backend_choice import BackendChoice
+from unicoll.group.object_seals import ObjectSeals, needs_seals
 from unicoll.group.registry import load, reason_against
 from unicoll.net.debug_level import DebugLevel, get_debug_level
 
@@ -44,6 +45,7 @@ class GroupBackends:
         shrinks: number of groups shrunk from this one so far, by their members.
         wrapper: another library's group over this one, closed with it; None if there is none.
         host: the backend of CPU arrays, barriers and objects; the first backend where none serves CPU arrays.
+        object_seals: the MACs of objects.
     """
 
     def __init__(
@@ -75,6 +77,9 @@ class GroupBackends:
             debug_comparison.agree_on_level(context, connects)
         try:
             self.host = self._create(parent, excluded, grown)
+            self.object_seals = ObjectSeals(
+                context.rank, context.name, context.job.key, needs_seals(context, self.host)
+            )
         except BaseException:
             self.close()  # the backends that have been created
             raise

@@ -24,6 +24,7 @@ from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
 from unicoll.group.dispatcher import Dispatcher
 from unicoll.group.growth import GrowthRecord
+from unicoll.group.object_seals import ObjectSeals
 from unicoll.net import logs
 from unicoll.net.formatting import rank_spans
 from unicoll.net.timeouts import Timeout
@@ -108,6 +109,11 @@ class ProcessGroup:
         return f"{group}, using {', '.join(changes) or 'nothing'}>"
 
     # --- views and derived groups -------------------------------------------------------------------------------
+
+    @property
+    def object_seals(self) -> ObjectSeals:
+        """The MACs of objects that are sent in this group."""
+        return self._backends.object_seals
 
     @property
     def whole(self) -> ProcessGroup:

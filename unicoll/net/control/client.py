@@ -27,7 +27,7 @@ from unicoll.errors import (
     RankLostError,
     StoreTimeoutError,
 )
-from unicoll.net import logs
+from unicoll.net import environment, logs
 from unicoll.net.channel import Connection
 from unicoll.net.control.clock import ClockOffset, Offset
 from unicoll.net.control.departures import Departures
@@ -37,6 +37,7 @@ from unicoll.net.control.relay_connection import Message, RelayConnection
 from unicoll.net.control.reports import Report, Reports
 from unicoll.net.control.standby import Standby
 from unicoll.net.framed_server import read_frame
+from unicoll.net.host_identity import UNKNOWN_HOST, host_id
 from unicoll.net.records import TamperedError
 from unicoll.net.timeouts import seconds_left
 
@@ -174,6 +175,7 @@ class ControlClient:
             "address": self._address,
             "port": self._standby.port,
             "pickle": self._allows_pickle,
+            "host_id": _host_id(self._key),
         }
         self._connection.introduce(sock, hello, self._failures.messages)
 
@@ -412,3 +414,9 @@ class ControlClient:
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
+
+
+def _host_id(key: bytes) -> str:
+    found = host_id(key)
+    alone = found == UNKNOWN_HOST or environment.choice("UNICOLL_TRANSPORT") == "tcp"
+    return (os.urandom(len(found)) if alone else found).hex()

@@ -40,13 +40,18 @@ _CHECK_S = 0.5
 
 
 class PeerInfo(NamedTuple):
-    """A process, from its hello: host and pid, where it would host the relay, and whether it accepts pickles."""
+    """A process, from its hello.
+
+    ``address`` and ``port`` are where it would host the relay. ``host_id`` is equal in processes that are on one host
+    and treated so, except under UNICOLL_TRANSPORT=tcp.
+    """
 
     host: str
     pid: int
     address: str = ""
     port: int = 0
     allows_pickle: bool = False
+    host_id: str = ""
 
 
 class Takeover(NamedTuple):
@@ -161,7 +166,8 @@ class Relay(FrameServer):
         if kind == "hello":
             rank, host, pid = int(message["rank"]), str(message["host"])[:64], int(message["pid"])
             address, port = str(message.get("address", ""))[:64], int(message.get("port", 0))
-            info = PeerInfo(host, pid, address, port, message.get("pickle") is True)
+            host_id = str(message.get("host_id", ""))[:64]
+            info = PeerInfo(host, pid, address, port, message.get("pickle") is True, host_id)
             self._register(client, _Member(rank, info))
         elif kind == "joined":
             self.send(client, {"t": "joined", "ranks": sorted(self._connected)})

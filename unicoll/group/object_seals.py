@@ -1,0 +1,131 @@
+"""The MACs of objects that are sent between hosts: no bytes are unpickled that an attacker on the path has made.
+
+    sealed object = data | number (u64) | sender (i32) | receiver (i32) | MAC (16)
+    MAC = keyed BLAKE2b (RFC 7693) of what is before it, or of its SHA-256 if that is large
+
+The key is derived from the job's key for one group. A collective has its number, which all members know; its receiver
+is -1 if all members are. A message has its number among those from this sender to this receiver, and none is accepted
+twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections import Counter
+from hmac import compare_digest, digest
+from itertools import count
+from typing import TYPE_CHECKING
+
+from unicoll.errors import AuthenticationError
+
+if TYPE_CHECKING:
+    from unicoll.backend.contract import Backend, Context
+
+Bytes = bytes | memoryview
+
+MESSAGE = -1
+"""In place of a collective's number: a message."""
+ALL = -1
+"""In place of a receiver: all members."""
+
+_FIELDS = struct.Struct("<Qii")
+_MAC_SIZE = 16
+_SIZE = _FIELDS.size + _MAC_SIZE
+_FIRST_MESSAGE = 1 << 63
+_LARGE = 4096
+"""Bytes from which SHA-256 is faster than BLAKE2b."""
+_WINDOW = 1024
+"""How far a message's number may be behind the highest one: threads can receive from one rank at the same time."""
+
+
+class ObjectSeals:
+    """The MACs of one group's objects.
+
+    Args:
+        rank: this process's rank in the group.
+        name: the group's, unique in the job.
+        key: the job's.
+        wanted: False: objects have no MAC.
+    """
+
+    def __init__(self, rank: int, name: str, key: bytes, wanted: bool) -> None:
+        self._rank = rank
+        self._wanted = wanted
+        self._keyed = hashlib.blake2b(
+            key=digest(key, f"objects {name}".encode(), "sha256"), digest_size=_MAC_SIZE
+        )
+        self._calls = count()
+        self._sent: Counter[int] = Counter()
+        self._received: dict[int, tuple[int, int]] = {}
+        self._lock = threading.Lock()
+
+    def next_collective(self) -> int:
+        """The number of the next collective; all members make this call."""
+        return next(self._calls)
+
+    def seal(self, data: bytes, call: int, receiver: int = ALL) -> bytes:
+        """The bytes to send for an object of this rank, in a collective or a :data:`MESSAGE`."""
+        if not self._wanted:
+            return data
+        if call == MESSAGE:
+            with self._lock:
+                call = _FIRST_MESSAGE + self._sent[receiver]
+                self._sent[receiver] += 1
+        sent = data + _FIELDS.pack(call, self._rank, receiver)
+        return sent + self._mac(sent)
+
+    def open(self, body: Bytes, sender: int, call: int, receiver: int = ALL) -> Bytes:
+        """The data of a received body.
+
+        Raises:
+            AuthenticationError: group rank ``sender`` has not sent it in this call to this receiver.
+        """
+        if not self._wanted:
+            return body
+        size = len(body) - _SIZE
+        sent = body[:-_MAC_SIZE]
+        if size >= 0 and compare_digest(self._mac(sent), body[-_MAC_SIZE:]):
+            fields = _FIELDS.unpack_from(sent, size)
+            expected = fields[0] if call == MESSAGE else call
+            if fields == (expected, sender, receiver) and (
+                call != MESSAGE or self._is_new(sender, expected - _FIRST_MESSAGE)
+            ):
+                return sent[:size]
+        raise AuthenticationError(
+            "the MAC of an object is wrong: its bytes were changed, repeated or inserted on the path"
+        )
+
+    def _mac(self, sent: Bytes) -> bytes:
+        mac = self._keyed.copy()
+        mac.update(sent if len(sent) < _LARGE else hashlib.sha256(sent).digest())
+        return mac.digest()
+
+    def _is_new(self, sender: int, number: int) -> bool:
+        """False if the message from this rank was received already, or is too old for that to be known."""
+        if number < 0:
+            return False
+        with self._lock:
+            highest, seen = self._received.get(sender, (0, 0))
+            if number > highest:
+                seen = (seen << min(number - highest, _WINDOW)) & ((1 << _WINDOW) - 1)
+                highest = number
+            bit = 1 << (highest - number)
+            if highest - number >= _WINDOW or seen & bit:
+                return False
+            self._received[sender] = highest, seen | bit
+            return True
+
+
+def needs_seals(context: Context, host: Backend) -> bool:
+    """True if objects may be pickled and go between hosts over connections without protection; equal on all members.
+
+    Args:
+        host: the backend that moves the objects.
+    """
+    job = context.job
+    if not job.allows_pickle or job.control is None or host.is_protected:
+        return False
+    peers = [job.control.peers[rank] for rank in context.ranks]
+    return len({(peer.host, peer.address, peer.host_id) for peer in peers}) > 1
