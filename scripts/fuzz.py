@@ -26,7 +26,7 @@ if __name__ == "__main__":
 
 from fuzzing.group import Collectives, Messages  # noqa: E402 - needs the path
 from fuzzing.harness import Hung, Target, check, generate, watched  # noqa: E402
-from fuzzing.parsers import Codec, Handshake, Records  # noqa: E402
+from fuzzing.parsers import Codec, Handshake, Records, Seals  # noqa: E402
 from fuzzing.servers import Frames, Store  # noqa: E402
 
 MOST_FINDINGS = 10
@@ -34,6 +34,7 @@ TARGETS: dict[str, type[Target]] = {
     "codec": Codec,
     "handshake": Handshake,
     "records": Records,
+    "seals": Seals,
     "store": Store,
     "frames": Frames,
     "messages": Messages,

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from unicoll.errors import AuthenticationError, DistError, DistNetworkError
+from unicoll.group import object_seals
 from unicoll.net import handshake, handshake_messages, object_codec, object_format, records
 from unicoll.net.secret import Key
 from unicoll.net.stores.protocol import StoreOp
 
 from .harness import HANG_SECONDS, KEY, Found, Target, chunks, pair, watched
 
-__all__ = ["Codec", "Handshake", "Records"]
+__all__ = ["Codec", "Handshake", "Records", "Seals"]
 
 
 class Codec(Target):
@@ -139,3 +140,35 @@ class Records(Target):
             if opened not in {b"".join(self._sent[:count]) for count in range(5)}:
                 raise Found("accepted data that the peer has not sent")
         return bool(opened)
+
+
+# --- MACs of objects ------------------------------------------------------------------------------------------------
+
+
+class Seals(Target):
+    """Bodies of objects with a MAC, of a collective or a message by the first byte; only what the sender has sealed for
+    this receiver in this call is accepted."""
+
+    def __init__(self) -> None:
+        sender = self._seals(0)
+        self._data = [b"x" * 5000, b"", b"short"]
+        collective = [sender.seal(data, 0, receiver) for data in self._data for receiver in (-1, 1, 2)]
+        messages = [sender.seal(data, None, receiver) for data in self._data for receiver in (1, 2)]
+        other = object_seals.ObjectSeals(0, "other", KEY, True)
+        self.valid = [
+            bytes([i]) + body for i in range(2) for body in (*collective, *messages, other.seal(b"x", 0, 1))
+        ]
+        self._accepted = {(0, body) for body in collective[1::3]} | {(1, body) for body in messages[::2]}
+
+    def _seals(self, rank: int) -> object_seals.ObjectSeals:
+        return object_seals.ObjectSeals(rank, "group", KEY, True)
+
+    def run(self, data: bytes) -> bool:
+        kind, body = data[0] % 2 if data else 0, data[1:]
+        try:
+            opened = self._seals(1).open(memoryview(body), 0, None if kind else 0, 1)
+        except AuthenticationError:
+            return False
+        if (kind, body) not in self._accepted or bytes(opened) not in self._data:
+            raise Found("accepted an object that was not sent")
+        return True

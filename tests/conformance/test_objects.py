@@ -19,7 +19,7 @@ from unicoll.errors import (
     DistTypeError,
     PickleRefusedError,
 )
-from unicoll.group.object_seals import ALL, MESSAGE, ObjectSeals
+from unicoll.group.object_seals import ObjectSeals
 from unicoll.net import object_codec
 
 WAIT = 60  # seconds: a bound on a hang, not an expectation
@@ -641,23 +641,23 @@ def seals(rank, name="group", key=KEY):
 def test_an_object_is_accepted_from_its_sender_in_its_call_only(size):
     data = (bytes(range(250)) * 20)[:size]
 
-    def accepted(body, receiver=ALL, sender=0, call=0, group=("group", KEY)):
+    def accepted(body, receiver=-1, sender=0, call=0, group=("group", KEY)):
         try:
             return bytes(seals(1, *group).open(body, sender, call, receiver)) == data
         except AuthenticationError:
             return False
 
-    for receiver in (ALL, 1, 2):
+    for receiver in (-1, 1, 2):
         body = seals(0).seal(data, 0, receiver)
         assert accepted(body, receiver)
         assert accepted(memoryview(body), receiver)
         assert not accepted(body, receiver + 3)
         assert not accepted(body, receiver, sender=1)
         assert not accepted(body, receiver, call=1)
-        assert not accepted(body, receiver, call=MESSAGE)
+        assert not accepted(body, receiver, call=None)
         assert not accepted(body, receiver, group=("other", KEY))
         assert not accepted(body, receiver, group=("group", b"o" * 32))
-        assert not accepted(seals(0).seal(data, MESSAGE, receiver), receiver)
+        assert not accepted(seals(0).seal(data, None, receiver), receiver)
         flipped = [
             body[:i] + bytes([body[i] ^ 1]) + body[i + 1 :] for i in range(max(0, size - 9), len(body))
         ]
@@ -667,11 +667,11 @@ def test_an_object_is_accepted_from_its_sender_in_its_call_only(size):
 
 def test_a_message_is_accepted_once():
     sender, receiver = seals(0), seals(1)
-    bodies = [sender.seal(b"%d" % i, MESSAGE, 1) for i in range(3000)]
+    bodies = [sender.seal(b"%d" % i, None, 1) for i in range(3000)]
 
     def accepted(i):
         try:
-            return bytes(receiver.open(bodies[i], 0, MESSAGE, 1)) == b"%d" % i
+            return bytes(receiver.open(bodies[i], 0, None, 1)) == b"%d" % i
         except AuthenticationError:
             return False
 
@@ -683,6 +683,6 @@ def test_a_message_is_accepted_once():
     assert accepted(2999 - 1023)
     assert not accepted(2999 - 1023)
     assert not accepted(2999 - 1024)  # too old for that to be known
-    assert bytes(seals(2).open(sender.seal(b"first", MESSAGE, 2), 0, MESSAGE, 2)) == b"first"
+    assert bytes(seals(2).open(sender.seal(b"first", None, 2), 0, None, 2)) == b"first"
     with pytest.raises(AuthenticationError, match="changed, repeated or inserted"):
-        seals(2).open(bodies[0], 0, MESSAGE, 2)
+        seals(2).open(bodies[0], 0, None, 2)

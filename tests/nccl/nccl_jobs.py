@@ -581,9 +581,17 @@ def dropped_at_different_times() -> list[int]:
     return found
 
 
+def _group_with_deadline(seconds: float) -> Any:
+    """A connected group; the deadline is that of what follows, since a rank may come late to the start."""
+    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank())
+    dist.barrier()
+    group._backends.unstaged("cuda").context.timeout = seconds
+    return group
+
+
 def alone_in_symmetric_memory(missing: int) -> tuple[str, str]:
     """An allocation in which a rank takes no part, and what the group does after it."""
-    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=1.0)
+    group = _group_with_deadline(1.0)
     said = _error(lambda: group.symmetric_empty(4)) if dist.get_rank() != missing else ""
     dist.barrier()
     await_true(lambda: _error(lambda: dist.barrier(group=group)) != "nothing")
@@ -595,7 +603,7 @@ def alone_in_symmetric_memory(missing: int) -> tuple[str, str]:
 def registration_that_hangs() -> list[str]:
     """NCCL does not return from a registration, as some versions do that lose a message."""
     communicator.END_S = 120.0  # the registration returns below, whatever the load
-    group: Any = dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=0.5)
+    group = _group_with_deadline(0.5)
     nccl: Any = ranks.nccl()
     released, done, memory = threading.Event(), threading.Event(), []
 

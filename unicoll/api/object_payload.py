@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from unicoll.errors import DistArgumentError, DistError, PickleRefusedError
-from unicoll.group.object_seals import ALL
 from unicoll.net import object_codec
 from unicoll.net.timeouts import Timeout, positive_seconds
 
@@ -54,8 +53,8 @@ class Payload:
         self.error = error
 
     @classmethod
-    def of(cls, pg: ProcessGroup, obj: Any, op: str, call: int, receiver: int = ALL) -> Payload:
-        """The object of this rank in a collective, by its number, or in a message; for one receiver or all."""
+    def of(cls, pg: ProcessGroup, obj: Any, op: str, call: int | None, receiver: int = -1) -> Payload:
+        """The object of this rank in a collective, by its number, or a message; for one receiver or, with -1, all."""
         try:
             return cls(pg.object_seals.seal(object_codec.dumps(obj, pg.job.allows_pickle), call, receiver))
         # Any exception of a user's object must reach the other ranks, which wait for this one.
@@ -120,7 +119,7 @@ def _raise_for(pg: ProcessGroup, sender: int, status: int, reason: str, op: str)
     )
 
 
-def load(pg: ProcessGroup, body: Body, sender: int, op: str, call: int, receiver: int = ALL) -> Any:
+def load(pg: ProcessGroup, body: Body, sender: int, op: str, call: int | None, receiver: int = -1) -> Any:
     """The object of a body."""
     try:
         received = body if isinstance(body, bytes) else body.data
@@ -139,8 +138,8 @@ def fill(
     body: Body,
     sender: int,
     op: str,
-    call: int,
-    receiver: int = ALL,
+    call: int | None,
+    receiver: int = -1,
 ) -> None:
     objects = load(pg, body, sender, op, call, receiver)
     if type(objects) is not list:

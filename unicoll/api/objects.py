@@ -32,7 +32,6 @@ from unicoll.api.object_payload import (
     read_headers,
 )
 from unicoll.errors import DistArgumentError, DistTypeError
-from unicoll.group.object_seals import MESSAGE
 from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
@@ -216,7 +215,7 @@ def scatter_object_list(
 def send_list(pg: ProcessGroup, objects: Sequence[Any], dst: int, batched: bool, timeout: Timeout) -> None:
     """:func:`unicoll.send_object_list` to group rank ``dst``."""
     clock = Deadline(timeout)
-    mine = Payload.of(pg, list(objects), "send_object_list", MESSAGE, dst)
+    mine = Payload.of(pg, list(objects), "send_object_list", None, dst)
     header = mine.header()
     _transfer(pg, True, header, dst, batched, clock)
     if mine.error is not None:
@@ -231,7 +230,7 @@ def recv_list(
     """:func:`unicoll.recv_object_list` from group rank ``src`` or any; returns the sender's group rank."""
     op = "recv_object_list"
     clock = Deadline(timeout)
-    mine = Payload.of(pg, list(objects), op, MESSAGE) if pg.job.fake else None
+    mine = Payload.of(pg, list(objects), op, None) if pg.job.fake else None
     header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
     src = _transfer(pg, False, header, src, batched, clock)
     sizes, bodies = read_headers(pg, header, [src], mine, op)
@@ -239,7 +238,7 @@ def recv_list(
         body = mine.body.copy() if mine else np.empty(sizes[0], np.uint8)  # an output
         _transfer(pg, False, body, src, batched, clock)
         bodies = [body]
-    fill(pg, objects, bodies[0], src, op, MESSAGE, pg.rank())
+    fill(pg, objects, bodies[0], src, op, None, pg.rank())
     return src
 
 

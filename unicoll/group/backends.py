@@ -20,7 +20,6 @@ from unicoll.errors import (
     GroupAbortedError,
 )
 from unicoll.group.backend_choice import BackendChoice
-from unicoll.group.object_seals import ObjectSeals, needs_seals
 from unicoll.group.registry import load, reason_against
 from unicoll.net.debug_level import DebugLevel, get_debug_level
 
@@ -77,6 +76,9 @@ class GroupBackends:
             debug_comparison.agree_on_level(context, connects)
         try:
             self.host = self._create(parent, excluded, grown)
+            # not at import: it loads hashlib
+            from unicoll.group.object_seals import ObjectSeals, needs_seals
+
             self.object_seals = ObjectSeals(
                 context.rank, context.name, context.job.key, needs_seals(context, self.host)
             )

@@ -25,11 +25,8 @@ if TYPE_CHECKING:
 
 Bytes = bytes | memoryview
 
-MESSAGE = -1
-"""In place of a collective's number: a message."""
-ALL = -1
+_ALL = -1
 """In place of a receiver: all members."""
-
 _FIELDS = struct.Struct("<Qii")
 _MAC_SIZE = 16
 _SIZE = _FIELDS.size + _MAC_SIZE
@@ -65,18 +62,18 @@ class ObjectSeals:
         """The number of the next collective; all members make this call."""
         return next(self._calls)
 
-    def seal(self, data: bytes, call: int, receiver: int = ALL) -> bytes:
-        """The bytes to send for an object of this rank, in a collective or a :data:`MESSAGE`."""
+    def seal(self, data: bytes, call: int | None, receiver: int = _ALL) -> bytes:
+        """The bytes to send for an object of this rank, in a collective or, with None, in a message."""
         if not self._wanted:
             return data
-        if call == MESSAGE:
+        if call is None:
             with self._lock:
                 call = _FIRST_MESSAGE + self._sent[receiver]
                 self._sent[receiver] += 1
         sent = data + _FIELDS.pack(call, self._rank, receiver)
         return sent + self._mac(sent)
 
-    def open(self, body: Bytes, sender: int, call: int, receiver: int = ALL) -> Bytes:
+    def open(self, body: Bytes, sender: int, call: int | None, receiver: int = _ALL) -> Bytes:
         """The data of a received body.
 
         Raises:
@@ -88,9 +85,9 @@ class ObjectSeals:
         sent = body[:-_MAC_SIZE]
         if size >= 0 and compare_digest(self._mac(sent), body[-_MAC_SIZE:]):
             fields = _FIELDS.unpack_from(sent, size)
-            expected = fields[0] if call == MESSAGE else call
-            if fields == (expected, sender, receiver) and (
-                call != MESSAGE or self._is_new(sender, expected - _FIRST_MESSAGE)
+            number = fields[0] if call is None else call
+            if fields == (number, sender, receiver) and (
+                call is not None or self._is_new(sender, number - _FIRST_MESSAGE)
             ):
                 return sent[:size]
         raise AuthenticationError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unicoll.backend.contract import Backend, Context, Job
 from unicoll.backend.ops import OPS
@@ -24,10 +24,12 @@ from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
 from unicoll.group.dispatcher import Dispatcher
 from unicoll.group.growth import GrowthRecord
-from unicoll.group.object_seals import ObjectSeals
 from unicoll.net import logs
 from unicoll.net.formatting import rank_spans
 from unicoll.net.timeouts import Timeout
+
+if TYPE_CHECKING:
+    from unicoll.group.object_seals import ObjectSeals
 
 log = logs.logger("group")
 
