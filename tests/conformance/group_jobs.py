@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import warnings
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -182,6 +185,37 @@ def splits() -> None:
         assert failure is not None
         assert failure.type == "DistArgumentError"
     assert total() == 6
+
+
+def pickled_objects() -> None:
+    """Objects that need pickle, by all functions; they have MACs where ranks are, or count as, on several hosts."""
+    n, pg = size(), dist.group.WORLD
+    assert pg is not None
+    for length in (10, 5000, 100_000):
+
+        def obj(rank: int, length: int = length) -> list[Any]:
+            return [Fraction(1, 3 + rank), "x" * length]
+
+        gathered: list[Any] = [None] * n
+        dist.all_gather_object(gathered, [socket.gethostname(), obj(me())])
+        assert [found for _, found in gathered] == [obj(r) for r in range(n)]
+        hosts = {host for host, _ in gathered}
+        assert pg.object_seals._wanted == (len(hosts) > 1 or os.environ.get("UNICOLL_TRANSPORT") == "tcp")
+        received: list[Any] | None = [None] * n if me() == 1 else None
+        dist.gather_object(obj(me()), received, 1)
+        assert received in (None, [obj(r) for r in range(n)])
+        scattered: list[Any] = [None]
+        dist.scatter_object_list(scattered, [obj(r) for r in range(n)] if me() == 1 else None, 1)
+        assert scattered == [obj(me())]
+        listed = [obj(1), Fraction(1, 2)] if me() == 1 else [None, None]
+        dist.broadcast_object_list(listed, 1)
+        assert listed == [obj(1), Fraction(1, 2)]
+        if me() > 0:
+            dist.send_object_list([obj(me())] * 2, 0)
+        for _ in range(1, n if me() == 0 else 1):
+            sent: list[Any] = [None, None]
+            sender = dist.recv_object_list(sent)
+            assert sent == [obj(sender)] * 2
 
 
 def concurrent_groups(rounds: int) -> list[str]:

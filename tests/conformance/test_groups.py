@@ -49,6 +49,10 @@ def test_splits(pool: Pools) -> None:
     pool(4).run(jobs.splits)
 
 
+def test_pickled_objects(pool: Pools) -> None:
+    pool(3).run(jobs.pickled_objects)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_overlapping_groups_work_at_the_same_time(size: int, pool: Pools) -> None:
     assert pool(size).run(jobs.concurrent_groups, 25) == [[]] * size

@@ -45,10 +45,11 @@ def pool(request: pytest.FixtureRequest, hosts: Hosts) -> Iterator[Callable[[int
         (4, p2p_jobs.from_any_source, (100, True)),
         (2, matching_jobs.statuses, (300_000,)),
         (4, group_jobs.splits, ()),
+        (4, group_jobs.pickled_objects, ()),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_messages_and_splits(
+def test_messages_objects_and_splits(
     size: int, job: Callable[..., object], arguments: tuple[object, ...], pool: Callable[[int], Pool]
 ) -> None:
     pool(size).run(job, *arguments)
