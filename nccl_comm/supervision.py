@@ -227,7 +227,8 @@ class Supervision:
         """Wait for what is in flight, and end the communicator; idempotent.
 
         Raises:
-            DistError: the group failed while this waited, at an operation's deadline for example.
+            DistError: the group failed while this waited, at an operation's deadline for example; at the end of the
+                program a warning is logged instead.
         """
         state, context, resources = self._state, self._context, self._resources
         if state.closed:
@@ -253,8 +254,12 @@ class Supervision:
         resources.memory.close(ended)
         if ended:  # else the device may still use them
             resources.release()
-        if failed is not None and failed_before is None:
-            raise failed.with_traceback(None) from None
+        if failed is None or failed_before is not None:
+            return
+        if context.job.exiting:
+            log.warning("group %r failed while the program ended: %s", context.name, failed)
+            return
+        raise failed.with_traceback(None) from None
 
     def _drain(self, in_flight: InFlight) -> None:
         """Wait until nothing is in flight or the group has failed; the watchdog fails it at an operation's deadline."""
