@@ -628,6 +628,22 @@ def test_on_processes():
     spawn(on_each_rank, (4,), nprocs=4)
 
 
+def test_a_call_that_fails_before_it_sends_can_be_repeated(run):
+    def body(rank):
+        group = objects.world.resolve(None)
+        if rank == 0:
+            with pytest.raises(TypeError):
+                objects.broadcast_object_list(None, src=10)
+            with pytest.raises(DistArgumentError):
+                objects.scatter_object_list([None], [1], src=10)
+        objects.broadcast_object_list(found := [group.rank()] * 2, src=10)
+        objects.scatter_object_list(part := [None], np.arange(3) if rank == 0 else None, src=10)
+        objects.all_gather_object(everything := [None] * 3, Custom(rank))
+        return found, part, [custom.value for custom in everything]
+
+    assert run(3, body)[0] == [([0, 0], [rank], [0, 1, 2]) for rank in range(3)]
+
+
 # --- MACs -------------------------------------------------------------------------------------------------------------
 
 KEY = b"k" * 32

@@ -256,6 +256,12 @@ def test_ports_of_jobs_differ_and_ranks_agree() -> None:
     assert found(other_rank).master_port == found(OPENMPI_5).master_port
 
 
+def test_the_address_of_a_hosts_own_daemon_is_no_id_of_the_job() -> None:
+    several = {**MVAPICH2, "MV2_COMM_WORLD_SIZE": "8"}
+    assert found(several).job == found({**several, "PMI_PORT": "other:41234"}).job == ""
+    assert found(MVAPICH2).job == "PMI_PORT=vm:41233"
+
+
 def test_slurm_uses_the_steps_first_host() -> None:
     launched = found(SRUN)
     assert launched.master_addr == "sh04-10n06"

@@ -100,7 +100,7 @@ def pickles_on_the_path(attack: str, folder: str) -> list[str]:
     with group_on_the_path() as (group, change):
         for exchange in _EXCHANGES:  # connect
             exchange("", group)
-        for size in (100, 5000):  # in the header, behind it
+        for size in (100, 1000):  # in the header, behind it
             for exchange in _EXCHANGES:
                 seen: dict[tuple[int, int], bytes] = {}
                 change(partial(_replaced, attack, folder, size, seen))

@@ -53,10 +53,9 @@ class Payload:
         self.error = error
 
     @classmethod
-    def of(cls, pg: ProcessGroup, obj: Any, op: str, call: int | None, receiver: int = -1) -> Payload:
-        """The object of this rank in a collective, by its number, or a message; for one receiver or, with -1, all."""
+    def of(cls, pg: ProcessGroup, obj: Any, op: str) -> Payload:
         try:
-            return cls(pg.object_seals.seal(object_codec.dumps(obj, pg.job.allows_pickle), call, receiver))
+            return cls(object_codec.dumps(obj, pg.job.allows_pickle))
         # Any exception of a user's object must reach the other ranks, which wait for this one.
         except Exception as error:
             kind = PickleRefusedError if isinstance(error, PickleRefusedError) else DistError
@@ -64,6 +63,13 @@ class Payload:
             wrapped = kind(f"{op}: {reason}", group=pg.group_name, rank=pg.global_rank(pg.rank()), op=op)
             wrapped.__cause__ = error
             return cls(b"", wrapped)
+
+    def seal(self, pg: ProcessGroup, call: int | None, receiver: int = -1) -> Payload:
+        """Add the MAC, if the group has them: of a collective, by its number, or a message; for one receiver or all."""
+        if self.error is None:
+            self._data = pg.object_seals.seal(self._data, call, receiver)
+            self.size = len(self._data)
+        return self
 
     @property
     def is_small(self) -> bool:

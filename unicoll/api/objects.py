@@ -69,9 +69,9 @@ def broadcast_object_list(
         return
     root = rank_in_group(pg, op, "src", *root_or_zero(src, group_src))
     clock = Deadline(timeout)
-    call = pg.object_seals.next_collective()
-    mine = Payload.of(pg, list(object_list), op, call) if pg.rank() == root or pg.job.fake else None
-    header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
+    mine = Payload.of(pg, list(object_list), op) if pg.rank() == root or pg.job.fake else None
+    call = pg.object_seals.next_collective()  # after what can fail on this rank alone
+    header = mine.seal(pg, call).header() if mine else np.empty(HEADER.size, np.uint8)
     pg.broadcast(header, src=root, timeout=clock.left())
     sizes, bodies = read_headers(pg, header, [root], mine, op)
     if bodies is None:
@@ -105,9 +105,9 @@ def all_gather_object(
         return
     _check_list(pg, op, "object_list", object_list, pg.size())
     clock = Deadline(timeout)
+    mine = Payload.of(pg, obj, op)
     call = pg.object_seals.next_collective()
-    mine = Payload.of(pg, obj, op, call)
-    sizes, bodies = _exchange_headers(pg, mine, op, clock)
+    sizes, bodies = _exchange_headers(pg, mine.seal(pg, call), op, clock)
     if bodies is None:
         bodies = _all_bodies(pg, mine, sizes, clock)
     fill_each(pg, object_list, bodies, op, call)
@@ -150,9 +150,9 @@ def gather_object(
             op=op,
         )
     clock = Deadline(timeout)
+    mine = Payload.of(pg, obj, op)
     call = pg.object_seals.next_collective()
-    mine = Payload.of(pg, obj, op, call)
-    sizes, bodies = _exchange_headers(pg, mine, op, clock)
+    sizes, bodies = _exchange_headers(pg, mine.seal(pg, call), op, clock)
     if bodies is None:
         bodies = [*_gather_bodies(pg, mine.body, sizes, root, clock)]
     if receiving and object_gather_list is not None:
@@ -192,8 +192,10 @@ def scatter_object_list(
         objects = _one_for_each_rank(pg, scatter_object_input_list, op)
     elif pg.job.fake:
         objects = [scatter_object_output_list[0]] * pg.size()
+    payloads = None if objects is None else [Payload.of(pg, obj, op) for obj in objects]
     call = pg.object_seals.next_collective()
-    payloads = [Payload.of(pg, obj, op, call, rank) for rank, obj in enumerate(objects)] if objects else None
+    for rank, payload in enumerate(payloads or ()):
+        payload.seal(pg, call, rank)
     # the first that failed, else the largest: if that is not small, all bodies follow
     largest = max(payloads, key=lambda p: (p.error is not None, p.size)) if payloads else None
     header = np.empty(HEADER.size, np.uint8)
@@ -215,7 +217,7 @@ def scatter_object_list(
 def send_list(pg: ProcessGroup, objects: Sequence[Any], dst: int, batched: bool, timeout: Timeout) -> None:
     """:func:`unicoll.send_object_list` to group rank ``dst``."""
     clock = Deadline(timeout)
-    mine = Payload.of(pg, list(objects), "send_object_list", None, dst)
+    mine = Payload.of(pg, list(objects), "send_object_list").seal(pg, None, dst)
     header = mine.header()
     _transfer(pg, True, header, dst, batched, clock)
     if mine.error is not None:
@@ -230,7 +232,7 @@ def recv_list(
     """:func:`unicoll.recv_object_list` from group rank ``src`` or any; returns the sender's group rank."""
     op = "recv_object_list"
     clock = Deadline(timeout)
-    mine = Payload.of(pg, list(objects), op, None) if pg.job.fake else None
+    mine = Payload.of(pg, list(objects), op) if pg.job.fake else None
     header = mine.header() if mine else np.empty(HEADER.size, np.uint8)
     src = _transfer(pg, False, header, src, batched, clock)
     sizes, bodies = read_headers(pg, header, [src], mine, op)

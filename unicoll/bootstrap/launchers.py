@@ -204,7 +204,9 @@ def _hint(row: LauncherRow, address: str | None, port: int | None, *, single_hos
 
 
 def _job(row: LauncherRow, environ: Environ, *, single_host: bool) -> str:
-    parts = [f"{name}={environ[name]}" for name in row.job if environ.get(name)]
+    # PMI_PORT is that of this host's daemon
+    names = [name for name in row.job if single_host or name != "PMI_PORT"]
+    parts = [f"{name}={environ[name]}" for name in names if environ.get(name)]
     if not parts and single_host:
         parts = [f"{name}={pid}" for name, pid in ancestors() if name in row.agents and pid > 1][:1]
     return ", ".join(parts)

@@ -277,13 +277,14 @@ def _await_record(
     other: _OtherJobError | None = None
     refused = ""
     pauses = backoff(0.005, 0.1)
+    own = _digest(job)
     while True:
         # Not in a local variable as text: it may contain the key.
         record = JobRecord.parse(store.try_get("generation") or _wait(location, store, rank, deadline))
         if record.token != refused and not was_used(record.token, rank):
             _check_secrets(location, record, rank, secret)
             try:
-                if "-" not in (record.job, _digest(job)) and record.job != _digest(job):
+                if len({record.job, own, "-"}) == 3:
                     raise _OtherJobError(
                         f"rank 0's record in the store at {location.address} is another job's than that of rank {rank} "
                         f"({job}): the store has the values of another job, or two launches use it at once",

@@ -35,7 +35,8 @@ class ExistingStoreLocation(StoreLocation):
         if isinstance(inner, TCPStore):
             self.address = f"tcp://{interfaces.join_hostport(inner.host, inner.port)}"
             self.master_host = inner.host
-            self.warns = self.refuses_other_users = True
+            self.warns = True
+            self.refuses_other_users = not inner.has_secret
         elif isinstance(inner, FileStore):
             self.address = f"file://{inner.path}"
             self.ends_with_rank_0 = False

@@ -1,7 +1,7 @@
 """The MACs of objects that are sent between hosts: no bytes are unpickled that an attacker on the path has made.
 
     sealed object = data | number (u64) | sender (i32) | receiver (i32) | MAC (16)
-    MAC = keyed BLAKE2b (RFC 7693) of what is before it, or of its SHA-256 if that is large
+    MAC = keyed BLAKE2b (RFC 7693) of number | sender | receiver | data, or in their place SHA-256 of large data
 
 The key is derived from the job's key for one group. A collective has its number, which all members know; its receiver
 is -1 if all members are. A message has its number among those from this sender to this receiver, and none is accepted
@@ -70,8 +70,8 @@ class ObjectSeals:
             with self._lock:
                 call = _FIRST_MESSAGE + self._sent[receiver]
                 self._sent[receiver] += 1
-        sent = data + _FIELDS.pack(call, self._rank, receiver)
-        return sent + self._mac(sent)
+        fields = _FIELDS.pack(call, self._rank, receiver)
+        return b"".join((data, fields, self._mac(data, fields)))
 
     def open(self, body: Bytes, sender: int, call: int | None, receiver: int = _ALL) -> Bytes:
         """The data of a received body.
@@ -82,21 +82,22 @@ class ObjectSeals:
         if not self._wanted:
             return body
         size = len(body) - _SIZE
-        sent = body[:-_MAC_SIZE]
-        if size >= 0 and compare_digest(self._mac(sent), body[-_MAC_SIZE:]):
-            fields = _FIELDS.unpack_from(sent, size)
-            number = fields[0] if call is None else call
-            if fields == (number, sender, receiver) and (
+        data, fields = body[: max(size, 0)], body[size:-_MAC_SIZE]
+        if size >= 0 and compare_digest(self._mac(data, fields), body[-_MAC_SIZE:]):
+            found = _FIELDS.unpack(fields)
+            number = found[0] if call is None else call
+            if found == (number, sender, receiver) and (
                 call is not None or self._is_new(sender, number - _FIRST_MESSAGE)
             ):
-                return sent[:size]
+                return data
         raise AuthenticationError(
             "the MAC of an object is wrong: its bytes were changed, repeated or inserted on the path"
         )
 
-    def _mac(self, sent: Bytes) -> bytes:
+    def _mac(self, data: Bytes, fields: Bytes) -> bytes:
         mac = self._keyed.copy()
-        mac.update(sent if len(sent) < _LARGE else hashlib.sha256(sent).digest())
+        mac.update(fields)
+        mac.update(data if len(data) < _LARGE else hashlib.sha256(data).digest())
         return mac.digest()
 
     def _is_new(self, sender: int, number: int) -> bool:
@@ -125,4 +126,5 @@ def needs_seals(context: Context, host: Backend) -> bool:
     if not job.allows_pickle or job.control is None or host.is_protected:
         return False
     peers = [job.control.peers[rank] for rank in context.ranks]
+    # clones of a virtual machine have the same host_id
     return len({(peer.host, peer.address, peer.host_id) for peer in peers}) > 1

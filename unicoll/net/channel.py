@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from unicoll.errors import AuthenticationError, DistNetworkError
-from unicoll.net import environment
+from unicoll.net import environment, peer_credentials
 from unicoll.net.handshake import client_handshake
 from unicoll.net.handshake_messages import Protection
 from unicoll.net.records import HEADER_SIZE, MAX_DATA, MacRecords, Records, TamperedError
-from unicoll.net.secret import Key
+from unicoll.net.secret import Key, OwnUserKey
 from unicoll.net.timeouts import seconds_left
 
 _READ_SIZE = MAX_DATA + HEADER_SIZE
@@ -188,6 +188,10 @@ def authenticate(
     result = client_handshake(
         sock, key, purpose, deadline, rank=rank, server=server, address=address, protection=wanted
     )
+    if isinstance(key, OwnUserKey) and not peer_credentials.is_same_user(sock):
+        raise AuthenticationError(
+            f"the server at {sock.getpeername()} belongs to another user, and this job has no secret"
+        )
     protection = result.protection
     records = records_for(protection, result.channel_key, server=False)
     if records is None:

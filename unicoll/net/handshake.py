@@ -6,10 +6,10 @@ No other bytes are interpreted before both proofs are verified. All frames have 
     client, then:   PROOF = HMAC-SHA256(key, "client" | server's HELLO | client's HELLO | address)
     server, then:   VERDICT (1), and after ACCEPTED its own PROOF, with "server" for "client"
 
-The nonces are fresh, so a recorded exchange cannot be replayed. Direction, purpose, flags and ranks are under the MAC,
-so a proof is not valid for another connection. So is the address that the server has published and the client has
-connected to, if there is one: an attacker who changes addresses in a store cannot forward the handshake to the intended
-rank. The verdict gives the client an error with a reason instead of a closed connection. With an empty key the
+The nonces are fresh, so a recorded exchange cannot be replayed. Direction, purpose, flags, ranks and hosts are under
+the MAC, so a proof is not valid for another connection. So is the address that the server has published and the client
+has connected to, if there is one: an attacker who changes addresses in a store cannot forward the handshake to the
+intended rank. The verdict gives the client an error with a reason instead of a closed connection. With an empty key the
 exchange is the same and proves nothing.
 
 The magic ends like an HTTP request, so servers of other protocols answer or close at once.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from unicoll.net.host_identity import HOST_ID_SIZE, UNKNOWN_HOST, host_id
 from unicoll.net.secret import SOURCES
 
-MAGIC = b"unicoll1\r\n\r\n"
+MAGIC = b"unicoll2\r\n\r\n"
 PURPOSE_SIZE = 16
 NONCE_SIZE = 32
 PROOF_SIZE = 32

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hmac
 import os
+from functools import cache
 
 HOST_ID_SIZE = 16
 UNKNOWN_HOST = bytes(HOST_ID_SIZE)
 
 
+@cache
 def boot_id() -> str:
     """The identifier of this boot of this machine.
 
@@ -23,7 +25,8 @@ def host_id(key: bytes) -> bytes:
     """16 bytes that are equal in processes with the same key, kernel and network namespace.
 
     Processes in different namespaces of one kernel reach each other over a network that others can share. Without the
-    key the bytes do not tell which host it is. :data:`UNKNOWN_HOST` if the system does not say.
+    key the bytes do not tell which host it is; with an empty key they are the same in all jobs. :data:`UNKNOWN_HOST`
+    if the system does not say.
     """
     try:
         namespace = os.stat("/proc/self/ns/net")

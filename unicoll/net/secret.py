@@ -35,7 +35,7 @@ class Key(bytes):
 
 
 class OwnUserKey(Key):
-    """The key of a job of this user on this host: servers with it refuse processes of other users.
+    """The key of a job of this user on this host: both ends of a connection refuse processes of other users.
 
     A process that forwards connections, such as an ssh tunnel, counts as its owner, so others may have read the key.
     """

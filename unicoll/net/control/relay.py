@@ -42,8 +42,8 @@ _CHECK_S = 0.5
 class PeerInfo(NamedTuple):
     """A process, from its hello.
 
-    ``address`` and ``port`` are where it would host the relay. ``host_id`` is equal in processes that are on one host
-    and treated so, except under UNICOLL_TRANSPORT=tcp.
+    ``address`` and ``port`` are where it would host the relay. ``host_id`` is equal in processes on one host only; it
+    is random if the host is unknown, and with UNICOLL_TRANSPORT=tcp.
     """
 
     host: str

@@ -121,6 +121,11 @@ class TCPStore(RequestStore):
         """True if only processes of this host that hold the secret or, without one, are of this user can use it."""
         return bool(self._pool.private)
 
+    @property
+    def has_secret(self) -> bool:
+        """True if its clients prove a secret."""
+        return bool(self._pool.secret.key)
+
     def close(self, linger: bool = False) -> None:
         """Closes the connections; the last master of a server also closes the server.
 
