@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.faults import mismatch_jobs as jobs
 from tests.support.calls import COALESCED, COLLECTIVES, REDUCING, ROOTED, row_name
 from tests.support.outcomes import CallOutcome
 from unicoll import ReduceOp
+from unicoll.arrays.types import DTYPES
+from unicoll.backend.call import Call
+from unicoll.backend.ops import OPS
+from unicoll.backend.validation import sign
 from unicoll.testing import sampling
 from unicoll.testing.ranks import Pool, ProcessJob, end_cleanly
 from unicoll.testing.worker import enter
@@ -176,3 +184,54 @@ def _expected() -> dict[str, tuple[str, str]]:
 
 
 EXPECTED = _expected()
+
+
+# --- signatures -------------------------------------------------------------------------------------------------------
+
+_SIGNED = [
+    op
+    for op in OPS.values()
+    if not (op.uneven or op.scattered) and op.name not in ("send", "recv", "barrier")
+]
+_FACTORS = (
+    st.floats()
+    | st.integers(-3, 3)
+    | st.integers()
+    | st.complex_numbers()
+    | st.sampled_from([0.0, -0.0, -1.0, -2.0, -1, -2])
+)
+_CALLS = st.fixed_dictionaries(
+    {
+        "op": st.sampled_from(_SIGNED),
+        "dtype": st.sampled_from(DTYPES),
+        "shape": st.lists(st.integers(0, 3) | st.integers(0, 1 << 40), max_size=4).map(tuple),
+        "root": st.integers(-1, 3) | st.integers(0, 1 << 20),
+        "reduce": st.sampled_from([None, ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG])
+        | st.builds(PREMUL_SUM, _FACTORS),
+    }
+)
+
+
+def signature_of(fields: dict[str, Any]) -> int:
+    array: Any = SimpleNamespace(shape=fields["shape"], dtype=fields["dtype"])
+    return sign(Call(fields["op"], (array,), (array,), 1.0, fields["reduce"], fields["root"]))
+
+
+def meaning_of(fields: dict[str, Any]) -> Any:
+    """What ranks have to agree on; factors by their bits."""
+    reduce = fields["reduce"]
+    factor = None if reduce is None else reduce.factor
+    if isinstance(factor, int) and int(float(factor)) == factor:
+        factor = float(factor)
+    if not isinstance(factor, (int, type(None))):
+        factor = struct.pack("<2d", factor.real, factor.imag)
+    return (*(fields[name] for name in ("op", "dtype", "shape", "root")), reduce and reduce.name, factor)
+
+
+@settings(max_examples=1000)
+@given(_CALLS, _CALLS, st.sets(st.sampled_from(["op", "dtype", "shape", "root", "reduce"]), max_size=2))
+def test_calls_have_equal_signatures_only_if_they_agree(
+    one: dict[str, Any], other: dict[str, Any], changed: set[str]
+) -> None:
+    other = one | {name: other[name] for name in changed} if changed else other
+    assert (signature_of(one) == signature_of(other)) == (meaning_of(one) == meaning_of(other))
