@@ -228,10 +228,19 @@ def meaning_of(fields: dict[str, Any]) -> Any:
     return (*(fields[name] for name in ("op", "dtype", "shape", "root")), reduce and reduce.name, factor)
 
 
-@settings(max_examples=1000)
 @given(_CALLS, _CALLS, st.sets(st.sampled_from(["op", "dtype", "shape", "root", "reduce"]), max_size=2))
 def test_calls_have_equal_signatures_only_if_they_agree(
     one: dict[str, Any], other: dict[str, Any], changed: set[str]
 ) -> None:
     other = one | {name: other[name] for name in changed} if changed else other
     assert (signature_of(one) == signature_of(other)) == (meaning_of(one) == meaning_of(other))
+
+
+@settings(max_examples=500)
+@given(_FACTORS, _FACTORS)
+def test_factors_have_equal_signatures_only_if_their_bits_agree(one: Any, other: Any) -> None:
+    call = {"op": OPS["all_reduce"], "dtype": DTYPES[0], "shape": (1,), "root": -1}
+    calls = [call | {"reduce": PREMUL_SUM(factor)} for factor in (one, other)]
+    assert (signature_of(calls[0]) == signature_of(calls[1])) == (
+        meaning_of(calls[0]) == meaning_of(calls[1])
+    )
