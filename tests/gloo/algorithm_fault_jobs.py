@@ -127,7 +127,9 @@ def prepare(
     for _ in range(2):
         if _signal is not None:
             _signal.begin()
-        if name == "send and recv":  # else a message can come before its call, in which nothing is then left to count
+        if (
+            name == "send and recv"
+        ):  # else a message can come before its call, in which nothing is then left to count
             dist.barrier()
         call(30)
     return _signal._events if _signal is not None else 0
