@@ -49,6 +49,7 @@ class Payload:
 
     def __init__(self, data: bytes, error: DistError | None = None) -> None:
         self._data = data
+        self._plain_size = len(data)
         self.size = len(data)
         self.error = error
 
@@ -75,6 +76,11 @@ class Payload:
     def is_small(self) -> bool:
         """True if the header has the body."""
         return self.error is None and self.size <= _ROOM
+
+    @property
+    def plain(self) -> memoryview:
+        """The object's bytes, without a MAC."""
+        return memoryview(self._data)[: self._plain_size]
 
     @property
     def body(self) -> ByteArray:
@@ -125,11 +131,22 @@ def _raise_for(pg: ProcessGroup, sender: int, status: int, reason: str, op: str)
     )
 
 
-def load(pg: ProcessGroup, body: Body, sender: int, op: str, call: int | None, receiver: int = -1) -> Any:
-    """The object of a body."""
+def load(
+    pg: ProcessGroup,
+    body: Body,
+    sender: int,
+    op: str,
+    call: int | None,
+    receiver: int = -1,
+    mine: Payload | None = None,
+) -> Any:
+    """The object of a body; of ``mine``, what this rank has sent, if the sender is this rank."""
     try:
-        received = body if isinstance(body, bytes) else body.data
-        data = pg.object_seals.open(received, sender, call, receiver)
+        if mine is not None and sender == pg.rank():
+            data: memoryview | bytes = mine.plain
+        else:
+            received = body if isinstance(body, bytes) else body.data
+            data = pg.object_seals.open(received, sender, call, receiver)
         return object_codec.loads(data, pg.job.allows_pickle)
     except DistError as error:
         rank = pg.global_rank(sender)
@@ -167,9 +184,9 @@ def fill(
 
 
 def fill_each(
-    pg: ProcessGroup, target: MutableSequence[Any], bodies: Sequence[Body], op: str, call: int
+    pg: ProcessGroup, target: MutableSequence[Any], bodies: Sequence[Body], op: str, call: int, mine: Payload
 ) -> None:
     """One object of each rank; the list is filled only when all of them could be loaded."""
-    objects = [load(pg, body, rank, op, call) for rank, body in enumerate(bodies)]
+    objects = [load(pg, body, rank, op, call, mine=mine) for rank, body in enumerate(bodies)]
     for i, obj in enumerate(objects):
         target[i] = obj

@@ -110,7 +110,7 @@ def all_gather_object(
     sizes, bodies = _exchange_headers(pg, mine.seal(pg, call), op, clock)
     if bodies is None:
         bodies = _all_bodies(pg, mine, sizes, clock)
-    fill_each(pg, object_list, bodies, op, call)
+    fill_each(pg, object_list, bodies, op, call, mine)
 
 
 def gather_object(
@@ -156,7 +156,7 @@ def gather_object(
     if bodies is None:
         bodies = [*_gather_bodies(pg, mine.body, sizes, root, clock)]
     if receiving and object_gather_list is not None:
-        fill_each(pg, object_gather_list, bodies, op, call)
+        fill_each(pg, object_gather_list, bodies, op, call, mine)
 
 
 def scatter_object_list(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections import Counter
 from hmac import compare_digest, digest
 from itertools import count
 from typing import TYPE_CHECKING
@@ -33,8 +32,9 @@ _SIZE = _FIELDS.size + _MAC_SIZE
 _FIRST_MESSAGE = 1 << 63
 _LARGE = 4096
 """Bytes from which SHA-256 is faster than BLAKE2b."""
-_WINDOW = 1024
+_WINDOW = 64
 """How far a message's number may be behind the highest one: threads can receive from one rank at the same time."""
+_MASK = (1 << _WINDOW) - 1
 
 
 class ObjectSeals:
@@ -54,7 +54,7 @@ class ObjectSeals:
             key=digest(key, f"objects {name}".encode(), "sha256"), digest_size=_MAC_SIZE
         )
         self._calls = count()
-        self._sent: Counter[int] = Counter()
+        self._sent: dict[int, count[int]] = {}
         self._received: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
 
@@ -67,9 +67,7 @@ class ObjectSeals:
         if not self._wanted:
             return data
         if call is None:
-            with self._lock:
-                call = _FIRST_MESSAGE + self._sent[receiver]
-                self._sent[receiver] += 1
+            call = next(self._sent.get(receiver) or self._sent.setdefault(receiver, count(_FIRST_MESSAGE)))
         fields = _FIELDS.pack(call, self._rank, receiver)
         return b"".join((data, fields, self._mac(data, fields)))
 
@@ -82,11 +80,11 @@ class ObjectSeals:
         if not self._wanted:
             return body
         size = len(body) - _SIZE
-        data, fields = body[: max(size, 0)], body[size:-_MAC_SIZE]
-        if size >= 0 and compare_digest(self._mac(data, fields), body[-_MAC_SIZE:]):
-            found = _FIELDS.unpack(fields)
-            number = found[0] if call is None else call
-            if found == (number, sender, receiver) and (
+        if size >= 0:
+            data = body[:size]
+            number = _FIELDS.unpack_from(body, size)[0] if call is None else call
+            fields = _FIELDS.pack(number, sender, receiver)
+            if compare_digest(fields + self._mac(data, fields), body[size:]) and (
                 call is not None or self._is_new(sender, number - _FIRST_MESSAGE)
             ):
                 return data
@@ -94,10 +92,9 @@ class ObjectSeals:
             "the MAC of an object is wrong: its bytes were changed, repeated or inserted on the path"
         )
 
-    def _mac(self, data: Bytes, fields: Bytes) -> bytes:
+    def _mac(self, data: Bytes, fields: bytes) -> bytes:
         mac = self._keyed.copy()
-        mac.update(fields)
-        mac.update(data if len(data) < _LARGE else hashlib.sha256(data).digest())
+        mac.update(fields + (data if len(data) < _LARGE else hashlib.sha256(data).digest()))
         return mac.digest()
 
     def _is_new(self, sender: int, number: int) -> bool:
@@ -105,12 +102,12 @@ class ObjectSeals:
         if number < 0:
             return False
         with self._lock:
-            highest, seen = self._received.get(sender, (0, 0))
+            highest, seen = self._received.get(sender, (-1, 0))
             if number > highest:
-                seen = (seen << min(number - highest, _WINDOW)) & ((1 << _WINDOW) - 1)
-                highest = number
-            bit = 1 << (highest - number)
-            if highest - number >= _WINDOW or seen & bit:
+                self._received[sender] = number, (seen << min(number - highest, _WINDOW)) & _MASK | 1
+                return True
+            bit = 1 << min(highest - number, _WINDOW)
+            if not bit & _MASK or seen & bit:
                 return False
             self._received[sender] = highest, seen | bit
             return True
