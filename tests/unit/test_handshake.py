@@ -188,6 +188,8 @@ def test_garbage_is_refused_at_its_first_byte():
     handshake = ServerHandshake(KEY, b"store")
     with pytest.raises(AuthenticationError, match="does not speak"):
         handshake.feed(b"G")
+    with pytest.raises(AuthenticationError, match="has another version of unicoll"):
+        ServerHandshake(KEY, b"store").feed(b"unicoll1")
 
 
 def test_a_server_that_cannot_prove_itself(pair, pool):
@@ -222,6 +224,11 @@ def test_a_server_that_closes_before_its_hello(pair, pool):
 def test_a_server_of_another_protocol(pair, pool):
     with pytest.raises(AuthenticationError, match=r"does not speak unicoll's protocol.*SSH-2"):
         foreign(pair, pool, lambda: pair[1].sendall(b"SSH-2.0-OpenSSH\r\n"))
+
+
+def test_a_server_of_another_version(pair, pool):
+    with pytest.raises(AuthenticationError, match="has another version of unicoll"):
+        foreign(pair, pool, lambda: pair[1].sendall(b"unicoll1\r\n\r\n"))
 
 
 def test_a_silent_server_is_reported_at_the_deadline(pair):

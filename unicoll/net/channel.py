@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from unicoll.errors import AuthenticationError, DistNetworkError
-from unicoll.net import environment, peer_credentials
+from unicoll.net import environment, interfaces, peer_credentials
 from unicoll.net.handshake import client_handshake
 from unicoll.net.handshake_messages import Protection
 from unicoll.net.records import HEADER_SIZE, MAX_DATA, MacRecords, Records, TamperedError
@@ -189,9 +189,9 @@ def authenticate(
         sock, key, purpose, deadline, rank=rank, server=server, address=address, protection=wanted
     )
     if isinstance(key, OwnUserKey) and not peer_credentials.is_same_user(sock):
-        raise AuthenticationError(
-            f"the server at {sock.getpeername()} belongs to another user, and this job has no secret"
-        )
+        where = interfaces.join_hostport(*sock.getpeername()[:2])
+        who = "the server" if server is None else f"rank {server}"
+        raise AuthenticationError(f"{who} at {where} belongs to another user, and this job has no secret")
     protection = result.protection
     records = records_for(protection, result.channel_key, server=False)
     if records is None:

@@ -35,6 +35,7 @@ from unicoll.net.handshake_messages import (
     ACCEPTED,
     HELLO_SIZE,
     MAGIC,
+    NAME,
     OTHER_USER,
     PLAIN,
     PRIVATE,
@@ -130,9 +131,12 @@ class ServerHandshake:
         self._received += data
         head = self._received[: len(MAGIC)]
         if not MAGIC.startswith(head):
-            raise AuthenticationError(
-                f"the client does not speak unicoll's protocol: its first bytes are {head!r}"
+            what = (
+                "has another version of unicoll"
+                if head.startswith(NAME)
+                else "does not speak unicoll's protocol"
             )
+            raise AuthenticationError(f"the client {what}: its first bytes are {head!r}")
         if len(self._received) < HELLO_SIZE:
             return
         hello = self._received[:HELLO_SIZE]
@@ -274,6 +278,8 @@ def _receive_hello(sock: socket.socket, deadline: float, peer: str) -> bytes:
             )
         got += data
         if not MAGIC.startswith(got[: len(MAGIC)]):
+            if got.startswith(NAME):
+                raise AuthenticationError(f"{peer} has another version of unicoll: it answered {got[:32]!r}")
             raise AuthenticationError(
                 f"{foreign}: it answered {got[:32]!r}. Is another program listening on that port?"
             )

@@ -10,7 +10,9 @@ from typing import NamedTuple
 from unicoll.net.host_identity import HOST_ID_SIZE, UNKNOWN_HOST, host_id
 from unicoll.net.secret import SOURCES
 
-MAGIC = b"unicoll2\r\n\r\n"
+NAME = b"unicoll"
+"""The beginning of the magic of all versions."""
+MAGIC = NAME + b"2\r\n\r\n"
 PURPOSE_SIZE = 16
 NONCE_SIZE = 32
 PROOF_SIZE = 32
@@ -36,7 +38,7 @@ class Protection(NamedTuple):
 
     Attributes:
         within_a_host, between_hosts: ``"plain"``, ``"mac"`` or ``"tls"``.
-        local: True if both ends have the same address.
+        local: True if both ends have the same address; False with UNICOLL_TRANSPORT=tcp.
     """
 
     within_a_host: str = "plain"
