@@ -81,7 +81,7 @@ from unicoll.api.world import (
 )
 from unicoll.arrays.types import ReduceOp, default_pg_timeout, reduce_op
 from unicoll.backend.contract import Registration
-from unicoll.backend.options import CallOptions, Options
+from unicoll.backend.options import CallOptions, Options, ProcessGroupNCCL
 from unicoll.backend.reduce_ops import supported_reductions
 from unicoll.backend.status import NO_RANK, Status
 from unicoll.errors import (
@@ -107,7 +107,7 @@ from unicoll.errors import (
 from unicoll.group.registry import BackendName as Backend
 
 if TYPE_CHECKING:
-    from unicoll.api import device_mesh as device_mesh
+    from unicoll import device_mesh as device_mesh
     from unicoll.api import metrics
     from unicoll.api.debugger import breakpoint
     from unicoll.api.device_mesh import DeviceMesh, dims_create, init_device_mesh
@@ -140,7 +140,7 @@ _LAZY = {
     "DeviceMesh": "api.device_mesh",
     "init_device_mesh": "api.device_mesh",
     "dims_create": "api.mesh_layout",
-    "device_mesh": "api.device_mesh",
+    "device_mesh": "device_mesh",
     "SpawnError": "api.spawn",
     "breakpoint": "api.debugger",
     "spawn": "api.spawn",
@@ -224,6 +224,7 @@ __all__ = [
     "PickleRefusedError",
     "PrefixStore",
     "ProcessGroup",
+    "ProcessGroupNCCL",
     "QueueEmptyError",
     "RankLostError",
     "ReduceOp",

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import unicoll as dist
+from tests.conformance import function_jobs
 from tests.conformance import pipes_jobs as jobs
 from tests.conformance.counting import CountingBackend
 from tests.support.ports import listening_ports
@@ -35,6 +36,7 @@ def _registry_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(registry, "_registered", dict(registry._registered))
     monkeypatch.setattr(registry, "_registered_devices", dict(registry._registered_devices))
     monkeypatch.setattr(dist.Backend, "backend_list", list(dist.Backend.backend_list))
+    monkeypatch.setattr(dist.Backend, "backend_type_map", dict(dist.Backend.backend_type_map))
     before = set(vars(dist.Backend))
     yield
     for name in set(vars(dist.Backend)) - before:
@@ -420,6 +422,20 @@ def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
     assert wrong
     assert all("dtype='int16'" in line and "elements wrong" in line for line in wrong)
     assert "UNICOLL_TEST_SEED=" in done.stdout
+
+
+def test_a_function_of_torchs_four_arguments_makes_the_backend_of_each_group() -> None:
+    with ProcessJob(2, join="env") as job:
+        job.call(function_jobs.sums)
+        assert job.results() == [[3.0] * 4] * 2
+        end_cleanly(job)
+
+
+def test_a_function_that_makes_no_backend() -> None:
+    dist.Backend.register_backend("wrong", lambda store, rank, world_size, timeout: timeout)
+    with pytest.raises(BackendUnavailableError, match=r"backend 'wrong': .* returned .*timedelta"):
+        dist.init_process_group("wrong", rank=0, world_size=1)
+    assert not dist.is_initialized()
 
 
 class Few(CountingBackend):

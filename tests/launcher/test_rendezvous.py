@@ -156,6 +156,37 @@ def test_env_without_a_launcher(pool: ProcessPoolExecutor, port: int) -> None:
     assert_same_rendezvous(results)
 
 
+def test_env_with_one_number_in_the_call(pool: ProcessPoolExecutor, port: int) -> None:
+    """torch's documentation: WORLD_SIZE and RANK "can be set either here, or in a call to init function"."""
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), **SECRET}
+    results = gather(
+        [
+            pool.submit(take_part, environ=common | {"WORLD_SIZE": "3"}, rank=0),
+            pool.submit(take_part, environ=common | {"RANK": "1"}, world_size=3),
+            pool.submit(take_part, environ=common | {"RANK": "2", "WORLD_SIZE": "3"}),
+        ]
+    )
+    assert_same_rendezvous(results)
+    assert "rank 0 of 3: from arguments, WORLD_SIZE" in results[0]["notes"]
+    assert "rank 1 of 3: from arguments, RANK" in results[1]["notes"]
+
+
+@pytest.mark.parametrize("given", [{"rank": 0, "world_size": 2}, {}])
+def test_rank_0_needs_no_master_addr(pool: ProcessPoolExecutor, port: int, given: dict[str, int]) -> None:
+    first = {"MASTER_PORT": str(port), **SECRET} | ({} if given else {"RANK": "0", "WORLD_SIZE": "2"})
+    second = {"MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1", "RANK": "1", "WORLD_SIZE": "2", **SECRET}
+    results = gather(
+        [
+            pool.submit(take_part, environ=first, **given),
+            pool.submit(take_part, environ=second),
+        ]
+    )
+    assert_same_rendezvous(results)
+    assert "MASTER_ADDR is not set on rank 0, which listens on all interfaces" in "\n".join(
+        results[0]["notes"]
+    )
+
+
 def test_a_late_server(pool: ProcessPoolExecutor, port: int) -> None:
     url = f"tcp://127.0.0.1:{port}"
     late = pool.submit(take_part, init_method=url, rank=0, world_size=2, delay=0.5)
@@ -533,10 +564,11 @@ def test_a_handler_with_an_invalid_result(monkeypatch: pytest.MonkeyPatch, answe
         ({"rank": 0, "world_size": 0}, "world_size must be 1 or more, not 0"),
         ({"rank": "0", "world_size": 2}, "rank must be a whole number, not '0'"),
         ({"rank": True, "world_size": 2}, "rank must be a whole number, not True"),
-        ({"rank": 0, "world_size": 2}, "set MASTER_ADDR and MASTER_PORT on every rank"),
+        ({"rank": 0, "world_size": 2}, "set MASTER_ADDR .* and MASTER_PORT .* on every rank"),
+        ({"rank": 1, "world_size": 2, "environ": {"MASTER_PORT": "1"}}, "set MASTER_ADDR .* on every rank"),
         (
             {"rank": 0, "world_size": 2, "environ": {"MASTER_ADDR": "h"}},
-            "address for the rendezvous: set MASTER_PORT on every rank",
+            "address for the rendezvous: set MASTER_PORT .* on every rank",
         ),
         ({"environ": {"RANK": "0", "WORLD_SIZE": "2"}}, "set MASTER_ADDR .* and MASTER_PORT"),
         ({"init_method": "zoo://x", "rank": 0, "world_size": 1}, "known are env://, file://, tcp://"),
@@ -810,18 +842,22 @@ def two_hosts() -> Iterator[tuple[str, str]]:
         ("10.77.0.1", r"10\.77\.0\.[12]", SECRET),
         ("10.77.0.1", r"10\.77\.0\.[12]", {}),
         ("fd77::1", "fd77::[12]", SECRET),
+        (None, r"10\.77\.0\.[12]", SECRET),
     ],
 )
 def test_two_hosts(
-    two_hosts: tuple[str, str], tmp_path: Path, master: str, address: str, secret: dict[str, str]
+    two_hosts: tuple[str, str], tmp_path: Path, master: str | None, address: str, secret: dict[str, str]
 ) -> None:
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": master, "MASTER_PORT": "29533", **secret}
+    common = {"WORLD_SIZE": "2", "MASTER_PORT": "29533", **secret}
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as hosts:
         futures = []
         for rank, name in enumerate(two_hosts):
             (tmp_path / name).mkdir()
             command = ["ip", "netns", "exec", name]
-            futures.append(hosts.submit(run_program, command, tmp_path / name, common | {"RANK": str(rank)}))
+            environ = common | {"RANK": str(rank), "MASTER_ADDR": master or "10.77.0.1"}
+            if rank == 0 and master is None:  # rank 0 needs none
+                del environ["MASTER_ADDR"]
+            futures.append(hosts.submit(run_program, command, tmp_path / name, environ))
         output = "".join(future.result(timeout=300) for future in futures)
     assert_two_ranks(output, address)
     assert output.count(" True") == (2 if secret else 0)

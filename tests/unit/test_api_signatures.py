@@ -16,6 +16,7 @@ from unicoll.api import barriers, coalesced, collectives, p2p
 from unicoll.api.arguments import documented
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
+from unicoll.backend.options import as_options
 from unicoll.errors import DistArgumentError, DistTypeError
 
 
@@ -37,7 +38,7 @@ broadcast_object_list all_gather_object gather_object scatter_object_list
 OTHER_NAMES = words("""
 Backend GroupMember P2POp ReduceOp Work Store TCPStore FileStore HashStore PrefixStore DeviceMesh ProcessGroup
 DistError DistBackendError DistNetworkError DistStoreError group reduce_op default_pg_timeout CallOptions
-DebugLevel get_debug_level set_debug_level set_debug_level_from_env
+DebugLevel get_debug_level set_debug_level set_debug_level_from_env ProcessGroupNCCL
 """)
 OURS = words("""
 broadcast_coalesced all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced spawn explain
@@ -51,7 +52,9 @@ COLLECTIVES = {
     *(row.name for row in ROWS),
 }
 REDUCTIONS = words("SUM AVG PRODUCT MIN MAX BAND BOR BXOR")
-WORK_METHODS = words("wait synchronize is_completed is_success exception result get_future")
+WORK_METHODS = words("""
+wait synchronize is_completed is_success exception result get_future get_future_result block_current_stream
+""")
 STORE_METHODS = words("""
 set get add compare_set wait check delete_key num_keys append multi_get multi_set set_timeout
 """)
@@ -109,7 +112,7 @@ def same_default(mine, other) -> bool:
     """Equal, or the same reduction, timeout or group in the other library's types."""
     if mine is other or type(mine) is type(other):
         return mine == other
-    if isinstance(mine, ReduceOp.Type):
+    if isinstance(mine, ReduceOp.RedOpType):
         return mine.name == getattr(other, "name", str(other).rpartition(".")[2])
     return False
 
@@ -119,9 +122,43 @@ def test_every_collective_takes_a_timeout():
         assert "timeout" in inspect.signature(getattr(unicoll, name)).parameters, name
 
 
+@pytest.mark.torch
+def test_backend_types_have_torchs_names_and_numbers():
+    dist = pytest.importorskip("torch.distributed")
+    theirs = {name: int(kind.value) for name, kind in dist.Backend.backend_type_map.items()}
+    ours = {name: kind.value for name, kind in unicoll.Backend.backend_type_map.items()}
+    assert (
+        theirs.items()
+        >= {name: ours[name] for name in words("undefined gloo nccl mpi xccl ucc fake")}.items()
+    )
+    assert {k.name: k.value for k in unicoll.ProcessGroup.BackendType} == {
+        name: int(kind) for name, kind in dist.ProcessGroup.BackendType.__members__.items()
+    }
+
+
+def test_the_module_of_device_meshes():
+    from unicoll.device_mesh import DeviceMesh, init_device_mesh
+
+    assert (DeviceMesh, init_device_mesh) == (unicoll.DeviceMesh, unicoll.init_device_mesh)
+    assert unicoll.device_mesh.init_device_mesh is init_device_mesh
+
+
+def test_options_by_the_names_of_torchs_class():
+    given = unicoll.ProcessGroupNCCL.Options()
+    assert as_options(given) == unicoll.Options()
+    given.is_high_priority_stream = True
+    given.config.min_ctas, given.config.net_name, given.config.split_share = 2, "ib", True
+    assert as_options(given) == unicoll.Options(
+        high_priority=True, min_ctas=2, net_name="ib", split_share=True
+    )
+    with pytest.raises(AttributeError):
+        given.config.cta_size = 4
+
+
 def test_reductions():
     for name in REDUCTIONS:
         assert getattr(unicoll.ReduceOp, name).name == name
+        assert getattr(unicoll.ReduceOp.RedOpType, name) is getattr(unicoll.ReduceOp, name)
     assert unicoll.ReduceOp.PREMUL_SUM(0.5).factor == 0.5
     for name in ("SUM", "PRODUCT", "MIN", "MAX"):
         assert getattr(unicoll.reduce_op, name) == getattr(unicoll.ReduceOp, name)

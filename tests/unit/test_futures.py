@@ -43,7 +43,7 @@ def test_the_value_of_a_future_that_is_not_done() -> None:
             ask()
 
 
-def test_of_real_work() -> None:
+def test_of_work_on_numpy_arrays() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1)
     try:
         x = np.arange(3.0)
@@ -53,3 +53,35 @@ def test_of_real_work() -> None:
         assert work.get_future() is work.get_future()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.torch
+def test_of_work_on_torch_tensors() -> None:
+    """A torch.futures.Future, of which torch's functions take several."""
+    torch: Any = pytest.importorskip("torch")
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        tensors = [torch.ones(3), torch.ones(2)]
+        works: list[Any] = [dist.all_reduce(x, async_op=True) for x in tensors]
+        futures = [work.get_future() for work in works]
+        assert futures[0] is works[0].get_future()
+        for x, done in zip(tensors, torch.futures.collect_all(futures).wait(), strict=True):
+            assert done.value()[0] is x
+        assert futures[0].then(lambda done: done.value()[0].sum()).wait() == 3
+        assert works[0].get_future_result().wait() == 0
+        assert works[0].block_current_stream() is None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_how_an_operation_ended() -> None:
+    dist.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        x = np.ones(1)
+        late: Any = dist.irecv(x, 0, timeout=0.1)
+        assert late.get_future_result().wait(60) == 1
+        lost: Any = dist.irecv(x, 0)
+        ended = lost.get_future_result()
+    finally:
+        dist.destroy_process_group()
+    assert ended.wait(60) == 2

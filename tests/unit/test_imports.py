@@ -24,7 +24,7 @@ LAYERS = (
     {"group"},
     {"bootstrap"},
     {"api"},
-    {"parallel", "bench", "doctor", "torch_plugin", "testing", "trace"},
+    {"device_mesh", "parallel", "bench", "doctor", "torch_plugin", "testing", "trace"},
 )
 """From the lowest to the highest layer; a package imports from its own layer and those below it."""
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,9 +29,9 @@ from unicoll.errors import (
     DistTypeError,
     StoreTimeoutError,
 )
-from unicoll.net import admission, channel, handshake_messages, interfaces
+from unicoll.net import admission, channel, handshake_messages, interfaces, timeouts
 from unicoll.net.secret import Secret
-from unicoll.net.stores import TCPStore, listener, protocol, tcp, tcp_server
+from unicoll.net.stores import TCPStore, connections, listener, protocol, tcp, tcp_server
 from unicoll.testing.ranks import reserved_port
 
 # Some of these tests fork.
@@ -347,6 +348,25 @@ def test_no_server(port: int):
         TCPStore("127.0.0.1", port, timeout=timedelta(seconds=0.2), secret=SECRET)
     with pytest.raises(DistNetworkError, match=r"no-such-host\.invalid"):
         TCPStore("no-such-host.invalid", port, timeout=0.2, secret=SECRET)
+
+
+def test_the_deadline_of_a_client_is_the_callers(monkeypatch: pytest.MonkeyPatch, port: int):
+    """The pauses between attempts grow to a second; the last attempt is at the deadline all the same."""
+    now = 1000.0
+    attempts: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        attempts.append(now)
+        now += seconds
+
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(timeouts, "time", SimpleNamespace(monotonic=lambda: now))
+    pool = connections.ConnectionPool(["127.0.0.1"], port, SECRET, "the store")
+    with pytest.raises(DistNetworkError, match=r"the store within 1 s: .*refused"):
+        pool.connect(now + 1.0)
+    assert now == pytest.approx(1001.0)
+    assert len(attempts) > 3
 
 
 def test_waiting_for_workers(pool: ThreadPoolExecutor, port: int):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -107,6 +107,15 @@ class Reduction:
 
     __slots__ = ("code", "factor", "key", "name")
 
+    SUM: ClassVar[Reduction]
+    AVG: ClassVar[Reduction]
+    PRODUCT: ClassVar[Reduction]
+    MIN: ClassVar[Reduction]
+    MAX: ClassVar[Reduction]
+    BAND: ClassVar[Reduction]
+    BOR: ClassVar[Reduction]
+    BXOR: ClassVar[Reduction]
+
     def __init__(self, name: str, code: int, factor: Any = None) -> None:
         self.name = name
         self.code = code
@@ -154,7 +163,7 @@ class ReduceOp:
     rounded after every addition.
     """
 
-    Type = Reduction
+    RedOpType = Reduction
     SUM = Reduction("SUM", 1)
     AVG = Reduction("AVG", 2)
     PRODUCT = Reduction("PRODUCT", 3)
@@ -168,6 +177,11 @@ class ReduceOp:
     def PREMUL_SUM(factor: Any) -> Reduction:
         """The sum of the inputs, each multiplied by ``factor`` (a number) first."""
         return Reduction("PREMUL_SUM", 9, factor.item() if hasattr(factor, "item") else factor)
+
+
+for _reduction in list(vars(ReduceOp).values()):
+    if isinstance(_reduction, Reduction):
+        setattr(Reduction, _reduction.name, _reduction)
 
 
 class reduce_op:

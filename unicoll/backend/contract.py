@@ -315,26 +315,29 @@ class Backend(ABC):
         """
         raise BackendUnavailableError(f"{call.op.name}: backend {self.name} has no probes", op=call.op.name)
 
+    creator: type[Backend] | None = None
+    """The class whose :meth:`create` makes the backends of further groups; None: this object's."""
+
     def split(self, context: Context | None) -> Backend | None:
         """The backend of a group made of some of this group's members.
 
         All members of this group call it, at the same place in their programs; those outside the new group with None.
         """
-        return type(self).create(context) if context is not None else None
+        return (self.creator or type(self)).create(context) if context is not None else None
 
     def shrink(self, context: Context, excluded: Sequence[int]) -> Backend:
         """The backend of the group of the remaining members of this one, which may have failed; they all call it.
 
         ``excluded`` are ranks in this group, in order.
         """
-        return type(self).create(context)
+        return (self.creator or type(self)).create(context)
 
     def grow(self, context: Context) -> Backend:
         """The backend of a group of this one's members, with the same ranks, followed by others; all members call it.
 
         The others call :meth:`join_grown` at the same time.
         """
-        return type(self).create(context)
+        return (self.creator or type(self)).create(context)
 
     @classmethod
     def join_grown(cls, context: Context) -> Backend:

@@ -1,10 +1,11 @@
-"""The futures of ``Work.get_future``: Python's, with the methods of torch's in addition."""
+"""The futures of ``Work.get_future``: torch's for torch tensors, else Python's with the methods of torch's."""
 
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -39,3 +40,64 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 
         self.add_done_callback(follow)
         return made
+
+
+class Operation(Protocol):
+    """What a future is made of: a Work."""
+
+    def wait(self) -> object: ...
+
+    def exception(self) -> BaseException | None: ...
+
+    def add_done_callback(self, fn: Callable[[], None]) -> None: ...
+
+
+def work_future(work: Operation, outputs: Sequence[Any], value: Callable[[], Any] | None = None) -> Any:
+    """The future of an operation: :func:`torch_future` if its first output is a torch tensor, else python_future."""
+    torch: Any = sys.modules.get("torch")
+    is_torch = torch is not None and len(outputs) > 0 and isinstance(outputs[0], torch.Tensor)
+    return torch_future(torch, work, outputs, value) if is_torch else python_future(work, outputs, value)
+
+
+def torch_future(
+    torch: Any, work: Operation, outputs: Sequence[Any], value: Callable[[], Any] | None = None
+) -> Any:
+    """A ``torch.futures.Future`` of an operation.
+
+    Args:
+        outputs: its output arrays. A future of CUDA tensors is complete at once, like NCCL's in torch.distributed: its
+            ``wait`` makes the current stream wait for the operation. Any other future is complete when the operation
+            has ended, with the operation's error if it failed.
+        value: returns what the future is complete with when the operation has ended, in place of the outputs.
+    """
+    if value is None and len(outputs) > 0 and outputs[0].is_cuda:
+        with torch.cuda.stream(torch.cuda.Stream(outputs[0].device)):  # one of torch's pool
+            future = torch.futures.Future(devices=[outputs[0].device])
+            work.wait()
+            future.set_result(outputs)
+        return future
+    return _at_end(torch.futures.Future(), work, outputs, value)
+
+
+def python_future(
+    work: Operation, outputs: Sequence[Any], value: Callable[[], Any] | None = None
+) -> Future[Any]:
+    """A :class:`Future` of an operation, complete when it has ended; arguments as of :func:`torch_future`."""
+    ended: Future[Any] = Future()
+    ended.set_running_or_notify_cancel()
+    made: Future[Any] = _at_end(ended, work, outputs, value)
+    return made
+
+
+def _at_end(ended: Any, work: Operation, outputs: Sequence[Any], value: Callable[[], Any] | None) -> Any:
+    def result(_: Any) -> Any:
+        if value is not None:
+            return value()
+        error = work.exception()
+        if error is not None:
+            raise error
+        return outputs
+
+    future = ended.then(result)  # a torch future gets an error only from such a callback
+    work.add_done_callback(lambda: ended.set_result(None))
+    return future

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from unicoll.arrays.types import COMPRESSIONS
@@ -96,6 +96,39 @@ class CallOptions:
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.given().items())
+
+
+@dataclass(slots=True)
+class NCCLConfig:
+    """torch.distributed's ``ProcessGroupNCCL.NCCLConfig``: :class:`Options` of the same names; None: NCCL's choice."""
+
+    blocking: bool | None = None
+    cga_cluster_size: int | None = None
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+    net_name: str | None = None
+    split_share: bool | None = None
+    traffic_class: int | None = None
+
+
+@dataclass(slots=True)
+class NCCLOptions:
+    """``ProcessGroupNCCL.Options`` of torch.distributed, for ``pg_options=``; :class:`Options` has more.
+
+    Attributes:
+        is_high_priority_stream: ``high_priority`` of :class:`Options` if True; else its default.
+        config: of the communicator.
+    """
+
+    is_high_priority_stream: bool = False
+    config: NCCLConfig = field(default_factory=NCCLConfig)
+
+
+class ProcessGroupNCCL:
+    """The names of torch.distributed's class that programs use for options; groups are made by ``new_group``."""
+
+    Options = NCCLOptions
+    NCCLConfig = NCCLConfig
 
 
 _UNDEFINED = -(1 << 31)

@@ -11,13 +11,12 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unicoll.backend import flight_recorder
-from unicoll.errors import BackendUnavailableError, DistArgumentError, OperationTimeoutError
+from unicoll.errors import BackendUnavailableError, DistArgumentError, DistError, OperationTimeoutError
 from unicoll.net.timeouts import Timeout, to_seconds
 
 if TYPE_CHECKING:
     from unicoll.backend.call import Call
     from unicoll.backend.flight_recorder import PendingEntry
-    from unicoll.backend.futures import Future
 
 
 class Completion(ABC):
@@ -182,7 +181,7 @@ class Work:
     def __init__(self, completion: Completion, calls: tuple[Call, ...]) -> None:
         self._completion = completion
         self._calls = calls
-        self._future: Future[list[Any]] | None = None
+        self._future: Any = None
         self._waited = False
 
     @property
@@ -263,24 +262,40 @@ class Work:
     def _outputs(self) -> list[Any]:
         return [b.owner for call in self._calls for b in (call.outputs or call.inputs)]
 
-    def get_future(self) -> Future[list[Any]]:
-        """A ``concurrent.futures.Future`` of the output arrays; the same one at every call.
+    def get_future(self) -> Any:
+        """A future of the output arrays; the same one at every call.
 
-        It has ``then``, ``value`` and ``wait`` as torch's futures do.
+        For torch tensors it is a ``torch.futures.Future``, as DDP's communication hooks and
+        ``torch.futures.collect_all`` need; that of CUDA tensors is complete at once, and its ``wait`` makes the current
+        stream wait (torch.distributed's rule). For other arrays it is a ``concurrent.futures.Future``, which has
+        ``then``, ``value`` and ``wait`` of torch's futures, too; it is complete when the operation has ended.
         """
         if self._future is None:
-            from unicoll.backend.futures import (
-                Future,  # imported on demand: concurrent.futures is slow to import
-            )
+            from unicoll.backend.futures import work_future  # concurrent.futures is slow to import
 
-            self._waited = True
+            future = work_future(self, self._outputs())
             with _future_lock:
-                if self._future is None:
-                    future: Future[list[Any]] = Future()
-                    future.set_running_or_notify_cancel()
-                    self._completion.add_done_callback(lambda: self._resolve(future))
-                    self._future = future
+                self._future = self._future or future
         return self._future
+
+    def get_future_result(self) -> Any:
+        """A future, as :meth:`get_future`, of how the operation ended, with the numbers of torch's ``WorkResult``.
+
+        They are 0 for success, 1 for OperationTimeoutError, 2 for another error of the library, 100 for any other one.
+        The future is complete when the operation has ended, on the device, too.
+        """
+        from unicoll.backend.futures import work_future
+
+        return work_future(self, self._outputs(), self._result_number)
+
+    def _result_number(self) -> int:
+        kinds = ((type(None), 0), (OperationTimeoutError, 1), (DistError, 2), (BaseException, 100))
+        error = self._completion.exception()
+        return next(number for kind, number in kinds if isinstance(error, kind))
+
+    def block_current_stream(self) -> None:
+        """:meth:`wait`: for CUDA arrays the current stream waits, for CPU arrays the host does."""
+        self.wait()
 
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         """Call ``fn()`` once when the operation has ended, on the thread that ends it; at once if it has ended.
@@ -291,18 +306,13 @@ class Work:
         self._waited = True
         self._completion.add_done_callback(lambda: _call_logged(fn))
 
-    def _resolve(self, future: Future[list[Any]]) -> None:
-        error = self._completion.exception()
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(self._outputs())
-
     def __await__(self) -> Generator[Any, None, list[Any]]:
         """``await work`` in asyncio: the output arrays; the event loop is not blocked."""
         import asyncio
 
-        return asyncio.wrap_future(self.get_future()).__await__()
+        from unicoll.backend.futures import python_future
+
+        return asyncio.wrap_future(python_future(self, self._outputs())).__await__()
 
     def __repr__(self) -> str:
         state = "done" if self.is_success() else "failed" if self.is_completed() else "running"

@@ -95,6 +95,16 @@ def master_of(environ: Environ) -> tuple[str | None, int | None]:
     return address.strip("[]") or None, parse_port(port, f"MASTER_PORT={port}") if port else None
 
 
+def rank_or_size(name: str, environ: Environ) -> int | None:
+    """The value of RANK (``"rank"``) or WORLD_SIZE, where the other one is not in the environment; None if not set.
+
+    Raises:
+        DistArgumentError: it is not a number.
+    """
+    variable = TORCH_STYLE.rank if name == "rank" else TORCH_STYLE.size[0]
+    return _number(variable, environ) if environ.get(variable, "").strip() else None
+
+
 def has_rank_without_size() -> bool:
     """True if an MPI launcher has set a rank, but no size, in the environment."""
     return any(
@@ -154,7 +164,7 @@ def _read(row: LauncherRow, size_name: str, environ: Environ) -> LaunchInfo:
         master_addr=address,
         master_port=port,
         master_source=source,
-        master_hint=_hint(row, address, port, single_host=single_host),
+        master_hint=address_hint(row, address, port, single_host=single_host),
         port_fixed=master_of(environ)[1] is not None,
         job=job,
     )
@@ -184,7 +194,10 @@ def _master(
     return address, port, ", ".join(sources)
 
 
-def _hint(row: LauncherRow, address: str | None, port: int | None, *, single_host: bool) -> str:
+def address_hint(
+    row: LauncherRow, address: str | None, port: int | None, *, single_host: bool = False
+) -> str:
+    """What to set for the rendezvous if a launcher's variables lack the address or the port of rank 0; else ``""``."""
     missing = []
     if address is None:
         missing.append("MASTER_ADDR (the address of rank 0's host)")
@@ -192,7 +205,9 @@ def _hint(row: LauncherRow, address: str | None, port: int | None, *, single_hos
         missing.append("MASTER_PORT (a free port there)")
     if not missing:
         return ""
-    wanted = f"set {' and '.join(missing)} on every rank"
+    wanted = (
+        f"set {' and '.join(missing)} on every rank, or pass init_method='tcp://host:port' or 'file:///path'"
+    )
     if row is TORCH_STYLE:
         return wanted
     reason = (
@@ -200,7 +215,7 @@ def _hint(row: LauncherRow, address: str | None, port: int | None, *, single_hos
         if single_host
         else "does not set the address of rank 0"
     )
-    return f"{row.name} {reason}: {wanted}, or pass init_method='tcp://host:port' or 'file:///path'"
+    return f"{row.name} {reason}: {wanted}"
 
 
 def _job(row: LauncherRow, environ: Environ, *, single_host: bool) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
-from unicoll.bootstrap.launchers import LaunchInfo, detect, master_of, near_misses
+from unicoll.bootstrap.launcher_table import TORCH_STYLE
+from unicoll.bootstrap.launchers import LaunchInfo, address_hint, detect, master_of, near_misses, rank_or_size
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation, agree_on_store
 from unicoll.bootstrap.store_locations import (
     ExistingStoreLocation,
@@ -141,7 +142,7 @@ def rendezvous(
     notes: list[str] = []
     rank, world_size, launched = members(url, rank, world_size, environ, notes, launched)
     secret = find_secret(environ)
-    location = _location(url, world_size, store, launched, secret, environ, mpi_store, spare_store)
+    location = _location(url, rank, world_size, store, launched, secret, environ, mpi_store, spare_store)
     single_host = world_size == 1 or (launched is not None and launched.single_host)
     listen = interfaces.listen_addresses(location.master_host, environ, single_host=single_host)
     if (
@@ -229,8 +230,13 @@ def members(
     launched = launched or _detect(environ, needed=not complete, notes=notes)
     if launched is not None and not complete:
         sources.append(f"{launched.source} ({launched.name})")
-    this_rank = _default(values["rank"], launched.rank if launched else None)
-    size = _default(values["world_size"], launched.world_size if launched else None)
+    for name in values:
+        if values[name] is None and launched is not None:
+            values[name] = getattr(launched, name)
+        elif values[name] is None and (number := rank_or_size(name, environ)) is not None:
+            values[name] = number
+            sources.append("RANK" if name == "rank" else "WORLD_SIZE")
+    this_rank, size = values["rank"], values["world_size"]
     if this_rank is None or size is None:
         if url.scheme in _BUILT_IN:
             raise DistArgumentError(_missing_members_message(values, environ))
@@ -247,10 +253,6 @@ def members(
         if launched.world_size != size:
             launched = None  # another set of processes, with its own hosts, store and job
     return this_rank, size, launched
-
-
-def _default(value: int | None, default: int | None) -> int | None:
-    return default if value is None else value
 
 
 def _detect(environ: Environ, *, needed: bool, notes: list[str]) -> LaunchInfo | None:
@@ -304,6 +306,7 @@ def _missing_members_message(values: Mapping[str, int | None], environ: Environ)
 
 def _location(
     url: SplitResult,
+    rank: int,
     world_size: int,
     store: Store | StoreLocation | None,
     launched: LaunchInfo | None,
@@ -319,7 +322,7 @@ def _location(
     if url.scheme == "file":
         return FileLocation(_file_path(url))
     if url.scheme == "env":
-        return _env_location(world_size, launched, secret, environ, mpi_store, spare_store)
+        return _env_location(rank, world_size, launched, secret, environ, mpi_store, spare_store)
     return HandlerLocation(_handlers[url.scheme], url)
 
 
@@ -347,6 +350,7 @@ def _file_path(url: SplitResult) -> str:
 
 
 def _env_location(
+    rank: int,
     world_size: int,
     launched: LaunchInfo | None,
     secret: Secret,
@@ -355,6 +359,8 @@ def _env_location(
     spare_store: Callable[[float], Store] | None,
 ) -> StoreLocation:
     single_host = launched is not None and launched.single_host
+    host: str | None
+    port: int | None
     if launched is not None and environ.get("UNICOLL_STORE"):
         host, port = interfaces.split_hostport(environ["UNICOLL_STORE"])
         return TCPLocation(host, [port], "UNICOLL_STORE", secret, hosted=True, single_host=single_host)
@@ -363,28 +369,23 @@ def _env_location(
     if mpi_store is not None and not environ.get("MASTER_ADDR", "").strip():
         return MPILocation(mpi_store, launched.master_addr if launched is not None else None)
     if launched is None:
-        host, port = _master_from_environment(environ)
-        return TCPLocation(host, [port], "MASTER_ADDR, MASTER_PORT", secret)
-    ports = _ports(launched, environ)
-    if launched.master_addr is None or not ports:
-        if spare_store is not None:
-            return MPILocation(spare_store, None)
-        raise DistArgumentError(f"no address for the rendezvous: {launched.master_hint}")
-    source = launched.master_source
-    if launched.port_fixed and len(ports) > 1:
-        source += "; torchrun's agent uses that port itself"
-    return TCPLocation(launched.master_addr, ports, source, secret, single_host=single_host, job=launched.job)
-
-
-def _master_from_environment(environ: Environ) -> tuple[str, int]:
-    host, port = master_of(environ)
-    if host is None or port is None:
-        missing = [name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)) if value is None]
-        raise DistArgumentError(
-            f"no address for the rendezvous: set {' and '.join(missing)} on every rank (the address of "
-            "rank 0's host, and a free port there), or pass init_method='tcp://host:port' or 'file:///path'"
-        )
-    return host, port
+        host, port = master_of(environ)
+        ports: Sequence[int] = () if port is None else (port,)
+        source, job, hint = "MASTER_ADDR, MASTER_PORT", "", address_hint(TORCH_STYLE, host, port)
+    else:
+        host, ports = launched.master_addr, _ports(launched, environ)
+        source, job, hint = launched.master_source, launched.job, launched.master_hint
+        if launched.port_fixed and len(ports) > 1:
+            source += "; torchrun's agent uses that port itself"
+    if (host is None or not ports) and spare_store is not None:
+        return MPILocation(spare_store, None)
+    if host is None and ports and rank == 0 and (launched is None or launched.name == TORCH_STYLE.name):
+        own = interfaces.listen_addresses(None, environ).addresses[0]
+        source += ", and MASTER_ADDR is not set on rank 0, which listens on all interfaces"
+        return TCPLocation(own, ports, source, secret, all_interfaces=True, job=job)
+    if host is None or not ports:
+        raise DistArgumentError(f"no address for the rendezvous: {hint}")
+    return TCPLocation(host, ports, source, secret, single_host=single_host, job=job)
 
 
 def _ports(launched: LaunchInfo, environ: Environ) -> Sequence[int]:

@@ -151,6 +151,7 @@ class TCPLocation(StoreLocation):
         source: where host and ports come from, for messages.
         secret: the job's secret.
         hosted: True if the store exists already; else rank 0 hosts it.
+        all_interfaces: True if rank 0's store listens on all interfaces, not only at ``host``.
         single_host: True if all ranks are known to be on this host.
         job: text that distinguishes this job from others whose store may use one of several ports.
     """
@@ -167,12 +168,13 @@ class TCPLocation(StoreLocation):
         secret: Secret,
         *,
         hosted: bool = False,
+        all_interfaces: bool = False,
         single_host: bool = False,
         job: str = "",
     ) -> None:
         self.master_host: str = host
         self._ports, self._source, self._secret = ports, source, secret
-        self._hosted, self._single_host = hosted, single_host
+        self._hosted, self._all_interfaces, self._single_host = hosted, all_interfaces, single_host
         self.ends_with_rank_0 = not hosted
         self._store: TCPStore | None = None
         self.address = f"tcp://{interfaces.join_hostport(host, ports[0])}"
@@ -207,6 +209,8 @@ class TCPLocation(StoreLocation):
         """The narrowest address that all ranks can certainly reach; None for the store's own rule (loopback for a
         loopback address, else all interfaces)."""
         host = self.master_host
+        if self._all_interfaces:
+            return None
         if interfaces.is_loopback(host):
             # A host's own name may resolve to loopback on this host only (127.0.1.1 in /etc/hosts).
             return host if self._single_host and not interfaces.is_loopback_name(host) else None

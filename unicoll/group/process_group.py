@@ -24,6 +24,7 @@ from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
 from unicoll.group.dispatcher import Dispatcher
 from unicoll.group.growth import GrowthRecord
+from unicoll.group.registry import BackendType
 from unicoll.net import logs
 from unicoll.net.formatting import rank_spans
 from unicoll.net.timeouts import Timeout
@@ -57,6 +58,8 @@ class ProcessGroup:
 
     A group and its views (:meth:`using`) share context, backends and dispatcher; they differ in their settings.
     """
+
+    BackendType = BackendType
 
     def __init__(
         self,

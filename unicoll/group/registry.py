@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
+from datetime import timedelta
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from unicoll.backend.contract import Backend as BackendBase
-from unicoll.backend.contract import Job
+from unicoll.backend.contract import Caps, Context, Job
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 
 if TYPE_CHECKING:
@@ -27,6 +29,37 @@ _BUILT_IN = {
 }
 _registered: dict[str, Callable[[], type[BackendBase]]] = {}
 _registered_devices: dict[str, frozenset[str]] = {}
+
+
+class BackendType(IntEnum):
+    """Numbers of backends, as torch.distributed has them in ``ProcessGroup.BackendType``."""
+
+    UNDEFINED = 0
+    GLOO = 1
+    NCCL = 2
+    UCC = 3
+    MPI = 4
+    XCCL = 5
+    CUSTOM = 6
+
+
+class BackendOptions(NamedTuple):
+    """What a function registered with ``extended_api`` gets, as torch's ``DistributedBackendOptions``.
+
+    Attributes:
+        store: the job's store, with keys of this group alone.
+        group_rank, group_size: this process's rank in the group, and the number of members.
+        timeout: default timeout of the group's operations.
+        group_id: the group's name.
+        global_ranks_in_group: the members' global ranks, in group order.
+    """
+
+    store: Store
+    group_rank: int
+    group_size: int
+    timeout: timedelta
+    group_id: str
+    global_ranks_in_group: list[int]
 
 
 class BackendName(str):
@@ -44,6 +77,10 @@ class BackendName(str):
     UCC = "ucc"
     XCCL = "xccl"
     backend_list: ClassVar[list[str]] = ["undefined", "gloo", "nccl", "mpi", "fake"]
+    backend_type_map: ClassVar[dict[str, BackendType]] = {
+        **{kind.name.lower(): kind for kind in BackendType if kind is not BackendType.CUSTOM},
+        "fake": BackendType.CUSTOM,
+    }
 
     def __new__(cls, name: str) -> BackendName:
         if not isinstance(name, str):
@@ -62,9 +99,13 @@ class BackendName(str):
 
         Args:
             name: of the backend; case is ignored.
-            func: a :class:`unicoll.backend.Backend` subclass, or a function without arguments that returns one.
-            extended_api: accepted because torch has it; the contract is always :class:`unicoll.backend.Context`.
-            devices: device types that it serves; None takes them from the class's ``caps``.
+            func: a :class:`unicoll.backend.Backend` subclass; a function without arguments that returns one; or
+                torch's function, which is called for each group with ``(store, rank, world_size, timeout)`` and
+                returns a :class:`unicoll.backend.Backend` object.
+            extended_api: torch's function is called with ``(options, pg_options)`` instead, a :class:`BackendOptions`
+                and the user's options.
+            devices: device types that it serves; None takes them from the class's ``caps``, and for torch's function
+                is ``"cpu"``.
 
         Raises:
             DistArgumentError: the name is taken or not a name.
@@ -77,13 +118,49 @@ class BackendName(str):
         if isinstance(func, type):
             _registered[key] = lambda: func
         elif callable(func):
-            _registered[key] = func
+            count = _required_arguments(func)
+            _registered[key] = (lambda: _from_function(key, func, extended_api)) if count else func
         else:
             raise DistArgumentError(f"register_backend: {func!r} is neither a Backend class nor a function")
         if devices is not None:
             _registered_devices[key] = frozenset([devices] if isinstance(devices, str) else devices)
         cls.backend_list.append(key)
+        cls.backend_type_map[key] = BackendType.CUSTOM
         setattr(cls, name.upper().replace("-", "_"), key)
+
+
+def _required_arguments(func: Callable[..., Any]) -> int:
+    from inspect import signature
+
+    try:
+        parameters = signature(func).parameters.values()
+    except ValueError:  # of a compiled function
+        return 4
+    kinds = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
+    return sum(p.default is p.empty and p.kind.name in kinds for p in parameters)
+
+
+def _from_function(name: str, func: Callable[..., Any], extended: bool) -> type[BackendBase]:
+    """A class whose ``create`` calls torch's kind of function; it has no instances."""
+
+    def create(cls: type[BackendBase], context: Context) -> BackendBase:
+        store, timeout = context.store, timedelta(seconds=context.timeout)
+        if extended:
+            ranks = list(context.ranks)
+            options = BackendOptions(store, context.rank, context.size, timeout, context.name, ranks)
+            made = func(options, context.options)
+        else:
+            made = func(store, context.rank, context.size, timeout)
+        if not isinstance(made, BackendBase):
+            raise BackendUnavailableError(
+                f"backend {name!r}: {func!r} returned {made!r}, which is not a unicoll.backend.Backend"
+            )
+        made.creator = cls
+        return made
+
+    devices = _registered_devices.get(name, frozenset({"cpu"}))
+    members = {"name": name, "caps": Caps(devices), "create": classmethod(create)}
+    return type(f"{name}_by_function", (BackendBase,), members)
 
 
 def _entry_points() -> dict[str, Callable[[], type[BackendBase]]]:

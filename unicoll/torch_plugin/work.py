@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unicoll.backend.futures import torch_future
 from unicoll.backend.work import Completion
 from unicoll.backend.work import Work as Handle
 from unicoll.errors import OperationTimeoutError
@@ -79,30 +80,8 @@ class TorchWork(dist.Work):  # type: ignore[misc]
     def get_future(self) -> Any:
         """A ``torch.futures.Future`` of the output tensors or the operation's error; the same one for every call."""
         if self._future is None:
-            cuda = [t.device for t in self._outputs if t.device.type == "cuda"]
-            self._future = self._cuda_future(cuda[0]) if cuda else self._cpu_future()
+            self._future = torch_future(torch, self._handle, self._outputs)
         return self._future
-
-    def _cpu_future(self) -> Any:
-        start: Any = torch.futures.Future()
-        # a torch future fails only by an exception in a then() callback
-        future = start.then(lambda _: self._outputs_or_error())
-        self._handle.add_done_callback(lambda: start.set_result(None))
-        return future
-
-    def _outputs_or_error(self) -> list[Any]:
-        error = self._handle.exception()
-        if error is not None:
-            raise error
-        return self._outputs
-
-    def _cuda_future(self, device: Any) -> Any:
-        """A future of CUDA tensors: it is complete at once, and its ``wait`` makes the current stream wait."""
-        with torch.cuda.stream(self._registry.stream(device)):
-            future: Any = torch.futures.Future(devices=[device])
-            self._handle.wait()
-            future.set_result(self._outputs)
-        return future
 
 
 @dataclass(slots=True)
@@ -192,7 +171,6 @@ class WorkRegistry:
         self._waited: deque[int] = deque()
         self._posted: deque[int] = deque()
         self._released: deque[int] = deque()
-        self._streams: dict[Any, Any] = {}
 
     def add(self, handle: Handle | ReleasedHandle, outputs: Sequence[Any]) -> TorchWork:
         key = next(self._keys)
@@ -238,19 +216,12 @@ class WorkRegistry:
             return False
         return True
 
-    def stream(self, device: Any) -> Any:
-        """The registry's stream on a CUDA device, for futures."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
-
     def clear(self) -> None:
         """Drop all works; called when the group is closed."""
         self._held.clear()
         self._waited.clear()
         self._posted.clear()
         self._released.clear()
-        self._streams.clear()
 
 
 def _own_references() -> int:

@@ -66,7 +66,6 @@ class ConnectionPool:
         pauses = backoff(*_PAUSES)
         silent_since: float | None = None
         while True:
-            pause = next(pauses)
             try:
                 self._idle.append(self._connect(deadline))
                 return
@@ -75,18 +74,18 @@ class ConnectionPool:
                 now = time.monotonic()
                 silent_since = silent_since or now
                 temporary = isinstance(error, NoAnswerError) and now - silent_since < _SHUTTING_DOWN_SECONDS
-                if not temporary or now + pause >= deadline:
+                if not temporary or now >= deadline:
                     raise
             except DistNetworkError as error:
                 silent_since = None
-                if time.monotonic() + pause >= deadline:
+                if time.monotonic() >= deadline:
                     waited = time.monotonic() - started
                     within = f" within {waited:.3g} s" if waited >= 0.001 else ""
                     raise DistNetworkError(
                         f"no store could be reached at {self.address}{within}: {error}. Is the process that hosts"
                         " it running there, and the address the same everywhere?"
                     ) from error
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            time.sleep(min(next(pauses) * random.uniform(0.5, 1.0), seconds_left(deadline)))
 
     def acquire(self) -> Connection:
         """A connection for one request; :meth:`release` it afterwards, or :meth:`discard` it after an error."""

@@ -117,6 +117,11 @@ class TCPStore(RequestStore):
         return self._pool.port
 
     @property
+    def libuvBackend(self) -> bool:
+        """False: the server is unicoll's own (torch.distributed's has two)."""
+        return False
+
+    @property
     def private(self) -> bool:
         """True if only processes of this host that hold the secret or, without one, are of this user can use it."""
         return bool(self._pool.private)
