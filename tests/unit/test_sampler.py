@@ -1,4 +1,4 @@
-"""DistributedSampler: torch's semantics, without torch's generator."""
+"""DistributedSampler: torch's semantics and order, without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicoll.errors import DistArgumentError
-from unicoll.parallel.sampler import DistributedSampler
+from unicoll.parallel.sampler import DistributedSampler, _randperm
 
 lengths = st.integers(0, 60)
 worlds = st.integers(1, 9)
@@ -26,12 +26,15 @@ def all_ranks(length: int, world: int, **settings: Any) -> list[list[int]]:
 
 @pytest.mark.torch
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_unshuffled_indices_equal_torchs(drop_last: bool) -> None:
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_indices_equal_torchs(shuffle: bool, drop_last: bool) -> None:
     torchs = pytest.importorskip("torch.utils.data").DistributedSampler
     for length, world in itertools.product(range(1, 30), range(1, 10)):
         for rank in range(world):
-            ours = DistributedSampler(range(length), world, rank, shuffle=False, drop_last=drop_last)
-            theirs = torchs(range(length), world, rank, shuffle=False, drop_last=drop_last)
+            ours = DistributedSampler(range(length), world, rank, shuffle, 7, drop_last)
+            theirs = torchs(range(length), world, rank, shuffle, 7, drop_last)
+            ours.set_epoch(world)
+            theirs.set_epoch(world)
             assert list(ours) == list(theirs)
             sizes = (len(ours), ours.num_samples, ours.total_size)
             assert sizes == (len(theirs), theirs.num_samples, theirs.total_size)
@@ -75,18 +78,25 @@ def test_the_order_depends_on_the_sum_of_epoch_and_seed() -> None:
     assert list(still) == list(range(0, 100, 2))
 
 
-def test_the_documented_order() -> None:
-    """Indices by the documented rule: the same with every NumPy version."""
-    (order,) = all_ranks(8, 1, seed=3)
-    assert order == ORDER_OF_8_SEED_3
-    assert all(type(i) is int for i in order)
+@pytest.mark.torch
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 1000, 70_001])
+def test_the_permutation_is_torchs(count: int) -> None:
+    torch = pytest.importorskip("torch")
+    for seed in (0, 3, 2**31, 2**32 + 5, 2**64 - 1):
+        expected = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        assert _randperm(count, seed).tolist() == expected.tolist()
 
 
-ORDER_OF_8_SEED_3 = [6, 1, 5, 2, 7, 4, 3, 0]
+ORDER_OF_50_SEED_9 = [
+    *(20, 0, 32, 16, 42, 28, 45, 25, 21, 19, 48, 36, 9, 7, 10, 1, 26, 23, 6, 27, 33, 46, 4, 47, 34),
+    *(15, 22, 3, 2, 8, 5, 38, 30, 44, 29, 35, 31, 11, 43, 17, 39, 49, 40, 12, 14, 13, 37, 24, 18, 41),
+]
 
 
 def test_the_order_does_not_depend_on_torch_being_imported() -> None:
     (order,) = all_ranks(50, 1, seed=9)
+    assert order == ORDER_OF_50_SEED_9
+    assert all(type(i) is int for i in order)
     program = (
         "import sys; from unicoll.parallel.sampler import DistributedSampler; "
         "assert 'torch' not in sys.modules; print(list(DistributedSampler(range(50), 1, 0, seed=9)))"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sized
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,19 +14,20 @@ from unicoll.api.world import get_rank, get_world_size
 from unicoll.errors import DistArgumentError
 from unicoll.group.arguments import as_integer
 
+_MOST_OF_RANDPERM = (2**32 - 1) // 20
+
 
 class DistributedSampler:
     """Splits the indices ``0 .. len(dataset) - 1`` evenly over the ranks, reshuffled every epoch.
 
     Rank ``r`` of ``n`` gets every n-th index of a common order, starting with index ``r``. So that all ranks get
     the same number, the order is first extended to ``total_size`` by repeating it from its start, or, with
-    ``drop_last``, shortened. Lengths, padding, dropping and, without shuffling, the indices are those of
-    ``torch.utils.data.DistributedSampler``; it can be the ``sampler=`` of torch's ``DataLoader``.
+    ``drop_last``, shortened. All indices, shuffled ones too, are those of ``torch.utils.data.DistributedSampler``; it
+    can be the ``sampler=`` of torch's ``DataLoader``.
 
-    The shuffled order depends only on ``seed + epoch`` and the data set's length: it is the stable sort order of
-    that many 64-bit numbers of NumPy's Philox generator with the key ``seed + epoch``. A bit generator's stream is
-    the same in all NumPy releases and on all machines, so ranks with different NumPy versions agree. torch uses
-    another generator: the same seed gives another order there.
+    The shuffled order depends only on ``seed + epoch`` and the data set's length: it is that of ``torch.randperm``,
+    which is used if torch has been imported. Otherwise NumPy makes the same one, in about seven times the time; from
+    214,748,364 samples on torch is imported, because its algorithm is another one there.
 
     Attributes:
         num_samples: indices that each rank gets per epoch.
@@ -96,5 +100,26 @@ class DistributedSampler:
         count = len(self.dataset)
         if not self.shuffle:
             return np.arange(count)
-        numbers = np.random.Philox(key=(self.seed + self.epoch) % 2**64).random_raw(count)
-        return np.argsort(numbers, kind="stable")
+        seed = (self.seed + self.epoch) % 2**64
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            if count < _MOST_OF_RANDPERM:
+                return _randperm(count, seed)
+            torch = import_module("torch")
+        order: npt.NDArray[np.int64] = torch.randperm(
+            count, generator=torch.Generator().manual_seed(seed)
+        ).numpy()
+        return order
+
+
+def _randperm(count: int, seed: int) -> npt.NDArray[np.int64]:
+    """``torch.randperm`` on the CPU: a Fisher-Yates shuffle by numbers of MT19937, modulo the number of places left.
+
+    NumPy's ``RandomState``, whose stream never changes, seeds MT19937 as torch does, by the lowest 32 bits.
+    """
+    numbers = np.frombuffer(np.random.RandomState(seed % 2**32).bytes(4 * max(count - 1, 0)), "<u4")
+    steps = numbers % np.arange(count, 1, -1, dtype=np.uint32)
+    order = list(range(count))
+    for place, step in enumerate(steps.tolist()):
+        order[place], order[place + step] = order[place + step], order[place]
+    return np.array(order, np.int64)
