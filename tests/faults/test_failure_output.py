@@ -224,13 +224,13 @@ def test_a_users_hook_is_called(folder: LaunchFolder) -> None:  # noqa: F811
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("setting", ["", "DETAIL"])
+@pytest.mark.parametrize("setting", ["", "UNICOLL_DEBUG=DETAIL", "TORCH_SHOW_CPP_STACKTRACES=1"])
 def test_a_plain_process_folds_frames(tmp_path: Path, setting: str) -> None:
     (tmp_path / "work.py").write_text("import unicoll\nunicoll.init_process_group('nccll')\n")
     done = subprocess.run(
         [sys.executable, "work.py"],
         cwd=tmp_path,
-        env=environment(UNICOLL_DEBUG=setting),
+        env=environment(**dict([setting.split("=")] if setting else [])),
         capture_output=True,
         text=True,
         timeout=BOUND,
@@ -313,7 +313,7 @@ def test_different_tracebacks_are_printed_with_their_ranks(one: str, other: str)
 # --help.
 
 
-@pytest.mark.parametrize("module", ["unicoll.run", "unicoll.bench"])
+@pytest.mark.parametrize("module", ["unicoll.run", "unicoll.launch", "unicoll.bench"])
 def test_help_begins_with_valid_examples(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from unicoll.bench.args import parse as bench
     from unicoll.run.args import parse as run
@@ -335,7 +335,7 @@ def test_help_begins_with_valid_examples(module: str, monkeypatch: pytest.Monkey
     assert len(examples) >= 3
     monkeypatch.setattr("unicoll.run.args._check_target", lambda *_: None)
     for example in examples:
-        options = (run if module == "unicoll.run" else bench)(example.split())
+        options = (bench if module == "unicoll.bench" else run)(example.split())
         assert options is not None
 
 

@@ -171,6 +171,24 @@ def test_worker_environment(folder: LaunchFolder) -> None:
     assert len({env["TORCHELASTIC_ERROR_FILE"] for env in workers}) == 3
 
 
+@pytest.mark.parametrize("flag", ["", "--use-env", "--use_env"])
+def test_the_interface_of_torchs_launch(folder: LaunchFolder, flag: str) -> None:
+    """As torch.distributed.launch: --local-rank is the program's first argument unless --use-env is given."""
+    script = folder.script("import os, sys; print(os.environ['LOCAL_RANK'], *sys.argv[1:])")
+    flags = ["--nproc_per_node=2", "--no-prefix", *filter(None, [flag])]
+    done = subprocess.run(
+        [sys.executable, "-m", "unicoll.launch", *flags, script, "-x"],
+        cwd=folder.path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=BOUND,
+        check=True,
+    )
+    expected = ["0 -x", "1 -x"] if flag else ["0 --local-rank=0 -x", "1 --local-rank=1 -x"]
+    assert sorted(done.stdout.splitlines()) == expected, done.stderr
+
+
 def test_the_users_secret_and_thread_count_are_kept(folder: LaunchFolder) -> None:
     script = folder.script("import os; print(os.environ['UNICOLL_SECRET'], os.environ['OMP_NUM_THREADS'])")
     done = folder.launch("--nproc-per-node=2", script, UNICOLL_SECRET=SECRET, OMP_NUM_THREADS="5")

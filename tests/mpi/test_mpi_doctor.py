@@ -55,7 +55,7 @@ def test_ranks_of_mpirun_on_one_host(tmp_path: Path) -> None:
 
 
 def test_between_hosts_mpi_moves_the_data(tmp_path: Path) -> None:
-    """With the launcher's variables of three hosts of one rank each; the job's key goes over MPI: no secret is needed."""
+    """With the launcher's variables of three hosts of one rank each; the job's key goes over MPI, without a secret."""
     rank, size = library().local_rank, library().local_size
     before = f"os.environ.update({rank}='0', {size}='1', UNICOLL_SOCKET_IFNAME='lo')"
     ended = doctor(tmp_path / "program.py", 3, "--json", before=before)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.torch import ddp_programs as programs
-from unicoll.testing.ranks import Pool, ProcessJob, pools
+from unicoll.testing.ranks import ROOT, Pool, ProcessJob, environment, pools
 from unicoll.testing.worker import enter, leave
 
 pytestmark = pytest.mark.torch
@@ -95,6 +98,35 @@ def test_torchs_default_group_without_one_of_unicoll(tmp_path: Path) -> None:
 def test_invalid_groups_raise(two: Pool, kind: str, message: str) -> None:
     for text in two.run(programs.misused, kind):
         assert text.startswith(message)
+
+
+def test_torchs_own_class_says_what_to_use(tmp_path: Path) -> None:
+    """Torch's class refuses a unicoll group; without a group torch's error, if it is not caught, says what to do."""
+    setting = {**environment(), "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
+    for argument, says in (
+        ("", "unicoll has one. Over it are unicoll.parallel.DistributedDataParallel"),
+        (
+            "unicoll.group.WORLD",
+            "DistTypeError: <ProcessGroup 'world': .*unicoll.parallel.Distributed.* takes it",
+        ),
+        ("torch_group(unicoll.group.WORLD)", ""),
+    ):
+        (tmp_path / "train.py").write_text(
+            "import torch, unicoll\n"
+            "from unicoll.torch_plugin import torch_group\n"
+            "unicoll.init_process_group()\n"
+            f"torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), process_group={argument or None})\n"
+        )
+        done = subprocess.run(
+            [sys.executable, tmp_path / "train.py"],
+            env=setting,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert (done.returncode != 0) == bool(says), done
+        assert re.search(says, done.stderr.rstrip().rpartition("\n")[2]), done
 
 
 def test_arguments_equal_torchs() -> None:

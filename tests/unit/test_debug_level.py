@@ -22,7 +22,7 @@ TOP = logging.getLogger("unicoll")
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("UNICOLL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "UNICOLL_LOG_LEVEL"):
+    for name in ("UNICOLL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "UNICOLL_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(debug_level, "_level", None)
     logs.set_rank(None)  # of the last job of this process
@@ -56,7 +56,9 @@ def test_the_level_comes_from_the_environment(
     assert dist.get_debug_level() is dist.DebugLevel[level]
 
 
-@pytest.mark.parametrize("name", ["UNICOLL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "UNICOLL_LOG_LEVEL"])
+@pytest.mark.parametrize(
+    "name", ["UNICOLL_DEBUG", "TORCH_DISTRIBUTED_DEBUG", "UNICOLL_LOG_LEVEL", "TORCH_CPP_LOG_LEVEL"]
+)
 def test_an_unknown_value_names_the_variable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "loud")
     with pytest.raises(DistArgumentError, match=f"{name}=loud is none of"):
@@ -162,6 +164,33 @@ def test_the_log_level_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None
     lines = _lines(monkeypatch)
     assert any("joined as rank" in line for line in lines)
     assert not any("all_reduce" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("torchs", "debug", "shown"),
+    [
+        ("ERROR", "DETAIL", logging.ERROR),
+        ("FATAL", "", logging.ERROR),
+        ("WARNING", "DETAIL", logging.WARNING),
+        ("1", "INFO", logging.WARNING),
+        ("INFO", "", logging.INFO),
+        ("0", "OFF", logging.INFO),
+        ("info", "INFO", logging.DEBUG),
+        ("INFO", "DETAIL", logging.DEBUG),
+    ],
+)
+def test_torchs_log_level_with_the_debug_level(
+    torchs: str, debug: str, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of torch.distributed's documentation; its two lowest levels are one here."""
+    before = [*TOP.handlers]
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", torchs)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", debug)
+    dist.set_debug_level_from_env()
+    assert [handler.level for handler in TOP.handlers if handler not in before] == [shown]
+    monkeypatch.setenv("UNICOLL_LOG_LEVEL", "warning")
+    dist.set_debug_level_from_env()
+    assert [handler.level for handler in TOP.handlers if handler not in before] == [logging.WARNING]
 
 
 def test_an_applications_own_handler_gets_rank_and_host(

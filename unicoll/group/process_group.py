@@ -16,7 +16,7 @@ from unicoll.backend.ops import OPS
 from unicoll.backend.options import CallOptions, as_call_options, compression_of, wants_timing
 from unicoll.backend.status import Status
 from unicoll.backend.work import Work
-from unicoll.errors import DistArgumentError, GroupAbortedError
+from unicoll.errors import DistArgumentError, DistTypeError, GroupAbortedError
 from unicoll.group import coalesced_methods, collective_methods, memory_methods
 from unicoll.group.arguments import as_integer, check_ranks
 from unicoll.group.backend_choice import BackendChoice
@@ -97,6 +97,13 @@ class ProcessGroup:
         made = cls(context, backends, Dispatcher(context, backends), settings)
         context.job.groups.append(made)
         return made
+
+    def _pybind11_conduit_v1_(self, *args: Any) -> Any:
+        """Called by C++ functions of torch that are given this group in place of one of torch's."""
+        raise DistTypeError(
+            f"{self!r} is not a process group of torch.distributed: unicoll.parallel.DistributedDataParallel takes it,"
+            " and unicoll.torch_plugin.torch_group(group) is torch's group over it (docs/torch.md)"
+        )
 
     def __repr__(self) -> str:
         context = self._context

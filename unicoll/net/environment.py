@@ -108,6 +108,18 @@ def debug_level(environ: Environ | None = None) -> str:
     return _one_of(ours if _text(ours, environ) else "TORCH_DISTRIBUTED_DEBUG", environ, *CHOICES[ours])
 
 
+def torch_log_level(environ: Environ | None = None) -> str:
+    """``info``, ``warning`` or ``error``: the value of ``TORCH_CPP_LOG_LEVEL``, or its number; "" if it is not set.
+
+    Raises:
+        DistArgumentError: the value is not accepted.
+    """
+    names = ("info", "warning", "error", "fatal")
+    text = _one_of("TORCH_CPP_LOG_LEVEL", environ, "", ("", *names, *"0123"))
+    name = names[int(text)] if text.isdigit() else text
+    return "error" if name == "fatal" else name
+
+
 def number(name: str, environ: Environ | None = None) -> int:
     """The value of a variable of :data:`NUMBERS`, or its default.
 

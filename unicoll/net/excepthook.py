@@ -73,8 +73,25 @@ def as_text(kind: type[BaseException], value: BaseException, trace: TracebackTyp
         sys.stderr = stream
 
 
+_NO_TORCH_GROUP = "Default process group has not been initialized"
+_HINT = (
+    " (torch.distributed's; unicoll has one. Over it are unicoll.parallel.DistributedDataParallel, which is torch's,"
+    " and unicoll.parallel.DistributedSampler; for all of torch import unicoll.torch_plugin, and call"
+    " torch.distributed.init_process_group('unicoll') in place of unicoll's)"
+)
+
+
+def _explain(value: BaseException) -> None:
+    """Say in torch's error about a missing default group what to do in a job of unicoll's functions."""
+    text, world = str(value), sys.modules.get("unicoll.api.world")
+    is_torchs = isinstance(value, ValueError) and text.startswith(_NO_TORCH_GROUP)
+    if is_torchs and world is not None and world.is_initialized() and not text.endswith(_HINT):
+        value.args = (text + _HINT,)
+
+
 def _folded(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> str | None:
     """The traceback with consecutive frames inside unicoll as one line; None if it has none, or all are shown."""
+    _explain(value)
     errors = sys.modules.get("unicoll.errors")
     if errors is None or _shows_all():
         return None
@@ -85,7 +102,12 @@ def _folded(kind: type[BaseException], value: BaseException, trace: TracebackTyp
 
 
 def _shows_all() -> bool:
-    """True at debug level DETAIL: the program's, or the environment's where none has been set; imports nothing."""
+    """True at debug level DETAIL: the program's, or the environment's where none has been set; imports nothing.
+
+    ``TORCH_SHOW_CPP_STACKTRACES=1`` shows all frames, too.
+    """
+    if os.environ.get("TORCH_SHOW_CPP_STACKTRACES", "").strip() == "1":
+        return True
     levels, environment = (sys.modules.get(f"unicoll.net.{name}") for name in ("debug_level", "environment"))
     try:
         if levels is not None:

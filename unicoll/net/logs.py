@@ -36,15 +36,19 @@ def configure(level: int | None) -> None:
 
     Args:
         level: the lowest level that is shown, of :mod:`logging`; None shows none. ``UNICOLL_LOG_LEVEL`` takes
-            precedence.
+            precedence, then ``TORCH_CPP_LOG_LEVEL``: with INFO and a debug level, DEBUG is shown (torch.distributed's
+            table).
 
     Raises:
-        DistArgumentError: ``UNICOLL_LOG_LEVEL`` has an unknown value.
+        DistArgumentError: one of these variables has an unknown value.
     """
     global _handler, _level_before
     name = environment.choice("UNICOLL_LOG_LEVEL")
     if name != "off":
         level = getattr(logging, name.upper())
+    elif torchs := environment.torch_log_level():
+        detailed = torchs == "info" and level is not None
+        level = logging.DEBUG if detailed else getattr(logging, torchs.upper())
     top = logger()
     if _handler is not None:
         top.removeHandler(_handler)

@@ -28,8 +28,10 @@ from collections.abc import Sequence
 __all__ = ["main"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, as_torchs_launch: bool = False) -> int:
     """Run the launcher with these arguments (``sys.argv[1:]`` if None) and return its exit code.
+
+    ``as_torchs_launch``: it is ``python -m unicoll.launch``.
 
     An error in the arguments raises SystemExit(2), like argparse, after one line on stderr.
     """
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from unicoll.run.agent import Agent
     from unicoll.run.args import parse
 
-    options = parse(argv)
+    options = parse(argv, as_torchs_launch)
     try:
         return Agent(options).run()
     except (OSError, DistError) as error:

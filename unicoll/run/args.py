@@ -32,6 +32,7 @@ class LaunchOptions:
     ``kind`` is "script", "module" or "command"; ``python`` runs the first two. ``redirects`` and ``tees``
     map each local rank to a sum of 1 (stdout) and 2 (stderr). ``shown`` is the set of local ranks whose output
     is shown, None for all. ``master_port`` is None if the launcher picks a free port. Times are in seconds.
+    ``gives_local_rank`` is True if the program gets ``--local-rank`` as its first argument.
     """
 
     kind: str
@@ -54,15 +55,16 @@ class LaunchOptions:
     grace: float
     shutdown_timeout: float
     signals: tuple[signal.Signals, ...]
+    gives_local_rank: bool
 
     @property
     def world_size(self) -> int:
         return self.nnodes * self.nproc
 
 
-def parse(argv: Sequence[str] | None = None) -> LaunchOptions:
+def parse(argv: Sequence[str] | None = None, as_torchs_launch: bool = False) -> LaunchOptions:
     """Read the command line (``sys.argv[1:]`` if None); an error ends the program with one line and status 2."""
-    parser = make_parser()
+    parser = make_parser(as_torchs_launch)
     parsed = parser.parse_args(argv)
     try:
         return _options(parsed)
@@ -103,6 +105,7 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
         grace=_seconds("--grace", parsed.grace),
         shutdown_timeout=_shutdown_timeout(parsed.shutdown_timeout),
         signals=_signals(parsed.signals_to_handle),
+        gives_local_rank=not getattr(parsed, "use_env", True),
     )
 
 

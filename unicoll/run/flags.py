@@ -26,12 +26,16 @@ UNSUPPORTED = (
 """torchrun's flags that are refused."""
 
 
-def make_parser() -> OneLineParser:
-    """The parser of the command line, with defaults from the PET_ variables of the environment."""
+def make_parser(as_torchs_launch: bool = False) -> OneLineParser:
+    """The parser of the command line, with defaults from the PET_ variables of the environment.
+
+    ``as_torchs_launch``: the command is ``python -m unicoll.launch``, which has ``--use-env``, too.
+    """
     unirun = os.path.basename(sys.argv[0]) == "unirun"
-    command = "unirun" if unirun else "python -m unicoll.run"
+    module = "unicoll.launch" if as_torchs_launch else "unicoll.run"
+    command = "unirun" if unirun else f"python -m {module}"
     parser = OneLineParser(
-        prog="unirun" if unirun else "unicoll.run",
+        prog="unirun" if unirun else module,
         usage=f"{command} [flags] script [arguments of the script]",
         description=f"""Start a distributed program: its worker processes on this machine.
 
@@ -49,7 +53,10 @@ the environment, for example PET_NPROC_PER_NODE=4. Not supported: --{", --".join
     program = parser.add_argument_group("program")
     program.add_argument("target", metavar="script", help="script, module or command to start")
     program.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
-    _workers_flags(_Flags(parser, "workers"))
+    workers = _Flags(parser, "workers")
+    _workers_flags(workers)
+    if as_torchs_launch:
+        workers.switch("use-env", "the program reads LOCAL_RANK, and gets no argument --local-rank=N")
     _nodes_flags(_Flags(parser, "several nodes"))
     _output_flags(_Flags(parser, "output"))
     _end_flags(_Flags(parser, "failures and signals"))

@@ -174,7 +174,7 @@ def start_worker(
             for each in (out, err)
         ]
         process = subprocess.Popen(
-            _command(options, "record" if err.to_pipe else "print"),
+            _command(options, local_rank, "record" if err.to_pipe else "print"),
             # Local rank 0 may read from the user (in a debugger); the others must not read the same input.
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE if out.to_pipe else files[0],
@@ -217,11 +217,16 @@ def _destination(options: LaunchOptions, local_rank: int, which: int, logs: LogF
     return _Destination(options.nproc > 1 or options.shown is not None)
 
 
-def _command(options: LaunchOptions, reporting: str) -> list[str]:
+def _command(options: LaunchOptions, local_rank: int, reporting: str) -> list[str]:
     # A command is not run by this interpreter, so -I -S is possible: worker_main.py starts in a few milliseconds.
     python = [sys.executable, "-I", "-S"] if options.kind == "command" else [options.python]
     launcher = str(os.getpid())
-    return [*python, _WORKER_MAIN, launcher, reporting, options.kind, options.target, *options.arguments]
+    command = [*python, _WORKER_MAIN, launcher, reporting, options.kind, options.target]
+    return [
+        *command,
+        *([f"--local-rank={local_rank}"] if options.gives_local_rank else ()),
+        *options.arguments,
+    ]
 
 
 def _prefix(options: LaunchOptions, rank: int, local_rank: int) -> bytes:
