@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +159,26 @@ def written(path: str) -> str:
     return Path(path).read_text()
 
 
-def annotated() -> list[str]:
-    """The names of the ranges that torch's profiler has."""
+def annotated() -> list[list[str]]:
+    """The names of the ranges that torch's profiler has: of itself, and with hooks of the user around and inside it."""
     import torch
 
-    x = torch.ones(4)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, dist.annotate():
+    def profiled(*contexts: Callable[[], AbstractContextManager[Any]]) -> list[str]:
+        x = torch.ones(4)
         dist.all_reduce(x)
-        dist.all_reduce(x, async_op=True).wait()
-        dist.barrier()
-    return [event.name for event in profile.events() if event.name.startswith("unicoll::")]
+        with ExitStack() as entered:
+            made = [entered.enter_context(context()) for context in contexts]
+            dist.all_reduce(x)
+            dist.all_reduce(x, async_op=True).wait()
+            dist.barrier()
+        dist.all_reduce(x)
+        profile = next(one for one in made if isinstance(one, torch.profiler.profile))
+        return [event.name for event in profile.events() if event.name.startswith("unicoll::")]
+
+    def profiler() -> AbstractContextManager[Any]:
+        made: AbstractContextManager[Any] = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU]
+        )
+        return made
+
+    return [profiled(profiler), profiled(profiler, dist.annotate), profiled(dist.annotate, profiler)]

@@ -18,7 +18,7 @@ SHARED = {"backend", "arrays", "net", "errors"}
 LAYERS = (
     {"errors"},
     {"net"},
-    {"run", "arrays"},
+    {"run", "launch", "arrays"},
     {"backend"},
     {"staging"},
     {"group"},

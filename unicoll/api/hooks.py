@@ -120,6 +120,8 @@ MakeRange = Callable[[str], Callable[[], None]]
 def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any = None) -> Hook:
     """Show each call as a range in Nsight Systems (NVTX) and in ``torch.profiler``.
 
+    Calls are ranges of ``torch.profiler`` without this, too, from the first call with a torch tensor on while it runs.
+
     A range is ``unicoll::all_reduce`` with the group, the arrays and the line of the caller. It lasts as long as the
     caller is in the call: for an asynchronous call, and for one on a GPU, that is the time to enqueue it.
 
@@ -150,13 +152,38 @@ def annotate(*, nvtx: bool | None = None, torch: bool | None = None, group: Any 
 
     def before(call: HookedCall) -> None:
         text = f"unicoll::{call.op} {call} on {call.group!r} at {call.site}"
-        ranges.ends = [*getattr(ranges, "ends", ()), *(make(text) for make in makers)]
+        made = [make(text) for make in makers if make is not _torch_ranges or _first_of(call)]
+        ranges.ends = [*getattr(ranges, "ends", ()), *made]
 
     def returned(call: HookedCall) -> None:
         while ranges.ends:
             ranges.ends.pop()()
+        _ranged.call = None
 
     return add_hook(before, returned=returned, group=group)
+
+
+_ranged = threading.local()
+
+
+def _first_of(call: HookedCall) -> bool:
+    """True once for each call, whose hooks all get the same object: a call is one range of torch's profiler."""
+    known = getattr(_ranged, "call", None) is call
+    _ranged.call = call
+    return not known
+
+
+_profiled: Hook | None = None
+
+
+def follow_profiler(running: bool) -> None:
+    """Show the job's calls in ``torch.profiler`` while it runs; called when a call with a tensor finds a change."""
+    global _profiled
+    if _profiled is not None:
+        _profiled.remove()
+        _profiled = None
+    if running and world.is_initialized():
+        _profiled = annotate(nvtx=False, torch=True)
 
 
 def _nvtx_ranges(required: bool) -> MakeRange | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from unicoll.api import world
 from unicoll.api.world import GroupMember, World
+from unicoll.arrays.torch_tensors import profiler_watch
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.errors import DistArgumentError
 from unicoll.group.arguments import as_integer
@@ -74,6 +75,7 @@ def init_process_group(
         membership.close(e)
         raise
     world.enter(World(membership, default))
+    profiler_watch.running, profiler_watch.changed = False, _follow_profiler
     register_exit_handler(world.leave, world.forget)
     if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
         from unicoll.group.call_counters import start_file
@@ -83,6 +85,12 @@ def init_process_group(
         except BaseException:
             destroy_process_group()
             raise
+
+
+def _follow_profiler(running: bool) -> None:
+    from unicoll.api.hooks import follow_profiler
+
+    follow_profiler(running)
 
 
 def destroy_process_group(group: Any = None) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from ctypes import c_char
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,27 @@ def torch_family(kind: type) -> Adapter | None:
     return adapt_subclass
 
 
+class ProfilerWatch:
+    """``torch.profiler``, as calls with tensors find it.
+
+    Attributes:
+        running: True if it was recording at the last call.
+        changed: called with the new value when that has changed, before the call starts.
+    """
+
+    running = False
+    changed: Callable[[bool], None] | None = None
+
+    def update(self, running: bool) -> None:
+        """Set :attr:`running` and tell."""
+        self.running = running
+        if self.changed is not None:
+            self.changed(running)
+
+
+profiler_watch = ProfilerWatch()
+
+
 @cache
 def _torch_adapter(torch: Any) -> Adapter:
     """A function that makes buffers of plain tensors and of parameters."""
@@ -61,8 +83,13 @@ def _torch_adapter(torch: Any) -> Adapter:
     strided = torch.strided
     on_cuda = _torch_on_cuda(torch)
     grad_enabled = torch.is_grad_enabled
+    profiler, watch = torch.autograd.profiler, profiler_watch
+    if not hasattr(profiler, "_is_profiler_enabled"):
+        profiler = SimpleNamespace(_is_profiler_enabled=False)
 
     def adapt(tensor: Any) -> Buffer:
+        if profiler._is_profiler_enabled is not watch.running:
+            watch.update(profiler._is_profiler_enabled)
         dtype = by_torch.get(tensor.dtype)
         if dtype is None:
             raise DistTypeError(f"tensors of dtype {tensor.dtype} cannot be communicated")
