@@ -27,6 +27,7 @@ from unicoll.errors import (
 from unicoll.net.secret import Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore, file_log, protocol
 from unicoll.net.stores.signed import SignedStore
+from unicoll.net.stores.table import Table, WaitRequired
 
 SECRET = Secret(b"s" * 32, "test")
 # Some of these tests fork.
@@ -238,6 +239,40 @@ def test_a_waiting_get_blocks_no_other_call(store: Store, pool: ThreadPoolExecut
     assert popping.result(timeout=20) == b"3"
 
 
+def test_a_pushed_value_ends_the_wait_of_one_caller():
+    """torch's documentation of queues. Who has not waited yet finds a queue that is not empty."""
+    table = Table()
+
+    def waits(again: bool) -> bool:
+        try:
+            table.apply(protocol.StoreOp.WAIT, (b"q",), again)
+        except WaitRequired:
+            return True
+        return False
+
+    assert waits(again=False)
+    for _ in range(2):
+        table.apply(protocol.StoreOp.QUEUE_PUSH, (b"q", b"x"))
+        assert not waits(again=True)
+        assert waits(again=True)
+        assert not waits(again=False)
+    assert table.apply(protocol.StoreOp.QUEUE_POP, (b"q",)) == (b"x",)
+    assert waits(again=True)
+    table.apply(protocol.StoreOp.SET, (b"q", b"a value, too"))
+    assert not waits(again=True)
+    table.apply(protocol.StoreOp.DELETE, (b"q",))
+    table.apply(protocol.StoreOp.QUEUE_PUSH, (b"q", b"x"))
+    assert not waits(again=True)
+
+
+def test_pushed_values_end_the_waits_of_as_many_callers(store: Store, other: Store, pool: ThreadPoolExecutor):
+    waiting = [pool.submit(each.wait, ["q"], 20.0) for each in (store, other, store)]
+    for _ in waiting:
+        store.queue_push("q", "x")
+    for future in waiting:
+        future.result(timeout=30)
+
+
 def test_every_pushed_value_is_popped_once(store: Store, other: Store, pool: ThreadPoolExecutor):
     popped = [pool.submit(each.queue_pop, "q") for each in (store, other) * 3]
     for i in range(6):
@@ -262,7 +297,7 @@ def test_barrier(store: Store, other: Store, pool: ThreadPoolExecutor):
     first = pool.submit(store.barrier, "both", 2, 20.0)
     other.barrier("both", 2)
     first.result(timeout=20)
-    with pytest.raises(StoreTimeoutError):
+    with pytest.raises(StoreTimeoutError, match="barrier 'missing': 1 of 2 callers have come in time"):
         store.barrier("missing", 2, 0.05)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, SupportsIndex
 
-from unicoll.errors import DistArgumentError, DistStoreError, DistTypeError
+from unicoll.errors import DistArgumentError, DistStoreError, DistTypeError, StoreTimeoutError
 from unicoll.net.timeouts import to_seconds
 
 Timeout = timedelta | float
@@ -84,7 +84,10 @@ class Store(ABC):
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Waits until every key exists (has a value, or a queue that is not empty)."""
+        """Waits until every key exists (has a value, or a queue that is not empty).
+
+        A value that is pushed to an empty queue ends the wait for this one key of one caller; with a FileStore of all.
+        """
 
     @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
@@ -140,7 +143,13 @@ class Store(ABC):
         arrived, opened = f"{key}/num_members", f"{key}/last_member"
         if self.add(arrived, 1) >= world_size:
             self.set(opened, b"1")
-        self.wait([opened], timeout)
+        try:
+            self.wait([opened], timeout)
+        except StoreTimeoutError as error:
+            count = self.add(arrived, 0)
+            raise StoreTimeoutError(
+                f"barrier {key!r}: {count} of {world_size} callers have come in time", op="barrier"
+            ) from error
 
     def has_extended_api(self) -> bool:
         """True if append, multi_get, multi_set and the queues are supported."""

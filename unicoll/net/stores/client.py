@@ -150,9 +150,10 @@ class RequestStore(Store):
         if len(missing) > _SHOWN_KEYS:
             shown += f" and {len(missing) - _SHOWN_KEYS} more"
         plural = "" if len(missing) == 1 else "s"
+        what, done = ("queue", "pushed to") if name == "queue_pop" else ("key", "set")
         return StoreTimeoutError(
-            f"{name}: waited {seconds:g} s at {self!r} for the key{plural} {shown}{note}; no process has "
-            f"set {'them' if plural else 'it'}: a process of the job has not started, is late, or has failed",
+            f"{name}: waited {seconds:g} s at {self!r} for the {what}{plural} {shown}{note}; no process has "
+            f"{done} {'them' if plural else 'it'}: a process of the job has not started, is late, or has failed",
             op=name,
         )
 

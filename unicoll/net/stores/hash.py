@@ -42,18 +42,19 @@ class HashStore(RequestStore):
                 f"{name}: this HashStore belongs to process {shared.pid}; a forked child needs a FileStore or TCPStore",
                 op=name,
             )
-        deadline = time.monotonic() + seconds
+        deadline, waited = time.monotonic() + seconds, False
         with shared.changed:
             while self._shared is not None:
                 try:
-                    return self._apply(shared, op, fields)
+                    return self._apply(shared, op, fields, waited)
                 except WaitRequired as state:
+                    waited = True
                     if not shared.changed.wait(seconds_left(deadline)) and time.monotonic() >= deadline:
                         raise self._timeout_error(state.keys, seconds, name) from None
         raise self._closed_error(name)
 
-    def _apply(self, shared: _Shared, op: StoreOp, fields: Sequence[bytes]) -> Sequence[bytes]:
-        reply = shared.table.apply(op, fields)
+    def _apply(self, shared: _Shared, op: StoreOp, fields: Sequence[bytes], waited: bool) -> Sequence[bytes]:
+        reply = shared.table.apply(op, fields, waited)
         if shared.table.changed_keys:
             shared.table.changed_keys.clear()
             shared.changed.notify_all()

@@ -36,17 +36,27 @@ class Table:
         self._max_value = max_value()
         self._values: dict[bytes, bytes | bytearray] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
+        self._wakes: dict[
+            bytes, int
+        ] = {}  # of a queue: values pushed since it was empty that have woken no one
         self._operations: dict[StoreOp, Callable[[Fields], Fields]] = {
             op: getattr(self, f"_{op.name.lower()}") for op in StoreOp
         }
 
-    def apply(self, op: StoreOp, fields: Fields) -> Fields:
+    def apply(self, op: StoreOp, fields: Fields, waited: bool = False) -> Fields:
         """Executes one operation and returns the reply's fields.
+
+        ``waited``: it had to wait, and is tried again. A value in a queue ends the WAIT for it of one caller, as in
+        torch.distributed.
 
         Raises:
             WaitRequired: it has to wait for keys; nothing was changed.
             DistStoreError: it is not possible with the present value of the key; nothing was changed.
         """
+        if waited and op is StoreOp.WAIT and len(fields) == 1 and fields[0] not in self._values:
+            if not self._wakes.get(fields[0]):
+                raise WaitRequired(fields)
+            self._wakes[fields[0]] -= 1
         return self._operations[op](fields)
 
     def _put(self, key: bytes, value: bytes) -> None:
@@ -114,6 +124,7 @@ class Table:
         key = fields[0]
         had_value = self._values.pop(key, None) is not None
         had_queue = self._queues.pop(key, None) is not None
+        self._wakes.pop(key, None)
         if not had_value and not had_queue:
             return (b"0",)
         self.changed_keys.append(key)
@@ -153,6 +164,7 @@ class Table:
     def _queue_push(self, fields: Fields) -> Fields:
         key, value = fields
         self._queues.setdefault(key, deque()).append(value)
+        self._wakes[key] = self._wakes.get(key, 0) + 1
         self.changed_keys.append(key)
         return ()
 
@@ -169,7 +181,7 @@ class Table:
             return ()
         value = queue.popleft()
         if not queue:
-            del self._queues[key]
+            del self._queues[key], self._wakes[key]
         self.changed_keys.append(key)
         return (value,)
 

@@ -186,9 +186,11 @@ class StoreServer(Server):
             self._send(client, answer)
         self._wake_waiters()
 
-    def _try_request(self, op: StoreOp, fields: Sequence[bytes]) -> bytes | WaitRequired:
+    def _try_request(
+        self, op: StoreOp, fields: Sequence[bytes], waited: bool = False
+    ) -> bytes | WaitRequired:
         try:
-            return pack_reply(Status.OK, self._table.apply(op, fields))
+            return pack_reply(Status.OK, self._table.apply(op, fields, waited))
         except WaitRequired as waiting:
             return waiting
         except DistStoreError as error:
@@ -217,7 +219,7 @@ class StoreServer(Server):
                 if client.state.request is None:
                     continue
                 op, fields = client.state.request
-                answer = self._try_request(op, fields)
+                answer = self._try_request(op, fields, waited=True)
                 if isinstance(answer, WaitRequired):
                     self._add_waiter(client, op, fields, answer)
                 else:
@@ -240,7 +242,7 @@ class StoreServer(Server):
             if not self._is_waiting(client, serial):
                 continue
             op, fields = client.state.request
-            answer = self._try_request(op, fields)
+            answer = self._try_request(op, fields, waited=True)
             if isinstance(answer, WaitRequired):
                 answer = pack_reply(Status.TIMEOUT, answer.keys)
             self._remove_waiter(client)
