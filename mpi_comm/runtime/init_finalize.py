@@ -278,7 +278,8 @@ class Runtime:
             log.warning("MPI is not finalised, because the thread that calls it has failed")
             return
         if self.lost:
-            log.warning("MPI is not finalised, because these processes have died: %s", self.lost)
+            lost = "; ".join(f"rank {rank} of MPI ({cause})" for rank, cause in sorted(self.lost.items()))
+            log.warning("MPI is not finalised, because processes have died: %s", lost)
             return
         self._exit_barrier()
         for end in self.before_end:

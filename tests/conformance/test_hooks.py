@@ -156,3 +156,5 @@ def test_arguments() -> None:
         dist.add_hook(print)
     with pytest.raises(dist.DistArgumentError, match="give before, after"):
         dist.add_hook()
+    with pytest.raises(dist.DistTypeError, match=r"add_hook: Hook\(.* is not a function"):
+        dist.add_hook(dist.Hook(before=print))  # type: ignore[arg-type]

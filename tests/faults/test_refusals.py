@@ -14,7 +14,7 @@ from unicoll.testing.ranks import Pool, ProcessJob, pools
 from unicoll.testing.worker import Failure
 
 EXPECTED = {
-    "none": ("DistArgumentError", "0 %s arrays given, 3 expected"),
+    "none": ("DistArgumentError", "0 %s arrays given, 3 expected on the root (group of 3): "),
     "short": ("DistArgumentError", "2 %s arrays given, 3 expected"),
     "own size": ("DistArgumentError", "must be of one size"),
     "element": ("DistTypeError", "_list"),

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import unicoll as dist
 from tests.simulated_nccl import arrays
 from tests.simulated_nccl import family as simulated_family  # noqa: F401 - registers the family
 from tests.simulated_nccl.cuda import Simulation
@@ -481,6 +482,32 @@ def test_queries_of_other_threads_invalidate_a_global_capture_unless_they_ignore
     with sim.capture(stream.ptr, "relaxed"):
         elsewhere(False)
     assert found == ["asked", "cudaErrorStreamCaptureUnsupported", "asked"]
+
+
+# --- the current device ---
+
+
+@pytest.mark.parametrize(
+    ("devices", "before", "after"), [(4, -1, 2), (4, 0, 0), (1, -1, 0), (2, -1, -1)], ids=str
+)
+def test_a_mesh_selects_the_device_of_the_local_rank(
+    make: Make, monkeypatch: pytest.MonkeyPatch, devices: int, before: int, after: int
+) -> None:
+    """If the thread has none. With one visible device it is that one; with too few, none is selected."""
+    sim = make(devices)
+    sim.cuda.set_device(before)
+    monkeypatch.setattr(streams, "_installed", sim.cuda)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 2, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    dist.init_process_group("gloo")
+    try:
+        dist.init_device_mesh("cpu", (1,))
+        assert sim.cuda.current_device() == before
+        dist.init_device_mesh("cuda", (1,))
+        assert sim.cuda.current_device() == after
+    finally:
+        dist.destroy_process_group()
+        sim.cuda.set_device(-1)
 
 
 # --- arrays ---

@@ -113,7 +113,11 @@ def test_listen_addresses(environ: dict[str, str], master: str | None, addresses
     ("environ", "message"),
     [
         ({"UNICOLL_SOCKET_IFNAME": "wlan"}, "UNICOLL_SOCKET_IFNAME=wlan: no interface that is up matches"),
-        ({"GLOO_SOCKET_IFNAME": "eth"}, "GLOO_SOCKET_IFNAME=eth: no interface that is up matches"),
+        ({"GLOO_SOCKET_IFNAME": "eth"}, "GLOO_SOCKET_IFNAME=eth: there is no interface eth; this host"),
+        (
+            {"GLOO_SOCKET_IFNAME": "eth1,ib9, ib0"},
+            "GLOO_SOCKET_IFNAME=.*: there is no interface ib9; this host",
+        ),
         ({"GLOO_SOCKET_IFNAME": "eth9"}, "no interface that is up matches"),
     ],
 )

@@ -106,6 +106,19 @@ def init_device_mesh(
     )
 
 
+def _select_device() -> None:
+    """Make the CUDA device of this process's local rank the current one, if the thread has none (torch's rule)."""
+    from unicoll.arrays import cuda  # programs on CPUs do not need it
+
+    local = world.current("DeviceMesh").job.local_rank
+    if local is None or cuda.reason_against() is not None:
+        return
+    runtime = cuda.cuda()
+    count = runtime.device_count()
+    if runtime.current_device() < 0 and (local < count or count == 1):  # one: the launcher shows each its own
+        runtime.set_device(min(local, count - 1))
+
+
 class DeviceMesh:
     """An n-dimensional grid of ranks.
 
@@ -113,7 +126,8 @@ class DeviceMesh:
     one dimension after the other, in an order that is equal on all ranks.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device_type: ``"cpu"`` or ``"cuda"``. With ``"cuda"``, if this thread has no current CUDA device yet, that of
+            the launcher's local rank becomes it.
         mesh: array (or nested lists) of distinct global ranks.
         mesh_dim_names: a distinct name for each dimension of ``mesh``.
         backend_override: per dimension a pair of a backend's name and its options, each or both None.
@@ -144,6 +158,8 @@ class DeviceMesh:
             )
         if _init_backend:
             _check_world(ranks)
+            if device_type == "cuda":
+                _select_device()
         axes = tuple(merged([(size, prod(ranks.shape[dim + 1 :]))]) for dim, size in enumerate(ranks.shape))
         rank = world.get_rank() if _rank is None else _rank
         self._lay_out(device_type, ranks.reshape(-1), axes, names, rank, None)

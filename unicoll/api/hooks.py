@@ -13,7 +13,7 @@ import numpy as np
 
 from unicoll.api import world
 from unicoll.arrays.conversion import as_buffer
-from unicoll.errors import BackendUnavailableError, DistArgumentError
+from unicoll.errors import BackendUnavailableError, DistArgumentError, DistTypeError
 from unicoll.group.hooks import Hook, HookedCall, add_to_job
 
 
@@ -48,10 +48,14 @@ def add_hook(
     Raises:
         NotInitializedError: there is no default group.
         DistArgumentError: no function is given, or this process is not in the group.
+        DistTypeError: what is given is no function.
     """
     functions = (before, after, returned, waited)
     if functions == (None,) * 4:
         raise DistArgumentError("add_hook: give before, after, returned or waited")
+    for given in functions:
+        if given is not None and not callable(given):
+            raise DistTypeError(f"add_hook: {given!r} is not a function")
     job = world.current("add_hook").job
     if group is not None:
         dispatcher = world.member(group, "add_hook").whole._dispatcher

@@ -86,8 +86,9 @@ def _check_arity(
             if at_root
             else " on ranks that are not the root"
         )
+        hint = f": {op.name}_list is None or empty" if arity is Arity.PER_RANK_AT_ROOT and not buffers else ""
         raise DistArgumentError(
-            f"{op.name}: {len(buffers)} {side} arrays given, {expected} expected{where} (group of {size})",
+            f"{op.name}: {len(buffers)} {side} arrays given, {expected} expected{where} (group of {size}){hint}",
             op=op.name,
         )
 

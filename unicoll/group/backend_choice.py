@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unicoll.backend.contract import Backend as BackendBase
-from unicoll.errors import BackendUnavailableError, DistArgumentError
+from unicoll.errors import BackendUnavailableError, DistArgumentError, DistTypeError
 from unicoll.group.registry import devices_of, load, reason_against, registered_devices
 
 
@@ -47,9 +47,12 @@ def choose(backend: str | None, started_by_mpi: bool = False, against_mpi: str =
     Raises:
         BackendUnavailableError: the backend cannot be used; the message has each candidate's reason.
         DistArgumentError: not a backend specification.
+        DistTypeError: no text.
     """
     if backend is None or backend in ("", "undefined"):
         return _choose_by_device(started_by_mpi, against_mpi)
+    if not isinstance(backend, str):
+        raise DistTypeError(f"backend: expected a name, got {backend!r}")
     spec = backend.lower()
     if ":" not in spec:
         cls = _usable([spec])[1]

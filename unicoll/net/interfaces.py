@@ -208,6 +208,13 @@ def listen_addresses(
 def _named_addresses(variable: str, spec: str, pattern: str, family: int | None) -> AddressChoice:
     """One address of each interface that ``pattern`` selects, of ``family`` where the interface has one."""
     found = interfaces()
+    if variable == "GLOO_SOCKET_IFNAME":  # each name is that of one interface, as in Gloo
+        unknown = {name.strip() for name in spec.split(",")} - {interface.name for interface in found}
+        if unknown:
+            names = ", ".join(sorted(unknown))
+            raise DistNetworkError(
+                f"{variable}={spec}: there is no interface {names}; this host has {_describe(found)}"
+            )
     selected = match_interfaces(pattern, [i for i in found if i.is_up])
     # A peer cannot use a link-local address, whose zone is this host's.
     usable = [i for i in selected if i.scope != "link" or i.family == socket.AF_INET]
