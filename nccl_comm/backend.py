@@ -74,6 +74,7 @@ class NCCLBackend(Backend):
         frozenset(name for name in OPS if name in OPERATIONS or name == "barrier"),
         _reduces,
         tags=False,
+        joins_batches=True,
     )
 
     def __init__(self, context: Context, parent: NCCLBackend | None = None, connect: bool = True) -> None:

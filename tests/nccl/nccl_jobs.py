@@ -117,6 +117,8 @@ def messages() -> dict[str, Any]:
     first = y.numpy().tolist()
     big, into = arrays.full(1 << 16, me, np.int32), arrays.empty(1 << 16, np.int32)
     ops = [dist.P2POp(dist.isend, big, other), dist.P2POp(dist.irecv, into, other)]
+    own, mine = arrays.full(3, 10 + me, np.int32), arrays.empty(3, np.int32)
+    ops += [dist.P2POp(dist.isend, own, me), dist.P2POp(dist.irecv, mine, me)]
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     refused = []
@@ -126,6 +128,8 @@ def messages() -> dict[str, Any]:
         lambda: dist.recv(y, other, tag=None),
         lambda: dist.recv(y, other, status=dist.Status()),
         lambda: dist.send(x, me),
+        lambda: dist.batch_isend_irecv([*ops, dist.P2POp(dist.isend, own, me)]),
+        lambda: dist.batch_isend_irecv([ops[2], dist.P2POp(dist.irecv, y, me)]),
     ):
         try:
             attempt()
@@ -137,6 +141,7 @@ def messages() -> dict[str, Any]:
         "first": first,
         "source": source,
         "second": sorted(set(into.numpy().tolist())),
+        "own": mine.numpy().tolist(),
         "refused": refused,
         "again": again.numpy().tolist(),
         "n": n,

@@ -65,11 +65,16 @@ def test_messages(pool: Callable[[int], Pool]) -> None:
         assert found["source"] == 1 - me
         assert found["second"] == [1 - me]
         assert found["again"] == [2]
-        no_tags, no_any, *others = found["refused"]
+        assert found["own"] == [10 + me] * 3
+        no_tags, no_any, *others, twice, size = found["refused"]
         assert "NCCL has no tags" in no_tags
         assert "cannot receive from any rank" in no_any
-        for text, what in zip(others, ("tag=None", "status", "messages to oneself"), strict=True):
+        for text, what in zip(others, ("tag=None", "status", "a message to oneself but"), strict=True):
             assert f"backend nccl does not support {what}" in text
+        for text in (twice, size):
+            assert (
+                "batch_isend_irecv: messages to oneself and their receives differ: sent are int32[3]" in text
+            )
 
 
 def test_a_communicator_may_be_non_blocking(pool: Callable[[int], Pool]) -> None:

@@ -39,10 +39,12 @@ def send(
 ) -> None:
     """Send ``tensor`` to one rank; returns when the array may be written again.
 
+    Completion does not mean that the receiver has come: a small message is buffered.
+
     Args:
         tensor: array of any shape; the receiver's must have as many elements of the same type.
         dst: global rank of the receiver; NO_RANK sends nothing. A message to this process itself is kept until it
-            is received.
+            is received; over NCCL its receive has to be in the same :func:`batch_isend_irecv`.
         group: the process group; None means the default one. Outside it: a warning, and no data moves.
         tag: a number that the receiver's must equal.
         group_dst: the receiver's rank in the group; give this or ``dst``.
@@ -111,6 +113,8 @@ def isend(
     timeout: Timeout = None,
 ) -> Work | None:
     """:func:`send` in the background: the array must not be written until ``work.wait()`` has returned.
+
+    Completion means that the array may be used again, not that the receiver has come.
 
     Arguments and errors as :func:`send`; errors of the transfer come from the Work.
 

@@ -67,7 +67,7 @@ def new_group(
 
     Args:
         ranks: global ranks of the members; None is all.
-        timeout: default timeout of its operations; None takes the default group's.
+        timeout: default timeout of its operations; None takes the default group's (torch: the backend's default).
         backend: as for init_process_group; None takes the default group's. Not ``"fake"``; in a job of that backend
             every group has it, and this argument is ignored.
         pg_options: passed to the backend.

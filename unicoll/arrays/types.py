@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 default_pg_timeout = timedelta(minutes=30)
-"""Timeout of an operation if neither the call nor the group has one (torch.distributed's default)."""
+"""Timeout of an operation if neither the call nor the group has one. torch.distributed has 10 minutes for NCCL."""
 
 
 class DType:

@@ -70,6 +70,8 @@ class Caps:
         compresses: True if it takes calls with a :attr:`Call.compression`, and keeps the error bounds of
             :mod:`unicoll.arrays.compression`; it need not compress.
         tags: False if messages between two ranks match in order, and a tag other than 0 is refused.
+        joins_batches: True if a batch of sends and receives is one operation, in which a message to oneself is received
+            in the same batch. With ``probe`` among ``native`` these need no batch.
     """
 
     devices: frozenset[str] = frozenset({"cpu"})
@@ -77,6 +79,7 @@ class Caps:
     reduces: Callable[[DType, Reduction], bool] = host_reduces
     compresses: bool = False
     tags: bool = True
+    joins_batches: bool = False
 
 
 @dataclass(eq=False, repr=False)

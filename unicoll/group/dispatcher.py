@@ -279,7 +279,14 @@ class Dispatcher:
         self, settings: CallSettings, messages: Sequence[Message], timeout: Timeout
     ) -> list[Work]:
         """Start several messages; none is sent unless all are valid."""
-        triples = [self._message(settings, message, timeout) for message in messages]
+        triples = [self._message(settings, message, timeout, in_batch=True) for message in messages]
+        _check_own_messages(
+            [
+                call
+                for call, backend, _ in triples
+                if call.peer == self._context.rank and PROBE.name not in backend.caps.native
+            ]
+        )
         if not triples:
             return []
         site = call_site()
@@ -302,7 +309,7 @@ class Dispatcher:
         return works
 
     def _message(
-        self, settings: CallSettings, message: Message, timeout: Timeout
+        self, settings: CallSettings, message: Message, timeout: Timeout, in_batch: bool = False
     ) -> tuple[Call, Backend, CallKind]:
         op, tensor, peer, tag, status = message
         buffer = as_buffer(tensor, f"{op.name}: tensor")
@@ -324,7 +331,7 @@ class Dispatcher:
         if checked is None:
             checked = self.validation.check(call, key)
         if peer == context.rank or tag is None or status is not None:
-            _check_matching(call, checked[1], context)
+            _check_matching(call, checked[1], context, in_batch)
         return call, checked[1], checked[2]
 
     def _peer(self, op: Op, peer: int | None, receives: bool) -> int:
@@ -398,17 +405,32 @@ class Dispatcher:
         )
 
 
-def _check_matching(call: Call, backend: Backend, context: Context) -> None:
+def _check_matching(call: Call, backend: Backend, context: Context, in_batch: bool) -> None:
     """Refuse what only backends with probes have."""
     if PROBE.name in backend.caps.native:
         return
-    if call.peer == context.rank:
-        what = "messages to oneself"
-    else:
+    if call.tag is None or call.partial:
         what = "tag=None" if call.tag is None else "status"
+    elif not backend.caps.joins_batches:
+        what = "messages to oneself"
+    elif not in_batch:
+        what = "a message to oneself but in a batch with its receive (batch_isend_irecv)"
+    else:
+        return
     raise DistArgumentError(
         f"{call.op.name}: backend {backend.name} does not support {what}", op=call.op.name
     )
+
+
+def _check_own_messages(calls: Sequence[Call]) -> None:
+    """Refuse messages to oneself that have no receive of their size in the same batch, for a backend that needs it."""
+    sent = [call.inputs[0] for call in calls if call.inputs]
+    received = [call.outputs[0] for call in calls if call.outputs]
+    if [(b.dtype, b.count) for b in sent] != [(b.dtype, b.count) for b in received]:
+        raise DistArgumentError(
+            f"batch_isend_irecv: messages to oneself and their receives differ: sent are {', '.join(map(str, sent))},"
+            f" received {', '.join(map(str, received))}"
+        )
 
 
 def _tag(op: Op, tag: int | None, receives: bool) -> int | None:

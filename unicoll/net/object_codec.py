@@ -22,8 +22,8 @@ from unicoll.net.object_writer import Writer
 
 HOW_TO_ALLOW = (
     "Pickle is not allowed in this job. Send plain objects (numbers, str, bytes, lists, tuples, dicts, sets, NumPy "
-    "arrays), or allow it: start every rank with the same UNICOLL_SECRET (unicoll's launcher makes one), and "
-    "without UNICOLL_ALLOW_PICKLE=0."
+    "arrays), or allow it: start every rank with the same UNICOLL_SECRET, for example the output of `openssl rand -hex "
+    "32` (unicoll's launcher makes one on one node), and without UNICOLL_ALLOW_PICKLE=0."
 )
 """The end of a refusal's message."""
 
