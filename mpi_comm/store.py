@@ -103,13 +103,15 @@ class _Server:
 
     def apply(self, op: StoreOp, fields: Sequence[bytes], deadline: float | None = None) -> Sequence[bytes]:
         """Execute an operation for a thread of this process; WaitRequired if it still has to wait at ``deadline``."""
+        waited = False
         with self.changed:
             while True:
                 try:
-                    reply = self.table.apply(op, fields)
+                    reply = self.table.apply(op, fields, waited)
                 except WaitRequired:
                     if deadline is None or time.monotonic() >= deadline:
                         raise
+                    waited = True
                     self.changed.wait(seconds_left(deadline))
                     continue
                 if self.table.changed_keys:
@@ -184,7 +186,7 @@ class _Server:
         """Reply to a request if it need not wait, else keep it; returns True if it has a reply."""
         try:
             with self.changed:
-                reply = self.table.apply(request.op, request.fields)
+                reply = self.table.apply(request.op, request.fields, waited=request in self._waiting)
         except WaitRequired as state:
             if request.op.waits and time.monotonic() < request.deadline:
                 if request not in self._waiting:

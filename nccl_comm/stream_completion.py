@@ -20,6 +20,8 @@ class StreamCompletion(Completion):
         blocking: True if ``wait`` blocks the host as well, as that of a barrier does.
     """
 
+    orders_streams = True
+
     def __init__(self, in_flight: InFlight, work: PendingWork, blocking: bool = False) -> None:
         self._blocking = blocking
         self._in_flight = in_flight

@@ -431,6 +431,23 @@ def test_a_function_of_torchs_four_arguments_makes_the_backend_of_each_group() -
         end_cleanly(job)
 
 
+def test_what_counts_as_torchs_function() -> None:
+    """One that can be called with its arguments; a factory of a class cannot."""
+
+    def with_defaults(store: Any = None, rank: int = 0, size: int = 0, timeout: Any = None) -> Any: ...
+
+    for name, func, extended in (
+        ("some", lambda *args: None, False),
+        ("defaults", with_defaults, False),
+        ("two", lambda options, group_options: None, True),
+    ):
+        dist.Backend.register_backend(name, func, extended)
+        assert registry.load(name) is registry.load(name)
+        assert registry.load(name).name == name
+    dist.Backend.register_backend("factory", lambda unused=None: CountingBackend)
+    assert registry.load("factory") is CountingBackend
+
+
 def test_a_function_that_makes_no_backend() -> None:
     dist.Backend.register_backend("wrong", lambda store, rank, world_size, timeout: timeout)
     with pytest.raises(BackendUnavailableError, match=r"backend 'wrong': .* returned .*timedelta"):

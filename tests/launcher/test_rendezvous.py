@@ -167,8 +167,8 @@ def test_env_with_one_number_in_the_call(pool: ProcessPoolExecutor, port: int) -
         ]
     )
     assert_same_rendezvous(results)
-    assert "rank 0 of 3: from arguments, WORLD_SIZE" in results[0]["notes"]
-    assert "rank 1 of 3: from arguments, RANK" in results[1]["notes"]
+    assert "rank 0 of 3: from arguments, RANK=0, WORLD_SIZE=3 (environment)" in results[0]["notes"]
+    assert "rank 1 of 3: from arguments, RANK=1, WORLD_SIZE=3 (environment)" in results[1]["notes"]
 
 
 @pytest.mark.parametrize("given", [{"rank": 0, "world_size": 2}, {}])

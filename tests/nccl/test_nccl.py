@@ -73,7 +73,7 @@ def test_messages(pool: Callable[[int], Pool]) -> None:
             assert f"backend nccl does not support {what}" in text
         for text in (twice, size):
             assert (
-                "batch_isend_irecv: messages to oneself and their receives differ: sent are int32[3]" in text
+                "batch_isend_irecv: messages to oneself and their receives differ: sent is int32[3]" in text
             )
 
 

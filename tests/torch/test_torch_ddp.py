@@ -104,7 +104,7 @@ def test_torchs_own_class_says_what_to_use(tmp_path: Path) -> None:
     """Torch's class refuses a unicoll group; without a group torch's error, if it is not caught, says what to do."""
     setting = {**environment(), "RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT)}
     for argument, says in (
-        ("", "unicoll has one. Over it are unicoll.parallel.DistributedDataParallel"),
+        ("", r"\(unicoll has one: use unicoll.parallel.DistributedDataParallel"),
         (
             "unicoll.group.WORLD",
             "DistTypeError: <ProcessGroup 'world': .*unicoll.parallel.Distributed.* takes it",

@@ -83,7 +83,7 @@ def test_a_spec_without_names(spec: str) -> None:
     [
         ({"UNICOLL_SOCKET_IFNAME": "ib0,eth1"}, "10.0.0.1", ["10.9.0.5", "10.1.0.5", "10.2.0.5"]),
         ({"UNICOLL_SOCKET_IFNAME": "=eth1", "GLOO_SOCKET_IFNAME": "ib0"}, "10.0.0.1", ["10.1.0.5"]),
-        ({"GLOO_SOCKET_IFNAME": "ib0,eth1"}, "10.0.0.1", ["10.9.0.5", "10.1.0.5"]),
+        ({"GLOO_SOCKET_IFNAME": "ib0,eth1,"}, "10.0.0.1", ["10.9.0.5", "10.1.0.5"]),
         ({"UNICOLL_SOCKET_IFNAME": "eth0"}, "10.0.0.1", ["10.0.0.5"]),
         ({"UNICOLL_SOCKET_IFNAME": "eth0"}, "2001:db8::1", ["2001:db8::5"]),
         ({"UNICOLL_SOCKET_IFNAME": "eth1"}, "2001:db8::1", ["10.1.0.5", "10.2.0.5"]),
@@ -113,10 +113,13 @@ def test_listen_addresses(environ: dict[str, str], master: str | None, addresses
     ("environ", "message"),
     [
         ({"UNICOLL_SOCKET_IFNAME": "wlan"}, "UNICOLL_SOCKET_IFNAME=wlan: no interface that is up matches"),
-        ({"GLOO_SOCKET_IFNAME": "eth"}, "GLOO_SOCKET_IFNAME=eth: there is no interface eth; this host"),
+        (
+            {"GLOO_SOCKET_IFNAME": "eth"},
+            "GLOO_SOCKET_IFNAME=eth: no interface with an address has the name eth; this",
+        ),
         (
             {"GLOO_SOCKET_IFNAME": "eth1,ib9, ib0"},
-            "GLOO_SOCKET_IFNAME=.*: there is no interface ib9; this host",
+            "GLOO_SOCKET_IFNAME=.*: no interface with an address has the name ib9; this",
         ),
         ({"GLOO_SOCKET_IFNAME": "eth9"}, "no interface that is up matches"),
     ],

@@ -7,6 +7,7 @@ that they were sliced from (the root); each dimension is an axis, which gives si
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -110,8 +111,10 @@ def _select_device() -> None:
     """Make the CUDA device of this process's local rank the current one, if the thread has none (torch's rule)."""
     from unicoll.arrays import cuda  # programs on CPUs do not need it
 
-    local = world.current("DeviceMesh").job.local_rank
-    if local is None or cuda.reason_against() is not None:
+    job, torch = world.current("DeviceMesh").job, sys.modules.get("torch")
+    local = job.local_rank
+    used = torch is not None and torch.cuda.is_initialized()
+    if local is None or job.fake or used or cuda.reason_against() is not None:
         return
     runtime = cuda.cuda()
     count = runtime.device_count()

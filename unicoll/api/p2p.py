@@ -2,8 +2,8 @@
 
 Messages between two ranks of a group match by tag, in the order in which they were sent. A message to
 :data:`~unicoll.backend.status.NO_RANK`, or from it, ends at once and moves no data, so a program needs no special case
-at the edge of a grid. Probes, messages to oneself, ``tag=None`` and ``status`` are of backends that match messages by
-tag: not of NCCL.
+at the edge of a grid. Probes, ``tag=None`` and ``status`` are of backends that match messages by tag: not of NCCL,
+which has messages to oneself only in a batch with their receives.
 """
 
 from __future__ import annotations

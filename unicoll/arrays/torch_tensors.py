@@ -6,6 +6,7 @@ torch is taken from ``sys.modules``; this module does not import it.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from ctypes import c_char
 from functools import cache, partial
@@ -66,11 +67,17 @@ class ProfilerWatch:
     running = False
     changed: Callable[[bool], None] | None = None
 
-    def update(self, running: bool) -> None:
-        """Set :attr:`running` and tell."""
-        self.running = running
-        if self.changed is not None:
-            self.changed(running)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def update(self, profiler: Any) -> None:
+        """Set :attr:`running` by torch's module, and tell; threads of several groups may find the change at once."""
+        with self._lock:
+            running = profiler._is_profiler_enabled
+            if running is not self.running:
+                self.running = running
+                if self.changed is not None:
+                    self.changed(running)
 
 
 profiler_watch = ProfilerWatch()
@@ -89,7 +96,7 @@ def _torch_adapter(torch: Any) -> Adapter:
 
     def adapt(tensor: Any) -> Buffer:
         if profiler._is_profiler_enabled is not watch.running:
-            watch.update(profiler._is_profiler_enabled)
+            watch.update(profiler)
         dtype = by_torch.get(tensor.dtype)
         if dtype is None:
             raise DistTypeError(f"tensors of dtype {tensor.dtype} cannot be communicated")

@@ -45,6 +45,9 @@ class Future(concurrent.futures.Future[T], Generic[T]):
 class Operation(Protocol):
     """What a future is made of: a Work."""
 
+    @property
+    def orders_streams(self) -> bool: ...
+
     def wait(self) -> object: ...
 
     def exception(self) -> BaseException | None: ...
@@ -64,19 +67,25 @@ def torch_future(
 ) -> Any:
     """A ``torch.futures.Future`` of an operation.
 
+    It is complete when the operation has ended. Where ``work.wait`` makes streams wait (NCCL), it is complete at once,
+    like NCCL's in torch.distributed, and its own ``wait`` makes the current stream wait for the operation.
+
     Args:
-        outputs: its output arrays. A future of CUDA tensors is complete at once, like NCCL's in torch.distributed: its
-            ``wait`` makes the current stream wait for the operation. Any other future is complete when the operation
-            has ended, with the operation's error if it failed.
+        outputs: its output arrays.
         value: returns what the future is complete with when the operation has ended, in place of the outputs.
     """
-    if value is None and len(outputs) > 0 and outputs[0].is_cuda:
-        with torch.cuda.stream(torch.cuda.Stream(outputs[0].device)):  # one of torch's pool
-            future = torch.futures.Future(devices=[outputs[0].device])
+    on_device = len(outputs) > 0 and outputs[0].is_cuda
+    devices = [outputs[0].device] if on_device and value is None else None
+    ended = torch.futures.Future(devices=devices)
+    if devices is None or not work.orders_streams:
+        return _at_end(ended, work, outputs, value)
+    with torch.cuda.stream(torch.cuda.Stream(outputs[0].device)):  # one of torch's pool
+        try:
             work.wait()
-            future.set_result(outputs)
-        return future
-    return _at_end(torch.futures.Future(), work, outputs, value)
+        except Exception as error:
+            return _failed(ended, error)
+        ended.set_result(outputs)
+    return ended
 
 
 def python_future(
@@ -96,8 +105,19 @@ def _at_end(ended: Any, work: Operation, outputs: Sequence[Any], value: Callable
         error = work.exception()
         if error is not None:
             raise error
+        if not work.orders_streams:
+            work.wait()  # it may have to unpack the results of strided arrays
         return outputs
 
     future = ended.then(result)  # a torch future gets an error only from such a callback
     work.add_done_callback(lambda: ended.set_result(None))
+    return future
+
+
+def _failed(ended: Any, error: Exception) -> Any:
+    def fail(_: Any) -> Any:
+        raise error
+
+    future = ended.then(fail)
+    ended.set_result([])
     return future

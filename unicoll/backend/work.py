@@ -46,6 +46,9 @@ class Completion(ABC):
     def add_done_callback(self, fn: Callable[[], None]) -> None:
         """Call ``fn`` once when the batch has ended; at once if it has."""
 
+    orders_streams: bool = False
+    """True if :meth:`wait` makes the current stream wait and returns, in place of the host."""
+
     @property
     def recorded(self) -> bool:
         """True if the batch was recorded into a graph, with which it runs any number of times."""
@@ -189,6 +192,11 @@ class Work:
         """The backend's handle of the operation, which does not keep the arrays alive once it has been waited for."""
         return self._completion
 
+    @property
+    def orders_streams(self) -> bool:
+        """True if :meth:`wait` makes the current CUDA stream wait, and does not block the host."""
+        return self._completion.orders_streams
+
     def wait(self, timeout: Timeout = None) -> bool:
         """Order the caller after the operation; returns True.
 
@@ -266,9 +274,11 @@ class Work:
         """A future of the output arrays; the same one at every call.
 
         For torch tensors it is a ``torch.futures.Future``, as DDP's communication hooks and
-        ``torch.futures.collect_all`` need; that of CUDA tensors is complete at once, and its ``wait`` makes the current
-        stream wait (torch.distributed's rule). For other arrays it is a ``concurrent.futures.Future``, which has
-        ``then``, ``value`` and ``wait`` of torch's futures, too; it is complete when the operation has ended.
+        ``torch.futures.collect_all`` need. It raises RuntimeError with the text of the operation's error, which
+        :meth:`exception` has. That of CUDA tensors over NCCL is complete at once, and its ``wait`` makes the current
+        stream wait (torch.distributed's rule). For other arrays, and for a barrier, it is a
+        ``concurrent.futures.Future``, which has ``then``, ``value`` and ``wait`` of torch's futures, too. Both are
+        complete when the operation has ended.
         """
         if self._future is None:
             from unicoll.backend.futures import work_future  # concurrent.futures is slow to import

@@ -95,16 +95,6 @@ def master_of(environ: Environ) -> tuple[str | None, int | None]:
     return address.strip("[]") or None, parse_port(port, f"MASTER_PORT={port}") if port else None
 
 
-def rank_or_size(name: str, environ: Environ) -> int | None:
-    """The value of RANK (``"rank"``) or WORLD_SIZE, where the other one is not in the environment; None if not set.
-
-    Raises:
-        DistArgumentError: it is not a number.
-    """
-    variable = TORCH_STYLE.rank if name == "rank" else TORCH_STYLE.size[0]
-    return _number(variable, environ) if environ.get(variable, "").strip() else None
-
-
 def has_rank_without_size() -> bool:
     """True if an MPI launcher has set a rank, but no size, in the environment."""
     return any(

@@ -10,7 +10,7 @@ from datetime import timedelta
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from unicoll.bootstrap.launcher_table import TORCH_STYLE
-from unicoll.bootstrap.launchers import LaunchInfo, address_hint, detect, master_of, near_misses, rank_or_size
+from unicoll.bootstrap.launchers import LaunchInfo, address_hint, detect, master_of, near_misses
 from unicoll.bootstrap.rendezvous_protocol import StoreLocation, agree_on_store
 from unicoll.bootstrap.store_locations import (
     ExistingStoreLocation,
@@ -227,16 +227,17 @@ def members(
         values[name] = value
         sources.append("init_method")
     complete = None not in values.values()
+    if (
+        not complete
+    ):  # one of the two may be in the call, and the other one in the environment (torch.distributed)
+        variables = {"rank": TORCH_STYLE.rank, "world_size": TORCH_STYLE.size[0]}
+        given = {variables[name]: str(value) for name, value in values.items() if value is not None}
+        environ = {**environ, **given}
     launched = launched or _detect(environ, needed=not complete, notes=notes)
     if launched is not None and not complete:
         sources.append(f"{launched.source} ({launched.name})")
-    for name in values:
-        if values[name] is None and launched is not None:
-            values[name] = getattr(launched, name)
-        elif values[name] is None and (number := rank_or_size(name, environ)) is not None:
-            values[name] = number
-            sources.append("RANK" if name == "rank" else "WORLD_SIZE")
-    this_rank, size = values["rank"], values["world_size"]
+    this_rank = _default(values["rank"], launched.rank if launched else None)
+    size = _default(values["world_size"], launched.world_size if launched else None)
     if this_rank is None or size is None:
         if url.scheme in _BUILT_IN:
             raise DistArgumentError(_missing_members_message(values, environ))
@@ -253,6 +254,10 @@ def members(
         if launched.world_size != size:
             launched = None  # another set of processes, with its own hosts, store and job
     return this_rank, size, launched
+
+
+def _default(value: int | None, default: int | None) -> int | None:
+    return default if value is None else value
 
 
 def _detect(environ: Environ, *, needed: bool, notes: list[str]) -> LaunchInfo | None:
@@ -296,7 +301,8 @@ def _missing_members_message(values: Mapping[str, int | None], environ: Environ)
     return (
         f"unknown {missing} of this process: no launcher was recognised{seen}. Start the processes with "
         "`python -m unicoll.run --nproc-per-node N script.py`, mpirun, srun or torchrun; or set RANK, "
-        "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each; or pass rank= and world_size= together with "
+        "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each (rank or size may be in the call); or pass rank= and "
+        "world_size= together with "
         "init_method='tcp://host:port', init_method='file:///path' or store="
     )
 
@@ -381,7 +387,7 @@ def _env_location(
         return MPILocation(spare_store, None)
     if host is None and ports and rank == 0 and (launched is None or launched.name == TORCH_STYLE.name):
         own = interfaces.listen_addresses(None, environ).addresses[0]
-        source += ", and MASTER_ADDR is not set on rank 0, which listens on all interfaces"
+        source = "MASTER_PORT; MASTER_ADDR is not set on rank 0, which listens on all interfaces"
         return TCPLocation(own, ports, source, secret, all_interfaces=True, job=job)
     if host is None or not ports:
         raise DistArgumentError(f"no address for the rendezvous: {hint}")

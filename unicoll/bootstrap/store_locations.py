@@ -210,7 +210,7 @@ class TCPLocation(StoreLocation):
         loopback address, else all interfaces)."""
         host = self.master_host
         if self._all_interfaces:
-            return None
+            return "*"
         if interfaces.is_loopback(host):
             # A host's own name may resolve to loopback on this host only (127.0.1.1 in /etc/hosts).
             return host if self._single_host and not interfaces.is_loopback_name(host) else None

@@ -279,19 +279,18 @@ class Dispatcher:
         self, settings: CallSettings, messages: Sequence[Message], timeout: Timeout
     ) -> list[Work]:
         """Start several messages; none is sent unless all are valid."""
-        triples = [self._message(settings, message, timeout, in_batch=True) for message in messages]
-        _check_own_messages(
-            [
-                call
-                for call, backend, _ in triples
-                if call.peer == self._context.rank and PROBE.name not in backend.caps.native
-            ]
-        )
+        several = len(messages) > 1
+        triples = [self._message(settings, message, timeout, several) for message in messages]
         if not triples:
             return []
         site = call_site()
         works: list[Work] = []
-        for backend, some in groupby(triples, itemgetter(1)):  # device arrays and host arrays may be mixed
+        # device arrays and host arrays may be mixed
+        batches = [(backend, list(some)) for backend, some in groupby(triples, itemgetter(1))]
+        for backend, some in batches:
+            if backend.caps.joins_batches:
+                _check_own_messages([call for call, _, _ in some if call.peer == self._context.rank])
+        for backend, some in batches:
             calls, kinds = [], []
             for call, _, kind in some:
                 call.site = site
@@ -427,9 +426,10 @@ def _check_own_messages(calls: Sequence[Call]) -> None:
     sent = [call.inputs[0] for call in calls if call.inputs]
     received = [call.outputs[0] for call in calls if call.outputs]
     if [(b.dtype, b.count) for b in sent] != [(b.dtype, b.count) for b in received]:
+        texts = [", ".join(map(str, buffers)) or "nothing" for buffers in (sent, received)]
         raise DistArgumentError(
-            f"batch_isend_irecv: messages to oneself and their receives differ: sent are {', '.join(map(str, sent))},"
-            f" received {', '.join(map(str, received))}"
+            "batch_isend_irecv: messages to oneself and their receives differ:"
+            f" sent is {texts[0]}, received {texts[1]}"
         )
 
 

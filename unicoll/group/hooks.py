@@ -264,6 +264,10 @@ class _HookedCompletion(Completion):
         self._inner.track(entries)
 
     @property
+    def orders_streams(self) -> bool:  # type: ignore[override]
+        return self._inner.orders_streams
+
+    @property
     def recorded(self) -> bool:
         return self._inner.recorded
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntEnum
@@ -118,8 +119,11 @@ class BackendName(str):
         if isinstance(func, type):
             _registered[key] = lambda: func
         elif callable(func):
-            count = _required_arguments(func)
-            _registered[key] = (lambda: _from_function(key, func, extended_api)) if count else func
+            if _takes(func, 2 if extended_api else 4):
+                made = _from_function(key, func, extended_api, devices)
+                _registered[key] = lambda: made
+            else:
+                _registered[key] = func
         else:
             raise DistArgumentError(f"register_backend: {func!r} is neither a Backend class nor a function")
         if devices is not None:
@@ -129,18 +133,27 @@ class BackendName(str):
         setattr(cls, name.upper().replace("-", "_"), key)
 
 
-def _required_arguments(func: Callable[..., Any]) -> int:
+def _takes(func: Callable[..., Any], count: int) -> bool:
+    """True if a function can be called with so many arguments; of a compiled one it is assumed."""
     from inspect import signature
 
+    how: dict[str, Any] = {}
+    if sys.version_info >= (3, 14):  # else its annotations are evaluated
+        from annotationlib import Format
+
+        how["annotation_format"] = Format.FORWARDREF
     try:
-        parameters = signature(func).parameters.values()
-    except ValueError:  # of a compiled function
-        return 4
-    kinds = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
-    return sum(p.default is p.empty and p.kind.name in kinds for p in parameters)
+        signature(func, **how).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
 
 
-def _from_function(name: str, func: Callable[..., Any], extended: bool) -> type[BackendBase]:
+def _from_function(
+    name: str, func: Callable[..., Any], extended: bool, devices: str | list[str] | None
+) -> type[BackendBase]:
     """A class whose ``create`` calls torch's kind of function; it has no instances."""
 
     def create(cls: type[BackendBase], context: Context) -> BackendBase:
@@ -158,8 +171,8 @@ def _from_function(name: str, func: Callable[..., Any], extended: bool) -> type[
         made.creator = cls
         return made
 
-    devices = _registered_devices.get(name, frozenset({"cpu"}))
-    members = {"name": name, "caps": Caps(devices), "create": classmethod(create)}
+    caps = Caps(frozenset(["cpu"] if devices is None else [devices] if isinstance(devices, str) else devices))
+    members = {"name": name, "caps": caps, "create": classmethod(create)}
     return type(f"{name}_by_function", (BackendBase,), members)
 
 

@@ -114,8 +114,10 @@ def torch_log_level(environ: Environ | None = None) -> str:
     Raises:
         DistArgumentError: the value is not accepted.
     """
-    names = ("info", "warning", "error", "fatal")
-    text = _one_of("TORCH_CPP_LOG_LEVEL", environ, "", ("", *names, *"0123"))
+    variable, names = "TORCH_CPP_LOG_LEVEL", ("info", "warning", "error", "fatal")
+    if not _text(variable, environ):
+        return ""
+    text = _one_of(variable, environ, "", (*names, *"0123"))
     name = names[int(text)] if text.isdigit() else text
     return "error" if name == "fatal" else name
 

@@ -75,17 +75,19 @@ def as_text(kind: type[BaseException], value: BaseException, trace: TracebackTyp
 
 _NO_TORCH_GROUP = "Default process group has not been initialized"
 _HINT = (
-    " (torch.distributed's; unicoll has one. Over it are unicoll.parallel.DistributedDataParallel, which is torch's,"
-    " and unicoll.parallel.DistributedSampler; for all of torch import unicoll.torch_plugin, and call"
-    " torch.distributed.init_process_group('unicoll') in place of unicoll's)"
+    " (unicoll has one: use unicoll.parallel.DistributedDataParallel and unicoll.parallel.DistributedSampler in place"
+    " of torch's; or import unicoll.torch_plugin, and call torch.distributed.init_process_group('unicoll') in place of"
+    " unicoll.init_process_group)"
 )
 
 
 def _explain(value: BaseException) -> None:
     """Say in torch's error about a missing default group what to do in a job of unicoll's functions."""
-    text, world = str(value), sys.modules.get("unicoll.api.world")
-    is_torchs = isinstance(value, ValueError) and text.startswith(_NO_TORCH_GROUP)
-    if is_torchs and world is not None and world.is_initialized() and not text.endswith(_HINT):
+    world = sys.modules.get("unicoll.api.world")
+    if not isinstance(value, ValueError) or world is None or not world.is_initialized():
+        return
+    text = value.args[0] if value.args else None
+    if isinstance(text, str) and text.startswith(_NO_TORCH_GROUP) and not text.endswith(_HINT):
         value.args = (text + _HINT,)
 
 

@@ -209,11 +209,12 @@ def _named_addresses(variable: str, spec: str, pattern: str, family: int | None)
     """One address of each interface that ``pattern`` selects, of ``family`` where the interface has one."""
     found = interfaces()
     if variable == "GLOO_SOCKET_IFNAME":  # each name is that of one interface, as in Gloo
-        unknown = {name.strip() for name in spec.split(",")} - {interface.name for interface in found}
+        names = {name.strip() for name in spec.split(",")} - {""}
+        unknown = names - {interface.name for interface in found}
         if unknown:
-            names = ", ".join(sorted(unknown))
             raise DistNetworkError(
-                f"{variable}={spec}: there is no interface {names}; this host has {_describe(found)}"
+                f"{variable}={spec}: no interface with an address has the name {', '.join(sorted(unknown))};"
+                f" this host has {_describe(found)}"
             )
     selected = match_interfaces(pattern, [i for i in found if i.is_up])
     # A peer cannot use a link-local address, whose zone is this host's.

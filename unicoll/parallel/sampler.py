@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from array import array
 from collections.abc import Iterator, Sized
 from importlib import import_module
 from typing import Any
@@ -26,7 +27,7 @@ class DistributedSampler:
     can be the ``sampler=`` of torch's ``DataLoader``.
 
     The shuffled order depends only on ``seed + epoch`` and the data set's length: it is that of ``torch.randperm``,
-    which is used if torch has been imported. Otherwise NumPy makes the same one, in about seven times the time; from
+    which is used if torch has been imported. Otherwise the same one is made without torch, which takes longer; from
     214,748,364 samples on torch is imported, because its algorithm is another one there.
 
     Attributes:
@@ -106,9 +107,8 @@ class DistributedSampler:
             if count < _MOST_OF_RANDPERM:
                 return _randperm(count, seed)
             torch = import_module("torch")
-        order: npt.NDArray[np.int64] = torch.randperm(
-            count, generator=torch.Generator().manual_seed(seed)
-        ).numpy()
+        generator = torch.Generator().manual_seed(seed)
+        order: npt.NDArray[np.int64] = torch.randperm(count, generator=generator, device="cpu").numpy()
         return order
 
 
@@ -119,7 +119,7 @@ def _randperm(count: int, seed: int) -> npt.NDArray[np.int64]:
     """
     numbers = np.frombuffer(np.random.RandomState(seed % 2**32).bytes(4 * max(count - 1, 0)), "<u4")
     steps = numbers % np.arange(count, 1, -1, dtype=np.uint32)
-    order = list(range(count))
-    for place, step in enumerate(steps.tolist()):
+    order = array("q", range(count))  # a list would take five times the memory
+    for place, step in enumerate(steps.data):
         order[place], order[place + step] = order[place + step], order[place]
     return np.array(order, np.int64)

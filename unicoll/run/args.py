@@ -80,6 +80,8 @@ def _options(parsed: argparse.Namespace) -> LaunchOptions:
     if not 0 <= parsed.node_rank < nnodes:
         raise ValueError(f"--node-rank {parsed.node_rank} is not in 0..{nnodes - 1} (--nnodes {nnodes})")
     kind = _kind(parsed)
+    if kind == "command" and not getattr(parsed, "use_env", True):
+        raise ValueError("--no-python needs --use-env: a command gets no --local-rank")
     python = os.environ.get("PYTHON_EXEC") or sys.executable
     _check_target(kind, parsed.target, python)
     if parsed.log_dir and os.path.exists(parsed.log_dir) and not os.path.isdir(parsed.log_dir):

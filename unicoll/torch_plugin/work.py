@@ -95,6 +95,10 @@ class ReleasedHandle:
     error: BaseException | None = None
     source: int = -1
 
+    @property
+    def orders_streams(self) -> bool:
+        return self.completion is not None and self.completion.orders_streams
+
     def wait(self, timeout: Timeout = None) -> bool:
         if self.completion is not None:
             self.completion.wait(to_seconds(timeout) or None)

@@ -40,16 +40,17 @@ def together(name: str) -> None:
         for i, each in enumerate(outs):
             expected = np.repeat([10.0 * r + i for r in range(n)], sizes[i])
             assert np.array_equal(k.numpy(each), expected), (name, i)
-    sent, got = k.full(1000, float(me)), k.full(1000, -1.0)
+    sent, got, own = k.full(1000, float(me)), k.full(1000, -1.0), k.full(1000, -1.0)
     ops = [dist.P2POp(dist.isend, sent, (me + 1) % n), dist.P2POp(dist.irecv, got, (me - 1) % n)]
-    if n > 1:
-        _done(k, dist.batch_isend_irecv(ops))
-        _same(k, got, (me - 1) % n)
-        if me < 2:  # one after the other, blocking
-            for turn in (0, 1):
-                x = k.full(77, float(me))
-                (dist.send if me == turn else dist.recv)(x, 1 - me)
-                _same(k, x, turn)
+    ops += [dist.P2POp(dist.isend, sent, me), dist.P2POp(dist.irecv, own, me)]
+    _done(k, dist.batch_isend_irecv(ops))
+    _same(k, got, (me - 1) % n)
+    _same(k, own, me)
+    if n > 1 and me < 2:  # one after the other, blocking
+        for turn in (0, 1):
+            x = k.full(77, float(me))
+            (dist.send if me == turn else dist.recv)(x, 1 - me)
+            _same(k, x, turn)
     dist.barrier()
 
 

@@ -147,9 +147,11 @@ class Store(ABC):
             self.wait([opened], timeout)
         except StoreTimeoutError as error:
             count = self.add(arrived, 0)
-            raise StoreTimeoutError(
-                f"barrier {key!r}: {count} of {world_size} callers have come in time", op="barrier"
-            ) from error
+            if count < world_size:  # else the last one has come just now
+                raise StoreTimeoutError(
+                    f"barrier {key!r} of {self!r}: {count} of {world_size} callers had come when the time was up",
+                    op="barrier",
+                ) from error
 
     def has_extended_api(self) -> bool:
         """True if append, multi_get, multi_set and the queues are supported."""

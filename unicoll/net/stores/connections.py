@@ -23,6 +23,8 @@ from unicoll.net.timeouts import backoff, seconds_left
 _ATTEMPT_SECONDS = 10.0
 _PAUSES = (0.01, 1.0)
 _SHUTTING_DOWN_SECONDS = 5.0
+_LEAST_SECONDS = 0.1
+"""For an attempt to connect whose failure is reported."""
 
 
 class ConnectionPool:
@@ -65,7 +67,9 @@ class ConnectionPool:
         started = time.monotonic()
         pauses = backoff(*_PAUSES)
         silent_since: float | None = None
+        cause: DistNetworkError | None = None
         while True:
+            hurried = seconds_left(deadline) < _LEAST_SECONDS
             try:
                 self._idle.append(self._connect(deadline))
                 return
@@ -78,11 +82,13 @@ class ConnectionPool:
                     raise
             except DistNetworkError as error:
                 silent_since = None
+                if cause is None or not hurried:  # an attempt without time says nothing about the server
+                    cause = error
                 if time.monotonic() >= deadline:
                     waited = time.monotonic() - started
                     within = f" within {waited:.3g} s" if waited >= 0.001 else ""
                     raise DistNetworkError(
-                        f"no store could be reached at {self.address}{within}: {error}. Is the process that hosts"
+                        f"no store could be reached at {self.address}{within}: {cause}. Is the process that hosts"
                         " it running there, and the address the same everywhere?"
                     ) from error
             time.sleep(min(next(pauses) * random.uniform(0.5, 1.0), seconds_left(deadline)))

@@ -36,9 +36,8 @@ class Table:
         self._max_value = max_value()
         self._values: dict[bytes, bytes | bytearray] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
-        self._wakes: dict[
-            bytes, int
-        ] = {}  # of a queue: values pushed since it was empty that have woken no one
+        # for each queue: how many values have been pushed since it was empty that have not ended a WAIT
+        self._wakes: dict[bytes, int] = {}
         self._operations: dict[StoreOp, Callable[[Fields], Fields]] = {
             op: getattr(self, f"_{op.name.lower()}") for op in StoreOp
         }
