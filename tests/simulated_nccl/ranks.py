@@ -107,6 +107,15 @@ def install(settings: Settings, rank: int, size: int) -> None:
     _own[:] = made.leftovers()
 
 
+def stream_of_a_library() -> arrays.Stream:
+    """A stream that an array library keeps as long as the process exists."""
+    before = simulation().leftovers()
+    made = arrays.Stream()
+    _kept.append(made)
+    _own.extend(what for what in simulation().leftovers() if what not in before)
+    return made
+
+
 def uninstall() -> None:
     """Remove the simulation; idempotent."""
     global _installed

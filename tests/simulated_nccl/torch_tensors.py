@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -98,7 +99,7 @@ def install() -> None:
     """Replace the functions of torch.cuda and torch.accelerator that the plug-in calls."""
     torch.cuda.is_initialized = lambda: True
     torch.cuda.is_current_stream_capturing = _is_capturing
-    torch.cuda.Stream = lambda device: arrays.Stream()
+    torch.cuda.Stream = cache(lambda device: ranks.stream_of_a_library())  # torch has a pool of them
     torch.cuda.stream = lambda stream: stream
     torch.futures.Future = _Future
     torch.accelerator.is_available = lambda: True

@@ -76,10 +76,10 @@ def torch_future(
     """
     on_device = len(outputs) > 0 and outputs[0].is_cuda
     devices = [outputs[0].device] if on_device and value is None else None
-    ended = torch.futures.Future(devices=devices)
     if devices is None or not work.orders_streams:
-        return _at_end(ended, work, outputs, value)
+        return _at_end(torch.futures.Future(devices=devices), work, outputs, value)
     with torch.cuda.stream(torch.cuda.Stream(outputs[0].device)):  # one of torch's pool
+        ended = torch.futures.Future(devices=devices)
         try:
             work.wait()
         except Exception as error:
