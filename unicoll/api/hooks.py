@@ -181,7 +181,7 @@ _profiled: Hook | None = None
 
 
 def follow_profiler(running: bool) -> None:
-    """Show the job's calls in ``torch.profiler`` while it runs; called when a call with a tensor finds a change."""
+    """Show the job's calls in ``torch.profiler`` while it runs; called at a change, by a call with a tensor."""
     global _profiled
     if _profiled is not None:
         _profiled.remove()

@@ -57,10 +57,10 @@ def torch_family(kind: type) -> Adapter | None:
 
 
 class ProfilerWatch:
-    """``torch.profiler``, as calls with tensors find it.
+    """The state of ``torch.profiler`` at the last call with a tensor.
 
     Attributes:
-        running: True if it was recording at the last call.
+        running: True if it was recording then.
         changed: called with the new value when that has changed, before the call starts.
     """
 
@@ -71,7 +71,7 @@ class ProfilerWatch:
         self._lock = threading.Lock()
 
     def update(self, profiler: Any) -> None:
-        """Set :attr:`running` by torch's module, and tell; threads of several groups may find the change at once."""
+        """Set :attr:`running` from torch's module, and call :attr:`changed`; several threads may call this at once."""
         with self._lock:
             running = profiler._is_profiler_enabled
             if running is not self.running:

@@ -253,6 +253,9 @@ class Backend(ABC):
     """True for a :class:`~unicoll.backend.host_backend.HostBackend`: arrays of a GPU can be served through host memory
     (:mod:`unicoll.staging.backend`)."""
 
+    creator: type[Backend] | None = None
+    """The class whose :meth:`create` makes the backends of further groups; None: this object's."""
+
     is_protected: bool = False
     """True if what it sends between hosts has a MAC or is encrypted."""
 
@@ -317,9 +320,6 @@ class Backend(ABC):
         Called only if ``probe`` is native.
         """
         raise BackendUnavailableError(f"{call.op.name}: backend {self.name} has no probes", op=call.op.name)
-
-    creator: type[Backend] | None = None
-    """The class whose :meth:`create` makes the backends of further groups; None: this object's."""
 
     def split(self, context: Context | None) -> Backend | None:
         """The backend of a group made of some of this group's members.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ def torch_future(
     on_device = len(outputs) > 0 and outputs[0].is_cuda
     devices = [outputs[0].device] if on_device and value is None else None
     if devices is None or not work.orders_streams:
-        return _at_end(torch.futures.Future(devices=devices), work, outputs, value)
+        return _at_end(torch.futures.Future(devices=devices), work, value or partial(_waited, work, outputs))
     with torch.cuda.stream(torch.cuda.Stream(outputs[0].device)):  # one of torch's pool
         ended = torch.futures.Future(devices=devices)
         try:
@@ -92,24 +93,27 @@ def python_future(
     work: Operation, outputs: Sequence[Any], value: Callable[[], Any] | None = None
 ) -> Future[Any]:
     """A :class:`Future` of an operation, complete when it has ended; arguments as of :func:`torch_future`."""
-    ended: Future[Any] = Future()
-    ended.set_running_or_notify_cancel()
-    made: Future[Any] = _at_end(ended, work, outputs, value)
-    return made
 
-
-def _at_end(ended: Any, work: Operation, outputs: Sequence[Any], value: Callable[[], Any] | None) -> Any:
-    def result(_: Any) -> Any:
-        if value is not None:
-            return value()
+    def result() -> Sequence[Any]:
         error = work.exception()
         if error is not None:
             raise error
-        if not work.orders_streams:
-            work.wait()  # it may have to unpack the results of strided arrays
         return outputs
 
-    future = ended.then(result)  # a torch future gets an error only from such a callback
+    ended: Future[Any] = Future()
+    ended.set_running_or_notify_cancel()
+    made: Future[Any] = _at_end(ended, work, value or result)
+    return made
+
+
+def _waited(work: Operation, outputs: Sequence[Any]) -> Sequence[Any]:
+    """The outputs of an operation that has ended; strided ones are unpacked on the stream that the future is of."""
+    work.wait()
+    return outputs
+
+
+def _at_end(ended: Any, work: Operation, value: Callable[[], Any]) -> Any:
+    future = ended.then(lambda _: value())  # a torch future gets an error only from such a callback
     work.add_done_callback(lambda: ended.set_result(None))
     return future
 

@@ -253,10 +253,8 @@ def _from_foreign(given: Any) -> Options:
         "deterministic": getattr(given, "deterministic", None),
         "high_priority": getattr(given, "is_high_priority_stream", None) or None,
     }
-    for name in ("cga_cluster_size", "min_ctas", "max_ctas", "net_name", "traffic_class"):
+    for name in (option.name for option in fields(NCCLConfig)):
         value = getattr(config, name, None)
-        values[name] = None if value == _UNDEFINED else value
-    for name in ("blocking", "split_share"):
-        value = getattr(config, name, None)
-        values[name] = None if value in (None, _UNDEFINED) else bool(value)
+        if value is not None and value != _UNDEFINED:
+            values[name] = bool(value) if _TYPES[name] is bool else value
     return Options(**values)

@@ -227,9 +227,8 @@ def members(
         values[name] = value
         sources.append("init_method")
     complete = None not in values.values()
-    if (
-        not complete
-    ):  # one of the two may be in the call, and the other one in the environment (torch.distributed)
+    if not complete:
+        # as in torch.distributed, one of the two may be in the call and the other one in the environment
         variables = {"rank": TORCH_STYLE.rank, "world_size": TORCH_STYLE.size[0]}
         given = {variables[name]: str(value) for name, value in values.items() if value is not None}
         environ = {**environ, **given}

@@ -405,20 +405,18 @@ class Dispatcher:
 
 
 def _check_matching(call: Call, backend: Backend, context: Context, in_batch: bool) -> None:
-    """Refuse what only backends with probes have."""
+    """Refuse what only backends with probes have; a message to oneself not in a batch that can have its receive."""
     if PROBE.name in backend.caps.native:
         return
     if call.tag is None or call.partial:
-        what = "tag=None" if call.tag is None else "status"
+        reason = f"does not support {'tag=None' if call.tag is None else 'status'}"
     elif not backend.caps.joins_batches:
-        what = "messages to oneself"
+        reason = "does not support messages to oneself"
     elif not in_batch:
-        what = "a message to oneself but in a batch with its receive (batch_isend_irecv)"
+        reason = "supports messages to oneself only in a batch with their receives (batch_isend_irecv)"
     else:
         return
-    raise DistArgumentError(
-        f"{call.op.name}: backend {backend.name} does not support {what}", op=call.op.name
-    )
+    raise DistArgumentError(f"{call.op.name}: backend {backend.name} {reason}", op=call.op.name)
 
 
 def _check_own_messages(calls: Sequence[Call]) -> None:

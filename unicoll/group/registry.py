@@ -146,8 +146,8 @@ def _takes(func: Callable[..., Any], count: int) -> bool:
         signature(func, **how).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:
-        return True
+    except ValueError:  # a compiled one has no signature
+        pass
     return True
 
 

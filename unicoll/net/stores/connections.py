@@ -24,7 +24,7 @@ _ATTEMPT_SECONDS = 10.0
 _PAUSES = (0.01, 1.0)
 _SHUTTING_DOWN_SECONDS = 5.0
 _LEAST_SECONDS = 0.1
-"""For an attempt to connect whose failure is reported."""
+"""An attempt to connect with less time left is late."""
 
 
 class ConnectionPool:
@@ -69,7 +69,7 @@ class ConnectionPool:
         silent_since: float | None = None
         cause: DistNetworkError | None = None
         while True:
-            hurried = seconds_left(deadline) < _LEAST_SECONDS
+            late = seconds_left(deadline) < _LEAST_SECONDS
             try:
                 self._idle.append(self._connect(deadline))
                 return
@@ -82,7 +82,7 @@ class ConnectionPool:
                     raise
             except DistNetworkError as error:
                 silent_since = None
-                if cause is None or not hurried:  # an attempt without time says nothing about the server
+                if cause is None or not late:  # a late attempt fails by the deadline, not by the server
                     cause = error
                 if time.monotonic() >= deadline:
                     waited = time.monotonic() - started
