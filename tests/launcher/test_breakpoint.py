@@ -34,6 +34,12 @@ dist.all_reduce(x, timeout=60.0)
 print(f"sum {x[0]}", flush=True)
 dist.destroy_process_group()
 """
+INIT = "dist.init_process_group(timeout=60.0)\n"
+INIT_BY_TORCH = """
+import torch.distributed, unicoll.torch_plugin
+
+torch.distributed.init_process_group("unicoll")
+"""
 PLAIN = """
 import os, subprocess, sys
 
@@ -122,8 +128,11 @@ def test_a_single_worker_has_the_terminal_itself(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_under_torchrun(folder: Path) -> None:
+@pytest.mark.parametrize("by_torch", [False, True], ids=["unicoll", "torch"])
+def test_under_torchrun(by_torch: bool, folder: Path) -> None:
     pytest.importorskip("torch")
+    text = PROGRAM.replace(INIT, INIT_BY_TORCH) if by_torch else PROGRAM
+    (folder / "program.py").write_text(text)
     output, answers, status = talk(folder, [*TORCHRUN, "program.py", "1"], ("p x", 0), ("c", 0))
     assert status == 0, output
     assert "array([42, 42, 42])" in answers[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,7 +62,22 @@ def test_properties_of_a_group(run: Run) -> None:
         assert "torch's tcp://127.0.0.1" in facts["explained"]
         assert "shared memory" in facts["explained"]
         assert facts["available"]
-        assert not facts["own world"]
+
+
+def test_functions_of_unicoll_serve_the_job(run: Run, tmp_path: Path) -> None:
+    run(jobs.unicoll_functions, str(tmp_path))
+
+
+@pytest.mark.parametrize("by_unicoll", [False, True], ids=["torch", "unicoll"])
+def test_one_call_destroys_the_groups_of_both(by_unicoll: bool, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics_{rank}.prom"
+    with ProcessJob(2, join="env", modules=["torch"], env={"UNICOLL_METRICS_FILE": str(metrics)}) as job:
+        job.call(jobs.join, "unicoll")
+        job.results()
+        job.call(jobs.both_ways_end, by_unicoll)
+        job.results()
+        ended(job)
+    assert len(list(tmp_path.glob("metrics_?.prom"))) == 2
 
 
 def test_invalid_arguments_raise(run: Run) -> None:

@@ -48,7 +48,7 @@ def test_launchers(launcher: list[str], backend: str) -> None:
     lines, _ = launched(launcher, backend, "explain", "torchs", "leave", "again", "leave")
     assert [line for line in lines if "left" in line] == sorted(LEFT * 2)
     assert any(line.startswith("cpu arrays: backend gloo") for line in lines)
-    assert any("'0' of 2: gloo over shared memory" in line for line in lines)
+    assert any("'world' of 2: gloo over shared memory" in line for line in lines)
     secret = next(line for line in lines if line.startswith("secret"))
     assert ("UNICOLL_SECRET" in secret) == (launcher is OURS)
     store = next(line for line in lines if line.startswith("store"))

@@ -428,7 +428,6 @@ def facts() -> dict[str, Any]:
         "devices": [str(d) for d in world._device_types],
         "explained": plugin.explain(),
         "available": dist.is_backend_available("unicoll-gloo"),
-        "own world": unicoll.is_initialized(),
         "environment": sorted(set(os.environ) & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}),
     }
 
@@ -474,6 +473,64 @@ def futures() -> None:
     dist.barrier()
     assert all(work.result()[0].item() == size() for work in works)
     assert all(work.get_future().wait()[0].item() == size() for work in works)
+
+
+def unicoll_functions(directory: str) -> None:
+    """unicoll's functions serve torch's job; its default group is that of torch."""
+    here = unicoll.group.WORLD
+    assert here is not None
+    assert (unicoll.get_rank(), unicoll.get_world_size(), here.name) == (me(), size(), "world")
+    assert plugin.torch_group() is dist.group.WORLD
+    assert f"group 'world' of {size()}: gloo" in unicoll.explain()
+    unicoll.metrics.reset()
+    unicoll.metrics.enable()
+    called: list[Any] = []
+    hook = unicoll.add_hook(called.append, group=here)
+    annotation = unicoll.annotate(nvtx=False, torch=True)
+    with unicoll.profile(f"{directory}/profile", file=None) as profile, torch.profiler.profile() as profiler:
+        dist.all_reduce(x := mine())
+        theirs = dist.new_group([0, 1])
+        ours = unicoll.new_group([0, 1])
+        if me() < 2:
+            dist.broadcast(mine(), 0, theirs)
+            unicoll.broadcast(mine(), 0, ours)
+    same(x, total())
+    assert "all_reduce" in profile.text or me()
+    assert any(event.key.startswith("unicoll::all_reduce all_reduce(") for event in profiler.key_averages())
+    annotation.remove()
+    assert unicoll.metrics.snapshot()["all_reduce", "world"].bytes == 24
+    unicoll.metrics.disable()
+    assert [call.op for call in called if call.inputs == [] and __file__ in call.site][:1] == ["all_reduce"]
+    hook.remove()
+    with unicoll.check_finite():
+        try:
+            dist.all_reduce(torch.tensor([float("nan")]))
+        except unicoll.errors.DistArgumentError as error:
+            assert "has 1 NaN" in str(error)
+        else:
+            raise AssertionError("no error")
+    unicoll.barrier()
+    assert unicoll.dump_flight_recorder(directory).endswith(f"rank_{me()}.json")
+    with open(f"{directory}/rank_{me()}.json") as file:
+        assert {"world", "group-1"} <= {group["name"] for group in json.load(file)["groups"]} or me() > 1
+    if me() < 2:
+        unicoll.destroy_process_group(plugin.torch_group(theirs).unicoll)  # and torch's
+        assert theirs not in dist.distributed_c10d._world.pg_map
+        unicoll.destroy_process_group(ours)
+    dist.barrier()
+
+
+def both_ways_end(by_unicoll: bool) -> None:
+    """One call destroys the default groups of torch and of unicoll, and all others."""
+    dist.new_group([0, 1])
+    unicoll.new_group([0, 1])
+    try:
+        unicoll.init_process_group()
+    except unicoll.errors.DistArgumentError as error:
+        assert "torch.distributed.init_process_group makes it" in str(error)
+    (unicoll if by_unicoll else dist).destroy_process_group()
+    assert not dist.is_initialized()
+    assert not unicoll.is_initialized()
 
 
 def refusals() -> list[str]:

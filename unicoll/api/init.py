@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
 from unicoll.api.world import GroupMember, World
@@ -13,6 +13,12 @@ from unicoll.errors import DistArgumentError
 from unicoll.group.arguments import as_integer
 from unicoll.net.timeouts import Timeout
 
+if TYPE_CHECKING:
+    from unicoll.bootstrap.join import Membership
+    from unicoll.group.process_group import ProcessGroup
+
+DEFAULT_NAME = "world"
+"""Name of the default group."""
 _RENDEZVOUS_S = 300.0
 
 
@@ -52,11 +58,12 @@ def init_process_group(
     """
     if world.is_initialized():
         raise DistArgumentError(
-            "init_process_group: the default process group exists already; call destroy_process_group first"
+            "init_process_group: the default process group exists already (torch.distributed.init_process_group makes it,"
+            " too, with a backend of unicoll); call destroy_process_group first"
         )
     # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
     from unicoll.backend.contract import Context
-    from unicoll.bootstrap.join import join, register_exit_handler
+    from unicoll.bootstrap.join import join
     from unicoll.group.process_group import ProcessGroup
 
     rank = as_integer("init_process_group: rank", rank)
@@ -67,23 +74,30 @@ def init_process_group(
     job, choices = membership.job, membership.choices
     try:
         all_ranks = tuple(range(job.size))
-        context = Context(job, "world", all_ranks, limit, pg_options, device_id, desc="default_pg")
+        context = Context(job, DEFAULT_NAME, all_ranks, limit, pg_options, device_id, desc="default_pg")
         default = ProcessGroup.create(context, choices)
         if job.control is not None:
             job.control.initialized(joining_s)
     except BaseException as e:
         membership.close(e)
         raise
-    world.enter(World(membership, default))
     profiler_watch.running, profiler_watch.changed = False, _follow_profiler
+    enter(membership, default)
+
+
+def enter(membership: Membership, default: ProcessGroup) -> None:
+    """Set the default group of this process, which has joined a job; the functions of the package then serve it."""
+    from unicoll.bootstrap.join import register_exit_handler
+
+    world.enter(World(membership, default))
     register_exit_handler(world.leave, world.forget)
     if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
         from unicoll.group.call_counters import start_file
 
         try:
-            start_file(job, metrics_file)
+            start_file(membership.job, metrics_file)
         except BaseException:
-            destroy_process_group()
+            world.leave()
             raise
 
 

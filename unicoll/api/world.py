@@ -106,6 +106,14 @@ def leave(error: BaseException | None = None) -> None:
         ending.close(error)
 
 
+def leave_job(membership: Membership, error: BaseException | None = None) -> None:
+    """Leave a job, which may be that of the default group."""
+    if _world is not None and _world.membership is membership:
+        leave(error)
+    else:
+        membership.close(error)
+
+
 def forget() -> None:
     """A forked child is not a member of its parent's groups."""
     global _world, _forked

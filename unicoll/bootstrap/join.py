@@ -54,10 +54,14 @@ class Membership:
         for note in self.notes:
             log.info("%s", note)
         self._dumper = FlightDumper(job)
+        self._closed = False
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job: close the groups, the control plane and the store. ``error`` is the exception that ended the
-        program, or SystemExit; None if the program goes on."""
+        program, or SystemExit; None if the program goes on. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self.job.exiting = error is not None
         with ExitStack() as cleanup:  # after an exception the rest is still closed
             cleanup.callback(log.info, "left the job")

@@ -69,6 +69,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self._timeout: timedelta | None = None  # the default timeout, if set_timeout was called
         self.options = None
         self.backend_spec: str | None = None
+        group.wrapper = self
         if isinstance(group.bound_device_id, torch.device):  # unicoll also accepts other types
             self.bound_device_id = group.bound_device_id
 
@@ -294,9 +295,18 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Complete started operations, up to a time limit, and release all resources; the last group leaves the job."""
         if not self._closed:
             self._closed = True
-            self.job.remove(self.unicoll)
+            self._release()
+            self.unicoll.wrapper = None
             self._works.clear()
             self._store = None
+
+    def _release(self) -> None:
+        self.job.remove(self.unicoll)
+
+    def close(self) -> None:
+        """Called when the unicoll group is closed: destroys this group, and if it is torch's default, all others."""
+        if not self._closed:
+            dist.destroy_process_group(self)
 
     def abort(self) -> None:
         """Make all pending operations raise, on all ranks, and release all resources."""

@@ -8,6 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from unicoll.api import init
+from unicoll.api.world import is_initialized
 from unicoll.errors import DistArgumentError, NotInitializedError
 from unicoll.group import backend_choice
 from unicoll.group.process_group import ProcessGroup
@@ -69,7 +71,8 @@ def _make(
     if isinstance(pg_options, ProcessGroup):
         return WrappedProcessGroup(pg_options, requested)
     timeout = opts.timeout if opts is not None else requested.timeout
-    group_name = opts.group_id if opts is not None else requested.name or f"mpi:{ranks}"
+    torch_name = opts.group_id if opts is not None else requested.name or f"mpi:{ranks}"
+    is_default = c10d.GroupMember.WORLD is None
     spec = spec_of(requested.backend or name)
     world = c10d.GroupMember.WORLD
     if ranks and isinstance(world, TorchProcessGroup):
@@ -91,11 +94,14 @@ def _make(
         and world.bound_device_id is not None
     )
     parent = world.unicoll if splits else None
+    group_name = init.DEFAULT_NAME if is_default else torch_name
     unicoll_group = job.make(
         group_name, job_ranks, choices, timeout, desc, pg_options, requested.device, parent
     )
-    group = TorchProcessGroup(job, unicoll_group, requested.backend or name, group_name, desc, store)
+    group = TorchProcessGroup(job, unicoll_group, requested.backend or name, torch_name, desc, store)
     group.backend_spec = spec
+    if is_default and not is_initialized():
+        init.enter(job.membership, unicoll_group)
     return group
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+from unicoll.api import world
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.backend.contract import Context
 from unicoll.bootstrap.join import Membership, join, join_job, register_exit_handler
@@ -58,16 +59,16 @@ class TorchJob:
         return ProcessGroup.create(context, choices, parent)
 
     def remove(self, group: ProcessGroup) -> None:
-        """Close a group; the last one leaves the job."""
+        """Close a group; the last one, and the default group, leaves the job."""
+        ends_job = group is world.GroupMember.WORLD
         group.close()
         groups = self.membership.groups
         if group in groups:
             groups.remove(group)
-        if (
-            not groups and _joined.pop(id(self), None) is not None
-        ):  # else unicoll.init_process_group joined it
+        if ends_job or not groups:
             self.store = None
-            self.membership.close()
+            _joined.pop(id(self), None)
+            world.leave_job(self.membership)
 
 
 _joined: dict[int, TorchJob] = {}
@@ -98,4 +99,4 @@ def join_torch_job(
 def leave(error: BaseException | None = None) -> None:
     """Leave all jobs, at interpreter exit; ``error`` is the exception that ended the program, if any."""
     while _joined:
-        _joined.popitem()[1].membership.close(error)
+        world.leave_job(_joined.popitem()[1].membership, error)

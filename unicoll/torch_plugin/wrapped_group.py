@@ -27,20 +27,9 @@ class WrappedProcessGroup(TorchProcessGroup):
         job.store = innermost(requested.store)
         name, desc = requested.name or group.name, requested.desc or group.group_desc
         super().__init__(job, group, requested.backend or "unicoll", name, desc, requested.store)
-        group.wrapper = self
 
-    def shutdown(self) -> None:
-        """Called by torch's ``destroy_process_group``: closes torch's group only."""
-        if not self._closed:
-            self._closed = True
-            self.unicoll.wrapper = None
-            self._works.clear()
-            self._store = None
-
-    def close(self) -> None:
-        """Called when the unicoll group is closed: destroys this group, and if it is torch's default, all others."""
-        if not self._closed:
-            dist.destroy_process_group(self)
+    def _release(self) -> None:
+        """Torch's group only is destroyed."""
 
 
 def torch_group(group: Any = None) -> Any:
