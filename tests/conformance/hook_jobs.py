@@ -153,7 +153,8 @@ def counted() -> dict[str, Any]:
 
 
 def written(path: str) -> str:
-    """The file of the counters."""
+    """The file of this rank's counters."""
+    path = f"{path}.{dist.get_rank()}"
     dist.all_reduce(np.ones(3))
     dist.metrics.write(path)
     return Path(path).read_text()

@@ -90,7 +90,12 @@ def test_the_counters_file(tmp_path: Path) -> None:
             assert "# TYPE unicoll_waiting_seconds_total counter\n" in text
         job.call(leave)
         assert job.results() == [[], []]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.rank0.prom", "m.rank1.prom", "now"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "m.rank0.prom",
+        "m.rank1.prom",
+        "now.0",
+        "now.1",
+    ]
     for rank in range(2):
         text = (tmp_path / f"m.rank{rank}.prom").read_text()
         assert f'unicoll_calls_total{{op="all_reduce",group="world",rank="{rank}"}} 1\n' in text

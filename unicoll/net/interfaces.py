@@ -15,8 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from unicoll.errors import DistArgumentError, DistNetworkError
+from unicoll.errors import DistArgumentError, DistError, DistNetworkError
 
+_SPARE_DESCRIPTORS = 24
+"""For listeners, selectors, pipes and the like, beside the connections."""
 _IFF_UP = 0x1
 _IFF_LOOPBACK = 0x8
 _IFF_RUNNING = 0x40
@@ -314,6 +316,17 @@ def is_loopback(host: str) -> bool:
     return all(is_loopback_name(str(address[0])) for _, address in answers)
 
 
+def check_loopback() -> None:
+    """Raise DistNetworkError if the loopback interface is down; without it no process can reach another one here."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("127.0.0.1", 9))  # sends nothing
+        except OSError as error:
+            raise DistNetworkError(
+                f"the loopback interface is down: 127.0.0.1: {error.strerror} (ip link set lo up)"
+            ) from error
+
+
 def is_local_address(host: str) -> bool:
     """True if ``host`` (an address or a name) resolves to one of this host's own addresses."""
     try:
@@ -397,3 +410,15 @@ def raise_descriptor_limit(wanted: int | None = None) -> bool:
     except (ValueError, OSError):
         return False
     return True
+
+
+def require_descriptors(count: int, purpose: str) -> None:
+    """Raise DistError, with ``purpose``, unless this process may open so many more files; raises the soft limit."""
+    needed = len(os.listdir("/proc/self/fd")) + count + _SPARE_DESCRIPTORS
+    needed += min(64, needed // 7 + 1)  # a server keeps some free (unicoll.net.admission)
+    raise_descriptor_limit(needed)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise DistError(
+            f"{purpose} needs {needed} open files in process {os.getpid()}; its limit is {limit} (ulimit -n)"
+        )

@@ -9,6 +9,7 @@ import selectors
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -17,6 +18,9 @@ from typing import Any
 
 from unicoll.errors import DistError
 from unicoll.net import logs
+from unicoll.net.formatting import ranks_text
+from unicoll.net.interfaces import require_descriptors
+from unicoll.net.signal_handlers import is_caught
 from unicoll.run.args import LaunchOptions
 from unicoll.run.dump_directory import TraceDirectory
 from unicoll.run.failure import exit_code, last_stderr_lines, report, root_cause
@@ -33,6 +37,7 @@ _HANG_CHECK_INTERVAL = 1.0  # seconds between checks for failed workers whose pr
 _LEFTOVER_SECONDS = 1.0  # for helpers (multiprocessing's tracker...) to end after their worker
 _KILL_SECONDS = 10.0  # from SIGKILL until the launcher gives up on a process (stuck in the kernel)
 _DRAIN_SECONDS = 2.0  # for the last output, after the workers have ended
+_FILES_PER_WORKER, _LOGS_PER_WORKER = 3, 2  # pipes of stdout and stderr, connection to the store; log files
 _REPEAT_SECONDS = 0.5  # a repeated signal within this time is ignored: both come from one Ctrl-C
 
 
@@ -50,6 +55,7 @@ class Agent:
         self._root: Worker | None = None
         self._pending_signals: deque[tuple[float, signal.Signals]] = deque()
         self._signals: deque[signal.Signals] = deque()
+        self._dump_requested = False
         self._signal: signal.Signals | None = None  # that ended the job
         self._signal_time = 0.0
         self._stopping_since: float | None = None  # wall clock of the first signal to the workers
@@ -84,8 +90,10 @@ class Agent:
 
     def _run_job(self) -> None:
         options = self._options
+        each = _FILES_PER_WORKER + (_LOGS_PER_WORKER if any(options.tees.values()) else 0)
+        require_descriptors(each * options.nproc, f"the launcher of {options.nproc} processes")
         logs = LogFiles(options)
-        dumps = TraceDirectory(os.environ, logs.path if logs.kept else None)
+        self._dumps = dumps = TraceDirectory(os.environ, logs.path if logs.kept else None)
         job: LocalJob | None = None
         guard: Guard | None = None
         try:
@@ -236,7 +244,7 @@ class Agent:
         if threading.current_thread() is not threading.main_thread():
             raise DistError("the launcher handles signals and must run in the main thread")
         previous: dict[signal.Signals, Any] = {}
-        for number in (*self._options.signals, signal.SIGCHLD):
+        for number in {*self._options.signals, signal.SIGCHLD, signal.SIGUSR1}:
             # Signals that are ignored at the start stay ignored: SIGHUP under nohup, SIGINT in the background.
             if number == signal.SIGCHLD or signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, self._on_signal)
@@ -244,7 +252,11 @@ class Agent:
         return previous
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGCHLD:
+        if number == signal.SIGUSR1 and number not in self._options.signals:
+            self._dump_requested = True
+        elif number != signal.SIGCHLD and not self._workers:
+            sys.exit(128 + number)  # nothing has been started, and the main loop may not be reached
+        elif number != signal.SIGCHLD:
             self._signals.append(signal.Signals(number))
 
     def _wake(self) -> None:
@@ -253,7 +265,25 @@ class Agent:
         except OSError:
             pass  # full: the loop wakes up anyway; closed: the job has ended
 
+    def _request_dumps(self) -> None:
+        """Ask the workers that handle SIGUSR1 for the flight recorder's dump."""
+        running = [worker for worker in self._workers if worker.status is None]
+        asked = [worker for worker in running if is_caught(signal.SIGUSR1, worker.pid)]
+        for worker in asked:
+            kill_process(worker.pid, signal.SIGUSR1)
+        others = [worker.rank for worker in running if worker not in asked]
+        words = ["got SIGUSR1"]
+        words += [f"asked {ranks_text([each.rank for each in asked])} for their last calls"] if asked else []
+        words += [f"to read them: {self._dumps.reader}"] if asked and self._dumps.reader else []
+        words += (
+            [f"not {ranks_text(others)}, which do not handle it (in no job of unicoll?)"] if others else []
+        )
+        self._log("; ".join(words))
+
     def _handle_signals(self) -> None:
+        if self._dump_requested:
+            self._dump_requested = False
+            self._request_dumps()
         while self._signals:
             number = self._signals.popleft()
             now = time.monotonic()

@@ -49,7 +49,12 @@ class TraceDirectory:
         if self._is_new and not failed and not any(map(_is_requested, dumps)):
             shutil.rmtree(str(self._path), ignore_errors=True)
             return ""
-        return f"python -m unicoll.trace {shlex.quote(str(self._path))}" if dumps else ""
+        return self.reader if dumps else ""
+
+    @property
+    def reader(self) -> str:
+        """The command that reads the dumps; "" if the launcher does not know where they are."""
+        return f"python -m unicoll.trace {shlex.quote(self._path)}" if self._path else ""
 
     def _dumps(self) -> list[str]:
         """The files of dumps that are of this launch."""

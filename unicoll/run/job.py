@@ -8,6 +8,7 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from unicoll.net.interfaces import check_loopback
 from unicoll.net.secret import find_secret, new_key_text
 from unicoll.run.process_cleanup import JOB_VARIABLE
 
@@ -61,12 +62,13 @@ class LocalJob:
     """A job whose processes are all on this host: its secret, its store (served by this process), its port.
 
     The secret is the user's, or a new one. ``master_port`` is for the job's own use (MASTER_PORT); None is a free one,
-    and OSError is raised if it is in use.
+    and OSError is raised if it is in use. DistNetworkError: the loopback interface is down.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ, master_port: int | None = None) -> None:
         from unicoll.net.stores import TCPStore
 
+        check_loopback()
         self.environment: dict[str, str] = {"UNICOLL_LAUNCHER": "1"}
         secret = find_secret(environ)
         if not secret.key:

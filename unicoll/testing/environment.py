@@ -33,5 +33,11 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     kept = {
         k: v for k, v in os.environ.items() if k.startswith(_TEST_OPTIONS) or not LAUNCHER_VARIABLES.match(k)
     }
-    kept |= {"UNICOLL_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    # on a busy machine calls may wait for long, and what ranks print may be a failure
+    kept |= {
+        "UNICOLL_SOCKET_IFNAME": "lo",
+        "UNICOLL_STALL_WARNING": "180",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
     return kept | {"PYTHONFAULTHANDLER": "1"} | (extra or {})

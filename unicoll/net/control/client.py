@@ -36,8 +36,11 @@ from unicoll.net.control.relay import PeerInfo, Relay
 from unicoll.net.control.relay_connection import Message, RelayConnection
 from unicoll.net.control.reports import Report, Reports
 from unicoll.net.control.standby import Standby
+from unicoll.net.formatting import ranks_text
 from unicoll.net.framed_server import read_frame
 from unicoll.net.host_identity import UNKNOWN_HOST, host_id
+from unicoll.net.interfaces import require_descriptors
+from unicoll.net.join_warnings import warn_while_waiting
 from unicoll.net.records import TamperedError
 from unicoll.net.timeouts import seconds_left
 
@@ -130,10 +133,24 @@ class ControlClient:
             OperationTimeoutError: ranks have not joined within ``timeout`` seconds; the message has them.
             RankLostError: a rank died meanwhile.
         """
+        with warn_while_waiting(lambda: self._describe_wait(address)):
+            self._start(store, timeout, address)
+
+    def _describe_wait(self, address: str) -> str:
+        """What this process waits for before all ranks have joined; "" if rank 0 says it."""
+        if self._relay is None:
+            return (
+                f"rank 0 to open its control port; the store is at {address}" if self._thread is None else ""
+            )
+        missing = set(range(self.size)).difference(self._relay.connected())
+        return f"{ranks_text(missing)} of {self.size}; the store is at {address}" if missing else ""
+
+    def _start(self, store: Store, timeout: float, address: str) -> None:
         deadline = time.monotonic() + timeout
         self._store_timeout = store.timeout
         self._standby.listen()
         if self.rank == 0:
+            require_descriptors(self.size, f"rank 0 of {self.size} ranks")
             self._relay = Relay(self.size, self._key, self._address)
             store.set("control", json.dumps(self._relay.addresses[0]))
         try:
@@ -197,7 +214,7 @@ class ControlClient:
         missing = sorted(set(range(self.size)) - set(self._joined))
         raise OperationTimeoutError(
             f"init_process_group: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
-            f" missing: {_ranks(missing)}{address and f'; the store is at {address}'}",
+            f" missing: {ranks_text(missing)}{address and f'; the store is at {address}'}",
             op="init_process_group",
         )
 
@@ -409,11 +426,6 @@ class ControlClient:
                 self._changed.notify_all()
         elif (handler := self._handlers.get(kind)) is not None:
             handler(message)
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
 
 
 def _host_id(key: bytes) -> str:

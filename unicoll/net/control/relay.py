@@ -155,6 +155,10 @@ class Relay(FrameServer):
         self._all_initialized = threading.Event()
         self.start()
 
+    def connected(self) -> list[int]:
+        """The ranks that have joined; any thread."""
+        return sorted(self._connected)
+
     def await_initialized(self, timeout: float) -> None:
         """Wait until all other ranks have said that they are initialized, or have ended; any thread."""
         self._all_initialized.wait(timeout)
@@ -170,7 +174,7 @@ class Relay(FrameServer):
             info = PeerInfo(host, pid, address, port, message.get("pickle") is True, host_id)
             self._register(client, _Member(rank, info))
         elif kind == "joined":
-            self.send(client, {"t": "joined", "ranks": sorted(self._connected)})
+            self.send(client, {"t": "joined", "ranks": self.connected()})
         elif kind == "initialized":
             self._initialized(client.state.rank)
         elif kind == "bye":

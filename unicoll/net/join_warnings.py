@@ -1,0 +1,48 @@
+"""Warnings of a process that waits for others while it joins a job."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from unicoll.net import environment, logs
+
+log = logs.logger("job")
+
+FIRST_S = 10.0
+"""Seconds until the first warning."""
+
+
+@contextmanager
+def warn_while_waiting(describe: Callable[[], str]) -> Iterator[None]:
+    """Log a warning when the block has lasted 10 s, and each time that it has lasted twice as long.
+
+    The first one comes after a third of ``UNICOLL_STALL_WARNING`` if that is later; 0 turns the warnings off.
+
+    Args:
+        describe: called on another thread; what this process waits for, or "" if another process says it.
+    """
+    stall_s = environment.number("UNICOLL_STALL_WARNING")
+    if not stall_s:
+        yield
+        return
+    first = max(FIRST_S, stall_s / 3)
+    ended = threading.Event()
+    begun = time.monotonic()
+
+    def warn() -> None:
+        after = first
+        while not ended.wait(max(0.0, begun + after - time.monotonic())):
+            if waits_for := describe():
+                log.warning("init_process_group has waited %.0f s for %s", after, waits_for)
+            after *= 2
+
+    thread = threading.Thread(target=warn, name="unicoll-join-warnings", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
