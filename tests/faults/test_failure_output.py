@@ -120,6 +120,40 @@ def test_reports_of_a_lost_rank(folder: LaunchFolder, how: str, status: int, cau
     assert with_late_ranks(done.stderr).count("ranks 0, 2") == 2  # once above, once in the summary
 
 
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("sys.exit(0)", r"0 \(pid: \d+\)"),
+        ("import time; time.sleep(600)", r"none before the launcher stopped it \(pid: \d+\)"),
+    ],
+)
+def test_the_root_cause_is_the_rank_that_did_not_fail(
+    folder: LaunchFolder,  # noqa: F811
+    how: str,
+    end: str,
+) -> None:
+    """Ranks 0 and 2 fail, because rank 1 has not called what they wait in."""
+    program = LOST.format(how).replace("np.float32)", "np.float32), timeout=2.0")
+    done = folder.launch("-n", "3", "--grace=2", folder.script(program))
+    assert done.returncode == 1
+    _, summary = parts(done.stderr)
+    text = "\n".join(summary)
+    failures, _, root = text.partition("Root Cause")
+    assert re.search(r"  ranks 0, 2 \(exitcode 1, |  rank 0 \(.*\n  rank 2 \(", failures), text
+    assert re.search(r"\n  rank      : 1 \(local_rank: 1\)\n", root), text
+    assert re.search(rf"\n  exitcode  : {end}\n", root), text
+    assert re.search(
+        r"\n  traceback : none; rank [02] names it: unicoll.errors.\w+: all_reduce.* rank 1 ", root
+    ), text
+
+
+def test_the_stacks_of_a_crash_are_printed_once(folder: LaunchFolder) -> None:  # noqa: F811
+    crash = "import ctypes, faulthandler; faulthandler.enable(); ctypes.string_at(0)"
+    done = folder.launch("-n", "2", folder.script(LOST.format(crash)))
+    assert done.returncode == 128 + signal.SIGSEGV
+    assert done.stderr.count("string_at") == 1
+
+
 def test_chained_exceptions_are_kept_and_folded(folder: LaunchFolder) -> None:  # noqa: F811
     script = folder.script(
         """

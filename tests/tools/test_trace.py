@@ -147,6 +147,23 @@ def test_a_rank_that_has_not_called(tmp_path: Path) -> None:
     assert found["clock_error"] == pytest.approx(0.002)
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_ranks_that_call_from_different_lines(tmp_path: Path, skips: bool) -> None:
+    """Rank 1 has skipped the second of five equal calls; or only the second calls have different lines."""
+
+    def place(rank: int, seq: int) -> str:
+        lines = [10, 11, 12, 13, 14] if rank == 0 else [10, 12, 13, 14] if skips else [10, 21, 12, 13]
+        return f"/home/user/train.py:{lines[seq - 1]}"
+
+    dump(tmp_path, 0, [*(call(i, site=place(0, i)) for i in range(1, 5)), call(5, state="started")], size=2)
+    dump(tmp_path, 1, [call(i, site=place(1, i)) for i in range(1, 5)], size=2)
+    (found,) = diagnose(read(str(tmp_path)))
+    assert found.kind == "missing_call"
+    hint = "; since all_reduce #2 the ranks call from different lines: rank 0 at train.py:11; rank 1 at train.py:12"
+    assert found.sentence.endswith(hint) == skips
+    assert ("different lines" in found.sentence) == skips
+
+
 def test_a_rank_in_a_call_of_another_group(tmp_path: Path) -> None:
     for rank in (0, 1, 3):
         dump(tmp_path, rank, [*GOOD, WAITS])

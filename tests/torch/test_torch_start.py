@@ -94,6 +94,52 @@ def test_abort() -> None:
     assert lines == [*LEFT, "rank 1: GroupAbortedError"]
 
 
+BACKWARD = """
+import sys, torch, torch.distributed as dist, unicoll.torch_plugin
+dist.init_process_group("unicoll")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+if dist.get_rank() == 1:
+    sys.exit(3)
+model(torch.ones(3, 4)).sum().backward()
+"""
+SPAWNED = """
+import os, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def main(rank):
+    import unicoll.torch_plugin
+    os.environ.update(RANK=str(rank))
+    dist.init_process_group("unicoll")
+    dist.all_reduce(torch.ones(3 + rank))
+
+if __name__ == "__main__":
+    mp.spawn(main, nprocs=2)
+"""
+
+
+def test_an_error_in_the_backward_pass_has_no_frames_of_unicoll(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(BACKWARD)
+    _, errors = launched(OURS, program=tmp_path / "train.py", code=3)  # rank 1 is the root cause
+    assert errors.count("  rank      : 1 (local_rank: 1)") == 1
+    assert "RankLostError: all_reduce(float32[10], SUM)" in errors
+    assert "At:" not in errors
+    assert ".py(" not in errors
+
+
+def test_an_error_under_torchs_spawn_has_no_frames_of_unicoll(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNED)
+    with reserved_port() as port:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        env = environment({"PYTHONPATH": str(ROOT)} | where)
+        command = [sys.executable, tmp_path / "train.py"]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert "CollectiveMismatchError: the ranks of group 'world' are in different collectives" in done.stderr
+    frames = [line for line in done.stderr.splitlines() if line.startswith(f'  File "{ROOT}/')]
+    assert frames
+    assert all(line.startswith(f'  File "{ROOT}/unicoll/torch_plugin/group.py"') for line in frames), (
+        done.stderr
+    )
+
+
 def test_an_exception_is_reported_to_the_other_ranks() -> None:
     _, errors = launched(TORCHRUN, "unicoll-gloo", "raise", "mismatch", code=1)
     assert "ValueError: an error of the program" in errors

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
+from unicoll.errors import DistError
+from unicoll.net import excepthook
+
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -83,7 +86,7 @@ def torch_future(
         ended = torch.futures.Future(devices=devices)
         try:
             work.wait()
-        except Exception as error:
+        except DistError as error:
             return _failed(ended, error)
         ended.set_result(outputs)
     return ended
@@ -113,13 +116,21 @@ def _waited(work: Operation, outputs: Sequence[Any]) -> Sequence[Any]:
 
 
 def _at_end(ended: Any, work: Operation, value: Callable[[], Any]) -> Any:
-    future = ended.then(lambda _: value())  # a torch future gets an error only from such a callback
+    def result(_: Any) -> Any:
+        try:
+            return value()
+        except DistError as error:
+            excepthook.for_future(error)
+            raise error
+
+    future = ended.then(result)  # a torch future gets an error only from such a callback
     work.add_done_callback(lambda: ended.set_result(None))
     return future
 
 
-def _failed(ended: Any, error: Exception) -> Any:
+def _failed(ended: Any, error: DistError) -> Any:
     def fail(_: Any) -> Any:
+        excepthook.for_future(error)
         raise error
 
     future = ended.then(fail)

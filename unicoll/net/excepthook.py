@@ -16,6 +16,7 @@ import io
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable
 from itertools import groupby
 from types import TracebackType
@@ -73,6 +74,25 @@ def as_text(kind: type[BaseException], value: BaseException, trace: TracebackTyp
         sys.stderr = stream
 
 
+_IN_FUTURE = "Got the following error when running the callback: "
+_FRAMES = "\n\nAt:\n"
+_of_futures: weakref.WeakSet[BaseException] = weakref.WeakSet()
+
+
+def for_future(error: Exception) -> None:
+    """Forget the frames of a future's error, which torch's futures raise as a RuntimeError with its text."""
+    _of_futures.add(error)
+    if not shows_all_frames():
+        error.__traceback__ = None
+
+
+def origin(error: BaseException) -> BaseException:
+    """The error of an operation that a future of torch has raised as a RuntimeError; any other error itself."""
+    if type(error) is not RuntimeError or not str(error).startswith(_IN_FUTURE):
+        return error
+    return next((each for each in [*_of_futures] if str(each) in str(error)), error)
+
+
 _NO_TORCH_GROUP = "Default process group has not been initialized"
 _HINT = (
     " (unicoll has one: use unicoll.parallel.DistributedDataParallel and unicoll.parallel.DistributedSampler in place"
@@ -82,7 +102,9 @@ _HINT = (
 
 
 def _explain(value: BaseException) -> None:
-    """Say in torch's error about a missing default group what to do in a job of unicoll's functions."""
+    """Say in torch's error about a missing default group what to do; shorten that of a future."""
+    if origin(value) is not value and not shows_all_frames():
+        value.args = (str(value).partition(_FRAMES)[0],)  # of the thread that has ended the future
     world = sys.modules.get("unicoll.api.world")
     if not isinstance(value, ValueError) or world is None or not world.is_initialized():
         return
@@ -95,7 +117,7 @@ def _folded(kind: type[BaseException], value: BaseException, trace: TracebackTyp
     """The traceback with consecutive frames inside unicoll as one line; None if it has none, or all are shown."""
     _explain(value)
     errors = sys.modules.get("unicoll.errors")
-    if errors is None or _shows_all():
+    if errors is None or shows_all_frames():
         return None
     root = os.path.dirname(os.path.dirname(str(errors.__file__)))
     inside = tuple(os.path.join(root, name, "") for name in _PACKAGES)
@@ -103,7 +125,7 @@ def _folded(kind: type[BaseException], value: BaseException, trace: TracebackTyp
     return "".join(exception.format()) if _fold(exception, value, inside) else None
 
 
-def _shows_all() -> bool:
+def shows_all_frames() -> bool:
     """True at debug level DETAIL: the program's, or the environment's where none has been set; imports nothing.
 
     ``TORCH_SHOW_CPP_STACKTRACES=1`` shows all frames, too.

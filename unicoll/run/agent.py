@@ -342,12 +342,11 @@ class Agent:
                 self._log(f"the last calls of the ranks: {reader}")
             return
         title = os.path.basename(self._options.target) or self._options.target
-        stopped = [worker.rank for worker in self._workers if worker.stopped]
         self._root = root = root_cause(self._failed)
         if root.failure is not None and not root.failure.final:
             self._tracebacks.add(root.rank, root.failure.traceback)
         self._show_tracebacks(root.rank)
-        self._write(last_stderr_lines(root) + report(title, self._failed, stopped, reader, logs.kept))
+        self._write(last_stderr_lines(root) + report(title, self._workers, self._failed, reader, logs.kept))
 
     def _complete_logs(self) -> None:
         """Append the tracebacks that the launcher prints for workers to the workers' log files."""

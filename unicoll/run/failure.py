@@ -11,6 +11,7 @@ from unicoll.run.tracebacks import CONSEQUENCES, DETECTION_DELAY, describe_exit,
 from unicoll.run.workers import Worker
 
 _LAST_LINES = tuple(f"{name}: " for name in CONSEQUENCES)
+_STACK = "(most recent call first):"
 _ONE_LINE = 300
 
 
@@ -59,18 +60,25 @@ def root_cause(failures: Sequence[Worker]) -> Worker:
 
 
 def report(
-    title: str, failures: Sequence[Worker], stopped: Sequence[int], reader: str, keeps_files: bool
+    title: str, workers: Sequence[Worker], failures: Sequence[Worker], reader: str, keeps_files: bool
 ) -> str:
     """The summary in torchrun's format; the tracebacks are printed above it.
 
-    ``stopped`` are ranks that had not failed, ``reader`` is the command that shows the ranks' last calls.
+    The root cause is the first failure or, if its error names a rank that has not failed, that rank: it has ended
+    early, or has not called what the others wait in.
+
+    Args:
+        reader: the command that shows the ranks' last calls.
+        keeps_files: True if the error files stay.
     """
     root = root_cause(failures)
-    others = sorted((f for f in failures if f is not root), key=lambda f: (_time(f), f.rank))
+    named = root.failure.named if root.failure is not None else ()
+    culprit = next((worker for worker in workers if worker.rank in named and worker not in failures), None)
+    others = sorted((f for f in failures if f is not root or culprit), key=lambda f: (_time(f), f.rank))
     lines = [f"  {line}" for line in _describe_others(others, root)] or ["  <NO_OTHER_FAILURES>"]
-    if stopped:
+    if stopped := [worker.rank for worker in workers if worker.stopped]:
         lines.append(f"  (stopped by the launcher: {ranks_text(stopped)})")
-    entry = _entry(root, keeps_files)
+    entry = _entry(root, keeps_files) if culprit is None else _named_entry(culprit, root)
     if reader:
         entry.append(f"  last calls: {reader}")
     heading = f"{title} FAILED"
@@ -84,13 +92,36 @@ def _entry(worker: Worker, keeps_files: bool) -> list[str]:
     status, record = _status(worker), worker.failure
     by_signal = f" ({signal_name(-status)})" if status < 0 else ""
     return [
-        "[0]:",
-        f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(_time(worker)))}",
-        f"  host      : {socket.gethostname()}",
-        f"  rank      : {worker.rank} (local_rank: {worker.local_rank})",
+        *_place(worker, _time(worker)),
         f"  exitcode  : {status} (pid: {worker.pid}){by_signal}",
         f"  error_file: {worker.error_file if record and keeps_files else '<N/A>'}",
         f"  traceback : {_first_line(_cause(worker))}{' (above)' if record else ''}",
+    ]
+
+
+def _named_entry(worker: Worker, root: Worker) -> list[str]:
+    """The entry of a worker that has not failed, but is named in the error of the first failure."""
+    ended = worker.status is not None and not worker.stopped
+    end = (
+        f"{worker.status} (pid: {worker.pid})"
+        if ended
+        else f"none before the launcher stopped it (pid: {worker.pid})"
+    )
+    at = worker.ended if ended else _time(root)
+    return [
+        *_place(worker, at),
+        f"  exitcode  : {end}",
+        "  error_file: <N/A>",
+        f"  traceback : none; rank {root.rank} names it: {_first_line(_cause(root))} (above)",
+    ]
+
+
+def _place(worker: Worker, at: float) -> list[str]:
+    return [
+        "[0]:",
+        f"  time      : {time.strftime('%Y-%m-%d_%H:%M:%S', time.localtime(at))}",
+        f"  host      : {socket.gethostname()}",
+        f"  rank      : {worker.rank} (local_rank: {worker.local_rank})",
     ]
 
 
@@ -104,8 +135,9 @@ def _describe_others(failures: Sequence[Worker], root: Worker) -> list[str]:
         else:
             group.append(failure)
     same = f"the same as rank {root.rank} below"
+    below = root not in failures
     return [
-        f"{_describe_ranks(group)}: {same if _same_end(group[0], root) else _first_line(_cause(group[0]))}"
+        f"{_describe_ranks(group)}: {same if below and _same_end(group[0], root) else _first_line(_cause(group[0]))}"
         for group in groups
     ]
 
@@ -127,9 +159,13 @@ def _describe_ranks(failures: Sequence[Worker]) -> str:
 
 
 def last_stderr_lines(worker: Worker) -> str:
-    """The last stderr lines of a rank without a recorded exception; empty if there are none."""
+    """The last stderr lines of a rank without a recorded exception; empty if there are none.
+
+    Stacks that faulthandler has printed to the console are not repeated.
+    """
     tail = worker.tail.rstrip().splitlines()[-30:]
-    if worker.failure is not None or not tail:
+    stacks_are_shown = worker.shows_stderr and any(line.endswith(_STACK) for line in tail)
+    if worker.failure is not None or not tail or stacks_are_shown:
         return ""
     return "\n".join([f"The last lines that rank {worker.rank} wrote to stderr:", *tail]) + "\n"
 

@@ -218,6 +218,11 @@ class OutputPipe:
         return bytes(self._tail[-_TAIL_SIZE:]).decode("utf-8", "replace")
 
     @property
+    def is_shown(self) -> bool:
+        """True if its lines are written to the console."""
+        return self._target is not None
+
+    @property
     def unfinished(self) -> bool:
         """True if there is an unfinished line that ``tick`` may show."""
         return self._target is not None and bool(self._lines.unfinished)

@@ -26,6 +26,7 @@ class ExceptionRecord(NamedTuple):
     Attributes:
         time: seconds since the epoch.
         traceback: as printed, with unicoll's own frames folded.
+        named: the ranks that it names as missing or lost.
         consequence: True if it only reports the failure of another rank.
         final: True if it certainly ended the program (worker_main.py wrote it), not perhaps only a function.
     """
@@ -35,6 +36,7 @@ class ExceptionRecord(NamedTuple):
     traceback: str
     consequence: bool
     final: bool
+    named: tuple[int, ...] = ()
 
 
 def read_record(path: str) -> ExceptionRecord | None:
@@ -57,6 +59,7 @@ def read_record(path: str) -> ExceptionRecord | None:
             traceback=str(traceback),
             consequence=any(name in CONSEQUENCES for name in extra.get("classes", ())),
             final=bool(extra),
+            named=tuple(extra.get("named", ())),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

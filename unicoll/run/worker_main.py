@@ -245,10 +245,11 @@ def record(error: BaseException) -> str | None:
         import traceback
 
         kind = type(error)
+        excepthook = _excepthook()
+        shown = excepthook.as_text(kind, error, error.__traceback__) if excepthook is not None else ""
         text = "".join(traceback.format_exception(kind, error, error.__traceback__))
         summary = traceback.format_exception_only(kind, error)[-1].strip()
-        excepthook = _excepthook()
-        shown = text if excepthook is None else excepthook.as_text(kind, error, error.__traceback__)
+        cause = excepthook.origin(error) if excepthook is not None else error
         content = {
             "message": {
                 "message": summary,
@@ -256,8 +257,9 @@ def record(error: BaseException) -> str | None:
             },
             "unicoll": {
                 "time_ns": now,
-                "classes": [f"{c.__module__}.{c.__qualname__}" for c in kind.__mro__],
-                "traceback": shown,
+                "classes": [f"{c.__module__}.{c.__qualname__}" for c in type(cause).__mro__],
+                "named": _named_ranks(cause),
+                "traceback": shown or text,
             },
         }
         with open(f"{path}.{os.getpid()}", "w", encoding="utf-8", errors="backslashreplace") as file:
@@ -266,6 +268,13 @@ def record(error: BaseException) -> str | None:
     except Exception:
         return None
     return path
+
+
+def _named_ranks(error: BaseException) -> list[int]:
+    """The ranks that an error of unicoll names as missing or lost."""
+    missing = [int(rank) for rank in getattr(error, "missing", ())]
+    lost = getattr(error, "rank", None) if type(error).__name__ == "RankLostError" else None
+    return missing or ([] if lost is None else [int(lost)])
 
 
 if __name__ == "__main__":

@@ -99,6 +99,11 @@ class Worker:
             self.process.wait()
 
     @property
+    def shows_stderr(self) -> bool:
+        """True if what it writes to stderr appears on the console."""
+        return self.prints or (isinstance(self.stderr, OutputPipe) and self.stderr.is_shown)
+
+    @property
     def tail(self) -> str:
         """The last lines of its stderr, as far as the launcher has them."""
         if isinstance(self.stderr, str):

@@ -6,13 +6,15 @@ from typing import NoReturn
 
 from unicoll.errors import DistError, OperationTimeoutError
 from unicoll.group.process_group import ProcessGroup
+from unicoll.net.excepthook import shows_all_frames
 
 
-def as_torch_error(error: BaseException) -> BaseException:
-    """The same error; the message of a timeout gets the prefix of torch's backends."""
+def as_torch_error(error: DistError) -> None:
+    """Forget the frames inside unicoll; give the message of a timeout the prefix of torch's backends."""
+    if not shows_all_frames():
+        error.__traceback__ = None
     if isinstance(error, OperationTimeoutError) and not str(error).startswith("collective "):
         error.args = (f"collective operation timeout : {error}", *error.args[1:])
-    return error
 
 
 def raise_monitored(group: ProcessGroup, error: DistError, seconds: float, wait_all_ranks: bool) -> NoReturn:

@@ -185,8 +185,9 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         tensor = one(tensors)
         try:
             method(tensor, peer, self._tag(tensor, tag), timeout=self._timeout)
-        except OperationTimeoutError as error:
-            raise as_torch_error(error) from None
+        except DistError as error:
+            as_torch_error(error)
+            raise error
         return DONE
 
     def _tag(self, tensor: Any, tag: int) -> int:
@@ -354,6 +355,9 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
                 with record_function(label):
                     return start(self, arguments, opts)
             return start(self, arguments, opts)
+        except DistError as error:
+            as_torch_error(error)
+            raise error
         finally:
             if grad_enabled:
                 _set_grad_enabled(True)
@@ -364,10 +368,7 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
         if getattr(opts, "asyncOp", True) or self._coalescing is not None:
             handle = method(*convert(opts, *arguments), async_op=True, timeout=timeout)
             return self._register(handle, outputs(*arguments))
-        try:
-            method(*convert(opts, *arguments), timeout=timeout)
-        except OperationTimeoutError as error:
-            raise as_torch_error(error) from None
+        method(*convert(opts, *arguments), timeout=timeout)
         return DONE
 
     run.__name__ = name

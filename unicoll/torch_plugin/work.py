@@ -16,7 +16,7 @@ import torch.distributed as dist
 from unicoll.backend.futures import torch_future
 from unicoll.backend.work import Completion
 from unicoll.backend.work import Work as Handle
-from unicoll.errors import OperationTimeoutError
+from unicoll.errors import DistError
 from unicoll.net.timeouts import Timeout, to_seconds
 from unicoll.torch_plugin.error_messages import as_torch_error
 
@@ -41,8 +41,9 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         """Wait for the operation (on CUDA the current stream does); raises its error."""
         try:
             self._handle.wait(timeout)
-        except OperationTimeoutError as error:
-            raise as_torch_error(error) from None
+        except DistError as error:
+            as_torch_error(error)
+            raise error
         self._registry.waited(self._key)
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from unicoll.backend.ops import OPS
@@ -73,7 +73,8 @@ def _diagnose_group(trace: Trace, group: Group) -> Diagnosis | None:
     waited = _waited(trace, waiting)
 
     def diagnosis(kind: str, sentence: str, ranks: Sequence[int]) -> Diagnosis:
-        return Diagnosis(kind, sentence, group.name, seq, tuple(ranks), first.created)
+        whole = "; ".join([sentence, *_different_lines(by_rank, seq)])
+        return Diagnosis(kind, whole, group.name, seq, tuple(ranks), first.created)
 
     if len(sides := _sides(there.values())) > 1:
         texts = [f"{name_ranks([c.rank for c in side])} {side[0].text} at {side[0].place}" for side in sides]
@@ -91,6 +92,28 @@ def _diagnose_group(trace: Trace, group: Group) -> Diagnosis | None:
     last = max(there.values(), key=lambda call: call.created)
     came = f"{name_ranks([last.rank])} was the last, {last.created - first.created:.3g} s after the first"
     return diagnosis("in_progress", f"all ranks have called {name}; {came}; {waited} in it", [last.rank])
+
+
+def _different_lines(by_rank: Mapping[int, Mapping[int, Call]], seq: int) -> list[str]:
+    """From which call on, up to ``seq``, the ranks made each call from different lines; [] if they did not.
+
+    A rank that has skipped one of several equal calls pairs each later one with another line of the others.
+    """
+    first: list[Call] = []
+    for number in range(seq, 0, -1):
+        calls = [made[number] for made in by_rank.values() if number in made]
+        if number == seq and len(calls) < len(by_rank):  # some have not called it
+            continue
+        if len({call.place for call in calls}) < 2:
+            break
+        first = calls
+    if not first or len(_sides(first)) > 1:
+        return []
+    places: dict[str, list[int]] = defaultdict(list)
+    for call in first:
+        places[call.place].append(call.rank)
+    texts = [f"{name_ranks(ranks)} at {place}" for place, ranks in places.items()]
+    return [f"since {first[0].op} #{first[0].seq} the ranks call from different lines: {'; '.join(texts)}"]
 
 
 def _key(call: Call) -> Any:

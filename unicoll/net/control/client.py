@@ -212,11 +212,13 @@ class ControlClient:
         with self._changed:
             self._changed.wait_for(lambda: bool(self._joined), _REPLY_S)
         missing = sorted(set(range(self.size)) - set(self._joined))
-        raise OperationTimeoutError(
+        error = OperationTimeoutError(
             f"init_process_group: after {timeout:g} s {len(self._joined)} of {self.size} ranks have joined;"
             f" missing: {ranks_text(missing)}{address and f'; the store is at {address}'}",
             op="init_process_group",
         )
+        error.missing = missing
+        raise error
 
     def initialized(self, timeout: float) -> None:
         """Tell rank 0 that this rank is initialized; on rank 0 wait until all are, ``timeout`` seconds at most.
