@@ -23,6 +23,8 @@ from unicoll.backend.size_agreement import exchange_sizes
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistArgumentError, DistError
 from unicoll.net import environment
 
+_NAME = "unicoll (gloo)"
+"""The name in reports: torch's Gloo is another backend."""
 _SPINS = 50
 
 
@@ -165,11 +167,11 @@ class GlooBackend(HostBackend):
 
     def describe(self) -> str:
         if self._connections is None:
-            return "gloo, one rank"
+            return f"{_NAME}, one rank"
         if self._transport is None:
-            return "gloo; its first collective selects shared memory or sockets"
+            return f"{_NAME}; its first collective selects shared memory or sockets"
         in_order = ", deterministic" if self._connections.deterministic else ""
-        return f"gloo{in_order}{self._compression} {self._transport.description}"
+        return f"{_NAME}{in_order}{self._compression} {self._transport.description}"
 
     def abort(self, error: Exception) -> None:
         if self._connections is not None:

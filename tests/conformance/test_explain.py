@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import unicoll as dist
+from unicoll.group.registry import shown_name
 from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 PROGRAM = str(Path(__file__).with_name("explaining.py"))
@@ -83,7 +84,7 @@ def check(reports: list[Report], name: str, source: str, backend_reason: str) ->
         assert set(after) >= {"rank", "store", "secret", "interface", "cpu arrays"}
         assert after["secret"].startswith(before["secret"])
         assert after["interface"] == before["interface"]
-        assert after["cpu arrays"].startswith(f"backend {report['backend']}: ")
+        assert after["cpu arrays"].startswith(f"backend {shown_name(report['backend'])}: ")
         assert backend_reason in after["cpu arrays"]
         assert report["at the end"] == report["before"]
 
@@ -215,7 +216,7 @@ def test_one_process_alone() -> None:
     said = asked("dist.init_process_group(rank=0, world_size=1)\nprint(dist.explain())")
     assert said.startswith("rank 0 of 1: from arguments\n")
     assert "store: in this process, which is the only one\n" in said
-    assert "cpu arrays: backend gloo: the default for CPU arrays\n" in said
+    assert "cpu arrays: backend unicoll (gloo): the default for CPU arrays\n" in said
 
 
 def test_arguments_win_over_the_launcher_and_it_is_said() -> None:
@@ -228,7 +229,7 @@ def test_arguments_win_over_the_launcher_and_it_is_said() -> None:
     )
     assert said.startswith("rank 0 of 1: from arguments\n")
     assert "different from the launcher: rank 3 of 4, from RANK=3, WORLD_SIZE=4 (environment)\n" in said
-    assert "cpu arrays: backend gloo: backend='gloo'\n" in said
+    assert "cpu arrays: backend unicoll (gloo): backend='gloo'\n" in said
 
 
 def test_a_broken_environment_is_explained_too() -> None:

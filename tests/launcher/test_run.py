@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from unicoll.net.formatting import ranks_text
 from unicoll.net.signal_handlers import is_caught
+from unicoll.run.dump_directory import TraceDirectory
 from unicoll.run.output import Lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -852,6 +854,21 @@ def test_a_signal_before_the_first_worker_ends_the_launcher(folder: LaunchFolder
     launcher.send_signal(signal.SIGTERM)
     launcher.communicate(timeout=BOUND)
     assert launcher.returncode == 128 + signal.SIGTERM
+
+
+def test_old_dump_directories_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    old, recent = (tmp_path / f"unicoll_trace_{digit * 16}" for digit in "01")
+    other, link = tmp_path / "unicoll_trace_of_mine", tmp_path / f"unicoll_trace_{'2' * 16}"
+    for path in (old, recent, other):
+        path.mkdir()
+        (path / "rank_0.json").touch()
+    link.symlink_to(other)
+    for path in (old, other, link):
+        os.utime(path, (0, 0), follow_symlinks=False)
+    TraceDirectory({}, None)
+    assert sorted(tmp_path.iterdir()) == sorted([recent, other, link])
+    assert (other / "rank_0.json").exists()
 
 
 def test_too_few_open_files_for_the_workers(folder: LaunchFolder) -> None:

@@ -51,7 +51,7 @@ def test_ranks_of_mpirun_on_one_host(tmp_path: Path) -> None:
     assert "\nbroken " not in ended.stdout
     assert f"\nmpi          {library().title}" in ended.stdout
     assert "store: over MPI" in ended.stdout
-    assert ended.stdout.count("cpu arrays: backend gloo") == 1
+    assert ended.stdout.count("cpu arrays: backend unicoll (gloo)") == 1
 
 
 def test_between_hosts_mpi_moves_the_data(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_no_arguments_are_needed(size: int, script: Path) -> None:
     text = "\n".join(output)
     assert f"rank 0 of {size}: from" in text
     where = f"all {size} ranks are on this host" if size > 1 else "there is one rank"
-    assert f"cpu arrays: backend gloo: an MPI launcher started this process, but {where}" in text
+    assert f"cpu arrays: backend unicoll (gloo): an MPI launcher started this process, but {where}" in text
 
 
 @pytest.mark.parametrize("backend", ["", "gloo"])

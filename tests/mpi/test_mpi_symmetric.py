@@ -126,7 +126,7 @@ def test_shared_memory_that_is_switched_off() -> None:
         job.call(small_array_jobs.no_symmetric_memory)
         for allocation, view in job.results():
             assert (
-                "symmetric_empty(float32[10]): no shared memory for host arrays: gloo over sockets"
+                "symmetric_empty(float32[10]): no shared memory for host arrays: unicoll (gloo) over sockets"
                 in allocation
             )
             assert "shares no memory with rank" in view

@@ -92,7 +92,7 @@ def test_the_report_has_every_section_and_the_choice(modules: Path) -> None:
     lines = done.stdout.splitlines()
     labels = [line.split()[0] for line in lines if line[:1].strip()]
     assert [name for name in SECTIONS if name != "choice"] == [name for name in labels if name in SECTIONS]
-    assert any("cpu: gloo: the default for CPU arrays" in line for line in lines)
+    assert any("cpu: unicoll (gloo): the default for CPU arrays" in line for line in lines)
     assert re.search(r"^torch +2\.99\.0, built without CUDA$", done.stdout, re.M)
     assert max(map(len, lines)) <= 100
     assert len(lines) <= 70

@@ -47,8 +47,8 @@ def launched(
 def test_launchers(launcher: list[str], backend: str) -> None:
     lines, _ = launched(launcher, backend, "explain", "torchs", "leave", "again", "leave")
     assert [line for line in lines if "left" in line] == sorted(LEFT * 2)
-    assert any(line.startswith("cpu arrays: backend gloo") for line in lines)
-    assert any("'world' of 2: gloo over shared memory" in line for line in lines)
+    assert any(line.startswith("cpu arrays: backend unicoll (gloo)") for line in lines)
+    assert any("'world' of 2: unicoll (gloo) over shared memory" in line for line in lines)
     secret = next(line for line in lines if line.startswith("secret"))
     assert ("UNICOLL_SECRET" in secret) == (launcher is OURS)
     store = next(line for line in lines if line.startswith("store"))
@@ -159,15 +159,16 @@ def test_importing_unicoll_imports_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
-@pytest.mark.slow
-def test_env_init_of_other_backends_is_unchanged() -> None:
+@pytest.mark.parametrize("backend", ["'gloo'", ""])
+def test_env_init_of_other_backends_is_unchanged(backend: str) -> None:
     source = (
         "import torch.distributed as dist, unicoll.torch_plugin\n"
-        "try: dist.init_process_group('gloo')\nexcept ValueError as e: print(e)"
+        f"try: dist.init_process_group({backend})\nexcept ValueError as e: print(e)"
     )
     env = environment({"PYTHONPATH": str(ROOT)})
     done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)
     assert "environment variable RANK expected, but not set" in done.stdout
+    assert ("'unicoll' names unicoll's" in done.stderr) == (not backend)
 
 
 # --- the examples ---------------------------------------------------------------------------------------------------

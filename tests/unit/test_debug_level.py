@@ -119,7 +119,7 @@ def test_records_have_time_rank_and_host(
     for part in (
         f"[{os.uname().nodename}] ",
         "unicoll.job: joining",
-        "cpu arrays: backend gloo",
+        "cpu arrays: backend unicoll (gloo)",
         "joined as rank 0 of 1 in ",
         "unicoll.group: created group 'world' (cpu:gloo): rank 0 of 1",
         "destroying group 'world'",

@@ -17,6 +17,7 @@ from typing import Any
 
 from unicoll.bench.operations import IN, OPERATIONS, OUT
 from unicoll.bench.sizes import short
+from unicoll.group.registry import shown_name
 from unicoll.net.files import write_whole
 
 _STYLES = (
@@ -50,7 +51,7 @@ def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         result = next((entry[name] for name in (*op.placements, IN, OUT) if entry[name] is not None), None)
         if result is None:
             continue
-        label = entry["contender"]
+        label = shown_name(entry["contender"])
         if len(kinds) > 1:
             label += f" {entry['type']} {entry['redop']} {entry['root'].strip()}"
         us = result.get("time", result.get("cpu_time"))

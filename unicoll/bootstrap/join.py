@@ -49,7 +49,8 @@ class Membership:
         self.job = job
         self.choices = choices
         self.groups: list[ProcessGroup] = job.groups
-        self.notes = [*rendezvous.notes, *(f"{c.device} arrays: backend {c.name}: {c.why}" for c in choices)]
+        chosen = [f"{c.device} arrays: backend {registry.shown_name(c.name)}: {c.why}" for c in choices]
+        self.notes = [*rendezvous.notes, *chosen]
         self.named: dict[str, int] = {}
         for note in self.notes:
             log.info("%s", note)

@@ -213,7 +213,7 @@ def _choice() -> Iterator[Facts]:
     launched = launched_or_none()
     choices = backend_choice.choose(None, launched is not None and launched.started_by_mpi)
     chosen: dict[str, Facts] = {c.device: {"backend": c.name, "why": c.why} for c in choices}
-    lines = [f"{c.device}: {c.name}: {c.why}" for c in choices]
+    lines = [f"{c.device}: {registry.shown_name(c.name)}: {c.why}" for c in choices]
     if "cuda" not in chosen:
         why = registry.reason_against("nccl")
         chosen["cuda"] = {"backend": None, "why": why}

@@ -7,13 +7,18 @@ import re
 import secrets
 import shlex
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from unicoll.net.files import read_json
 
 TRACE_VARIABLE = "UNICOLL_TRACE_DIR"
+_PREFIX = "unicoll_trace_"
+_DIRECTORY = re.compile(rf"{_PREFIX}[0-9a-f]{{16}}")
+_KEPT_S = 7 * 86400.0
 _FILE = re.compile(r"rank_\d+\.json$")
 
 
@@ -21,7 +26,7 @@ class TraceDirectory:
     """The directory of UNICOLL_TRACE_DIR if the user has set it, else a new one, which the first dump makes.
 
     An empty variable means that failures are not dumped. The new directory is below that of the launch's log files
-    (``logs``) if those are kept.
+    (``logs``) if those are kept. Directories of earlier jobs in the temporary directory are removed after a week.
     """
 
     def __init__(self, environ: Mapping[str, str], logs: str | None) -> None:
@@ -30,9 +35,10 @@ class TraceDirectory:
         self._is_new = self._path is None
         if self._path is None:
             # nobody can make a directory of this name first
-            name = f"unicoll_trace_{secrets.token_hex(8)}"
+            name = f"{_PREFIX}{secrets.token_hex(8)}"
             self._path = os.path.join(logs, "trace") if logs else os.path.join(tempfile.gettempdir(), name)
             self._path = os.path.abspath(self._path)
+            _remove_old(tempfile.gettempdir(), self._started - _KEPT_S)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -67,6 +73,18 @@ class TraceDirectory:
                 ]
         except OSError:  # it does not exist
             return []
+
+
+def _remove_old(directory: str, before: float) -> None:
+    """Remove this user's dump directories of earlier jobs, if nothing has changed in them since ``before``."""
+    with suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if not _DIRECTORY.fullmatch(entry.name):
+                continue
+            with suppress(OSError):
+                found = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and found.st_mtime < before:
+                    shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def _is_requested(path: str) -> bool:

@@ -10,9 +10,12 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from unicoll.bootstrap.join import run_rendezvous
+from unicoll.net import logs
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.compat import backend_of_init
 from unicoll.torch_plugin.stores import UnicollBackedStore
+
+log = logs.logger("torch")
 
 _TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT_S = 300.0
@@ -34,6 +37,11 @@ def register(include_mpi: Callable[[], bool]) -> None:
         query = dict(parse_qsl(urlsplit(url).query))
         missing = [n for n in _TORCH_VARIABLES if not os.environ.get(n) and n.lower() not in query]
         complete = not missing and not os.environ.get("UNICOLL_STORE")
+        if backend in (None, "undefined"):
+            log.warning(
+                "torch.distributed.init_process_group was called without a backend: it uses torch's own;"
+                " 'unicoll' names unicoll's"
+            )
         if backend is None or complete or not names_unicoll(backend, include_mpi()):
             return torchs_handler(url, **({} if timeout is None else {"timeout": timeout}), **options)
         return iter([_rendezvous(spec_of(backend), query, timeout)])
