@@ -136,6 +136,21 @@ def test_a_wrong_secret_is_reported_immediately(server: Secret, client: Secret, 
         master.set("k", "v")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", ""])
+def test_a_refused_client_that_has_ended_causes_no_warning(
+    host: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """Its address, and so its user, is not known any more."""
+    monkeypatch.setattr(
+        "unicoll.net.authenticated_server._peer", lambda _: (host, host or "a disconnected client")
+    )
+    caplog.set_level(logging.INFO, "unicoll")
+    with serve() as master, pytest.raises(AuthenticationError):
+        join(master, secret=OTHER)
+    (said,) = [record for record in caplog.records if "closed a connection from" in record.getMessage()]
+    assert said.levelno == (logging.WARNING if host else logging.INFO)
+
+
 def test_the_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("UNICOLL_SECRET", "e" * 32)
     with TCPStore("127.0.0.1", 0, is_master=True) as master:

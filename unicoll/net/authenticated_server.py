@@ -320,7 +320,8 @@ class Server(ABC):
             host, peer = _peer(client.sock)
             kind = type(error).__name__
             client.error = error
-            level = self._log_level(f"{host} {kind}")  # one warning per host: it may be a port scanner
+            # one warning per host: it may be a port scanner; of a client that has ended the user is not known any more
+            level = self._log_level(f"{host} {kind}") if host else logging.INFO
             detail = error if isinstance(error, AuthenticationError) else f"{kind}: {error}"
             log.log(level, "%s closed a connection from %s: %s", self._thread.name, peer, detail)
             self._drop(client)
