@@ -22,9 +22,9 @@ from unicoll.backend.options import as_options
 from unicoll.backend.size_agreement import exchange_sizes
 from unicoll.errors import BackendUnavailableError, CollectiveMismatchError, DistArgumentError, DistError
 from unicoll.net import environment
+from unicoll.net.formatting import backend_text
 
-_NAME = "unicoll (gloo)"
-"""The name in reports: torch's Gloo is another backend."""
+_NAME = backend_text("gloo")
 _SPINS = 50
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import unicoll as dist
-from unicoll.group.registry import shown_name
+from unicoll.net.formatting import backend_text
 from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 PROGRAM = str(Path(__file__).with_name("explaining.py"))
@@ -84,7 +84,7 @@ def check(reports: list[Report], name: str, source: str, backend_reason: str) ->
         assert set(after) >= {"rank", "store", "secret", "interface", "cpu arrays"}
         assert after["secret"].startswith(before["secret"])
         assert after["interface"] == before["interface"]
-        assert after["cpu arrays"].startswith(f"backend {shown_name(report['backend'])}: ")
+        assert after["cpu arrays"].startswith(f"backend {backend_text(report['backend'])}: ")
         assert backend_reason in after["cpu arrays"]
         assert report["at the end"] == report["before"]
 

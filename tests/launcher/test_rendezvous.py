@@ -708,8 +708,12 @@ def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
 @pytest.mark.parametrize(
     ("rank", "warning", "error"),
     [
-        (0, "rank 1 of 2; the store is at ", "1 of 2 ranks have joined; missing: rank 1; the store is at "),
-        (1, "rank 0 at ", "no store could be reached at "),
+        (
+            0,
+            " s for rank 1 of 2; the store is at ",
+            "1 of 2 ranks have joined; missing: rank 1; the store is at ",
+        ),
+        (1, " s for rank 0; the store: ", "no store could be reached at "),
     ],
 )
 def test_ranks_that_do_not_come_are_named_with_the_address(
@@ -725,9 +729,7 @@ def test_ranks_that_do_not_come_are_named_with_the_address(
     with pytest.raises(DistError, match=error):
         join("gloo", f"tcp://127.0.0.1:{port}", rank, 2, None, 3.0, 3.0)
     said = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
-    assert said
-    for line in said:
-        assert f" s for {warning}tcp://127.0.0.1:{port}" in line
+    assert any(f"{warning}tcp://127.0.0.1:{port}" in line for line in said), said
 
 
 def test_rank_0_names_the_open_files_that_it_needs(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from unicoll.net.formatting import ranks_text
 from unicoll.net.signal_handlers import is_caught
-from unicoll.run.dump_directory import TraceDirectory
+from unicoll.run.dump_directory import remove_old_dumps
 from unicoll.run.output import Lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -866,8 +866,13 @@ def test_old_dump_directories_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
     link.symlink_to(other)
     for path in (old, other, link):
         os.utime(path, (0, 0), follow_symlinks=False)
-    TraceDirectory({}, None)
-    assert sorted(tmp_path.iterdir()) == sorted([recent, other, link])
+    (recent / "rank_0.json").rename(recent / "notes.txt")
+    old_with_notes = tmp_path / f"unicoll_trace_{'3' * 16}"
+    old_with_notes.mkdir()
+    (old_with_notes / "notes.txt").touch()
+    os.utime(old_with_notes, (0, 0))
+    remove_old_dumps()
+    assert sorted(tmp_path.iterdir()) == sorted([recent, other, link, old_with_notes])
     assert (other / "rank_0.json").exists()
 
 
@@ -889,7 +894,7 @@ def test_a_request_for_dumps_to_workers_that_write_none(folder: LaunchFolder) ->
     launcher.send_signal(signal.SIGUSR1)
     assert launcher.stderr is not None
     assert launcher.stderr.readline() == (
-        b"unicoll.run: got SIGUSR1; not ranks 0, 1, which do not handle it (in no job of unicoll?)\n"
+        b"unicoll.run: got SIGUSR1; ranks 0, 1 without a handler (init_process_group sets one)\n"
     )
     assert all(map(runs, pids))
     launcher.send_signal(signal.SIGTERM)

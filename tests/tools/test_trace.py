@@ -149,10 +149,10 @@ def test_a_rank_that_has_not_called(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_ranks_that_call_from_different_lines(tmp_path: Path, skips: bool) -> None:
-    """Rank 1 has skipped the second of five equal calls; or only the second calls have different lines."""
+    """Rank 1 has skipped the second of five equal calls; or the last calls are in two branches of a condition."""
 
     def place(rank: int, seq: int) -> str:
-        lines = [10, 11, 12, 13, 14] if rank == 0 else [10, 12, 13, 14] if skips else [10, 21, 12, 13]
+        lines = [10, 11, 12, 13, 14] if rank == 0 else [10, 12, 13, 14] if skips else [10, 11, 12, 23]
         return f"/home/user/train.py:{lines[seq - 1]}"
 
     dump(tmp_path, 0, [*(call(i, site=place(0, i)) for i in range(1, 5)), call(5, state="started")], size=2)

@@ -80,6 +80,17 @@ def test_one_call_destroys_the_groups_of_both(by_unicoll: bool, tmp_path: Path) 
     assert len(list(tmp_path.glob("metrics_?.prom"))) == 2
 
 
+def test_a_part_that_torch_has_not_registered_ends_with_the_job() -> None:
+    with ProcessJob(2, join="env", modules=["torch"]) as job:
+        job.call(jobs.joined_without_metrics, "unicoll-gloo")
+        assert all("there is no directory /nowhere" in error for error in job.results())
+        job.call(jobs.join, "unicoll-gloo")
+        job.results()
+        job.call(jobs.a_part_that_torch_has_not_registered)
+        job.results()
+        ended(job)
+
+
 def test_invalid_arguments_raise(run: Run) -> None:
     for said in run(jobs.refusals):
         assert "complex" in said[0]

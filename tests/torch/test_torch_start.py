@@ -168,7 +168,7 @@ def test_env_init_of_other_backends_is_unchanged(backend: str) -> None:
     env = environment({"PYTHONPATH": str(ROOT)})
     done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)
     assert "environment variable RANK expected, but not set" in done.stdout
-    assert ("'unicoll' names unicoll's" in done.stderr) == (not backend)
+    assert ("backend='unicoll' selects unicoll's" in done.stderr) == (not backend)
 
 
 # --- the examples ---------------------------------------------------------------------------------------------------

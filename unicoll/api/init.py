@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
@@ -81,14 +82,20 @@ def init_process_group(
     except BaseException as e:
         membership.close(e)
         raise
-    profiler_watch.running, profiler_watch.changed = False, _follow_profiler
-    enter(membership, default)
+    enter(membership, default, _follow_profiler)
 
 
-def enter(membership: Membership, default: ProcessGroup) -> None:
-    """Set the default group of this process, which has joined a job; the functions of the package then serve it."""
+def enter(
+    membership: Membership, default: ProcessGroup, follow: Callable[[bool], None] | None = None
+) -> None:
+    """Set the default group of this process, which has joined a job; the functions of the package then serve it.
+
+    Args:
+        follow: called when ``torch.profiler`` has started or stopped.
+    """
     from unicoll.bootstrap.join import register_exit_handler
 
+    profiler_watch.running, profiler_watch.changed = False, follow
     world.enter(World(membership, default))
     register_exit_handler(world.leave, world.forget)
     if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):

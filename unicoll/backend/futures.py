@@ -86,7 +86,7 @@ def torch_future(
         ended = torch.futures.Future(devices=devices)
         try:
             work.wait()
-        except DistError as error:
+        except Exception as error:
             return _failed(ended, error)
         ended.set_result(outputs)
     return ended
@@ -128,9 +128,10 @@ def _at_end(ended: Any, work: Operation, value: Callable[[], Any]) -> Any:
     return future
 
 
-def _failed(ended: Any, error: DistError) -> Any:
+def _failed(ended: Any, error: Exception) -> Any:
     def fail(_: Any) -> Any:
-        excepthook.for_future(error)
+        if isinstance(error, DistError):
+            excepthook.for_future(error)
         raise error
 
     future = ended.then(fail)

@@ -17,8 +17,8 @@ from typing import Any
 
 from unicoll.bench.operations import IN, OPERATIONS, OUT
 from unicoll.bench.sizes import short
-from unicoll.group.registry import shown_name
 from unicoll.net.files import write_whole
+from unicoll.net.formatting import backend_text
 
 _STYLES = (
     ("o", "-", "#000000"),
@@ -51,7 +51,7 @@ def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
         result = next((entry[name] for name in (*op.placements, IN, OUT) if entry[name] is not None), None)
         if result is None:
             continue
-        label = shown_name(entry["contender"])
+        label = backend_text(entry["contender"])
         if len(kinds) > 1:
             label += f" {entry['type']} {entry['redop']} {entry['root'].strip()}"
         us = result.get("time", result.get("cpu_time"))

@@ -23,6 +23,7 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.net import debug_level, environment, excepthook, fork_safety, logs
 from unicoll.net.control.client import ControlClient
 from unicoll.net.control.departures import publish_refusal
+from unicoll.net.formatting import backend_text
 from unicoll.net.stores import Store
 from unicoll.net.stores.signed import SignedStore
 
@@ -49,7 +50,7 @@ class Membership:
         self.job = job
         self.choices = choices
         self.groups: list[ProcessGroup] = job.groups
-        chosen = [f"{c.device} arrays: backend {registry.shown_name(c.name)}: {c.why}" for c in choices]
+        chosen = [f"{c.device} arrays: backend {backend_text(c.name)}: {c.why}" for c in choices]
         self.notes = [*rendezvous.notes, *chosen]
         self.named: dict[str, int] = {}
         for note in self.notes:

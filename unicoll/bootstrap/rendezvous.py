@@ -154,7 +154,7 @@ def rendezvous(
         refuse_protection(environ)  # now: later, rank 0 would end before the others have connected
     over_mpi = isinstance(location, MPILocation)  # MPI's own processes
     job = launched.job if launched is not None and not over_mpi else ""
-    with warn_while_waiting(lambda: f"{'rank 0 at' if rank else 'the store at'} {location.describe()}"):
+    with warn_while_waiting(lambda: f"{'rank 0; ' if rank else ''}the store: {location.describe()}"):
         agreed = agree_on_store(location, rank, world_size, secret, deadline, job)
     if store is None:
         agreed.store.set_timeout(timedelta(seconds=timeout))

@@ -218,9 +218,8 @@ class TCPLocation(StoreLocation):
         return host if len(addresses) == 1 and interfaces.is_local_address(host) else None
 
     def _serve(self, world_size: int, deadline: float) -> TCPStore:
-        interfaces.require_descriptors(
-            2 * world_size, f"rank 0 of {world_size} ranks"
-        )  # and control connections
+        # for the connections of the store and of the control plane
+        interfaces.require_descriptors(2 * world_size, f"rank 0 of {world_size} ranks")
         bind = self._bind()
         for port in self._ports[:-1]:
             try:

@@ -20,6 +20,7 @@ from unicoll.doctor.host import launched_or_none
 from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import BackendUnavailableError
 from unicoll.group import backend_choice, registry
+from unicoll.net.formatting import backend_text
 
 MAPS = "/proc/self/maps"
 PCI = "/sys/bus/pci/devices"
@@ -213,7 +214,7 @@ def _choice() -> Iterator[Facts]:
     launched = launched_or_none()
     choices = backend_choice.choose(None, launched is not None and launched.started_by_mpi)
     chosen: dict[str, Facts] = {c.device: {"backend": c.name, "why": c.why} for c in choices}
-    lines = [f"{c.device}: {registry.shown_name(c.name)}: {c.why}" for c in choices]
+    lines = [f"{c.device}: {backend_text(c.name)}: {c.why}" for c in choices]
     if "cuda" not in chosen:
         why = registry.reason_against("nccl")
         chosen["cuda"] = {"backend": None, "why": why}

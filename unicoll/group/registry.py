@@ -242,11 +242,6 @@ def status_line(name: str) -> str:
     return f"backend {name!r}: available{f': {library}' if library else ''}"
 
 
-def shown_name(name: str) -> str:
-    """A backend's name in reports: ``unicoll (gloo)`` for unicoll's CPU backend, as torch's Gloo is another one."""
-    return f"unicoll ({name})" if name in ("gloo", "gloo-symmetric") else name
-
-
 def devices_of(name: str, cls: type[BackendBase]) -> frozenset[str]:
     """The device types whose arrays a backend takes."""
     return _registered_devices.get(name, cls.caps.devices)

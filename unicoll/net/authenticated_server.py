@@ -284,7 +284,7 @@ class Server(ABC):
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             own_user = (self.private and not self._key) or isinstance(self._key, OwnUserKey)
-            same_user = partial(peer_credentials.is_same_user, sock) if own_user else None
+            same_user = partial(_is_same_user, sock) if own_user else None
             protection = channel.wanted_protection(sock, self.minimum_protection)
             handshake = ServerHandshake(
                 self._key, self._purpose, same_user, self.rank, address, self.private, protection
@@ -320,8 +320,7 @@ class Server(ABC):
             host, peer = _peer(client.sock)
             kind = type(error).__name__
             client.error = error
-            # one warning per host: it may be a port scanner; of a client that has ended the user is not known any more
-            level = self._log_level(f"{host} {kind}") if host else logging.INFO
+            level = self._log_level(f"{host} {kind}")  # one warning per host: it may be a port scanner
             detail = error if isinstance(error, AuthenticationError) else f"{kind}: {error}"
             log.log(level, "%s closed a connection from %s: %s", self._thread.name, peer, detail)
             self._drop(client)
@@ -408,6 +407,14 @@ class Server(ABC):
         self._remove(client)
         client.sock.close()
         self.disconnected(client)
+
+
+def _is_same_user(sock: socket.socket) -> bool:
+    """True if a client is a process of this user. OSError if it has ended: then its user is not known any more."""
+    same = peer_credentials.is_same_user(sock)
+    if not same:
+        sock.getpeername()
+    return same
 
 
 def _peer(sock: socket.socket) -> tuple[str, str]:

@@ -17,6 +17,7 @@ import os
 import sys
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable
 from itertools import groupby
 from types import TracebackType
@@ -76,21 +77,27 @@ def as_text(kind: type[BaseException], value: BaseException, trace: TracebackTyp
 
 _IN_FUTURE = "Got the following error when running the callback: "
 _FRAMES = "\n\nAt:\n"
-_of_futures: weakref.WeakSet[BaseException] = weakref.WeakSet()
+_of_futures: deque[weakref.ref[BaseException]] = deque(maxlen=64)
 
 
-def for_future(error: Exception) -> None:
-    """Forget the frames of a future's error, which torch's futures raise as a RuntimeError with its text."""
-    _of_futures.add(error)
+def forget_frames(error: BaseException) -> None:
+    """Forget the frames of an error of unicoll that another library raises or shows; not at debug level DETAIL."""
     if not shows_all_frames():
         error.__traceback__ = None
+
+
+def for_future(error: BaseException) -> None:
+    """:func:`forget_frames` of a future's error, which torch's futures raise as a RuntimeError with its text."""
+    _of_futures.append(weakref.ref(error))
+    forget_frames(error)
 
 
 def origin(error: BaseException) -> BaseException:
     """The error of an operation that a future of torch has raised as a RuntimeError; any other error itself."""
     if type(error) is not RuntimeError or not str(error).startswith(_IN_FUTURE):
         return error
-    return next((each for each in [*_of_futures] if str(each) in str(error)), error)
+    wrapped = [reference() for reference in list(_of_futures)]
+    return next((each for each in wrapped if each is not None and str(each) in str(error)), error)
 
 
 _NO_TORCH_GROUP = "Default process group has not been initialized"

@@ -1,4 +1,4 @@
-"""Ranks and signals in words, and the output of the commands."""
+"""Ranks, signals and backends in words, and the output of the commands."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ def ranks_text(ranks: Iterable[int], last: str = ", ") -> str:
         parts += [f"{low}-{high}"] if high > low + 1 else map(str, range(low, high + 1))
     listed = last.join([", ".join(parts[:-1]), parts[-1]]) if parts[1:] else "".join(parts)
     return f"rank {listed}" if listed.isdigit() else f"ranks {listed}"
+
+
+def backend_text(name: str) -> str:
+    """A backend's name in reports: ``unicoll (gloo)`` for unicoll's CPU backend, as torch's Gloo is another one."""
+    return f"unicoll ({name})" if name in ("gloo", "gloo-symmetric") else name
 
 
 def signal_name(number: int) -> str:

@@ -7,6 +7,7 @@ cannot reach the name that a resolver returns for an address.
 from __future__ import annotations
 
 import ctypes
+import errno
 import ipaddress
 import os
 import resource
@@ -322,6 +323,8 @@ def check_loopback() -> None:
         try:
             probe.connect(("127.0.0.1", 9))  # sends nothing
         except OSError as error:
+            if error.errno not in (errno.ENETUNREACH, errno.EADDRNOTAVAIL):
+                return
             raise DistNetworkError(
                 f"the loopback interface is down: 127.0.0.1: {error.strerror} (ip link set lo up)"
             ) from error
@@ -414,7 +417,9 @@ def raise_descriptor_limit(wanted: int | None = None) -> bool:
 
 def require_descriptors(count: int, purpose: str) -> None:
     """Raise DistError, with ``purpose``, unless this process may open so many more files; raises the soft limit."""
-    needed = len(os.listdir("/proc/self/fd")) + count + _SPARE_DESCRIPTORS
+    needed = count + _SPARE_DESCRIPTORS
+    with suppress(OSError):
+        needed += len(os.listdir("/proc/self/fd"))
     needed += min(64, needed // 7 + 1)  # a server keeps some free (unicoll.net.admission)
     raise_descriptor_limit(needed)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

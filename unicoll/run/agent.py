@@ -22,13 +22,13 @@ from unicoll.net.formatting import ranks_text
 from unicoll.net.interfaces import require_descriptors
 from unicoll.net.signal_handlers import is_caught
 from unicoll.run.args import LaunchOptions
-from unicoll.run.dump_directory import TraceDirectory
+from unicoll.run.dump_directory import TraceDirectory, remove_old_dumps
 from unicoll.run.failure import exit_code, last_stderr_lines, report, root_cause
 from unicoll.run.job import EXIT_KEY, LocalJob, job_token, job_variable
 from unicoll.run.output import Console, OutputPipes
 from unicoll.run.process_cleanup import JOB_VARIABLE, Guard, kill_group, kill_members, kill_process, members
 from unicoll.run.tracebacks import ExceptionRecord, Tracebacks, read_record
-from unicoll.run.workers import LogFiles, Worker, shared_environment, start_worker
+from unicoll.run.workers import LogFiles, Worker, open_files, shared_environment, start_worker
 
 log = logs.logger("run")
 
@@ -37,7 +37,6 @@ _HANG_CHECK_INTERVAL = 1.0  # seconds between checks for failed workers whose pr
 _LEFTOVER_SECONDS = 1.0  # for helpers (multiprocessing's tracker...) to end after their worker
 _KILL_SECONDS = 10.0  # from SIGKILL until the launcher gives up on a process (stuck in the kernel)
 _DRAIN_SECONDS = 2.0  # for the last output, after the workers have ended
-_FILES_PER_WORKER, _LOGS_PER_WORKER = 3, 2  # pipes of stdout and stderr, connection to the store; log files
 _REPEAT_SECONDS = 0.5  # a repeated signal within this time is ignored: both come from one Ctrl-C
 
 
@@ -90,12 +89,12 @@ class Agent:
 
     def _run_job(self) -> None:
         options = self._options
-        each = _FILES_PER_WORKER + (_LOGS_PER_WORKER if any(options.tees.values()) else 0)
-        require_descriptors(each * options.nproc, f"the launcher of {options.nproc} processes")
-        logs = LogFiles(options)
-        self._dumps = dumps = TraceDirectory(os.environ, logs.path if logs.kept else None)
+        remove_old_dumps()
+        require_descriptors(open_files(options), f"the launcher of {options.nproc} processes")
         job: LocalJob | None = None
         guard: Guard | None = None
+        logs = LogFiles(options)
+        dumps = self._dumps = TraceDirectory(os.environ, logs.path if logs.kept else None)
         try:
             job = LocalJob(os.environ, options.master_port) if options.nnodes == 1 else None
             guard = Guard(self._token, "" if logs.kept else logs.path)
@@ -175,6 +174,7 @@ class Agent:
         assert worker.status is not None
         record = self._read_record(worker)
         if worker.status == 0:
+            worker.stopped = self._stopping_since is not None  # its handler of SIGTERM may end it so
             return
         if self._stopping_since is not None:
             if record is None or record.time > self._stopping_since:
@@ -255,6 +255,7 @@ class Agent:
         if number == signal.SIGUSR1 and number not in self._options.signals:
             self._dump_requested = True
         elif number != signal.SIGCHLD and not self._workers:
+            self._signal = signal.Signals(number)
             sys.exit(128 + number)  # nothing has been started, and the main loop may not be reached
         elif number != signal.SIGCHLD:
             self._signals.append(signal.Signals(number))
@@ -266,18 +267,18 @@ class Agent:
             pass  # full: the loop wakes up anyway; closed: the job has ended
 
     def _request_dumps(self) -> None:
-        """Ask the workers that handle SIGUSR1 for the flight recorder's dump."""
-        running = [worker for worker in self._workers if worker.status is None]
-        asked = [worker for worker in running if is_caught(signal.SIGUSR1, worker.pid)]
-        for worker in asked:
-            kill_process(worker.pid, signal.SIGUSR1)
-        others = [worker.rank for worker in running if worker not in asked]
+        """Send SIGUSR1 to the workers that handle it: in a job of unicoll they write the flight recorder's dump."""
+        sent, others = [], []
+        for worker in self._workers:
+            if worker.status is None and is_caught(signal.SIGUSR1, worker.pid):
+                kill_process(worker.pid, signal.SIGUSR1)
+                sent.append(worker.rank)
+            elif worker.status is None:
+                others.append(worker.rank)
         words = ["got SIGUSR1"]
-        words += [f"asked {ranks_text([each.rank for each in asked])} for their last calls"] if asked else []
-        words += [f"to read them: {self._dumps.reader}"] if asked and self._dumps.reader else []
-        words += (
-            [f"not {ranks_text(others)}, which do not handle it (in no job of unicoll?)"] if others else []
-        )
+        words += [f"sent it to {ranks_text(sent)}"] if sent else []
+        words += [f"to read their dumps: {self._dumps.reader}"] if sent and self._dumps.reader else []
+        words += [f"{ranks_text(others)} without a handler (init_process_group sets one)"] if others else []
         self._log("; ".join(words))
 
     def _handle_signals(self) -> None:
@@ -337,6 +338,8 @@ class Agent:
         self._complete_logs()
         reader = dumps.command(any(worker.status for worker in self._workers) or self._signal is not None)
         if not self._failed or self._signal is not None:
+            if self._signal is not None and not self._workers:
+                self._log(f"got {self._signal.name}")
             self._show_tracebacks()
             if reader:
                 self._log(f"the last calls of the ranks: {reader}")

@@ -7,7 +7,6 @@ import re
 import secrets
 import shlex
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ TRACE_VARIABLE = "UNICOLL_TRACE_DIR"
 _PREFIX = "unicoll_trace_"
 _DIRECTORY = re.compile(rf"{_PREFIX}[0-9a-f]{{16}}")
 _KEPT_S = 7 * 86400.0
+_TORCH_FILE = re.compile(r"nccl_trace_rank_\d+$")
 _FILE = re.compile(r"rank_\d+\.json$")
 
 
@@ -26,7 +26,7 @@ class TraceDirectory:
     """The directory of UNICOLL_TRACE_DIR if the user has set it, else a new one, which the first dump makes.
 
     An empty variable means that failures are not dumped. The new directory is below that of the launch's log files
-    (``logs``) if those are kept. Directories of earlier jobs in the temporary directory are removed after a week.
+    (``logs``) if those are kept.
     """
 
     def __init__(self, environ: Mapping[str, str], logs: str | None) -> None:
@@ -38,7 +38,6 @@ class TraceDirectory:
             name = f"{_PREFIX}{secrets.token_hex(8)}"
             self._path = os.path.join(logs, "trace") if logs else os.path.join(tempfile.gettempdir(), name)
             self._path = os.path.abspath(self._path)
-            _remove_old(tempfile.gettempdir(), self._started - _KEPT_S)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -75,16 +74,24 @@ class TraceDirectory:
             return []
 
 
-def _remove_old(directory: str, before: float) -> None:
-    """Remove this user's dump directories of earlier jobs, if nothing has changed in them since ``before``."""
-    with suppress(OSError), os.scandir(directory) as entries:
+def remove_old_dumps() -> None:
+    """Remove this user's dumps in the temporary directory in whose directory nothing has changed for a week."""
+    before = time.time() - _KEPT_S
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
-            if not _DIRECTORY.fullmatch(entry.name):
-                continue
-            with suppress(OSError):
+            if _DIRECTORY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 found = entry.stat(follow_symlinks=False)
-                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and found.st_mtime < before:
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                if found.st_uid == os.geteuid() and found.st_mtime < before:
+                    _remove(entry.path)
+
+
+def _remove(directory: str) -> None:
+    """Remove the dumps in a directory, and the directory if it then is empty."""
+    with suppress(OSError):
+        for name in os.listdir(directory):
+            if _FILE.match(name) or _TORCH_FILE.match(name):
+                os.unlink(os.path.join(directory, name))
+        os.rmdir(directory)
 
 
 def _is_requested(path: str) -> bool:

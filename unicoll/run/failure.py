@@ -64,21 +64,20 @@ def report(
 ) -> str:
     """The summary in torchrun's format; the tracebacks are printed above it.
 
-    The root cause is the first failure or, if its error names a rank that has not failed, that rank: it has ended
-    early, or has not called what the others wait in.
+    The root cause is the first failure or, if its error names a rank that has not failed, that rank: it has not called
+    what the others wait in, or has ended early. If most ranks have ended without an error, these have not ended early.
 
     Args:
         reader: the command that shows the ranks' last calls.
         keeps_files: True if the error files stay.
     """
     root = root_cause(failures)
-    named = root.failure.named if root.failure is not None else ()
-    culprit = next((worker for worker in workers if worker.rank in named and worker not in failures), None)
+    culprit = _named(workers, failures, root)
     others = sorted((f for f in failures if f is not root or culprit), key=lambda f: (_time(f), f.rank))
     lines = [f"  {line}" for line in _describe_others(others, root)] or ["  <NO_OTHER_FAILURES>"]
     if stopped := [worker.rank for worker in workers if worker.stopped]:
         lines.append(f"  (stopped by the launcher: {ranks_text(stopped)})")
-    entry = _entry(root, keeps_files) if culprit is None else _named_entry(culprit, root)
+    entry = _entry(root, keeps_files) if culprit is None else _named_entry(culprit, root, keeps_files)
     if reader:
         entry.append(f"  last calls: {reader}")
     heading = f"{title} FAILED"
@@ -99,7 +98,16 @@ def _entry(worker: Worker, keeps_files: bool) -> list[str]:
     ]
 
 
-def _named_entry(worker: Worker, root: Worker) -> list[str]:
+def _named(workers: Sequence[Worker], failures: Sequence[Worker], root: Worker) -> Worker | None:
+    """The worker that the error of ``root`` blames, if it has not failed itself; see :func:`report`."""
+    named = root.failure.named if root.failure is not None else ()
+    found = next((worker for worker in workers if worker.rank in named and worker not in failures), None)
+    if found is None or found.stopped or found.status is None:
+        return found
+    return found if sum(worker.status == 0 for worker in workers) <= len(failures) else None
+
+
+def _named_entry(worker: Worker, root: Worker, keeps_files: bool) -> list[str]:
     """The entry of a worker that has not failed, but is named in the error of the first failure."""
     ended = worker.status is not None and not worker.stopped
     end = (
@@ -111,7 +119,7 @@ def _named_entry(worker: Worker, root: Worker) -> list[str]:
     return [
         *_place(worker, at),
         f"  exitcode  : {end}",
-        "  error_file: <N/A>",
+        f"  error_file: {f'{root.error_file} (of rank {root.rank})' if keeps_files else '<N/A>'}",
         f"  traceback : none; rank {root.rank} names it: {_first_line(_cause(root))} (above)",
     ]
 
@@ -163,11 +171,11 @@ def last_stderr_lines(worker: Worker) -> str:
 
     Stacks that faulthandler has printed to the console are not repeated.
     """
-    tail = worker.tail.rstrip().splitlines()[-30:]
+    tail = worker.tail.rstrip().splitlines()
     stacks_are_shown = worker.shows_stderr and any(line.endswith(_STACK) for line in tail)
     if worker.failure is not None or not tail or stacks_are_shown:
         return ""
-    return "\n".join([f"The last lines that rank {worker.rank} wrote to stderr:", *tail]) + "\n"
+    return "\n".join([f"The last lines that rank {worker.rank} wrote to stderr:", *tail[-30:]]) + "\n"
 
 
 def _first_line(text: str) -> str:

@@ -272,6 +272,8 @@ def record(error: BaseException) -> str | None:
 
 def _named_ranks(error: BaseException) -> list[int]:
     """The ranks that an error of unicoll names as missing or lost."""
+    if type(error).__module__ != "unicoll.errors":
+        return []
     missing = [int(rank) for rank in getattr(error, "missing", ())]
     lost = getattr(error, "rank", None) if type(error).__name__ == "RankLostError" else None
     return missing or ([] if lost is None else [int(lost)])

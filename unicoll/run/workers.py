@@ -205,6 +205,18 @@ def start_worker(
     return worker
 
 
+def open_files(options: LaunchOptions) -> int:
+    """How many files the launcher opens for its workers: pipes, logs and connections to its store."""
+    count = options.nproc if options.nnodes == 1 else 0
+    for local_rank in range(options.nproc):
+        for which in (OUT, ERR):
+            if options.tees[local_rank] & which:
+                count += 2
+            elif not options.redirects[local_rank] & which:
+                count += options.nproc > 1 or options.shown is not None
+    return count
+
+
 class _Destination(NamedTuple):
     """The destination of a stream: a pipe to the launcher, which also writes ``file``; else ``file`` or the console."""
 

@@ -6,13 +6,12 @@ from typing import NoReturn
 
 from unicoll.errors import DistError, OperationTimeoutError
 from unicoll.group.process_group import ProcessGroup
-from unicoll.net.excepthook import shows_all_frames
+from unicoll.net.excepthook import forget_frames
 
 
-def as_torch_error(error: DistError) -> None:
+def shorten(error: DistError) -> None:
     """Forget the frames inside unicoll; give the message of a timeout the prefix of torch's backends."""
-    if not shows_all_frames():
-        error.__traceback__ = None
+    forget_frames(error)
     if isinstance(error, OperationTimeoutError) and not str(error).startswith("collective "):
         error.args = (f"collective operation timeout : {error}", *error.args[1:])
 
@@ -34,4 +33,5 @@ def raise_monitored(group: ProcessGroup, error: DistError, seconds: float, wait_
     else:
         message = "Rank 0 failed in monitoredBarrier"
     error.args = (f"{message}: {error}", *error.args[1:])
+    forget_frames(error)
     raise error

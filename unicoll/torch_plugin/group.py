@@ -17,10 +17,11 @@ from unicoll.bootstrap.join import choose
 from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
+from unicoll.net.excepthook import forget_frames
 from unicoll.net.timeouts import Timeout, to_seconds
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.compat import OLD_NAMES, is_awaited, is_profiling, requested_group, timeout_or_none
-from unicoll.torch_plugin.error_messages import as_torch_error, raise_monitored
+from unicoll.torch_plugin.error_messages import raise_monitored, shorten
 from unicoll.torch_plugin.method_table import ROWS, Row, one, reduction
 from unicoll.torch_plugin.sparse import sparse_all_reduce
 from unicoll.torch_plugin.symmetric import TensorPool
@@ -186,7 +187,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         try:
             method(tensor, peer, self._tag(tensor, tag), timeout=self._timeout)
         except DistError as error:
-            as_torch_error(error)
+            shorten(error)
             raise error
         return DONE
 
@@ -205,7 +206,11 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         with record_function(f"{_LABEL}{name}") if is_profiling() else nullcontext():
             if self._tagless:
                 messages = [(sends, x, peer, self._tag(x, tag)) for sends, x, peer, tag in messages]
-            handles = self.unicoll.batch_isend_irecv(messages, timeout=self._timeout)
+            try:
+                handles = self.unicoll.batch_isend_irecv(messages, timeout=self._timeout)
+            except DistError as error:
+                forget_frames(error)
+                raise error
         return [self._works.add(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)]
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -293,7 +298,10 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             self.unicoll.leave_out(self.choices_for(spec_of(group.backend or "")))
 
     def shutdown(self) -> None:
-        """Complete started operations, up to a time limit, and release all resources; the last group leaves the job."""
+        """Complete started operations, up to a time limit, and release all resources.
+
+        The default group leaves the job, and closes all other groups in it; without it the last group does.
+        """
         if not self._closed:
             self._closed = True
             self._release()
@@ -305,9 +313,16 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         self.job.remove(self.unicoll)
 
     def close(self) -> None:
-        """Called when the unicoll group is closed: destroys this group, and if it is torch's default, all others."""
-        if not self._closed:
+        """Called when the unicoll group is closed: destroys this group, and if it is torch's default, all others.
+
+        Not at the interpreter's end, where torch keeps its groups.
+        """
+        if self._closed or self.unicoll.job.exiting:
+            return
+        if self in c10d._world.pg_map:
             dist.destroy_process_group(self)
+        else:  # a part that torch has not registered, or an error while torch makes the group
+            self.shutdown()
 
     def abort(self) -> None:
         """Make all pending operations raise, on all ranks, and release all resources."""
@@ -356,7 +371,7 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
                     return start(self, arguments, opts)
             return start(self, arguments, opts)
         except DistError as error:
-            as_torch_error(error)
+            shorten(error)
             raise error
         finally:
             if grad_enabled:

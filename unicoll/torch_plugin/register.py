@@ -72,9 +72,9 @@ def _make(
         return WrappedProcessGroup(pg_options, requested)
     timeout = opts.timeout if opts is not None else requested.timeout
     torch_name = opts.group_id if opts is not None else requested.name or f"mpi:{ranks}"
-    is_default = c10d.GroupMember.WORLD is None
     spec = spec_of(requested.backend or name)
     world = c10d.GroupMember.WORLD
+    is_default = world is None and not is_initialized()  # of unicoll's functions, too
     if ranks and isinstance(world, TorchProcessGroup):
         job, job_ranks = world.job, ranks
         choices = world.choices_for(spec)
@@ -100,7 +100,7 @@ def _make(
     )
     group = TorchProcessGroup(job, unicoll_group, requested.backend or name, torch_name, desc, store)
     group.backend_spec = spec
-    if is_default and not is_initialized():
+    if is_default:
         init.enter(job.membership, unicoll_group)
     return group
 

@@ -37,10 +37,10 @@ def register(include_mpi: Callable[[], bool]) -> None:
         query = dict(parse_qsl(urlsplit(url).query))
         missing = [n for n in _TORCH_VARIABLES if not os.environ.get(n) and n.lower() not in query]
         complete = not missing and not os.environ.get("UNICOLL_STORE")
-        if backend in (None, "undefined"):
+        if backend == "undefined":
             log.warning(
-                "torch.distributed.init_process_group was called without a backend: it uses torch's own;"
-                " 'unicoll' names unicoll's"
+                "torch.distributed.init_process_group was called without a backend: torch's own backends are used;"
+                " backend='unicoll' selects unicoll's"
             )
         if backend is None or complete or not names_unicoll(backend, include_mpi()):
             return torchs_handler(url, **({} if timeout is None else {"timeout": timeout}), **options)

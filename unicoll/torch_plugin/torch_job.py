@@ -1,4 +1,4 @@
-"""Jobs of torch's groups: joined with the first group, left with the last."""
+"""Jobs of torch's groups: joined with the first group, left with the default one or the last."""
 
 from __future__ import annotations
 
@@ -61,14 +61,15 @@ class TorchJob:
     def remove(self, group: ProcessGroup) -> None:
         """Close a group; the last one, and the default group, leaves the job."""
         ends_job = group is world.GroupMember.WORLD
-        group.close()
         groups = self.membership.groups
-        if group in groups:
-            groups.remove(group)
-        if ends_job or not groups:
-            self.store = None
-            _joined.pop(id(self), None)
-            world.leave_job(self.membership)
+        try:
+            group.close()
+        finally:
+            if group in groups:
+                groups.remove(group)
+            if (ends_job or not groups) and _joined.pop(id(self), None) is not None:
+                self.store = None
+                world.leave_job(self.membership)
 
 
 _joined: dict[int, TorchJob] = {}

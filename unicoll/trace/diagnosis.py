@@ -95,11 +95,13 @@ def _diagnose_group(trace: Trace, group: Group) -> Diagnosis | None:
 
 
 def _different_lines(by_rank: Mapping[int, Mapping[int, Call]], seq: int) -> list[str]:
-    """From which call on, up to ``seq``, the ranks made each call from different lines; [] if they did not.
+    """From which call on, up to ``seq``, the ranks made each call from different lines, if one has skipped a call.
 
-    A rank that has skipped one of several equal calls pairs each later one with another line of the others.
+    Then a call of it is from the line of the others' next or last one; ranks may also call from different lines in
+    each branch of a condition.
     """
     first: list[Call] = []
+    skipped = False
     for number in range(seq, 0, -1):
         calls = [made[number] for made in by_rank.values() if number in made]
         if number == seq and len(calls) < len(by_rank):  # some have not called it
@@ -107,7 +109,9 @@ def _different_lines(by_rank: Mapping[int, Mapping[int, Call]], seq: int) -> lis
         if len({call.place for call in calls}) < 2:
             break
         first = calls
-    if not first or len(_sides(first)) > 1:
+        beside = {made[n].place for made in by_rank.values() for n in (number - 1, number + 1) if n in made}
+        skipped |= any(call.place in beside for call in calls)
+    if not skipped or len(_sides(first)) > 1:
         return []
     places: dict[str, list[int]] = defaultdict(list)
     for call in first:

@@ -158,9 +158,11 @@ class ControlClient:
                 ["control"], seconds_left(deadline)
             )  # by default it would wait for the store's own timeout
         except StoreTimeoutError:
-            raise OperationTimeoutError(
+            error = OperationTimeoutError(
                 f"init_process_group: after {timeout:g} s rank 0 has not joined", op="init_process_group"
-            ) from None
+            )
+            error.missing = [0]
+            raise error from None
         host, port = json.loads(store.get("control"))
         try:
             sock = self._connection.connect(host, port, 0, seconds_left(deadline, 0.1), deadline)
