@@ -8,11 +8,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=
 # Container images often set it. Then every process would compile all modules: a second for each rank of a test.
 unset PYTHONDONTWRITEBYTECODE
 
-# pytest's options for four processes, a file of tests at a time: tests often wait, so that four are faster than two
+# pytest's options for three processes, a file of tests at a time: tests often wait, so that three are faster than two
 # also on two processors. A test fails if files are left in /dev/shm, so each process mounts its own (tests/conftest.py);
 # a user who may not mount has one process.
 PROCESSES=()
-if unshare --mount true 2>/dev/null; then PROCESSES=(-n 4 --dist loadfile); fi
+if unshare --mount true 2>/dev/null; then PROCESSES=(-n 3 --dist loadfile); fi
 
 fail() {
     printf '%s: %s\n' "$(basename "$0")" "$*" >&2

@@ -93,7 +93,7 @@ def test_option_of_a_group_applies_where_it_can(tcp: Pools) -> None:
         assert found["changed"]
         assert found["unchanged"] == [True] * 4
         assert found["broadcast"]
-        assert found["described"].startswith("gloo, compression int8 over sockets")
+        assert found["described"].startswith("unicoll (gloo), compression int8 over sockets")
 
 
 def test_arrays_reduced_together_have_blocks_of_their_own(tcp: Pools) -> None:

@@ -877,8 +877,8 @@ def drawable() -> dict[str, Any]:
 
 def test_curves_use_the_compared_placement() -> None:
     found = plot.curves(drawable())
-    assert list(found) == ["gloo", "mpi4py"]
-    assert [e["size"] for e in found["gloo"]] == list(DEFAULT_SIZES)
+    assert list(found) == ["unicoll (gloo)", "mpi4py"]
+    assert [e["size"] for e in found["unicoll (gloo)"]] == list(DEFAULT_SIZES)
     assert len(found["mpi4py"]) == len(DEFAULT_SIZES) - 1
 
 
