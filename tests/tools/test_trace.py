@@ -147,20 +147,26 @@ def test_a_rank_that_has_not_called(tmp_path: Path) -> None:
     assert found["clock_error"] == pytest.approx(0.002)
 
 
-@pytest.mark.parametrize("skips", [False, True])
-def test_ranks_that_call_from_different_lines(tmp_path: Path, skips: bool) -> None:
-    """Rank 1 has skipped the second of five equal calls; or the last calls are in two branches of a condition."""
-
-    def place(rank: int, seq: int) -> str:
-        lines = [10, 11, 12, 13, 14] if rank == 0 else [10, 12, 13, 14] if skips else [10, 11, 12, 23]
-        return f"/home/user/train.py:{lines[seq - 1]}"
-
-    dump(tmp_path, 0, [*(call(i, site=place(0, i)) for i in range(1, 5)), call(5, state="started")], size=2)
-    dump(tmp_path, 1, [call(i, site=place(1, i)) for i in range(1, 5)], size=2)
+@pytest.mark.parametrize(
+    ("first", "others", "skips"),
+    [
+        ([10, 11, 12, 13], [10, 12, 13, 14], True),  # the second of five calls
+        ([10, 11, 12, 13], [10, 11, 12, 23], False),  # two branches of a condition at the end
+        ([10, 11, 11, 11], [10, 21, 21, 21], False),  # and in a loop
+    ],
+)
+def test_ranks_that_call_from_different_lines(
+    tmp_path: Path, first: list[int], others: list[int], skips: bool
+) -> None:
+    for rank in range(3):
+        lines = enumerate(others if rank else first, 1)
+        calls = [call(seq, site=f"/home/user/train.py:{line}") for seq, line in lines]
+        waiting = [] if rank else [call(5, site="/home/user/train.py:14", state="started")]
+        dump(tmp_path, rank, calls + waiting, size=3)
     (found,) = diagnose(read(str(tmp_path)))
     assert found.kind == "missing_call"
-    hint = "; since all_reduce #2 the ranks call from different lines: rank 0 at train.py:11; rank 1 at train.py:12"
-    assert found.sentence.endswith(hint) == skips
+    since = "; since all_reduce #2 the ranks call from different lines: "
+    assert found.sentence.endswith(f"{since}rank 0 at train.py:11; ranks 1 and 2 at train.py:12") == skips
     assert ("different lines" in found.sentence) == skips
 
 

@@ -16,8 +16,8 @@ It starts ``--nproc-per-node`` worker processes and waits for them. Guarantees:
 - **No orphans.** No process that a worker has started outlives the job, even if the launcher is killed by
   SIGKILL; see ``unicoll.run.process_cleanup`` for how a job's processes are identified, and how one may leave the job.
 - **Signals.** SIGTERM, SIGINT, SIGHUP and SIGQUIT are forwarded to the workers' process groups and end the
-  job with 128 + N; a second Ctrl-C kills at once. A signal that is ignored when the launcher starts (nohup) stays
-  ignored.
+  job with 128 + N; a second Ctrl-C kills at once. SIGUSR1 is sent to the workers that handle it: ranks write the
+  flight recorder's dump. A signal that is ignored when the launcher starts (nohup) stays ignored.
 """
 
 from __future__ import annotations

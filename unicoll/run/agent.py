@@ -94,11 +94,11 @@ class Agent:
         job: LocalJob | None = None
         guard: Guard | None = None
         logs = LogFiles(options)
-        dumps = self._dumps = TraceDirectory(os.environ, logs.path if logs.kept else None)
+        self._dumps = TraceDirectory(os.environ, logs.path if logs.kept else None)
         try:
             job = LocalJob(os.environ, options.master_port) if options.nnodes == 1 else None
             guard = Guard(self._token, "" if logs.kept else logs.path)
-            self._start(logs, dumps, job, guard)
+            self._start(logs, job, guard)
             self._wait_for_workers(job)
         finally:
             self._clean_up()
@@ -106,13 +106,13 @@ class Agent:
                 guard.stop()
             if job is not None:
                 job.close()
-            self._report(logs, dumps)
+            self._report(logs)
             if not logs.kept:
                 shutil.rmtree(logs.path, ignore_errors=True)
 
-    def _start(self, logs: LogFiles, dumps: TraceDirectory, job: LocalJob | None, guard: Guard) -> None:
+    def _start(self, logs: LogFiles, job: LocalJob | None, guard: Guard) -> None:
         options = self._options
-        added = {JOB_VARIABLE: job_variable(self._token), **dumps.environment}
+        added = {JOB_VARIABLE: job_variable(self._token), **self._dumps.environment}
         if job is not None:
             added.update(job.environment, MASTER_PORT=str(job.master_port))
         else:
@@ -334,9 +334,11 @@ class Agent:
         while time.monotonic() < deadline and not self._signals and members(self._token, leaders):
             self._poll(0.02)
 
-    def _report(self, logs: LogFiles, dumps: TraceDirectory) -> None:
+    def _report(self, logs: LogFiles) -> None:
         self._complete_logs()
-        reader = dumps.command(any(worker.status for worker in self._workers) or self._signal is not None)
+        reader = self._dumps.command(
+            any(worker.status for worker in self._workers) or self._signal is not None
+        )
         if not self._failed or self._signal is not None:
             if self._signal is not None and not self._workers:
                 self._log(f"got {self._signal.name}")

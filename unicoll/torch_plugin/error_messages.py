@@ -9,7 +9,7 @@ from unicoll.group.process_group import ProcessGroup
 from unicoll.net.excepthook import forget_frames
 
 
-def shorten(error: DistError) -> None:
+def adapt_for_torch(error: DistError) -> None:
     """Forget the frames inside unicoll; give the message of a timeout the prefix of torch's backends."""
     forget_frames(error)
     if isinstance(error, OperationTimeoutError) and not str(error).startswith("collective "):

@@ -17,11 +17,10 @@ from unicoll.bootstrap.join import choose
 from unicoll.errors import DistArgumentError, DistError, OperationTimeoutError
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
-from unicoll.net.excepthook import forget_frames
 from unicoll.net.timeouts import Timeout, to_seconds
 from unicoll.torch_plugin.backend_names import names_unicoll, spec_of
 from unicoll.torch_plugin.compat import OLD_NAMES, is_awaited, is_profiling, requested_group, timeout_or_none
-from unicoll.torch_plugin.error_messages import raise_monitored, shorten
+from unicoll.torch_plugin.error_messages import adapt_for_torch, raise_monitored
 from unicoll.torch_plugin.method_table import ROWS, Row, one, reduction
 from unicoll.torch_plugin.sparse import sparse_all_reduce
 from unicoll.torch_plugin.symmetric import TensorPool
@@ -187,7 +186,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         try:
             method(tensor, peer, self._tag(tensor, tag), timeout=self._timeout)
         except DistError as error:
-            shorten(error)
+            adapt_for_torch(error)
             raise error
         return DONE
 
@@ -209,7 +208,7 @@ class TorchProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             try:
                 handles = self.unicoll.batch_isend_irecv(messages, timeout=self._timeout)
             except DistError as error:
-                forget_frames(error)
+                adapt_for_torch(error)
                 raise error
         return [self._works.add(handle, [m[1]]) for handle, m in zip(handles, messages, strict=True)]
 
@@ -371,7 +370,7 @@ def _method(name: str, row: Row) -> Callable[..., Any]:
                     return start(self, arguments, opts)
             return start(self, arguments, opts)
         except DistError as error:
-            shorten(error)
+            adapt_for_torch(error)
             raise error
         finally:
             if grad_enabled:

@@ -18,7 +18,7 @@ from unicoll.backend.work import Completion
 from unicoll.backend.work import Work as Handle
 from unicoll.errors import DistError
 from unicoll.net.timeouts import Timeout, to_seconds
-from unicoll.torch_plugin.error_messages import shorten
+from unicoll.torch_plugin.error_messages import adapt_for_torch
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -42,7 +42,7 @@ class TorchWork(dist.Work):  # type: ignore[misc]
         try:
             self._handle.wait(timeout)
         except DistError as error:
-            shorten(error)
+            adapt_for_torch(error)
             raise error
         self._registry.waited(self._key)
         return True

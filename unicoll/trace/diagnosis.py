@@ -95,10 +95,10 @@ def _diagnose_group(trace: Trace, group: Group) -> Diagnosis | None:
 
 
 def _different_lines(by_rank: Mapping[int, Mapping[int, Call]], seq: int) -> list[str]:
-    """From which call on, up to ``seq``, the ranks made each call from different lines, if one has skipped a call.
+    """From which call on, up to ``seq``, the ranks made each call from different lines, if a rank has skipped a call.
 
-    Then a call of it is from the line of the others' next or last one; ranks may also call from different lines in
-    each branch of a condition.
+    After a skipped call a rank's line is that of another rank's next or previous call. Two branches of a condition have
+    different lines, too, but not such ones.
     """
     first: list[Call] = []
     skipped = False
@@ -109,8 +109,9 @@ def _different_lines(by_rank: Mapping[int, Mapping[int, Call]], seq: int) -> lis
         if len({call.place for call in calls}) < 2:
             break
         first = calls
-        beside = {made[n].place for made in by_rank.values() for n in (number - 1, number + 1) if n in made}
-        skipped |= any(call.place in beside for call in calls)
+        for made in by_rank.values():
+            others = {call.place for call in calls} - {made[number].place if number in made else ""}
+            skipped |= any(made[n].place in others for n in (number - 1, number + 1) if n in made)
     if not skipped or len(_sides(first)) > 1:
         return []
     places: dict[str, list[int]] = defaultdict(list)
