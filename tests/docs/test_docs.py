@@ -15,8 +15,10 @@ import inspect
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,8 @@ from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 HELLO = ROOT / "examples" / "hello.py"
 COOKBOOK = ROOT / "docs" / "cookbook.md"
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
+README = ROOT / "README.md"
+PAGES = [page for page in (README, *sorted((ROOT / "docs").glob("*.md"))) if page.exists()]
 SHOW = "import unicoll as dist\ndist.init_process_group()\nprint(dist.explain())\n"
 
 # --- names ---------------------------------------------------------------------------------------------------------
@@ -286,8 +289,38 @@ def test_every_block_of_the_cookbook_is_run() -> None:
 
 
 def test_the_example_is_the_readmes() -> None:
-    readme = [block for block in blocks(ROOT / "README.md") if block.language == "python"]
+    readme = [block for block in blocks(README) if block.language == "python"]
     assert ast.unparse(ast.parse(HELLO.read_text())) in [ast.unparse(ast.parse(b.code)) for b in readme]
+
+
+def test_the_readme_finds_the_line_of_a_hang(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (program,) = (b for b in FILES if b.page == README and b.value("file") == "hang.py")
+    (shown,) = (b for b in blocks(README) if b.language == "sh" and "hang.py" in b.code)
+    start, _, read = (line.split() for line in shown.code.splitlines())
+    (tmp_path / "hang.py").write_text(program.code)
+    user = {"cwd": tmp_path, "env": user_environment(tmp_path)}
+    log = tmp_path / "log"
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(start[:-1], stdout=subprocess.PIPE, stderr=errors, **user) as launcher,
+    ):
+        assert launcher.stdout is not None
+        steps = sorted(launcher.stdout.readline() for _ in range(4))
+        for attempt in range(1, 51):  # until rank 0 waits
+            launcher.send_signal(signal.SIGUSR1)
+            while len(re.findall(r"rank \d: the flight recorder's dump", log.read_text())) < 2 * attempt:
+                time.sleep(0.05)
+            folder = re.search(r"to read their dumps: python -m unicoll\.trace (\S+)", log.read_text())
+            assert folder is not None
+            command = [*read[: read.index("unicoll.trace") + 1], folder[1]]
+            printed = subprocess.run(command, **user, capture_output=True, text=True, check=False).stdout
+            if "has waited for" in printed.splitlines()[0]:
+                break
+        launcher.send_signal(signal.SIGTERM)
+    assert steps == [f"[default{rank}]:step {step}\n".encode() for rank in (0, 1) for step in (0, 1)]
+    assert shown.output is not None
+    assert differences(shown.output, printed.splitlines()[0]) == []
 
 
 def test_links_have_targets() -> None:

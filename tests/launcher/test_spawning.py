@@ -207,6 +207,7 @@ def test_a_function_of_an_interactive_session_is_refused() -> None:
         env={**os.environ, "PYTHONPATH": path},
     )
     assert "DistArgumentError: spawn: fn is defined in an interactive session" in done.stderr
+    assert "%%writefile" in done.stderr
 
 
 @pytest.mark.every(2)

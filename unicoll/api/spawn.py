@@ -97,7 +97,7 @@ def spawn(
     ):
         raise DistArgumentError(
             "spawn: fn is defined in an interactive session, from which new processes cannot import it; define it in a"
-            " module, that is, in a file"
+            " file, in a notebook by a cell that begins with %%writefile work.py, and import it from there"
         )
     nprocs = as_integer("spawn: nprocs", nprocs)
     if nprocs < 1:

@@ -34,6 +34,15 @@ _FOLDERS = re.compile(r"(?<![\w/])/(?!/)(?:[^/:,;\s]+/)+")
 """The directories of a path, without its last part; does not match the slashes of a URL."""
 
 
+def load_warning(load: float, cores: int) -> str | None:
+    """The warning that other processes use more than half of the cores; ``load`` is the load average of one minute."""
+    if load <= cores / 2:
+        return None
+    return (
+        f"other processes run on this machine (load average {load:.1f}, {cores} cores): times and ratios vary"
+    )
+
+
 def machine() -> dict[str, Any]:
     """Hardware and software of this host that affect the results."""
     found: dict[str, Any] = {

@@ -177,6 +177,9 @@ class Session:
         self, devices: list[dict[str, Any]], transports: dict[str, str], staging: dict[str, int]
     ) -> None:
         options, pace = self.options, self.options.pace
+        load = os.getloadavg()[0]
+        if warning := report.load_warning(load, len(os.sched_getaffinity(0))):
+            self.print_line(f"# warning: {warning}")
         if options.osu:
             cuda = any(contender.device != "cpu" for contender in self.contenders)
             title = "unicoll.bench" if self.compared else self.contenders[0].name
@@ -208,7 +211,6 @@ class Session:
         self.print_line("#")
         over = _OVER_RANKS[options.average].format(n=self.size)
         calls = f"{pace.iters} calls" if pace.iters else f"calls for {pace.budget:g} s"
-        load = os.getloadavg()[0]
         self.print_line(
             f"# machine: {report.cpu()}, {os.cpu_count()} cores, load average {load:.2f} at the start"
         )

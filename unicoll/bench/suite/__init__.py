@@ -60,7 +60,7 @@ def _page(path: str) -> int:
 
 
 def _measure(flags: argparse.Namespace, rows: Sequence[RatioRow]) -> int:
-    from unicoll.bench.report import write
+    from unicoll.bench.report import load_warning, write
     from unicoll.bench.suite.compare import compared, report_lines
     from unicoll.bench.suite.runs import COMMITTED, load_run, newest, ratios_of, take
 
@@ -84,10 +84,8 @@ def _measure(flags: argparse.Namespace, rows: Sequence[RatioRow]) -> int:
         print(f"# compared with {baseline.name}: {_of(earlier)}")
         if any(machine.get(key) != earlier["machine"].get(key) for key in ("cpu", "cores_usable")):
             print("# that was another machine")
-    if result.load[0] > (cores := machine.get("cores_usable", 1)) / 2:
-        print(
-            f"# other processes run on this machine (load average {result.load[0]:.1f}, {cores} cores): ratios vary"
-        )
+    if warning := load_warning(result.load[0], machine.get("cores_usable", 1)):
+        print(f"# warning: {warning}")
     changes = compared(rows, result.ratios, ratios_of(earlier))
     print("\n".join(report_lines(changes)))
     for name, why in result.skipped.items():
