@@ -398,9 +398,12 @@ def _allreduce(self: TorchProcessGroup, tensors: Any, opts: Any = None) -> Any:
     tensor, opts = one(tensors), opts or c10d.AllreduceOptions()
     if tensor.layout is torch.strided:
         return _dense_allreduce(self, tensors, opts)
-    sparse_all_reduce(
-        self.unicoll, tensor, reduction(opts.reduceOp), timeout_or_none(opts.timeout) or self._timeout
-    )
+    timeout = timeout_or_none(opts.timeout) or self._timeout
+    try:
+        sparse_all_reduce(self.unicoll, tensor, reduction(opts.reduceOp), timeout)
+    except DistError as error:
+        adapt_for_torch(error)
+        raise error
     return self._works.add(ReleasedHandle(), [tensor])
 
 

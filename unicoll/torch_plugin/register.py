@@ -10,11 +10,12 @@ from torch.distributed import distributed_c10d as c10d
 
 from unicoll.api import init
 from unicoll.api.world import is_initialized
-from unicoll.errors import DistArgumentError, NotInitializedError
+from unicoll.errors import DistArgumentError, DistError, NotInitializedError
 from unicoll.group import backend_choice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin import compat, functional, rendezvous
 from unicoll.torch_plugin.backend_names import BACKENDS, MPI, spec_of
+from unicoll.torch_plugin.error_messages import adapt_for_torch
 from unicoll.torch_plugin.group import TorchProcessGroup
 from unicoll.torch_plugin.torch_job import join_torch_job
 from unicoll.torch_plugin.wrapped_group import WrappedProcessGroup
@@ -59,7 +60,11 @@ class _MPI:
 def _factory(name: str) -> Callable[[Any, Any], TorchProcessGroup]:
     def make(opts: Any, pg_options: Any) -> TorchProcessGroup:
         ranks = list(opts.global_ranks_in_group)
-        return _make(name, opts.store, opts.group_rank, opts.group_size, ranks, opts, pg_options)
+        try:
+            return _make(name, opts.store, opts.group_rank, opts.group_size, ranks, opts, pg_options)
+        except DistError as error:
+            adapt_for_torch(error)
+            raise error
 
     return make
 
