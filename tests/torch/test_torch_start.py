@@ -133,7 +133,7 @@ def test_an_error_under_torchs_spawn_has_no_frames_of_unicoll(tmp_path: Path) ->
         command = [sys.executable, tmp_path / "train.py"]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert "CollectiveMismatchError: the ranks of group 'world' are in different collectives" in done.stderr
-    frames = [line for line in done.stderr.splitlines() if line.startswith(f'  File "{ROOT}/')]
+    frames = [line for line in done.stderr.splitlines() if line.startswith(f'  File "{ROOT}/unicoll/')]
     assert frames
     assert all(line.startswith(f'  File "{ROOT}/unicoll/torch_plugin/group.py"') for line in frames), (
         done.stderr

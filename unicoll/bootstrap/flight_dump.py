@@ -51,6 +51,7 @@ class FlightDumper:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._begun = time.monotonic()
         self._id = job.control.job_id if job.control is not None else secrets.token_hex(8)
         self._writers: list[threading.Thread] = []
         self._failures: list[dict[str, object]] = []
@@ -163,7 +164,8 @@ class FlightDumper:
         return os.path.join(tempfile.gettempdir(), f"unicoll_trace_{name}")
 
     def _write(self, directory: str, reason: str, failure: bool, copied: Callable[[], None]) -> str:
-        calls = recorded_calls()  # first: they may end at any time
+        # First: they may end at any time. The groups of an earlier job of this process have equal names and numbers.
+        calls = [call for call in recorded_calls() if call.created >= self._begun]
         from unicoll.bootstrap import torch_dump  # it is needed rarely
 
         job, groups = self._job, list(self._job.groups)
