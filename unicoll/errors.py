@@ -103,7 +103,10 @@ class BackendUnavailableError(DistBackendError):
 
 
 class CollectiveMismatchError(DistBackendError):
-    """The ranks of a group called different collectives, or one with different shapes, dtypes, ops or roots."""
+    """The ranks of a group called different collectives, or one with different shapes, dtypes, ops or roots.
+
+    ``rank`` is the one whose call differs from those of all other ranks, two or more; None if there is no such rank.
+    """
 
 
 class MessageMismatchError(DistBackendError):

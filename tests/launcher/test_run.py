@@ -726,6 +726,21 @@ def test_the_first_failure_is_the_root_cause(folder: LaunchFolder) -> None:
     assert done.stderr.endswith("=\n")
 
 
+def test_of_ranks_whose_calls_differ_the_odd_one_is_the_root_cause(folder: LaunchFolder) -> None:
+    script = folder.script(
+        """
+        import os, time
+        from unicoll.errors import CollectiveMismatchError
+        if os.environ["RANK"] == "1":
+            time.sleep(0.3)  # the others raise first
+        raise CollectiveMismatchError("different collectives", rank=1)
+        """
+    )
+    done = folder.launch("--nproc-per-node=3", "--grace=60", script)
+    assert "rank      : 1 (local_rank: 1)" in done.stderr
+    assert "ranks 0, 2 (" in done.stderr
+
+
 def test_a_failed_worker_that_does_not_end_is_a_failure(folder: LaunchFolder) -> None:
     script = folder.script(
         """

@@ -144,19 +144,28 @@ def mismatch_error(
     """The error of ranks whose calls differ, for the reason ``why``; member ``peer`` is in its call ``seq``."""
     why = why or f"the ranks of group {context.name!r} are in different collectives"
     reports = _request_reports(context, reached=call.seq)
-    lines = []
+    doing = {}
     for member, rank in enumerate(context.ranks[:_SHOWN]):
         if member == context.rank:
-            doing = f"{call.describe()} #{call.seq}{_at(call.site or where())}"
+            doing[rank] = f"{call.describe()} #{call.seq}{_at(call.site or where())}"
         else:
-            doing = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
-        lines.append(f"rank {rank}: {doing}")
+            doing[rank] = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
     return CollectiveMismatchError(
-        f"{why}:\n  " + "\n  ".join(lines),
+        f"{why}:\n  " + "\n  ".join(f"rank {rank}: {text}" for rank, text in doing.items()),
         group=context.name,
+        rank=_only_different(doing),
         op=call.op.name,
         seq=call.seq,
     )
+
+
+def _only_different(doing: dict[int, str]) -> int | None:
+    """The rank whose call differs from those of all others, two or more; None if there is no such rank."""
+    sides: dict[str, list[int]] = {}
+    for rank, text in doing.items():
+        sides.setdefault(text.partition(" at ")[0], []).append(rank)
+    few, *many = sorted(sides.values(), key=len)
+    return few[0] if len(few) == len(many) == 1 and len(doing) > 2 else None
 
 
 def timeout_error(

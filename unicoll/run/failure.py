@@ -55,8 +55,12 @@ def _cause(worker: Worker) -> str:
 
 
 def root_cause(failures: Sequence[Worker]) -> Worker:
-    """The earliest failure, preferably one that is not the consequence of another rank's failure."""
-    return min(failures, key=lambda f: (_is_consequence(f), _time(f), f.rank))
+    """The earliest failure, preferably one that is not the consequence of another rank's failure.
+
+    Ranks whose calls differ fail at once; of them it is the one that differs from all others, if there is one.
+    """
+    named = {rank for failure in failures if failure.failure is not None for rank in failure.failure.named}
+    return min(failures, key=lambda f: (_is_consequence(f), f.rank not in named, _time(f), f.rank))
 
 
 def report(

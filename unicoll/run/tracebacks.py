@@ -26,7 +26,7 @@ class ExceptionRecord(NamedTuple):
     Attributes:
         time: seconds since the epoch.
         traceback: as printed, with unicoll's own frames folded.
-        named: the ranks that it names as missing or lost.
+        named: the ranks that it names as missing or lost, or as the only one whose call differs.
         consequence: True if it only reports the failure of another rank.
         final: True if it certainly ended the program (worker_main.py wrote it), not perhaps only a function.
     """

@@ -271,12 +271,13 @@ def record(error: BaseException) -> str | None:
 
 
 def _named_ranks(error: BaseException) -> list[int]:
-    """The ranks that an error of unicoll names as missing or lost."""
+    """The ranks that an error of unicoll names as missing or lost, or as the only one whose call differs."""
     if type(error).__module__ != "unicoll.errors":
         return []
     missing = [int(rank) for rank in getattr(error, "missing", ())]
-    lost = getattr(error, "rank", None) if type(error).__name__ == "RankLostError" else None
-    return missing or ([] if lost is None else [int(lost)])
+    names_rank = type(error).__name__ in ("RankLostError", "CollectiveMismatchError")
+    named = getattr(error, "rank", None) if names_rank else None
+    return missing or ([] if named is None else [int(named)])
 
 
 if __name__ == "__main__":
