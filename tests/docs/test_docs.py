@@ -297,13 +297,13 @@ def test_the_readme_finds_the_line_of_a_hang(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (program,) = (b for b in FILES if b.page == README and b.value("file") == "hang.py")
     (shown,) = (b for b in blocks(README) if b.language == "sh" and "hang.py" in b.code)
-    start, _, read = (line.split() for line in shown.code.splitlines())
+    start, _, read, _ = (line.split() for line in shown.code.splitlines())
     (tmp_path / "hang.py").write_text(program.code)
     user = {"cwd": tmp_path, "env": user_environment(tmp_path)}
     log = tmp_path / "log"
     with (
         log.open("wb") as errors,
-        subprocess.Popen(start[:-1], stdout=subprocess.PIPE, stderr=errors, **user) as launcher,
+        subprocess.Popen(start[: start.index("&")], stdout=subprocess.PIPE, stderr=errors, **user) as launcher,
     ):
         assert launcher.stdout is not None
         steps = sorted(launcher.stdout.readline() for _ in range(4))
