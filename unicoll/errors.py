@@ -105,7 +105,7 @@ class BackendUnavailableError(DistBackendError):
 class CollectiveMismatchError(DistBackendError):
     """The ranks of a group called different collectives, or one with different shapes, dtypes, ops or roots.
 
-    ``rank`` is the one whose call differs from those of all other ranks, two or more; None if there is no such rank.
+    ``rank`` is the one whose call differs from that of all other ranks, two or more; None if that is not known.
     """
 
 

@@ -14,6 +14,8 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,7 +24,9 @@ from hypothesis import strategies as st
 from unicoll.net.formatting import ranks_text
 from unicoll.net.signal_handlers import is_caught
 from unicoll.run.dump_directory import remove_old_dumps
+from unicoll.run.failure import root_cause
 from unicoll.run.output import Lines
+from unicoll.run.tracebacks import ExceptionRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 BOUND = 180.0
@@ -726,19 +730,24 @@ def test_the_first_failure_is_the_root_cause(folder: LaunchFolder) -> None:
     assert done.stderr.endswith("=\n")
 
 
-def test_of_ranks_whose_calls_differ_the_odd_one_is_the_root_cause(folder: LaunchFolder) -> None:
-    script = folder.script(
-        """
-        import os, time
-        from unicoll.errors import CollectiveMismatchError
-        if os.environ["RANK"] == "1":
-            time.sleep(0.3)  # the others raise first
-        raise CollectiveMismatchError("different collectives", rank=1)
-        """
-    )
-    done = folder.launch("--nproc-per-node=3", "--grace=60", script)
-    assert "rank      : 1 (local_rank: 1)" in done.stderr
-    assert "ranks 0, 2 (" in done.stderr
+@pytest.mark.parametrize(
+    ("named", "consequences", "rank"),
+    [
+        ([(), (), ()], [], 0),
+        ([(1,), (), ()], [0], 1),
+        ([(1,), (1,), (1,)], [], 1),  # its call differs from that of the others
+        ([(2,), (), ()], [1, 2], 0),  # rank 2 has failed because of rank 0
+        ([(), (2,), (2,)], [], 0),  # later errors do not decide
+    ],
+)
+def test_an_error_names_the_root_cause(
+    named: list[tuple[int, ...]], consequences: list[int], rank: int
+) -> None:
+    failures: list[Any] = []
+    for each, names in enumerate(named):
+        record = ExceptionRecord(float(each), "", "", each in consequences, True, names)
+        failures.append(SimpleNamespace(rank=each, failure=record))
+    assert root_cause(failures).rank == rank
 
 
 def test_a_failed_worker_that_does_not_end_is_a_failure(folder: LaunchFolder) -> None:

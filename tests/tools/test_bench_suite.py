@@ -301,7 +301,7 @@ def test_other_load_is_mentioned(
     for load, count in ((0.5, 0), (1.5, 1)):
         monkeypatch.setattr(runs.os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         main(("suite", *FEW))
-        assert capsys.readouterr().out.count("# warning: other processes run") == count
+        assert capsys.readouterr().out.count("# warning: load average 1.5 on ") == count
 
 
 def test_the_output_of_a_job_that_fails() -> None:

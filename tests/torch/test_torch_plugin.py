@@ -101,4 +101,4 @@ def test_invalid_arguments_raise(run: Run) -> None:
         assert said[5].startswith("DistArgumentError: explain")
         assert said[6].startswith("DistArgumentError: send: tag 9223372036854775808")
         assert said[7].startswith("DistArgumentError: recv: tag -9223372036854775809")
-        assert "the shapes of the sparse tensors differ:\n  rank 0: (4,)\n  rank 1: (5,)" in said[8]
+        assert "the shapes of the sparse tensors differ:\n  rank 0: [4]\n  rank 1: [5]" in said[8]

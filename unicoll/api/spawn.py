@@ -97,7 +97,7 @@ def spawn(
     ):
         raise DistArgumentError(
             "spawn: fn is defined in an interactive session, from which new processes cannot import it; define it in a"
-            " file, in a notebook by a cell that begins with %%writefile work.py, and import it from there"
+            " file and import it from there (a notebook's cell that begins with %%writefile work.py writes one)"
         )
     nprocs = as_integer("spawn: nprocs", nprocs)
     if nprocs < 1:

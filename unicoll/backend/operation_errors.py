@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -142,30 +143,31 @@ def mismatch_error(
     context: Context, call: Call, peer: int, seq: int, why: str = ""
 ) -> CollectiveMismatchError:
     """The error of ranks whose calls differ, for the reason ``why``; member ``peer`` is in its call ``seq``."""
-    why = why or f"the ranks of group {context.name!r} are in different collectives"
     reports = _request_reports(context, reached=call.seq)
-    doing = {}
+    lines = []
     for member, rank in enumerate(context.ranks[:_SHOWN]):
         if member == context.rank:
-            doing[rank] = f"{call.describe()} #{call.seq}{_at(call.site or where())}"
+            doing = f"{call.describe()} #{call.seq}{_at(call.site or where())}"
         else:
-            doing[rank] = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
+            doing = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
+        lines.append(f"rank {rank}: {doing}")
+    calls = {rank: report["call"] for rank, report in reports.items() if report.get("call")}
+    calls[context.job.rank] = f"{call.describe()} #{call.seq}"
+    differ = why or f"the ranks of group {context.name!r} are in different collectives"
     return CollectiveMismatchError(
-        f"{why}:\n  " + "\n  ".join(f"rank {rank}: {text}" for rank, text in doing.items()),
+        f"{differ}:\n  " + "\n  ".join(lines),
         group=context.name,
-        rank=_only_different(doing),
+        rank=None if why else only_different(calls),  # the call of a root lists all ranks' sizes
         op=call.op.name,
         seq=call.seq,
     )
 
 
-def _only_different(doing: dict[int, str]) -> int | None:
-    """The rank whose call differs from those of all others, two or more; None if there is no such rank."""
-    sides: dict[str, list[int]] = {}
-    for rank, text in doing.items():
-        sides.setdefault(text.partition(" at ")[0], []).append(rank)
-    few, *many = sorted(sides.values(), key=len)
-    return few[0] if len(few) == len(many) == 1 and len(doing) > 2 else None
+def only_different(calls: Mapping[int, str]) -> int | None:
+    """The rank whose call differs from that of all others, two or more; None if there is no such rank."""
+    counts = Counter(calls.values())
+    odd = [rank for rank, call in calls.items() if counts[call] == 1]
+    return odd[0] if len(odd) == 1 and len(counts) == 2 else None
 
 
 def timeout_error(

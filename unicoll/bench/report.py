@@ -35,11 +35,12 @@ _FOLDERS = re.compile(r"(?<![\w/])/(?!/)(?:[^/:,;\s]+/)+")
 
 
 def load_warning(load: float, cores: int) -> str | None:
-    """The warning that other processes use more than half of the cores; ``load`` is the load average of one minute."""
+    """The warning that the load average of one minute exceeds half of the cores."""
     if load <= cores / 2:
         return None
     return (
-        f"other processes run on this machine (load average {load:.1f}, {cores} cores): times and ratios vary"
+        f"load average {load:.1f} on {cores} cores: other processes run, or did within the last minute; times and"
+        " ratios vary"
     )
 
 

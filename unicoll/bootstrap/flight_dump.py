@@ -164,8 +164,9 @@ class FlightDumper:
         return os.path.join(tempfile.gettempdir(), f"unicoll_trace_{name}")
 
     def _write(self, directory: str, reason: str, failure: bool, copied: Callable[[], None]) -> str:
-        # First: they may end at any time. The groups of an earlier job of this process have equal names and numbers.
-        calls = [call for call in recorded_calls() if call.created >= self._begun]
+        # First: they may end at any time. The groups of a job that has ended have equal names and numbers.
+        begun = min(dumper._begun for dumper in [self, *_open])
+        calls = [call for call in recorded_calls() if call.created >= begun]
         from unicoll.bootstrap import torch_dump  # it is needed rarely
 
         job, groups = self._job, list(self._job.groups)

@@ -57,10 +57,11 @@ def _cause(worker: Worker) -> str:
 def root_cause(failures: Sequence[Worker]) -> Worker:
     """The earliest failure, preferably one that is not the consequence of another rank's failure.
 
-    Ranks whose calls differ fail at once; of them it is the one that differs from all others, if there is one.
+    If its error names another rank that has failed by itself, it is that one.
     """
-    named = {rank for failure in failures if failure.failure is not None for rank in failure.failure.named}
-    return min(failures, key=lambda f: (_is_consequence(f), f.rank not in named, _time(f), f.rank))
+    first = min(failures, key=lambda f: (_is_consequence(f), _time(f), f.rank))
+    named = first.failure.named if first.failure is not None else ()
+    return next((f for f in failures if f.rank in named and not _is_consequence(f)), first)
 
 
 def report(
@@ -68,8 +69,9 @@ def report(
 ) -> str:
     """The summary in torchrun's format; the tracebacks are printed above it.
 
-    The root cause is the first failure or, if its error names a rank that has not failed, that rank: it has not called
-    what the others wait in, or has ended early. If most ranks have ended without an error, these have not ended early.
+    The root cause is the first failure or, if its error names another rank, that rank: it has not called what the
+    others wait in, has ended early, or is the only one whose call differs. If most ranks have ended without an error,
+    these have not ended early.
 
     Args:
         reader: the command that shows the ranks' last calls.

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from unicoll.arrays.types import ReduceOp, Reduction
+from unicoll.backend.operation_errors import only_different
 from unicoll.errors import CollectiveMismatchError, DistTypeError
 from unicoll.group.process_group import ProcessGroup
 
@@ -27,9 +28,13 @@ def sparse_all_reduce(group: ProcessGroup, tensor: Any, op: Reduction, timeout: 
     group.all_reduce(sizes, timeout=timeout)
     counts, *shapes = sizes.T.tolist()
     if any(len(set(lengths)) > 1 for lengths in shapes):
-        each = "".join(f"\n  rank {rank}: {shape}" for rank, shape in enumerate(zip(*shapes, strict=True)))
+        each = {rank: str(shape) for rank, *shape in zip(group.ranks, *shapes, strict=True)}
+        lines = "".join(f"\n  rank {rank}: {shape}" for rank, shape in each.items())
         raise CollectiveMismatchError(
-            f"all_reduce: the shapes of the sparse tensors differ:{each}", group=group.name, op="all_reduce"
+            f"all_reduce: the shapes of the sparse tensors differ:{lines}",
+            group=group.name,
+            rank=only_different(each),
+            op="all_reduce",
         )
     indices = _gather(group, own.indices().T.contiguous(), counts, timeout)
     summands = _gather(group, own.values().contiguous(), counts, timeout)
