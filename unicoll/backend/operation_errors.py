@@ -151,7 +151,7 @@ def mismatch_error(
         else:
             doing = _describe_state(context, rank, reports.get(rank), seq if member == peer else None)
         lines.append(f"rank {rank}: {doing}")
-    calls = {rank: report["call"] for rank, report in reports.items() if report.get("call")}
+    calls = {rank: answer["call"] for rank, answer in reports.items() if answer.get("call")}
     calls[context.job.rank] = f"{call.describe()} #{call.seq}"
     differ = why or f"the ranks of group {context.name!r} are in different collectives"
     return CollectiveMismatchError(
