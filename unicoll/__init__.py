@@ -14,32 +14,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unicoll.api.barriers import barrier, monitored_barrier
-from unicoll.api.coalesced import (
-    all_gather_coalesced,
-    all_gather_into_tensor_coalesced,
-    all_reduce_coalesced,
-    broadcast_coalesced,
-    reduce_scatter_tensor_coalesced,
-)
 from unicoll.api.collectives import (
     all_gather,
+    all_gather_coalesced,
     all_gather_into_tensor,
+    all_gather_into_tensor_coalesced,
     all_gather_single,
     all_reduce,
+    all_reduce_coalesced,
     all_to_all,
     all_to_all_single,
+    barrier,
     broadcast,
+    broadcast_coalesced,
     exscan,
     gather,
+    monitored_barrier,
     reduce,
     reduce_scatter,
     reduce_scatter_single,
     reduce_scatter_tensor,
+    reduce_scatter_tensor_coalesced,
     scan,
     scatter,
 )
-from unicoll.api.flight_recorder import dump_flight_recorder
 from unicoll.api.init import destroy_process_group, explain, init_process_group
 from unicoll.api.objects import all_gather_object, broadcast_object_list, gather_object, scatter_object_list
 from unicoll.api.p2p import (
@@ -122,6 +120,7 @@ if TYPE_CHECKING:
         split_group,
     )
     from unicoll.backend.work import Work
+    from unicoll.bootstrap.flight_dump import dump_flight_recorder
     from unicoll.bootstrap.rendezvous import register_rendezvous_handler
     from unicoll.group.hooks import Hook, HookedCall
     from unicoll.group.process_group import ProcessGroup
@@ -143,6 +142,7 @@ _LAZY = {
     "device_mesh": "device_mesh",
     "SpawnError": "api.spawn",
     "breakpoint": "api.debugger",
+    "dump_flight_recorder": "bootstrap.flight_dump",
     "spawn": "api.spawn",
     "metrics": "api.metrics",
     "profile": "trace.profile",
@@ -178,23 +178,6 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
-    # begin generated: names of collectives
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "exscan",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "scan",
-    "scatter",
-    # end generated
     "AuthenticationError",
     "Backend",
     "BackendUnavailableError",
@@ -236,23 +219,32 @@ __all__ = [
     "TCPStore",
     "Work",
     "add_hook",
+    "all_gather",
     "all_gather_coalesced",
+    "all_gather_into_tensor",
     "all_gather_into_tensor_coalesced",
     "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
     "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
     "annotate",
     "barrier",
     "batch_isend_irecv",
     "breakpoint",
+    "broadcast",
     "broadcast_coalesced",
     "broadcast_object_list",
     "check_finite",
     "default_pg_timeout",
     "destroy_process_group",
-    "dump_flight_recorder",
     "device_mesh",
     "dims_create",
+    "dump_flight_recorder",
     "explain",
+    "exscan",
+    "gather",
     "gather_object",
     "get_backend",
     "get_backend_config",
@@ -283,24 +275,30 @@ __all__ = [
     "isend",
     "metrics",
     "monitored_barrier",
-    "probe",
-    "profile",
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "probe",
+    "profile",
     "recv",
     "recv_object_list",
+    "reduce",
     "reduce_op",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
     "register_rendezvous_handler",
+    "scan",
+    "scatter",
     "scatter_object_list",
     "send",
     "send_object_list",
     "sendrecv",
     "set_debug_level",
     "set_debug_level_from_env",
-    "spawn",
     "shrink_group",
+    "spawn",
     "split_group",
     "supported_reductions",
     "waitany",

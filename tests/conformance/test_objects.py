@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from unicoll.api import barriers, coalesced, collectives, object_payload, objects, p2p
+from unicoll.api import collectives, object_payload, objects, p2p
 from unicoll.errors import (
     AuthenticationError,
     DistArgumentError,
@@ -503,13 +503,13 @@ def test_outside_the_group_nothing_happens(monkeypatch):
         (collectives.reduce_scatter_tensor, (array, array)),
         (collectives.all_to_all, (out, out)),
         (collectives.all_to_all_single, (array, array)),
-        (barriers.barrier, ()),
-        (barriers.monitored_barrier, ()),
-        (coalesced.all_reduce_coalesced, (out,)),
-        (coalesced.broadcast_coalesced, (out, 0)),
-        (coalesced.all_gather_coalesced, ([out], out)),
-        (coalesced.all_gather_into_tensor_coalesced, (out, out)),
-        (coalesced.reduce_scatter_tensor_coalesced, (out, out)),
+        (collectives.barrier, ()),
+        (collectives.monitored_barrier, ()),
+        (collectives.all_reduce_coalesced, (out,)),
+        (collectives.broadcast_coalesced, (out, 0)),
+        (collectives.all_gather_coalesced, ([out], out)),
+        (collectives.all_gather_into_tensor_coalesced, (out, out)),
+        (collectives.reduce_scatter_tensor_coalesced, (out, out)),
     ):
         assert function(*arguments) is None
     np.testing.assert_array_equal(array, 1)

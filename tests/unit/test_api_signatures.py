@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import runpy
-import subprocess
-import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import unicoll
-from unicoll.api import barriers, coalesced, collectives, p2p
-from unicoll.api.arguments import documented
+from unicoll.api import collectives, p2p
 from unicoll.arrays.types import ReduceOp
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import as_options
@@ -281,18 +275,12 @@ def test_other_collectives_hand_over(group, name, args, kwargs, arrays, options)
 def test_all_gather_coalesced_wants_a_list_per_rank(group):
     for outputs in ([["y"]], [["y"], ["y"], []]):
         with pytest.raises(DistArgumentError, match="3 lists"):
-            coalesced.all_gather_coalesced(outputs, ["x"], group)
+            collectives.all_gather_coalesced(outputs, ["x"], group)
     assert group.call is None
 
 
-def test_aliases():
-    assert collectives.all_gather_single is collectives._all_gather_base is collectives.all_gather_into_tensor
-    assert collectives.reduce_scatter_single is collectives.reduce_scatter_tensor
-    assert collectives._reduce_scatter_base is collectives.reduce_scatter_tensor
-
-
 def test_monitored_barrier_hands_over(group):
-    assert barriers.monitored_barrier(group, 2.5, True) is None
+    assert collectives.monitored_barrier(group, 2.5, True) is None
     assert group.call == ("monitored_barrier", (), {"timeout": 2.5, "wait_all_ranks": True})
 
 
@@ -358,42 +346,21 @@ def test_batches(group):
             p2p.P2POp(p2p.isend, "x", group=group, **peer)
 
 
-# Generated code ---------------------------------------------------------------------------------------------
-
-
-def test_generated_functions_and_methods_are_those_of_the_table():
-    """``scripts/generate_collectives.py`` would write nothing else."""
-    done = subprocess.run(
-        [sys.executable, "scripts/generate_collectives.py", "--check"],
-        cwd=Path(unicoll.__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+# Functions and methods of the table ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_documentation_of_a_row_is_complete(row):
-    """The function documents each of its parameters, and names MPI's counterpart; so does the method."""
+def test_function_and_method_are_those_of_the_row(row):
+    """The method has the row's parameters; the function documents each of its own; both name MPI's counterpart."""
+    method = getattr(unicoll.ProcessGroup, row.name)
+    names = list(inspect.signature(method).parameters)[1 : 1 + len(row.parameters)]
+    assert names == [parameter.name for parameter in row.parameters]
+    assert {*row.aliases} <= {
+        name for name, value in vars(collectives).items() if value is getattr(unicoll, row.name)
+    }
     function = getattr(unicoll, row.name)
     text = inspect.getdoc(function)
     for name in inspect.signature(function).parameters:
         assert f"{name}:" in text, name
     assert row.mpi in text
-    assert row.mpi in inspect.getdoc(getattr(unicoll.ProcessGroup, row.name))
-
-
-def test_documentation_without_a_counterpart_in_mpi(monkeypatch):
-    row = replace(OPS["scan"], mpi="")
-    monkeypatch.setitem(OPS, "scan", row)
-
-    def function():
-        """What it does."""
-
-    assert "Common to all collectives" in documented("scan")(function).__doc__
-    assert "MPI's counterpart" not in function.__doc__
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the script changes it
-    generator = runpy.run_path(str(Path(unicoll.__file__).parent.parent / "scripts/generate_collectives.py"))
-    assert f'"""{row.method}."""' in generator["method"](row)
+    assert row.mpi in inspect.getdoc(method)

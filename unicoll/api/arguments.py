@@ -39,8 +39,7 @@ _COMMON = """
 
 def documented(row: str) -> Callable[[Function], Function]:
     """Decorator: append what all collectives share, and MPI's counterpart of a row of the table, to the docstring."""
-    mpi = OPS[row].mpi
-    more = _COMMON + (f"\n    MPI's counterpart: {mpi}.\n" if mpi else "")
+    more = f"{_COMMON}\n    MPI's counterpart: {OPS[row].mpi}.\n"
 
     def complete(function: Function) -> Function:
         if function.__doc__:

@@ -2,7 +2,7 @@
 
 Roots and peers of the methods are ranks *in the group*; the functions of the package take global ranks and call these
 methods. Methods of a kind are functions of a module of their own: :mod:`unicoll.group.collective_methods`,
-:mod:`~unicoll.group.coalesced_methods`, :mod:`~unicoll.group.memory_methods`.
+:mod:`~unicoll.group.memory_methods`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unicoll.backend.options import CallOptions, as_call_options, compression_of
 from unicoll.backend.status import Status
 from unicoll.backend.work import Work
 from unicoll.errors import DistArgumentError, DistTypeError, GroupAbortedError
-from unicoll.group import coalesced_methods, collective_methods, memory_methods
+from unicoll.group import collective_methods, memory_methods
 from unicoll.group.arguments import as_integer, check_ranks
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.backends import GroupBackends
@@ -247,7 +247,6 @@ class ProcessGroup:
         """A barrier whose timeout error names every missing rank, with or without ``wait_all_ranks``."""
         self._dispatcher.start(self._settings, _BARRIER, (), (), False, timeout)
 
-    # begin generated: collectives
     broadcast = collective_methods.broadcast
     all_reduce = collective_methods.all_reduce
     reduce = collective_methods.reduce
@@ -261,13 +260,11 @@ class ProcessGroup:
     all_to_all_single = collective_methods.all_to_all_single
     scan = collective_methods.scan
     exscan = collective_methods.exscan
-    # end generated
-
-    all_reduce_coalesced = coalesced_methods.all_reduce_coalesced
-    broadcast_coalesced = coalesced_methods.broadcast_coalesced
-    all_gather_coalesced = coalesced_methods.all_gather_coalesced
-    all_gather_into_tensor_coalesced = coalesced_methods.all_gather_into_tensor_coalesced
-    reduce_scatter_tensor_coalesced = coalesced_methods.reduce_scatter_tensor_coalesced
+    all_reduce_coalesced = collective_methods.all_reduce_coalesced
+    broadcast_coalesced = collective_methods.broadcast_coalesced
+    all_gather_coalesced = collective_methods.all_gather_coalesced
+    all_gather_into_tensor_coalesced = collective_methods.all_gather_into_tensor_coalesced
+    reduce_scatter_tensor_coalesced = collective_methods.reduce_scatter_tensor_coalesced
 
     # --- point to point -----------------------------------------------------------------------------------------
 
