@@ -91,7 +91,9 @@ class PendingMessage:
     def __init__(self, call: Call, progress: Callable[[PendingMessage], None] | None) -> None:
         self.call = call
         self.background = progress is not None
-        self.completion = HostCompletion((call,)) if progress is None else PostedCompletion(self, progress)
+        self.completion = HostCompletion((call,))
+        if progress is not None:
+            self.completion.before_wait = lambda _: progress(self)
         self.deadline = time.monotonic() + call.timeout
         self.view = memoryview(b"")
         if buffers := call.inputs or call.outputs:  # not a probe
@@ -105,28 +107,6 @@ class PendingMessage:
         call = self.call
         assert call.tag is not None
         return message_header(call.inputs[0].dtype.code, call.tag, len(self.view))
-
-
-class PostedCompletion(HostCompletion):
-    """The completion of a background operation: a thread that waits for it runs progress."""
-
-    __slots__ = ("_pending", "_progress")
-
-    def __init__(self, pending: PendingMessage, progress: Callable[[PendingMessage], None]) -> None:
-        super().__init__((pending.call,))
-        self._pending: PendingMessage | None = pending
-        self._progress = progress
-
-    def finish(self, error: BaseException | None = None) -> None:
-        # breaks a reference cycle that would keep the array until the next garbage collection
-        self._pending = None
-        super().finish(error)
-
-    def wait(self, timeout: float | None) -> None:
-        pending = self._pending
-        if pending is not None and timeout is None:
-            self._progress(pending)
-        super().wait(timeout)
 
 
 class IncomingMessage:

@@ -12,39 +12,10 @@ import pytest
 
 from unicoll.backend import operation_errors, wait_monitor
 from unicoll.backend.blocked_calls import find_blocked_calls
-from unicoll.backend.call import Call
-from unicoll.backend.ops import OPS
-from unicoll.backend.wait_monitor import WaitMonitor, _Snapshot, _TrackedCall
+from unicoll.backend.wait_monitor import WaitMonitor, _Snapshot
 from unicoll.errors import DistError
 from unicoll.net.control.group_failures import GroupFailures
 from unicoll.net.control.wait_graph import MessageState
-
-
-def call() -> Call:
-    return Call(OPS["barrier"], (), (), 10.0)
-
-
-def test_a_call_without_a_site_keeps_none() -> None:
-    """Errors look for the site of such a call in the thread's stack."""
-    seen_call = call()
-    seen = _TrackedCall(seen_call, "", 1)
-    assert not seen_call.site
-    assert seen.is_of(seen_call)
-
-
-def test_another_call_without_a_site_is_not_taken_for_it() -> None:
-    first, second = call(), call()
-    seen = _TrackedCall(first, "", 1)
-    assert not seen.is_of(second)
-    _TrackedCall(second, "", 2)
-    assert not seen.is_of(second)
-
-
-def test_a_call_keeps_its_own_site() -> None:
-    seen_call = call()
-    seen_call.site = "train.py:3"
-    assert _TrackedCall(seen_call, "other.py:4", 1).is_of(seen_call)
-    assert seen_call.site == "train.py:3"
 
 
 def test_a_rank_whose_call_is_failing_is_not_blocked(monkeypatch: pytest.MonkeyPatch) -> None:

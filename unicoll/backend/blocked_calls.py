@@ -1,10 +1,10 @@
-"""The calls in which this process's threads are blocked, found from their stacks; calls themselves record nothing.
+"""The calls in which this process's threads are blocked.
 
-A thread is blocked if the innermost frames of its stack are unicoll's and one of them is a call that waits. A thread
-that joins another one waits as long as that, and a thread that waits for a future as long as all threads that could
-complete it. Threads of unicoll count only while they run a callback of the user, but a call whose end runs callbacks
-counts as one that a thread waits for. Daemon threads whose frames belong to modules without unicoll do not count, and
-neither do idle threads of a pool.
+What a thread is in shows which call it waits for (:mod:`unicoll.backend.thread_activity`), its stack whether it waits:
+its innermost frame is unicoll's. A thread that joins another one waits as long as that, and a thread that waits for a
+future as long as all threads that could complete it. Threads of unicoll count only while they run a callback of the
+user, but a call whose end runs callbacks counts as one that a thread waits for. Daemon threads whose frames belong to
+modules without unicoll do not count, and neither do idle threads of a pool.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from unicoll.backend.call import Call, ProxyCall
 from unicoll.backend.host_backend import HostBackend
-from unicoll.backend.op_queue import OpQueue
 from unicoll.backend.operation_errors import (
     LIBRARY_PACKAGES,
     fail_group,
@@ -27,17 +26,15 @@ from unicoll.backend.operation_errors import (
     mismatch_error,
     timeout_error,
 )
+from unicoll.backend.thread_activity import activities, entries
 from unicoll.backend.thread_frames import ThreadFrames, outwards
-from unicoll.backend.work import Completion, HostCompletion, Work
+from unicoll.backend.work import Completion, HostCompletion
 from unicoll.net.control.wait_graph import MessageState
 
 _OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
-_RUN, _COMPLETION_WAIT = OpQueue.run.__code__, HostCompletion.wait.__code__
-_WORK_WAITS = (Work.wait.__code__, Work.synchronize.__code__)
 _IDLE = {("threading", "_shutdown"), ("concurrent.futures.thread", "_worker")}
 """Innermost functions, with their modules, of threads that only another thread can wake."""
-_FINISH = HostCompletion.finish.__code__
 _FAILURES = (fail_group.__code__, mismatch_error.__code__, timeout_error.__code__)
 _FAILURE_MODULES = ("unicoll.net.control.group_failures", "unicoll.net.control.departures")
 """What a thread is in, for a second or two at most, while a failed call ends; other ranks may have ended it before."""
@@ -46,7 +43,7 @@ _MOST_SENDERS = 128
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 """Timers that interrupt the main thread: the signal's handler may end its call."""
 _MAX_FRAMES = 60
-"""Frames of unicoll in one stack at most; deeper stacks count as not blocked."""
+"""Frames of a stack that are searched for the end of a failed call."""
 
 
 @runtime_checkable
@@ -80,8 +77,6 @@ class BlockedCall(NamedTuple):
 
 def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCall], bool]:
     """The calls in which threads are blocked, and True if no other thread of this process could call unicoll."""
-    queues = {id(backend.queue): backend for backend in backends}
-    engines = {id(backend._p2p): backend for backend in backends}
     threads = {thread.ident: thread for thread in threading.enumerate()}
     found: list[BlockedCall] = []
     blocked: set[int | None] = set()
@@ -95,9 +90,9 @@ def find_blocked_calls(backends: Sequence[HostBackend]) -> tuple[list[BlockedCal
                 all_blocked = False
             thread = threads.get(ident)
             ours = thread is not None and thread.name.startswith("unicoll")
-            if ours and not _runs_callback(frame):
+            if ours and not _runs_callback(ident, frame):
                 continue
-            call = _blocked_call(frame, queues, engines, backends)
+            call = _blocked_call(ident, frame, backends)
             if call is not None:
                 found.append(call)
                 blocked.add(ident)
@@ -131,54 +126,37 @@ def _in_background(backend: HostBackend) -> list[tuple[HostCompletion, Any]]:
     return [*([(running, None)] if running is not None else []), *queue._queue]
 
 
-def _blocked_call(
-    top: FrameType,
-    queues: dict[int, HostBackend],
-    engines: dict[int, HostBackend],
-    backends: Sequence[HostBackend],
-) -> BlockedCall | None:
+def _blocked_call(thread: int, top: FrameType, backends: Sequence[HostBackend]) -> BlockedCall | None:
     """The innermost call of the user in which a thread is blocked; None if it runs or waits for a limited time."""
-    frame: FrameType | None = top
-    found: tuple[HostBackend, Call] | None = None
-    for _ in range(_MAX_FRAMES):
-        if frame is None or _package(frame) not in _OURS:
-            break
-        code = frame.f_code
-        if code in _WORK_WAITS and frame.f_locals.get("timeout") is not None:
+    if _package(top) not in _OURS:
+        return None
+    for activity in activities(thread):
+        found: tuple[HostBackend, Call] | None = None
+        if isinstance(activity.what, Call):
+            host = activity.backend.executing_backend if activity.backend is not None else None
+            found = (host, activity.what) if host is not None and host in backends else None
+        elif activity.what is not None:
+            found = _owner(activity.what, backends)
+        else:
             return None
-        if found is None:
-            if code is _RUN:
-                backend = queues.get(id(frame.f_locals["self"]))
-                found = (backend, frame.f_locals["call"]) if backend is not None else None
-            elif code in _WORK_WAITS:
-                found = _owner(frame.f_locals["self"].completion, backends)
-            elif code is _COMPLETION_WAIT and frame.f_locals["timeout"] is None:
-                found = _owner(frame.f_locals["self"], backends)
-            elif code.co_name == "run" and (at := engines.get(id(frame.f_locals.get("self")))) is not None:
-                call = frame.f_locals.get("call")
-                found = (at, call) if isinstance(call, Call) and not isinstance(call, ProxyCall) else None
-        frame = frame.f_back
-    else:
-        return None
-    if found is None:
-        return None
-    backend, call = found
-    return BlockedCall(backend, call, line_of_user(frame), _ends_alone(backend, call))
+        if found is not None:
+            backend, call = found
+            return BlockedCall(backend, call, line_of_user(top), _ends_alone(backend, call))
+    return None
 
 
 def _owner(completion: Completion, backends: Sequence[HostBackend]) -> tuple[HostBackend, Call] | None:
     """The backend that a completion belongs to, and the last call of its batch."""
-    inner = completion if isinstance(completion, HostCompletion) else getattr(completion, "_done", None)
-    if not isinstance(inner, HostCompletion) or inner.done():
+    if not isinstance(completion, HostCompletion) or completion.done():
         return None
-    call = inner.calls[-1]
+    call = completion.calls[-1]
     if isinstance(call, ProxyCall):
         return None
     for backend in backends:
-        if any(inner is waiting for waiting, _ in _in_background(backend)):
+        if any(completion is waiting for waiting, _ in _in_background(backend)):
             return backend, call
         engine = backend._p2p
-        if len(inner.calls) == 1 and isinstance(engine, MessageQueues) and engine.needs_peer(call):
+        if len(completion.calls) == 1 and isinstance(engine, MessageQueues) and engine.needs_peer(call):
             return backend, call
     return None
 
@@ -231,9 +209,9 @@ def _is_ours(value: Any) -> bool:
     return isinstance(name, str) and name.partition(".")[0] in _OURS
 
 
-def _runs_callback(top: FrameType) -> bool:
+def _runs_callback(thread: int, top: FrameType) -> bool:
     """True for a thread of unicoll that runs a callback."""
-    return any(frame.f_code is _FINISH or _package(frame) not in _LIBRARIES for frame in outwards(top))
+    return thread in entries or any(_package(frame) not in _LIBRARIES for frame in outwards(top))
 
 
 def _handles_failure(top: FrameType) -> bool:

@@ -46,6 +46,7 @@ class Call:
         compression: of the data between hosts: a key of :data:`unicoll.arrays.types.COMPRESSIONS`, or "".
         refused: on the root of a gather or scatter the reason why it refused its list, sent to the others; else "".
         timed: True if its duration is recorded.
+        watched_as: number that the wait monitor has given it; 0 before.
         kind: the same object for all calls of the group that are alike but for the memory of their arrays, under which
             backends keep what they need for such calls; None for a call that the library makes within another one.
     """
@@ -73,6 +74,7 @@ class Call:
         "tag",
         "timed",
         "timeout",
+        "watched_as",
     )
 
     def __init__(
@@ -107,6 +109,7 @@ class Call:
         self.compression = ""
         self.options: CallOptions | None = None
         self.timed = False
+        self.watched_as = 0
         self.kind: Described | None = None
 
     @property

@@ -48,6 +48,8 @@ from unicoll.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from unicoll.backend.flight_recorder import PendingEntry
+    from unicoll.backend.host_backend import HostBackend
+    from unicoll.backend.ops import Op
     from unicoll.backend.work import Completion
     from unicoll.net.control.client import ControlClient
     from unicoll.net.stores import Store
@@ -310,6 +312,10 @@ class Backend(ABC):
         self.post((call,)).wait(None)
         return None
 
+    def runner(self, op: Op) -> Callable[[Call], Tracker | None]:
+        """The function for calls of an operation that does what :meth:`run` does; looked up once for a kind of call."""
+        return self.run
+
     def post_each(self, calls: Sequence[Call], stream: Any = None) -> list[Completion]:
         """Start a batch of sends and receives; one completion each (they may be the same object)."""
         return [self.post((call,), stream) for call in calls]
@@ -411,6 +417,11 @@ class Backend(ABC):
 
         ``backend`` gets only the calls that this backend passes to it, and is closed after this one.
         """
+
+    @property
+    def executing_backend(self) -> HostBackend | None:
+        """The backend of host arrays that executes its calls one after another; None if the library does."""
+        return None
 
     @property
     def shares_memory(self) -> bool:

@@ -1,8 +1,8 @@
 """The flight recorder: the last calls of this process, in a ring of fixed size.
 
 Every collective and message is recorded with its group, sequence number, arrays, call site and times; arrays are not
-kept alive. A blocking call is one tuple, which the ring gets when the call has ended: while it runs, its thread's stack
-shows it (:mod:`unicoll.group.recorded_calls`). An asynchronous call, and one that is enqueued on a device, is a
+kept alive. A blocking call is one tuple, which the ring gets when the call has ended; until then it is what its thread
+is in (:mod:`unicoll.backend.thread_activity`). An asynchronous call, and one that is enqueued on a device, is a
 :class:`PendingEntry` from its start. What is equal for all calls of a kind is one :class:`CallKind`. PyTorch has the
 same for NCCL: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
 """
@@ -143,13 +143,18 @@ class PendingEntry:
             self.seq, self.call = call.seq, None
 
 
-def begin(kinds: Sequence[CallKind], calls: Sequence[Call], started: float = 0.0) -> list[PendingEntry]:
-    """Record calls that a backend gets now, or that it got at the time ``started``; none if the ring keeps none."""
+def begin(
+    kinds: Sequence[CallKind], calls: Sequence[Call], started: float = 0.0, frame: FrameType | None = None
+) -> list[PendingEntry]:
+    """Record calls that a backend gets now, or that it got at the time ``started``; none if the ring keeps none.
+
+    ``frame`` is that of the user's code, None looks for it.
+    """
     calls_ring = ring()
     if not calls_ring.maxlen:
         return []
     created = started or monotonic()
-    site = calls[0].site or site_of(user_frame(sys._getframe(1)))
+    site = calls[0].site or site_of(frame or user_frame(sys._getframe(1)))
     pending = []
     for kind, call in zip(kinds, calls, strict=True):
         own = kind.of_message(call) if call.op.message else kind

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
@@ -19,6 +20,8 @@ from unicoll.backend.call import Call, EndedCall
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.op_queue import Execute, OpQueue
+from unicoll.backend.ops import Op
+from unicoll.backend.thread_activity import entered
 from unicoll.backend.work import Completion, HostCompletion
 from unicoll.errors import (
     DistArgumentError,
@@ -140,14 +143,18 @@ class HostBackend(Backend):
     def sequence(self) -> int:
         return self.queue.sequence
 
+    @property
+    def executing_backend(self) -> HostBackend:
+        return self
+
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
-        execute = self._collectives.get(call.op.name)
-        if execute is not None:
-            self.queue.run(call, execute)
-        else:
-            self._p2p.run(call)
+        self.runner(call.op)(call)
+
+    def runner(self, op: Op) -> Callable[[Call], None]:
+        execute = self._collectives.get(op.name)
+        return self._p2p.run if execute is None else partial(self.queue.run, execute=execute)
 
     def iprobe(self, call: Call) -> bool:
         """True if a message that a probe matches has come; never blocks.
@@ -186,7 +193,11 @@ class HostBackend(Backend):
     def symmetric_empty(self, shape: tuple[int, ...], dtype: DType) -> Any:
         if self.context.size == 1:
             return np.zeros(shape, dtype.storage)
-        return self.allocate(self.run, shape, dtype)
+        return self.allocate(self._run_exchange, shape, dtype)
+
+    def _run_exchange(self, call: Call) -> None:
+        with entered(call, self):
+            self.run(call)
 
     def peer_view(self, buffer: Buffer, rank: int) -> Any:
         if self.context.size > 1:

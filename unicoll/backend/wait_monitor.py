@@ -1,6 +1,6 @@
 """Watches the calls in which this process waits: a thread of each process of a job of several ranks.
 
-It reads the threads' stacks a few times a second, so calls have no overhead for it. If all threads of the process are
+It looks a few times a second what the threads are in. If all threads of the process are
 blocked, it sends their state to the relay, which finds deadlocks (:mod:`unicoll.net.control.deadlock_detector`). The
 relay permits one rank of a group to log a warning for a call that waits for long.
 """
@@ -31,28 +31,16 @@ log = logging.getLogger("unicoll")
 Message = dict[str, Any]
 
 
-class _CallSite(str):
-    """A call site that no other call has, even where the text is the same or empty."""
-
-    __slots__ = ()
-
-
 class _TrackedCall:
     """A call that is in an earlier snapshot.
 
-    The monitor gives each call a new string as its call site, and keeps that: a later call at the same address has
-    another one. A reference to the call itself would keep its arrays alive.
+    A reference to the call itself would keep its arrays alive. Its number tells it from a later one at its address.
     """
 
-    def __init__(self, call: Call, where: str, number: int) -> None:
-        self.number = number
+    def __init__(self, call: Call, number: int) -> None:
+        self.number = call.watched_as = number
         self.since = time.monotonic()
         self.warned_at = 0.0  # age of the call when this rank last asked for a warning
-        self.site = call.site = _CallSite(call.site or where)
-
-    def is_of(self, call: Call) -> bool:
-        """True if it is this call, not another one at its address."""
-        return call.site is self.site
 
 
 class _Snapshot(NamedTuple):
@@ -157,11 +145,10 @@ class WaitMonitor:
 
     def _entry(self, call: Call, where: str, seen: dict[int, _TrackedCall]) -> _TrackedCall:
         entry = seen.get(id(call)) or self._seen.get(id(call))
-        if entry is None or not entry.is_of(call):
+        if entry is None or entry.number != call.watched_as:
             self._last_number += 1
-            entry = _TrackedCall(call, where, self._last_number)
-        elif where and not entry.site:
-            entry.site = call.site = _CallSite(where)
+            entry = _TrackedCall(call, self._last_number)
+        call.site = call.site or where
         seen[id(call)] = entry
         return entry
 

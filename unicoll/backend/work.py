@@ -8,9 +8,10 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from unicoll.backend import flight_recorder
+from unicoll.backend import flight_recorder, thread_activity
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistError, OperationTimeoutError
 from unicoll.net.timeouts import Timeout, to_seconds
 
@@ -117,6 +118,11 @@ class HostCompletion(Completion):
         self.before_wait = None  # it keeps the group alive
         flight_recorder.end(self._entries, error)
         self._done_lock.release()
+        if self._callbacks:
+            with thread_activity.entered(None):
+                self._call_back()
+
+    def _call_back(self) -> None:
         while self._callbacks:
             try:
                 callback = self._callbacks.pop()
@@ -128,20 +134,35 @@ class HostCompletion(Completion):
         return self._done
 
     def wait(self, timeout: float | None) -> None:
-        if timeout is None and (before_wait := self.before_wait) is not None:
-            before_wait(self)
-        if not self._done:
-            if not self._done_lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout)):
-                call = self.calls[0]
-                raise OperationTimeoutError(
-                    f"{call.describe_with_number()} was not done after waiting {timeout:g} s;"
-                    " the operation is still running",
-                    op=call.op.name,
-                    seq=call.seq,
-                )
-            self._done_lock.release()
+        if timeout is not None:
+            self._wait_until(timeout)
+        elif not self._done:
+            thread = get_ident()
+            outer = thread_activity.entries.get(thread)
+            try:
+                thread_activity.entries[thread] = (self, outer)
+                if (before_wait := self.before_wait) is not None:
+                    before_wait(self)
+                if not self._done:
+                    self._done_lock.acquire()
+                    self._done_lock.release()
+            finally:
+                thread_activity.leave(thread, outer)
         if self._error is not None:
             raise self._error
+
+    def _wait_until(self, timeout: float) -> None:
+        if self._done:
+            return
+        if not self._done_lock.acquire(timeout=max(0.0, timeout)):
+            call = self.calls[0]
+            raise OperationTimeoutError(
+                f"{call.describe_with_number()} was not done after waiting {timeout:g} s;"
+                " the operation is still running",
+                op=call.op.name,
+                seq=call.seq,
+            )
+        self._done_lock.release()
 
     def exception(self) -> BaseException | None:
         return self._error

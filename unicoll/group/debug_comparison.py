@@ -115,6 +115,10 @@ class _ComparedBackend(Backend):
         self._log(calls)
         return self._inner.post_each(calls, stream)
 
+    @property
+    def executing_backend(self) -> HostBackend | None:
+        return self._inner.executing_backend
+
     def abort(self, error: Exception) -> None:
         self._inner.abort(error)
 

@@ -10,30 +10,33 @@ import sys
 from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
+from threading import get_ident
 from time import monotonic
 from typing import Any
 
 from unicoll.arrays.conversion import Buffer, as_buffer
 from unicoll.arrays.types import Reduction
-from unicoll.backend import flight_recorder
+from unicoll.backend import flight_recorder, thread_activity
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.flight_recorder import CallKind, failure_text, site_of, user_frame
 from unicoll.backend.ops import PROBE, Arity, Op, Sizes
 from unicoll.backend.reduce_ops import as_reduce_op
 from unicoll.backend.status import Status
+from unicoll.backend.thread_activity import leave
 from unicoll.backend.validation import check, sign
 from unicoll.backend.work import Completion, Work
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.group.arguments import as_integer, buffers_of, call_site
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
-from unicoll.group.validation_cache import Splits, ValidationCache, kind_of
+from unicoll.group.validation_cache import Run, Splits, ValidationCache, kind_of
 from unicoll.net.timeouts import Timeout
 
 Buffers = tuple[Buffer, ...]
 
 _getframe = sys._getframe
+_activities = thread_activity.entries
 _TAGS = range(-(1 << 63), 1 << 63)
 """Tags are signed 64-bit integers in the frames of all backends. NCCL takes only 0."""
 _EVEN: Splits = (None, None)
@@ -116,33 +119,33 @@ class Dispatcher:
         checked = self.validation.known.get(key)
         if checked is None:
             checked = self.validation.check(call, key)
-        call.signature, backend, kind, (call.in_counts, call.out_counts) = checked
+        call.signature, backend, run, kind, (call.in_counts, call.out_counts) = checked
         call.kind = kind
-        if async_op:
-            if settings.by_functions:
-                try:
-                    call.site = site_of(_getframe(3))
-                except ValueError:  # no Python code has called the public function
-                    pass
-            return _post(call, backend, kind)
-        record = self._record
-        if record is None:
-            backend.run(call)
-            return None
-        begun = monotonic()
-        try:
-            enqueued = backend.run(call)
-        except BaseException as e:
-            record((kind, call.seq, begun, monotonic(), call_site(), 0, failure_text(e)))
-            raise
-        if enqueued is not None:
-            enqueued.track(flight_recorder.begin((kind,), (call,), begun))
-            return None
         try:  # a method has called this one
             frame = _getframe(3) if settings.by_functions else user_frame(_getframe(2))
         except ValueError:  # no Python code has called the public function
             frame = _getframe(2)
-        record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
+        if async_op:
+            call.site = site_of(frame)
+            return _post(call, backend, kind)
+        # as _run() does
+        record, thread = self._record, get_ident()
+        outer, begun = _activities.get(thread), 0.0 if record is None else monotonic()
+        try:
+            _activities[thread] = (call, outer, backend, kind, begun, frame)
+            enqueued = run(call)
+            if record is None:
+                pass
+            elif enqueued is not None:
+                enqueued.track(flight_recorder.begin((kind,), (call,), begun, frame))
+            else:
+                record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
+        except BaseException as e:
+            if record is not None:
+                record(flight_recorder.entry(kind, call, begun, frame, failure_text(e)))
+            raise
+        finally:
+            leave(thread, outer)
         return None
 
     def start_rooted(
@@ -169,14 +172,14 @@ class Dispatcher:
             listed = buffers_of(list_name, () if arrays is None else arrays)
             inputs, outputs = (own, listed) if op.sizes is _GATHERED else (listed, own)
             call = self._new(settings, op, inputs, outputs, timeout, None, root)
-            backend, kind = self.validation.validate(call)
+            backend, run, kind = self.validation.validate(call)
         except Exception as e:
             if root == self._context.rank and self._context.size > 1:
                 self._refuse(settings, op, own, timeout, root, e)
             raise
         if async_op:
             return _post(call, backend, kind)
-        self._run(settings, call, backend, kind)
+        self._run(call, backend, run, kind)
         return None
 
     def start_batch(
@@ -198,7 +201,7 @@ class Dispatcher:
         calls, backends, kinds = [], [], []
         for inputs, outputs in pairs:
             call = self._new(settings, op, inputs, outputs, timeout, reduce, root)
-            backend, kind = self.validation.validate(call)
+            backend, _, kind = self.validation.validate(call)
             call.site = site
             calls.append(call)
             backends.append(backend)
@@ -215,60 +218,61 @@ class Dispatcher:
         work.wait()
         return None
 
-    def _run(self, settings: CallSettings, call: Call, backend: Backend, kind: CallKind) -> None:
+    def _run(self, call: Call, backend: Backend, run: Run, kind: CallKind) -> None:
         """Do a call for a function that a method of ProcessGroup has called, and record it."""
         record = self._record
         if record is None:
-            backend.run(call)
+            with thread_activity.entered(call, backend):
+                run(call)
             return
-        begun = monotonic()
+        frame, thread = user_frame(_getframe(2)), get_ident()
+        outer, begun = _activities.get(thread), monotonic()
         try:
-            enqueued = backend.run(call)
+            _activities[thread] = (call, outer, backend, kind, begun, frame)
+            enqueued = run(call)
+            if enqueued is not None:
+                enqueued.track(flight_recorder.begin((kind,), (call,), begun, frame))
+            else:
+                record(flight_recorder.entry(kind, call, begun, frame))
         except BaseException as e:
-            record(flight_recorder.entry(kind, call, begun, user_frame(_getframe(2)), failure_text(e)))
+            record(flight_recorder.entry(kind, call, begun, frame, failure_text(e)))
             raise
-        if enqueued is not None:
-            enqueued.track(flight_recorder.begin((kind,), (call,), begun))
-            return
-        try:
-            frame = _getframe(4) if settings.by_functions else user_frame(_getframe(3))
-        except ValueError:
-            frame = _getframe(3)
-        record(flight_recorder.entry(kind, call, begun, frame))
+        finally:
+            leave(thread, outer)
 
     # --- messages -----------------------------------------------------------------------------------------------
 
     def run_message(self, settings: CallSettings, message: Message, timeout: Timeout) -> Call:
         """Send or receive one message; returns the call when it is done."""
-        call, backend, kind = self._message(settings, message, timeout)
-        self._run(settings, call, backend, kind)
-        return call
+        started = self._message(settings, message, timeout)
+        self._run(*started)
+        return started[0]
 
     def start_message(self, settings: CallSettings, message: Message, timeout: Timeout) -> Work:
         """:meth:`run_message` in the background."""
-        return _post(*self._message(settings, message, timeout))
+        call, backend, _, kind = self._message(settings, message, timeout)
+        return _post(call, backend, kind)
 
     def probe(self, settings: CallSettings, peer: int | None, tag: int | None, timeout: Timeout) -> Status:
         """Wait for a message from a rank, or from any, and leave it there; returns what is known of it."""
-        call, backend, kind = self._probe(settings, peer, tag, timeout)
-        self._run(settings, call, backend, kind)
-        return self._status_of(call)
+        probe = self._probe(settings, peer, tag, timeout)
+        self._run(*probe)
+        return self._status_of(probe[0])
 
     def iprobe(self, settings: CallSettings, peer: int | None, tag: int | None) -> Status | None:
         """:meth:`probe` without waiting; None if no such message has come."""
-        call, backend, _ = self._probe(settings, peer, tag, None)
+        call, backend, _, _ = self._probe(settings, peer, tag, None)
         return self._status_of(call) if backend.iprobe(call) else None
 
     def _probe(
         self, settings: CallSettings, peer: int | None, tag: int | None, timeout: Timeout
-    ) -> tuple[Call, Backend, CallKind]:
+    ) -> tuple[Call, Backend, Run, CallKind]:
         seconds = settings.timeout if timeout is None else settings.seconds(timeout)
         call = Call(PROBE, (), (), seconds, None, -1, self._peer(PROBE, peer, True), _tag(PROBE, tag, True))
         call.partial = True
         if settings.special:
             self._apply(settings, call)
-        backend, kind = self.validation.validate(call)
-        return call, backend, kind
+        return call, *self.validation.validate(call)
 
     def _status_of(self, call: Call) -> Status:
         status = Status()
@@ -280,19 +284,19 @@ class Dispatcher:
     ) -> list[Work]:
         """Start several messages; none is sent unless all are valid."""
         several = len(messages) > 1
-        triples = [self._message(settings, message, timeout, several) for message in messages]
-        if not triples:
+        started = [self._message(settings, message, timeout, several) for message in messages]
+        if not started:
             return []
         site = call_site()
         works: list[Work] = []
         # device arrays and host arrays may be mixed
-        batches = [(backend, list(some)) for backend, some in groupby(triples, itemgetter(1))]
+        batches = [(backend, list(some)) for backend, some in groupby(started, itemgetter(1))]
         for backend, some in batches:
             if backend.caps.joins_batches:
-                _check_own_messages([call for call, _, _ in some if call.peer == self._context.rank])
+                _check_own_messages([call for call, *_ in some if call.peer == self._context.rank])
         for backend, some in batches:
             calls, kinds = [], []
-            for call, _, kind in some:
+            for call, _, _, kind in some:
                 call.site = site
                 calls.append(call)
                 kinds.append(kind)
@@ -309,7 +313,7 @@ class Dispatcher:
 
     def _message(
         self, settings: CallSettings, message: Message, timeout: Timeout, in_batch: bool = False
-    ) -> tuple[Call, Backend, CallKind]:
+    ) -> tuple[Call, Backend, Run, CallKind]:
         op, tensor, peer, tag, status = message
         buffer = as_buffer(tensor, f"{op.name}: tensor")
         receives, context = op.outputs is _ONE, self._context
@@ -331,7 +335,7 @@ class Dispatcher:
             checked = self.validation.check(call, key)
         if peer == context.rank or tag is None or status is not None:
             _check_matching(call, checked[1], context, in_batch)
-        return call, checked[1], checked[2]
+        return call, *checked[1:4]
 
     def _peer(self, op: Op, peer: int | None, receives: bool) -> int:
         """The argument, checked; -1 for a receive from any rank."""
@@ -459,8 +463,3 @@ def _post_recorded(backend: Backend, calls: tuple[Call, ...], kinds: Sequence[Ca
     if pending:
         completion.track(pending)
     return completion
-
-
-RUNNING = frozenset((Dispatcher.start.__code__, Dispatcher._run.__code__))
-"""Functions that are on a thread's stack during a blocking call, with the variables ``call``, ``kind``, and
-``begun`` if calls are recorded."""

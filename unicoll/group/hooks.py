@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context, Job, Tracker
 from unicoll.backend.flight_recorder import CallKind, PendingEntry
+from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.ops import Arity
 from unicoll.backend.work import Completion
 from unicoll.group.arguments import call_site
@@ -178,6 +179,10 @@ class HookedBackend(Backend):
 
     def _measured(self, completion: Completion, record: HookedCall) -> Completion:
         return _HookedCompletion(completion, self, record) if self._waited else completion
+
+    @property
+    def executing_backend(self) -> HostBackend | None:
+        return self._inner.executing_backend
 
     def abort(self, error: Exception) -> None:
         self._inner.abort(error)

@@ -1,13 +1,15 @@
-"""The flight recorder's contents: ended and pending calls from the ring, running ones from the threads' stacks."""
+"""The flight recorder's contents: ended and pending calls from the ring, running ones from what the threads are in."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from math import prod
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from unicoll.arrays.types import DType
+from unicoll.backend import thread_activity
 from unicoll.backend.flight_recorder import (
     ArrayKind,
     CallKind,
@@ -17,10 +19,8 @@ from unicoll.backend.flight_recorder import (
     message_detail,
     ring,
     site_of,
-    user_frame,
 )
-from unicoll.backend.thread_frames import ThreadFrames, outwards
-from unicoll.group.dispatcher import RUNNING
+from unicoll.backend.thread_activity import Activity
 
 _ATTEMPTS = 10
 
@@ -120,22 +120,24 @@ def _pending(entry: PendingEntry) -> RecordedCall:
 
 def _running() -> list[RecordedCall]:
     """The blocking calls that threads are in."""
-    found = []
-    with ThreadFrames() as frames:
-        for top in frames.values():
-            for frame in outwards(top):
-                if frame.f_code in RUNNING and "begun" in (names := frame.f_locals):
-                    found.append(_running_call(frame, names))
-        del frames, top, frame  # the frames keep themselves and their arrays alive
-    return found
+    if not ring().maxlen:
+        return []
+    threads = [thread.ident for thread in threading.enumerate()]
+    return [
+        _running_call(activity)
+        for thread in threads
+        for activity in thread_activity.activities(thread)
+        if activity.kind is not None
+    ]
 
 
-def _running_call(frame: FrameType, names: dict[str, Any]) -> RecordedCall:
-    """The call that a frame of the dispatcher, with these local names, waits for."""
-    call, kind, begun = names["call"], names["kind"], names["begun"]
-    site = site_of(user_frame(frame))
+def _running_call(activity: Activity) -> RecordedCall:
+    call: Any = activity.what
+    assert activity.kind is not None
+    assert activity.frame is not None
+    site, begun = site_of(activity.frame), activity.begun
     detail = message_detail(call) if call.op.message else None
-    return _record(kind, call.seq, site, "started", (begun, begun, 0.0), True, "", detail)
+    return _record(activity.kind, call.seq, site, "started", (begun, begun, 0.0), True, "", detail)
 
 
 def _record(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from unicoll.backend.call import Call
-from unicoll.backend.contract import Backend, Context
+from unicoll.backend.contract import Backend, Context, Tracker
 from unicoll.backend.flight_recorder import CallKind
 from unicoll.backend.validation import check, sign
 from unicoll.group.backends import GroupBackends
@@ -14,9 +15,10 @@ from unicoll.net import debug_level
 
 Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 
-Checked = tuple[int, Backend, CallKind, Splits]
-"""What validation gives: the signature, the backend, what the flight recorder keeps, and elements sent to and expected
-from each rank."""
+Run = Callable[[Call], "Tracker | None"]
+Checked = tuple[int, Backend, Run, CallKind, Splits]
+"""What validation gives: the signature, the backend and its function for blocking calls, what the flight recorder
+keeps, and elements sent to and expected from each rank."""
 
 _MAX_KINDS = 1024
 """Kinds of calls whose validation is cached."""
@@ -58,15 +60,15 @@ class ValidationCache:
         self._hooks, self._hooked = hooks, {}
         self.known = {}
 
-    def validate(self, call: Call) -> tuple[Backend, CallKind]:
-        """Validate a call, unless one of its kind was, and sign it; returns its backend and kind."""
+    def validate(self, call: Call) -> tuple[Backend, Run, CallKind]:
+        """Validate a call, unless one of its kind was, and sign it; returns its backend, run function and kind."""
         key = kind_of(call)
         if call.compression:
             key = key, call.compression
         checked = self.known.get(key) or self.check(call, key)
-        call.signature, backend, kind, (call.in_counts, call.out_counts) = checked
+        call.signature, backend, run, kind, (call.in_counts, call.out_counts) = checked
         call.kind = kind
-        return backend, kind
+        return backend, run, kind
 
     def check(self, call: Call, key: Any) -> Checked:
         """Validate a call; the result is kept under ``key``."""
@@ -76,7 +78,7 @@ class ValidationCache:
         if self._hooks:
             backend = self._hooked.setdefault(backend, HookedBackend(backend, context, self._hooks))
         kind = CallKind(call, context.name, context.ranks, backend.name)
-        checked = sign(call), backend, kind, (call.in_counts, call.out_counts)
+        checked = sign(call), backend, backend.runner(call.op), kind, (call.in_counts, call.out_counts)
         if len(known) >= _MAX_KINDS:
             known.clear()
         known[key] = checked

@@ -85,6 +85,10 @@ class Staged(Backend):
         return self._host.sequence
 
     @property
+    def executing_backend(self) -> HostBackend:
+        return self._host
+
+    @property
     def staging(self) -> int:
         return self._host.staging + self._copier.pinned.held + self._direct.held
 
