@@ -118,7 +118,9 @@ if __name__ == "__main__":
 
 def test_an_error_in_the_backward_pass_has_no_frames_of_unicoll(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(BACKWARD)
-    _, errors = launched(OURS, program=tmp_path / "train.py", code=None)  # 3, or 1 if rank 1 takes long to exit
+    _, errors = launched(
+        OURS, program=tmp_path / "train.py", code=None
+    )  # 3, or 1 if rank 1 takes long to exit
     assert errors.count("  rank      : 1 (local_rank: 1)") == 1
     assert "RankLostError: all_reduce(float32[10], SUM)" in errors
     assert "At:" not in errors
