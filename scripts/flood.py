@@ -330,10 +330,11 @@ def table(undisturbed: list[Any], flooded: list[Any]) -> str:
 
 def flood(args: argparse.Namespace, program: Program) -> list[str]:
     """The whole run; what failed."""
-    from unicoll.testing.ranks import reserved_port
+    from unicoll.run.job import reserve_port
 
     secret = secrets.token_hex(32)
-    with reserved_port() as port:
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
         started = [program.start(run_rank, rank, port, secret, args.limit) for rank in range(2)]
         ranks = [process for process, _ in started]
         joined = receive([pipe for _, pipe in started], START_SECONDS)

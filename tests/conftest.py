@@ -17,8 +17,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [p for p in (str(ROOT),) if p not in sys.path]
 
-from tests.support import selection  # noqa: E402 - needs the path
-from unicoll.testing import forkserver, ranks, sampling, worker  # noqa: E402
+from tests.support import forkserver, ranks, selection  # noqa: E402 - needs the path
+from unicoll.testing import sampling  # noqa: E402
+from unicoll.testing.ranks import leftovers, snapshot  # noqa: E402
 
 with suppress(ImportError):  # it is not in all environments
     from hypothesis import HealthCheck, settings
@@ -27,7 +28,7 @@ with suppress(ImportError):  # it is not in all environments
     common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("long", common, max_examples=300)
     settings.register_profile("short", common, max_examples=30, derandomize=True)  # the same ones every time
-    settings.load_profile("short" if sampling.is_short() else "long")
+    settings.load_profile("short" if selection.is_short() else "long")
 
 resource_tracker.ensure_running()  # it stays until the end of the run, and holds a pipe
 
@@ -51,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     return (
-        f"unicoll: samples are selected by {ranks.SEED_VARIABLE}={ranks.sample_seed()};"
+        f"unicoll: samples are selected by {sampling.SEED_VARIABLE}={ranks.sample_seed()};"
         f" {sampling.FULL_VARIABLE}=1 runs all cases"
     )
 
@@ -60,7 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect tests that are not in this run's sample."""
     if sampling.wants_all(config.args):
         return
-    seed = ranks.sample_seed()
+    seed = selection.table_seed()
     kept = selection.of_this_run([item for item in items if selection.is_drawn(item, seed)])
     names = {item.nodeid for item in kept}
     if left_out := [item for item in items if item.nodeid not in names]:
@@ -136,7 +137,7 @@ class _Watch:
     def __init__(self) -> None:
         self.children: set[object] = set(children())
         self.files: set[object] = set(shared_memory())
-        self.own = worker.snapshot()
+        self.own = snapshot()
         self.pooled = ranks.pooled()[1]
 
     def complaints(self) -> list[str]:
@@ -148,7 +149,7 @@ class _Watch:
         if left := _new(known, lambda: {f for f in shared_memory() - known if not _is_of_others(str(f))}):
             found.append(f"files {sorted(map(str, left))} are left in /dev/shm")
         more = ranks.pooled()[1] - self.pooled
-        if leaks := worker.leftovers([*self.own, *more.elements()], matters=_matters):
+        if leaks := leftovers([*self.own, *more.elements()], matters=_matters):
             found.append(f"not released: {', '.join(leaks)}")
         return found
 

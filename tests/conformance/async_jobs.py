@@ -15,7 +15,7 @@ import unicoll as dist
 from tests.conformance.group_jobs import me, size, total
 from tests.support.order import await_word, send_word
 from tests.support.outcomes import failure_of
-from unicoll.testing.worker import Failure
+from tests.support.worker import Failure
 
 
 def in_order(count: int) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from tests.support import worker
 from tests.support.calls import COLLECTIVES, invoke
 from tests.support.outcomes import failure_of
-from unicoll.testing import worker
-from unicoll.testing.worker import Failure
+from tests.support.worker import Failure
 
 
 def me() -> int:

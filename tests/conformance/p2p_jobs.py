@@ -14,10 +14,10 @@ import numpy as np
 
 import unicoll as dist
 from tests.support.outcomes import failure_of
+from tests.support.worker import Failure
 from unicoll.arrays.types import DTYPES
 from unicoll.backend import op_queue
 from unicoll.testing import reference
-from unicoll.testing.worker import Failure
 
 
 def me() -> int:

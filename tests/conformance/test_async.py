@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.conformance import async_jobs as jobs
-from unicoll.testing.ranks import Pool
+from tests.support.ranks import Pool
 
 Pools = Callable[[int], Pool]
 

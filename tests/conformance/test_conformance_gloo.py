@@ -14,15 +14,15 @@ from gloo_fallback.algorithms.rings import SEGMENT
 from gloo_fallback.algorithms.shared_memory_plans import WHOLE
 from gloo_fallback.shm.slots import SLOT
 from tests.conformance import huge_jobs
+from tests.support.ranks import Pool, ProcessJob, pools, run_ranks
+from tests.support.suite import Suite
 from unicoll.backend.ops import OPS, Sizes
-from unicoll.testing.conformance import Conformance
-from unicoll.testing.ranks import Pool, ProcessJob, pools, run_ranks
 
 _HUGE = 2_200_000_003
 _NEEDS = 12 << 30
 
 
-class _Gloo(Conformance):
+class _Gloo(Suite):
     backend = "gloo"
 
 

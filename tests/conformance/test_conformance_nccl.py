@@ -12,14 +12,14 @@ from nccl_comm.backend import NCCLBackend
 from nccl_comm.library.types import native_reduction
 from tests.simulated_nccl.family import SimulatedFamily
 from tests.simulated_nccl.ranks import SimulatedJob
+from tests.support.ranks import Pool, pools
+from tests.support.suite import Suite
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend.ops import OPS
-from unicoll.testing.conformance import Conformance
-from unicoll.testing.ranks import Pool, pools
 from unicoll.testing.reference import NCCL, reduction_of
 
 
-class _Simulated(Conformance):
+class _Simulated(Suite):
     """Every rank has a device of its own."""
 
     families = ("simulated",)

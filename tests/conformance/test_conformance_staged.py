@@ -9,7 +9,7 @@ import pytest
 
 from tests.nccl import staged
 from tests.simulated_nccl.ranks import Settings
-from unicoll.testing.ranks import Pool, ProcessJob, pools
+from tests.support.ranks import Pool, ProcessJob, pools
 
 
 @pytest.mark.every(6)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import unicoll as dist
+from tests.support.ranks import ROOT, environment, reserved_port
 from unicoll.net.formatting import backend_text
-from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 PROGRAM = str(Path(__file__).with_name("explaining.py"))
 SIZE = 2

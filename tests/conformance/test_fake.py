@@ -12,13 +12,13 @@ import pytest
 import unicoll as dist
 from tests.conformance import fake_jobs
 from tests.support.calls import COLLECTIVES, EVERYTHING, arrays, invoke
+from tests.support.ranks import ProcessJob, joined
+from tests.support.worker import leave
 from unicoll.backend import fake
 from unicoll.backend.flight_recorder import ring
 from unicoll.backend.ops import OPS, Arity
 from unicoll.group.recorded_calls import recorded_calls
 from unicoll.testing import reference
-from unicoll.testing.ranks import ProcessJob, joined
-from unicoll.testing.worker import leave
 
 Join = Callable[[int, int], Any]
 

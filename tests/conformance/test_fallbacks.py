@@ -23,12 +23,13 @@ from tests.faults.test_refusals import (
     test_all_ranks_raise_and_the_group_goes_on,  # noqa: F401
     test_refusals_take_their_place_in_the_order,  # noqa: F401
 )
+from tests.support import worker
 from tests.support.order import await_word, send_word
 from tests.support.outcomes import CallOutcome, outcome_of
+from tests.support.ranks import Pool, ProcessJob, joined, pools
+from tests.support.suite import Suite
 from unicoll.backend import Caps
 from unicoll.backend.fallbacks import FALLBACKS, available
-from unicoll.testing import Conformance, worker
-from unicoll.testing.ranks import Pool, ProcessJob, joined, pools
 
 MODULE = "tests.conformance.fallback_backends"
 
@@ -43,7 +44,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
-class _Fallbacks(Conformance):
+class _Fallbacks(Suite):
     imports = (MODULE,)
     sample = 30
 

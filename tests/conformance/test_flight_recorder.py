@@ -10,9 +10,9 @@ import pytest
 from tests.conformance import recorder_jobs as jobs
 from tests.nccl import nccl_jobs
 from tests.simulated_nccl.ranks import run as run_simulated
+from tests.support.ranks import Pool, joined
+from tests.support.worker import leave
 from unicoll.backend.flight_recorder import user_frame
-from unicoll.testing.ranks import Pool, joined
-from unicoll.testing.worker import leave
 
 
 def test_calls_of_each_kind(pool: Callable[[int], Pool]) -> None:

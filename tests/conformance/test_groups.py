@@ -9,8 +9,8 @@ import pytest
 
 import unicoll as dist
 from tests.conformance import group_jobs as jobs
-from unicoll.testing.ranks import Pool, ProcessJob, end_cleanly
-from unicoll.testing.worker import enter
+from tests.support.ranks import Pool, ProcessJob, end_cleanly
+from tests.support.worker import enter
 
 Pools = Callable[[int], Pool]
 

@@ -13,8 +13,8 @@ import pytest
 
 import unicoll as dist
 from tests.conformance import hook_jobs as jobs
-from unicoll.testing.ranks import Pool, joined
-from unicoll.testing.worker import leave
+from tests.support.ranks import Pool, joined
+from tests.support.worker import leave
 
 Pools = Callable[[int], Pool]
 

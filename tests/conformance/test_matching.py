@@ -11,8 +11,8 @@ import pytest
 
 import unicoll as dist
 from tests.conformance import matching_jobs as jobs
+from tests.support.ranks import Pool, ProcessJob, pools
 from unicoll.errors import DistArgumentError
-from unicoll.testing.ranks import Pool, ProcessJob, pools
 
 Pools = Callable[[int], Pool]
 

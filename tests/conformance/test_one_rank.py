@@ -13,7 +13,7 @@ import pytest
 from tests.conformance import one_rank
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.nccl import SimulatedNccl
-from unicoll.testing.ranks import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 GPU_TIMEOUT_S = 600
 ASK = """

@@ -10,8 +10,8 @@ import pytest
 
 from gloo_fallback.p2p.progress import ProgressEngine
 from tests.conformance import p2p_jobs as jobs
+from tests.support.ranks import Pool, ProcessJob, joined, pools
 from unicoll.errors import OperationTimeoutError
-from unicoll.testing.ranks import Pool, ProcessJob, joined, pools
 
 Pools = Callable[[int], Pool]
 

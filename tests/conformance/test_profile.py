@@ -11,7 +11,7 @@ import pytest
 
 import unicoll as dist
 from tests.conformance import profile_jobs as jobs
-from unicoll.testing.ranks import Pool
+from tests.support.ranks import Pool
 
 Pools = Callable[[int], Pool]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,13 +22,14 @@ import unicoll as dist
 from tests.conformance import function_jobs
 from tests.conformance import pipes_jobs as jobs
 from tests.conformance.counting import CountingBackend
+from tests.support import worker
 from tests.support.ports import listening_ports
+from tests.support.ranks import ROOT, ProcessJob, end_cleanly, environment, joined
 from unicoll.backend import Backend as BackendBase
 from unicoll.backend import Caps
 from unicoll.errors import BackendUnavailableError, DistArgumentError
 from unicoll.group import backend_choice, registry
-from unicoll.testing import worker
-from unicoll.testing.ranks import ROOT, ProcessJob, end_cleanly, environment, joined
+from unicoll.testing.ranks import Pool, RanksFailed
 
 HERE = Path(__file__).parent
 
@@ -422,6 +425,27 @@ def test_the_suite_finds_what_a_backend_does_wrong(tmp_path: Path) -> None:
     assert wrong
     assert all("dtype='int16'" in line and "elements wrong" in line for line in wrong)
     assert "UNICOLL_TEST_SEED=" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "says"),
+    [
+        (divmod, (1, 0), "rank 1: Traceback .*ZeroDivisionError"),
+        (os._exit, (3,), "rank 1: died.*rank 1: exit code 3"),
+        (time.sleep, (60,), r"ranks \[0, 1\] did not end in 1 s.*most recent call first.*in _work"),
+        (os.pipe, (), "by rank: .*fd pipe"),
+        (os.write, (2, b"a word"), "a word"),
+    ],
+)
+def test_what_the_suite_reports_of_its_ranks(function: Callable[..., Any], args: Any, says: str) -> None:
+    pool = Pool(2, "gloo")
+    try:
+        with pytest.raises(RanksFailed, match=f"(?s){says}"):
+            pool.run(function, *args, timeout=1.0 if function is time.sleep else 60.0)
+            pool.close()
+        assert pool.run(os.getpid)[0] != os.getpid()  # new ranks
+    finally:
+        pool.close()
 
 
 def test_a_function_of_torchs_four_arguments_makes_the_backend_of_each_group() -> None:

@@ -13,8 +13,8 @@ import unicoll as dist
 from tests.conformance import using_jobs as jobs
 from tests.nccl import staged
 from tests.simulated_nccl.ranks import Settings, SimulatedJob
+from tests.support.ranks import Pool, ProcessJob, pools
 from unicoll.backend.options import as_call_options
-from unicoll.testing.ranks import Pool, ProcessJob, pools
 
 Pools = Callable[[int], Pool]
 

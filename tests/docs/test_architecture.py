@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from unicoll.testing.ranks import ROOT
+from tests.support.ranks import ROOT
 
 PACKAGES = ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm")
 BLOCK = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 import unicoll as dist
-from unicoll.testing.ranks import ROOT, environment, reserved_port
+from tests.support.ranks import ROOT, environment, reserved_port
 
 HELLO = ROOT / "examples" / "hello.py"
 COOKBOOK = ROOT / "docs" / "cookbook.md"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from unicoll.testing.ranks import ROOT, environment, reserved_port
+from tests.support.ranks import ROOT, environment, reserved_port
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

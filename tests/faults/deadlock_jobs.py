@@ -16,8 +16,8 @@ import numpy as np
 import unicoll as dist
 from tests.support.order import await_word, send_word
 from tests.support.outcomes import outcome_of
+from tests.support.worker import Failure, send_note
 from tests.unit.simulated_programs import ANY, COLLECTIVE, LARGE, POST, RECV, SEND, SLEEP, clean_program
-from unicoll.testing.worker import Failure, send_note
 
 _BUFFERS = [int(Path(f"/proc/sys/net/ipv4/tcp_{which}mem").read_text().split()[2]) for which in "rw"]
 UNBUFFERED = 2 * sum(_BUFFERS) + (4 << 20)

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from tests.support import worker
 from tests.support.calls import COLLECTIVES, EVERYTHING, invoke
 from tests.support.order import await_true, await_word, send_word
 from tests.support.outcomes import CallOutcome, outcome_of
+from tests.support.worker import send_note
 from unicoll.backend.endpoint import Endpoint
-from unicoll.testing import worker
-from unicoll.testing.worker import send_note
 
 
 def loop(name: str, count: int) -> None:

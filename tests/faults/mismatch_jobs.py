@@ -12,8 +12,8 @@ import unicoll as dist
 from tests.faults.refusal_jobs import Unreadable
 from tests.support.calls import invoke
 from tests.support.outcomes import CallOutcome, outcome_of
+from tests.support.worker import Failure
 from unicoll.backend import Call
-from unicoll.testing.worker import Failure
 
 # --- different calls ----------------------------------------------------------------------------------------
 

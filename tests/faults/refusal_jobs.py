@@ -9,7 +9,7 @@ import numpy as np
 
 import unicoll as dist
 from tests.support.outcomes import failure_of
-from unicoll.testing.worker import Failure
+from tests.support.worker import Failure
 
 ROOT = 1
 Make = Callable[[int], Any]

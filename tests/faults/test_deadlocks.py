@@ -11,11 +11,12 @@ from collections.abc import Callable
 import pytest
 
 from tests.faults import deadlock_jobs as jobs
+from tests.support import selection
+from tests.support.ranks import Pool, joined
+from tests.support.worker import leave
 from unicoll.testing import sampling
-from unicoll.testing.ranks import Pool, joined
-from unicoll.testing.worker import leave
 
-CIRCLES, PROGRAMS = (1000, 1000) if sampling.wants_full() else (6, 20) if sampling.is_short() else (24, 40)
+CIRCLES, PROGRAMS = (1000, 1000) if sampling.wants_full() else (6, 20) if selection.is_short() else (24, 40)
 TRANSPORTS = [("tcp", "plain"), ("hierarchical", "plain"), ("tcp", "mac"), ("tcp", "tls")]
 
 

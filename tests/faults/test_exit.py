@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from unicoll.testing.ranks import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 PROGRAM = Path(__file__).resolve().parent / "exit_program.py"
 RANKS = 3

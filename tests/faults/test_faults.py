@@ -17,10 +17,10 @@ from tests.faults import fault_jobs as jobs
 from tests.support.calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row_name
 from tests.support.order import await_true, named_pipe, reading
 from tests.support.ports import listening_ports
+from tests.support.ranks import Outcome, Pool, ProcessJob, end_cleanly, joined
+from tests.support.worker import end, leave
 from unicoll.errors import DistError
 from unicoll.net import handshake
-from unicoll.testing.ranks import Outcome, Pool, ProcessJob, end_cleanly, joined
-from unicoll.testing.worker import end, leave
 
 turn = 1 if os.environ.get("UNICOLL_TRANSPORT") else 0  # see :mod:`sampling`
 OURS = socket.gethostname()

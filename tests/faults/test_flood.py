@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from unicoll.testing.ranks import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 
 @pytest.mark.slow

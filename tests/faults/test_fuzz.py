@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from gloo_fallback.p2p.frames import ANSWER, HEADER, MAGIC, MESSAGE, NOTICE, OFFER, SWITCH
 from gloo_fallback.shm.ring_buffer import RingReader
 from gloo_fallback.shm.segment import create_offer, has_strong_ordering
+from tests.support.ranks import ROOT, sample_seed
 from unicoll.arrays.types import BY_NAME
 from unicoll.errors import DistError, DistStoreError, RankLostError
 from unicoll.net.channel import authenticate
@@ -27,7 +28,6 @@ from unicoll.net.control.relay import Relay
 from unicoll.net.framed_server import frame, handshake_address, read_frame
 from unicoll.net.stores import HashStore
 from unicoll.net.stores.protocol import Status, pack_reply
-from unicoll.testing.ranks import ROOT, sample_seed
 
 sys.path.append(str(ROOT / "scripts"))
 fuzz: Any = importlib.import_module("fuzz")

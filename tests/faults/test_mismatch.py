@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.faults import mismatch_jobs as jobs
+from tests.support import selection
 from tests.support.calls import COALESCED, COLLECTIVES, REDUCING, ROOTED, row_name
 from tests.support.outcomes import CallOutcome
+from tests.support.ranks import Pool, ProcessJob, end_cleanly
+from tests.support.worker import enter
 from unicoll import ReduceOp
 from unicoll.arrays.types import DTYPES
 from unicoll.backend.call import Call
 from unicoll.backend.operation_errors import only_different
 from unicoll.backend.ops import OPS
 from unicoll.backend.validation import sign
-from unicoll.testing import sampling
-from unicoll.testing.ranks import Pool, ProcessJob, end_cleanly
-from unicoll.testing.worker import enter
 
 PREMUL_SUM = ReduceOp.PREMUL_SUM
 
@@ -35,7 +35,7 @@ def differences(name: str) -> list[tuple[str, dict[str, Any], str, dict[str, Any
     """Ways in which one rank's call of ``name`` can differ from the others'."""
     found: list[tuple[str, dict[str, Any], str, dict[str, Any], int]] = []
     plain: dict[str, Any] = {}
-    for odd in (len(name) % 3,) if sampling.is_short() else (0, 1, 2):
+    for odd in (len(name) % 3,) if selection.is_short() else (0, 1, 2):
         if name != "barrier":
             found.append((name, plain, name, {"count": 5}, odd))
             found.append((name, plain, name, {"count": 0}, odd))

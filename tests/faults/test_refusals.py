@@ -10,8 +10,8 @@ import pytest
 from tests.faults import refusal_jobs as jobs
 from tests.nccl import staged
 from tests.simulated_nccl.ranks import Settings, SimulatedJob
-from unicoll.testing.ranks import Pool, ProcessJob, pools
-from unicoll.testing.worker import Failure
+from tests.support.ranks import Pool, ProcessJob, pools
+from tests.support.worker import Failure
 
 EXPECTED = {
     "none": ("DistArgumentError", "0 %s arrays given, 3 expected on the root (group of 3): "),

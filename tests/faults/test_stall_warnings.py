@@ -12,9 +12,9 @@ import pytest
 
 from tests.faults import deadlock_jobs as jobs
 from tests.support.order import await_true, named_pipe, reading
+from tests.support.ranks import ProcessJob, joined
+from tests.support.worker import leave
 from unicoll.net.control import relay
-from unicoll.testing.ranks import ProcessJob, joined
-from unicoll.testing.worker import leave
 
 ENV = {"UNICOLL_STALL_WARNING": "1"}
 

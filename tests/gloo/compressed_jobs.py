@@ -9,8 +9,8 @@ import numpy as np
 
 import unicoll as dist
 from tests.support.outcomes import failure_of
+from tests.support.worker import Failure
 from unicoll.arrays.compression import BLOCK
-from unicoll.testing.worker import Failure
 
 SMALL = 1 << 14
 """float32 elements up to which arrays are not compressed."""

@@ -17,7 +17,7 @@ from tests.conformance.p2p_jobs import me, must, size
 from tests.support.log import Log
 from tests.support.order import await_true, await_word, send_word
 from tests.support.outcomes import CallOutcome, failure_of, outcome_of
-from unicoll.testing.worker import Failure, send_note
+from tests.support.worker import Failure, send_note
 
 LARGE = 3 * RING + 12_345
 

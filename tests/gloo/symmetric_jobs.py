@@ -15,9 +15,9 @@ import unicoll as dist
 from gloo_fallback.algorithms import peer_memory
 from gloo_fallback.shm.peer_memory import is_readable
 from gloo_fallback.transport.selection import OPERATIONS as ALGORITHMS
+from tests.support.worker import send_note
 from unicoll.arrays.types import BY_NAME
 from unicoll.backend.ops import OPS, Arity, Sizes
-from unicoll.testing.worker import send_note
 
 Array = Any
 Allocate = Callable[[int], Array]

@@ -14,8 +14,8 @@ from tests.gloo import algorithm_fault_jobs as jobs
 from tests.gloo.algorithm_fault_jobs import LARGE, Algorithm
 from tests.gloo.test_peer_memory import READING
 from tests.support.calls import COLLECTIVES
-from unicoll.testing.ranks import joined
-from unicoll.testing.worker import leave
+from tests.support.ranks import joined
+from tests.support.worker import leave
 
 ALL = tuple(OPERATIONS)
 MOVING = tuple(name for name in ALL if name != "barrier")

@@ -10,7 +10,7 @@ import pytest
 
 from gloo_fallback.algorithms import compressed
 from tests.gloo import compressed_jobs as jobs
-from unicoll.testing.ranks import Pool, ProcessJob, joined, pools, run_ranks
+from tests.support.ranks import Pool, ProcessJob, joined, pools, run_ranks
 
 Pools = Callable[[int], Pool]
 TCP = {"UNICOLL_TRANSPORT": "tcp"}

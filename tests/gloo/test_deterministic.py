@@ -9,9 +9,9 @@ import pytest
 
 import unicoll as dist
 from tests.gloo import deterministic_jobs as jobs
+from tests.support.ranks import ProcessJob, run_ranks
+from tests.support.worker import enter
 from unicoll.backend.options import as_options
-from unicoll.testing.ranks import ProcessJob, run_ranks
-from unicoll.testing.worker import enter
 
 TRANSPORTS = (
     {"UNICOLL_TRANSPORT": "shm"},

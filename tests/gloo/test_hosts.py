@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.hosts import Hosts, built_hosts
-from unicoll.testing.ranks import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 PROGRAMS = str(Path(__file__).with_name("host_programs.py"))
 SECRET = {"UNICOLL_SECRET": "the secret that these tests share"}

@@ -16,7 +16,7 @@ from tests.gloo import peer_memory_jobs as jobs
 from tests.gloo.symmetric_jobs import equal_results, loop
 from tests.gloo.test_symmetric import DIRECT, KINDS
 from tests.gloo.victims import check_victim_is_named
-from unicoll.testing.ranks import Pool, ProcessJob, run_ranks
+from tests.support.ranks import Pool, ProcessJob, run_ranks
 
 Pools = Callable[[int], Pool]
 

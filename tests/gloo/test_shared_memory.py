@@ -19,10 +19,10 @@ import pytest
 from gloo_fallback.shm import futex, segment
 from gloo_fallback.shm.slots import SLOT, SemaphoreSlots, Slots, size_of
 from tests.gloo import shared_memory_jobs as jobs
+from tests.support.ranks import Pool, ProcessJob, run_ranks
+from tests.support.worker import enter
 from unicoll.errors import GroupAbortedError
 from unicoll.net.stores.hash import HashStore
-from unicoll.testing.ranks import Pool, ProcessJob, run_ranks
-from unicoll.testing.worker import enter
 
 Pools = Callable[[int], Pool]
 

@@ -17,8 +17,8 @@ from gloo_fallback.p2p.frames import INLINE_LIMIT
 from gloo_fallback.shm.ring_buffer import CHUNK, RING, RingReader, RingWriter
 from gloo_fallback.shm.segment import has_strong_ordering
 from tests.gloo import shared_p2p_jobs as jobs
-from unicoll.testing.ranks import Pool, ProcessJob, joined, run_ranks
-from unicoll.testing.worker import leave
+from tests.support.ranks import Pool, ProcessJob, joined, run_ranks
+from tests.support.worker import leave
 
 Pools = Callable[[int], Pool]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.gloo import striping_jobs as jobs
-from unicoll.testing.ranks import ProcessJob, run_ranks
-from unicoll.testing.worker import enter
+from tests.support.ranks import ProcessJob, run_ranks
+from tests.support.worker import enter
 
 
 def env(connections: int, channel: str = "plain") -> dict[str, str]:

@@ -12,9 +12,9 @@ import pytest
 from gloo_fallback.transport.selection import OPERATIONS as ALGORITHMS
 from tests.gloo import symmetric_jobs as jobs
 from tests.gloo.victims import check_victim_is_named
+from tests.support.ranks import Pool, ProcessJob, run_ranks
+from tests.support.worker import enter
 from unicoll.backend.ops import OPS
-from unicoll.testing.ranks import Pool, ProcessJob, run_ranks
-from unicoll.testing.worker import enter
 
 Pools = Callable[[int], Pool]
 

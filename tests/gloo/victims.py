@@ -7,8 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from unicoll.testing.ranks import ProcessJob
-from unicoll.testing.worker import enter
+from tests.support.ranks import ProcessJob
+from tests.support.worker import enter
 
 
 def check_victim_is_named(

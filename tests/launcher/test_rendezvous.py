@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import reserved_port
 from unicoll.bootstrap import launchers, rendezvous_protocol, store_locations
 from unicoll.bootstrap.join import join
 from unicoll.bootstrap.rendezvous import Rendezvous, register_rendezvous_handler, rendezvous
@@ -38,7 +39,6 @@ from unicoll.group import backend_choice
 from unicoll.net import join_warnings
 from unicoll.net.secret import Key, Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
-from unicoll.testing.ranks import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECRET = {"UNICOLL_SECRET": "a secret of the tests, long enough"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from unicoll.testing.ranks import reserved_port
+from tests.support.ranks import reserved_port
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ import unicoll as dist
 from mpi_comm import collectives, reductions
 from tests.nccl import staged
 from tests.simulated_nccl import arrays, ranks
+from tests.support import worker
 from tests.support.outcomes import CallOutcome, outcome_of
 from unicoll.arrays.cuda import CudaError
 from unicoll.arrays.device_memory import DeviceFlat, DeviceMemory
 from unicoll.staging.device_pointers import DirectCalls
-from unicoll.testing import worker
 
 STAGED = 20_000
 """Bytes up to which lists of arrays are packed in the tests."""

@@ -20,7 +20,7 @@ from mpi_comm.p2p.matcher import RequestMatcher
 from mpi_comm.runtime.init_finalize import runtime
 from tests.support.order import PATIENCE_S, await_true, await_word, send_word
 from tests.support.outcomes import failure_of
-from unicoll.testing.worker import Failure, send_note
+from tests.support.worker import Failure, send_note
 
 
 def _injected(*args: Any) -> Any:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from tests.support.ranks import environment
 from unicoll.bench.launch import mpirun_path
-from unicoll.testing.ranks import environment
 
 GRACE_S = 8.0
 _SHARED_MEMORY = "/dev/shm/"

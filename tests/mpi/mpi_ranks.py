@@ -41,9 +41,9 @@ from tests.mpi.mpi_library import (
     unavailable_reason,
     variables_for,
 )
+from tests.support import worker
 from tests.support.hosts import ADDRESSES, Hosts
-from unicoll.testing import worker
-from unicoll.testing.ranks import ROOT, ProcessJob, RanksFailed, environment
+from tests.support.ranks import ROOT, ProcessJob, RanksFailed, environment
 
 __all__ = ["Ended", "MpiJob", "Program", "library", "mpirun", "started", "unavailable_reason"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from unicoll.testing import worker
+from tests.support import worker
 
 _RESULT, _STOP = 1, 2
 

@@ -12,7 +12,7 @@ import numpy as np
 import unicoll as dist
 from mpi_comm.group_communicator import GroupCommunicator
 from tests.support.outcomes import failure_of
-from unicoll.testing.worker import Failure
+from tests.support.worker import Failure
 
 _FLOATS = np.float64
 

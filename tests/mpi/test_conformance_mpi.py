@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
-from unicoll.testing.conformance import Conformance
-from unicoll.testing.ranks import Pool, pools
+from tests.support.ranks import Pool, pools
+from tests.support.suite import Suite
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
@@ -18,7 +18,7 @@ _EAGER = 64 << 10
 """Bytes at which both libraries switch from the eager to the rendezvous protocol."""
 
 
-class TestMPI(Conformance):
+class TestMPI(Suite):
     backend = "mpi"
     sample = 25
     sizes = barrier_sizes = (1, 2, 3, 4)  # with more ranks these libraries are slow on two cores

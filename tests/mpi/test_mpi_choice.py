@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from mpi_comm.runtime import init_finalize
-from unicoll.testing.ranks import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 HIDDEN = "import sys; sys.modules['mpi4py'] = None; import unicoll as dist\n"
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.faults import deadlock_jobs as jobs
 from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
+from tests.support.ranks import Pool, pools
 from unicoll.testing import sampling
-from unicoll.testing.ranks import Pool, pools
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

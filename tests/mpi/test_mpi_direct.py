@@ -15,10 +15,10 @@ from tests.mpi import direct_jobs as jobs
 from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
 from tests.nccl import staged_jobs
 from tests.simulated_nccl.ranks import Settings
+from tests.support.ranks import Pool, end_cleanly, pools
+from tests.support.suite import Suite
+from tests.support.worker import enter
 from unicoll.arrays.types import BY_NAME
-from unicoll.testing.conformance import Conformance
-from unicoll.testing.ranks import Pool, end_cleanly, pools
-from unicoll.testing.worker import enter
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)
@@ -60,7 +60,7 @@ def pool(seed: int) -> Iterator[Callable[[int], Pool]]:
 
 
 @pytest.mark.every(6)
-class TestMPI(Conformance):
+class TestMPI(Suite):
     """What differs from host arrays: transfer modes, dtypes, layouts, sizes around the switches of algorithm."""
 
     backend = "mpi"

@@ -17,7 +17,7 @@ import pytest
 
 from tests.docs.test_docs import HELLO, Block, blocks, differences, user_environment
 from tests.mpi.mpi_ranks import Program, library, unavailable_reason
-from unicoll.testing.ranks import ROOT
+from tests.support.ranks import ROOT
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

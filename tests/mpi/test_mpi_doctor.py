@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.mpi.mpi_ranks import Ended, library, mpirun, unavailable_reason
-from unicoll.testing.ranks import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

@@ -25,7 +25,7 @@ from tests.mpi.mpi_ranks import (
     try_script,
     unavailable_reason,
 )
-from unicoll.testing.ranks import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

@@ -18,8 +18,8 @@ from tests.faults import test_faults
 from tests.mpi import mpi_fault_jobs
 from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
 from tests.support.calls import EVERYTHING
-from unicoll.testing.ranks import Pool, joined, pools, sample_seed
-from unicoll.testing.worker import enter
+from tests.support.ranks import Pool, joined, pools, sample_seed
+from tests.support.worker import enter
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

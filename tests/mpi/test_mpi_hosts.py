@@ -13,7 +13,7 @@ from tests.faults import fault_jobs
 from tests.mpi import ported_programs
 from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
 from tests.support.hosts import Hosts, built_hosts
-from unicoll.testing.ranks import Pool, pools
+from tests.support.ranks import Pool, pools
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

@@ -16,8 +16,8 @@ from tests.nccl import staged
 from tests.nccl import staged_jobs as jobs
 from tests.nccl.test_staged import test_messages_that_are_shorter_than_the_array  # noqa: F401
 from tests.simulated_nccl.ranks import Settings
-from unicoll.testing.ranks import ROOT, Pool, end_cleanly, environment, pools
-from unicoll.testing.worker import enter
+from tests.support.ranks import ROOT, Pool, end_cleanly, environment, pools
+from tests.support.worker import enter
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

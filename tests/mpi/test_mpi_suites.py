@@ -12,8 +12,8 @@ import pytest
 from tests.conformance import group_jobs, matching_jobs, p2p_jobs
 from tests.gloo import extreme_jobs
 from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
+from tests.support.ranks import Pool, pools
 from tests.unit import subclass_jobs
-from unicoll.testing.ranks import Pool, pools
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

@@ -13,9 +13,9 @@ from tests.gloo.test_symmetric import DIRECT, KINDS
 from tests.gloo.victims import check_victim_is_named
 from tests.mpi import small_array_jobs
 from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
+from tests.support.ranks import Pool, pools
+from tests.support.worker import enter
 from unicoll.backend.ops import OPS
-from unicoll.testing.ranks import Pool, pools
-from unicoll.testing.worker import enter
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

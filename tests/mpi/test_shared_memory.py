@@ -10,8 +10,8 @@ import pytest
 from tests.mpi import small_array_jobs as jobs
 from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
 from tests.mpi.test_conformance_mpi import TestMPI as _OverMPI
-from unicoll.testing.ranks import Pool, pools
-from unicoll.testing.worker import enter
+from tests.support.ranks import Pool, pools
+from tests.support.worker import enter
 
 if unavailable_reason():
     pytest.skip(unavailable_reason(), allow_module_level=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.mpi.mpi_library import command, library, unavailable_reason, variables_for
+from tests.support.ranks import ROOT
 from tests.torch.torch_suite_sample import RECORDED, run_sample
-from unicoll.testing.ranks import ROOT
 
 pytestmark = pytest.mark.torch
 if unavailable_reason():

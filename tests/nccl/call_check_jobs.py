@@ -9,7 +9,7 @@ import numpy as np
 import unicoll as dist
 from tests.simulated_nccl import arrays
 from tests.support.outcomes import failure_of
-from unicoll.testing.worker import Failure
+from tests.support.worker import Failure
 
 
 def differ(async_op: bool) -> list[Failure | None]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.mpi.mpi_ranks import MpiJob
-from unicoll.testing import worker
-from unicoll.testing.ranks import ProcessJob
+from tests.support import worker
+from tests.support.ranks import ProcessJob
 
 __all__ = ["NATIVE_SINCE", "SHARING", "DeviceJob", "DeviceMpiJob", "Settings", "shared_environment"]
 

@@ -15,11 +15,11 @@ import numpy as np
 import unicoll as dist
 from nccl_comm.communicators import communicator
 from tests.simulated_nccl import arrays, ranks
+from tests.support import worker
 from tests.support.order import await_true, await_word, send_word
 from unicoll.api import world
 from unicoll.backend.flight_recorder import ring
 from unicoll.group.recorded_calls import recorded_calls
-from unicoll.testing import worker
 
 
 def mixed() -> dict[str, Any]:

@@ -21,8 +21,8 @@ from tests.nccl.nccl_jobs import connect
 from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.communicators import Result
 from tests.simulated_nccl.streams import LATER, Op
+from tests.support import worker
 from unicoll.api import world
-from unicoll.testing import worker
 
 
 def backend_of(group: Any = None) -> NCCLBackend:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from tests.simulated_nccl import ranks
 from tests.simulated_nccl.family import SimulatedFamily
+from tests.support.ranks import Pool
+from tests.support.suite import Suite
 from unicoll.staging import backend
-from unicoll.testing.conformance import Conformance
-from unicoll.testing.ranks import Pool
 from unicoll.testing.sampling import sampled
 
 __all__ = ["CHUNK", "Staged", "prepare"]
@@ -23,7 +23,7 @@ def prepare(settings: ranks.Settings, chunk: int = CHUNK) -> None:
     ranks.prepare(settings)
 
 
-class Staged(Conformance):
+class Staged(Suite):
     """What a backend of the host does with arrays of a device."""
 
     families = ("simulated",)

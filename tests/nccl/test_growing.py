@@ -10,8 +10,8 @@ import pytest
 import unicoll as dist
 from tests.nccl import nccl_jobs as jobs
 from tests.simulated_nccl.ranks import SimulatedJob
-from unicoll.testing.ranks import ProcessJob, joined
-from unicoll.testing.worker import leave
+from tests.support.ranks import ProcessJob, joined
+from tests.support.worker import leave
 
 
 def run(size: int, job: Any, *args: object, kind: Any = SimulatedJob, **options: Any) -> list[Any]:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.nccl import nccl_jobs as jobs
 from tests.simulated_nccl.ranks import SimulatedJob, run
-from unicoll.testing.ranks import Pool, joined, pools
-from unicoll.testing.worker import leave
+from tests.support.ranks import Pool, joined, pools
+from tests.support.worker import leave
 
 POLICIES = ("oldest", "newest")
 

@@ -21,6 +21,7 @@ import pytest
 from nccl_comm.library import bindings, errors, interface, locate, structs
 from nccl_comm.library.bindings import DIRECT, SIGNATURES, WITH_CONFIG, Bindings
 from tests.simulated_nccl.cuda import Simulation
+from tests.support.ranks import ROOT, environment
 from tests.unit.c_functions import BY_VALUE, WORD, StandIn, alike, header, kind, parse, put, putting
 from tests.unit.declarations import NCCL, NCCL_CALL_CONFIG_BYTES, NCCL_CODES, NCCL_CONFIG_BYTES, NCCL_SINCE
 from unicoll import errors as tree
@@ -28,7 +29,6 @@ from unicoll.arrays import cuda
 from unicoll.arrays.cuda import CudaError
 from unicoll.backend.options import CallOptions
 from unicoll.bootstrap import environment_report
-from unicoll.testing.ranks import ROOT, environment
 
 DECLARED = parse(NCCL)
 NAMES = {

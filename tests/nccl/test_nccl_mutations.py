@@ -17,9 +17,9 @@ from nccl_comm.watchdog import Watchdog
 from tests.nccl import mutation_jobs as jobs
 from tests.nccl import test_nccl_safety
 from tests.simulated_nccl.ranks import SimulatedJob
-from unicoll.testing.ranks import Pool, pools
+from tests.support.ranks import Pool, pools
+from tests.support.worker import enter
 from unicoll.testing.reference import NCCL, STRICT
-from unicoll.testing.worker import enter
 
 _RANKS = 2
 _REPEATS = 5

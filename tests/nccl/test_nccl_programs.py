@@ -8,7 +8,7 @@ import pytest
 
 from tests.nccl import stream_programs
 from tests.simulated_nccl.ranks import SimulatedJob
-from unicoll.testing.worker import enter, leave
+from tests.support.worker import enter, leave
 
 _PROGRAMS, _STEPS = 40, 60
 

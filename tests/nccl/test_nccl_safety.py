@@ -19,11 +19,11 @@ from nccl_comm.in_flight import InFlight, PendingWork
 from nccl_comm.watchdog import Watchdog
 from tests.nccl import nccl_safety_jobs as jobs
 from tests.simulated_nccl.ranks import SimulatedJob, run
+from tests.support.ranks import Pool, joined, pools
+from tests.support.worker import end, leave
 from unicoll.arrays import cuda
 from unicoll.backend import Call
 from unicoll.backend.ops import OPS
-from unicoll.testing.ranks import Pool, joined, pools
-from unicoll.testing.worker import end, leave
 
 
 @pytest.fixture(scope="module")

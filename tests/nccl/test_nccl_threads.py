@@ -6,7 +6,7 @@ import pytest
 
 from tests.nccl import nccl_thread_jobs as jobs
 from tests.simulated_nccl.ranks import SimulatedJob
-from unicoll.testing.worker import enter, leave
+from tests.support.worker import enter, leave
 
 
 def test_threads_with_their_own_groups_use_nccl_one_at_a_time() -> None:

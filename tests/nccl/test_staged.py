@@ -10,7 +10,7 @@ import pytest
 from tests.nccl import staged
 from tests.nccl import staged_jobs as jobs
 from tests.simulated_nccl.ranks import Settings
-from unicoll.testing.ranks import Pool, ProcessJob, pools
+from tests.support.ranks import Pool, ProcessJob, pools
 
 BACKEND = "gloo"
 

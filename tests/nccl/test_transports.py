@@ -15,7 +15,7 @@ from nccl_comm.transport_report import VARIABLES, expected, logged, settings
 from tests.nccl import nccl_jobs as jobs
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.ranks import SimulatedJob
-from unicoll.testing.ranks import Pool, pools
+from tests.support.ranks import Pool, pools
 
 NOWHERE = Path("/no/such/folder")
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from tests.scaling import scale_jobs as jobs
-from unicoll.testing.ranks import ProcessJob, end_cleanly
-from unicoll.testing.worker import enter
+from tests.support.ranks import ProcessJob, end_cleanly
+from tests.support.worker import enter
 
 _BOUND_S = 60.0
 

@@ -23,9 +23,9 @@ from gloo_fallback.transport.exchange import HEADER_SIZE
 from gloo_fallback.transport.selection import OPERATIONS
 from tests.scaling.formulas import ROOTED, WHOLE, Case, Cost, cost, log2
 from tests.scaling.simulation import BUFFER, Deadlock, Trace, Turn, replay, run, tallying, watch
+from tests.support.ranks import run_ranks
 from unicoll.arrays.types import COMPRESSIONS
 from unicoll.backend.ops import OPS as TABLE
-from unicoll.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "scaling.md"

@@ -22,8 +22,9 @@ from tests.simulated_nccl import (
 )
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.nccl import SimulatedNccl
-from unicoll.testing import cases, worker
-from unicoll.testing.ranks import ProcessJob, joined
+from tests.support import worker
+from tests.support.ranks import ProcessJob, joined
+from unicoll.testing import cases
 
 __all__ = ["Settings", "SimulatedJob", "install", "nccl", "run", "simulation", "uninstall"]
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from unicoll.testing.worker import Failure
+from tests.support.worker import Failure
 
 CallOutcome = tuple[Failure | None, float]
 """The exception of a call, or None, and its duration in seconds."""

@@ -13,9 +13,19 @@ from itertools import combinations
 from typing import Any
 from zlib import crc32
 
-from unicoll.testing.sampling import drawn, is_short
+from unicoll.testing.sampling import drawn, is_on, sample_seed, wants_full
 
-__all__ = ["is_drawn", "of_this_run", "short_run"]
+SHORT_VARIABLE = "UNICOLL_TEST_SHORT"
+
+
+def is_short() -> bool:
+    """True if the short run's cases are to run."""
+    return is_on(SHORT_VARIABLE) and not wants_full()
+
+
+def table_seed() -> int:
+    """The seed by which this run selects parts of tables."""
+    return 0 if is_short() else sample_seed()
 
 
 def of_this_run(items: list[Any]) -> list[Any]:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from tests.support.worker import enter, send_note
 from unicoll.backend import flight_recorder
 from unicoll.group import dispatcher
 from unicoll.net.control import clock
-from unicoll.testing.worker import enter, send_note
 
 PATIENCE_S = 30.0
 
@@ -152,7 +152,7 @@ def one_dies() -> str:
 
 def enter_with_wrong_clock(rank: int, seconds: float) -> None:
     """Join; the clock of a rank is ahead by so many seconds."""
-    from unicoll.testing.worker import rank_and_size
+    from tests.support.worker import rank_and_size
 
     if rank_and_size()[0] == rank:
 

@@ -18,6 +18,7 @@ import pytest
 
 import unicoll as dist
 from tests.simulated_nccl.ranks import SimulatedJob
+from tests.support.ranks import ROOT, environment, reserved_port
 from tests.tools import bench_jobs
 from unicoll.arrays.compression import codec_for
 from unicoll.arrays.types import BY_NAME, COMPRESSIONS
@@ -35,7 +36,6 @@ from unicoll.bench.report import _environment, write
 from unicoll.bench.sizes import DEFAULT_SIZES, parse_size
 from unicoll.bench.values import PERIOD, REDOPS, Values, decoded, encoded
 from unicoll.group import registry
-from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 QUICK = ("--budget", "0.01", "--turns", "2")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import joined
 from tests.tools import bench_jobs
 from tests.tools.test_bench import QUICK, bench, rows
 from unicoll.arrays.types import BY_NAME
@@ -15,7 +16,6 @@ from unicoll.bench.arrays import Unsupported
 from unicoll.bench.contract import BenchCase
 from unicoll.bench.floor import bytes_on_links, bytes_written
 from unicoll.bench.operations import OPERATIONS
-from unicoll.testing.ranks import joined
 
 KB = 1024
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import ROOT, environment
 from tests.tools.test_bench import bench
 from unicoll.bench import contenders, main
 from unicoll.bench.operations import OPERATIONS
@@ -16,7 +17,6 @@ from unicoll.bench.suite import BETTER, WORSE, rows, runs
 from unicoll.bench.suite.compare import LEAST, Change, Measured, compared, report_lines
 from unicoll.bench.suite.page import page
 from unicoll.bench.suite.rows import JOBS, ROWS, RatioRow, SuiteJob, Timing
-from unicoll.testing.ranks import ROOT, environment
 
 # --- the table ------------------------------------------------------------------------------------------------------
 

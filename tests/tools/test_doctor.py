@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import ROOT, environment, reserved_port
 from unicoll.arrays import cuda
 from unicoll.arrays.cuda import DeviceFacts
 from unicoll.doctor import hints, host, output, pairs, probes, software
 from unicoll.doctor.pairs import LARGE, RankPair
 from unicoll.errors import DistArgumentError
 from unicoll.net import environment as environment_variables
-from unicoll.testing.ranks import ROOT, environment, reserved_port
 
 SECTIONS = [
     "python",

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import unicoll as dist
+from tests.support.ranks import ProcessJob, end_cleanly, joined
+from tests.support.worker import leave
 from tests.tools import dump_jobs as jobs
-from unicoll.testing.ranks import ProcessJob, end_cleanly, joined
-from unicoll.testing.worker import leave
 from unicoll.trace.diagnosis import diagnose
 from unicoll.trace.dumps import read
 

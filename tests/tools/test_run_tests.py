@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unicoll.testing.ranks import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 FAILS_IN_COMPANY = """
 import pytest

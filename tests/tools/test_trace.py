@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import ROOT, environment, joined
+from tests.support.worker import leave
 from tests.tools import dump_jobs
-from unicoll.testing.ranks import ROOT, environment, joined
-from unicoll.testing.worker import leave
 from unicoll.trace import perfetto
 from unicoll.trace.diagnosis import diagnose
 from unicoll.trace.dumps import name_ranks, read

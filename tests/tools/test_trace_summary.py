@@ -16,13 +16,13 @@ import unicoll as dist
 from gloo_fallback.algorithms import over_sockets
 from gloo_fallback.transport.selection import OPERATIONS
 from tests.scaling import formulas
+from tests.support.ranks import environment
 from unicoll.arrays.compression import BLOCK, codec_for
 from unicoll.arrays.types import BY_NAME, COMPRESSED, COMPRESSIONS
 from unicoll.backend.ops import OPS
 from unicoll.bootstrap import dump_format
 from unicoll.errors import DistArgumentError
 from unicoll.group.recorded_calls import RecordedCall, recorded_calls
-from unicoll.testing.ranks import environment
 from unicoll.trace import summary
 
 PROGRAM = """

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import unicoll as dist
+from tests.support.worker import enter, rank_and_size, set_baseline
 from unicoll.parallel import DistributedDataParallel, DistributedSampler
-from unicoll.testing.worker import enter, rank_and_size, set_baseline
 
 SMALL = 100 / 2**20  # MiB: several buckets
 ROWS = 4  # of the batch, on each rank

@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.support.ranks import ROOT, Pool, ProcessJob, environment, pools
+from tests.support.worker import enter, leave
 from tests.torch import ddp_programs as programs
-from unicoll.testing.ranks import ROOT, Pool, ProcessJob, environment, pools
-from unicoll.testing.worker import enter, leave
 
 pytestmark = pytest.mark.torch
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import end_cleanly, joined
 from tests.tools import dump_jobs as jobs
-from unicoll.testing.ranks import end_cleanly, joined
 
 pytestmark = pytest.mark.torch
 pytest.importorskip("torch.distributed.flight_recorder.fr_trace")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from unicoll.testing.ranks import ProcessJob
+from tests.support.ranks import ProcessJob
 
 if importlib.util.find_spec("torch") is None:
     pytest.skip("torch is not installed", allow_module_level=True)

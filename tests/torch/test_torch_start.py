@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from unicoll.testing.ranks import ROOT, environment, reserved_port
+from tests.support.ranks import ROOT, environment, reserved_port
 
 HERE = Path(__file__).parent
 

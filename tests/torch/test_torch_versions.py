@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from unicoll.testing.ranks import ROOT
+from tests.support.ranks import ROOT
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import unicoll
 import unicoll.torch_plugin as plugin
-from unicoll.testing.worker import leftovers, snapshot
+from unicoll.testing.ranks import leftovers, snapshot
 
 before: list[str] = []
 F32, I64 = torch.float32, torch.int64

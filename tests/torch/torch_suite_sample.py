@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from unicoll.testing.ranks import ROOT
+from tests.support.ranks import ROOT
 
 RECORDED = json.loads((ROOT / "benchmarks" / "torch_suite.json").read_text())
 """Tests that passed in a full run, by backend and number of ranks."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.ranks import ROOT, environment
 from tests.unit.awaiting import SCENARIOS
-from unicoll.testing.ranks import ROOT, environment
 
 PROGRAM = str(Path(__file__).with_name("awaiting.py"))
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conformance import p2p_jobs
+from tests.support.ranks import Pool, ProcessJob, pools, run_ranks
 from tests.unit import channel_jobs as jobs
 from tests.unit.on_path import on_path
 from unicoll.errors import AuthenticationError, DistNetworkError
@@ -28,7 +29,6 @@ from unicoll.net.records import MAX_DATA, MacRecords, TamperedError
 from unicoll.net.secret import Key, Secret, new_key
 from unicoll.net.stores import TCPStore
 from unicoll.net.tls import TlsRecords
-from unicoll.testing.ranks import Pool, ProcessJob, pools, run_ranks
 
 KEY = new_key()
 KINDS = ["mac", "tls by certificate", *(["tls by key"] if getattr(ssl, "HAS_PSK", False) else [])]

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ranks import ROOT, environment
 from tests.unit.c_functions import StandIn, alike, compiler, header, parse, put, putting
 from tests.unit.declarations import CUDA
 from unicoll.arrays import cuda, cuda_driver
@@ -26,7 +27,6 @@ from unicoll.arrays.cuda import Cuda, CudaError, DeviceFacts, on_device
 from unicoll.arrays.cuda_driver import SIGNATURES, CudaDriver
 from unicoll.bootstrap import environment_report
 from unicoll.errors import BackendUnavailableError, DistBackendError
-from unicoll.testing.ranks import ROOT, environment
 
 DECLARED = parse(CUDA)
 CONTEXTS = {0: 0x5555_0000_0000, 1: 0x5555_0001_0000}

@@ -8,9 +8,9 @@ import re
 import pytest
 
 import unicoll as dist
+from tests.support.ranks import ROOT
 from unicoll.net import environment
 from unicoll.net.stores import HashStore
-from unicoll.testing.ranks import ROOT
 
 KNOWN = {*environment.FLAGS, *environment.CHOICES, *environment.NUMBERS, *environment.TEXTS}
 NAME = re.compile(r"\bUNICOLL_[A-Z0-9_]*[A-Z0-9]\b")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from unicoll.testing import forkserver
-from unicoll.testing.ranks import ProcessJob
-from unicoll.testing.worker import end, rank_and_size
+from tests.support import forkserver
+from tests.support.ranks import ProcessJob
+from tests.support.worker import rank_and_size
 
 pytestmark = pytest.mark.skipif(
     not forkserver.is_supported(), reason="this kernel has no descriptors of processes"
@@ -37,23 +36,6 @@ def test_a_fork_has_its_own_session_folder_and_environment(
             assert job.results() == expected
         without.call(os.getenv, "UNICOLL_TRANSPORT", "none")
         assert without.results() == [os.environ.get("UNICOLL_TRANSPORT", "none")] * 2
-
-
-def test_how_a_fork_ended_is_told() -> None:
-    with ProcessJob(3, fresh=False) as job:
-        job.call(end, ranks=[0])
-        assert job.wait_for_exit(ranks=[0]) == [0]
-        job.signal(1, signal.SIGKILL)
-        assert job.wait_for_exit(ranks=[1]) == [-signal.SIGKILL]
-        job.call(os._exit, 7, ranks=[2])
-        assert job.collect(ranks=[2])[0].returncode == 7
-
-
-def test_forks_write_to_their_own_standard_error() -> None:
-    with ProcessJob(2, fresh=False, quiet=False) as job:
-        job.call(os.write, 2, b"rank 1 alone", ranks=[1])
-        job.collect(ranks=[1])
-        assert [job.stderr(0), job.stderr(1)] == ["", "rank 1 alone"]
 
 
 @pytest.mark.parametrize("options", [{"fresh": True}, {"fresh": False, "env": {"PYTHONHASHSEED": "5"}}])

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from unicoll.testing.ranks import ROOT
+from tests.support.ranks import ROOT
 
 RELAY = """
 import resource, sys, time

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unicoll.testing.ranks import ROOT, environment
+from tests.support.ranks import ROOT, environment
 
 BACKENDS = ("gloo_fallback", "mpi_comm", "nccl_comm")
 SHARED = {"backend", "arrays", "net", "errors"}

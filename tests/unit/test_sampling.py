@@ -15,10 +15,7 @@ from unicoll.testing import sampling
 @pytest.mark.parametrize(
     ("rows", "columns", "count"), [(12, 5, 2), (11, 3, 1), (1, 2, 1), (7, 4, 4), (5, 3, 9)]
 )
-def test_every_row_has_its_columns_and_classes_together_have_all(
-    monkeypatch: pytest.MonkeyPatch, rows: int, columns: int, count: int
-) -> None:
-    monkeypatch.delenv(sampling.SHORT_VARIABLE, raising=False)
+def test_every_row_has_its_columns_and_classes_together_have_all(rows: int, columns: int, count: int) -> None:
     turns = -(-columns // count)
     for seed in range(20):
         table = [
@@ -33,17 +30,14 @@ def test_every_row_has_its_columns_and_classes_together_have_all(
             assert set().union(*(each[row] for each in table)) == set(range(columns))
 
 
-def test_runs_differ_by_their_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(sampling.SHORT_VARIABLE, raising=False)
+def test_runs_differ_by_their_seed_unless_they_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = {tuple(sorted(sampling.drawn("test", 0, 5, 2, 0, seed))) for seed in range(100)}
     assert len(draws) > 5
-    assert sampling.drawn("test", 3, 5, 2, 1, 7) == sampling.drawn("test", 3, 5, 2, 1, 7)
-
-
-def test_a_short_run_selects_the_same_cases_with_every_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(sampling.FULL_VARIABLE, raising=False)
-    monkeypatch.setenv(sampling.SHORT_VARIABLE, "1")
-    assert len({tuple(sorted(sampling.drawn("test", 0, 5, 2, 0, seed))) for seed in range(100)}) == 1
+    monkeypatch.setenv(sampling.SEED_VARIABLE, "7")
+    for word, seed in (("", 7), ("1", 0)):
+        monkeypatch.setenv(selection.SHORT_VARIABLE, word)
+        assert selection.table_seed() == seed
 
 
 def test_everything_is_done_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +96,7 @@ def test_a_short_run_has_every_nth_case_with_the_mark() -> None:
     assert all(len(selection.short_run(table(f"test_{i}", 2, every=(4,)))) == 1 for i in range(20))
 
 
-def test_a_run_has_a_column_of_each_row_whose_columns_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_has_a_column_of_each_row_whose_columns_are_its_own() -> None:
     cells = [("a", "x"), ("a", "y"), ("a", "z"), ("b", "y"), ("c", "x"), ("c", "z")]
     marks = {"sampled": ("row", "column", 1), "parametrize": (("row", "column"), cells)}
 
@@ -116,7 +110,6 @@ def test_a_run_has_a_column_of_each_row_whose_columns_are_its_own(monkeypatch: p
             originalname="test",
         )
 
-    monkeypatch.delenv(sampling.SHORT_VARIABLE, raising=False)
     runs = [[cell for cell in cells if selection.is_drawn(item(*cell), seed)] for seed in range(100)]
     assert all([row for row, _ in cells] == ["a", "b", "c"] for cells in runs)
     assert {cell for run in runs for cell in run} == set(cells)

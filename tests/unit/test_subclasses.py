@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.ranks import Pool, ProcessJob, pools
 from tests.unit import subclass_jobs as jobs
 from unicoll.arrays import conversion
 from unicoll.arrays.conversion import as_buffer
 from unicoll.errors import DistTypeError
-from unicoll.testing.ranks import Pool, ProcessJob, pools
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp", "hierarchical"])

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.order import await_true
+from tests.support.ranks import reserved_port
 from unicoll.errors import (
     AuthenticationError,
     DistArgumentError,
@@ -33,7 +34,6 @@ from unicoll.errors import (
 from unicoll.net import admission, channel, handshake_messages, interfaces, timeouts
 from unicoll.net.secret import Secret
 from unicoll.net.stores import TCPStore, connections, listener, protocol, tcp, tcp_server
-from unicoll.testing.ranks import reserved_port
 
 # Some of these tests fork.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -23,7 +23,6 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -36,11 +35,10 @@ from unicoll.backend.ops import OPS, Arity, Sizes
 from unicoll.backend.reduce_ops import supported_reductions
 from unicoll.group import registry
 from unicoll.testing import conformance_jobs as jobs
-from unicoll.testing import reference, sampling, worker
+from unicoll.testing import reference, sampling
 from unicoll.testing.cases import Case, run_cases
 from unicoll.testing.families import NumpyFamily, TorchFamily, layouts
-from unicoll.testing.process_job import ProcessJob
-from unicoll.testing.ranks import Pool, pools
+from unicoll.testing.ranks import Pool, Runner, pools
 from unicoll.testing.sampling import SEED_VARIABLE, sample_seed, sampled
 
 COLLECTIVES = [name for name, row in OPS.items() if not row.message]
@@ -54,6 +52,9 @@ _IN_PLACE = [name for name in DATA if not OPS[name].in_place and OPS[name].sizes
 """Operations whose output may be a part of the input, or the other way round."""
 
 
+Pools = Callable[[int], Runner]
+
+
 def has(dtype: str) -> bool:
     """Whether NumPy arrays of the type can be made here (bfloat16 and float8 need ml_dtypes)."""
     return reference.numpy_dtype(dtype) is not None
@@ -63,7 +64,8 @@ class Conformance:
     """Subclasses give the backend's facts; pytest runs what they inherit.
 
     Ranks are processes of this host that join by ``init_process_group(backend)``. Where they have to be started in
-    another way, a subclass has a fixture ``pool`` of its own, see :func:`unicoll.testing.ranks.pools`.
+    another way, a subclass has a fixture ``pool`` of its own: a function of the number of ranks that returns a
+    :class:`unicoll.testing.ranks.Runner`, see :func:`unicoll.testing.ranks.pools`.
     """
 
     backend: str = ""
@@ -111,19 +113,24 @@ class Conformance:
             for name, values in axes.items():
                 metafunc.parametrize(name, values)
         else:
-            metafunc.parametrize(list(axes), [*sampling.cells(test, axes, self.turn, sample_seed())])
+            metafunc.parametrize(list(axes), [*sampling.cells(test, axes, self.turn, self.table_seed())])
 
     @pytest.fixture(scope="class")
     @classmethod
-    def pool(cls) -> Iterator[Callable[[int], Pool]]:
+    def pool(cls) -> Iterator[Pools]:
         """``pool(n)`` is n ranks that have joined, for all tests of the class."""
-        with pools(partial(ProcessJob, prepare=(worker.use, cls.backend, cls.imports))) as made:
+        with pools(lambda size: Pool(size, cls.backend, cls.imports)) as made:
             yield made
 
     @pytest.fixture(scope="class")
     @classmethod
     def seed(cls) -> int:
         """The seed of this run's samples."""
+        return sample_seed()
+
+    @classmethod
+    def table_seed(cls) -> int:
+        """The seed by which a run selects parts of the tables."""
         return sample_seed()
 
     @classmethod
@@ -194,13 +201,8 @@ class Conformance:
             seed=rng.randrange(1 << 30),
         )
 
-    def check_cases(self, pool: Pool, cases: Sequence[Case], timeout: float = 120.0) -> None:
-        """Run cases; every rank's result must be correct, and all ranks' results of an all_reduce bitwise equal.
-
-        The short run has a third of the cases, the same ones each time.
-        """
-        if sampling.is_short():
-            cases = random.Random(len(cases)).sample(cases, -(-len(cases) // 3))
+    def check_cases(self, pool: Runner, cases: Sequence[Case], timeout: float = 120.0) -> None:
+        """Run cases; every rank's result must be correct, and all ranks' results of an all_reduce bitwise equal."""
         cases = [
             replace(
                 c,
@@ -223,9 +225,7 @@ class Conformance:
     # --- the tests ------------------------------------------------------------------------------------------
 
     @sampled("op", "size", 1)
-    def test_every_type_and_reduction(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
+    def test_every_type_and_reduction(self, op: str, size: int, pool: Pools, seed: int) -> None:
         rng = random.Random(f"{seed} {op} {size}")
         counts = cycle([5, 1, 0, 12])
         cases = [
@@ -236,14 +236,12 @@ class Conformance:
         self.check_cases(pool(size), cases)
 
     @sampled("op", "size", 1)
-    def test_layouts_groups_and_sizes(
-        self, op: str, size: int, pool: Callable[[int], Pool], seed: int
-    ) -> None:
+    def test_layouts_groups_and_sizes(self, op: str, size: int, pool: Pools, seed: int) -> None:
         rng = random.Random(zlib.crc32(f"{seed} {op} {size}".encode()))
         self.check_cases(pool(size), [self.draw(op, size, rng) for _ in range(self.sample)])
 
     @sampled("layout", "async_op", 1)
-    def test_every_layout(self, layout: str, async_op: bool, pool: Callable[[int], Pool]) -> None:
+    def test_every_layout(self, layout: str, async_op: bool, pool: Pools) -> None:
         cases = [
             Case(op, dtype, "SUM" if OPS[op].reduces else None, count, layout, async_op, group, in_place)
             for op in self.among(DATA)
@@ -259,7 +257,7 @@ class Conformance:
         self.check_cases(pool(3), cases)
 
     @sampled("op", "size", 1)
-    def test_sizes_around_the_switches(self, op: str, size: int, pool: Callable[[int], Pool]) -> None:
+    def test_sizes_around_the_switches(self, op: str, size: int, pool: Pools) -> None:
         reduce = "SUM" if OPS[op].reduces else None
         cases = [
             Case(op, dtype, reduce, count, uneven=uneven, seed=7 * root)
@@ -272,7 +270,7 @@ class Conformance:
         self.check_cases(pool(size), cases)
 
     @sampled("op", "size", 1)
-    def test_large_arrays(self, op: str, size: int, pool: Callable[[int], Pool], seed: int) -> None:
+    def test_large_arrays(self, op: str, size: int, pool: Pools, seed: int) -> None:
         rng = random.Random(f"{seed} {op} {size} large")
         cases = []
         for dtype in rng.sample([d for d in ("float32", "bfloat16", "complex128", "int8") if has(d)], 2):
@@ -296,7 +294,7 @@ class Conformance:
         self.check_cases(pool(size), cases)
 
     @sampled("", "size", 1)
-    def test_torch_tensors(self, size: int, pool: Callable[[int], Pool], seed: int) -> None:
+    def test_torch_tensors(self, size: int, pool: Pools, seed: int) -> None:
         if importlib.util.find_spec("torch") is None:
             pytest.skip("torch is not installed")
         rng = random.Random(f"{seed} torch {size}")
@@ -330,38 +328,36 @@ class Conformance:
             pytest.skip(f"ml_dtypes is not installed: {', '.join(missing)} go untested with NumPy")
         assert {d for d, _ in self.pairs("broadcast")} == {d.name for d in DTYPES}
 
-    def test_messages(self, size: int, pool: Callable[[int], Pool]) -> None:
+    def test_messages(self, size: int, pool: Pools) -> None:
         self.needs("send", "recv")
         wrong = [w for each in pool(size).run(jobs.messages, self.families[0]) for w in each]
         assert not wrong, wrong
 
-    def test_bad_arguments_of_messages_are_refused(self, pool: Callable[[int], Pool]) -> None:
+    def test_bad_arguments_of_messages_are_refused(self, pool: Pools) -> None:
         self.needs("send", "recv")
         wrong = [w for each in pool(2).run(jobs.bad_arguments, self.families[0]) for w in each]
         assert not wrong, wrong
         assert pool(2).run(jobs.messages, self.families[0]) == [[], []]
 
-    def test_integers_of_other_types(self, pool: Callable[[int], Pool]) -> None:
+    def test_integers_of_other_types(self, pool: Pools) -> None:
         self.needs("send", "recv", "broadcast", "all_to_all_single")
         assert pool(2).run(jobs.other_integers, self.families[0]) == [
             [[2.0], [2.0], [0.0, 1.0, 10.0, 11.0]],
             [[1.0], [2.0], [2.0, 12.0]],
         ]
 
-    def test_coalesced_calls(self, size: int, pool: Callable[[int], Pool]) -> None:
+    def test_coalesced_calls(self, size: int, pool: Pools) -> None:
         self.needs("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
         for async_op in (False, True):
             assert pool(size).run(jobs.coalesced, async_op, self.families[0]) == [None] * size
 
-    def test_nobody_leaves_a_barrier_before_all_have_come(
-        self, size: int, pool: Callable[[int], Pool]
-    ) -> None:
+    def test_nobody_leaves_a_barrier_before_all_have_come(self, size: int, pool: Pools) -> None:
         self.needs("barrier")
         for call in ("barrier", "async barrier", "monitored_barrier"):
             times = pool(size).run(jobs.barrier_times, call)
             assert max(came for came, _ in times) <= min(left for _, left in times)
 
-    def test_refuses_what_it_does_not_reduce(self, op: str, pool: Callable[[int], Pool]) -> None:
+    def test_refuses_what_it_does_not_reduce(self, op: str, pool: Pools) -> None:
         table = supported_reductions()
         pairs = [
             (d.name, r)
@@ -378,11 +374,11 @@ class Conformance:
                 assert kind == "DistTypeError", message
                 assert dtype in message
 
-    def test_the_same_data_gives_the_same_bits_again(self, pool: Callable[[int], Pool]) -> None:
+    def test_the_same_data_gives_the_same_bits_again(self, pool: Pools) -> None:
         self.needs("all_reduce")
         for digests in zip(*pool(4).run(jobs.repeated_reductions, self.families[0]), strict=True):
             assert len({d for each in digests for d in each}) == 1
 
-    def test_buffers_of_other_kinds(self, pool: Callable[[int], Pool]) -> None:
+    def test_buffers_of_other_kinds(self, pool: Pools) -> None:
         self.needs("all_reduce", "broadcast")
         assert pool(2).run(jobs.other_buffers) == [[3, 6, 9], [3, 6, 9]]

@@ -1,144 +1,302 @@
-"""Runs functions in the ranks of a job, each in its own process, and collects results, exceptions and leaks.
+"""The ranks of the conformance suite: processes of this host that join with a backend and execute calls.
 
-In the test process::
-
-    results = run_ranks(3, fn, 1, 2)            # join, call, leave; raises if any rank failed
-    with ProcessJob(3) as job:                  # step by step, for fault tests
-        job.call(fn, 1, 2)
-        job.await_note(0)
-        job.signal(2, signal.SIGKILL)
-        outcomes = job.collect()
-
-In a rank, functions of :mod:`worker` join (``enter``), send a note to the test (``send_note``) and leave (``leave``).
-Functions are sent by module and name, and the ranks have this process's module search path; modules that do not import
-pytest start faster. Warnings are errors in the ranks too, and output on a rank's standard error fails the test unless
-the test expects it.
+A process imports the modules that ranks need, and forks the ranks, which takes less time than to start each of them.
+Warnings are errors in the ranks, and output on their standard error is one, too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import ctypes
+import faulthandler
+import gc
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from unicoll.testing import forkserver
-from unicoll.testing.environment import ROOT as ROOT
-from unicoll.testing.environment import environment as environment
-from unicoll.testing.environment import reserved_port as reserved_port
-from unicoll.testing.process_job import CALL_S, ProcessJob, RanksFailed
-from unicoll.testing.process_job import Outcome as Outcome
-from unicoll.testing.sampling import SEED_VARIABLE as SEED_VARIABLE
-from unicoll.testing.sampling import sample_seed as sample_seed
-from unicoll.testing.worker import end, enter, leave
+CALL_S = 180.0
+"""Time limit of a call on the ranks: a call that takes seconds takes a minute on a machine with ten times its load."""
+PATIENCE_S = 8.0
+"""Time limit for the other ranks after a failure, and for the release of resources."""
 
-
-def end_cleanly(job: ProcessJob) -> None:
-    """Leave the job on all ranks, check for leaks, and end the interpreters; raises RanksFailed."""
-    job.call(leave)
-    leaks = job.results()
-    if any(leaks):
-        raise RanksFailed(f"leaks after destroy_process_group, by rank: {leaks}")
-    job.call(end)
-    codes = job.wait_for_exit()
-    if any(codes):
-        raise RanksFailed(f"exit codes {codes}\n{job.report()}")
-
-
-def joined(size: int, start: Callable[..., ProcessJob] = ProcessJob, **options: Any) -> ProcessJob:
-    """A job whose ranks have joined; ``options`` are those of ``start``."""
-    job = start(size, **options)
-    try:
-        job.call(enter)
-        job.results()
-    except BaseException:
-        job.close()
-        raise
-    return job
+LAUNCHER_VARIABLES = re.compile(
+    r"(RANK|WORLD_SIZE|LOCAL_|MASTER_|UNICOLL_|GLOO_|GROUP_RANK|ROLE_|TORCHELASTIC_"
+    r"|OMPI_|PMI|MPI_|MV2_|SLURM_|PALS_|HYDRA_|NCCL_)"
+)
+"""Beginnings of the variables that launchers and libraries set."""
+_TEST_OPTIONS = ("UNICOLL_TEST_", "UNICOLL_TRANSPORT", "UNICOLL_CHANNEL")
 
 
-def run_ranks(
-    size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout: float = CALL_S,
-    env: dict[str, str] | None = None,
-) -> list[Any]:
-    """Join, call, leave; returns each value. Raises RanksFailed on failures, hangs, leaks and output on stderr."""
-    with joined(size, env=env) as job:
-        job.call(function, *args)
-        values = job.results(timeout)
-        end_cleanly(job)
-    return values
+class RanksFailed(AssertionError):
+    """At least one rank failed, hung, died or left something behind; the message has the ranks' output."""
 
 
-_pooled: set[ProcessJob] = set()
-
-
-def pooled() -> tuple[set[int], Counter[str]]:
-    """Processes and descriptors of the open pools and fork servers, which outlive the tests that use them.
-
-    Descriptors are counted by their descriptions, as in :func:`worker.snapshot`.
-    """
-    servers = forkserver.running()
-    processes = servers | {pid for job in _pooled for pid in job.children}
-    ranks = sum(job.size for job in _pooled)
-    return processes, Counter({"fd socket": len(servers) + ranks, "fd pipe": sum(j.forks for j in _pooled)})
-
-
-def pooled_memory() -> set[str]:
-    """Files of /dev/shm of the open pools."""
-    return {name for job in _pooled for name in job.shared_memory()}
-
-
-class Pool:
-    """A job for many calls; it starts at the first call, and again after a failure."""
-
-    def __init__(self, size: int, start: Callable[[int], ProcessJob] = ProcessJob):
-        self.size = size
-        self._begin = start
-        self._job: ProcessJob | None = None
+class Runner(Protocol):
+    """Ranks that have joined."""
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = CALL_S) -> list[Any]:
-        """Call a function on all ranks; returns their values. Raises RanksFailed on a failure or a hang."""
-        try:
-            if self._job is None:
-                self._job = joined(self.size, self._begin)
-                _pooled.add(self._job)
-            self._job.call(function, *args)
-            return self._job.results(timeout)
-        except BaseException:
-            job, self._job = self._job, None
-            if job is not None:
-                _pooled.discard(job)
-                job.close()
-            raise
+        """Call a function of a module on all ranks; returns their values."""
 
     def close(self) -> None:
-        """Leave the job and check for leaks."""
-        job, self._job = self._job, None
-        if job is not None:
-            _pooled.discard(job)
-            with job:
-                end_cleanly(job)
+        """End the ranks."""
+
+
+_Runner = TypeVar("_Runner", bound=Runner)
 
 
 @contextmanager
-def pools(start: Callable[[int], ProcessJob] = ProcessJob) -> Iterator[Callable[[int], Pool]]:
-    """Creates pools on demand, one per world size, and closes them at the end."""
-    open_pools: dict[int, Pool] = {}
-
-    def pool(size: int) -> Pool:
-        return open_pools.setdefault(size, Pool(size, start))
-
+def pools(start: Callable[[int], _Runner]) -> Iterator[Callable[[int], _Runner]]:
+    """Makes ranks on demand, once for each number of them, by ``start``; closes them at the end."""
+    made: dict[int, _Runner] = {}
     try:
-        yield pool
+        yield lambda size: made.setdefault(size, start(size))
     finally:
         errors = []
-        for each in open_pools.values():
+        for each in made.values():
             try:
                 each.close()
             except AssertionError as error:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+
+class Pool:
+    """``size`` ranks for many calls; they start at the first call, and again after a failure."""
+
+    def __init__(self, size: int, backend: str, imports: Sequence[str] = ()) -> None:
+        self.size = size
+        self._backend = backend
+        self._imports = tuple(imports)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = CALL_S) -> list[Any]:
+        """Call a function on all ranks; returns their values. Raises RanksFailed on a failure or a hang."""
+        try:
+            if self._process is None:
+                self._start()
+                self._call(_enter, (self._backend, self._imports), CALL_S)
+            return self._call(function, args, timeout)
+        except BaseException:
+            self._kill()
+            raise
+
+    def close(self) -> None:
+        """Leave the job; raises RanksFailed if a rank has left something behind or written output."""
+        if self._process is None:
+            return
+        try:
+            left = self._call(_leave, (), CALL_S)
+            for pipe in self._pipes:
+                pipe.close()
+            self._process.wait(CALL_S)
+            if any(left) or self._output():
+                raise RanksFailed(f"leaks after destroy_process_group, by rank: {left}\n{self._output()}")
+        finally:
+            self._kill()
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="unicoll-ranks-")
+        sockets = [socket.socketpair() for _ in range(self.size)]
+        theirs = [pair[1].fileno() for pair in sockets]
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; from unicoll.testing import ranks;"
+            f" ranks.fork_ranks({theirs}, {self._folder.name!r})"
+        )
+        with open(self._folder.name + "/stderr", "wb") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-c", program],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=theirs,
+                start_new_session=True,
+            )
+        self._pipes = [Connection(ours.detach()) for ours, _ in sockets]
+        for _, socket_of_rank in sockets:
+            socket_of_rank.close()
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # the rank has died, which is found below
+                pipe.send((function, args))
+        values: list[Any] = [None] * self.size
+        failures = []
+        running: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + timeout
+        while running:
+            ready = wait(list(running), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                assert self._process is not None
+                os.killpg(self._process.pid, signal.SIGUSR1)  # ranks write the stacks of their threads
+                failures.append(f"ranks {sorted(running.values())} did not end in {timeout:g} s")
+                break
+            for answered in ready:
+                rank = running.pop(answered)
+                try:
+                    values[rank], failure = self._pipes[rank].recv()
+                except (EOFError, OSError):
+                    failure = "died"
+                if failure:
+                    failures.append(f"--- rank {rank}: {failure}")
+                    deadline = min(deadline, time.monotonic() + PATIENCE_S)
+        if failures:
+            time.sleep(0.5)  # for stacks and exit codes
+            raise RanksFailed("\n".join([*failures, self._output()]))
+        return values
+
+    def _output(self) -> str:
+        """What the ranks have written to their standard error."""
+        return Path(self._folder.name, "stderr").read_text(errors="replace")[-8000:]
+
+    def _kill(self) -> None:
+        """Kill the ranks and their children that are still running."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            for pipe in self._pipes:
+                pipe.close()
+            self._folder.cleanup()
+            self._process = None
+
+
+def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """The environment of ranks: this process's without variables of launchers."""
+    kept = {
+        k: v for k, v in os.environ.items() if k.startswith(_TEST_OPTIONS) or not LAUNCHER_VARIABLES.match(k)
+    }
+    # on a busy machine calls may wait for long, and what ranks print may be a failure
+    kept |= {
+        "UNICOLL_SOCKET_IFNAME": "lo",
+        "UNICOLL_STALL_WARNING": "180",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+    return kept | {"PYTHONFAULTHANDLER": "1"} | (extra or {})
+
+
+# --- in the ranks ---------------------------------------------------------------------------------------------
+
+MODULES = (
+    "encodings.ascii",  # as sockets import them
+    "encodings.idna",
+    "gloo_fallback.backend",
+    "unicoll.api.subgroups",
+    "unicoll.backend.fallback_adapter",
+    "unicoll.bootstrap.join",
+    "unicoll.testing.conformance_jobs",
+)
+"""What ranks import when they start, join and are tested."""
+_place = (-1, -1, "")
+"""Number of this rank, number of ranks, and the file in which they meet."""
+_baseline: list[str] = []
+
+
+def fork_ranks(descriptors: Sequence[int], folder: str) -> None:
+    """Main function of the process that forks the ranks, and of each rank, which has one of the descriptors."""
+    global _place
+    die_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for name in MODULES:
+        import_module(name)
+    ranks = {}
+    for rank, descriptor in enumerate(descriptors):
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            faulthandler.register(signal.SIGUSR1, all_threads=True)
+            for other in descriptors:
+                if other != descriptor:
+                    os.close(other)
+            _place = rank, len(descriptors), f"file://{folder}/store"
+            _work(Connection(descriptor))
+            return
+        ranks[pid] = rank
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for _ in descriptors:
+        pid, status = os.wait()
+        if status:
+            sys.stderr.write(f"rank {ranks[pid]}: exit code {os.waitstatus_to_exitcode(status)}\n")
+            sys.stderr.flush()
+
+
+def _work(pipe: Connection) -> None:
+    """Execute calls until the pipe is closed; the answer to each is its value, and a traceback or ""."""
+    global _baseline
+    _baseline = snapshot()
+    while True:
+        value, failure = None, ""
+        try:
+            function, args = pipe.recv()
+            value = function(*args)
+        except EOFError:
+            return
+        except BaseException:
+            failure = traceback.format_exc()
+        pipe.send((value, failure))
+
+
+def _enter(backend: str, imports: Sequence[str]) -> None:
+    import unicoll as dist
+
+    for name in imports:
+        import_module(name)
+    rank, size, store = _place
+    dist.init_process_group(backend, store, timeout=60.0, rank=rank, world_size=size)
+
+
+def _leave() -> list[str]:
+    """Leave the job; returns leaked threads and descriptors."""
+    import unicoll as dist
+
+    dist.destroy_process_group()
+    return leftovers(_baseline)
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+
+
+def snapshot() -> list[str]:
+    """One text per thread and descriptor of this process; descriptors by their kind."""
+    threads = [f"thread {t.name}" for t in threading.enumerate()]
+    files = [f"fd {name.partition(':[')[0]}" for name in _open_files() if not name.startswith("/proc/")]
+    return sorted(threads + files)
+
+
+def _open_files() -> Iterator[str]:
+    """What each descriptor of this process refers to."""
+    for fd in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed in the meantime, like the descriptor that listed the directory
+            yield os.readlink(f"/proc/self/fd/{fd}")
+
+
+def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = None) -> list[str]:
+    """Entries of :func:`snapshot` that stay although they are not in ``before``; filtered by ``matters``."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        left = list(snapshot())
+        for entry in before:
+            if entry in left:
+                left.remove(entry)
+        left = list(filter(matters, left)) if matters else left
+        if not left or time.monotonic() > deadline:
+            return left
+        if not gc.collect():  # objects in reference cycles are released by the collector, others with time
+            time.sleep(0.02)

@@ -7,7 +7,6 @@ transport) select different columns: class 0 takes the first ``count`` columns o
 next, and so on; n classes together execute every cell once n * count reaches the number of columns. The attribute
 ``turn`` of a class or a module is its number in this order.
 
-With ``UNICOLL_TEST_SHORT=1`` every run selects the same cases, and the seed determines random values only.
 ``UNICOLL_TEST_FULL=1`` runs everything. So does naming a case (a test with its parameters in brackets).
 """
 
@@ -23,7 +22,6 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 FULL_VARIABLE = "UNICOLL_TEST_FULL"
 SEED_VARIABLE = "UNICOLL_TEST_SEED"
-SHORT_VARIABLE = "UNICOLL_TEST_SHORT"
 
 
 def sample_seed() -> int:
@@ -39,11 +37,6 @@ def is_on(variable: str) -> bool:
 def wants_full() -> bool:
     """True if every case is to run."""
     return is_on(FULL_VARIABLE)
-
-
-def is_short() -> bool:
-    """True if the short run's cases are to run."""
-    return is_on(SHORT_VARIABLE) and not wants_full()
 
 
 def sampled(rows: str, columns: str, count: int) -> Callable[[_Test], _Test]:
@@ -63,7 +56,6 @@ def wants_all(arguments: Sequence[str]) -> bool:
 
 def drawn(table: str, row: int, columns: int, count: int, turn: int, seed: int) -> set[int]:
     """The selected columns of a row, ``count`` of them; ``table`` is equal in all classes that share a table."""
-    seed = 0 if is_short() else seed
     order = list(range(columns))
     random.Random(f"{seed} {table}").shuffle(order)
     start = row + turn * count

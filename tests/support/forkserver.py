@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from unicoll.testing import worker
+from tests.support import worker
 
 _LENGTH = struct.Struct("=i")
 _START_S = 60.0
@@ -75,7 +75,7 @@ class ForkServer:
         self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; from unicoll.testing import forkserver;"
+            f"import sys; sys.path[:] = {sys.path!r}; from tests.support import forkserver;"
             f" forkserver.serve({theirs.fileno()}, {list(modules)!r})"
         )
         with theirs:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import importlib
-import os
 import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-PATIENCE_S = 8.0
-"""Time limit for the release of resources."""
+from unicoll.testing.ranks import die_with_parent, leftovers, snapshot
 
 
 @dataclass(frozen=True)
@@ -102,13 +98,6 @@ def end() -> str:
     return _END
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
-
-
 def rank_and_size() -> tuple[int, int]:
     return _rank, _size
 
@@ -145,32 +134,3 @@ def leave() -> list[str]:
         dist.destroy_process_group()
     left = leftovers(_baseline)
     return left + [text for complaints in _complaints for text in complaints()]
-
-
-def snapshot() -> list[str]:
-    """One text per thread and descriptor of this process; descriptors by their kind."""
-    threads = [f"thread {t.name}" for t in threading.enumerate()]
-    files = [f"fd {name.partition(':[')[0]}" for name in _open_files() if not name.startswith("/proc/")]
-    return sorted(threads + files)
-
-
-def _open_files() -> Iterator[str]:
-    """What each descriptor of this process refers to."""
-    for fd in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed in the meantime, like the descriptor that listed the directory
-            yield os.readlink(f"/proc/self/fd/{fd}")
-
-
-def leftovers(before: Sequence[str], matters: Callable[[str], bool] | None = None) -> list[str]:
-    """Entries of :func:`snapshot` that stay although they are not in ``before``; filtered by ``matters``."""
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        left = list(snapshot())
-        for entry in before:
-            if entry in left:
-                left.remove(entry)
-        left = list(filter(matters, left)) if matters else left
-        if not left or time.monotonic() > deadline:
-            return left
-        if not gc.collect():  # objects in reference cycles are released by the collector, others with time
-            time.sleep(0.02)

@@ -1,4 +1,19 @@
-"""A job of processes that execute the calls of a test (:mod:`unicoll.testing.ranks`)."""
+"""Runs functions in the ranks of a job, each in its own process, and collects results, exceptions and leaks.
+
+In the test process::
+
+    results = run_ranks(3, fn, 1, 2)            # join, call, leave; raises if any rank failed
+    with ProcessJob(3) as job:                  # step by step, for fault tests
+        job.call(fn, 1, 2)
+        job.await_note(0)
+        job.signal(2, signal.SIGKILL)
+        outcomes = job.collect()
+
+In a rank, functions of :mod:`worker` join (``enter``), send a note to the test (``send_note``) and leave (``leave``).
+Functions are sent by module and name, and the ranks have this process's module search path; modules that do not import
+pytest start faster. Warnings are errors in the ranks too, and output on a rank's standard error fails the test unless
+the test expects it.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +25,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.support import forkserver
+from tests.support.worker import Failure, end, enter, leave
 from unicoll.net.secret import new_key_text
-from unicoll.testing import forkserver, sampling
-from unicoll.testing.environment import LAUNCHER_VARIABLES, environment, reserved_port
-from unicoll.testing.worker import Failure
+from unicoll.run.job import reserve_port
+from unicoll.testing import ranks as conformance_ranks
+from unicoll.testing import sampling
+from unicoll.testing.ranks import CALL_S, LAUNCHER_VARIABLES, PATIENCE_S
+from unicoll.testing.ranks import RanksFailed as RanksFailed
+from unicoll.testing.ranks import environment as environment
+from unicoll.testing.sampling import sample_seed as sample_seed
 
-CALL_S = 180.0
-"""Time limit of a call on the ranks: a call that takes seconds takes a minute on a machine with ten times its load."""
-_GRACE_S = 8.0
-"""Time limit for the other ranks after a failure, and for the release of resources."""
+ROOT = Path(__file__).resolve().parents[2]
+"""The directory that contains the packages."""
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free TCP port that no other program is given meanwhile; a server with SO_REUSEADDR can listen on it."""
+    with reserve_port() as reserved:
+        yield reserved.getsockname()[1]
 
 
 @dataclass
@@ -40,22 +67,8 @@ class Outcome:
     finished: bool = False
 
 
-class RanksFailed(AssertionError):
-    """At least one rank failed, hung or died; the message has the outcome report of every rank."""
-
-
 _jobs = itertools.count()
 _SHARE_FRESH = 8
-_MODULES = (
-    "encodings.ascii",  # as sockets import them
-    "encodings.idna",
-    "gloo_fallback.backend",
-    "unicoll.api.subgroups",
-    "unicoll.backend.fallback_adapter",
-    "unicoll.bootstrap.join",
-    "unicoll.testing.conformance_jobs",
-)
-"""What ranks import when they start, join and are tested; a fork has it."""
 
 
 def _selects_fresh() -> bool:
@@ -97,7 +110,7 @@ class ProcessJob:
         fresh: bool | None = None,
     ):
         self.size = size
-        self._modules = (*_MODULES, *modules)
+        self._modules = (*conformance_ranks.MODULES, *modules)
         self._fresh = _selects_fresh() if fresh is None else fresh
         self.quiet = quiet
         self.outcomes = [Outcome(rank) for rank in range(size)]
@@ -139,7 +152,7 @@ class ProcessJob:
                 self._processes.append(server.fork(theirs.fileno(), stderr.fileno(), variables, arguments))
                 return
             program = (
-                f"import sys; sys.path[:] = {sys.path!r}; from unicoll.testing import worker;"
+                f"import sys; sys.path[:] = {sys.path!r}; from tests.support import worker;"
                 f" worker.work({theirs.fileno()}, {rank}, {self.size}, {init!r})"
             )
             self._processes.append(
@@ -217,7 +230,7 @@ class ProcessJob:
         while not all(self.outcomes[r].finished for r in wanted):
             failed = any(o.failure or o.returncode for o in self.outcomes)
             if fail_fast and failed:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + PATIENCE_S)
                 fail_fast = False
             if not self._receive(deadline):
                 late = [r for r in wanted if not self.outcomes[r].finished]
@@ -257,7 +270,7 @@ class ProcessJob:
 
     def _reap(self, rank: int) -> int:
         try:
-            return self._processes[rank].wait(_GRACE_S)
+            return self._processes[rank].wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             return -1000  # it closed its pipe but is still running
 
@@ -325,3 +338,100 @@ class ProcessJob:
                 self.check_quiet()
         finally:
             self.close()
+
+
+def end_cleanly(job: ProcessJob) -> None:
+    """Leave the job on all ranks, check for leaks, and end the interpreters; raises RanksFailed."""
+    job.call(leave)
+    leaks = job.results()
+    if any(leaks):
+        raise RanksFailed(f"leaks after destroy_process_group, by rank: {leaks}")
+    job.call(end)
+    codes = job.wait_for_exit()
+    if any(codes):
+        raise RanksFailed(f"exit codes {codes}\n{job.report()}")
+
+
+def joined(size: int, start: Callable[..., ProcessJob] = ProcessJob, **options: Any) -> ProcessJob:
+    """A job whose ranks have joined; ``options`` are those of ``start``."""
+    job = start(size, **options)
+    try:
+        job.call(enter)
+        job.results()
+    except BaseException:
+        job.close()
+        raise
+    return job
+
+
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = CALL_S,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Join, call, leave; returns each value. Raises RanksFailed on failures, hangs, leaks and output on stderr."""
+    with joined(size, env=env) as job:
+        job.call(function, *args)
+        values = job.results(timeout)
+        end_cleanly(job)
+    return values
+
+
+_pooled: set[ProcessJob] = set()
+
+
+def pooled() -> tuple[set[int], Counter[str]]:
+    """Processes and descriptors of the open pools and fork servers, which outlive the tests that use them.
+
+    Descriptors are counted by their descriptions, as in :func:`unicoll.testing.ranks.snapshot`.
+    """
+    servers = forkserver.running()
+    processes = servers | {pid for job in _pooled for pid in job.children}
+    ranks = sum(job.size for job in _pooled)
+    return processes, Counter({"fd socket": len(servers) + ranks, "fd pipe": sum(j.forks for j in _pooled)})
+
+
+def pooled_memory() -> set[str]:
+    """Files of /dev/shm of the open pools."""
+    return {name for job in _pooled for name in job.shared_memory()}
+
+
+class Pool:
+    """A job for many calls; it starts at the first call, and again after a failure."""
+
+    def __init__(self, size: int, start: Callable[[int], ProcessJob] = ProcessJob):
+        self.size = size
+        self._begin = start
+        self._job: ProcessJob | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = CALL_S) -> list[Any]:
+        """Call a function on all ranks; returns their values. Raises RanksFailed on a failure or a hang."""
+        try:
+            if self._job is None:
+                self._job = joined(self.size, self._begin)
+                _pooled.add(self._job)
+            self._job.call(function, *args)
+            return self._job.results(timeout)
+        except BaseException:
+            job, self._job = self._job, None
+            if job is not None:
+                _pooled.discard(job)
+                job.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the job and check for leaks."""
+        job, self._job = self._job, None
+        if job is not None:
+            _pooled.discard(job)
+            with job:
+                end_cleanly(job)
+
+
+def pools(
+    start: Callable[[int], ProcessJob] = ProcessJob,
+) -> AbstractContextManager[Callable[[int], Pool]]:
+    """Creates pools on demand, one per world size, and closes them at the end."""
+    return conformance_ranks.pools(lambda size: Pool(size, start))
