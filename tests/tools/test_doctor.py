@@ -20,7 +20,6 @@ from unicoll.arrays.cuda import DeviceFacts
 from unicoll.doctor import hints, host, output, pairs, probes, software
 from unicoll.doctor.pairs import LARGE, RankPair
 from unicoll.errors import DistArgumentError
-from unicoll.net import environment as environment_variables
 
 SECTIONS = [
     "python",
@@ -196,21 +195,6 @@ def test_an_invalid_deadline_is_refused(modules: Path) -> None:
     done = run(modules, "-m", "unicoll.doctor", "--deadline", "0")
     assert done.returncode == 2
     assert "--deadline" in done.stderr
-
-
-def test_every_variable_that_is_read_is_known() -> None:
-    known = {
-        *environment_variables.FLAGS,
-        *environment_variables.CHOICES,
-        *environment_variables.NUMBERS,
-        *environment_variables.TEXTS,
-    }
-    read: set[str] = set()
-    for package in ("unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"):
-        for path in (ROOT / package).rglob("*.py"):
-            read |= set(re.findall(r"""["'](UNICOLL_[A-Z][A-Z_]*[A-Z])["']""", path.read_text()))
-    tests = {name for name in known if name.startswith("UNICOLL_TEST_")}
-    assert read | tests == known
 
 
 def test_dev_shm_that_is_missing_or_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
