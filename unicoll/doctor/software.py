@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from unicoll.arrays import cuda as streams
-from unicoll.bench.launch import mpirun, mpirun_path
 from unicoll.doctor.host import launched_or_none
 from unicoll.doctor.probes import Facts, Probe
 from unicoll.errors import BackendUnavailableError
 from unicoll.group import backend_choice, registry
 from unicoll.net.formatting import backend_text
+from unicoll.run.workers import mpirun, mpirun_path
 
 MAPS = "/proc/self/maps"
 PCI = "/sys/bus/pci/devices"
