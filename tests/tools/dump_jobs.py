@@ -6,13 +6,15 @@ import faulthandler
 import os
 import signal
 import time
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import unicoll as dist
-from tests.support.worker import enter, send_note
+from tests.support.outcomes import failure_of
+from tests.support.worker import enter, rank_and_size, send_note
 from unicoll.backend import flight_recorder
 from unicoll.group import dispatcher
 from unicoll.net.control import clock
@@ -25,6 +27,12 @@ def _await_file(path: str) -> None:
     while not os.path.exists(path):
         assert time.monotonic() < deadline, f"{path} was not written"
         time.sleep(0.01)
+
+
+def _error(call: Callable[[], Any]) -> str:
+    """The type of a call's error, or ""."""
+    failure = failure_of(call)
+    return "" if failure is None else failure.type
 
 
 def some_calls(directory: str) -> str:
@@ -56,13 +64,8 @@ def some_calls(directory: str) -> str:
 
 def refused_directories(file: str) -> list[str]:
     """Dumps into directories that cannot be written."""
-    found = []
-    for directory in (file, os.path.join(file, "below")):
-        try:
-            dist.dump_flight_recorder(directory)
-        except dist.DistArgumentError as error:
-            found.append(str(error))
-    return found
+    failures = [failure_of(partial(dist.dump_flight_recorder, path)) for path in (file, f"{file}/below")]
+    return [f"{failure.type}: {failure.message}" for failure in failures if failure is not None]
 
 
 def enter_with_signal() -> bool:
@@ -116,25 +119,15 @@ def one_is_missing(directory: str) -> str:
     if me == n - 1:
         _await_file(os.path.join(directory, f"rank_{me}.json"))
         return ""
-    try:
-        dist.all_reduce(x, timeout=1.0)
-    except dist.DistError as error:
-        return type(error).__name__
-    return "no error"
+    return _error(lambda: dist.all_reduce(x, timeout=1.0))
 
 
 def one_calls_another() -> str:
     """The last rank calls another operation; returns the error's type."""
     x = np.ones(4, np.float32)
     dist.all_reduce(x)
-    try:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            dist.broadcast(x, 0)
-        else:
-            dist.all_reduce(x)
-    except dist.DistError as error:
-        return type(error).__name__
-    return "no error"
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    return _error(lambda: dist.broadcast(x, 0) if is_last else dist.all_reduce(x))
 
 
 def one_dies() -> str:
@@ -143,17 +136,11 @@ def one_dies() -> str:
     dist.all_reduce(x)
     if dist.get_rank() == dist.get_world_size() - 1:
         os._exit(7)
-    try:
-        dist.all_reduce(x)
-    except dist.DistError as error:
-        return type(error).__name__
-    return "no error"
+    return _error(lambda: dist.all_reduce(x))
 
 
 def enter_with_wrong_clock(rank: int, seconds: float) -> None:
     """Join; the clock of a rank is ahead by so many seconds."""
-    from tests.support.worker import rank_and_size
-
     if rank_and_size()[0] == rank:
 
         def shifted() -> float:
@@ -172,37 +159,22 @@ def dump_of_barriers(directory: str) -> None:
     dist.barrier()
 
 
-def existing(directory: str) -> list[str]:
-    """The files of a directory."""
-    return sorted(path.name for path in Path(directory).iterdir())
-
-
 def pair_fails(directory: str) -> list[str]:
     """Rank 0 times out in two groups with rank 1, which waits for rank 2, which is in neither; the errors' types."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     found = []
     if dist.get_rank() == 0:
-        for group in groups:
-            try:
-                dist.all_reduce(np.ones(4), group=group, timeout=1.0)
-            except dist.DistError as error:
-                found.append(type(error).__name__)
+        found = [_error(partial(dist.all_reduce, np.ones(4), group=group, timeout=1.0)) for group in groups]
     elif dist.get_rank() == 2:
         _await_file(os.path.join(directory, "rank_2.json"))
     dist.barrier()
     return found
 
 
-def pair_differs() -> str:
+def pair_differs() -> list[str]:
     """Ranks 0 and 1 make different calls in a group of their own; the error's type."""
     group = dist.new_group([0, 1])
-    found = ""
-    try:
-        if dist.get_rank() == 0:
-            dist.all_reduce(np.ones(4), group=group)
-        elif dist.get_rank() == 1:
-            dist.barrier(group)
-    except dist.DistError as error:
-        found = type(error).__name__
+    calls = [lambda: dist.all_reduce(np.ones(4), group=group), lambda: dist.barrier(group)]
+    found = [_error(call) for call in calls[dist.get_rank() : dist.get_rank() + 1]]
     dist.barrier()
     return found

@@ -33,12 +33,8 @@ def test_a_dump_on_request(tmp_path: Path) -> None:
         assert job.results() == [str(directory / f"rank_{rank}.json") for rank in range(3)]
         end_cleanly(job)
         pids = job.pids
-    names = [
-        f"{prefix}{rank}{end}"
-        for prefix, end in (("nccl_trace_rank_", ""), ("rank_", ".json"))
-        for rank in range(3)
-    ]
-    assert jobs.existing(str(directory)) == names
+    names = {*(f"nccl_trace_rank_{rank}" for rank in range(3)), *(f"rank_{rank}.json" for rank in range(3))}
+    assert {path.name for path in directory.iterdir()} == names
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     contents = [load(directory, rank) for rank in range(3)]
     assert len({content["job"] for content in contents}) == 1
@@ -70,7 +66,7 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     with joined(2) as job:
         job.call(jobs.refused_directories, str(file))
         for first, second in job.results():
-            assert first.startswith("dump_flight_recorder: directory: ")
+            assert first.startswith("DistArgumentError: dump_flight_recorder: directory: ")
             assert str(file) in first
             assert str(file) in second
         end_cleanly(job)
@@ -204,38 +200,28 @@ def test_a_rank_outside_of_a_group_that_hangs_dumps_once(tmp_path: Path) -> None
 def test_a_rank_outside_of_a_group_whose_calls_differ_does_not_dump(tmp_path: Path) -> None:
     with joined(3, env={"UNICOLL_TRACE_DIR": str(tmp_path)}) as job:
         job.call(jobs.pair_differs)
-        assert job.results() == ["CollectiveMismatchError"] * 2 + [""]
+        assert job.results() == [["CollectiveMismatchError"], ["CollectiveMismatchError"], []]
         end_cleanly(job)
     assert tuple(read(str(tmp_path)).dumps) == (0, 1)
 
 
-def test_no_failure_is_dumped_without_the_variable(tmp_path: Path) -> None:
-    with joined(2, env={"UNICOLL_TRACE_DIR": "", "TMPDIR": str(tmp_path)}) as job:
-        job.call(jobs.one_calls_another)
-        assert job.results() == ["CollectiveMismatchError"] * 2
-        end_cleanly(job)
-    assert not list(tmp_path.glob("unicoll_trace*"))
-
-
-def test_a_relative_directory_is_that_of_init(tmp_path: Path) -> None:
-    with ProcessJob(2, env={"UNICOLL_TRACE_DIR": "dumps"}) as job:
+@pytest.mark.parametrize(
+    ("directory", "dumps", "warns"), [("", 0, False), ("new", 2, False), ("file", 0, True)]
+)
+def test_the_directory_of_a_failure(tmp_path: Path, directory: str, dumps: int, warns: bool) -> None:
+    """None without the variable; a relative one is that of init; one that cannot be written causes a warning."""
+    (tmp_path / "file").touch()
+    with ProcessJob(2, env={"UNICOLL_TRACE_DIR": directory, "TMPDIR": str(tmp_path)}, quiet=False) as job:
         job.call(jobs.enter_in, str(tmp_path))
         job.results()
         job.call(jobs.one_calls_another)
         assert job.results() == ["CollectiveMismatchError"] * 2
         end_cleanly(job)
-    assert sorted(read(str(tmp_path / "dumps")).dumps) == [0, 1]
-
-
-def test_a_dump_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    with joined(2, env={"UNICOLL_TRACE_DIR": str(file)}, quiet=False) as job:
-        job.call(jobs.one_calls_another)
-        assert job.results() == ["CollectiveMismatchError"] * 2
-        end_cleanly(job)
         for rank in range(2):
-            assert f"rank {rank}: the flight recorder's dump is not written: " in job.stderr(rank)
+            said = f"rank {rank}: the flight recorder's dump is not written: "
+            assert (said in job.stderr(rank)) == warns == bool(job.stderr(rank))
+    assert len([*tmp_path.glob("*/rank_*.json")]) == dumps
+    assert {path.name for path in tmp_path.iterdir()} == {"file", *(["new"] if dumps else [])}
 
 
 @pytest.mark.every(2)
