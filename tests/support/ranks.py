@@ -131,11 +131,9 @@ class ProcessJob:
     def _start_all(self, join: str, variables: dict[str, str]) -> None:
         """Start the ranks, each with a pipe."""
         port = 0 if join == "file" else self._held.enter_context(reserved_port())
-        init = {
-            "file": f"file://{self._folder.name}/store",
-            "tcp": f"tcp://127.0.0.1:{port}",
-            "env": "env",
-        }[join]
+        init = {"file": f"file://{self._folder.name}/store", "tcp": f"tcp://127.0.0.1:{port}", "env": "env"}[
+            join
+        ]
         if join == "env":
             variables |= {"WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             variables.setdefault("UNICOLL_SECRET", new_key_text())
@@ -430,8 +428,6 @@ class Pool:
                 end_cleanly(job)
 
 
-def pools(
-    start: Callable[[int], ProcessJob] = ProcessJob,
-) -> AbstractContextManager[Callable[[int], Pool]]:
+def pools(start: Callable[[int], ProcessJob] = ProcessJob) -> AbstractContextManager[Callable[[int], Pool]]:
     """Creates pools on demand, one per world size, and closes them at the end."""
     return conformance_ranks.pools(lambda size: Pool(size, start))
