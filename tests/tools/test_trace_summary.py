@@ -195,18 +195,19 @@ def test_compressed_calls_of_a_dry_run() -> None:
         assert found == {"int8": (2, 2 * (32 + (260 << 12))), "": (2, 2 * (32 + (4 << 20)))}
 
 
-def _run(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "unicoll.trace.summary", *args]
-    return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-
-
 def test_a_program_is_run_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(PROGRAM)
     options = ["--dry-run", "--world-size", "256", "--rank", "130", "--nproc-per-node", "8"]
-    done = _run(*options, "--latency", "5us", "--bandwidth", "400Gbit/s", str(path), "7")
+    options += ["--latency", "5us", "--bandwidth", "400Gbit/s", str(path), "7"]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "unicoll.trace.summary", *options],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.stderr == ""
     assert done.returncode == 3
     printed, heading, _, *lines = done.stdout.splitlines()
@@ -219,15 +220,20 @@ def test_a_program_is_run_unchanged(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
-def test_dumps_and_wrong_arguments(tmp_path: Path) -> None:
+def test_dumps_and_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dump = tmp_path / "rank_0.json"
     call = dump_format._call(_recorded("all_reduce", [(4, 5)], [(4, 5)], n=2))
     del call["compression"]  # older dumps have none
     dump.write_text(json.dumps({"calls": [call] * 3 + [{**call, "state": "failed"}]}))
-    done = _run(str(dump), str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[2].split()[:6] == ["all_reduce", "world", "2", "6", "480", "B"]
+    assert summary.main([str(dump), str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[:6] == [
+        "all_reduce",
+        "world",
+        "2",
+        "6",
+        "480",
+        "B",
+    ]
     (tmp_path / "empty").mkdir()
     with pytest.raises(DistArgumentError, match="not a dump"):
         summary.from_dump({"calls": [{"group": "world"}]})
@@ -242,6 +248,7 @@ def test_dumps_and_wrong_arguments(tmp_path: Path) -> None:
         (["--dry-run", str(tmp_path / "none.py")], "none.py: no such file"),
         (["--dry-run", "--nproc-per-node", "0", str(dump)], "--nproc-per-node 0 is not positive"),
     ]:
-        done = _run(*args)
-        assert done.returncode == 2
-        assert message in done.stderr
+        with pytest.raises(SystemExit) as end:
+            summary.main(args)
+        assert end.value.code == 2
+        assert message in capsys.readouterr().err

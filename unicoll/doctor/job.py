@@ -119,16 +119,16 @@ def _gather(group: Any, sections: dict[str, Facts]) -> list[Rank]:
     address = world.current("doctor").job.addresses[0]
     group.barrier()
     interface_name = host.interface_of(address)
-    own = {
-        "host": interfaces.hostname(),
-        "host_key": host.host_key(),
-        "pid": os.getpid(),
-        "now": time.time(),
-        "interface": f"{interface_name} {address}".strip(),
-        "sections": sections,
-    }
-    own["hints"] = [asdict(hint) for hint in hints(sections)]
-    reports = _collect(group, own)
+    own = Rank(
+        host=interfaces.hostname(),
+        host_key=host.host_key(),
+        pid=os.getpid(),
+        interface=f"{interface_name} {address}".strip(),
+        now=time.time(),
+        sections=sections,
+        hints=hints(sections),
+    )
+    reports = _collect(group, asdict(own))
     return [Rank(**{**r, "hints": [Hint(**hint) for hint in r["hints"]]}) for r in reports]
 
 
