@@ -245,6 +245,13 @@ def test_text_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert diagnosis["since"] == END - 12.3
     assert [len(found["ranks"][str(rank)]["calls"]) for rank in range(4)] == [17, 17, 16, 17]
     assert found["clock_error"] == pytest.approx(0.002)
+    assert found["ranks"]["0"].keys() == {"path", "host", "pid", "reason", "written", "at", "calls"}
+    assert found["ranks"]["0"]["calls"][-1] == {
+        **{name: WAITS[name] for name in ("seq", "state", "created", "started", "site", "error")},
+        "group": "world",
+        "call": WAITS["text"],
+        "ended": None,
+    }
 
 
 def test_damaged_files_and_other_jobs_are_named_and_skipped(

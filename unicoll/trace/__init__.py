@@ -16,7 +16,7 @@ from typing import Any
 from unicoll.net.formatting import print_text, printable
 from unicoll.trace import perfetto
 from unicoll.trace.diagnosis import Diagnosis, diagnose
-from unicoll.trace.dumps import Trace, read
+from unicoll.trace.dumps import Dump, Trace, read
 from unicoll.trace.table import tables
 
 __all__ = ["main"]
@@ -104,29 +104,15 @@ def _as_json(trace: Trace, diagnoses: Sequence[Diagnosis], path: str) -> dict[st
         "skipped": list(trace.skipped),
         "clock_error": trace.clock_error,
         "perfetto": path,
-        "ranks": {
-            rank: {
-                "path": dump.path,
-                "host": dump.host,
-                "pid": dump.pid,
-                "reason": dump.reason,
-                "written": dump.written,
-                "at": dump.place,
-                "calls": [
-                    {
-                        "group": call.group,
-                        "seq": call.seq,
-                        "call": call.text,
-                        "state": call.state,
-                        "created": call.created,
-                        "started": call.started or None,
-                        "ended": call.ended or None,
-                        "site": call.site,
-                        "error": call.error,
-                    }
-                    for call in dump.calls
-                ],
-            }
-            for rank, dump in trace.dumps.items()
-        },
+        "ranks": {rank: _dump_facts(dump) for rank, dump in trace.dumps.items()},
     }
+
+
+def _dump_facts(dump: Dump) -> dict[str, Any]:
+    calls = [
+        {name: getattr(call, name) for name in ("group", "seq", "state", "created", "site", "error")}
+        | {"call": call.text, "started": call.started or None, "ended": call.ended or None}
+        for call in dump.calls
+    ]
+    facts = {name: getattr(dump, name) for name in ("path", "host", "pid", "reason", "written")}
+    return facts | {"at": dump.place, "calls": calls}
