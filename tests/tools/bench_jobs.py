@@ -6,49 +6,34 @@ import contextlib
 import io
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 import unicoll as dist
 from tests.simulated_nccl import arrays as simulated_arrays
 from unicoll.arrays.types import BY_NAME, DType
-from unicoll.bench import arrays, main
+from unicoll.bench import contract, main
+from unicoll.bench.arrays import BenchArrays
 from unicoll.bench.contract import BenchCase, BenchJob, Call
 from unicoll.bench.floor import Floor
 from unicoll.bench.operations import OPERATIONS
 
 
-class SimulatedFamily(arrays.BenchArrays):
-    """Arrays on the simulated device; its marks are the host's clock after synchronization."""
-
-    name = "simulated"
-
-    def empty(self, count: int, dtype: DType) -> Any:
-        return simulated_arrays.empty(count, dtype.storage)
-
-    def put(self, array: Any, elements: arrays.Flat) -> None:
-        array.set(elements.view(array.dtype))
-
-    def get(self, array: Any) -> arrays.Flat:
-        elements: arrays.Flat = array.numpy()
-        return elements
-
-    def finish(self) -> None:
-        simulated_arrays.simulation().synchronize_stream(simulated_arrays.current_stream())
-
-    def mark(self) -> Any:
-        self.finish()
-        return time.perf_counter()
+def _simulated(array_name: str | None, device: str, dtype: DType) -> BenchArrays:
+    return BenchArrays(lambda count, dtype, _: simulated_arrays.empty(count, dtype.storage), device)
 
 
 def bench(argv: tuple[str, ...]) -> tuple[int, str]:
-    """Run the benchmark as this rank; returns its exit status and output."""
-    arrays.FAMILIES["simulated"] = SimulatedFamily
+    """Run the benchmark as this rank, on arrays of the simulated device; returns its exit status and output."""
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with (
+        patch.object(contract, "family", _simulated),
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+    ):
         status = main(argv)
     return status, printed.getvalue()
 

@@ -84,7 +84,7 @@ def test_the_floor_beside_gloo(name: str, transport: str, tmp_path: Path) -> Non
     done = bench(name, *flags, UNICOLL_TRANSPORT=transport)
     assert done.returncode == 0, done.stderr
     wrong = -3  # the column before contender and ratio
-    assert [line[-2] for line in rows(done.stdout)] == ["gloo", "floor"] * 2
+    assert [line[-2] for line in rows(done.stdout)] == ["unicoll", "floor"] * 2
     assert [line[wrong] for line in rows(done.stdout) if line[-2] == "floor"] == ["N/A", "N/A"]
     found = json.loads(out.read_text())
     means = "sendall and recv_into" if transport == "tcp" else "numpy.copyto"

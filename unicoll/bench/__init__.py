@@ -19,18 +19,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark with these arguments (``sys.argv[1:]`` if None) and return its exit status.
 
     0: measured, and every result is correct. 1: a result is wrong, a bandwidth is below NCCL_TESTS_MIN_BW, nothing
-    could be measured, or a file could not be written; :mod:`unicoll.bench.suite` has those of ``suite``. Invalid
-    arguments raise SystemExit(2), as argparse does, after one line on stderr.
+    could be measured, or a file could not be written. Invalid arguments raise SystemExit(2), as argparse does, after
+    one line on stderr.
     """
     from unicoll.bench.args import parse
     from unicoll.bootstrap import launchers
 
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if arguments[:1] == ["suite"]:
-        from unicoll.bench import suite
-
-        return suite.main(arguments[1:])
-    options = parse(arguments)
+    options = parse(argv)
     if (problem := _output_problem(options.json, options.plot)) is not None:
         sys.stderr.write(f"unicoll.bench: error: {problem}\n")
         raise SystemExit(2)

@@ -11,14 +11,14 @@ import argparse
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 
-from unicoll.arrays.types import BY_NAME, COMPRESSED, COMPRESSIONS, DType
+from unicoll.arrays.types import COMPRESSED, COMPRESSIONS
 from unicoll.bench.contenders import TABLE
-from unicoll.bench.measure import Pace
 from unicoll.bench.operations import OPERATIONS, Operation, find_operation
-from unicoll.bench.sizes import DEFAULT_SIZES, Sweep, listed, parse_size, short, stepped
 from unicoll.bench.values import REDOPS
 from unicoll.bootstrap import launchers
 from unicoll.errors import DistArgumentError
@@ -42,37 +42,53 @@ TYPES: dict[str, str] = {
 """nccl-tests' names of the element types, in its order, with unicoll's names."""
 
 _FIXED = (
-    ("-t", "--nthreads", 1, "a rank is a process here, not a thread: use -n"),
-    ("-g", "--ngpus", 1, "a rank drives one GPU: use -n"),
-    ("-p", "--parallel_init", 0, "ranks are processes and start at the same time anyway"),
-    ("-G", "--cudagraph", 0, "calls are not captured in CUDA graphs"),
-    ("-R", "--local_register", 0, "buffers are not registered"),
-    ("-D", "--device_implementation", 0, "unicoll has no device kernels"),
-    ("-V", "--device_cta_count", 16, "unicoll has no device kernels"),
-    ("-y", "--stream_null", 0, "calls go to the current stream"),
-    ("-M", "--memory_report", 0, "staging memory is always printed; GPU memory is not"),
-    ("-I", None, 0, "it is not supported"),
-    ("-K", None, 0, "it is not supported"),
+    ("-t --nthreads", "1", "a rank is a process here, not a thread: use -n"),
+    ("-g --ngpus", "1", "a rank drives one GPU: use -n"),
+    ("-p --parallel_init", "0", "ranks are processes and start at the same time anyway"),
+    ("-G --cudagraph", "0", "calls are not captured in CUDA graphs"),
+    ("-R --local_register", "0", "buffers are not registered"),
+    ("-D --device_implementation", "0", "unicoll has no device kernels"),
+    ("-V --device_cta_count", "16", "unicoll has no device kernels"),
+    ("-y --stream_null", "0", "calls go to the current stream"),
+    ("-M --memory_report", "0", "staging memory is always printed; GPU memory is not"),
+    ("-S --report_timestamps", "0", "lines have no time of day"),
 )
 """nccl-tests' flags that do not apply: spellings, the one accepted value, and the reason."""
 
-
 _COMMAND = "python -m unicoll.bench"
+_TIMEOUT_S = 300.0
+
+DEFAULT_SIZES = tuple(1 << k for k in (3, 6, 9, 12, 14, 16, 18, 20, 22, 24, 26))
+"""Default sizes in bytes: 8, 64, 512, 4K, 16K, 64K, 256K, 1M, 4M, 16M, 64M."""
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The parsed command line; ``--help`` explains each option."""
+    """The parsed command line; ``--help`` explains each option.
+
+    Attributes:
+        contenders: backends, then peers; ratios are relative to the first.
+        sizes: in bytes, ascending; ``step`` is as the header prints it: ``"2(factor)"``.
+    """
 
     op: Operation
     ranks: int | None
-    backends: tuple[str, ...]
-    peers: tuple[str, ...]
-    sweep: Sweep
+    contenders: tuple[str, ...]
+    sizes: tuple[int, ...]
+    step: str
     types: tuple[str, ...]
     redops: tuple[str, ...]
     roots: tuple[int, ...] | None
-    pace: Pace
+    turns: int
+    iters: int | None
+    budget: float
+    warmup: int
+    aggregate: int
+    blocking: bool
+    host_time: bool
+    events: bool
     cycles: int
     checks: int
     average: int
@@ -82,7 +98,6 @@ class BenchOptions:
     array: str | None
     compression: str
     placements: str
-    timestamps: bool
     osu: bool
     osu_full: bool
     overlap: bool
@@ -91,20 +106,9 @@ class BenchOptions:
     min_bandwidth: float | None
     argv: tuple[str, ...]
 
-    @property
-    def contenders(self) -> tuple[str, ...]:
-        """Backends, then peers; ratios are relative to the first."""
-        return (*self.backends, *self.peers)
-
-    def dtype(self, name: str) -> DType:
-        """unicoll's element type for nccl-tests' name."""
-        return BY_NAME[TYPES[name]]
-
 
 def parse(argv: Sequence[str] | None = None) -> BenchOptions:
     """Parse the command line (``sys.argv[1:]`` if None); an error prints one line and exits with status 2."""
-    import sys
-
     arguments = tuple(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     flags = parser.parse_args(arguments)
@@ -125,8 +129,7 @@ examples:
   {_COMMAND} all_reduce --backend gloo --peer torch-gloo      compared with torch.distributed
   {_COMMAND} broadcast --sizes 1M,16M -d half -J broadcast.json
   mpirun -n 8 {_COMMAND} all_gather --backend mpi --peer mpi4py""",
-        epilog="`suite` instead of OP compares a fixed set of ratios with committed ones.\n"
-        "docs/benchmarking.md explains the numbers.",
+        epilog="docs/benchmarking.md explains the numbers.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -137,10 +140,9 @@ examples:
     _add_timing_flags(parser)
     _add_output_flags(parser)
     fixed = parser.add_argument_group("nccl-tests' flags that take one value here")
-    for flag, long, value, why in _FIXED:
-        names = filter(None, (flag, long))
-        help = f"only {value}: {why}"
-        fixed.add_argument(*names, dest=_destination(flag), type=int, default=value, metavar="N", help=help)
+    for names, value, why in _FIXED:
+        only = f"only {value}: {why}"
+        fixed.add_argument(*names.split(), type=partial(_fixed, value, why), metavar="N", help=only)
     return parser
 
 
@@ -186,8 +188,9 @@ def _add_timing_flags(parser: OneLineParser) -> None:
     turns = "batches per contender and size; contenders alternate"
     flag("--turns", type=_at_least(1), default=10, metavar="N", help=turns)
     warmup = "calls before the timed ones"
-    flag("-w", "--warmup_iters", type=_at_least(0), default=1, metavar="N", help=warmup)
-    flag("-m", "--agg_iters", type=_at_least(1), default=1, metavar="N", help="calls per timed sample")
+    flag("-w", "--warmup_iters", dest="warmup", type=_at_least(0), default=1, metavar="N", help=warmup)
+    samples = "calls per timed sample"
+    flag("-m", "--agg_iters", dest="aggregate", type=_at_least(1), default=1, metavar="N", help=samples)
     cycles = "repeat the sweep; 0: without end"
     flag("-N", "--run_cycles", dest="cycles", type=_at_least(0), default=1, metavar="N", help=cycles)
     checks = "checked calls per line; 0: none"
@@ -196,12 +199,20 @@ def _add_timing_flags(parser: OneLineParser) -> None:
     flag("-a", "--average", type=int, choices=(0, 1, 2, 3), default=1, help=average)
     statistic = "statistic over the calls of a rank (default p50; with --osu avg)"
     flag("--statistic", choices=("p50", "avg", "min"), help=statistic)
-    flag("-z", "--blocking", type=int, choices=(0, 1), default=0, help="1: barrier before each call")
+    flag("-z", "--blocking", type=_switch, default=False, metavar="{0,1}", help="1: barrier before each call")
     cpu_time = "1: on CUDA, time until a call returns"
-    flag("-C", "--report_cputime", type=int, choices=(0, 1), default=0, help=cpu_time)
+    flag(
+        "-C",
+        "--report_cputime",
+        dest="host_time",
+        type=_switch,
+        default=False,
+        metavar="{0,1}",
+        help=cpu_time,
+    )
     flag("--events", action="store_true", help="on CUDA, time between events on the device")
     timeout = "timeout of an operation, in seconds (default 300)"
-    flag("-T", "--timeout", type=_seconds_or_0, default=0.0, metavar="S", help=timeout)
+    flag("-T", "--timeout", type=_timeout, default=_TIMEOUT_S, metavar="S", help=timeout)
 
 
 def _add_output_flags(parser: OneLineParser) -> None:
@@ -211,8 +222,6 @@ def _add_output_flags(parser: OneLineParser) -> None:
     flag("--osu", action="store_true", help="OSU micro-benchmarks' columns")
     flag("--osu-full", action="store_true", help="as --osu, with minimum, maximum and iterations")
     flag("--overlap", action="store_true", help="measure an asynchronous operation during NumPy computation")
-    stamps = "1: print the time of day in each line"
-    flag("-S", "--report_timestamps", dest="timestamps", type=int, choices=(0, 1), default=0, help=stamps)
 
 
 # --- values of single flags -----------------------------------------------------------------------------------------
@@ -237,8 +246,20 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _seconds_or_0(text: str) -> float:
-    return 0.0 if text in ("0", "0.0") else _seconds(text)
+def _timeout(text: str) -> float:
+    return _TIMEOUT_S if text in ("0", "0.0") else _seconds(text)
+
+
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor 1")
+    return text == "1"
+
+
+def _fixed(value: str, why: str, text: str) -> str:
+    if text != value:
+        raise argparse.ArgumentTypeError(f"{why}; only {value} is accepted")
+    return text
 
 
 def _types(text: str) -> tuple[str, ...]:
@@ -266,12 +287,9 @@ def _roots(text: str) -> tuple[int, ...] | None:
 
 
 def _options(flags: argparse.Namespace, arguments: tuple[str, ...]) -> BenchOptions:
-    for flag, _, value, why in _FIXED:
-        if getattr(flags, _destination(flag)) != value:
-            raise ValueError(f"{flag}: {why}; only {value} is accepted")
     op = find_operation(flags.op)
     flags.osu |= flags.osu_full
-    if flags.report_cputime and flags.events:
+    if flags.host_time and flags.events:
         raise ValueError("-C 1 selects the host's time and --events the device's: choose one")
     if flags.osu and flags.overlap:
         raise ValueError("--osu and --overlap select different tables: choose one")
@@ -281,17 +299,16 @@ def _options(flags: argparse.Namespace, arguments: tuple[str, ...]) -> BenchOpti
         raise ValueError(f"--overlap: {op.name} has no asynchronous form")
     if flags.compression:
         _check_compression(op, flags.types, flags.redops)
+    sizes, step = _sweep(flags, op)
     values = vars(flags) | {
         "op": op,
         "ranks": _ranks(flags.ranks, op),
-        "backends": _backends(flags),
-        "peers": _peers(flags.peer),
-        "sweep": _sweep(flags, op),
-        "pace": _pace(flags),
+        "contenders": _contenders(flags.backend, flags.peer),
+        "sizes": sizes,
+        "step": step,
+        "turns": min(flags.turns, math.ceil(flags.iters / flags.aggregate) if flags.iters else flags.turns),
         "statistic": flags.statistic or ("avg" if flags.osu else "p50"),
-        "timeout": flags.timeout or 300.0,
         "min_bandwidth": _min_bandwidth(os.environ.get("NCCL_TESTS_MIN_BW", "")),
-        "timestamps": bool(flags.timestamps),
         "argv": arguments,
     }
     return BenchOptions(**{field.name: values[field.name] for field in fields(BenchOptions)})
@@ -301,10 +318,6 @@ def _check_compression(op: Operation, types: Sequence[str], redops: Sequence[str
     compressed = op.name == "all_reduce" and {"sum", "avg"}.issuperset(redops)
     if not compressed or any(TYPES[name] not in COMPRESSED for name in types):
         raise ValueError("--compression needs all_reduce, -d float or double, and -o sum or avg")
-
-
-def _destination(flag: str) -> str:
-    return f"fixed_{flag[1:]}"
 
 
 def _ranks(requested: int | None, op: Operation) -> int | None:
@@ -321,29 +334,26 @@ def _ranks(requested: int | None, op: Operation) -> int | None:
     return size
 
 
-def _backends(flags: argparse.Namespace) -> tuple[str, ...]:
-    names = _names(flags.backend if flags.backend is not None else "" if flags.peer else "gloo")
-    if flags.backend is not None and not names and not flags.peer:
+def _contenders(backend: str | None, peer: str) -> tuple[str, ...]:
+    if backend is None:
+        backend = "" if peer else "gloo"
+    backends, peers = (
+        tuple(dict.fromkeys(filter(None, (part.strip().lower() for part in text.split(",")))))
+        for text in (backend, peer)
+    )
+    if not backends and not peers:
         raise ValueError("--backend: the list is empty")
     known = registry.backend_names()
-    for name in names:
+    for name in backends:
         if name in TABLE and TABLE[name].flag != "--backend":
             raise ValueError(f"--backend: {name} is a peer: use --peer {name}")
         if name not in TABLE and name not in known:
             raise ValueError(f"--backend: there is no backend {name!r}; the backends are {', '.join(known)}")
-    return names
-
-
-def _peers(text: str) -> tuple[str, ...]:
-    peers = [name for name, row in TABLE.items() if row.flag == "--peer"]
-    for name in _names(text):
-        if name not in peers:
-            raise ValueError(f"--peer: there is no peer {name!r}; the peers are {', '.join(peers)}")
-    return _names(text)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(filter(None, (part.strip().lower() for part in text.split(",")))))
+    known_peers = [name for name, row in TABLE.items() if row.flag == "--peer"]
+    for name in peers:
+        if name not in known_peers:
+            raise ValueError(f"--peer: there is no peer {name!r}; the peers are {', '.join(known_peers)}")
+    return (*backends, *peers)
 
 
 def _min_bandwidth(text: str) -> float | None:
@@ -353,28 +363,64 @@ def _min_bandwidth(text: str) -> float | None:
         raise ValueError(f"NCCL_TESTS_MIN_BW={text} is not a number") from None
 
 
-def _pace(flags: argparse.Namespace) -> Pace:
-    most = math.ceil(flags.iters / flags.agg_iters) if flags.iters else flags.turns
-    return Pace(
-        turns=min(flags.turns, most),
-        iters=flags.iters,
-        budget=flags.budget,
-        warmup=flags.warmup_iters,
-        aggregate=flags.agg_iters,
-        sync=bool(flags.blocking),
-        host_time=bool(flags.report_cputime),
-        events=flags.events,
-    )
+# --- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def _sweep(flags: argparse.Namespace, op: Operation) -> Sweep:
-    steps = (flags.minbytes, flags.maxbytes, flags.stepbytes, flags.stepfactor)
-    if flags.sizes is not None and any(steps):
+def parse_size(text: str) -> int:
+    """Parse a size in nccl-tests' notation: ``512``, ``4K``, ``1.5M``, ``2g``; K is 1024. ValueError if it is none."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]?)B?\s*", text.upper())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 512, 4K, 1.5M or 2G")
+    if (size := float(match[1]) * _UNITS[match[2]]) >= 1 << 62:
+        raise ValueError(f"{text!r} is more than memory can be")
+    return int(size)
+
+
+def short(size: int) -> str:
+    """A size with a unit: ``4K``."""
+    for unit in ("G", "M", "K"):
+        if size >= _UNITS[unit] and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit}"
+    return str(size)
+
+
+def _sweep(flags: argparse.Namespace, op: Operation) -> tuple[tuple[int, ...], str]:
+    """The sizes in bytes, and the step as the header prints it."""
+    stepped = flags.minbytes or flags.maxbytes or flags.stepbytes or flags.stepfactor
+    if flags.sizes is not None and stepped:
         raise ValueError("--sizes and -b, -e, -i, -f exclude each other")
+    if stepped and op.name != "barrier":
+        return _stepped(flags.minbytes, flags.maxbytes, flags.stepbytes, flags.stepfactor)
     if op.name == "barrier":
-        return listed((0,))
-    if flags.sizes is not None:
-        return listed(tuple(parse_size(part) for part in flags.sizes.split(",")))
-    if any(steps):
-        return stepped(*steps)
-    return listed((64 << 20,) if flags.overlap else DEFAULT_SIZES)
+        sizes = [0]
+    elif flags.sizes is not None:
+        sizes = [parse_size(part) for part in flags.sizes.split(",")]
+    else:
+        sizes = [64 << 20] if flags.overlap else [*DEFAULT_SIZES]
+    return tuple(sorted(set(sizes))), "0(list)"
+
+
+def _stepped(
+    smallest: str | None, largest: str | None, step: str | None, factor: str | None
+) -> tuple[tuple[int, ...], str]:
+    first, last = parse_size(smallest or "8"), parse_size(largest or "64M")
+    if largest is None:
+        last = max(last, first)
+    if first > last:
+        raise ValueError(f"invalid sizes for 'minbytes' and 'maxbytes': {first} > {last}")
+    if step and factor:
+        raise ValueError("-i and -f exclude each other")
+    if step:
+        step_bytes = parse_size(step)
+        if step_bytes < 1:
+            raise ValueError("-i must be at least 1 byte")
+        return tuple(range(first, last + 1, step_bytes)), f"{step_bytes}(bytes)"
+    times = factor or "2"
+    if not times.isdigit() or int(times) < 2:
+        raise ValueError(f"-f {times}: the factor must be a whole number, 2 or more")
+    if first < 1:
+        raise ValueError("-b must be at least 1 byte where sizes are multiplied")
+    sizes = [first]
+    while sizes[-1] * int(times) <= last:
+        sizes.append(sizes[-1] * int(times))
+    return tuple(sizes), f"{times}(factor)"

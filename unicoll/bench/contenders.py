@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import unicoll as dist
-from unicoll.bench.contract import BenchJob, Contender
+from unicoll.bench.contract import BenchJob, Contender, agree, agreed
 from unicoll.bench.distributed import Symmetric, Torch, TorchOnUnicoll, Unicoll
 from unicoll.bench.floor import Floor
-from unicoll.bench.measure import agree, agreed
 from unicoll.bench.mpi import Mpi4py
 from unicoll.bench.nccl import BareNccl
 from unicoll.bootstrap import launchers
+
+if TYPE_CHECKING:
+    from unicoll.bench.args import BenchOptions
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,16 @@ TABLE: dict[str, ContenderRow] = {
 """The contenders by name. Backends of third parties, which are not in it, use the class ``Unicoll``."""
 
 
+def label(name: str) -> str:
+    """A contender's name in tables and plots: ``unicoll`` for the CPU backend, ``unicoll (mpi)`` for another one."""
+    if name in TABLE and TABLE[name].make not in (Unicoll, Symmetric):
+        return name
+    backend = name.removeprefix("gloo").removeprefix("-")
+    return f"unicoll ({backend})" if backend else "unicoll"
+
+
 def open_contenders(
-    names: Sequence[str], timeout: float, show: Callable[[str], None], compression: str = ""
+    options: BenchOptions, show: Callable[[str], None]
 ) -> tuple[list[Contender], dict[str, str]]:
     """Open contenders on all ranks; returns them, and for the others the reason why they cannot be measured."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -56,11 +66,11 @@ def open_contenders(
     local = launched.local_rank if launched is not None else None
     if local is None:
         local = hosts[:rank].count(hosts[rank])
-    job = BenchJob(rank, size, local, tuple(hosts), timeout, compression)
+    job = BenchJob(rank, size, local, tuple(hosts), options.timeout, options.compression)
     opened: list[Contender] = []
     skipped: dict[str, str] = {}
-    for name in names:
-        show(name)
+    for name in options.contenders:
+        show(label(name))
         contender = TABLE[name].make(name) if name in TABLE else Unicoll(name)
         problem = agree(contender.reason())
         if problem is None:

@@ -5,16 +5,22 @@ All preparation happens before the timed loop, so that the loop has the same ove
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, TypeVar
 
+import unicoll as dist
+from unicoll.arrays import cuda as streams
 from unicoll.arrays.types import DType
 from unicoll.bench.arrays import BenchArrays, Unsupported, family
 from unicoll.bench.operations import CallRank, Counts, Operation
 
 Call = Callable[[], Any]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -109,9 +115,23 @@ class Contender(ABC):
             Unsupported: the library does not support the case.
         """
 
-    @abstractmethod
     def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
         """The asynchronous form: a function that starts the operation, and one that waits for its result."""
+        raise Unsupported(f"{self.name} is not measured with --overlap")
+
+
+def use_cuda(job: BenchJob) -> str:
+    """Select this rank's device in the driver and in the imported array libraries; returns ``"cuda:N"``."""
+    cuda = streams.cuda()
+    index = job.local_rank % cuda.device_count()
+    cuda.set_device(index)
+    if find_spec("torch") is not None:
+        torch = import_module("torch")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(index)
+    if "cupy" in sys.modules:
+        sys.modules["cupy"].cuda.Device(index).use()
+    return f"cuda:{index}"
 
 
 def ping_pong(rank: int, send: Call, recv: Call) -> Call:
@@ -125,8 +145,27 @@ def ping_pong(rank: int, send: Call, recv: Call) -> Call:
         recv()
         send()
 
-    return (ping, pong)[rank] if rank < 2 else _nothing
+    return (ping, pong)[rank] if rank < 2 else lambda: None
 
 
-def _nothing() -> None:
-    pass
+def agree(problem: str | None) -> str | None:
+    """The problem of the lowest rank that has one, returned on all ranks; None if no rank has a problem."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, problem)
+    return next((p for p in gathered if p is not None), None)
+
+
+def agreed(make: Callable[[], Made], refusals: tuple[type[Exception], ...]) -> tuple[Made | None, str | None]:
+    """What a function returns, or why it was refused on the lowest rank that refused; consistent on all ranks."""
+    made, problem = None, None
+    try:
+        made = make()
+    except refusals as e:
+        problem = _message(e)
+    common = agree(problem)
+    return (made, None) if common is None else (None, common)
+
+
+def _message(error: Exception) -> str:
+    first = str(error).strip().split("\n")[0]
+    return first if type(error).__name__ == "Unsupported" else f"{type(error).__name__}: {first}"

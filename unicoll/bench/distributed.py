@@ -10,12 +10,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+
 import unicoll as dist
 from unicoll.arrays.types import DType
 from unicoll.backend.ops import Arity
-from unicoll.bench.arrays import BenchArrays, SymmetricArrays, TorchArrays, Unsupported
-from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
-from unicoll.bench.cuda import use_cuda
+from unicoll.bench.arrays import BenchArrays, Unsupported, numpy_type, torch_array
+from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong, use_cuda
 from unicoll.bench.values import FACTOR
 from unicoll.group import registry
 
@@ -27,6 +28,10 @@ class _Distributed(Contender):
 
     module: Any = None
     group: Any = None
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.backend = name.removeprefix("torch-").removesuffix("-symmetric")
 
     def _reduction(self, redop: str) -> Any:
         if redop == "mulsum":
@@ -97,18 +102,16 @@ class Unicoll(_Distributed):
     module = dist
 
     def reason(self) -> str | None:
-        return registry.reason_against(self.name)
+        return registry.reason_against(self.backend)
 
     def open(self, job: BenchJob) -> None:
-        devices = registry.load(self.name).caps.devices
-        kind = "cpu" if "cpu" in devices else "cuda"
-        self.device = "cpu" if kind == "cpu" else use_cuda(job)
-        device = None if kind == "cpu" else self.device
-        self._open(job, f"{kind}:{self.name}", device)
-
-    def _open(self, job: BenchJob, backend: str, device: str | None) -> None:
+        kind, device = "cpu", None
+        if "cpu" not in registry.load(self.backend).caps.devices:
+            kind, device = "cuda", use_cuda(job)
+            self.device = device
         self.compression = job.compression
         options = {"compression": job.compression} if job.compression else None
+        backend = f"{kind}:{self.backend}"
         self.group = dist.new_group(
             backend=backend, timeout=job.timeout, pg_options=options, device_id=device
         )
@@ -132,31 +135,24 @@ class Unicoll(_Distributed):
 class Symmetric(Unicoll):
     """unicoll's CPU backend, or MPI, on arrays in symmetric memory."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._backend = name.partition("-")[0]
-
-    def reason(self) -> str | None:
-        return registry.reason_against(self._backend)
-
-    def open(self, job: BenchJob) -> None:
-        self._open(job, f"cpu:{self._backend}", None)
-
     def describe(self) -> str:
         return f"{super().describe()}; arrays in symmetric memory"
 
     def family(self, array_name: str | None, dtype: DType) -> BenchArrays:
-        return SymmetricArrays(self.group)
+        return BenchArrays(self._allocate)
+
+    def _allocate(self, count: int, dtype: DType, device: str) -> Any:
+        """An array in symmetric memory that is as large as the largest that a rank asks for."""
+        most = np.array([count])
+        self.group.all_reduce(most, op=dist.ReduceOp.MAX)
+        memory = self.group.symmetric_empty(int(most[0]), dtype.name, device=device)
+        return memory[:count].view(numpy_type(dtype))
 
 
 class Torch(_Distributed):
     """torch.distributed with its gloo or nccl backend, in the same processes, with a separate store."""
 
     refusals = (Unsupported, RuntimeError, ValueError, TypeError, NotImplementedError)
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.backend = name.removeprefix("torch-")
 
     def reason(self) -> str | None:
         if find_spec("torch") is None:
@@ -193,7 +189,7 @@ class Torch(_Distributed):
         return f"torch.distributed {import_module('torch').__version__}, {self.backend}"
 
     def family(self, array_name: str | None, dtype: DType) -> BenchArrays:
-        return TorchArrays(self.device)
+        return BenchArrays(torch_array, self.device)
 
     def _premultiplied(self) -> Any:
         if self.backend in ("gloo", "mpi"):

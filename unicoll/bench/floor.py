@@ -21,7 +21,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib import import_module
@@ -31,7 +30,7 @@ import numpy as np
 
 import unicoll as dist
 from unicoll.arrays.types import DType
-from unicoll.bench.arrays import BenchArrays, StorageArrays, Unsupported
+from unicoll.bench.arrays import BenchArrays, Unsupported, storage_array
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
 from unicoll.bench.distributed import own_address
 from unicoll.bench.operations import IN, Operation
@@ -106,7 +105,7 @@ class Floor(Contender):
         return f"a lower bound: {self._medium.text}"
 
     def family(self, array_name: str | None, dtype: DType) -> BenchArrays:
-        return StorageArrays()
+        return BenchArrays(storage_array)
 
     def placements(self, op: Operation) -> tuple[str, ...]:
         return op.placements[:1]
@@ -114,9 +113,6 @@ class Floor(Contender):
     def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         assert self._medium is not None
         return self._medium.call(case, send, recv)
-
-    def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
-        raise Unsupported("the floor has no asynchronous form")
 
 
 class _Memory:
@@ -209,10 +205,7 @@ class _Sockets:
         for sock in (self._next, self._before):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setblocking(True)
-            for option in (
-                socket.SO_SNDTIMEO,
-                socket.SO_RCVTIMEO,
-            ):  # no poll before each call, as settimeout has
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):  # settimeout would poll before each call
                 sock.setsockopt(socket.SOL_SOCKET, option, limit)
         self._tasks: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[OSError | None] = queue.SimpleQueue()

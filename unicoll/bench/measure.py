@@ -13,22 +13,27 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 import unicoll as dist
 from unicoll.bench.arrays import BenchArrays
-from unicoll.bench.contract import BenchCase, Contender
+from unicoll.bench.contenders import label
+from unicoll.bench.contract import BenchCase, Call, Contender, agreed
 from unicoll.bench.operations import IN, SourceRange
 from unicoll.bench.values import Values
 
-Call = Callable[[], Any]
-Show = Callable[[str], None]
-Made = TypeVar("Made")
+if TYPE_CHECKING:
+    from unicoll.bench.args import BenchOptions
 
+Show = Callable[[str], None]
+
+Stats = dict[str, Any]
+"""Statistics of a series, as in the JSON: ``us``, combined over the ranks by ``-a``, ``us_by_rank`` with NaN for a rank
+that does not take part, and ``iterations``, the timed calls of one rank."""
 STATISTICS = ("p50", "avg", "min", "p99", "max")
 """Statistics of the samples of a rank, in microseconds."""
 SYNC_FROM = 1 << 19
@@ -37,46 +42,6 @@ _MAX_SAMPLES = 100_000
 """Limit on the samples of a series per turn, which bounds their memory."""
 _DEVICE_BATCH = 20
 """Calls on a CUDA device between two synchronizations: nccl-tests' default number of iterations."""
-
-
-@dataclass(frozen=True)
-class Pace:
-    """The amount and method of timing.
-
-    Attributes:
-        turns: number of batches per series.
-        iters: calls of a series in all turns together; None to use the budget.
-        budget: seconds for the timed calls of one series.
-        warmup: untimed calls at the start.
-        aggregate: calls per sample.
-        sync: True for a barrier before each call at every size.
-        host_time: on a CUDA device, time the call alone, without waiting for the device.
-        events: on a CUDA device, time between events before and after the calls, not by the host's clock.
-    """
-
-    turns: int = 10
-    iters: int | None = None
-    budget: float = 1.0
-    warmup: int = 1
-    aggregate: int = 1
-    sync: bool = False
-    host_time: bool = False
-    events: bool = False
-
-
-@dataclass
-class Stats:
-    """Statistics of a series, in microseconds: per rank, and combined over the ranks by ``-a``.
-
-    Attributes:
-        over_ranks: each of :data:`STATISTICS`, combined over the ranks.
-        by_rank: the same for each rank; NaN for a rank that does not take part.
-        calls: timed calls of one rank.
-    """
-
-    over_ranks: dict[str, float]
-    by_rank: dict[str, list[float]]
-    calls: int
 
 
 @dataclass
@@ -104,14 +69,14 @@ class Series:
     calls: int = 0
 
     @classmethod
-    def make(cls, contender: Contender, case: BenchCase, array_name: str | None, unalign: int) -> Series:
+    def make(cls, contender: Contender, case: BenchCase, options: BenchOptions) -> Series:
         """Allocate the arrays of a case and prepare its call.
 
         Raises:
             Unsupported, or another of the contender's refusals: it does not support the case.
         """
-        family = contender.family(array_name, case.dtype)
-        send, recv = _arrays(family, case, unalign)
+        family = contender.family(options.array, case.dtype)
+        send, recv = _arrays(family, case, options.unalign)
         redop = case.redop if case.op.reduces else None
         values = Values(case.dtype, redop, case.size, contender.compression)
         series = cls(contender, case, family, values, send, recv, contender.call(case, send, recv))
@@ -136,10 +101,27 @@ class Series:
         self.call()
         self.family.finish()
 
-    def timed(self, times: int, aggregate: int, sync: Call | None, finish: Call | None) -> list[float]:
-        """Seconds per call of this many samples, by :func:`timed`."""
+    def timed(self, times: int, aggregate: int, sync: Call | None, options: BenchOptions) -> list[float]:
+        """Seconds per call, ``times`` samples of ``aggregate`` calls each; ``sync`` is called before each, not timed.
+
+        On a device the time includes the wait for it, or is that between events on it, or excludes that wait.
+        """
         self.calls += times * aggregate
-        return timed(self.call, times, aggregate, sync, finish)
+        family = self.family
+        if family.device == "cpu" or not options.events:
+            on_host = family.device == "cpu" or options.host_time
+            return timed(self.call, times, aggregate, sync, None if on_host else family.finish)
+        samples = []
+        for _ in range(times):
+            if sync is not None:
+                sync()
+            first = family.mark()
+            for _ in range(aggregate):
+                self.call()
+            last = family.mark()
+            family.finish()
+            samples.append(family.between(first, last) / aggregate)
+        return samples
 
     def wrong(self, iteration: int) -> int:
         """Number of wrong elements in the receive array."""
@@ -147,9 +129,7 @@ class Series:
         if not expected:
             return 0
         self.family.finish()
-        return self.values.wrong(
-            self.family.get(self.recv).view(self.case.dtype.storage), expected, iteration
-        )
+        return self.values.wrong(self.family.get(self.recv), expected, iteration)
 
 
 def _arrays(family: BenchArrays, case: BenchCase, unalign: int) -> tuple[Any, Any]:
@@ -191,23 +171,6 @@ def timed(call: Call, times: int, aggregate: int, sync: Call | None, finish: Cal
     return samples
 
 
-def timed_on_device(
-    call: Call, times: int, aggregate: int, sync: Call | None, family: BenchArrays
-) -> list[float]:
-    """As :func:`timed`, but measured between events on the current stream."""
-    samples = []
-    for _ in range(times):
-        if sync is not None:
-            sync()
-        first = family.mark()
-        for _ in range(aggregate):
-            call()
-        last = family.mark()
-        family.finish()
-        samples.append(family.between(first, last) / aggregate)
-    return samples
-
-
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Disable the garbage collector, as timeit does."""
@@ -221,57 +184,47 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def measure(series_list: Sequence[Series], size: int, pace: Pace, average: int, show: Show) -> list[Stats]:
+def measure(series_list: Sequence[Series], size: int, options: BenchOptions, show: Show) -> list[Stats]:
     """Time all series of one size in bytes, in alternation; called on all ranks with the same order of series."""
-    barrier = dist.barrier
-    sync = barrier if pace.sync or size >= SYNC_FROM else None
+    sync = dist.barrier if options.blocking or size >= SYNC_FROM else None
     with _no_collection():
-        _plan(series_list, pace, sync, show)
-        for turn in range(pace.turns):
+        _plan(series_list, options, sync, show)
+        for turn in range(options.turns):
             for i in range(len(series_list)):
                 series = series_list[(i + turn) % len(series_list)]
-                show(f"{series.contender.name}, turn {turn + 1} of {pace.turns}")
-                times = _batch(series, turn, pace)
-                barrier()
-                if pace.events and series.family.device != "cpu":
-                    series.calls += times * series.aggregate
-                    series.samples += timed_on_device(
-                        series.call, times, series.aggregate, sync, series.family
-                    )
-                    continue
-                series.samples += series.timed(times, series.aggregate, sync, _finish(series, pace))
-                if pace.host_time:
+                show(f"{label(series.contender.name)}, turn {turn + 1} of {options.turns}")
+                times = _batch(series, turn, options)
+                dist.barrier()
+                series.samples += series.timed(times, series.aggregate, sync, options)
+                if options.host_time:
                     series.family.finish()
-    return _statistics(series_list, average)
+    return _statistics(series_list, options.average)
 
 
-def _finish(series: Series, pace: Pace) -> Call | None:
-    return None if series.family.device == "cpu" or pace.host_time else series.family.finish
-
-
-def _batch(series: Series, turn: int, pace: Pace) -> int:
+def _batch(series: Series, turn: int, options: BenchOptions) -> int:
     """Number of samples of a series in a turn; a fixed number of calls is divided among the turns."""
-    if pace.iters is None:
+    if options.iters is None:
         return series.per_turn
-    total = math.ceil(pace.iters / series.aggregate)
-    return total // pace.turns + (turn < total % pace.turns)
+    total = math.ceil(options.iters / series.aggregate)
+    return total // options.turns + (turn < total % options.turns)
 
 
-def _plan(series_list: Sequence[Series], pace: Pace, sync: Call | None, show: Show) -> None:
+def _plan(series_list: Sequence[Series], options: BenchOptions, sync: Call | None, show: Show) -> None:
     """Warm up every series and compute how many calls fit its budget; the result is equal on all ranks."""
     seconds = np.zeros(len(series_list))
+    by_host = replace(options, events=False)
     for i, series in enumerate(series_list):
-        show(f"{series.contender.name}, warm-up")
+        show(f"{label(series.contender.name)}, warm-up")
         dist.barrier()
-        series.timed(pace.warmup, 1, sync, _finish(series, pace))
+        series.timed(options.warmup, 1, sync, by_host)
         dist.barrier()
-        seconds[i] = float(np.median(series.timed(3, 1, sync, _finish(series, pace))))
+        seconds[i] = float(np.median(series.timed(3, 1, sync, by_host)))
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     for series, call_time in zip(series_list, seconds, strict=True):
-        series.aggregate = pace.aggregate
-        if series.family.device != "cpu" and pace.aggregate == 1 and sync is None:
+        series.aggregate = options.aggregate
+        if series.family.device != "cpu" and options.aggregate == 1 and sync is None:
             series.aggregate = _DEVICE_BATCH
-        fitting = pace.budget / pace.turns / max(float(call_time) * series.aggregate, 1e-7)
+        fitting = options.budget / options.turns / max(float(call_time) * series.aggregate, 1e-7)
         series.per_turn = int(min(max(fitting, 2), _MAX_SAMPLES))
 
 
@@ -279,7 +232,7 @@ def _statistics(series_list: Sequence[Series], average: int) -> list[Stats]:
     """Statistics of each rank's samples, gathered and combined over the ranks."""
     mine = np.full((len(series_list), len(STATISTICS)), np.nan)
     for row, series in zip(mine, series_list, strict=True):
-        if series.samples and (series.case.op.name != "latency" or series.case.rank < 2):
+        if series.samples and series.case.op.takes_part(series.case.rank):
             us = np.array(series.samples) * 1e6
             row[:] = np.median(us), us.mean(), us.min(), np.percentile(us, 99), us.max()
     gathered = np.empty((dist.get_world_size(), *mine.shape))
@@ -291,7 +244,8 @@ def _statistics(series_list: Sequence[Series], average: int) -> list[Stats]:
         if series.case.op.name == "latency":  # the sample is a round trip
             by_rank = {name: [us / 2 for us in all_us] for name, all_us in by_rank.items()}
             combined = {name: us / 2 for name, us in combined.items()}
-        stats.append(Stats(combined, by_rank, len(series.samples) * series.aggregate))
+        calls = len(series.samples) * series.aggregate
+        stats.append({"iterations": calls, "us": combined, "us_by_rank": by_rank})
     return stats
 
 
@@ -306,8 +260,8 @@ def over_ranks(values: npt.NDArray[np.float64], average: int) -> float:
 # --- results --------------------------------------------------------------------------------------------------------
 
 
-def check(series: Series, iterations: int, call: Call) -> tuple[int, int]:
-    """Run calls with checked results on all ranks; ``call`` makes one and waits for its end.
+def check(series: Series, iterations: int) -> tuple[int, int]:
+    """Run calls with checked results on all ranks.
 
     Returns:
         Number of wrong elements over all ranks and iterations, and number of (rank, iteration) pairs that had any.
@@ -316,7 +270,7 @@ def check(series: Series, iterations: int, call: Call) -> tuple[int, int]:
     for iteration in range(1, iterations + 1):
         series.fill_inputs(iteration)
         dist.barrier()
-        call()
+        series.run_once()
         wrong = series.wrong(iteration)
         found += (wrong, wrong > 0)
         dist.barrier()
@@ -324,35 +278,10 @@ def check(series: Series, iterations: int, call: Call) -> tuple[int, int]:
     return int(found[0]), int(found[1])
 
 
-def agree(problem: str | None) -> str | None:
-    """The problem of the lowest rank that has one, returned on all ranks; None if no rank has a problem."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, problem)
-    return next((p for p in gathered if p is not None), None)
-
-
-def agreed(make: Callable[[], Made], refusals: tuple[type[Exception], ...]) -> tuple[Made | None, str | None]:
-    """What a function returns, or why it was refused on the lowest rank that refused; consistent on all ranks."""
-    made, problem = None, None
-    try:
-        made = make()
-    except refusals as e:
-        problem = _message(e)
-    common = agree(problem)
-    return (made, None) if common is None else (None, common)
-
-
-def attempt(
-    contender: Contender, case: BenchCase, array_name: str | None, unalign: int
-) -> tuple[Series | None, str | None]:
+def attempt(contender: Contender, case: BenchCase, options: BenchOptions) -> tuple[Series | None, str | None]:
     """Make a series and run its call once; returns the series or the reason for failure, consistent on all ranks."""
     refusals: tuple[type[Exception], ...] = (MemoryError, *contender.refusals)
-    series, problem = agreed(lambda: Series.make(contender, case, array_name, unalign), refusals)
+    series, problem = agreed(lambda: Series.make(contender, case, options), refusals)
     if series is not None:
         _, problem = agreed(series.run_once, refusals)
     return (series, None) if problem is None else (None, problem)
-
-
-def _message(error: Exception) -> str:
-    first = str(error).strip().split("\n")[0]
-    return first if type(error).__name__ == "Unsupported" else f"{type(error).__name__}: {first}"

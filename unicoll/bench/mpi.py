@@ -10,7 +10,7 @@ from typing import Any
 
 from unicoll.arrays.types import DType
 from unicoll.backend.ops import Arity
-from unicoll.bench.arrays import BenchArrays, StorageArrays, Unsupported
+from unicoll.bench.arrays import BenchArrays, Unsupported, storage_array
 from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
 from unicoll.bench.operations import IN, OUT, Operation
 from unicoll.bootstrap import launchers
@@ -43,7 +43,7 @@ class Mpi4py(Contender):
         return f"mpi4py {import_module('mpi4py').__version__}, {library(self._mpi)}"
 
     def family(self, array_name: str | None, dtype: DType) -> BenchArrays:
-        return StorageArrays()
+        return BenchArrays(storage_array)
 
     def placements(self, op: Operation) -> tuple[str, ...]:
         if op.name in ("all_reduce", "reduce"):

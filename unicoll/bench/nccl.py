@@ -11,8 +11,7 @@ from typing import Any
 import unicoll as dist
 from unicoll.arrays.conversion import as_buffer
 from unicoll.bench.arrays import Unsupported
-from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong
-from unicoll.bench.cuda import use_cuda
+from unicoll.bench.contract import BenchCase, BenchJob, Call, Contender, ping_pong, use_cuda
 from unicoll.group import registry
 
 _REDUCTIONS = {"sum": "SUM", "prod": "PROD", "min": "MIN", "max": "MAX", "avg": "AVG"}
@@ -62,9 +61,6 @@ class BareNccl(Contender):
     def call(self, case: BenchCase, send: Any, recv: Any) -> Call:
         work = self._prepared(case, send, recv)
         return lambda: self._check(work())
-
-    def start(self, case: BenchCase, send: Any, recv: Any) -> tuple[Call, Callable[[Any], Any]]:
-        raise Unsupported("bare NCCL is not measured with --overlap")
 
     def _prepared(self, case: BenchCase, send: Any, recv: Any) -> Callable[[], int]:
         n, comm, name = self._nccl, self._comm, case.op.name

@@ -1,18 +1,17 @@
-"""The table of operations: one row per operation, with its names in nccl-tests and OSU.
+"""The operations that can be measured, with their names in nccl-tests and OSU.
 
-A row defines how the size is divided among the ranks, the factor from algorithm to bus bandwidth
+An operation defines how the size is divided among the ranks, the factor from algorithm to bus bandwidth
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md), and the data that each rank sends and
 receives. Data is described as *source ranges*: elements of one rank's source data, or of the reduction
-of all ranks' source data. The rows of the collectives follow from :data:`unicoll.backend.ops.OPS`, and what they
-deliver from :mod:`unicoll.testing.reference`.
+of all ranks' source data. For collectives this follows from their rows of :data:`unicoll.backend.ops.OPS`, and what
+they deliver from :mod:`unicoll.testing.reference`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -50,103 +49,6 @@ class CallRank(NamedTuple):
     root: int
 
 
-Divide = Callable[[int, int], Counts]
-Describe = Callable[[CallRank, int], list[SourceRange]]
-"""Source ranges of a rank's array, from its CallRank and the count column."""
-
-
-# --- collectives ----------------------------------------------------------------------------------------------------
-
-
-def _counts(row: Op, count: int, ranks: int) -> Counts:
-    if row.sizes is Sizes.NONE:
-        return Counts(0, 0, 0)
-    if row.in_place:
-        return Counts(count, count, count)
-    part = count // ranks
-    return Counts(part, part if _gathers(row) else part * ranks, part if row.scattered else part * ranks)
-
-
-def _gathers(row: Op) -> bool:
-    return row.sizes in (Sizes.GATHERED, Sizes.GATHERED_FLAT)
-
-
-def _source(row: Op, call: CallRank, count: int) -> list[SourceRange]:
-    """What a rank gives: an array, its part of the gathered one, or a part for each rank."""
-    at_root = row.inputs is Arity.PER_RANK_AT_ROOT
-    if row.inputs is Arity.NONE or (at_root and call.rank != call.root):
-        return []
-    if _gathers(row):
-        return [SourceRange(call.rank, call.rank * count, count)]
-    return [SourceRange(call.rank, 0, count if row.in_place else count * call.size)]
-
-
-def _delivered(row: Op, call: CallRank, count: int) -> list[SourceRange]:
-    """What a rank gets, in parts of ``count`` elements."""
-    return [SourceRange(giver, part * count, count) for giver, part in _delivered_parts(row, call)]
-
-
-@cache  # its time grows with the square of the number of ranks, and every iteration is checked
-def _delivered_parts(row: Op, call: CallRank) -> list[tuple[int, int]]:
-    """The giver and the part of its source data that each part of a rank's result has.
-
-    They are those of the reference result of source data that has a number for each part.
-    """
-    rank, size, root = call
-    if row.outputs in (Arity.ONE_AT_ROOT, Arity.PER_RANK_AT_ROOT) and rank != root:
-        return []  # undefined
-
-    def given(giver: int) -> list[npt.NDArray[np.int64]]:
-        ranges = _source(row, CallRank(giver, size, root), 1)
-        parts = [np.arange(length) + (giver * size + offset) for _, offset, length in ranges]
-        return [*parts[0][:, None]] if parts and row.inputs is Arity.PER_RANK_AT_ROOT else parts
-
-    evenly = np.ones((size, size), np.int64)
-    delivered = []
-    for terms in reference.contributions(row.name, [given(r) for r in range(size)], rank, root, evenly):
-        for part in terms[0]:
-            giver, i = divmod(int(part), size)
-            if row.reduces and not (row.exclusive and len(terms) == 1):  # which may be rank 0's own array
-                giver = REDUCED if len(terms) == size else REDUCED - len(terms)
-            delivered.append((giver, i))
-    return delivered
-
-
-def _factor(row: Op, ranks: int) -> float:
-    """Bus bandwidth divided by algorithm bandwidth; 1 for what nccl-tests lacks, such as prefix reductions."""
-    if row.sizes is Sizes.NONE:
-        return 0.0
-    if row.in_place:
-        return 2 * (ranks - 1) / ranks if row.reduces and not row.rooted and not row.prefix else 1.0
-    return (ranks - 1) / ranks
-
-
-# --- messages -------------------------------------------------------------------------------------------------------
-
-
-def _whole(count: int, ranks: int) -> Counts:
-    return Counts(count, count, count)
-
-
-def _own(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(call.rank, 0, count)]
-
-
-def _from_predecessor(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange((call.rank - 1) % call.size, 0, count)]
-
-
-def _from_peer(call: CallRank, count: int) -> list[SourceRange]:
-    return [SourceRange(1 - call.rank, 0, count)]
-
-
-def _in_pair(describe: Describe) -> Describe:
-    """For ping-pong, in which only ranks 0 and 1 take part."""
-    return lambda call, count: describe(call, count) if call.rank < 2 else []
-
-
-# --- the table ------------------------------------------------------------------------------------------------------
-
 _NAMES = {
     "bcast": "broadcast",
     "reduce_scatter_block": "reduce_scatter",
@@ -167,30 +69,15 @@ _TITLES = {"all_to_all": "All-to-All Personalized Exchange", "sendrecv": "Ring E
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """One row; more about a collective is in its row of :data:`unicoll.backend.ops.OPS`.
+    """One operation.
 
     Attributes:
         name: unicoll's name.
-        divide: the counts of a call, from the total number of elements and the number of ranks.
-        source: contents of a rank's send array before the call.
-        expected: contents of its receive array after the call; [] if undefined.
-        factor: bus bandwidth divided by algorithm bandwidth, by number of ranks.
-        placements: in place, out of place, or both, as in torch's API; contenders are compared by the first.
-        osu_share: True if OSU's size is the size that one rank sends to one other, not the total.
+        collective: the row of the collective that is measured, which takes single arrays; None for messages.
     """
 
     name: str
-    divide: Divide
-    source: Describe
-    expected: Describe
-    factor: Callable[[int], float]
-    placements: tuple[str, ...]
-    osu_share: bool = False
-
-    @property
-    def collective(self) -> Op | None:
-        """The row of the collective that is measured, which takes single arrays; None for messages."""
-        return OPS.get(_SINGLE.get(self.name, self.name))
+    collective: Op | None
 
     @property
     def reduces(self) -> bool:
@@ -210,6 +97,20 @@ class Operation:
         return 2 if self.collective is None else 1
 
     @property
+    def placements(self) -> tuple[str, ...]:
+        """In place, out of place, or both, as in torch's API; contenders are compared by the first."""
+        row = self.collective
+        if row is not None and row.in_place:
+            return (IN,)
+        return (OUT, IN) if row is not None and row.joined and row.sizes is not Sizes.EXCHANGED else (OUT,)
+
+    @property
+    def osu_share(self) -> bool:
+        """True if OSU's size is the size that one rank sends to one other, not the total."""
+        row = self.collective
+        return row is not None and row.moves_data and not row.in_place and not row.reduces
+
+    @property
     def program(self) -> str:
         """nccl-tests' program."""
         return "alltoall_perf" if self.name == "all_to_all" else f"{self.name}_perf"
@@ -219,33 +120,93 @@ class Operation:
         """Its name in OSU's header."""
         return _TITLES.get(self.name, self.name.replace("all_", "all").capitalize())
 
+    def takes_part(self, rank: int) -> bool:
+        """False for ranks without data of their own: a ping-pong is between ranks 0 and 1."""
+        return self.name != "latency" or rank < 2
 
-def _measured(name: str) -> Operation:
-    row = OPS[_SINGLE.get(name, name)]
-    return Operation(
-        name,
-        partial(_counts, row),
-        partial(_source, row),
-        partial(_delivered, row),
-        partial(_factor, row),
-        (IN,) if row.in_place else (OUT, IN) if row.joined and row.sizes is not Sizes.EXCHANGED else (OUT,),
-        osu_share=row.moves_data and not row.in_place and not row.reduces,
-    )
+    def divide(self, count: int, ranks: int) -> Counts:
+        """The counts of a call, from the total number of elements and the number of ranks."""
+        row = self.collective
+        if row is None or row.in_place:
+            return Counts(count, count, count)
+        if row.sizes is Sizes.NONE:
+            return Counts(0, 0, 0)
+        part = count // ranks
+        return Counts(part, part if _gathers(row) else part * ranks, part if row.scattered else part * ranks)
+
+    def factor(self, ranks: int) -> float:
+        """Bus bandwidth divided by algorithm bandwidth; 1 for what nccl-tests lacks, such as prefix reductions."""
+        row = self.collective
+        if row is None:
+            return 1.0
+        if row.sizes is Sizes.NONE:
+            return 0.0
+        if row.in_place:
+            return 2 * (ranks - 1) / ranks if row.reduces and not row.rooted and not row.prefix else 1.0
+        return (ranks - 1) / ranks
+
+    def source(self, call: CallRank, count: int) -> list[SourceRange]:
+        """Contents of a rank's send array: an array, its part of the gathered one, or a part for each rank."""
+        row = self.collective
+        if row is None:
+            return [SourceRange(call.rank, 0, count)] if self.takes_part(call.rank) else []
+        at_root = row.inputs is Arity.PER_RANK_AT_ROOT
+        if row.inputs is Arity.NONE or (at_root and call.rank != call.root):
+            return []
+        if _gathers(row):
+            return [SourceRange(call.rank, call.rank * count, count)]
+        return [SourceRange(call.rank, 0, count if row.in_place else count * call.size)]
+
+    def expected(self, call: CallRank, count: int) -> list[SourceRange]:
+        """Contents of a rank's receive array after the call, in parts of ``count`` elements; [] if undefined."""
+        return [SourceRange(giver, part * count, count) for giver, part in _delivered_parts(self, call)]
 
 
-_ROWS = (
-    *(_measured(name) for name, row in OPS.items() if not row.message and name not in _SINGLE.values()),
-    Operation("sendrecv", _whole, _own, _from_predecessor, lambda n: 1.0, (OUT,)),
-    Operation("latency", _whole, _in_pair(_own), _in_pair(_from_peer), lambda n: 1.0, (OUT,)),
-)
-OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}
+def _gathers(row: Op) -> bool:
+    return row.sizes in (Sizes.GATHERED, Sizes.GATHERED_FLAT)
+
+
+@cache  # its time grows with the square of the number of ranks, and every iteration is checked
+def _delivered_parts(op: Operation, call: CallRank) -> list[tuple[int, int]]:
+    """The giver and the part of its source data that each part of a rank's result has.
+
+    They are those of the reference result of source data that has a number for each part.
+    """
+    rank, size, root = call
+    row = op.collective
+    if row is None:
+        giver = 1 - rank if op.name == "latency" else (rank - 1) % size
+        return [(giver, 0)] if op.takes_part(rank) else []
+    if row.outputs in (Arity.ONE_AT_ROOT, Arity.PER_RANK_AT_ROOT) and rank != root:
+        return []  # undefined
+
+    def given(giver: int) -> list[npt.NDArray[np.int64]]:
+        ranges = op.source(CallRank(giver, size, root), 1)
+        parts = [np.arange(length) + (giver * size + offset) for _, offset, length in ranges]
+        return [*parts[0][:, None]] if parts and row.inputs is Arity.PER_RANK_AT_ROOT else parts
+
+    evenly = np.ones((size, size), np.int64)
+    delivered = []
+    for terms in reference.contributions(row.name, [given(r) for r in range(size)], rank, root, evenly):
+        for part in terms[0]:
+            giver, i = divmod(int(part), size)
+            if row.reduces and not (row.exclusive and len(terms) == 1):  # which may be rank 0's own array
+                giver = REDUCED if len(terms) == size else REDUCED - len(terms)
+            delivered.append((giver, i))
+    return delivered
+
+
+_COLLECTIVES = [name for name, row in OPS.items() if not row.message and name not in _SINGLE.values()]
+OPERATIONS = {
+    name: Operation(name, OPS.get(_SINGLE.get(name, name))) for name in (*_COLLECTIVES, "sendrecv", "latency")
+}
 
 
 def find_operation(text: str) -> Operation:
     """The operation of a name: unicoll's, ``all_reduce_perf``, ``osu_allreduce``, ``alltoall``; else ValueError."""
     key = text.lower().replace("-", "_").removeprefix("osu_").removesuffix("_perf")
     key = re.sub("_(into_tensor|tensor|single)$", "", _NAMES.get(key, key)).replace("_", "")
-    for row in _ROWS:
-        if key == row.name.replace("_", ""):
-            return row
+    for op in OPERATIONS.values():
+        if key == op.name.replace("_", ""):
+            return op
     raise ValueError(f"there is no operation {text!r}; the operations are {', '.join(OPERATIONS)}")

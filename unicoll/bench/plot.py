@@ -15,10 +15,11 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from unicoll.bench.operations import IN, OPERATIONS, OUT
-from unicoll.bench.sizes import short
+from unicoll.bench.args import short
+from unicoll.bench.contenders import label
+from unicoll.bench.operations import OPERATIONS
+from unicoll.bench.table import compared_result, time_us
 from unicoll.net.files import write_whole
-from unicoll.net.formatting import backend_text
 
 _STYLES = (
     ("o", "-", "#000000"),
@@ -48,15 +49,15 @@ def curves(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     kinds = {(e["type"], e["redop"], e["root"]) for e in data["results"]}
     found: dict[str, dict[int, dict[str, Any]]] = {}
     for entry in data["results"]:
-        result = next((entry[name] for name in (*op.placements, IN, OUT) if entry[name] is not None), None)
+        result = compared_result(op, entry)
         if result is None:
             continue
-        label = backend_text(entry["contender"])
+        name = label(entry["contender"])
         if len(kinds) > 1:
-            label += f" {entry['type']} {entry['redop']} {entry['root'].strip()}"
-        us = result.get("time", result.get("cpu_time"))
-        found.setdefault(label, {})[entry["size"]] = {**entry, "us": us, "bus": result["bus_bw"]}
-    return {label: [entries[size] for size in sorted(entries)] for label, entries in found.items()}
+            name += f" {entry['type']} {entry['redop']} {entry['root'].strip()}"
+        times = {"us": time_us(result), "bus": result["bus_bw"]}
+        found.setdefault(name, {})[entry["size"]] = entry | times
+    return {name: [entries[size] for size in sorted(entries)] for name, entries in found.items()}
 
 
 def draw(data: Mapping[str, Any], path: str) -> None:
@@ -159,7 +160,7 @@ def _title(data: Mapping[str, Any], columns: int) -> str:
     subject = ", ".join([data["operation"], *(["/".join(types)] if len(types) < 4 else []), *redops[:3]])
     plotted = {e["contender"] for e in results}
     transports = "\n".join(
-        textwrap.shorten(f"{name}: {one['transport']}", columns, placeholder=" ...")
+        textwrap.shorten(f"{label(name)}: {one['transport']}", columns, placeholder=" ...")
         for name, one in data["contenders"].items()
         if name in plotted
     )

@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
+from unicoll.arrays import cuda
 from unicoll.bench.args import BenchOptions
+from unicoll.bench.arrays import device_index
 from unicoll.bench.contract import Contender
-from unicoll.bench.cuda import facts
 from unicoll.bench.mpi import library
-from unicoll.bench.operations import IN, OUT
-from unicoll.bench.table import PlacementRow, TableRow
 from unicoll.net.files import write_whole
 
 _FORMAT = 1
@@ -85,8 +84,8 @@ def device(rank: int, contenders: Sequence[Contender]) -> dict[str, Any]:
     index, bus, info = -1, "cpu", cpu()
     used = [c.device for c in contenders if c.device != "cpu"]
     if used:
-        index = int(used[0].partition(":")[2])
-        found = facts(used[0])
+        index = device_index(used[0])
+        found = cuda.cuda().facts(index)
         bus, info = found.bus, found.name
     return {
         "rank": rank,
@@ -108,123 +107,80 @@ def _environment() -> list[str]:
     ]
 
 
-class BenchReport:
-    """Collects the JSON of a run: an entry per row of the table, and the messages about cases that failed.
+def begin(
+    options: BenchOptions,
+    ranks: int,
+    devices: Sequence[Mapping[str, Any]],
+    transports: Mapping[str, str],
+    staging: Mapping[str, int],
+    skipped: Mapping[str, str],
+) -> dict[str, Any]:
+    """The JSON of a run without results.
 
-    ``devices`` has :func:`device` of each rank; the other arguments have a value by contender, ``staging`` only for
-    those that report it.
+    ``devices`` has :func:`device` of each rank; the last three have a value by contender.
     """
+    return {
+        "version": _FORMAT,
+        "start_time": time.strftime(_TIME),
+        "args": ["unicoll.bench", *options.argv],
+        "env": _environment(),
+        "nccl_version": 0,
+        "config": _config(options),
+        "devices": devices,
+        "operation": options.op.name,
+        "program": options.op.program,
+        "ranks": ranks,
+        "machine": machine(),
+        "load_average": os.getloadavg(),
+        "contenders": {name: {"transport": text} for name, text in transports.items()},
+        "skipped_contenders": skipped,
+        "staging": {name: {"bytes_per_rank": n, "bytes_per_rank_after": n} for name, n in staging.items()},
+        "explain": dist.explain().splitlines(),
+        "results": [],
+        "errors": [],
+    }
 
-    def __init__(
-        self,
-        options: BenchOptions,
-        ranks: int,
-        devices: Sequence[Mapping[str, Any]],
-        transports: Mapping[str, str],
-        staging: Mapping[str, int],
-        skipped: Mapping[str, str],
-    ) -> None:
-        self._options = options
-        self._staging = {
-            name: {"bytes_per_rank": n, "bytes_per_rank_after": n} for name, n in staging.items()
-        }
-        self.results: list[dict[str, Any]] = []
-        self.errors: list[str] = []
-        self.data: dict[str, Any] = {
-            "version": _FORMAT,
-            "start_time": time.strftime(_TIME),
-            "args": ["unicoll.bench", *options.argv],
-            "env": _environment(),
-            "nccl_version": 0,
-            "config": self._config(),
-            "devices": [dict(d) for d in devices],
-            "operation": options.op.name,
-            "program": options.op.program,
-            "ranks": ranks,
-            "machine": machine(),
-            "load_average": list(os.getloadavg()),
-            "contenders": {name: {"transport": text} for name, text in transports.items()},
-            "skipped_contenders": dict(skipped),
-            "staging": self._staging,
-            "explain": dist.explain().splitlines(),
-            "results": self.results,
-        }
 
-    def _config(self) -> dict[str, Any]:
-        options, pace = self._options, self._options.pace
-        step, kind = options.sweep.step.rstrip(")").split("(")
-        config: dict[str, Any] = {
-            "nthreads": 1,
-            "ngpus": 1,
-            "minimum_bytes": options.sweep.sizes[0],
-            "maximum_bytes": options.sweep.sizes[-1],
-        }
-        if kind != "list":
-            config["step_factor" if kind == "factor" else "step_bytes"] = int(step)
-        return config | {
-            "warmup_iters": pace.warmup,
-            "iterations": pace.iters,
-            "aggregated_iterations": pace.aggregate,
-            "validation": options.checks,
-            "graph": 0,
-            "blocking_collectives": _bool_text(pace.sync),
-            "parallel_init": _bool_text(False),
-            "unalign": options.unalign,
-            "sizes": list(options.sweep.sizes),
-            "turns": pace.turns,
-            "budget_s": None if pace.iters else pace.budget,
-            "statistic": options.statistic,
-            "average": options.average,
-            "osu_sizes": _bool_text(options.osu),
-            "compression": options.compression or None,
-        }
+def _config(options: BenchOptions) -> dict[str, Any]:
+    step, kind = options.step.rstrip(")").split("(")
+    config: dict[str, Any] = {
+        "nthreads": 1,
+        "ngpus": 1,
+        "minimum_bytes": options.sizes[0],
+        "maximum_bytes": options.sizes[-1],
+    }
+    if kind != "list":
+        config["step_factor" if kind == "factor" else "step_bytes"] = int(step)
+    return config | {
+        "warmup_iters": options.warmup,
+        "iterations": options.iters,
+        "aggregated_iterations": options.aggregate,
+        "validation": options.checks,
+        "graph": 0,
+        "blocking_collectives": _bool_text(options.blocking),
+        "parallel_init": _bool_text(False),
+        "unalign": options.unalign,
+        "sizes": options.sizes,
+        "turns": options.turns,
+        "budget_s": None if options.iters else options.budget,
+        "statistic": options.statistic,
+        "average": options.average,
+        "osu_sizes": _bool_text(options.osu),
+        "compression": options.compression or None,
+    }
 
-    def add(self, row: TableRow) -> None:
-        entry: dict[str, Any] = {
-            "size": row.size,
-            "count": row.count,
-            "type": row.type,
-            "redop": row.redop,
-            "root": f"{row.root:6d}",
-        }
-        for name in (OUT, IN):
-            result = row.results.get(name)
-            entry[name] = None if result is None else self._result(result)
-        calls = max((result.stats.calls for result in row.results.values()), default=0)
-        entry |= {"actual_iterations": calls, "experiment_name": row.contender}
-        self.results.append(entry | {"contender": row.contender, "ratio": _finite(row.ratio)})
 
-    def _result(self, result: PlacementRow) -> dict[str, Any]:
-        label = "cpu_time" if self._options.pace.host_time else "time"
-        return {
-            label: _finite(result.time),
-            "alg_bw": _finite(result.algbw),
-            "bus_bw": _finite(result.busbw),
-            "nwrong": None if result.wrong is None else float(result.wrong),
-            "iterations": result.stats.calls,
-            "calls": result.all_calls,
-            "us": {name: _finite(us) for name, us in result.stats.over_ranks.items()},
-            "us_by_rank": {name: list(map(_finite, us)) for name, us in result.stats.by_rank.items()},
-        }
-
-    def note_staging(self, name: str, bytes_per_rank: int) -> bool:
-        """Record the staging memory after a measurement; True if it has not grown since the start."""
-        entry = self._staging[name]
-        entry["bytes_per_rank_after"] = max(entry["bytes_per_rank_after"], bytes_per_rank)
-        return entry["bytes_per_rank_after"] == entry["bytes_per_rank"]
-
-    def finish(self, failed: int, average: Mapping[str, float], minimum: float | None) -> dict[str, Any]:
-        """The complete JSON, with nccl-tests' summary."""
-        first = next(iter(average.values()), 0.0)
-        for name, bandwidth in average.items():
-            self.data["contenders"][name]["average_bus_bandwidth"] = _finite(bandwidth)
-        self.data["out_of_bounds"] = {"count": failed, "okay": _bool_text(failed == 0)}
-        okay = "unchecked" if minimum is None else _bool_text(first >= minimum * 0.9)
-        self.data["average_bus_bandwidth"] = {"bandwidth": _finite(first), "okay": okay}
-        self.data["errors"] = self.errors
-        self.data["load_average_at_end"] = list(os.getloadavg())
-        self.data["end_time"] = time.strftime(_TIME)
-        return self.data
+def finish(data: dict[str, Any], failed: int, average: Mapping[str, float], minimum: float | None) -> Any:
+    """The complete JSON, with nccl-tests' summary."""
+    first = next(iter(average.values()), 0.0)
+    for name, bandwidth in average.items():
+        data["contenders"][name]["average_bus_bandwidth"] = bandwidth
+    data["out_of_bounds"] = {"count": failed, "okay": _bool_text(failed == 0)}
+    okay = "unchecked" if minimum is None else _bool_text(first >= minimum * 0.9)
+    data["average_bus_bandwidth"] = {"bandwidth": first, "okay": okay}
+    data["load_average_at_end"] = os.getloadavg()
+    data["end_time"] = time.strftime(_TIME)
+    return _rounded(data)
 
 
 def _bool_text(value: bool) -> str:
@@ -232,8 +188,15 @@ def _bool_text(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 6)
+def _rounded(value: Any) -> Any:
+    """JSON with at most six decimals, and null for NaN."""
+    if isinstance(value, Mapping):
+        return {name: _rounded(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(each) for each in value]
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value
 
 
 def write(data: Mapping[str, Any], path: str) -> None:

@@ -5,49 +5,45 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import unicoll as dist
-from unicoll.arrays.types import DType
+from unicoll.arrays.types import BY_NAME, DType
 from unicoll.bench import report, table
-from unicoll.bench.args import BenchOptions
-from unicoll.bench.contenders import open_contenders
+from unicoll.bench.args import TYPES, BenchOptions
+from unicoll.bench.contenders import label, open_contenders
 from unicoll.bench.contract import BenchCase, Contender
 from unicoll.bench.measure import Series, Stats, attempt, check, measure
 from unicoll.bench.operations import IN, OUT
-from unicoll.bench.progress import Progress, is_wanted
+from unicoll.net import environment
 from unicoll.net.formatting import print_text
 
+PROGRESS = "UNICOLL_BENCH_PROGRESS"
+"""Set by a launcher with a terminal: the standard error of its ranks may be a pipe to that terminal."""
+_PROGRESS_S = 0.1
 _PLACES = {"both": (OUT, IN), "out": (OUT,), "in": (IN,)}
 _OVER_RANKS = ("of rank 0", "average over {n} ranks", "minimum of {n} ranks", "maximum of {n} ranks")
 
 
 def run(options: BenchOptions) -> int:
-    """Measure as one rank of a job; returns the exit status. Rank 0 returns that of the run, other ranks 0."""
+    """Measure as one rank of a job; returns the exit status. Rank 0 returns that of the run, other ranks 0.
 
-    def measure_all() -> int:
+    An exception aborts the job also under MPI's launchers, which would let the other ranks wait.
+    """
+    dist.init_process_group("cpu:gloo", timeout=options.timeout)
+    try:
         session = Session(options)
         try:
             status = session.run()
         finally:
             session.progress.clear()
-        session.close()
-        return status if session.rank == 0 else 0
-
-    return in_job(measure_all, options.timeout)
-
-
-def in_job(body: Callable[[], int], timeout: float) -> int:
-    """Join the job that a launcher has started, call ``body`` and leave; returns what it returns.
-
-    An exception aborts the job also under MPI's launchers, which would let the other ranks wait.
-    """
-    dist.init_process_group("cpu:gloo", timeout=timeout)
-    try:
-        status = body()
+        for contender in reversed(session.contenders):
+            contender.close()
         dist.destroy_process_group()
-        return status
+        return status if session.rank == 0 else 0
     except KeyboardInterrupt:
         _abort_mpi(reported=True)
         return 130
@@ -61,25 +57,52 @@ def _abort_mpi(reported: bool) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1:
         if not reported:
-            import traceback
-
             traceback.print_exc()
             sys.stderr.flush()
         mpi.COMM_WORLD.Abort(130 if reported else 1)
+
+
+def progress_is_wanted() -> bool:
+    """True if the standard error is a terminal, directly or through the launcher."""
+    return sys.stderr.isatty() or bool(environment.flag(PROGRESS))
+
+
+class Progress:
+    """The progress line on the terminal, which is overwritten in place; with ``enabled=False`` it writes nothing."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._last = 0.0
+        self._dirty = False
+        self.label = ""
+
+    def show(self, text: str) -> None:
+        """Display a text; it is written at most ten times per second."""
+        now = time.monotonic()
+        if not self._enabled or now - self._last < _PROGRESS_S:
+            return
+        self._last = now
+        self._dirty = True
+        sys.stderr.write(f"\r\x1b[K{self.label}: {text}")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self._dirty:
+            self._dirty = False
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 class Session:
     def __init__(self, options: BenchOptions) -> None:
         self.options = options
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.progress = Progress(self.rank == 0 and is_wanted())
+        self.progress = Progress(self.rank == 0 and progress_is_wanted())
         self.failed = 0
         self._printed: set[str] = set()
         self._bandwidths: dict[str, list[float]] = {}
         self.progress.label = "opening"
-        self.contenders, self.skipped = open_contenders(
-            options.contenders, options.timeout, self.progress.show, options.compression
-        )
+        self.contenders, self.skipped = open_contenders(options, self.progress.show)
 
     @property
     def compared(self) -> bool:
@@ -96,38 +119,37 @@ class Session:
         if text not in self._printed:
             self._printed.add(text)
             self.print_line(f"# {text}")
-            self.report.errors.append(text)
+            self.data["errors"].append(text)
 
     def _print_error(self, text: str) -> None:
         if self.rank == 0:
             print(f"unicoll.bench: {text}", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        for contender in reversed(self.contenders):
-            contender.close()
-
     def run(self) -> int:
         """Measure and return the exit status."""
         for name, why in self.skipped.items():
-            self._print_error(f"{name} is not measured: {why}")
+            self._print_error(f"{label(name)} is not measured: {why}")
         if not self.contenders:
             return 1
         roots = self.options.roots or ()
         if self.options.op.rooted and any(root >= self.size for root in roots):
             self._print_error(f"-r {roots[0]}: the job has {self.size} ranks")
             return 2
-        staging = self._staging()
         devices: list[Any] = [None] * self.size
         dist.all_gather_object(devices, report.device(self.rank, self.contenders))
         transports = {contender.name: contender.describe() for contender in self.contenders}
-        self.report = report.BenchReport(self.options, self.size, devices, transports, staging, self.skipped)
-        self._print_header(devices, transports, staging)
+        self.data = report.begin(self.options, self.size, devices, transports, self._staging(), self.skipped)
+        self._print_header()
         if self.options.overlap:
             from unicoll.bench.overlap import sweep
 
             measured = sweep(self)
         else:
             measured = self._sweep()
+        for name, count in self._staging().items():
+            if count > self.data["staging"][name]["bytes_per_rank"]:
+                self.print_once(f"{label(name)}: staging memory has grown to {count} bytes per rank")
+                self.data["staging"][name]["bytes_per_rank_after"] = count
         return self._finish(measured)
 
     def _staging(self) -> dict[str, int]:
@@ -149,7 +171,7 @@ class Session:
         if not (options.osu or options.overlap):
             for line in table.footer(self.failed, average, minimum, options.op.program):
                 self.print_line(line)
-        data = self.report.finish(self.failed, average, minimum)
+        data = report.finish(self.data, self.failed, average, minimum)
         if not measured:
             self.print_line("# nothing was measured")
         written = self.rank != 0 or self._write_files(data, measured)
@@ -173,16 +195,14 @@ class Session:
 
     # --- header -----------------------------------------------------------------------------------------------
 
-    def _print_header(
-        self, devices: list[dict[str, Any]], transports: dict[str, str], staging: dict[str, int]
-    ) -> None:
-        options, pace = self.options, self.options.pace
+    def _print_header(self) -> None:
+        options, data = self.options, self.data
         load = os.getloadavg()[0]
         if warning := report.load_warning(load, len(os.sched_getaffinity(0))):
             self.print_line(f"# warning: {warning}")
         if options.osu:
             cuda = any(contender.device != "cpu" for contender in self.contenders)
-            title = "unicoll.bench" if self.compared else self.contenders[0].name
+            title = "unicoll.bench" if self.compared else label(self.contenders[0].name)
             header_fields = (
                 options.op,
                 f"{title}{'-CUDA' if cuda else ''}",
@@ -194,38 +214,40 @@ class Session:
             for line in table.osu_header(*header_fields):
                 self.print_line(line)
             return
-        sizes = options.sweep.sizes
+        sizes = options.sizes
         self.print_line(f"# unicoll version {dist.__version__}, in the format of nccl-tests")
         self.print_line(f"# Collective test starting: {options.op.program}")
         self.print_line(
-            f"# nThread 1 nGpus 1 minBytes {sizes[0]} maxBytes {sizes[-1]} step: {options.sweep.step}"
-            f" warmup iters: {pace.warmup} iters: {pace.iters or 'auto'} agg iters: {pace.aggregate}"
+            f"# nThread 1 nGpus 1 minBytes {sizes[0]} maxBytes {sizes[-1]} step: {options.step}"
+            f" warmup iters: {options.warmup} iters: {options.iters or 'auto'} agg iters: {options.aggregate}"
             f" validation: {options.checks} graph: 0 unalign: {options.unalign}"
         )
         self.print_line("#\n# Using devices")
-        for d in devices:
+        for d in data["devices"]:
             self.print_line(
                 f"#  Rank {d['rank']:2d} Group {d['group']:2d} Pid {d['pid']:6d} on {d['hostname']:>10}"
                 f" device {d['device']:2d} [{d['device_hex']}] {d['device_info']}"
             )
         self.print_line("#")
         over = _OVER_RANKS[options.average].format(n=self.size)
-        calls = f"{pace.iters} calls" if pace.iters else f"calls for {pace.budget:g} s"
+        calls = f"{options.iters} calls" if options.iters else f"calls for {options.budget:g} s"
         self.print_line(
             f"# machine: {report.cpu()}, {os.cpu_count()} cores, load average {load:.2f} at the start"
         )
         self.print_line(
-            f"# time: {options.statistic} of a rank's calls, {over}; {calls} in {pace.turns} turns"
+            f"# time: {options.statistic} of a rank's calls, {over}; {calls} in {options.turns} turns"
         )
-        for contender in self.contenders:
-            self.print_line(f"# {contender.name}: {transports[contender.name]}")
-        for name, count in staging.items():
+        transports = {name: entry["transport"] for name, entry in data["contenders"].items()}
+        for name, transport in transports.items():
+            self.print_line(f"# {label(name)}: {transport}")
+        for name, entry in data["staging"].items():
+            count = entry["bytes_per_rank"]
             self.print_line(
                 f"# staging: {count} bytes per rank ({transports[name]}), constant in the message size"
             )
         if not options.overlap:
             self.print_line("#")
-            for line in table.header(self.compared, pace.host_time, options.timestamps):
+            for line in table.header(self.compared, options.host_time):
                 self.print_line(line)
 
     # --- rows -------------------------------------------------------------------------------------------------
@@ -235,10 +257,8 @@ class Session:
         options = self.options
         redops = options.redops if options.op.reduces else ("none",)
         roots = (options.roots or tuple(range(self.size))) if options.op.rooted else (-1,)
-        for type_name, redop, root, size in itertools.product(
-            options.types, redops, roots, options.sweep.sizes
-        ):
-            yield size, options.dtype(type_name), type_name, redop, root
+        for type_name, redop, root, size in itertools.product(options.types, redops, roots, options.sizes):
+            yield size, BY_NAME[TYPES[type_name]], type_name, redop, root
 
     def case(self, size: int, dtype: DType, redop: str, root: int, placement: str) -> BenchCase | None:
         """The case of a row and a placement; None if a rank would have less than one element."""
@@ -266,22 +286,27 @@ class Session:
             return False
         counts = series_list[0].case.counts
         actual = max(counts.send, counts.recv) * dtype.itemsize
-        stats = measure(series_list, actual, self.options.pace, self.options.average, self.progress.show)
-        results: dict[str, dict[str, table.PlacementRow]] = {}
+        stats = measure(series_list, actual, self.options, self.progress.show)
+        rows: dict[str, dict[str, Any]] = {}
         for series, stat in zip(series_list, stats, strict=True):
-            result = self._result(series, stat, actual)
-            results.setdefault(series.contender.name, {})[series.case.placement] = result
-            self._bandwidths.setdefault(series.contender.name, []).append(result.busbw)
-        reference = results.get(self.contenders[0].name, {})
-        for name, own in results.items():
-            row = table.TableRow(
-                actual, counts.shown, type_name, redop, root, own, name, self._ratio(own, reference)
-            )
+            name = series.contender.name
+            if name not in rows:
+                row: dict[str, Any] = {
+                    "size": actual,
+                    "count": counts.shown,
+                    "type": type_name,
+                    "redop": redop,
+                }
+                rows[name] = row | {"root": f"{root:6d}", OUT: None, IN: None}
+            rows[name][series.case.placement] = result = self._result(series, stat, actual)
+            self._bandwidths.setdefault(name, []).append(result["bus_bw"])
+        first = rows.get(self.contenders[0].name)
+        for name, row in rows.items():
+            iterations = max(row[place]["iterations"] for place in (OUT, IN) if row[place] is not None)
+            row |= {"actual_iterations": iterations, "experiment_name": name, "contender": name}
+            row["ratio"] = None if first is None else self._ratio(row, first)
             self._print(row)
-            self.report.add(row)
-        for name, count in self._staging().items():
-            if not self.report.note_staging(name, count):
-                self.print_once(f"{name}: staging memory has grown to {count} bytes per rank")
+            self.data["results"].append(row)
         return True
 
     def placements(self, contender: Contender) -> list[str]:
@@ -290,7 +315,7 @@ class Session:
         placements = [p for p in contender.placements(options.op) if p in _PLACES[options.placements]]
         if not placements:
             text = "in place" if options.placements == "in" else "out of place"
-            self.print_once(f"{contender.name} does not support {options.op.name} {text}")
+            self.print_once(f"{label(contender.name)} does not support {options.op.name} {text}")
         return placements
 
     def _make_series(self, size: int, dtype: DType, redop: str, root: int) -> Iterator[Series]:
@@ -300,37 +325,37 @@ class Session:
                 case = self.case(size, dtype, redop, root, placement)
                 if case is None:
                     continue
-                self.progress.show(contender.name)
-                series, problem = attempt(contender, case, options.array, options.unalign)
+                self.progress.show(label(contender.name))
+                series, problem = attempt(contender, case, options)
                 if series is not None:
                     yield series
                 else:
                     self.print_once(
-                        f"{contender.name}, {placement.replace('_', ' ')}, {dtype.name}, {redop}: {problem}"
+                        f"{label(contender.name)}, {placement.replace('_', ' ')}, {dtype.name}, {redop}: {problem}"
                     )
 
-    def _result(self, series: Series, stat: Stats, size: int) -> table.PlacementRow:
+    def _result(self, series: Series, stat: Stats, size: int) -> dict[str, Any]:
+        """The in-place or the out-of-place part of a row; ``calls`` has the untimed ones of a rank, too."""
         wrong = None
         if self.options.checks and series.contender.checked:
-            self.progress.show(f"{series.contender.name}, checking")
-            wrong, failed = check(series, self.options.checks, series.run_once)
+            self.progress.show(f"{label(series.contender.name)}, checking")
+            wrong, failed = check(series, self.options.checks)
             self.failed += failed
-        us = stat.over_ranks[self.options.statistic]
+        us = stat["us"][self.options.statistic]
         algorithm, bus = table.bandwidths(series.case.op, size, us, self.size)
-        return table.PlacementRow(us, stat, algorithm, bus, wrong, series.calls)
+        result = {"cpu_time" if self.options.host_time else "time": us, "alg_bw": algorithm, "bus_bw": bus}
+        return result | {"nwrong": None if wrong is None else float(wrong), "calls": series.calls} | stat
 
-    def _ratio(
-        self, own: dict[str, table.PlacementRow], reference: dict[str, table.PlacementRow]
-    ) -> float | None:
-        for placement in (*self.options.op.placements, IN, OUT):
-            if placement in own and placement in reference:
-                return own[placement].time / reference[placement].time
+    def _ratio(self, row: table.Row, first: table.Row) -> float | None:
+        for place in (*self.options.op.placements, IN, OUT):
+            if row[place] is not None and first[place] is not None:
+                return table.time_us(row[place]) / table.time_us(first[place])
         return None
 
-    def _print(self, row: table.TableRow) -> None:
+    def _print(self, row: table.Row) -> None:
         options = self.options
         if options.osu:
             text = table.osu_line(options.op, row, self.size, options.osu_full, self.compared)
         else:
-            text = table.row(row, self.compared, options.timestamps)
+            text = table.line(row, self.compared)
         self.print_line(text)

@@ -7,59 +7,26 @@ Widths and number formats are those of nccl-tests (src/util.cu) and of the OSU m
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Any
 
-from unicoll.bench.measure import Stats
+from unicoll.bench.contenders import label
 from unicoll.bench.operations import IN, OUT, Operation
 
-_NAME = 12
-_TIME_OF_DAY = "%Y-%m-%d %H:%M:%S"
+Row = Mapping[str, Any]
+"""One contender's measurement of one size: an entry of the JSON's ``results``, in which numbers may be NaN."""
+_NAME = 19
 
 
-@dataclass(frozen=True)
-class PlacementRow:
-    """The in-place or the out-of-place results of a row.
-
-    Attributes:
-        time: the selected statistic, in microseconds.
-        algbw, busbw: GB/s (1e9 bytes).
-        wrong: wrong elements over all ranks; None if results were not checked.
-        all_calls: calls of one rank with the untimed ones: the first, warm-up, planning and checks.
-    """
-
-    time: float
-    stats: Stats
-    algbw: float
-    busbw: float
-    wrong: int | None
-    all_calls: int = 0
+def compared_result(op: Operation, row: Row) -> dict[str, Any] | None:
+    """The result by which contenders are compared: that of the operation's first measured placement."""
+    return next((row[name] for name in (*op.placements, IN, OUT) if row[name] is not None), None)
 
 
-@dataclass(frozen=True)
-class TableRow:
-    """One row of the table: one contender's measurement of one size.
-
-    Attributes:
-        size, count: bytes, and elements by nccl-tests' definition.
-        type, redop, root: nccl-tests' names; ``"none"`` and -1 if not applicable.
-        results: results by placement; placements that were not measured are absent.
-        ratio: its time divided by the first contender's; None if one of them was not measured.
-    """
-
-    size: int
-    count: int
-    type: str
-    redop: str
-    root: int
-    results: Mapping[str, PlacementRow]
-    contender: str
-    ratio: float | None
-
-    def compared_result(self, op: Operation) -> PlacementRow | None:
-        """The result by which contenders are compared: the operation's first measured placement."""
-        return next((self.results[name] for name in (*op.placements, IN, OUT) if name in self.results), None)
+def time_us(result: Mapping[str, Any]) -> float:
+    """The selected statistic, in microseconds."""
+    us: float = result["cpu_time"] if "cpu_time" in result else result["time"]
+    return us
 
 
 def float_str(value: float, width: int) -> str:
@@ -84,43 +51,36 @@ def bandwidths(op: Operation, size: int, us: float, ranks: int) -> tuple[float, 
 # --- nccl-tests' ----------------------------------------------------------------------------------------------------
 
 
-def header(compared: bool, cpu_time: bool = False, timestamps: bool = False) -> list[str]:
+def header(compared: bool, cpu_time: bool = False) -> list[str]:
     """The three header lines; ``compared`` adds the columns contender and ratio."""
-    label = "cputime" if cpu_time else "time"
-    lines = [
-        "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}           out-of-place                       in-place          ".format(
-            *[""] * 5
-        )
-    ]
-    names = ("size", "count", "type", "redop", "root", *(label, "algbw", "busbw", "#wrong") * 2)
+    time = "cputime" if cpu_time else "time"
+    names = ("size", "count", "type", "redop", "root", *(time, "algbw", "busbw", "#wrong") * 2)
     units = ("(B)", "(elements)", "", "", "", *("(us)", "(GB/s)", "(GB/s)", "") * 2)
     widths = (10, 12, 8, 6, 6, *(7, 6, 6, 6) * 2)
-    for columns, stamp in ((names, "timestamp"), (units, _TIME_OF_DAY)):
+    lines = [f"#{'out-of-place':>74}{'in-place':>31}{'':10}"]
+    for columns, more in ((names, ("contender", "ratio")), (units, ("", ""))):
         text = "# " + "  ".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
-        lines.append(f"{text} {stamp if timestamps else '':>{19 if timestamps else 0}}")
-    if compared:
-        lines[1] += f"  {'contender':<{_NAME}}  {'ratio':>7}"
-        lines[2] += f"  {'':<{_NAME}}  {'':>7}"
+        lines.append(f"{text}   {more[0]:<{_NAME}}  {more[1]:>7}" if compared else f"{text} ")
     return lines
 
 
-def row(table_row: TableRow, compared: bool, timestamps: bool = False) -> str:
-    """One row of the table. A placement that was not measured is printed as N/A."""
-    text = f"{table_row.size:12d}  {table_row.count:12d}  {table_row.type:>8}"
-    text += f"  {table_row.redop:>6}  {table_row.root:6d}"
+def line(row: Row, compared: bool) -> str:
+    """One line of the table. A placement that was not measured is printed as N/A."""
+    text = f"{row['size']:12d}  {row['count']:12d}  {row['type']:>8}  {row['redop']:>6}  {row['root']:>6}"
     for name in (OUT, IN):
-        result = table_row.results.get(name)
+        result = row[name]
         if result is None:
             text += f"  {'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"
             continue
-        wrong = "   N/A" if result.wrong is None else f"{result.wrong:6g}"
-        text += f"  {float_str(result.time, 7)}  {float_str(result.algbw, 6)}  {float_str(result.busbw, 6)}  {wrong}"
-    if timestamps:
-        text += f"{time.strftime(_TIME_OF_DAY):>21}"
-    if compared:
-        ratio = "N/A" if table_row.ratio is None else f"{table_row.ratio:.2f}"
-        text += f"   {table_row.contender:<{_NAME}}  {ratio:>7}"
-    return text
+        wrong = "   N/A" if result["nwrong"] is None else f"{result['nwrong']:6g}"
+        text += f"  {float_str(time_us(result), 7)}  {float_str(result['alg_bw'], 6)}"
+        text += f"  {float_str(result['bus_bw'], 6)}  {wrong}"
+    return text + (_comparison(row) if compared else "")
+
+
+def _comparison(row: Row) -> str:
+    ratio = "N/A" if row["ratio"] is None else f"{row['ratio']:.2f}"
+    return f"   {label(row['contender']):<{_NAME}}  {ratio:>7}"
 
 
 def footer(failed: int, average: Mapping[str, float], minimum: float | None, program: str) -> list[str]:
@@ -128,7 +88,7 @@ def footer(failed: int, average: Mapping[str, float], minimum: float | None, pro
     lines = [f"# {'Out of bounds values':<20} : {failed} {'FAILED' if failed else 'OK'}"]
     for i, (name, bandwidth) in enumerate(average.items()):
         verdict = "" if minimum is None or i else ("FAILED" if bandwidth < minimum * 0.9 else "OK")
-        suffix = [name] if len(average) > 1 else []
+        suffix = [label(name)] if len(average) > 1 else []
         lines.append(
             f"# {'Avg bus bandwidth':<20} : {bandwidth:g} " + " ".join(filter(None, [verdict, *suffix]))
         )
@@ -163,23 +123,18 @@ def osu_header(
     if full:
         text += f"{'Min Latency(us)':>{_FIELD}}{'Max Latency(us)':>{_FIELD}}{'Iterations':>12}"
     if compared:
-        text += f"  {'Contender':<{_NAME}}{'Ratio':>9}"
+        text += f"   {'Contender':<{_NAME}}{'Ratio':>9}"
     return [*lines, text]
 
 
-def osu_line(op: Operation, table_row: TableRow, ranks: int, full: bool, compared: bool) -> str:
-    """One row of OSU's table: the mean over the ranks of each rank's mean, and their minimum and maximum."""
-    result = table_row.compared_result(op)
+def osu_line(op: Operation, row: Row, ranks: int, full: bool, compared: bool) -> str:
+    """One line of OSU's table: the mean over the ranks of each rank's mean, and their minimum and maximum."""
+    result = compared_result(op, row)
     assert result is not None
-    size = table_row.size // ranks if op.osu_share else table_row.size
-    if op.name == "barrier":
-        text = f"{result.time:>17.2f}"
-    else:
-        text = f"{size:<10d}{result.time:>{_FIELD}.2f}"
+    us = time_us(result)
+    size = row["size"] // ranks if op.osu_share else row["size"]
+    text = f"{us:>17.2f}" if op.name == "barrier" else f"{size:<10d}{us:>{_FIELD}.2f}"
     if full:
-        means = [us for us in result.stats.by_rank["avg"] if not math.isnan(us)]
-        text += f"{min(means):>{_FIELD}.2f}{max(means):>{_FIELD}.2f}{result.stats.calls:>12d}"
-    if compared:
-        ratio = "N/A" if table_row.ratio is None else f"{table_row.ratio:.2f}"
-        text += f"  {table_row.contender:<{_NAME}}{ratio:>9}"
-    return text
+        means = [us for us in result["us_by_rank"]["avg"] if not math.isnan(us)]
+        text += f"{min(means):>{_FIELD}.2f}{max(means):>{_FIELD}.2f}{result['iterations']:>12d}"
+    return text + (_comparison(row) if compared else "")

@@ -11,15 +11,19 @@ elements that are misplaced by any power of two are still detected.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from unicoll.arrays.types import DType
+from unicoll.bench.arrays import Unsupported
 from unicoll.bench.operations import REDUCED, SourceRange
+from unicoll.testing.reference import numpy_dtype
 
 Flat = npt.NDArray[Any]
 Numbers = npt.NDArray[np.float64]
@@ -32,71 +36,51 @@ FACTOR = 2
 _ROWS = 16
 _ROUNDING = {"bfloat16": 1 / 256, "int8": 1 / 254}
 """Largest error of a value's compression, relative to the largest value."""
-_BITS = {"bfloat16": (8, 7), "float8_e4m3fn": (4, 3), "float8_e5m2": (5, 2)}
-"""Widths of exponent and mantissa of the types that NumPy lacks."""
+_MANTISSA = {"bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
 _PRODUCT_RANKS = 6
 """Number of ranks whose factors of a product differ from 1; it keeps the product in range."""
 
 
-@lru_cache(maxsize=4)
-def _codes(name: str) -> tuple[Numbers, Flat, Numbers]:
-    """The value of every bit pattern of a type; the patterns of finite values sorted by value; those values."""
-    exponent_bits, mantissa_bits = _BITS[name]
-    codes = np.arange(1 << (1 + exponent_bits + mantissa_bits))
-    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
-    mantissa = codes & ((1 << mantissa_bits) - 1)
-    bias = (1 << (exponent_bits - 1)) - 1
-    fraction = mantissa / (1 << mantissa_bits)
-    magnitude = np.where(
-        exponent > 0, (1 + fraction) * 2.0 ** (exponent - bias), fraction * 2.0 ** (1 - bias)
-    )
-    values = np.where(codes >> (exponent_bits + mantissa_bits), -magnitude, magnitude)
-    top = exponent == (1 << exponent_bits) - 1
-    if name == "float8_e4m3fn":  # no infinity; one NaN of each sign
-        values[top & (mantissa == (1 << mantissa_bits) - 1)] = np.nan
-    else:
-        values[top] = np.where(mantissa[top] > 0, np.nan, np.copysign(np.inf, values[top]))
-    finite = np.flatnonzero(np.isfinite(values))
-    order = finite[np.argsort(values[finite], kind="stable")]
-    return values, order, values[order]
+def _package(dtype: DType) -> tuple[Any, Any]:
+    """torch and its type for one that NumPy lacks; None and that of ml_dtypes if torch is not imported.
+
+    ml_dtypes is not imported into programs with torch, since unicoll converts with the packages that are imported.
+    """
+    if "torch" not in sys.modules and find_spec("ml_dtypes") is not None:
+        return None, numpy_dtype(dtype.name)
+    if find_spec("torch") is None:
+        raise Unsupported(f"{dtype.name} needs ml_dtypes or torch")
+    torch = import_module("torch")
+    return torch, getattr(torch, dtype.name)
 
 
 def encoded(numbers: Numbers, dtype: DType) -> Flat:
-    """Numbers as elements (in ``dtype.storage``), rounded to the nearest."""
+    """Numbers as elements (in ``dtype.storage``), rounded to the nearest; Unsupported if no package has the type."""
     if dtype.native:
         return numbers.astype(dtype.storage)
-    _, order, finite = _codes(dtype.name)
-    above = np.clip(np.searchsorted(finite, numbers), 1, finite.size - 1)
-    nearer = np.where(numbers - finite[above - 1] < finite[above] - numbers, above - 1, above)
-    elements: Flat = order[nearer].astype(dtype.storage)
-    return elements
+    torch, kind = _package(dtype)
+    if torch is None:
+        return numbers.astype(kind).view(dtype.storage)
+    bits: Flat = torch.from_numpy(numbers).to(kind).view(getattr(torch, f"int{8 * dtype.itemsize}")).numpy()
+    return bits.view(dtype.storage)
 
 
 def decoded(elements: Flat, dtype: DType) -> Numbers:
     """Elements (in ``dtype.storage``) as numbers."""
     if dtype.native:
         return elements.astype(np.float64)
-    return _codes(dtype.name)[0][elements]
+    torch, kind = _package(dtype)
+    if torch is None:
+        return np.asarray(elements.view(kind), np.float64)
+    numbers: Numbers = torch.from_numpy(elements.view(f"i{dtype.itemsize}")).view(kind).double().numpy()
+    return numbers
 
 
 def _mantissa(dtype: DType) -> int:
     """Bits of precision, including the implicit one."""
     if dtype.kind != "f":
         return dtype.itemsize * 8 - (dtype.kind == "i")
-    if dtype.native:
-        return int(np.finfo(dtype.storage).nmant) + 1
-    return _BITS[dtype.name][1] + 1
-
-
-def _random_numbers(rank: int, iteration: int) -> npt.NDArray[np.uint64]:
-    """One period of pseudo-random numbers, independent between ranks and iterations (splitmix64)."""
-    z: npt.NDArray[np.uint64] = np.arange(PERIOD, dtype=np.uint64)
-    z += np.uint64((rank << 48) + (iteration << 32))
-    z *= np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    numbers: npt.NDArray[np.uint64] = z ^ (z >> np.uint64(31))
-    return numbers
+    return int(np.finfo(dtype.storage).nmant) + 1 if dtype.native else _MANTISSA[dtype.name]
 
 
 class Values:
@@ -129,22 +113,23 @@ class Values:
 
     def numbers(self, rank: int, iteration: int) -> Numbers:
         """One period of a rank's source data."""
-        random_numbers = _random_numbers(rank, iteration)
+        random = np.random.RandomState([rank, iteration])  # the same numbers in all versions of NumPy
         if self.redop == "prod":
             if rank >= _PRODUCT_RANKS:
                 return np.ones(PERIOD)
             lowest = -1 if self.dtype.kind == "f" else 0
-            return np.asarray(2.0 ** ((random_numbers % np.uint64(2 - lowest)).astype(np.float64) + lowest))
-        numbers: Numbers = (random_numbers % np.uint64(self._max_value + 1)).astype(np.float64)
+            return np.asarray(2.0 ** random.randint(lowest, 2, PERIOD))
+        numbers: Numbers = random.randint(0, self._max_value + 1, PERIOD).astype(np.float64)
         if self.redop in ("min", "max") and self.dtype.kind in "if":
             numbers -= self._max_value // 2
         return numbers
 
     def reduced(self, iteration: int, ranks: int | None = None) -> Numbers:
         """One period of the reduction of the source data of the first ``ranks`` ranks, or of all."""
+        fold = {"prod": np.multiply, "min": np.minimum, "max": np.maximum}.get(self.redop or "", np.add)
         result = self.numbers(0, iteration)
         for rank in range(1, self.ranks if ranks is None else ranks):
-            _FOLD[self.redop or "sum"](result, self.numbers(rank, iteration), out=result)
+            fold(result, self.numbers(rank, iteration), out=result)
         if self.redop == "mulsum":
             result *= FACTOR
         if self.redop == "avg":
@@ -190,14 +175,14 @@ class Values:
         return found
 
     def _compare(self, got: Flat, period: Flat) -> int:
+        is_float = self.dtype.kind == "f"
+        expected = np.tile(
+            decoded(period, self.dtype) if is_float else period, min(_ROWS, -(-got.size // PERIOD))
+        )
         found = 0
-        expected = decoded(period, self.dtype) if self.dtype.kind == "f" else period
         for start in range(0, got.size, PERIOD * _ROWS):
             chunk = got[start : start + PERIOD * _ROWS]
-            values: Flat = decoded(chunk, self.dtype) if self.dtype.kind == "f" else chunk
-            full = chunk.size // PERIOD * PERIOD
-            found += self._count(values[:full].reshape(-1, PERIOD), expected)
-            found += self._count(values[full:], expected[: chunk.size - full])
+            found += self._count(decoded(chunk, self.dtype) if is_float else chunk, expected[: chunk.size])
         return found
 
     def _count(self, got: Flat, expected: Flat) -> int:
@@ -205,13 +190,3 @@ class Values:
             return int(np.count_nonzero(got != expected))
         limit = self.tolerance * np.abs(expected) + self.error
         return int(np.count_nonzero(~(np.abs(got - expected) <= limit)))
-
-
-_FOLD: dict[str, np.ufunc] = {
-    "sum": np.add,
-    "avg": np.add,
-    "mulsum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-}
