@@ -32,7 +32,6 @@ from unicoll.bench.measure import over_ranks
 from unicoll.bench.mpi import Mpi4py
 from unicoll.bench.operations import IN, OPERATIONS, OUT, REDUCED, CallRank, SourceRange, find_operation
 from unicoll.bench.report import _environment, write
-from unicoll.bench.session import Progress
 from unicoll.bench.values import PERIOD, REDOPS, Values, decoded, encoded
 from unicoll.group import registry
 
@@ -712,17 +711,6 @@ def test_json_is_written_into_a_device_or_through_a_link(tmp_path: Path) -> None
         write({"a": 1}, str(tmp_path / "pipe"))
         assert json.load(reader) == {"a": 1}
     assert (tmp_path / "pipe").is_fifo()
-
-
-def test_progress_is_written_only_if_enabled(capsys: pytest.CaptureFixture[str]) -> None:
-    for enabled in (False, True):
-        progress = Progress(enabled)
-        progress.label = "all_reduce 8 bytes"
-        progress.show("gloo, turn 1 of 5")
-        progress.clear()
-        progress.clear()
-        expected = "\r\x1b[Kall_reduce 8 bytes: gloo, turn 1 of 5\r\x1b[K" if enabled else ""
-        assert capsys.readouterr().err == expected
 
 
 def drawable() -> dict[str, Any]:

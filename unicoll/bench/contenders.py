@@ -55,9 +55,7 @@ def label(name: str) -> str:
     return f"unicoll ({backend})" if backend else "unicoll"
 
 
-def open_contenders(
-    options: BenchOptions, show: Callable[[str], None]
-) -> tuple[list[Contender], dict[str, str]]:
+def open_contenders(options: BenchOptions) -> tuple[list[Contender], dict[str, str]]:
     """Open contenders on all ranks; returns them, and for the others the reason why they cannot be measured."""
     rank, size = dist.get_rank(), dist.get_world_size()
     launched = launchers.detect()
@@ -70,7 +68,6 @@ def open_contenders(
     opened: list[Contender] = []
     skipped: dict[str, str] = {}
     for name in options.contenders:
-        show(label(name))
         contender = TABLE[name].make(name) if name in TABLE else Unicoll(name)
         problem = agree(contender.reason())
         if problem is None:

@@ -15,15 +15,12 @@ from pathlib import Path
 
 from unicoll.bench.args import BenchOptions
 from unicoll.bench.contenders import TABLE
-from unicoll.bench.session import PROGRESS, progress_is_wanted
 from unicoll.run.workers import checkout_path
 
 
 def launch(options: BenchOptions) -> int:
     """Start the ranks with the same arguments and return their exit status; mpirun replaces this process (exec)."""
     ranks = options.ranks or max(2, options.op.min_ranks)
-    if progress_is_wanted():
-        os.environ[PROGRESS] = "1"
     wants_mpi = any(name in TABLE and TABLE[name].mpi for name in options.contenders)
     program = mpirun() if wants_mpi and find_spec("mpi4py") is not None else None
     if program is not None:

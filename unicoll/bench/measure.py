@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,15 +21,12 @@ import numpy.typing as npt
 
 import unicoll as dist
 from unicoll.bench.arrays import BenchArrays
-from unicoll.bench.contenders import label
 from unicoll.bench.contract import BenchCase, Call, Contender, agreed
 from unicoll.bench.operations import IN, SourceRange
 from unicoll.bench.values import Values
 
 if TYPE_CHECKING:
     from unicoll.bench.args import BenchOptions
-
-Show = Callable[[str], None]
 
 Stats = dict[str, Any]
 """Statistics of a series, as in the JSON: ``us``, combined over the ranks by ``-a``, ``us_by_rank`` with NaN for a rank
@@ -184,15 +181,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def measure(series_list: Sequence[Series], size: int, options: BenchOptions, show: Show) -> list[Stats]:
+def measure(series_list: Sequence[Series], size: int, options: BenchOptions) -> list[Stats]:
     """Time all series of one size in bytes, in alternation; called on all ranks with the same order of series."""
     sync = dist.barrier if options.blocking or size >= SYNC_FROM else None
     with _no_collection():
-        _plan(series_list, options, sync, show)
+        _plan(series_list, options, sync)
         for turn in range(options.turns):
             for i in range(len(series_list)):
                 series = series_list[(i + turn) % len(series_list)]
-                show(f"{label(series.contender.name)}, turn {turn + 1} of {options.turns}")
                 times = _batch(series, turn, options)
                 dist.barrier()
                 series.samples += series.timed(times, series.aggregate, sync, options)
@@ -209,12 +205,11 @@ def _batch(series: Series, turn: int, options: BenchOptions) -> int:
     return total // options.turns + (turn < total % options.turns)
 
 
-def _plan(series_list: Sequence[Series], options: BenchOptions, sync: Call | None, show: Show) -> None:
+def _plan(series_list: Sequence[Series], options: BenchOptions, sync: Call | None) -> None:
     """Warm up every series and compute how many calls fit its budget; the result is equal on all ranks."""
     seconds = np.zeros(len(series_list))
     by_host = replace(options, events=False)
     for i, series in enumerate(series_list):
-        show(f"{label(series.contender.name)}, warm-up")
         dist.barrier()
         series.timed(options.warmup, 1, sync, by_host)
         dist.barrier()
@@ -233,7 +228,9 @@ def _statistics(series_list: Sequence[Series], average: int) -> list[Stats]:
     mine = np.full((len(series_list), len(STATISTICS)), np.nan)
     for row, series in zip(mine, series_list, strict=True):
         if series.samples and series.case.op.takes_part(series.case.rank):
-            us = np.array(series.samples) * 1e6
+            us = np.array(series.samples) * (
+                1e6 if series.case.op.name != "latency" else 0.5e6
+            )  # round trips
             row[:] = np.median(us), us.mean(), us.min(), np.percentile(us, 99), us.max()
     gathered = np.empty((dist.get_world_size(), *mine.shape))
     dist.all_gather_into_tensor(gathered, mine)
@@ -241,9 +238,6 @@ def _statistics(series_list: Sequence[Series], average: int) -> list[Stats]:
     for i, series in enumerate(series_list):
         by_rank = dict(zip(STATISTICS, gathered[:, i].T.tolist(), strict=True))
         combined = {name: over_ranks(gathered[:, i, k], average) for k, name in enumerate(STATISTICS)}
-        if series.case.op.name == "latency":  # the sample is a round trip
-            by_rank = {name: [us / 2 for us in all_us] for name, all_us in by_rank.items()}
-            combined = {name: us / 2 for name, us in combined.items()}
         calls = len(series.samples) * series.aggregate
         stats.append({"iterations": calls, "us": combined, "us_by_rank": by_rank})
     return stats

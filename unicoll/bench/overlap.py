@@ -17,7 +17,7 @@ import numpy as np
 import unicoll as dist
 from unicoll.bench.contenders import label
 from unicoll.bench.contract import Call, agreed
-from unicoll.bench.measure import Series, attempt, check, measure, timed
+from unicoll.bench.measure import Series, check, measure, timed
 
 if TYPE_CHECKING:
     from unicoll.bench.session import Session
@@ -93,28 +93,23 @@ def sweep(session: Session) -> bool:
     )
     measured = False
     for size, dtype, type_name, redop, root in session.cases():
-        session.progress.label = f"{options.op.name} {type_name} {size} bytes"
         every: list[Series] = []
-        for contender in session.contenders:
-            placements = session.placements(contender)
-            case = session.case(size, dtype, redop, root, placements[0]) if placements else None
-            if case is None:
-                continue
-            session.progress.show(label(contender.name))
-            series, problem = attempt(contender, case, options)
-            if series is not None:
-                compute = Computation()
-                variants, problem = agreed(partial(_variants, series, compute), contender.refusals)
-                if variants is not None:
-                    compute.calibrate(series.run_once)
-                    every += variants
-            if problem is not None:
-                session.print_once(f"{label(contender.name)}, asynchronous, {dtype.name}, {redop}: {problem}")
-        stats = measure(every, size, options, session.progress.show)
+        for series in session.series(size, dtype, redop, root, places=1):
+            compute = Computation()
+            variants, problem = agreed(partial(_variants, series, compute), series.contender.refusals)
+            if variants is not None:
+                compute.calibrate(series.run_once)
+                every += variants
+            else:
+                name = label(series.contender.name)
+                session.print_once(f"{name}, asynchronous, {dtype.name}, {redop}: {problem}")
+        if not every:
+            continue
+        measured = True
+        stats = measure(every, size, options)
         for i in range(0, len(every), len(_COLUMNS)):
             us = [each["us"]["p50"] for each in stats[i : i + len(_COLUMNS)]]
             _print(session, every[i + len(_COLUMNS) - 1], type_name, us)
-        measured |= bool(every)
     return measured
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +14,11 @@ from unicoll.arrays.types import BY_NAME, DType
 from unicoll.bench import report, table
 from unicoll.bench.args import TYPES, BenchOptions
 from unicoll.bench.contenders import label, open_contenders
-from unicoll.bench.contract import BenchCase, Contender
+from unicoll.bench.contract import BenchCase
 from unicoll.bench.measure import Series, Stats, attempt, check, measure
 from unicoll.bench.operations import IN, OUT
-from unicoll.net import environment
 from unicoll.net.formatting import print_text
 
-PROGRESS = "UNICOLL_BENCH_PROGRESS"
-"""Set by a launcher with a terminal: the standard error of its ranks may be a pipe to that terminal."""
-_PROGRESS_S = 0.1
 _PLACES = {"both": (OUT, IN), "out": (OUT,), "in": (IN,)}
 _OVER_RANKS = ("of rank 0", "average over {n} ranks", "minimum of {n} ranks", "maximum of {n} ranks")
 
@@ -36,10 +31,7 @@ def run(options: BenchOptions) -> int:
     dist.init_process_group("cpu:gloo", timeout=options.timeout)
     try:
         session = Session(options)
-        try:
-            status = session.run()
-        finally:
-            session.progress.clear()
+        status = session.run()
         for contender in reversed(session.contenders):
             contender.close()
         dist.destroy_process_group()
@@ -62,47 +54,14 @@ def _abort_mpi(reported: bool) -> None:
         mpi.COMM_WORLD.Abort(130 if reported else 1)
 
 
-def progress_is_wanted() -> bool:
-    """True if the standard error is a terminal, directly or through the launcher."""
-    return sys.stderr.isatty() or bool(environment.flag(PROGRESS))
-
-
-class Progress:
-    """The progress line on the terminal, which is overwritten in place; with ``enabled=False`` it writes nothing."""
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-        self._last = 0.0
-        self._dirty = False
-        self.label = ""
-
-    def show(self, text: str) -> None:
-        """Display a text; it is written at most ten times per second."""
-        now = time.monotonic()
-        if not self._enabled or now - self._last < _PROGRESS_S:
-            return
-        self._last = now
-        self._dirty = True
-        sys.stderr.write(f"\r\x1b[K{self.label}: {text}")
-        sys.stderr.flush()
-
-    def clear(self) -> None:
-        if self._dirty:
-            self._dirty = False
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
-
-
 class Session:
     def __init__(self, options: BenchOptions) -> None:
         self.options = options
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.progress = Progress(self.rank == 0 and progress_is_wanted())
         self.failed = 0
         self._printed: set[str] = set()
         self._bandwidths: dict[str, list[float]] = {}
-        self.progress.label = "opening"
-        self.contenders, self.skipped = open_contenders(options, self.progress.show)
+        self.contenders, self.skipped = open_contenders(options)
 
     @property
     def compared(self) -> bool:
@@ -111,7 +70,6 @@ class Session:
 
     def print_line(self, text: str) -> None:
         if self.rank == 0:
-            self.progress.clear()
             print_text(text)
 
     def print_once(self, text: str) -> None:
@@ -260,7 +218,7 @@ class Session:
         for type_name, redop, root, size in itertools.product(options.types, redops, roots, options.sizes):
             yield size, BY_NAME[TYPES[type_name]], type_name, redop, root
 
-    def case(self, size: int, dtype: DType, redop: str, root: int, placement: str) -> BenchCase | None:
+    def _case(self, size: int, dtype: DType, redop: str, root: int, placement: str) -> BenchCase | None:
         """The case of a row and a placement; None if a rank would have less than one element."""
         op = self.options.op
         if self.options.osu and op.osu_share:
@@ -280,13 +238,12 @@ class Session:
         return measured
 
     def _measure_row(self, size: int, dtype: DType, type_name: str, redop: str, root: int) -> bool:
-        self.progress.label = f"{self.options.op.name} {type_name} {size} bytes"
-        series_list = list(self._make_series(size, dtype, redop, root))
+        series_list = list(self.series(size, dtype, redop, root))
         if not series_list:
             return False
         counts = series_list[0].case.counts
         actual = max(counts.send, counts.recv) * dtype.itemsize
-        stats = measure(series_list, actual, self.options, self.progress.show)
+        stats = measure(series_list, actual, self.options)
         rows: dict[str, dict[str, Any]] = {}
         for series, stat in zip(series_list, stats, strict=True):
             name = series.contender.name
@@ -309,36 +266,33 @@ class Session:
             self.data["results"].append(row)
         return True
 
-    def placements(self, contender: Contender) -> list[str]:
-        """The placements of ``--place`` that a contender supports; if there are none, a line says so."""
-        options = self.options
-        placements = [p for p in contender.placements(options.op) if p in _PLACES[options.placements]]
-        if not placements:
-            text = "in place" if options.placements == "in" else "out of place"
-            self.print_once(f"{label(contender.name)} does not support {options.op.name} {text}")
-        return placements
+    def series(self, size: int, dtype: DType, redop: str, root: int, places: int = 2) -> Iterator[Series]:
+        """The series of a row, of the first ``places`` placements of ``--place`` that each contender supports.
 
-    def _make_series(self, size: int, dtype: DType, redop: str, root: int) -> Iterator[Series]:
+        Lines say what is missing: no such placement, or the reason of a contender that does not support the case.
+        """
         options = self.options
         for contender in self.contenders:
-            for placement in self.placements(contender):
-                case = self.case(size, dtype, redop, root, placement)
+            name = label(contender.name)
+            placements = [p for p in contender.placements(options.op) if p in _PLACES[options.placements]]
+            if not placements:
+                text = "in place" if options.placements == "in" else "out of place"
+                self.print_once(f"{name} does not support {options.op.name} {text}")
+            for placement in placements[:places]:
+                case = self._case(size, dtype, redop, root, placement)
                 if case is None:
                     continue
-                self.progress.show(label(contender.name))
                 series, problem = attempt(contender, case, options)
                 if series is not None:
                     yield series
                 else:
-                    self.print_once(
-                        f"{label(contender.name)}, {placement.replace('_', ' ')}, {dtype.name}, {redop}: {problem}"
-                    )
+                    place = placement.replace("_", " ")
+                    self.print_once(f"{name}, {place}, {dtype.name}, {redop}: {problem}")
 
     def _result(self, series: Series, stat: Stats, size: int) -> dict[str, Any]:
         """The in-place or the out-of-place part of a row; ``calls`` has the untimed ones of a rank, too."""
         wrong = None
         if self.options.checks and series.contender.checked:
-            self.progress.show(f"{label(series.contender.name)}, checking")
             wrong, failed = check(series, self.options.checks)
             self.failed += failed
         us = stat["us"][self.options.statistic]

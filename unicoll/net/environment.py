@@ -22,7 +22,6 @@ _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 FLAGS: dict[str, bool | None] = {
     "UNICOLL_ALLOW_PICKLE": True,
-    "UNICOLL_BENCH_PROGRESS": False,
     "UNICOLL_DETERMINISTIC": False,
     "UNICOLL_MPI_ABORT": True,
     "UNICOLL_MPI_CUDA": None,
