@@ -26,43 +26,38 @@ def case(name: str, rank: int, size: int, root: int = 0, nbytes: int = 12 * KB) 
     return BenchCase(op, op.placements[0], dtype, "sum", root, op.divide(nbytes // 4, size), rank, size)
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [
-        ("all_reduce", [12, 12, 12]),
-        ("broadcast", [12, 0, 12]),
-        ("reduce", [0, 12, 0]),
-        ("all_gather", [12, 12, 12]),
-        ("reduce_scatter", [4, 4, 4]),
-        ("gather", [0, 12, 0]),
-        ("scatter", [4, 4, 4]),
-        ("sendrecv", [12, 12, 12]),
-        ("latency", [12, 12, 0]),
-        ("barrier", [0, 0, 0]),
-        ("exscan", [12, 12, 12]),
-    ],
-)
-def test_bytes_that_each_rank_writes(name: str, written: list[int]) -> None:
-    assert [bytes_written(case(name, rank, 3, root=1)) for rank in range(3)] == [n * KB for n in written]
+WRITTEN = {
+    "all_reduce": [12, 12, 12],
+    "broadcast": [12, 0, 12],
+    "reduce": [0, 12, 0],
+    "all_gather": [12, 12, 12],
+    "reduce_scatter": [4, 4, 4],
+    "gather": [0, 12, 0],
+    "scatter": [4, 4, 4],
+    "sendrecv": [12, 12, 12],
+    "latency": [12, 12, 0],
+    "barrier": [0, 0, 0],
+    "exscan": [12, 12, 12],
+}
+SENT_TO_NEXT = {
+    "all_reduce": [16, 16, 16],
+    "all_gather": [8, 8, 8],
+    "sendrecv": [12, 12, 12],
+    "broadcast": [0, 12, 12],  # from rank 1 by rank 2 to rank 0
+    "reduce": [12, 0, 12],
+    "scatter": [0, 8, 4],
+    "gather": [8, 0, 4],
+    "scan": [12, 12, 0],
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "sent"),
-    [
-        ("all_reduce", [16, 16, 16]),
-        ("all_gather", [8, 8, 8]),
-        ("sendrecv", [12, 12, 12]),
-        ("broadcast", [0, 12, 12]),  # from rank 1 by rank 2 to rank 0
-        ("reduce", [12, 0, 12]),
-        ("scatter", [0, 8, 4]),
-        ("gather", [8, 0, 4]),
-        ("scan", [12, 12, 0]),
-    ],
-)
-def test_bytes_on_the_links_of_three_ranks(name: str, sent: list[int]) -> None:
-    links = [bytes_on_links(case(name, rank, 3, root=1)) for rank in range(3)]
-    assert [out for out, _ in links] == [n * KB for n in sent]
-    assert [into for _, into in links] == [links[rank - 1][0] for rank in range(3)]
+def test_bytes_of_three_ranks() -> None:
+    for name, written in WRITTEN.items():
+        assert [bytes_written(case(name, r, 3, root=1)) for r in range(3)] == [n * KB for n in written], name
+    for name, sent in SENT_TO_NEXT.items():
+        links = [bytes_on_links(case(name, rank, 3, root=1)) for rank in range(3)]
+        assert [out for out, _ in links] == [n * KB for n in sent], name
+        assert [into for _, into in links] == [links[rank - 1][0] for rank in range(3)], name
 
 
 def test_bytes_on_the_links_of_two_ranks() -> None:
@@ -80,8 +75,8 @@ def test_bytes_on_the_links_of_two_ranks() -> None:
 )
 def test_the_floor_beside_gloo(name: str, transport: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    flags = ("--backend", "gloo", "--peer", "floor", "--sizes", "8,128K", *QUICK, "--json", str(out))
-    done = bench(name, *flags, UNICOLL_TRANSPORT=transport)
+    command = f"{name} --backend gloo --peer floor --sizes 8,128K {QUICK} --json {out}"
+    done = bench(command, UNICOLL_TRANSPORT=transport)
     assert done.returncode == 0, done.stderr
     wrong = -3  # the column before contender and ratio
     assert [line[-2] for line in rows(done.stdout)] == ["unicoll", "floor"] * 2
@@ -135,19 +130,16 @@ SENT = {
 @pytest.mark.parametrize("name", SENT)
 def test_the_calls_reported_are_those_that_the_counters_have(name: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    flags = ("--sizes", "64,4K", *QUICK, "-w", "3", "-m", "2", "-c", "2", "--json", str(out))
-    done = bench(name, *flags, UNICOLL_METRICS_FILE=str(tmp_path / "m.{rank}.prom"))
+    command = f"{name} --sizes 64,4K {QUICK} -w 3 -m 2 -c 2 --json {out}"
+    done = bench(command, UNICOLL_METRICS_FILE=str(tmp_path / "m.{rank}.prom"))
     assert done.returncode == 0, done.stderr
     results = json.loads(out.read_text())["results"]
-    made = [
-        (result["size"], result[placement]["calls"])
-        for result in results
-        for placement in OPERATIONS[name].placements
-    ]
+    made = []
+    for row in results:
+        for part in (row[placement] for placement in OPERATIONS[name].placements):
+            assert part["calls"] == part["iterations"] + 1 + 3 + 3 + 2
+            made.append((row["size"], part["calls"]))
     assert len(made) == 2 * len(OPERATIONS[name].placements)
-    for result in results:
-        for placement in OPERATIONS[name].placements:
-            assert result[placement]["calls"] == result[placement]["iterations"] + 1 + 3 + 3 + 2
     for rank in range(2):
         text = (tmp_path / f"m.{rank}.prom").read_text()
         sizes = {
