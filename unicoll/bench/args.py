@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import Any
 
 from unicoll.arrays.types import COMPRESSED, COMPRESSIONS
 from unicoll.bench.contenders import TABLE
@@ -199,17 +200,10 @@ def _add_timing_flags(parser: OneLineParser) -> None:
     flag("-a", "--average", type=int, choices=(0, 1, 2, 3), default=1, help=average)
     statistic = "statistic over the calls of a rank (default p50; with --osu avg)"
     flag("--statistic", choices=("p50", "avg", "min"), help=statistic)
-    flag("-z", "--blocking", type=_switch, default=False, metavar="{0,1}", help="1: barrier before each call")
+    switch: dict[str, Any] = {"type": _switch, "default": False, "metavar": "{0,1}"}
+    flag("-z", "--blocking", help="1: barrier before each call", **switch)
     cpu_time = "1: on CUDA, time until a call returns"
-    flag(
-        "-C",
-        "--report_cputime",
-        dest="host_time",
-        type=_switch,
-        default=False,
-        metavar="{0,1}",
-        help=cpu_time,
-    )
+    flag("-C", "--report_cputime", dest="host_time", help=cpu_time, **switch)
     flag("--events", action="store_true", help="on CUDA, time between events on the device")
     timeout = "timeout of an operation, in seconds (default 300)"
     flag("-T", "--timeout", type=_timeout, default=_TIMEOUT_S, metavar="S", help=timeout)
