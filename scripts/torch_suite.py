@@ -189,7 +189,8 @@ class _Stub:
         self._size = size
         self._folder = folder
         self._path = str(Path(folder, "stub"))
-        from unicoll.bench.launch import mpirun, mpirun_variables
+        from unicoll.bench.launch import mpirun_variables
+        from unicoll.run.workers import mpirun
 
         self._mpirun = mpirun() or "mpirun"
         self._variables = mpirun_variables(size) | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}

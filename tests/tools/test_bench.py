@@ -34,6 +34,7 @@ from unicoll.bench.operations import IN, OPERATIONS, OUT, REDUCED, CallRank, Sou
 from unicoll.bench.report import _environment, write
 from unicoll.bench.values import PERIOD, REDOPS, Values, decoded, encoded
 from unicoll.group import registry
+from unicoll.run.workers import mpirun
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 QUICK = "--budget 0.01 --turns 2"
@@ -653,7 +654,7 @@ def test_point_to_point_under_our_launcher(name: str) -> None:
 )
 def test_comparison(peer: str, version: str, tmp_path: Path) -> None:
     pytest.importorskip("torch" if version == "torch" else "mpi4py")
-    if version == "mpi" and launch.mpirun() is None:
+    if version == "mpi" and mpirun() is None:
         pytest.skip("there is no mpirun")
     out = tmp_path / "out.json"
     done = bench(f"all_reduce --backend gloo --peer {peer} --sizes 8,4K {QUICK} --json {out}")

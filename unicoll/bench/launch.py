@@ -7,15 +7,13 @@ status.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 
 from unicoll.bench.args import BenchOptions
 from unicoll.bench.contenders import TABLE
-from unicoll.run.workers import checkout_path
+from unicoll.run.workers import checkout_path, mpirun, mpirun_path
 
 
 def launch(options: BenchOptions) -> int:
@@ -30,19 +28,6 @@ def launch(options: BenchOptions) -> int:
     from unicoll.run import main
 
     return main(["--nproc-per-node", str(ranks), "--no-prefix", "-m", "unicoll.bench", *options.argv])
-
-
-def mpirun() -> str | None:
-    """Path of mpirun: the one next to the interpreter, which belongs to its mpi4py, else the one on PATH."""
-    adjacent = Path(sys.executable).with_name("mpirun")
-    return (
-        str(adjacent) if os.access(adjacent, os.X_OK) else shutil.which("mpirun") or shutil.which("mpiexec")
-    )
-
-
-def mpirun_path(program: str) -> dict[str, str]:
-    """PATH with mpirun's folder in front: Intel MPI's mpirun finds its other programs there."""
-    return {"PATH": os.pathsep.join([str(Path(program).parent), os.environ.get("PATH", os.defpath)])}
 
 
 def mpirun_command(program: str, ranks: int, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
