@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,31 +18,23 @@ from typing import Any
 
 import pytest
 
-from tests.gpu import gpu_hanging_jobs as jobs
-from tests.gpu.check import copies, costs, faults, machine, process, rank_jobs, streaming, training
-from tests.gpu.check.place import GPU, Ranks, Simulation
-from tests.gpu.check.probe import Found, probe
-from tests.gpu.check.process import Runner
+from tests.gpu import gpu_jobs as jobs
+from tests.gpu.check import copies, faults, machine, programs, rank_jobs, stages, training
+from tests.gpu.check.place import Place, Ranks
 from tests.gpu.check.record import Reporter, headline
-from tests.gpu.gpu_reports import reported
+from tests.gpu.check.stages import Runner
 from unicoll.testing.ranks import ROOT, ProcessJob, environment
+
+SIMULATED = Place(("simulated",), True, 60.0, devices=2)
 
 # --- a run that gets a signal -----------------------------------------------------------------------------------------
 
 
 def _ended(folder: Path, number: int) -> tuple[int, str, dict[str, Any], set[int]]:
     """A run that gets a signal during a stage: its exit code, output, JSON file, and surviving processes."""
+    options = ["--simulate", "--patience", "60", "--stages", "one-rank,streams"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tests.gpu.check",
-            "--simulate",
-            "--patience",
-            "60",
-            "--stages",
-            "one-rank,streams",
-        ],
+        [sys.executable, "-m", "tests.gpu.check", *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -88,18 +81,13 @@ def _still(pids: set[int]) -> set[int]:
     return left
 
 
-def _passed(printed: str) -> list[str]:
-    return [
-        line.split("ok", 1)[1].rpartition("(")[0].strip() for line in printed.splitlines() if "  ok  " in line
-    ]
-
-
 def test_what_a_killed_run_has_shown_is_in_its_json(tmp_path: Path) -> None:
     code, printed, data, left = _ended(tmp_path, signal.SIGKILL)
     assert code == -signal.SIGKILL
     told = [check["name"] for stage in data["stages"].values() for check in stage["checks"]]
-    assert len(_passed(printed)) >= 10
-    assert [name for name in _passed(printed) if name not in told] == []
+    passed = [line.partition("  ok ")[2] for line in printed.splitlines() if "  ok  " in line]
+    assert len(passed) >= 10
+    assert [name for line in passed if (name := line.rpartition("(")[0].strip()) not in told] == []
     assert data["stages"]["machine"]["figures"]["device"]["nccl"]
     assert data["stages"]["streams"]["state"] == "running"
     assert data["verdict"] == "incomplete"
@@ -123,107 +111,54 @@ def test_a_run_that_is_terminated_sums_up(tmp_path: Path) -> None:
 
 @pytest.fixture
 def runner() -> Iterator[Runner]:
-    made = Runner(["--simulate"])
+    made = Runner()
     yield made
     made.close()
-
-
-def _order(stage: str, **more: Any) -> dict[str, Any]:
-    defaults = {"stage": stage, "seconds": 60.0, "kits": ["simulated"], "sharing": "auto", "devices": 0}
-    return defaults | more
 
 
 def test_after_a_stage_that_is_cut_off_comes_the_next(
     runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[dict[str, Any]] = []
+    # the limit is reached once the stage is stopped
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + (1000.0 if lines else 0.0))
-    monkeypatch.setattr(process, "time", clock)  # the limit is reached once the stage is stopped
+    monkeypatch.setattr(stages, "time", clock)
 
     def stop_it(line: dict[str, Any]) -> None:
         lines.append(line)
-        assert runner._process is not None
-        runner._process.send_signal(signal.SIGSTOP)
+        assert runner._job is not None
+        runner._job.signal(0, signal.SIGSTOP)
 
-    assert runner.do(_order("faults"), 120.0, stop_it)[0] == "cut off"
+    assert runner.do("faults", 60.0, SIMULATED, 120.0, stop_it)[0] == "cut off"
     assert lines[0] == {"doing": "a killed rank is named"}
-    assert runner.do(_order("one-rank"), 120.0, lines.append) == ("done", "")
+    assert runner.do("one-rank", 60.0, SIMULATED, 120.0, lines.append) == ("done", "")
     assert lines[-1]["outcome"] == "passed"
 
 
-def test_a_stage_that_crashes_tells_why() -> None:
-    made = Runner([])
-    state, words = made.do(_order("pair", kits=["nonsense"]), 60.0, lambda line: None)
+def test_a_stage_that_crashes_tells_why(runner: Runner) -> None:
+    state, words = runner.do("nonsense", 60.0, SIMULATED, 60.0, lambda line: None)
     assert state == "crashed"
-    assert "nonsense" in words
-    assert made.do(_order("nonsense"), 60.0, lambda line: None)[0] == "crashed"
-    made.close()
+    assert "KeyError: 'nonsense'" in words
 
 
-def test_the_probe_is_part_of_the_first_stage() -> None:
-    made = Runner([])
-    figures: dict[str, Any] = {}
-    state, _ = made.do(
-        _order("machine", kits=[]), 60.0, lambda line: figures.update({line.get("figure", ""): line})
-    )
-    made.close()
-    assert state == "done"
+def test_the_probe_is_part_of_the_first_stage(runner: Runner) -> None:
+    lines: list[dict[str, Any]] = []
+    assert runner.do("machine", 60.0, Place(), 60.0, lines.append)[0] == "done"
+    figures = {line["figure"]: line["value"] for line in lines if "figure" in line}
     if "device" in figures:
         pytest.skip("there is a GPU here")
-    assert set(figures["without"]["value"]) == {"cupy", "torch"}
-    assert figures["reason"]["value"]
+    assert set(figures["without"]) == {"cupy", "torch"}
+    assert figures["reason"]
 
 
 def test_a_library_that_does_not_answer_is_done_without() -> None:
-    found = probe(3.0, "tests.gpu.gpu_hanging_jobs")
-    assert found.kits == ("cupy",)
-    assert found.without == {"torch": "did not answer in 3 s"}
-    assert found.reason is None
+    assert machine.probe(5.0, jobs.first_library_hangs) == {"torch": "did not answer in 5 s"}
 
 
-class Pretended(GPU):
-    """The simulated device in the place of a GPU."""
-
-    def __init__(self, kits: Sequence[str], patience: float = 10.0, sharing: str = "auto") -> None:
-        super().__init__([], 60.0, sharing)
-        self.kits = ("simulated",)
-
-    def job(self, size: int, backend: str, *args: Any) -> ProcessJob:
-        return Simulation().job(size, backend)
-
-
-def test_on_a_gpu_later_stages_have_the_libraries_and_the_sharing_that_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(machine, "GPU", Pretended)
-    monkeypatch.setattr(
-        machine, "probe", lambda seconds: Found(None, ("simulated",), {"torch": "is not installed"})
-    )
-    for stage, figures in (
-        (machine.look, {"kits": ["simulated"], "without": {"torch": "is not installed"}}),
-        (machine.pair, {"sharing": "native"}),
-    ):
-        found = reported(60.0, partial(stage, place=Pretended([])))
-        assert {outcome for outcome, _ in _outcomes(found)} == {"passed"}, found
-        told = {line["figure"]: line["value"] for line in found if "figure" in line}
-        assert figures == {name: told[name] for name in figures}
-
-
-# --- ranks that hang ------------------------------------------------------------------------------------------------
-
-
-class Apart(Simulation):
-    """The simulation, with ranks that are not forks of the test's process."""
-
-    def job(
-        self,
-        size: int,
-        backend: str,
-        kits: Sequence[str] | None = None,
-        env: dict[str, str] | None = None,
-        fresh: bool = True,
-    ) -> ProcessJob:
-        return super().job(size, backend, kits, env, True)
+def _reported(stage: Any) -> list[dict[str, Any]]:
+    lines: list[dict[str, Any]] = []
+    stage(Reporter(lines.append, 60.0))
+    return lines
 
 
 def _outcomes(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -232,16 +167,36 @@ def _outcomes(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(line["outcome"], re.sub(r"rank \d", "rank N", headline(line["detail"]))) for line in checks]
 
 
+def test_on_a_gpu_later_stages_have_the_libraries_and_the_sharing_that_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Place.job
+    monkeypatch.setattr(Place, "job", lambda self, *args: job(replace(self, simulated=True), *args))
+    monkeypatch.setattr(machine, "LIBRARIES", ("torch", "simulated"))
+    monkeypatch.setattr(machine, "probe", lambda seconds: {"torch": "is not installed"})
+    for stage, figures in (
+        (machine.look, {"kits": ["simulated"], "without": {"torch": "is not installed"}}),
+        (machine.pair, {"sharing": "native"}),
+    ):
+        found = _reported(partial(stage, place=replace(SIMULATED, simulated=False)))
+        assert {outcome for outcome, _ in _outcomes(found)} == {"passed"}, found
+        told = {line["figure"]: line["value"] for line in found if "figure" in line}
+        assert figures == {name: told[name] for name in figures}
+
+
+# --- ranks that hang ------------------------------------------------------------------------------------------------
+
+
 def test_a_program_that_hangs_costs_itself_alone() -> None:
     def tell(reporter: Reporter) -> None:
-        ranks = Ranks(Apart(patience=3.0), 2, ["simulated"], [(rank_jobs.warm_up, "simulated")])
+        warm = [(rank_jobs.warm_up, "simulated")]
+        ranks = Ranks(replace(SIMULATED, patience=3.0), 2, first=warm)
         for program in (jobs.is_wrong, jobs.hangs, jobs.dies):
-            streaming.work_through(reporter, ranks, "simulated", jobs.goes_well)
-            streaming.work_through(reporter, ranks, "simulated", program)
-        streaming.work_through(reporter, ranks, "simulated", jobs.goes_well)
+            programs.run_programs(reporter, ranks, "simulated", [jobs.goes_well, program])
+        programs.run_programs(reporter, ranks, "simulated", [jobs.goes_well])
         reporter.check("the ranks leave", ranks.close)
 
-    found = reported(60.0, tell)
+    found = _reported(tell)
     assert _outcomes(found) == [
         ("passed", ""),
         ("failed", "RanksFailed: rank N: AssertionError: nonsense"),
@@ -259,48 +214,14 @@ def test_a_program_that_hangs_costs_itself_alone() -> None:
 
 def test_ranks_that_cannot_start_are_not_started_again() -> None:
     def tell(reporter: Reporter) -> None:
-        ranks = Ranks(Apart(patience=1.0), 1, ["simulated"], [(jobs.hangs, None)])
-        for _ in range(2):
-            streaming.work_through(reporter, ranks, "simulated", jobs.goes_well)
+        ranks = Ranks(replace(SIMULATED, patience=1.0), 1, first=[(jobs.hangs, None)])
+        programs.run_programs(reporter, ranks, "simulated", [jobs.goes_well] * 2)
         assert not ranks.running
 
-    assert _outcomes(reported(60.0, tell)) == [
+    assert _outcomes(_reported(tell)) == [
         ("failed", "RanksFailed: ranks [0] did not end in 1 s"),
         ("skipped", "ranks could not be started: RanksFailed: ranks [0] did not end in 1 s"),
     ]
-
-
-def test_a_line_of_costs_that_hangs_costs_itself_alone() -> None:
-    told: list[Any] = []
-
-    def tell(reporter: Reporter) -> None:
-        costs._lines(
-            reporter,
-            Apart(patience=3.0),
-            1,
-            ["good", "bad", "better"],
-            jobs.line,
-            0.5,
-            lambda *line: told.append(line),
-        )
-
-    outcomes = [outcome for outcome, _ in _outcomes(reported(60.0, tell))]
-    assert outcomes == ["passed", "passed", "failed", "passed", "passed"]
-    assert told == [(what, {what: {"p50_us": 0.5}}) for what in ("good", "better")]
-
-
-def test_a_check_without_array_libraries_that_hangs_costs_itself_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    names = ("one", "two", "three", "four")
-    monkeypatch.setattr(machine.one_rank_checks, "CHECKS", [SimpleNamespace(__name__=name) for name in names])
-    monkeypatch.setattr(
-        machine, "_ONE_RANK", (sys.executable, str(ROOT / "tests" / "gpu" / "gpu_hanging_jobs.py"))
-    )
-    place = GPU([], patience=2.0)
-    found = reported(60.0, lambda reporter: machine.one_rank(reporter, place))
-    checks = {line["check"]: line["outcome"] for line in found if "check" in line}
-    assert checks == {"one": "passed", "two": "failed", "three": "failed", "four": "passed"}
 
 
 @pytest.mark.every(2)
@@ -309,12 +230,7 @@ def test_a_check_without_array_libraries_that_hangs_costs_itself_alone(
     [
         (copies.measure, copies, "pinned copies", "pinned copies, bytes/s"),
         (training.both, training, "simulated: two ranks train as one", "simulated"),
-        (
-            faults.deadline,
-            faults,
-            "a missing rank is named at the deadline",
-            "a missing rank is named at the deadline",
-        ),
+        (faults.deadline, faults, *["a missing rank is named at the deadline"] * 2),
     ],
 )
 def test_what_was_measured_is_told_before_the_ranks_leave(
@@ -327,7 +243,7 @@ def test_what_was_measured_is_told_before_the_ranks_leave(
 
     place_leave = module.leave
     monkeypatch.setattr(module, "leave", leave)
-    found = reported(60.0, lambda reporter: stage(reporter, Apart(patience=60.0)))
+    found = _reported(partial(stage, place=SIMULATED))
     outcomes = {line["check"]: headline(line["detail"]) for line in found if "check" in line}
     assert outcomes[check] == "RuntimeError: stays"
     assert any(line.get("figure") == figure for line in found)

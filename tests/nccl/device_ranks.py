@@ -86,7 +86,12 @@ class DeviceJob(ProcessJob):
         self, size: int, *, join: str = "file", env: dict[str, str] | None = None, **settings: Any
     ) -> None:
         super().__init__(
-            size, join=join, env=_ONE_GPU | (env or {}), quiet=False, prepare=(prepare, Settings(**settings))
+            size,
+            join=join,
+            env=_ONE_GPU | (env or {}),
+            quiet=False,
+            prepare=(prepare, Settings(**settings)),
+            fresh=True,
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -11,20 +10,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.check.process import ROOT, Runner, environment
-from tests.gpu.check.record import Document, Reporter, description_of, plain
-from tests.gpu.check.stages import STAGES, Stage
+from tests.gpu.check import results
+from tests.gpu.check.place import Place
+from tests.gpu.check.record import Document, plain
+from tests.gpu.check.stages import STAGES, Runner, Stage
 from tests.nccl.device_ranks import SHARING
+from unicoll.testing.ranks import ROOT
 
-__all__ = ["CUT", "FAILED", "NO_GPU", "PASSED", "main"]
+__all__ = ["CUT", "FAILED", "NO_GPU", "PASSED", "USAGE", "main"]
 
 PASSED, FAILED, USAGE, NO_GPU, CUT = 0, 1, 2, 3, 4
 """Exit codes: passed; a check failed; wrong arguments; no GPU; incomplete."""
 _LATE = 1.15
 _GRACE_S = 2.0
+_LEAST_S = 2.0
+"""Seconds that must be left for a stage to begin."""
 _CONCLUSION_S = 6.0
 """The part of the budget for the plot and the summary."""
 _DEFAULT_S = 480.0
@@ -32,11 +36,9 @@ _FIRST = "machine"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stages, or the process that executes them; the exit code."""
+    """Run the stages; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     given = _parser().parse_args(words)
-    if given.report is not None:
-        return _serve(given)
     unknown = [name for name in (*given.stages, *given.without) if name not in STAGES]
     if unknown:
         print(f"gpu_check: no stage {unknown[0]!r}; the stages are {', '.join(STAGES)}", file=sys.stderr)
@@ -50,60 +52,45 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Check unicoll on this machine's GPU, and measure the cost of calls.",
     )
-    names = ", ".join(STAGES)
-    parser.add_argument(
+    add = parser.add_argument
+
+    def names(text: str) -> list[str]:
+        return text.split(",")
+
+    every = ", ".join(STAGES)
+    add(
         "--stages",
-        type=lambda text: text.split(","),
+        type=names,
         default=list(STAGES),
         metavar="NAMES",
-        help=f"of {names}; {_FIRST} is always done",
+        help=f"of {every}; {_FIRST} is always done",
     )
-    parser.add_argument(
-        "--without", type=lambda text: text.split(","), default=[], metavar="NAMES", help="omit these"
+    add("--without", type=names, default=[], metavar="NAMES", help="omit these")
+    add(
+        "--budget",
+        type=float,
+        default=_DEFAULT_S,
+        metavar="SECONDS",
+        help=f"for everything ({_DEFAULT_S:g})",
     )
-    parser.add_argument(
-        "--budget", type=float, default=_DEFAULT_S, metavar="SECONDS", help=f"for everything ({_DEFAULT_S:g})"
-    )
-    parser.add_argument(
+    add(
         "--patience",
         type=float,
         default=10.0,
         metavar="SECONDS",
         help="time for each call, after which ranks count as hung (10)",
     )
-    parser.add_argument(
-        "--output", metavar="FILE", help="the JSON (benchmarks/gpu_check_<gpu>.json, or in $OUT)"
-    )
-    parser.add_argument(
+    add("--output", metavar="FILE", help="the JSON (benchmarks/gpu_check_<gpu>.json, or in $OUT)")
+    add(
         "--sharing",
         choices=SHARING,
         default="auto",
         help="the way to make NCCL accept several ranks on one GPU (auto: the one that works)",
     )
-    parser.add_argument("--simulate", action="store_true", help="use the simulated device, without a GPU")
-    parser.add_argument("--no-plot", action="store_true", help="draw nothing")
-    parser.add_argument("--spent", type=float, default=0.0, help=argparse.SUPPRESS)
-    parser.add_argument("--report", type=int, help=argparse.SUPPRESS)
+    add("--simulate", action="store_true", help="use the simulated device, without a GPU")
+    add("--no-plot", action="store_true", help="draw nothing")
+    add("--spent", type=float, default=0.0, help=argparse.SUPPRESS)
     return parser
-
-
-def _serve(given: argparse.Namespace) -> int:
-    """Execute the stages that are ordered, in their process."""
-    from tests.gpu.check.place import GPU, Simulation
-    from unicoll.testing.worker import die_with_parent
-
-    die_with_parent()
-    for line in sys.stdin:
-        order = json.loads(line)
-        reporter, error = Reporter(given.report, order["seconds"]), None
-        try:
-            place = (Simulation if given.simulate else GPU)(order["kits"], given.patience, order["sharing"])
-            place.devices = order["devices"] or place.devices
-            STAGES[order["stage"]].run(reporter, place)
-        except Exception as e:
-            error = description_of(e)
-        reporter.ended(error)
-    return 0
 
 
 class Run:
@@ -115,9 +102,9 @@ class Run:
         self.stages = [stage for name, stage in STAGES.items() if name in wanted]
         self.began = time.monotonic() - float(given.spent)
         self.end = self.began + float(given.budget)
-        self.kits: list[str] = []
-        self.sharing: str = given.sharing
-        self.devices = 0
+        self.place = Place(patience=given.patience, sharing=given.sharing)
+        if given.simulate:
+            self.place = Place(("simulated",), True, given.patience, devices=2)
         head = {
             "program": "scripts/gpu_check",
             "arguments": words,
@@ -125,17 +112,10 @@ class Run:
             "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "budget_s": given.budget,
         }
-        self.named = given.output is not None
-        self.document = Document(
-            Path(given.output) if self.named else self._folder() / "gpu_check.json", head
-        )
-        arguments = ["--simulate"] if given.simulate else []
-        self.runner = Runner([*arguments, "--patience", str(given.patience)])
-
-    def _folder(self) -> Path:
-        folder = Path(os.environ["OUT"]) if os.environ.get("OUT") else ROOT / "benchmarks"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+        path = Path(given.output or Path(os.environ.get("OUT") or ROOT / "benchmarks", "gpu_check.json"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.document = Document(path, head)
+        self.runner = Runner()
 
     def go(self) -> int:
         """Run all stages; results are on disk and summarized whatever happens."""
@@ -167,17 +147,18 @@ class Run:
     def _look(self) -> bool:
         """Read the results of the first stage; False if nothing can be checked."""
         figures = self.document.data["stages"][_FIRST]["figures"]
-        self.kits = figures.get("kits", [])
-        if not self.given.simulate:
-            self.devices = figures.get("device", {}).get("devices", 0)
-        if not self.kits:
+        kits = tuple(figures.get("kits", []))
+        if not kits:
             reason = figures.get("reason", "CUDA and the array libraries did not respond in time")
             print(f"gpu_check: no GPU can be checked here: {reason}", file=sys.stderr)
-        return bool(self.kits)
+        elif not self.given.simulate:
+            devices = figures.get("device", {}).get("devices", 1)
+            self.place = replace(self.place, kits=kits, devices=devices)
+        return bool(kits)
 
     def _stage(self, stage: Stage, seconds: float) -> None:
         record = self.document.begin(stage.name, seconds)
-        if seconds < stage.least:
+        if seconds < _LEAST_S:
             record["state"] = "not run"
             self.document.write()
             print(f"-- {stage.title}: not run, {seconds:.0f} s are left for it", flush=True)
@@ -189,17 +170,10 @@ class Run:
             self.document.take(record, line)  # everything printed is on disk
             _show(line, time.monotonic() - self.began)
 
-        order = {
-            "stage": stage.name,
-            "seconds": seconds,
-            "kits": self.kits,
-            "sharing": self.sharing,
-            "devices": self.devices,
-        }
         try:
             limit = min(seconds * _LATE + _GRACE_S, self._left())
-            record["state"], explanation = self.runner.do(order, limit, take)
-            self.sharing = record["figures"].get("sharing", self.sharing)
+            record["state"], explanation = self.runner.do(stage.name, seconds, self.place, limit, take)
+            self.place = replace(self.place, sharing=record["figures"].get("sharing", self.place.sharing))
         except BaseException:
             record["state"] = "cut off"
             raise
@@ -213,37 +187,28 @@ class Run:
 
     def _rename(self) -> None:
         """Name the file after the GPU, once that is known."""
-        if self.named:
-            return
         device = self.document.data["stages"][_FIRST]["figures"].get("device")
         name = "simulated" if self.given.simulate else (device or {}).get("name")
-        if name:
+        if name and self.given.output is None:
             slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
             self.document.move(self.document.path.with_name(f"gpu_check_{slug}.json"))
 
     def _conclude(self, drawn: bool) -> None:
-        from tests.gpu.check import summary, verdict
-
         data = self.document.data
         data["seconds"] = round(time.monotonic() - self.began, 1)
-        data["bars"] = plain(verdict.bars(data["stages"]))
-        data["verdict"] = verdict.verdict(data["stages"], [s.name for s in self.stages])
+        data["bars"] = plain(results.bars(data["stages"]))
+        data["verdict"] = results.verdict(data["stages"], [s.name for s in self.stages])
         self.document.write()
         if drawn and not self.given.no_plot:
             self._draw()
-        print("\n".join(summary.lines(data, str(self.document.path))), flush=True)
+        print("\n".join(results.summary(data, str(self.document.path))), flush=True)
 
     def _draw(self) -> None:
         """Plot in a process of its own, since building a font cache can take long."""
-        program = [sys.executable, "-m", "tests.gpu.check.plot", str(self.document.path)]
+        program = [sys.executable, "-m", "tests.gpu.check.results", str(self.document.path.resolve())]
+        seconds = max(1.0, self.end - time.monotonic())
         try:
-            subprocess.run(
-                program,
-                cwd=ROOT,
-                env=environment(),
-                timeout=max(1.0, self.end - time.monotonic()),
-                check=False,
-            )
+            subprocess.run(program, cwd=ROOT, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
             print("there was no time for the plot", flush=True)
 
@@ -262,11 +227,6 @@ def _show(line: dict[str, Any], at: float) -> None:
     elif "check" in line:
         mark = {"passed": "ok", "failed": "FAILED"}.get(line["outcome"], line["outcome"])
         print(f"{at:7.1f}  {mark:7} {line['check']} ({line['seconds']:.1f} s)", flush=True)
-        if line["detail"]:
-            first = line["detail"].strip().splitlines()
-            print(
-                "\n".join(
-                    f"{'':18}{text[:200]}" for text in first[: 12 if line["outcome"] == "failed" else 1]
-                ),
-                flush=True,
-            )
+        shown = line["detail"].strip().splitlines()[: 12 if line["outcome"] == "failed" else 1]
+        for text in shown:
+            print(f"{'':18}{text[:200]}", flush=True)

@@ -14,6 +14,7 @@ from tests.gpu.check import rank_jobs
 from tests.gpu.check.place import HOST_BACKENDS, Place, Ranks, host_backend
 from tests.gpu.check.record import NoTime, Reporter, Skip
 from unicoll.arrays.types import BY_NAME, DType, Reduction
+from unicoll.testing import conformance_jobs
 from unicoll.testing.cases import Case
 from unicoll.testing.conformance import COLLECTIVES, Conformance
 from unicoll.testing.ranks import sample_seed
@@ -64,17 +65,9 @@ class Drawn(Conformance):
             for i, (dtype, reduction) in enumerate(self.pairs(op)):
                 family = next((f for f in islice(families, len(self.families)) if self.has(f, dtype)), None)
                 if family is not None:
-                    special = reduction in ("MIN", "MAX")
-                    yield Case(
-                        op,
-                        dtype,
-                        reduction,
-                        next(counts),
-                        async_op=i % 2 == 1,
-                        special=special,
-                        family=family,
-                        seed=i,
-                    )
+                    count, special = next(counts), reduction in ("MIN", "MAX")
+                    more = {"async_op": i % 2 == 1, "special": special, "family": family, "seed": i}
+                    yield Case(op, dtype, reduction, count, **more)
 
     def drawn(self, size: int, rng: random.Random) -> Iterator[Case]:
         """Random cases without end, a large one from time to time."""
@@ -117,8 +110,9 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
             lambda dtype, reduction: native_reduction(dtype, reduction, version, capability) is not None,
             NCCL,
         )
-        for name in place.kits:
-            reporter.check(f"{name}: coalesced calls, batches, messages", ranks.run, jobs.together, name)
+        for name, family in zip(place.kits, place.families, strict=True):
+            words = f"{name}: coalesced calls, batches, messages"
+            reporter.check(words, _messages, ranks, name, family)
         step = _REHEARSED if place.simulated else 1
         systematic = islice(suite.systematic(), seed % step, None, step)
         _work_through(reporter, suite, ranks, systematic, "every type and reduction", whole=True)
@@ -126,6 +120,16 @@ def _conformance(reporter: Reporter, place: Place, size: int) -> None:
         _work_through(reporter, suite, ranks, islice(suite.drawn(size, rng), count), "drawn at random")
     finally:
         reporter.check(f"{size} ranks leave", ranks.depart)
+
+
+def _messages(ranks: Ranks, name: str, family: str) -> None:
+    """The suite's coalesced calls and messages, and a message of each rank to itself."""
+    for async_op in (False, True):
+        ranks.run(conformance_jobs.coalesced, async_op, family)
+    if ranks.size > 1:
+        wrong = [text for each in ranks.run(conformance_jobs.messages, family) for text in each]
+        assert not wrong, wrong
+    ranks.run(jobs.sent_to_itself, name)
 
 
 def _work_through(

@@ -6,13 +6,10 @@ Each prepares calls without arguments, so that the measured overhead is the same
 from __future__ import annotations
 
 import importlib
-import shutil
-import tempfile
+import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,17 +19,31 @@ from nccl_comm.library import locate
 from nccl_comm.library.interface import DATA_TYPES, IN_PROGRESS, SUCCESS, SUM, Config
 from tests.gpu.check.kits import Kit, kit
 from unicoll.arrays import cuda as streams
+from unicoll.arrays.buffer import Buffer
+from unicoll.arrays.conversion import as_buffer
+from unicoll.bench.contract import BenchJob
+from unicoll.bench.distributed import Torch as BenchTorch
 
-__all__ = ["Bare", "Contender", "Torch", "Unicoll", "contenders"]
+__all__ = ["TOGETHER", "Bare", "Contender", "Torch", "Unicoll", "contenders"]
 
 Call = Callable[[], object]
 Array = Any
+TOGETHER, _GATHERS = 8, 4
+"""The numbers of all_reduces and of all_gathers in a group call."""
 _F32 = DATA_TYPES["float32"]
 _PATIENCE_S = 60.0
 
 
-class Contender(ABC):
-    """The measured operations with one library.
+class Contender:
+    """The measured operations with one library. Each is a method that takes bytes, and makes arrays and a call:
+
+    ``all_reduce``: blocking, on the current stream;
+    ``scaled``: the same with a factor, for which even one rank runs a kernel;
+    ``background``: asynchronous on a stream of the library, and wait;
+    ``gather``: all_gather_into_tensor, blocking;
+    ``together``: several asynchronous all_reduces as one group call, and wait;
+    ``gathers``: several asynchronous all_gathers of these bytes together as one group call, and wait;
+    ``exchange``: a send to the other rank and a receive from it as one batch, and wait.
 
     Attributes:
         name: name in the JSON file.
@@ -43,139 +54,50 @@ class Contender(ABC):
         self.name = name
         self.kit = arrays
 
-    @abstractmethod
-    def all_reduce(self, x: Array) -> Call:
-        """Blocking all_reduce: on the current stream."""
+    def array(self, nbytes: int) -> Array:
+        """An array of float32."""
+        return self.kit.full(nbytes // 4, 0.0)
 
-    @abstractmethod
-    def scaled(self, x: Array) -> Call:
-        """Blocking all_reduce with a factor, for which even one rank runs a kernel."""
+    def pair(self, nbytes: int, among: int = 1) -> tuple[Array, Array]:
+        """The arrays of one of several all_gathers with inputs of some bytes together: its output and its input."""
+        part = max(4, nbytes // among)
+        return self.array(part * dist.get_world_size()), self.array(part)
 
-    @abstractmethod
-    def background(self, x: Array) -> Call:
-        """Asynchronous all_reduce on a stream of the library, and wait."""
-
-    @abstractmethod
-    def gather(self, out: Array, x: Array) -> Call:
-        """all_gather_into_tensor, blocking."""
-
-    @abstractmethod
-    def together(self, arrays: Sequence[Array]) -> Call:
-        """Several asynchronous all_reduces as one group call, and wait."""
-
-    @abstractmethod
-    def gathers(self, pairs: Sequence[tuple[Array, Array]]) -> Call:
-        """Several asynchronous all_gathers as one group call, and wait."""
-
-    @abstractmethod
-    def exchange(self, sent: Array, got: Array, peer: int) -> Call:
-        """A send to a rank and a receive from it as one batch, and wait."""
-
-    def forget(self) -> None:  # noqa: B027 - optional
+    def forget(self) -> None:
         """Forget the calls made so far."""
 
-    def close(self) -> None:  # noqa: B027 - optional
+    def close(self) -> None:
         """Free all resources."""
 
 
-class Unicoll(Contender):
-    """unicoll's nccl backend."""
+class _Distributed(Contender):
+    """A package with torch.distributed's functions."""
 
-    def all_reduce(self, x: Array) -> Call:
-        return lambda: dist.all_reduce(x)
+    module: Any = None
 
-    def scaled(self, x: Array) -> Call:
-        op = dist.ReduceOp.PREMUL_SUM(1.0)
-        return lambda: dist.all_reduce(x, op=op)
+    def factor(self) -> Any:
+        """The sum of arrays with a factor."""
+        raise NotImplementedError
 
-    def background(self, x: Array) -> Call:
-        def call() -> None:
-            work: Any = dist.all_reduce(x, async_op=True)
-            work.wait()
+    def all_reduce(self, nbytes: int) -> Call:
+        x, module = self.array(nbytes), self.module
+        return lambda: module.all_reduce(x)
 
-        return call
+    def scaled(self, nbytes: int) -> Call:
+        x, module, op = self.array(nbytes), self.module, self.factor()
+        return lambda: module.all_reduce(x, op=op)
 
-    def gather(self, out: Array, x: Array) -> Call:
-        return lambda: dist.all_gather_into_tensor(out, x)
+    def background(self, nbytes: int) -> Call:
+        x, module = self.array(nbytes), self.module
+        return lambda: module.all_reduce(x, async_op=True).wait()
 
-    def together(self, arrays: Sequence[Array]) -> Call:
-        several = list(arrays)
+    def gather(self, nbytes: int) -> Call:
+        (out, x), module = self.pair(nbytes), self.module
+        return lambda: module.all_gather_into_tensor(out, x)
 
-        def call() -> None:
-            work: Any = dist.all_reduce_coalesced(several, async_op=True)
-            work.wait()
-
-        return call
-
-    def gathers(self, pairs: Sequence[tuple[Array, Array]]) -> Call:
-        outs, given = [out for out, _ in pairs], [x for _, x in pairs]
-
-        def call() -> None:
-            work: Any = dist.all_gather_into_tensor_coalesced(outs, given, async_op=True)
-            work.wait()
-
-        return call
-
-    def exchange(self, sent: Array, got: Array, peer: int) -> Call:
-        ops = [dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, got, peer)]
-
-        def call() -> None:
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-
-        return call
-
-
-class Torch(Contender):
-    """torch.distributed with its NCCL, in the same processes."""
-
-    def __init__(self, arrays: Kit) -> None:
-        super().__init__("torch.distributed", arrays)
-        self._dist: Any = importlib.import_module("torch.distributed")
-        torch: Any = importlib.import_module("torch")
-        self._device = torch.device("cuda:0")
-        me, size = dist.get_rank(), dist.get_world_size()
-        self._folder = tempfile.mkdtemp(prefix="unicoll-gpu-") if me == 0 else None
-        where: list[Any] = [self._folder]
-        dist.broadcast_object_list(where, src=0)
-        store = self._dist.FileStore(str(Path(where[0], "store")), size)
-        self._dist.init_process_group(
-            "nccl", store=store, rank=me, world_size=size, timeout=timedelta(seconds=_PATIENCE_S)
-        )
-
-    def all_reduce(self, x: Array) -> Call:
-        return lambda: self._dist.all_reduce(x)
-
-    def scaled(self, x: Array) -> Call:
-        op = self._dist._make_nccl_premul_sum(1.0)
-        return lambda: self._dist.all_reduce(x, op=op)
-
-    def background(self, x: Array) -> Call:
-        return lambda: self._dist.all_reduce(x, async_op=True).wait()
-
-    def gather(self, out: Array, x: Array) -> Call:
-        return lambda: self._dist.all_gather_into_tensor(out, x)
-
-    def together(self, arrays: Sequence[Array]) -> Call:
-        def call() -> None:
-            with self._dist._coalescing_manager(device=self._device, async_ops=True) as works:
-                for x in arrays:
-                    self._dist.all_reduce(x)
-            works.wait()
-
-        return call
-
-    def gathers(self, pairs: Sequence[tuple[Array, Array]]) -> Call:
-        def call() -> None:
-            with self._dist._coalescing_manager(device=self._device, async_ops=True) as works:
-                for out, x in pairs:
-                    self._dist.all_gather_into_tensor(out, x)
-            works.wait()
-
-        return call
-
-    def exchange(self, sent: Array, got: Array, peer: int) -> Call:
-        module = self._dist
+    def exchange(self, nbytes: int) -> Call:
+        module, peer = self.module, 1 - dist.get_rank()
+        sent, got = self.array(nbytes), self.array(nbytes)
         ops = [module.P2POp(module.isend, sent, peer), module.P2POp(module.irecv, got, peer)]
 
         def call() -> None:
@@ -184,10 +106,59 @@ class Torch(Contender):
 
         return call
 
+
+class Unicoll(_Distributed):
+    """unicoll's nccl backend."""
+
+    module = dist
+
+    def factor(self) -> Any:
+        return dist.ReduceOp.PREMUL_SUM(1.0)
+
+    def together(self, nbytes: int) -> Call:
+        module, arrays = self.module, [self.array(nbytes) for _ in range(TOGETHER)]
+        return lambda: module.all_reduce_coalesced(arrays, async_op=True).wait()
+
+    def gathers(self, nbytes: int) -> Call:
+        module, pairs = self.module, [self.pair(nbytes, _GATHERS) for _ in range(_GATHERS)]
+        outs, given = [out for out, _ in pairs], [x for _, x in pairs]
+        return lambda: module.all_gather_into_tensor_coalesced(outs, given, async_op=True).wait()
+
+
+class Torch(_Distributed):
+    """torch.distributed with its NCCL, in the same processes."""
+
+    def __init__(self, arrays: Kit) -> None:
+        super().__init__("torch.distributed", arrays)
+        size = dist.get_world_size()
+        self._opened = BenchTorch("torch-nccl")
+        self._opened.open(BenchJob(dist.get_rank(), size, 0, (socket.gethostname(),) * size, _PATIENCE_S))
+        self.module = self._opened.module
+        self._device = importlib.import_module("torch").device("cuda:0")
+
+    def factor(self) -> Any:
+        return self.module._make_nccl_premul_sum(1.0)
+
+    def _grouped(self, function: Callable[..., object], arguments: Sequence[tuple[Array, ...]]) -> Call:
+        module, device = self.module, self._device
+
+        def call() -> None:
+            with module._coalescing_manager(device=device, async_ops=True) as works:
+                for each in arguments:
+                    function(*each)
+            works.wait()
+
+        return call
+
+    def together(self, nbytes: int) -> Call:
+        return self._grouped(self.module.all_reduce, [(self.array(nbytes),) for _ in range(TOGETHER)])
+
+    def gathers(self, nbytes: int) -> Call:
+        pairs = [self.pair(nbytes, _GATHERS) for _ in range(_GATHERS)]
+        return self._grouped(self.module.all_gather_into_tensor, pairs)
+
     def close(self) -> None:
-        self._dist.destroy_process_group()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._opened.close()
 
 
 class Bare(Contender):
@@ -206,7 +177,7 @@ class Bare(Contender):
         self._comm = slot.value
         self._stream = self._cuda.create_stream(0, high_priority=True)
         self._events = self._cuda.create_event(0), self._cuda.create_event(0)
-        self._kept: list[Array] = []  # the calls have only addresses
+        self._kept: list[Buffer] = []  # the calls have only addresses
 
     def _settled(self, code: int) -> None:
         deadline = time.monotonic() + _PATIENCE_S
@@ -215,32 +186,28 @@ class Bare(Contender):
             code = self._nccl.comm_state(self._comm)[1]
         assert code == SUCCESS, (code, self._nccl.last_error())
 
-    def _ptr(self, x: Array) -> int:
-        self._kept.append(x)
-        return self.kit.ptr(x)
+    def _buffer(self, x: Array) -> Buffer:
+        self._kept.append(as_buffer(x))
+        return self._kept[-1]
 
-    def _reduced(self, x: Array, op: int) -> Call:
-        ptr, count, comm, stream = self._ptr(x), _count(x), self._comm, self.kit.current()
-        call = self._nccl.all_reduce
-        return lambda: self._settled(call(ptr, ptr, count, _F32, op, comm, stream))
+    def _reduction(self, nbytes: int, op: int = SUM, stream: int | None = None) -> Callable[[], int]:
+        """An all_reduce on a stream, by default the current one."""
+        x = self._buffer(self.array(nbytes))
+        on = x.stream if stream is None else stream
+        return partial(self._nccl.all_reduce, x.ptr, x.ptr, x.count, _F32, op, self._comm, on)
 
-    def all_reduce(self, x: Array) -> Call:
-        return self._reduced(x, SUM)
+    def _gathering(self, nbytes: int, among: int = 1, stream: int | None = None) -> Callable[[], int]:
+        out, x = map(self._buffer, self.pair(nbytes, among))
+        on = x.stream if stream is None else stream
+        return partial(self._nccl.all_gather, x.ptr, out.ptr, x.count, _F32, self._comm, on)
 
-    def scaled(self, x: Array) -> Call:
-        code, op = self._nccl.premul_sum(np.float32(1).tobytes(), _F32, self._comm)
-        self._settled(code)
-        return self._reduced(x, op)
+    def _now(self, work: Callable[[], int]) -> Call:
+        return lambda: self._settled(work())
 
-    def gather(self, out: Array, x: Array) -> Call:
-        given, into, count, comm = self._ptr(x), self._ptr(out), _count(x), self._comm
-        call, stream = self._nccl.all_gather, self.kit.current()
-        return lambda: self._settled(call(given, into, count, _F32, comm, stream))
-
-    def _there_and_back(self, work: Callable[[], None]) -> Call:
+    def _there_and_back(self, work: Call) -> Call:
         """On a stream of its own, between two events."""
         cuda, (before, after), mine = self._cuda, self._events, self._stream
-        current = self.kit.current()
+        current = as_buffer(self.array(4)).stream
 
         def call() -> None:
             cuda.record(before, current)
@@ -251,7 +218,7 @@ class Bare(Contender):
 
         return call
 
-    def _group(self, calls: Sequence[Callable[[], int]]) -> Callable[[], None]:
+    def _grouped(self, calls: Sequence[Callable[[], int]]) -> Call:
         nccl = self._nccl
 
         def work() -> None:
@@ -260,41 +227,33 @@ class Bare(Contender):
                 call()
             self._settled(nccl.group_end())
 
-        return work
+        return self._there_and_back(work)
 
-    def background(self, x: Array) -> Call:
-        ptr, count, comm, mine = self._ptr(x), _count(x), self._comm, self._stream
-        call = self._nccl.all_reduce
-        return self._there_and_back(lambda: self._settled(call(ptr, ptr, count, _F32, SUM, comm, mine)))
+    def all_reduce(self, nbytes: int) -> Call:
+        return self._now(self._reduction(nbytes))
 
-    def together(self, arrays: Sequence[Array]) -> Call:
-        comm, mine, all_reduce = self._comm, self._stream, self._nccl.all_reduce
+    def scaled(self, nbytes: int) -> Call:
+        code, op = self._nccl.premul_sum(np.float32(1).tobytes(), _F32, self._comm)
+        self._settled(code)
+        return self._now(self._reduction(nbytes, op))
 
-        def one(x: Array) -> Callable[[], int]:
-            ptr, count = self._ptr(x), _count(x)
-            return lambda: all_reduce(ptr, ptr, count, _F32, SUM, comm, mine)
+    def background(self, nbytes: int) -> Call:
+        return self._there_and_back(self._now(self._reduction(nbytes, stream=self._stream)))
 
-        return self._there_and_back(self._group([one(x) for x in arrays]))
+    def gather(self, nbytes: int) -> Call:
+        return self._now(self._gathering(nbytes))
 
-    def gathers(self, pairs: Sequence[tuple[Array, Array]]) -> Call:
-        comm, mine, all_gather = self._comm, self._stream, self._nccl.all_gather
+    def together(self, nbytes: int) -> Call:
+        return self._grouped([self._reduction(nbytes, stream=self._stream) for _ in range(TOGETHER)])
 
-        def one(out: Array, x: Array) -> Callable[[], int]:
-            given, into, count = self._ptr(x), self._ptr(out), _count(x)
-            return lambda: all_gather(given, into, count, _F32, comm, mine)
+    def gathers(self, nbytes: int) -> Call:
+        return self._grouped([self._gathering(nbytes, _GATHERS, self._stream) for _ in range(_GATHERS)])
 
-        return self._there_and_back(self._group([one(*pair) for pair in pairs]))
-
-    def exchange(self, sent: Array, got: Array, peer: int) -> Call:
-        n, comm, mine, count = self._nccl, self._comm, self._stream, _count(sent)
-        given, into = self._ptr(sent), self._ptr(got)
-        return self._there_and_back(
-            self._group(
-                [
-                    lambda: n.send(given, count, _F32, peer, comm, mine),
-                    lambda: n.recv(into, count, _F32, peer, comm, mine),
-                ]
-            )
+    def exchange(self, nbytes: int) -> Call:
+        sent, got = self._buffer(self.array(nbytes)), self._buffer(self.array(nbytes))
+        rest = (sent.count, _F32, 1 - dist.get_rank(), self._comm, self._stream)
+        return self._grouped(
+            [partial(self._nccl.send, sent.ptr, *rest), partial(self._nccl.recv, got.ptr, *rest)]
         )
 
     def forget(self) -> None:
@@ -309,22 +268,11 @@ class Bare(Contender):
             self._cuda.destroy_event(event)
 
 
-def _count(x: Array) -> int:
-    found = x.numel() if hasattr(x, "numel") else x.size
-    return int(found)
-
-
 def contenders(kits: Sequence[str]) -> tuple[list[Contender], dict[str, str]]:
     """The available contenders, unicoll first; and the reasons why others are missing."""
     found: list[Contender] = [Unicoll(f"unicoll, {name}", kit(name)) for name in kits]
-    missing: dict[str, str] = {}
-    if "torch" in kits:
-        module: Any = importlib.import_module("torch.distributed")
-        if module.is_available() and module.is_nccl_available():
-            found.append(Torch(kit("torch")))
-        else:
-            missing["torch.distributed"] = "this torch is built without NCCL"
-    else:
-        missing["torch.distributed"] = "torch is not installed"
+    reason = BenchTorch("torch-nccl").reason() if "torch" in kits else "torch is not installed"
+    if reason is None:
+        found.append(Torch(kit("torch")))
     found.append(Bare(kit(kits[0])))
-    return found, missing
+    return found, {"torch.distributed": reason} if reason else {}

@@ -11,18 +11,6 @@ import numpy as np
 import unicoll as dist
 from tests.gpu.check.kits import kit
 
-__all__ = [
-    "abort",
-    "bound",
-    "call_alone",
-    "call_behind_a_kernel",
-    "destroy_behind_a_kernel",
-    "first_operation",
-    "go_on_without",
-    "leave_a_graph_behind",
-    "leave_work_behind",
-]
-
 _COUNT = 1 << 16
 _kept: list[Any] = []
 """What lives as long as the program."""

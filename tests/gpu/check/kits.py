@@ -6,64 +6,55 @@ import importlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["KITS", "Kit", "Replay", "kit"]
+from unicoll.bench.arrays import BenchArrays, CupyArrays, TorchArrays
 
-Host = Any
-"""A NumPy array."""
+__all__ = ["KITS", "CupyKit", "Kit", "Replay", "SimulatedKit", "TorchKit", "kit"]
+
 Array = Any
 Stream = Any
 """A stream of the library: a context manager that makes it current."""
 
 
-class Replay:
-    """A graph: a call launches it on the current stream; close() destroys it."""
+class Replay(NamedTuple):
+    """A graph: ``launch`` puts it on the current stream.
 
-    def __init__(self, launch: Callable[[], object], end: Callable[[], object]) -> None:
-        self._launch: Callable[[], object] | None = launch
-        self._end = end
+    ``close`` destroys it once its launches are done, for CuPy the last reference does: NCCL ends no communicator that
+    graphs use.
+    """
 
-    def __call__(self) -> None:
-        assert self._launch is not None
-        self._launch()
-
-    def close(self) -> None:
-        """Destroy the graph once its launches are done: NCCL ends no communicator that graphs use."""
-        self._launch = None
-        self._end()
+    launch: Callable[[], object]
+    close: Callable[[], object]
 
 
 class Kit(ABC):
     """One library's arrays, streams, events and graphs.
 
     Attributes:
-        name: of the library; ``family`` is its name in :mod:`unicoll.testing.families`.
+        name: of the library.
         simulated: True if times are meaningless.
+        marks: events around operations.
     """
 
     name = ""
-    family = ""
     simulated = False
+    marks: BenchArrays
 
     @abstractmethod
-    def array(self, values: Host) -> Array:
-        """An array with the elements of a host array."""
+    def array(self, values: Any) -> Array:
+        """An array with the elements of a NumPy array, or in the memory of one with ``__cuda_array_interface__``."""
 
     @abstractmethod
     def full(self, count: int, value: float, dtype: str = "float32") -> Array:
         """A flat array of equal elements, filled on the current stream, in memory of the library's pool."""
 
     @abstractmethod
-    def numpy(self, array: Array) -> Host:
+    def numpy(self, array: Array) -> Any:
         """The elements in host memory, after the current stream's operations; blocks the host."""
-
-    @abstractmethod
-    def ptr(self, array: Array) -> int:
-        """Address of the first element."""
 
     @abstractmethod
     def compute(self, out: Array, formula: Callable[..., Any], *inputs: Array) -> None:
@@ -72,14 +63,6 @@ class Kit(ABC):
     @abstractmethod
     def stream(self) -> Stream:
         """A new stream that does not synchronize with the legacy default stream."""
-
-    @abstractmethod
-    def current(self) -> int:
-        """Handle of the current stream."""
-
-    @abstractmethod
-    def order(self, first: Stream | None, then: Stream | None) -> None:
-        """Make later operations on ``then`` run after those on ``first``; None is the current stream."""
 
     @abstractmethod
     def delay(self, seconds: float) -> None:
@@ -103,22 +86,24 @@ class Kit(ABC):
     def capture(self, stream: Stream, body: Callable[[], object]) -> Replay:
         """Capture the operations that ``body`` puts on ``stream`` into a graph."""
 
-    @abstractmethod
     def elapsed(self, body: Callable[[], object], delay: float = 0.0) -> float:
         """Seconds of the device between events around the operations of ``body``; blocks the host.
 
         With a ``delay`` the device does not begin before the host has posted all of them.
         """
-
-    @abstractmethod
-    def adopt(self, array: Any) -> Array:
-        """An array of the library in the memory of one with ``__cuda_array_interface__``."""
+        if delay:
+            self.delay(delay)
+        first = self.marks.mark()
+        body()
+        last = self.marks.mark()
+        self.marks.finish()
+        return self.marks.between(first, last)
 
 
 class CupyKit(Kit):
     """CuPy."""
 
-    name = family = "cupy"
+    name = "cupy"
     _SPIN = r"""
     extern "C" __global__ void spin(unsigned long long nanoseconds) {
         unsigned long long began, now;
@@ -129,33 +114,23 @@ class CupyKit(Kit):
 
     def __init__(self, device: int = 0) -> None:
         self._cupy: Any = importlib.import_module("cupy")
-        self._cupy.cuda.Device(device).use()
+        self.marks = CupyArrays(f"cuda:{device}")  # makes the device the current one
         self._spin = self._cupy.RawKernel(self._SPIN, "spin")
 
-    def array(self, values: Host) -> Array:
+    def array(self, values: Any) -> Array:
         return self._cupy.asarray(values)
 
     def full(self, count: int, value: float, dtype: str = "float32") -> Array:
         return self._cupy.full(count, value, dtype)
 
-    def numpy(self, array: Array) -> Host:
+    def numpy(self, array: Array) -> Any:
         return array.get()
-
-    def ptr(self, array: Array) -> int:
-        return int(array.data.ptr)
 
     def compute(self, out: Array, formula: Callable[..., Any], *inputs: Array) -> None:
         out[...] = formula(self._cupy, *inputs)
 
     def stream(self) -> Stream:
         return self._cupy.cuda.Stream(non_blocking=True)
-
-    def current(self) -> int:
-        return int(self._cupy.cuda.get_current_stream().ptr)
-
-    def order(self, first: Stream | None, then: Stream | None) -> None:
-        here = self._cupy.cuda.get_current_stream()
-        (then or here).wait_event((first or here).record())
 
     def delay(self, seconds: float) -> None:
         self._spin((1,), (1,), (np.uint64(seconds * 1e9),))
@@ -173,63 +148,40 @@ class CupyKit(Kit):
             try:
                 body()
             except BaseException:
-                with _quietly():
+                with suppress(Exception):  # the error that invalidated the capture is being raised
                     stream.end_capture()
                 raise
             graph = stream.end_capture()
         return Replay(lambda: graph.launch(self._cupy.cuda.get_current_stream()), lambda: None)
 
-    def elapsed(self, body: Callable[[], object], delay: float = 0.0) -> float:
-        cuda = self._cupy.cuda
-        first, last = cuda.Event(), cuda.Event()
-        if delay:
-            self.delay(delay)
-        first.record()
-        body()
-        last.record()
-        last.synchronize()
-        return float(cuda.get_elapsed_time(first, last)) / 1e3
-
-    def adopt(self, array: Any) -> Array:
-        return self._cupy.asarray(array)
-
 
 class TorchKit(Kit):
     """torch on a CUDA device."""
 
-    name, family = "torch", "torch_cuda"
+    name = "torch"
     _CALIBRATION = 20_000_000
 
     def __init__(self, device: int = 0) -> None:
         self._torch: Any = importlib.import_module("torch")
         self._cuda = self._torch.cuda
         self._cuda.set_device(device)
+        self.marks = TorchArrays(f"cuda:{device}")
         self._rate = 0.0
 
-    def array(self, values: Host) -> Array:
-        return self._torch.from_numpy(np.array(values, order="C")).cuda()
+    def array(self, values: Any) -> Array:
+        return self._torch.as_tensor(values, device="cuda")
 
     def full(self, count: int, value: float, dtype: str = "float32") -> Array:
         return self._torch.full((count,), value, dtype=getattr(self._torch, dtype), device="cuda")
 
-    def numpy(self, array: Array) -> Host:
+    def numpy(self, array: Array) -> Any:
         return array.detach().cpu().numpy()
-
-    def ptr(self, array: Array) -> int:
-        return int(array.data_ptr())
 
     def compute(self, out: Array, formula: Callable[..., Any], *inputs: Array) -> None:
         out[...] = formula(self._torch, *inputs)
 
     def stream(self) -> Stream:
         return _TorchStream(self._cuda)
-
-    def current(self) -> int:
-        return int(self._cuda.current_stream().cuda_stream)
-
-    def order(self, first: Stream | None, then: Stream | None) -> None:
-        here = self._cuda.current_stream()
-        (then.stream if then else here).wait_stream(first.stream if first else here)
 
     def delay(self, seconds: float) -> None:
         if not self._rate:  # cycles per second; the clock has its full rate after the first run
@@ -249,19 +201,6 @@ class TorchKit(Kit):
         with self._cuda.graph(graph, stream=stream.stream):
             body()
         return Replay(graph.replay, graph.reset)
-
-    def elapsed(self, body: Callable[[], object], delay: float = 0.0) -> float:
-        first, last = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        if delay:
-            self.delay(delay)
-        first.record()
-        body()
-        last.record()
-        last.synchronize()
-        return float(first.elapsed_time(last)) / 1e3
-
-    def adopt(self, array: Any) -> Array:
-        return self._torch.as_tensor(array, device="cuda")
 
 
 class _TorchStream:
@@ -285,7 +224,7 @@ class _TorchStream:
 class SimulatedKit(Kit):
     """The simulated device, where no operation runs within :meth:`late`, whatever the seconds."""
 
-    name = family = "simulated"
+    name = "simulated"
     simulated = True
 
     def __init__(self, device: int = 0) -> None:
@@ -294,17 +233,15 @@ class SimulatedKit(Kit):
         self._arrays = arrays
         self._sim = arrays.simulation()
 
-    def array(self, values: Host) -> Array:
-        return self._arrays.array(values)
+    def array(self, values: Any) -> Array:
+        adopts = hasattr(values, "__cuda_array_interface__")
+        return self._arrays.adopt(values) if adopts else self._arrays.array(values)
 
     def full(self, count: int, value: float, dtype: str = "float32") -> Array:
         return self._arrays.full(count, value, dtype)
 
-    def numpy(self, array: Array) -> Host:
+    def numpy(self, array: Array) -> Any:
         return array.numpy()
-
-    def ptr(self, array: Array) -> int:
-        return int(array.ptr)
 
     def compute(self, out: Array, formula: Callable[..., Any], *inputs: Array) -> None:
         out._kernel("compute", lambda own, *given: np.copyto(own, formula(np, *given)), *inputs)
@@ -312,18 +249,13 @@ class SimulatedKit(Kit):
     def stream(self) -> Stream:
         return self._arrays.Stream()
 
-    def current(self) -> int:
-        return int(self._arrays.current_stream())
-
-    def order(self, first: Stream | None, then: Stream | None) -> None:
-        here = self._arrays.Stream(handle=self.current())
-        (then or here).wait_for(first or here)
+    def _current(self) -> Any:
+        return self._sim.cuda.stream(self._arrays.current_stream())
 
     def delay(self, seconds: float) -> None:
         from tests.simulated_nccl.streams import Op
 
-        stream = self._sim.cuda.stream(self.current())
-        self._sim.scheduler.put(stream, Op("delay", lambda op: time.sleep(min(seconds, 0.02))))
+        self._sim.scheduler.put(self._current(), Op("delay", lambda op: time.sleep(min(seconds, 0.02))))
 
     @contextmanager
     def late(self, seconds: float) -> Iterator[None]:
@@ -332,7 +264,7 @@ class SimulatedKit(Kit):
             yield
 
     def busy(self) -> bool:
-        tail = self._sim.cuda.stream(self.current()).tail
+        tail = self._current().tail
         return tail is not None and not tail.done
 
     def synchronize(self) -> None:
@@ -341,7 +273,9 @@ class SimulatedKit(Kit):
     def capture(self, stream: Stream, body: Callable[[], object]) -> Replay:
         with stream, self._sim.capture(stream.ptr, "global") as made:
             body()
-        return Replay(lambda: self._sim.launch(made[0], self.current()), made[0].destroy)
+        return Replay(
+            lambda: self._sim.launch(made[0], self._arrays.current_stream()), lambda: made[0].destroy()
+        )
 
     def elapsed(self, body: Callable[[], object], delay: float = 0.0) -> float:
         began = time.perf_counter()
@@ -349,19 +283,8 @@ class SimulatedKit(Kit):
         self._sim.synchronize()
         return time.perf_counter() - began
 
-    def adopt(self, array: Any) -> Array:
-        return self._arrays.adopt(array)
 
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    try:
-        yield
-    except Exception:  # the error that invalidated the capture is being raised
-        pass
-
-
-KITS: dict[str, type[Kit]] = {"cupy": CupyKit, "torch": TorchKit, "simulated": SimulatedKit}
+KITS: dict[str, Callable[[int], Kit]] = {"cupy": CupyKit, "torch": TorchKit, "simulated": SimulatedKit}
 _kits: dict[str, Kit] = {}
 
 

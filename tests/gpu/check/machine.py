@@ -1,29 +1,28 @@
-"""The stages without an array library: the machine, and functions of the driver and NCCL that unicoll relies on."""
+"""The stages on the machine: array libraries, what unicoll relies on in the driver and NCCL, and two first ranks."""
 
 from __future__ import annotations
 
-import json
-import os
+import importlib
+import importlib.util
 import platform
-import select
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import unicoll
 from tests.conformance import one_rank as one_rank_checks
 from tests.gpu.check import rank_jobs
-from tests.gpu.check.place import GPU, Place, Simulation, called, joined, leave
-from tests.gpu.check.probe import probe
+from tests.gpu.check.place import Place, Process, Ranks, called, joined, leave
 from tests.gpu.check.record import Reporter, Skip
 from tests.nccl.device_ranks import NATIVE_SINCE
 from unicoll.bench import report
-from unicoll.testing.ranks import ROOT, environment
+from unicoll.testing import worker
+from unicoll.testing.ranks import ROOT, RanksFailed
 
-__all__ = ["commit", "look", "one_rank", "pair"]
+__all__ = ["LIBRARIES", "look", "one_rank", "pair", "probe"]
 
 _PACKAGES = (
     "numpy",
@@ -37,28 +36,48 @@ _PACKAGES = (
     "matplotlib",
     "pytest",
 )
-_ONE_RANK = (sys.executable, "-m", "tests.conformance.one_rank")
 _PROBE_SHARE = 0.7
 _QUERY = (
     "name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current,clocks.sm,clocks.max.sm"
 )
+LIBRARIES = ("torch", "cupy")
 
 
 def look(reporter: Reporter, place: Place) -> None:
     """Hardware, software and array libraries."""
     reporter.figure("host", {**report.machine(), "platform": platform.platform()})
     reporter.figure("packages", {name: found for name in _PACKAGES if (found := _version(name))})
-    reporter.figure("unicoll", {"version": unicoll.__version__, "commit": commit()})
+    commit = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty")
+    reporter.figure("unicoll", {"version": unicoll.__version__, "commit": commit})
     if not place.simulated:
-        reporter.figure("nvidia-smi", _smi())
-        here = probe(_PROBE_SHARE * reporter.left())
-        reporter.figure("without", here.without)
-        if here.reason is not None:
-            reporter.figure("reason", here.reason)
+        listed = _output("nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader") or ","
+        values = listed.splitlines()[0].split(",")
+        reporter.figure("nvidia-smi", dict(zip(_QUERY.split(","), map(str.strip, values), strict=False)))
+        without = probe(_PROBE_SHARE * reporter.left())
+        kits = tuple(sorted({*LIBRARIES} - {*without}))
+        reporter.figure("without", without)
+        if not kits:
+            reporter.figure("reason", "; ".join(f"{name}: {why}" for name, why in without.items()))
             return
-        place = GPU(here.kits, place.patience, place.sharing)
+        place = replace(place, kits=kits)
     reporter.figure("kits", list(place.kits))
     reporter.check("a rank joins and finds the device", _device, reporter, place)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 def _device(reporter: Reporter, place: Place) -> None:
@@ -69,17 +88,90 @@ def _device(reporter: Reporter, place: Place) -> None:
         leave(place, job)
 
 
+# --- array libraries --------------------------------------------------------------------------------------------------
+
+
+def probe(seconds: float, work: Callable[[], str | None] | None = None) -> dict[str, str]:
+    """The array libraries that do not work, with reasons.
+
+    Each is checked in a process of its own, in parallel; CUDA's state ends with the process.
+
+    Args:
+        seconds: the time after which a library counts as one that does not work.
+        work: the function that checks one.
+    """
+    without = {}
+    with Process(len(LIBRARIES), quiet=False, fresh=True) as job:
+        job.call(work or reason_against)
+        try:
+            job.collect(seconds)
+        except RanksFailed:
+            pass  # a late one has no outcome
+        for name, outcome in zip(LIBRARIES, job.outcomes, strict=True):
+            why = outcome.value
+            if outcome.failure is not None:
+                why = f"{outcome.failure.type}: {outcome.failure.message}"[:500]
+            elif outcome.returncode is not None:
+                why = f"ended with {outcome.returncode}: {job.stderr(outcome.rank).strip()[-500:]}"
+            elif not outcome.finished:
+                why = f"did not answer in {seconds:.0f} s"
+            if why is not None:
+                without[name] = why
+    return without
+
+
+def reason_against() -> str | None:
+    """The reason why the library of this process does not work, or None."""
+    from unicoll.arrays import cuda
+
+    name = LIBRARIES[worker.rank_and_size()[0]]
+    if (reason := cuda.reason_against()) is not None:
+        return reason
+    if importlib.util.find_spec(name) is None:
+        return "is not installed"
+    library: Any = importlib.import_module(name)
+    if name == "torch" and not library.cuda.is_available():
+        return f"torch {library.__version__} has no CUDA here"
+    numbers = library.arange(4, device="cuda") if name == "torch" else library.arange(4)
+    assert int((numbers + 1).sum()) == 10  # runs a kernel; CuPy compiles it
+    from nccl_comm.library import locate  # after torch, whose NCCL is then used
+
+    found = locate.find()
+    return found if isinstance(found, str) else None
+
+
+# --- one rank, and two ------------------------------------------------------------------------------------------------
+
+
+def one_rank(reporter: Reporter, place: Place) -> None:
+    """Run the checks of tests/conformance/one_rank.py one by one; after a hang, the rest run in a new process."""
+    ranks = Ranks(place, 1, kits=[], enter=(), leave=list)
+    try:
+        facts = reporter.check("the driver and NCCL can be loaded", ranks.run, rank_jobs.device_facts)
+        reporter.figure("libraries", facts and facts[0])
+        for check in one_rank_checks.CHECKS if facts is not None else ():
+            reporter.check(check.__name__.replace("_", " "), ranks.run, run_alone, check.__name__)
+    finally:
+        if ranks.running:
+            ranks.close()
+
+
+def run_alone(name: str) -> None:
+    """Run one of the checks of tests/conformance/one_rank.py."""
+    from nccl_comm.library import locate
+    from unicoll.arrays import cuda
+
+    (check,) = (check for check in one_rank_checks.CHECKS if check.__name__ == name)
+    one_rank_checks.run(check, cuda.cuda(), locate.nccl())
+
+
 def pair(reporter: Reporter, place: Place) -> None:
     """Two ranks on the one GPU and their first all_reduce, with each kind of sharing; later stages use the last that
     works."""
-    ways = (
-        ["auto"] if place.simulated else ["hostid", "native"] if place.sharing == "auto" else [place.sharing]
-    )
-    for way in ways:
-        shared = (
-            Simulation(patience=place.patience) if place.simulated else GPU(place.kits, place.patience, way)
-        )
-        seconds = reporter.check(f"two ranks on the one GPU, their first all_reduce ({way})", _pair, shared)
+    both = ["hostid", "native"] if place.sharing == "auto" else [place.sharing]
+    for way in ["auto"] if place.simulated else both:
+        words = f"two ranks on the one GPU, their first all_reduce ({way})"
+        seconds = reporter.check(words, _pair, replace(place, sharing=way))
         if seconds is not None:
             reporter.figure("sharing", way)
             reporter.figure(f"seconds ({way})", seconds)
@@ -94,110 +186,3 @@ def _pair(place: Place) -> dict[str, float]:
         found = {"first all_reduce": time.monotonic() - began}
         leave(place, job)
         return found | {"and to leave": time.monotonic() - began}
-
-
-def commit() -> str | None:
-    """The commit of the checkout, or None."""
-    try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _smi() -> dict[str, str] | str:
-    command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=True)
-    except (OSError, subprocess.SubprocessError) as e:
-        return f"cannot be asked: {e}"
-    return dict(
-        zip(_QUERY.split(","), (w.strip() for w in done.stdout.splitlines()[0].split(",")), strict=False)
-    )
-
-
-def one_rank(reporter: Reporter, place: Place) -> None:
-    """Run the checks of tests/conformance/one_rank.py one by one; after a hang, the rest run in a new process."""
-    if place.simulated:
-        for line in _simulated_lines():
-            _take(reporter, line)
-        return
-    todo = [check.__name__ for check in one_rank_checks.CHECKS]
-    while todo:
-        began = False
-        for line in _lines([*_ONE_RANK, *todo], place.patience):
-            began = True
-            if "check" in line:
-                todo.remove(line["check"])
-            _take(reporter, line)
-        if todo:
-            name = todo.pop(0) if began else "the driver and NCCL can be loaded"
-            _take(reporter, {"check": name, "error": "it did not come to its end: it hung or crashed"})
-        if not began:
-            return
-
-
-def _take(reporter: Reporter, line: dict[str, Any]) -> None:
-    if "check" in line:
-        reporter.check(line["check"].replace("_", " "), _judge, line["error"])
-    else:
-        reporter.figure("libraries", line)
-
-
-def _judge(error: str | None) -> None:
-    assert error is None, error
-
-
-def _lines(program: Sequence[str], patience: float) -> Iterator[dict[str, Any]]:
-    """The lines of JSON that a program prints, until it ends or the next line takes too long."""
-    with subprocess.Popen(program, cwd=ROOT, env=environment(), stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        rest = b""
-        try:
-            while select.select([process.stdout], [], [], patience)[0]:
-                data = os.read(process.stdout.fileno(), 1 << 16)
-                if not data:
-                    break
-                *lines, rest = (rest + data).split(b"\n")
-                yield from (json.loads(line) for line in lines if line.startswith(b"{"))
-        finally:
-            process.kill()
-
-
-def _simulated_lines() -> Iterator[dict[str, Any]]:
-    from tests.simulated_nccl.cuda import Simulation
-    from tests.simulated_nccl.nccl import SimulatedNccl
-
-    simulation = Simulation(policy="newest")
-    nccl: Any = SimulatedNccl(simulation)
-    try:
-        for check in one_rank_checks.CHECKS:
-            yield {
-                "check": check.__name__,
-                "error": _error(one_rank_checks.run, check, simulation.cuda, nccl),
-            }
-    finally:
-        nccl.close()
-        simulation.close()
-
-
-def _error(function: Callable[..., Any], *args: Any) -> str | None:
-    try:
-        function(*args)
-    except Exception as e:
-        return f"{type(e).__name__}: {e}"
-    return None

@@ -13,8 +13,8 @@ from typing import Any
 import unicoll as dist
 from nccl_comm.library import locate
 from tests.gpu.check.kits import Kit
+from tests.gpu.check.rank_jobs import expect
 from tests.gpu.check.record import Skip
-from tests.gpu.check.streaming_jobs import expect
 from unicoll.arrays.cuda import cuda, on_device
 
 __all__ = ["COMPARING", "PROGRAMS", "a_group_of_two_grows_by_a_third_rank", "nccl_compares_symmetric_memory"]
@@ -88,7 +88,7 @@ def symmetric_memory_is_dropped_at_different_times(k: Kit) -> dict[str, Any]:
     for _ in range(3):
         made = _symmetric(n * _COUNT)
         windows.append(made.window != 0)
-        x = k.adopt(made)
+        x = k.array(made)
         part = x[:_COUNT]
         part[...] = dist.get_rank() + 1
         dist.all_reduce(part)
@@ -118,7 +118,7 @@ def puts_and_signals_arrive(k: Kit) -> dict[str, Any]:
     with _own_memory(32) as memory, group.register(memory, symmetric=True) as window:
         if not (window.symmetric and source.window):
             raise Skip("NCCL makes no windows for these ranks")
-        x, y = k.adopt(source), k.adopt(memory)
+        x, y = k.array(source), k.array(memory)
         x[...], y[...] = me, -1
         k.synchronize()
         dist.barrier()
@@ -155,7 +155,7 @@ def a_non_blocking_group_is_split_and_makes_a_window(k: Kit) -> dict[str, Any]:
     expect(k, x, _sum(), "all_reduce in the part")
     made = part.symmetric_empty(_COUNT) if locate.nccl().has("ncclCommWindowRegister") else None
     if made is not None:
-        y = k.adopt(made)
+        y = k.array(made)
         y[...] = dist.get_rank() + 1
         dist.all_reduce(y, group=part)
         expect(k, y, _sum(), "all_reduce in symmetric memory")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from tests.gpu.check import rank_jobs
-from tests.gpu.check.forked import ForkedJob
 from tests.gpu.check.record import Skip, description_of, headline
 from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
 from tests.nccl.device_ranks import DeviceJob, DeviceMpiJob
@@ -20,24 +18,11 @@ from unicoll.group import registry
 from unicoll.testing import worker
 from unicoll.testing.ranks import Pool, ProcessJob, RanksFailed
 
-__all__ = [
-    "GPU",
-    "HOST_BACKENDS",
-    "PROGRAM_S",
-    "Place",
-    "Ranks",
-    "Simulation",
-    "called",
-    "host_backend",
-    "joined",
-    "leave",
-    "start",
-]
+__all__ = ["HOST_BACKENDS", "Place", "Process", "Ranks", "called", "host_backend", "joined", "leave"]
 
-PROGRAM_S = 10.0
-"""Seconds that ranks have for a call."""
 _START_S = 60.0
 """Seconds for imports and the first kernels of array libraries, whose files may be on a slow disk."""
+_FAMILIES = {"cupy": "cupy", "torch": "torch_cuda", "simulated": "simulated"}
 
 HOST_BACKENDS = ("gloo", "mpi")
 """Backends of host arrays, which take device arrays through the host's memory."""
@@ -54,48 +39,37 @@ def host_backend(name: str) -> type[Backend]:
     return registry.load(name)
 
 
-class Place(ABC):
-    """A kind of device.
+class Process(ProcessJob):
+    """Processes whose warnings are no errors: array libraries emit their own."""
+
+    warnings = DeviceJob.warnings
+    prepare_timeout = DeviceJob.prepare_timeout
+
+
+@dataclass(frozen=True)
+class Place:
+    """This machine's first GPU, or the simulated device and NCCL.
 
     Attributes:
         kits: names of the available array libraries, see :mod:`tests.gpu.check.kits`.
-        families: their names in :mod:`unicoll.testing.families`.
         simulated: True if times are meaningless.
         patience: seconds that ranks have for a call.
         sharing: see :data:`device_ranks.SHARING`.
         devices: number of devices of this machine.
+        own_devices: True if each rank has the device of its local rank, not all the first one.
     """
 
-    families: tuple[str, ...] = ()
-    simulated = False
-    devices = 1
+    kits: tuple[str, ...] = ()
+    simulated: bool = False
+    patience: float = 10.0
+    sharing: str = "auto"
+    devices: int = 1
+    own_devices: bool = False
 
-    def __init__(self, kits: Sequence[str], patience: float = PROGRAM_S, sharing: str = "auto") -> None:
-        self.kits = tuple(kits)
-        self.patience = patience
-        self.sharing = sharing
-
-    @abstractmethod
-    def job(
-        self,
-        size: int,
-        backend: str,
-        kits: Sequence[str] | None = None,
-        env: dict[str, str] | None = None,
-        fresh: bool = True,
-    ) -> ProcessJob:
-        """Ranks that share one device, before they join; they import the libraries of these kits, by default of all.
-
-        With ``fresh=False`` they need no interpreter of their own.
-        """
-
-
-class GPU(Place):
-    """This machine's first GPU; ``kits`` are the array libraries that work."""
-
-    def __init__(self, kits: Sequence[str], patience: float = PROGRAM_S, sharing: str = "auto") -> None:
-        super().__init__(sorted(kits), patience, sharing)
-        self.families = tuple({"cupy": "cupy", "torch": "torch_cuda"}[name] for name in self.kits)
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The names of the libraries in :mod:`unicoll.testing.families`."""
+        return tuple(_FAMILIES[name] for name in self.kits)
 
     def job(
         self,
@@ -103,44 +77,35 @@ class GPU(Place):
         backend: str,
         kits: Sequence[str] | None = None,
         env: dict[str, str] | None = None,
-        fresh: bool = True,
     ) -> ProcessJob:
-        needed = self.kits if kits is None else kits
-        first = tuple(sorted(needed, reverse=True))  # torch brings an NCCL
-        if "mpi" in backend:
-            return DeviceMpiJob(size, env=env, backend=backend, libraries=first)
-        return DeviceJob(size, env=env, backend=backend, libraries=first, sharing=self.sharing)
-
-
-class Simulation(Place):
-    """A simulated device and NCCL."""
-
-    families = ("simulated",)
-    simulated = True
-    devices = 2
-
-    def __init__(self, kits: Sequence[str] = (), patience: float = PROGRAM_S, sharing: str = "auto") -> None:
-        super().__init__(["simulated"], patience, sharing)
-
-    def job(
-        self,
-        size: int,
-        backend: str,
-        kits: Sequence[str] | None = None,
-        env: dict[str, str] | None = None,
-        fresh: bool = True,
-    ) -> ProcessJob:
+        """Ranks before they join; they import the libraries of these kits, by default of all."""
+        if not self.simulated:
+            # torch, which brings an NCCL, comes first
+            libraries = tuple(sorted(self.kits if kits is None else kits, reverse=True))
+            if self.own_devices:
+                env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"} | (env or {})
+                return Process(
+                    size,
+                    join="env",
+                    env=env,
+                    quiet=False,
+                    fresh=True,
+                    prepare=(worker.use, backend, libraries),
+                )
+            if "mpi" in backend:
+                return DeviceMpiJob(size, env=env, backend=backend, libraries=libraries)
+            return DeviceJob(size, env=env, backend=backend, libraries=libraries, sharing=self.sharing)
         env = {"UNICOLL_NCCL_SHARE_DEVICE": "1"} | (env or {})
         if "mpi" in backend:
-            settings = Settings(policy="random", seed=5, backend=backend)
-            return MpiJob(
-                size, backend=backend, env=env, warm_up=True, prepare=(simulated_ranks.prepare, settings)
-            )
-        kind = SimulatedJob if fresh else ForkedJob
-        return kind(size, env=env, backend=backend, devices="shared", policy="random", seed=5)
+            prepare = (simulated_ranks.prepare, Settings(policy="random", seed=5, backend=backend))
+            return MpiJob(size, backend=backend, env=env, warm_up=True, prepare=prepare)
+        join, devices = ("env", "own") if self.own_devices else ("file", "shared")
+        return SimulatedJob(
+            size, join=join, env=env, backend=backend, devices=devices, policy="random", seed=5
+        )
 
 
-def start(
+def joined(
     place: Place,
     size: int,
     kits: Sequence[str] | None = None,
@@ -150,11 +115,10 @@ def start(
     counting: bool = False,
     device: int | None = None,
     env: dict[str, str] | None = None,
-    fresh: bool = False,
     modules: Sequence[str] = (),
     enter: tuple[Any, ...] | None = None,
 ) -> ProcessJob:
-    """Ranks that have joined a job of their own.
+    """Ranks that have joined a job of their own; those that have not left at the end of a block are killed.
 
     Args:
         place: kind of device.
@@ -165,30 +129,22 @@ def start(
         counting: whether CUDA calls are counted.
         device: the device that they are bound to.
         env: more environment variables.
-        fresh: whether each has to have an interpreter of its own.
         modules: that they import before they join.
-        enter: a function by which they join in place of the usual one, and its arguments.
+        enter: a function by which they join in place of the usual one, and its arguments; () if they do not join.
     """
-    job = place.job(size, backend, kits, env, fresh)
+    job = place.job(size, backend, kits, env)
     try:
         if counting:
             called(place, job, rank_jobs.count_cuda_calls)
         libraries = place.kits if kits is None else tuple(kits)
-        called(place, job, rank_jobs.ready, libraries, tuple(modules), timeout=_START_S)
-        called(place, job, *(enter or (rank_jobs.enter, timeout, device)))
+        ready = (rank_jobs.ready, libraries, tuple(modules), place.own_devices)
+        called(place, job, *ready, timeout=_START_S)
+        if enter != ():
+            called(place, job, *(enter or (rank_jobs.enter, timeout, device)))
     except BaseException:
         job.close()
         raise
     return job
-
-
-@contextmanager
-def joined(
-    place: Place, size: int, kits: Sequence[str] | None = None, **options: Any
-) -> Iterator[ProcessJob]:
-    """As :func:`start`, for a block; ranks that have not left at its end are killed."""
-    with start(place, size, kits, **options) as job:
-        yield job
 
 
 def called(
@@ -206,22 +162,20 @@ def called(
         RanksFailed: one failed, died or hung; the first line names the first of them and its error.
     """
     job.call(function, *args)
+    report = ""
     try:
-        outcomes = job.collect(place.patience if timeout is None else timeout, fail_fast=True)
-        report = ""
+        job.collect(place.patience if timeout is None else timeout, fail_fast=True)
     except RanksFailed as error:
-        outcomes, report = job.outcomes, str(error)
-    for outcome in sorted(outcomes, key=lambda o: o.at):
+        report = str(error)
+    for outcome in sorted(job.outcomes, key=lambda o: o.at):
+        why = f" ended with {outcome.returncode}" if outcome.returncode is not None else ""
         if outcome.failure is not None:
-            why = f"rank {outcome.rank}: {outcome.failure.type}: {outcome.failure.message}"
-            raise RanksFailed(f"{why}\n{report or job.report()}")
-        if outcome.returncode is not None:
-            raise RanksFailed(
-                f"rank {outcome.rank} ended with {outcome.returncode}\n{report or job.report()}"
-            )
+            why = f": {outcome.failure.type}: {outcome.failure.message}"
+        if why:
+            raise RanksFailed(f"rank {outcome.rank}{why}\n{report or job.report()}")
     if report:
         raise RanksFailed(report)
-    return [outcome.value for outcome in outcomes]
+    return [outcome.value for outcome in job.outcomes]
 
 
 def leave(
@@ -242,9 +196,8 @@ def leave(
     if any(outcome.failure is not None for outcome in outcomes):
         raise RanksFailed(job.report())
     job.call(worker.end, ranks=ranks)
-    codes = job.wait_for_exit(
-        place.patience, *([] if ranks is None else [ranks])
-    )  # under mpirun all end together
+    # under mpirun all end together
+    codes = job.wait_for_exit(place.patience, *([] if ranks is None else [ranks]))
     if any(left) or any(codes):
         raise RanksFailed(f"left over: {left}; exit codes {codes}\n{job.report()}")
 
@@ -258,7 +211,7 @@ class Ranks(Pool):
         kits: libraries that they import; None for all.
         first: calls after joining, each a function and its arguments.
         leave: how they leave, where that is not by :func:`leave`; gives what is left over.
-        options: of :func:`start`.
+        options: of :func:`joined`.
     """
 
     def __init__(
@@ -272,7 +225,7 @@ class Ranks(Pool):
     ) -> None:
         super().__init__(size)
         self.place = place
-        self._start = partial(start, place, size, kits, **options)
+        self._start = partial(joined, place, size, kits, **options)
         self._first = first
         self._leave = leave
         self._useless = ""

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import gc
 import importlib
-import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 
-from tests.gpu.check.kits import Kit, SimulatedKit, TorchKit
+from tests.gpu.check import kits
+from tests.gpu.check.kits import Kit, SimulatedKit
+from tests.gpu.check.rank_jobs import expect, left_over, local_rank
 from tests.gpu.check.record import Skip
+from tests.gpu.check.streaming_jobs import replayed
 from unicoll.testing import worker
 
-__all__ = ["PROGRAMS", "enter", "leave", "run", "split_group"]
+__all__ = ["PROGRAMS", "collectives", "ddp", "enter", "leave", "split_group"]
 
 _LARGE = 64 << 20
 _COUNT = 4096
 _STEPS = 3
-_END_S = 5.0
-"""Seconds for threads to end."""
 
 
 class _Rehearsal(SimulatedKit):
@@ -49,57 +48,35 @@ class _Rehearsal(SimulatedKit):
         super().compute(out.array, formula, *(x.array for x in inputs))
 
 
-_kit: Kit
-
-
 def enter(simulated: bool, timeout: float) -> None:
     """Join torch.distributed's job, bound to the device."""
-    global _kit
     torch: Any = importlib.import_module("torch")
     importlib.import_module("unicoll.torch_plugin")
     if simulated:
         importlib.import_module("tests.simulated_nccl.torch_tensors").install()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # functions that newer versions of torch have renamed
-    _kit = _Rehearsal() if simulated else TorchKit()
+    kits.KITS[""] = (lambda device: _Rehearsal()) if simulated else kits.TorchKit
+    kits.kit("", local_rank())
     rank, size = worker.rank_and_size()
     torch.distributed.init_process_group(
         "unicoll",
-        init_method=worker._init,
+        init_method="env://" if worker._init == "env" else worker._init,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=timeout),
-        device_id=torch.device("cuda", 0),
+        device_id=torch.device("cuda", local_rank()),
     )
 
 
 def leave() -> list[str]:
     """Leave; unicoll's threads that are still running."""
     _dist().destroy_process_group()
-    ours = [t for t in threading.enumerate() if t.name.startswith("unicoll")]
-    for thread in ours:
-        thread.join(_END_S)
-    return sorted(t.name for t in ours if t.is_alive())
-
-
-def run(program: str) -> tuple[str, object]:
-    """Run a program: ("done", its result) or ("skip", the reason)."""
-    try:
-        found = globals()[program](_kit)
-    except Skip as why:
-        return "skip", str(why)
-    _kit.synchronize()
-    gc.collect()  # graphs in a garbage cycle would keep NCCL from ending
-    return "done", found
+    return left_over()
 
 
 def _dist() -> Any:
     return importlib.import_module("torch.distributed")
-
-
-def _check(k: Kit, tensor: Any, due: float) -> None:
-    found = np.asarray(k.numpy(tensor))
-    assert (found == due).all(), f"found {sorted(set(found.tolist()))[:4]}, expected {due}"
 
 
 # --- calls of torch.distributed itself --------------------------------------------------------------------------------
@@ -111,21 +88,21 @@ def collectives(k: Kit) -> None:
     me, n = dist.get_rank(), dist.get_world_size()
     x = k.full(_COUNT, me + 1.0)
     dist.all_reduce(x)
-    _check(k, x, n * (n + 1) / 2)
+    expect(k, x, n * (n + 1) / 2)
     work = dist.all_reduce(x, async_op=True)
     work.wait()
-    _check(k, x, n * n * (n + 1) / 2)
+    expect(k, x, n * n * (n + 1) / 2)
     whole, parts = k.full(n * 8, 0.0), [k.full(8, 0.0) for _ in range(n)]
     dist.all_gather_into_tensor(whole, k.full(8, float(me)))
     dist.all_gather(parts, k.full(8, float(me)))
     assert np.asarray(k.numpy(whole)).reshape(n, 8)[:, 0].tolist() == list(range(n))
     for r, part in enumerate(parts):
-        _check(k, part, float(r))
+        expect(k, part, float(r))
     objects: list[Any] = [None] * n
     dist.all_gather_object(objects, {"rank": me})
     assert objects == [{"rank": r} for r in range(n)]
     y = k.full(_COUNT, 1.0)
-    _check(k, dist.all_reduce(y, async_op=True).get_future().wait()[0], float(n))
+    expect(k, dist.all_reduce(y, async_op=True).get_future().wait()[0], float(n))
     dist.barrier()
 
 
@@ -150,19 +127,8 @@ def a_crossing_batch(k: Kit) -> dict[str, float]:
                 work.wait()
 
         seconds = k.elapsed(body)
-        _check(k, got, 2.0 - dist.get_rank())
+        expect(k, got, 2.0 - dist.get_rank())
     return {"bytes": nbytes, "seconds": seconds}
-
-
-def messages_that_torch_coalesces(k: Kit) -> None:
-    """isend and irecv between the start and the end of coalescing, as torch 2.6 and 2.15 call them for a batch."""
-    dist = _dist()
-    ops, got = _crossing(k, 1 << 18 if k.simulated else _LARGE // 4)
-    with dist._coalescing_manager(device=ops[0].tensor.device, async_ops=True) as several:
-        for op in ops:
-            op.op(op.tensor, op.peer)
-    several.wait()
-    _check(k, got, 2.0 - dist.get_rank())
 
 
 def works_give_up_their_tensors(k: Kit) -> dict[str, int]:
@@ -183,28 +149,6 @@ def works_give_up_their_tensors(k: Kit) -> dict[str, int]:
 # --- groups -----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _splits() -> Iterator[list[Any]]:
-    """For each ncclCommSplit the ranks of the new communicator, None if this rank is not in it."""
-    from nccl_comm.communicators.factory import CommunicatorFactory as Factory
-
-    split, leave_out, seen = Factory.split, Factory.leave_out, []
-
-    def counting(self: Any, *args: Any) -> Any:
-        seen.append(list(self.context.ranks))
-        return split(self, *args)
-
-    def counting_without(self: Any, *args: Any) -> None:
-        seen.append(None)
-        leave_out(self, *args)
-
-    Factory.split, Factory.leave_out = counting, counting_without  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        Factory.split, Factory.leave_out = split, leave_out  # type: ignore[method-assign]
-
-
 def split_group(parts: list[list[int]], group: Any = None) -> Any:
     """torch's ``split_group``, which in torch 2.6 works only for groups of its own NCCL."""
     dist = _dist()
@@ -217,62 +161,31 @@ def split_group(parts: list[list[int]], group: Any = None) -> Any:
     return parent.split_group(next((part for part in parts if parent.rank() in part), parts[0]))
 
 
-def subgroups(k: Kit) -> list[Any]:
-    """In a job bound to devices new_group and split_group split NCCL's communicator, for one rank and for all."""
+def subgroups(k: Kit) -> None:
+    """In a job bound to devices, parts made by new_group and split_group, for one rank and for all."""
     dist = _dist()
     me, n = dist.get_rank(), dist.get_world_size()
-    with _splits() as seen:
-        everybody = dist.new_group(list(range(n)))
-        first = dist.new_group([0])
-        halves = split_group([[r] for r in range(n)])
-        assert seen == [list(range(n)), [0] if me == 0 else None, [me]], seen
-        for group, members in ((everybody, range(n)), (first, range(1)), (halves, range(me, me + 1))):
-            if me in members:
-                x = k.full(_COUNT, me + 1.0)
-                dist.all_reduce(x, group=group)
-                _check(k, x, sum(r + 1.0 for r in members))
-                assert str(group.bound_device_id) == "cuda:0"
-        assert len(seen) == 3, seen
-    for group in (halves, first, everybody):
+    made = [(dist.new_group(list(range(n))), range(n)), (dist.new_group([0]), range(1))]
+    made.append((split_group([[r] for r in range(n)]), range(me, me + 1)))
+    for group, members in made:
+        if me in members:
+            x = k.full(_COUNT, me + 1.0)
+            dist.all_reduce(x, group=group)
+            expect(k, x, sum(r + 1.0 for r in members))
+            assert str(group.bound_device_id) == "cuda:0"
+    for group, _ in reversed(made):
         if isinstance(group, dist.ProcessGroup):
             group.shutdown()
-    return list(seen)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def _replayed(k: Kit, operation: Callable[[Any], object]) -> weakref.ref[Any]:
-    """Capture an all_reduce and a kernel after it, and replay them on new values; a weak reference to the tensor."""
-    dist = _dist()
-    me, n = dist.get_rank(), dist.get_world_size()
-    stream = k.stream()
-    with stream:
-        x, y = k.full(_COUNT, 1.0), k.full(_COUNT, 0.0)
-
-    def body() -> None:
-        operation(x)
-        k.compute(y, lambda xp, given: given * 2, x)
-
-    with stream:
-        body()
-    k.synchronize()
-    replay = k.capture(stream, body)
-    for turn in range(_STEPS):
-        with stream:
-            k.compute(x, lambda xp, given, value=float(me + turn): given * 0 + value, x)
-            replay()
-            _check(k, y, 2.0 * sum(r + turn for r in range(n)))
-    k.synchronize()
-    replay.close()
-    return weakref.ref(x)
-
-
-def _recorded(k: Kit, operation: Callable[[Any], object]) -> dict[str, int]:
-    """:func:`_replayed`; the number of works that hold tensors afterwards."""
+def _recorded(k: Kit, reduce: Callable[[Any], object]) -> dict[str, int]:
+    """Replay a graph; the number of works that hold tensors afterwards."""
     dist = _dist()
     world: Any = dist.group.WORLD
-    kept = _replayed(k, operation)
+    kept = weakref.ref(replayed(k, dist.get_rank(), dist.get_world_size(), reduce))
     for _ in range(60):  # each checks a few earlier works
         dist.all_reduce(k.full(8, 1.0), async_op=True).wait()
     gc.collect()
@@ -400,7 +313,6 @@ def functional_collectives(k: Kit) -> None:
 PROGRAMS = (
     collectives,
     a_crossing_batch,
-    messages_that_torch_coalesces,
     subgroups,
     ddp,
     fsdp2,

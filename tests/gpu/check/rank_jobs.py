@@ -4,37 +4,86 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any, cast
 
 import numpy as np
 
 import unicoll as dist
-from tests.gpu.check import call_counts
-from tests.gpu.check.kits import kit
+from tests.gpu.check.kits import Kit, kit
 from tests.gpu.check.record import Skip
+from unicoll.arrays import cuda as streams
+from unicoll.arrays.cuda import Cuda
 from unicoll.testing import worker
 
-__all__ = ["count_cuda_calls", "device_facts", "enter", "leave", "left_over", "ready", "run", "warm_up"]
+__all__ = [
+    "count_cuda_calls",
+    "cuda_calls",
+    "device_facts",
+    "enter",
+    "expect",
+    "leave",
+    "left_over",
+    "local_rank",
+    "ready",
+    "run",
+    "warm_up",
+]
 
 _END_S = 3.0
 
 
+class _CountingCuda:
+    """A :class:`unicoll.arrays.cuda.Cuda` that counts the calls of each thread."""
+
+    def __init__(self, real: Cuda) -> None:
+        self._real = real
+        self.calls: Counter[tuple[int, str]] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._real, name)
+        if name.startswith("_") or not callable(found):
+            return found
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls[threading.get_ident(), name] += 1
+            return found(*args, **kwargs)
+
+        setattr(self, name, counted)
+        return counted
+
+
 def count_cuda_calls() -> None:
-    """Start counting CUDA calls."""
-    call_counts.install()
+    """Start counting CUDA calls; before any group is made."""
+    streams.install(cast(Cuda, _CountingCuda(streams.cuda())))
 
 
-def ready(kits: Sequence[str], modules: Sequence[str]) -> None:
+def cuda_calls() -> Counter[str]:
+    """The CUDA calls of this thread so far, by name."""
+    me, counting = threading.get_ident(), cast(Any, streams.cuda())
+    return Counter({name: n for (thread, name), n in counting.calls.items() if thread == me})
+
+
+def local_rank() -> int:
+    """The number of this rank's device."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def ready(kits: Sequence[str], modules: Sequence[str], own_device: bool = False) -> None:
     """Import modules, and run a first operation of the device and array libraries."""
+    if own_device:  # as a launcher does
+        os.environ |= {"LOCAL_RANK": os.environ["RANK"], "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in modules:
             importlib.import_module(name)
     for name in kits:
-        k = kit(name)
+        k = kit(name, local_rank())
         k.numpy(k.full(8, 1.0))
 
 
@@ -61,6 +110,13 @@ def left_over() -> list[str]:
         time.sleep(0.02)
 
 
+def expect(k: Kit, array: Any, value: float, what: str = "the array") -> None:
+    """Compare an array's elements with the value that all of them should have."""
+    found = np.asarray(k.numpy(array))
+    wrong = int((found != value).sum())
+    assert not wrong, f"{what}: {wrong} of {found.size} elements are not {value}: {found[found != value][:4]}"
+
+
 def warm_up(name: str) -> float:
     """Connect, with one blocking and one asynchronous operation; the sum of rank + 1 over the ranks."""
     k = kit(name)
@@ -78,7 +134,6 @@ def warm_up(name: str) -> float:
 def device_facts() -> dict[str, object]:
     """This rank's device, driver and NCCL."""
     from nccl_comm.library import locate
-    from unicoll.arrays import cuda as streams
 
     cuda = streams.cuda()
     facts = cuda.facts(0)

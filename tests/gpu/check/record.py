@@ -11,14 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unicoll.testing.ranks import RanksFailed
+from unicoll.testing.ranks import ROOT, RanksFailed
 
 __all__ = ["Document", "NoTime", "Reporter", "Skip", "description_of", "headline", "plain"]
 
 _MOST_CHARACTERS = 12_000
 """Characters that are kept of an error."""
 _LINE = 160
-_ROOT = f"{Path(__file__).resolve().parents[3]}/"
 
 
 class Skip(Exception):
@@ -33,12 +32,12 @@ class Reporter:
     """Reports a stage's checks with their outcomes, and figures, at once.
 
     Args:
-        descriptor: file descriptor of a pipe for lines of JSON.
+        tell: called with each line of the report.
         seconds: time for the stage; some time after that it is killed.
     """
 
-    def __init__(self, descriptor: int, seconds: float) -> None:
-        self._descriptor = descriptor
+    def __init__(self, tell: Callable[[dict[str, Any]], object], seconds: float) -> None:
+        self._tell = tell
         self._end = time.monotonic() + seconds
         self.seconds = seconds
 
@@ -46,22 +45,13 @@ class Reporter:
         """Seconds until the stage should be over."""
         return self._end - time.monotonic()
 
-    def _tell(self, **line: Any) -> None:
-        data = json.dumps(plain(line)).encode() + b"\n"
-        while data:
-            data = data[os.write(self._descriptor, data) :]
-
     def figure(self, name: str, value: Any) -> None:
         """Report a measurement or a fact."""
-        self._tell(figure=name, value=value)
-
-    def ended(self, error: str | None) -> None:
-        """Report the end of the stage, and the error that ended it."""
-        self._tell(ended=error)
+        self._tell({"figure": name, "value": plain(value)})
 
     def say(self, text: str) -> None:
         """Report progress."""
-        self._tell(say=text)
+        self._tell({"say": text})
 
     def check(self, name: str, function: Callable[..., Any], *args: Any, needs: float = 0.0) -> Any:
         """Call a function as a check: it passes, fails by an exception, is skipped, or is not run for lack of time.
@@ -76,7 +66,7 @@ class Reporter:
         """
         began = time.monotonic()
         outcome, detail, value = "passed", "", None
-        self._tell(doing=name)
+        self._tell({"doing": name})
         try:
             if self.left() < needs:
                 raise NoTime(f"{max(0.0, self.left()):.0f} s are left of {self.seconds:.0f}")
@@ -87,7 +77,8 @@ class Reporter:
             outcome, detail = "not run", str(why)
         except Exception as error:
             outcome, detail = "failed", description_of(error)
-        self._tell(check=name, outcome=outcome, seconds=round(time.monotonic() - began, 3), detail=detail)
+        seconds = round(time.monotonic() - began, 3)
+        self._tell({"check": name, "outcome": outcome, "seconds": seconds, "detail": detail})
         return value
 
 
@@ -96,7 +87,7 @@ def description_of(error: BaseException) -> str:
     text = f"{type(error).__name__}: {error}"
     if not isinstance(error, RanksFailed):  # which has the ranks' tracebacks
         text += "\n" + "".join(traceback.format_exception(error))
-    return text.replace(_ROOT, "")[:_MOST_CHARACTERS]
+    return text.replace(f"{ROOT}/", "")[:_MOST_CHARACTERS]
 
 
 def headline(detail: str) -> str:
@@ -115,9 +106,7 @@ def plain(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float):
         return None if not math.isfinite(value) else float(f"{value:.6g}")
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    return str(value)
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
 
 
 class Document:
@@ -134,13 +123,7 @@ class Document:
 
     def begin(self, stage: str, limit: float) -> dict[str, Any]:
         """Begin a stage; its record."""
-        record: dict[str, Any] = {
-            "state": "running",
-            "limit_s": round(limit, 1),
-            "seconds": 0.0,
-            "checks": [],
-            "figures": {},
-        }
+        record = {"state": "running", "limit_s": round(limit, 1), "seconds": 0.0, "checks": [], "figures": {}}
         self.data["stages"][stage] = record
         self.write()
         return record
@@ -151,9 +134,8 @@ class Document:
             record["doing"] = line["doing"]  # stays there if the stage is cut off in it
         elif "check" in line:
             record.pop("doing", None)
-            record["checks"].append(
-                {"name": line["check"], **{k: v for k, v in line.items() if k != "check"}}
-            )
+            rest = {key: value for key, value in line.items() if key != "check"}
+            record["checks"].append({"name": line["check"], **rest})
         elif "figure" in line:
             record["figures"][line["figure"]] = line["value"]
         else:

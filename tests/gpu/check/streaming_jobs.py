@@ -1,11 +1,14 @@
 """Programs whose results a missing wait, or memory freed too early, makes wrong: producers are late, consumers early.
 
-Each takes a kit and raises AssertionError for a wrong result; some return measurements.
+Each takes a kit and raises AssertionError for a wrong result; some return measurements. Then operations in CUDA graphs,
+and a trace of the runtime's calls by torch's profiler.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib
+import re
 import time
 import weakref
 from collections import Counter
@@ -15,15 +18,19 @@ from typing import Any
 import numpy as np
 
 import unicoll as dist
-from tests.gpu.check import call_counts
-from tests.gpu.check.kits import Kit
+from tests.gpu.check.kits import Kit, kit
+from tests.gpu.check.rank_jobs import cuda_calls, expect
 from tests.gpu.check.record import Skip
+from unicoll.arrays.conversion import as_buffer
 
-__all__ = ["PROGRAMS", "every_operation", "expect"]
+__all__ = ["PROGRAMS", "every_operation", "replayed", "trace"]
 
 _COUNT, _FEW = 1 << 20, 1 << 12
 _LATE_S = 0.2
 _LONG_S = 0.6
+_STEPS = 20
+_WAITING_CALLS = ("event_done", "stream_done", "allocate", "free", "pin", "unpin", "destroy_stream")
+"""Calls of CUDA that query the device, or may wait for it."""
 Program = Callable[[Kit], Any]
 
 
@@ -43,22 +50,18 @@ def _sum(k: Kit) -> int:
     return n * (n + 1) // 2
 
 
-def expect(k: Kit, array: Any, value: float, what: str) -> None:
-    """Compare an array's elements with the value that all of them should have."""
-    found = np.asarray(k.numpy(array))
-    wrong = int((found != value).sum())
-    assert not wrong, f"{what}: {wrong} of {found.size} elements are not {value}: {found[found != value][:4]}"
-
-
-def a_late_producer_on_the_current_stream(k: Kit) -> None:
-    """The array is written long after the call: the group's stream must wait for it."""
+def a_late_producer_and_an_early_consumer(k: Kit) -> None:
+    """The group's stream must wait for the array, which is written long after the call, and wait() orders the current
+    stream after the operation."""
     x = k.full(_count(k), 0.0)
     k.synchronize()
     with k.late(_LATE_S):
         x += dist.get_rank() + 1
         work = _start(dist.all_reduce, x)
         work.wait()
+        y = x * 2
     expect(k, x, _sum(k), "all_reduce of a late array")
+    expect(k, y, 2 * _sum(k), "a kernel right after wait()")
 
 
 def a_late_producer_on_a_side_stream(k: Kit) -> None:
@@ -87,17 +90,6 @@ def a_blocking_call_on_a_side_stream(k: Kit) -> None:
         expect(k, x, _sum(k) + 1, "a blocking all_reduce between two kernels")
 
 
-def the_result_is_used_right_after_wait(k: Kit) -> None:
-    """wait() orders the current stream after the operation."""
-    x = k.full(_count(k), float(dist.get_rank() + 1))
-    k.synchronize()
-    with k.late(_LATE_S):
-        work = _start(dist.all_reduce, x)
-        work.wait()
-        y = x * 2
-    expect(k, y, 2 * _sum(k), "a kernel right after wait()")
-
-
 def strided_arrays_are_unpacked_in_order(k: Kit) -> None:
     """Packed before, unpacked after, both on the device."""
     x = k.full(2 * _count(k), 1.0)
@@ -124,14 +116,14 @@ def memory_in_flight_is_not_used_again(k: Kit) -> None:
             first = _start(dist.all_reduce, small)  # the group's stream now waits for the delay
             with mine:
                 x = k.full(_count(k), float(me + 1))
-                place = k.ptr(x)
+                place = as_buffer(x).ptr
                 work = _start(dist.all_gather_into_tensor, out, x)
             with elsewhere:
                 work.wait()  # so that the array's own stream is not ordered after the end
             del work, x
             with mine:
                 again = k.full(_count(k), 99.0)
-            reused = k.ptr(again) == place
+            reused = as_buffer(again).ptr == place
         first.wait()
         with elsewhere:
             found = np.asarray(k.numpy(out)).reshape(n, _count(k))
@@ -195,7 +187,7 @@ def no_call_waits_for_the_device(k: Kit) -> dict[str, Any]:
         call(False)
         call(True).synchronize()
     k.synchronize()
-    before, took = call_counts.of_this_thread(), {}
+    before, took = cuda_calls(), {}
     with k.late(_LONG_S):
         began = time.perf_counter()
         for name, call in calls:
@@ -206,22 +198,18 @@ def no_call_waits_for_the_device(k: Kit) -> dict[str, Any]:
         host_s = time.perf_counter() - began
         busy = k.busy()
     whole_s = time.perf_counter() - began
-    counts = call_counts.of_this_thread() - before
+    counts = cuda_calls() - before
     k.synchronize()
     assert busy, f"the calls took {host_s:.3f} s, and the device was through when they returned"
-    waits = {name: counts[name] for name in call_counts.WAITING_CALLS if counts[name]}
+    waits = {name: counts[name] for name in _WAITING_CALLS if counts[name]}
     assert not waits, f"this thread waited for the device: {waits}"
     return {
         "host_s": host_s,
         "until_released_s": whole_s,
         "device_still_busy": busy,
         "us_by_operation": took,
-        "asked_of_cuda": _named(counts),
+        "asked_of_cuda": dict(+counts),
     }
-
-
-def _named(counts: Counter[str]) -> dict[str, int]:
-    return {name: n for name, n in counts.items() if n}
 
 
 def wait_orders_and_synchronize_blocks(k: Kit) -> dict[str, float]:
@@ -272,11 +260,115 @@ def several_streams_take_turns(k: Kit) -> None:
             expect(k, x, _sum(k) + 9 * dist.get_world_size() + i, f"stream {i}")
 
 
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def replayed(k: Kit, me: int, n: int, reduce: Callable[[Any], object]) -> Any:
+    """Capture a sum over the ranks and a kernel after it, and replay them on new values, which only the replay can have
+    used; and a sum outside the graph, after it.
+
+    Args:
+        k: the array library.
+        me, n: this rank and the number of ranks.
+        reduce: replaces an array by its sum over the ranks.
+
+    Returns:
+        The array.
+    """
+    stream = k.stream()
+    with stream:
+        x, y = k.full(_FEW, 1.0), k.full(_FEW, 0.0)
+
+    def body() -> None:
+        reduce(x)
+        k.compute(y, lambda xp, given: given * 2, x)
+
+    with stream:
+        body()  # makes connections and fills the pool, which may not allocate during a capture
+    k.synchronize()
+    graph = k.capture(stream, body)
+    for turn in range(3):
+        with stream:
+            k.compute(x, lambda xp, given, value=float(me + turn): given * 0 + value, x)
+            graph.launch()
+            expect(k, y, 2.0 * sum(r + turn for r in range(n)), f"replay {turn}")
+    with stream:
+        reduce(x)
+    k.synchronize()
+    graph.close()
+    return x
+
+
+def a_graph_of_a_blocking_call(k: Kit) -> None:
+    """On the capturing stream itself."""
+    replayed(k, dist.get_rank(), dist.get_world_size(), dist.all_reduce)
+
+
+def a_graph_of_an_asynchronous_call(k: Kit) -> None:
+    """On the group's stream, and wait()."""
+    replayed(k, dist.get_rank(), dist.get_world_size(), lambda x: _start(dist.all_reduce, x).wait())
+
+
+def a_graph_of_a_coalesced_call(k: Kit) -> None:
+    """Both halves of an array in one group call."""
+
+    def reduce(x: Any) -> None:
+        _start(dist.all_reduce_coalesced, [x[: _FEW // 2], x[_FEW // 2 :]]).wait()
+
+    replayed(k, dist.get_rank(), dist.get_world_size(), reduce)
+
+
+def a_graph_of_an_exchange(k: Kit) -> None:
+    """Sends and receives in a graph: each rank receives from every rank."""
+    n, me = dist.get_world_size(), dist.get_rank()
+    given = k.full(n * 16, float(me))
+    taken = k.full(n * 16, -1.0)
+    stream = k.stream()
+    k.synchronize()
+    with stream:
+        dist.all_to_all_single(taken, given)
+    k.synchronize()
+    graph = k.capture(stream, lambda: dist.all_to_all_single(taken, given))
+    with stream:
+        k.compute(given, lambda xp, x: x + 1, given)
+        graph.launch()
+        found = np.asarray(k.numpy(taken))
+    graph.close()
+    assert (found.reshape(n, 16) == np.arange(1, n + 1)[:, None]).all(), found[::16]
+
+
+def what_cannot_be_recorded_says_so(k: Kit) -> list[str]:
+    """The first operation of a group connects its ranks; in a graph it is refused, and the group works afterwards."""
+    fresh: Any = dist.new_group(list(range(dist.get_world_size())))
+    stream = k.stream()
+    x = k.full(8, 1.0)
+    k.synchronize()
+    with stream:
+        dist.all_reduce(x)
+        k.compute(x, lambda xp, given: given * 1, x)
+    k.synchronize()
+    said: list[str] = []
+
+    def body() -> None:
+        k.compute(x, lambda xp, given: given * 1, x)
+        try:
+            dist.all_reduce(x, group=fresh)
+        except dist.DistArgumentError as e:
+            said.append(str(e))
+
+    k.capture(stream, body).close()
+    assert said, "a first operation was recorded"
+    assert "graph" in said[0], said
+    dist.all_reduce(x, group=fresh)
+    k.synchronize()
+    dist.destroy_process_group(fresh)
+    return said
+
+
 PROGRAMS: list[Program] = [
-    a_late_producer_on_the_current_stream,
+    a_late_producer_and_an_early_consumer,
     a_late_producer_on_a_side_stream,
     a_blocking_call_on_a_side_stream,
-    the_result_is_used_right_after_wait,
     strided_arrays_are_unpacked_in_order,
     memory_in_flight_is_not_used_again,
     memory_comes_back,
@@ -284,4 +376,45 @@ PROGRAMS: list[Program] = [
     wait_orders_and_synchronize_blocks,
     callbacks_come_at_the_end,
     several_streams_take_turns,
+    a_graph_of_a_blocking_call,
+    a_graph_of_an_asynchronous_call,
+    a_graph_of_a_coalesced_call,
+    a_graph_of_an_exchange,
+    what_cannot_be_recorded_says_so,
 ]
+
+
+# --- a trace ----------------------------------------------------------------------------------------------------------
+
+
+def trace() -> dict[str, Any] | str:
+    """Calls of the CUDA runtime, by torch's profiler, in a stretch of asynchronous operations that alternate with
+    kernels, with one synchronization at the end; or the reason why there is no trace."""
+    torch: Any = importlib.import_module("torch")
+    k = kit("torch")
+    arrays = [k.full(1 << 16, 1.0) for _ in range(4)]
+
+    def steps() -> None:
+        for _ in range(_STEPS):
+            works = [_start(dist.all_reduce, x, op=dist.ReduceOp.AVG) for x in arrays]
+            for work, x in zip(works, arrays, strict=True):
+                work.wait()
+                x.mul_(1.0)
+
+    steps()
+    k.synchronize()
+    own = _traced_calls(torch, lambda: None)
+    calls = _traced_calls(torch, steps) - own
+    k.synchronize()
+    if not calls:
+        return "torch's profiler sees no calls of CUDA here"
+    waiting = {name: n for name, n in calls.items() if name.endswith("Synchronize")}
+    return {"steps": _STEPS, "operations": 4 * _STEPS, "calls": dict(calls), "waiting": waiting}
+
+
+def _traced_calls(torch: Any, body: Callable[[], object]) -> Counter[str]:
+    """Calls of the CUDA runtime and driver by name, with the profiler's own."""
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as made:
+        body()
+    return Counter(e.name for e in made.events() if re.match("cuda|cu[A-Z]", e.name))
