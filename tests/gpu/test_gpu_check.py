@@ -65,7 +65,6 @@ def test_every_stage_runs_without_a_gpu(rehearsal: tuple[str, dict[str, Any]]) -
         assert STAGES[name].title in printed
     end = printed.partition("\nStages (")[2].splitlines()
     assert [line.split()[0] for line in end[1 : len(STAGES)]] == names
-    assert "not measured" not in printed
     assert end[-1].startswith("passed: ")
     assert end[-1].endswith("gpu_check_simulated.json")
 
@@ -225,13 +224,8 @@ def test_bars_are_ratios_to_torch_and_to_bare_nccl() -> None:
         "bare NCCL": {"p50_us": 100.0},
     }
     device = {"big": {"bytes": 1 << 24, "contenders": large}, "small": {"bytes": 8, "contenders": large}}
-    stages = {"cost": _stage(enqueue=host), "device-time": _stage(**{"device time": device})}
-    found = results.bars(stages)
+    found = results.bars({"cost": _stage(enqueue=host), "device-time": _stage(**{"device time": device})})
     assert [(bar["ratio"], bar["met"]) for bar in found] == [(0.75, True), (1.03, False)]
-    data = {"stages": stages, "bars": found, "seconds": 1.0, "budget_s": 2.0, "verdict": "passed"}
-    text = "\n".join(results.summary(data, "file"))
-    assert "Bars: 1 met, 1 missed; the worst is 1.030" in text
-    assert "(at most 1.01): device time, big, unicoll, cupy over bare NCCL" in text
 
 
 def test_the_summary_says_what_failed_and_the_first_line_of_why() -> None:
@@ -242,20 +236,22 @@ def test_the_summary_says_what_failed_and_the_first_line_of_why() -> None:
         "worse": _stage(state="crashed") | {"stderr": "\nSegmentation fault\nmore"},
     }
     stages["bad"]["checks"][1]["detail"] = "AssertionError: " + "x" * 500 + "\nTraceback"
-    data = {"stages": stages, "bars": [], "seconds": 61.0, "budget_s": 400.0, "verdict": "failed"}
-    text = [*results.summary(data, "file.json")]
-    assert text[1:6] == [
+    bars = [{"what": "a ratio", "ratio": ratio, "most": 1.01, "met": ratio < 1.01} for ratio in (0.7, 1.03)]
+    data = {"stages": stages, "bars": bars, "seconds": 61.0, "budget_s": 400.0, "verdict": "failed"}
+    assert [*results.summary(data, "file.json")] == [
+        "",
         "Stages (61 s of 400):",
         "  good           1 passed, 1 skipped",
         "  bad            1 passed, 1 failed",
         "  ill            1 passed, cut off in: something long",
         "  worse          crashed",
+        "Failed:",
+        f"  bad, #1: AssertionError: {'x' * 141}...",
+        "  worse crashed: Segmentation fault",
+        "Bars: 1 met, 1 missed; the worst is 1.030",
+        "  (at most 1.01): a ratio",
+        "failed: file.json",
     ]
-    assert text[6] == "Failed:"
-    assert text[7].startswith("  bad, #1: AssertionError: xxx")
-    assert text[7].endswith("x...")
-    assert text[8:10] == ["  worse crashed: Segmentation fault", "Figures:"]
-    assert text[-1] == "failed: file.json"
 
 
 # --- mutations ------------------------------------------------------------------------------------
@@ -289,17 +285,8 @@ def test_a_program_fails_without_the_safeguard_that_it_is_about(
 @pytest.mark.torch
 def test_a_transformer_on_two_ranks_ends_where_it_does_on_one() -> None:
     pytest.importorskip("torch")
-    found = {n: run_ranks(n, training.transformer, "torch", "cpu", timeout=120.0) for n in (1, 2)}
-    assert training.same(found)["relative difference"] <= 1e-9
-
-
-def test_runs_that_differ_are_told_apart() -> None:
-    good = {"parameters": [np.ones(3)], "losses": [2.0, 1.0]}
-    assert training.same({1: [good], 2: [good, good]})["losses"] == [2.0, 1.0]
-    with pytest.raises(AssertionError, match=r"differ by 0\.5"):
-        training.same({1: [good], 2: [good, {**good, "parameters": [np.array([1, 1.5, 1])]}]})
-    with pytest.raises(AssertionError, match="the loss went"):
-        training.same({1: [{**good, "losses": [1.0, 1.0]}], 2: [good]})
+    for found in run_ranks(2, training.transformer, "torch", "cpu", timeout=120.0):
+        assert found["relative difference"] <= 1e-9
 
 
 # --- families and ranks of a device ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from tests.gpu.check import copies, faults, machine, programs, rank_jobs, stages
 from tests.gpu.check.place import Place, Ranks
 from tests.gpu.check.record import Reporter, headline
 from tests.gpu.check.stages import Runner
+from tests.mpi.mpi_library import descendants, lives
 from unicoll.testing.ranks import ROOT, ProcessJob, environment
 
 SIMULATED = Place(("simulated",), True, 60.0, devices=2)
@@ -46,39 +46,16 @@ def _ended(folder: Path, number: int) -> tuple[int, str, dict[str, Any], set[int
         printed.append(line)
         if "a late producer on a side stream" in line:
             break
-    started = _descendants(process.pid)
+    started = descendants(process.pid)
     process.send_signal(number)
     printed += process.stdout
     process.stdout.close()
     code = process.wait(60)
     data = json.loads((folder / "gpu_check_simulated.json").read_text())
-    return code, "".join(printed), data, _still(started)
-
-
-def _descendants(pid: int) -> set[int]:
-    found = {pid}
-    parents = {
-        p: parent for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if (parent := _parent(p))
-    }
-    while more := {p for p, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
-def _parent(pid: int) -> int | None:
-    try:
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except OSError:
-        return None
-    return None if state == "Z" else int(parent)
-
-
-def _still(pids: set[int]) -> set[int]:
-    """The processes that are alive after some seconds."""
     deadline = time.monotonic() + 30.0
-    while (left := {pid for pid in pids if _parent(pid)}) and time.monotonic() < deadline:
+    while any(map(lives, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return left
+    return code, "".join(printed), data, {*filter(lives, started)}
 
 
 def test_what_a_killed_run_has_shown_is_in_its_json(tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from tests.gpu.check.stages import STAGES, Runner, Stage
 from tests.nccl.device_ranks import SHARING
 from unicoll.testing.ranks import ROOT
 
-__all__ = ["CUT", "FAILED", "NO_GPU", "PASSED", "USAGE", "main"]
-
 PASSED, FAILED, USAGE, NO_GPU, CUT = 0, 1, 2, 3, 4
 """Exit codes: passed; a check failed; wrong arguments; no GPU; incomplete."""
 _LATE = 1.15
@@ -53,40 +51,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Check unicoll on this machine's GPU, and measure the cost of calls.",
     )
     add = parser.add_argument
-
-    def names(text: str) -> list[str]:
-        return text.split(",")
-
-    every = ", ".join(STAGES)
-    add(
-        "--stages",
-        type=names,
-        default=list(STAGES),
-        metavar="NAMES",
-        help=f"of {every}; {_FIRST} is always done",
-    )
-    add("--without", type=names, default=[], metavar="NAMES", help="omit these")
-    add(
-        "--budget",
-        type=float,
-        default=_DEFAULT_S,
-        metavar="SECONDS",
-        help=f"for everything ({_DEFAULT_S:g})",
-    )
-    add(
-        "--patience",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="time for each call, after which ranks count as hung (10)",
-    )
+    names: dict[str, Any] = {"type": lambda text: text.split(","), "metavar": "NAMES"}
+    seconds: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
+    sharing = "the way to make NCCL accept several ranks on one GPU (auto: the one that works)"
+    patience = "time for each call, after which ranks count as hung (10)"
+    stages = f"of {', '.join(STAGES)}; {_FIRST} is always done"
+    add("--stages", **names, default=list(STAGES), help=stages)
+    add("--without", **names, default=[], help="omit these")
+    add("--budget", **seconds, default=_DEFAULT_S, help=f"for everything ({_DEFAULT_S:g})")
+    add("--patience", **seconds, default=10.0, help=patience)
     add("--output", metavar="FILE", help="the JSON (benchmarks/gpu_check_<gpu>.json, or in $OUT)")
-    add(
-        "--sharing",
-        choices=SHARING,
-        default="auto",
-        help="the way to make NCCL accept several ranks on one GPU (auto: the one that works)",
-    )
+    add("--sharing", choices=SHARING, default="auto", help=sharing)
     add("--simulate", action="store_true", help="use the simulated device, without a GPU")
     add("--no-plot", action="store_true", help="draw nothing")
     add("--spent", type=float, default=0.0, help=argparse.SUPPRESS)

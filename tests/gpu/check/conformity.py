@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import Any
 
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.library.types import native_reduction
@@ -19,8 +20,6 @@ from unicoll.testing.cases import Case
 from unicoll.testing.conformance import COLLECTIVES, Conformance
 from unicoll.testing.ranks import sample_seed
 from unicoll.testing.reference import NCCL, STRICT, Arithmetic, reduction_of
-
-__all__ = ["four", "mixed", "one", "staged", "two"]
 
 _BATCH = 40
 _RESERVE_S = 3.0
@@ -66,7 +65,7 @@ class Drawn(Conformance):
                 family = next((f for f in islice(families, len(self.families)) if self.has(f, dtype)), None)
                 if family is not None:
                     count, special = next(counts), reduction in ("MIN", "MAX")
-                    more = {"async_op": i % 2 == 1, "special": special, "family": family, "seed": i}
+                    more: Any = {"async_op": i % 2 == 1, "special": special, "family": family, "seed": i}
                     yield Case(op, dtype, reduction, count, **more)
 
     def drawn(self, size: int, rng: random.Random) -> Iterator[Case]:
@@ -80,22 +79,8 @@ class Drawn(Conformance):
             yield case
 
 
-def one(reporter: Reporter, place: Place) -> None:
-    """One rank."""
-    _conformance(reporter, place, 1)
-
-
-def two(reporter: Reporter, place: Place) -> None:
-    """Two ranks on the one GPU."""
-    _conformance(reporter, place, 2)
-
-
-def four(reporter: Reporter, place: Place) -> None:
-    """Four ranks on the one GPU."""
-    _conformance(reporter, place, 4)
-
-
-def _conformance(reporter: Reporter, place: Place, size: int) -> None:
+def conformance(reporter: Reporter, place: Place, size: int) -> None:
+    """Ranks on the one GPU."""
     seed = sample_seed()
     rng = random.Random(f"{seed} {size}")
     reporter.figure("seed", seed)

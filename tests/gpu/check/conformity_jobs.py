@@ -10,8 +10,6 @@ import unicoll as dist
 from tests.gpu.check.kits import kit
 from tests.gpu.check.rank_jobs import expect
 
-__all__ = ["explained", "mixed", "sent_to_itself"]
-
 
 def explained(name: str) -> str:
     """The group's description, after an operation on an array of a kit."""

@@ -24,8 +24,6 @@ from unicoll.arrays.conversion import as_buffer
 from unicoll.bench.contract import BenchJob
 from unicoll.bench.distributed import Torch as BenchTorch
 
-__all__ = ["TOGETHER", "Bare", "Contender", "Torch", "Unicoll", "contenders"]
-
 Call = Callable[[], object]
 Array = Any
 TOGETHER, _GATHERS = 8, 4

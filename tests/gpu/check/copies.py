@@ -14,8 +14,6 @@ from tests.gpu.check.place import HOST_BACKENDS, Place, called, host_backend, jo
 from tests.gpu.check.record import Reporter
 from unicoll.arrays import cuda as streams
 
-__all__ = ["measure"]
-
 _NEEDS_S = 2.0
 _BYTES = 64 << 20
 """Bytes of the array that is copied and broadcast."""

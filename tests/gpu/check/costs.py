@@ -19,8 +19,6 @@ from tests.gpu.check.place import Place, Ranks
 from tests.gpu.check.record import Reporter
 from unicoll.bench.measure import timed
 
-__all__ = ["device_time", "enqueue", "measure_lines"]
-
 _NEEDS_S = 1.0
 _USED = 0.6
 """The share of a stage's time for measuring; the rest is for the start of ranks."""

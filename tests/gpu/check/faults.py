@@ -18,8 +18,6 @@ from tests.gpu.check.record import Reporter
 from unicoll.testing import worker
 from unicoll.testing.ranks import ProcessJob
 
-__all__ = ["deadline", "ending", "others"]
-
 _TIMEOUT_S = 3.0
 _UNDER_WAY_S = 0.2
 _LONG_S = 6.0

@@ -13,8 +13,6 @@ import numpy as np
 
 from unicoll.bench.arrays import BenchArrays, CupyArrays, TorchArrays
 
-__all__ = ["KITS", "CupyKit", "Kit", "Replay", "SimulatedKit", "TorchKit", "kit"]
-
 Array = Any
 Stream = Any
 """A stream of the library: a context manager that makes it current."""

@@ -22,20 +22,7 @@ from unicoll.bench import report
 from unicoll.testing import worker
 from unicoll.testing.ranks import ROOT, RanksFailed
 
-__all__ = ["LIBRARIES", "look", "one_rank", "pair", "probe"]
-
-_PACKAGES = (
-    "numpy",
-    "ml_dtypes",
-    "torch",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "nvidia-nccl-cu12",
-    "nvidia-nccl-cu13",
-    "mpi4py",
-    "matplotlib",
-    "pytest",
-)
+_PACKAGES = "numpy ml_dtypes torch cupy-cuda12x cupy-cuda13x nvidia-nccl-cu12 nvidia-nccl-cu13 mpi4py matplotlib pytest"
 _PROBE_SHARE = 0.7
 _QUERY = (
     "name,driver_version,memory.total,pcie.link.gen.current,pcie.link.width.current,clocks.sm,clocks.max.sm"
@@ -46,7 +33,7 @@ LIBRARIES = ("torch", "cupy")
 def look(reporter: Reporter, place: Place) -> None:
     """Hardware, software and array libraries."""
     reporter.figure("host", {**report.machine(), "platform": platform.platform()})
-    reporter.figure("packages", {name: found for name in _PACKAGES if (found := _version(name))})
+    reporter.figure("packages", {name: found for name in _PACKAGES.split() if (found := _version(name))})
     commit = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty")
     reporter.figure("unicoll", {"version": unicoll.__version__, "commit": commit})
     if not place.simulated:

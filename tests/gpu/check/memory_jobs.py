@@ -17,8 +17,6 @@ from tests.gpu.check.rank_jobs import expect
 from tests.gpu.check.record import Skip
 from unicoll.arrays.cuda import cuda, on_device
 
-__all__ = ["COMPARING", "PROGRAMS", "a_group_of_two_grows_by_a_third_rank", "nccl_compares_symmetric_memory"]
-
 COMPARING = {"NCCL_CHECK_MODE": "DEBUG_GLOBAL"}
 """NCCL compares the offsets of symmetric memory on the ranks. Otherwise only multicast on several GPUs would show a
 difference."""

@@ -18,8 +18,6 @@ from unicoll.group import registry
 from unicoll.testing import worker
 from unicoll.testing.ranks import Pool, ProcessJob, RanksFailed
 
-__all__ = ["HOST_BACKENDS", "Place", "Process", "Ranks", "called", "host_backend", "joined", "leave"]
-
 _START_S = 60.0
 """Seconds for imports and the first kernels of array libraries, whose files may be on a slow disk."""
 _FAMILIES = {"cupy": "cupy", "torch": "torch_cuda", "simulated": "simulated"}

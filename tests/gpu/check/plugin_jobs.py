@@ -24,8 +24,6 @@ from tests.gpu.check.record import Skip
 from tests.gpu.check.streaming_jobs import replayed
 from unicoll.testing import worker
 
-__all__ = ["PROGRAMS", "collectives", "ddp", "enter", "leave", "split_group"]
-
 _LARGE = 64 << 20
 _COUNT = 4096
 _STEPS = 3

@@ -10,8 +10,6 @@ from tests.gpu.check import memory_jobs, plugin_jobs, rank_jobs, streaming_jobs
 from tests.gpu.check.place import Place, Ranks
 from tests.gpu.check.record import Reporter, Skip
 
-__all__ = ["memory", "plugin", "run_programs", "run_torch", "streams_of_one", "streams_of_two"]
-
 _NEEDS_S = 1.0
 _TIMEOUT_S = 20.0
 """Timeout of torch's group, seconds."""
@@ -24,17 +22,8 @@ _MODULES = (
 Program = Callable[[Any], Any]
 
 
-def streams_of_one(reporter: Reporter, place: Place) -> None:
-    """Results that races would make wrong, and calls that wait for the device, on one rank."""
-    _streams(reporter, place, 1)
-
-
-def streams_of_two(reporter: Reporter, place: Place) -> None:
-    """The same on two ranks of one GPU, where another rank can be late."""
-    _streams(reporter, place, 2)
-
-
-def _streams(reporter: Reporter, place: Place, size: int) -> None:
+def streams(reporter: Reporter, place: Place, size: int) -> None:
+    """Results that races would make wrong, and calls that wait for the device; with two ranks one can be late."""
     for name in place.kits:
         ranks = Ranks(place, size, [name], [(rank_jobs.warm_up, name)], counting=True, timeout=40.0)
         try:

@@ -21,20 +21,6 @@ from unicoll.arrays import cuda as streams
 from unicoll.arrays.cuda import Cuda
 from unicoll.testing import worker
 
-__all__ = [
-    "count_cuda_calls",
-    "cuda_calls",
-    "device_facts",
-    "enter",
-    "expect",
-    "leave",
-    "left_over",
-    "local_rank",
-    "ready",
-    "run",
-    "warm_up",
-]
-
 _END_S = 3.0
 
 

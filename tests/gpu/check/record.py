@@ -13,8 +13,6 @@ from typing import Any
 
 from unicoll.testing.ranks import ROOT, RanksFailed
 
-__all__ = ["Document", "NoTime", "Reporter", "Skip", "description_of", "headline", "plain"]
-
 _MOST_CHARACTERS = 12_000
 """Characters that are kept of an error."""
 _LINE = 160

@@ -15,8 +15,6 @@ from typing import Any
 
 from tests.gpu.check.record import headline
 
-__all__ = ["bars", "draw", "figures", "summary", "verdict"]
-
 Stages = dict[str, Any]
 _DEVICE_TIME = 1.01
 _LARGE = 16 << 20
@@ -24,7 +22,6 @@ _STAGED = 64 << 20
 _STAGED_TIME = 1 / 0.8
 _MOST = 20
 """The most failures that the summary lists."""
-_SCALED = "all_reduce (with a factor), "
 
 
 def verdict(stages: Stages, wanted: Sequence[str]) -> str:
@@ -93,8 +90,6 @@ def summary(data: dict[str, Any], path: str) -> Iterator[str]:
         yield from (f"  {text}" for text in failures[:_MOST])
         if len(failures) > _MOST:
             yield f"  and {len(failures) - _MOST} more, in the JSON"
-    yield "Figures:"
-    yield from (f"  {what}: {value or 'not measured'}" for what, value in figures(stages).items())
     met = Counter(bar["met"] for bar in data["bars"])
     if met:
         worst = max(data["bars"], key=lambda bar: bar["ratio"] / bar["most"])
@@ -118,43 +113,6 @@ def _failures(stages: Stages) -> Iterator[str]:
                 yield f"{name}, {check['name']}: {headline(check['detail'])}"
         if stage["state"] == "crashed":
             yield f"{name} crashed: {headline(stage.get('stderr', ''))}"
-
-
-def figures(stages: Stages) -> dict[str, str]:
-    """The five figures as text; "" for those that were not measured."""
-    background = "all_reduce in the background and wait, 8 B"
-    host = _figures(stages, "cost").get("enqueue", {}).get(background, {})
-    device = ""
-    for what, row in _figures(stages, "device-time").get("device time", {}).items():
-        ratios = [f"{name} {ratio:.3f}" for name, ratio in _ratios(row["contenders"], "bare NCCL")]
-        if what.startswith(_SCALED) and ratios:
-            device = f"{what[len(_SCALED) :]}: {'; '.join(ratios)}"  # the last is the largest
-    missing = _figures(stages, "deadline")
-    late = missing.get("a missing rank is named at the deadline", {}).get("seconds after the deadline")
-    after = missing.get("others shrink the group after the deadline", {}).get("seconds")
-    parts = [f"{late:.1f} s from the deadline to the error"] if late is not None else []
-    parts += [f"{after:.1f} s to go on without it"] if after is not None else []
-    cases = []
-    for size in (1, 2, 4):
-        found = _figures(stages, f"conformance-{size}")
-        runs = [figure for what, figure in found.items() if what.startswith("cases, ")]
-        if runs:
-            failed = sum(run["batches failed"] for run in runs)
-            cases.append(f"{sum(run['run'] for run in runs)} on {size} ({failed} batches failed)")
-    shares = [
-        f"{what.partition(':')[0]} {row['share of the slower of bus and host']:.2f}"
-        for what, row in _figures(stages, "copies").items()
-        if what.endswith("backend gloo")
-    ]
-    return {
-        "us of the host for an all_reduce of 8 B in the background": "; ".join(
-            f"{name} {stat['p50_us']:.1f}" for name, stat in host.items()
-        ),
-        "device time of a large all_reduce, over bare NCCL's": device,
-        "a missing rank": ", ".join(parts),
-        "conformance cases": ", ".join(cases),
-        "share of bus and host that gloo makes of CUDA arrays": "; ".join(shares),
-    }
 
 
 # --- the plot ---------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from tests.gpu.check.place import Place, Ranks
 from tests.gpu.check.rank_jobs import expect
 from tests.gpu.check.record import Reporter, Skip
 from unicoll.arrays import cuda
-
-__all__ = ["PROGRAMS", "each_its_own"]
+from unicoll.testing import conformance_jobs
 
 _TIMEOUT_S = 20.0
 _LARGE = 16 << 20
@@ -84,13 +83,9 @@ def a_thread_without_a_context(k: Kit) -> None:
 
 
 def messages_around_a_ring(k: Kit) -> None:
-    """A batch, received from the rank before."""
-    me, n = dist.get_rank(), dist.get_world_size()
-    given, got = k.full(1 << 16, float(me)), k.full(1 << 16, -1.0)
-    ops = [dist.P2POp(dist.isend, given, (me + 1) % n), dist.P2POp(dist.irecv, got, (me - 1) % n)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    expect(k, got, float((me - 1) % n))
+    """Those of the conformance suite."""
+    wrong = conformance_jobs.messages({"torch": "torch_cuda"}.get(k.name, k.name))
+    assert not wrong, wrong
 
 
 def all_to_all_between_all_pairs(k: Kit) -> None:

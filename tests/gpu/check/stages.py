@@ -13,8 +13,6 @@ from tests.gpu.check.record import Reporter
 from unicoll.testing import worker
 from unicoll.testing.ranks import ProcessJob, RanksFailed
 
-__all__ = ["STAGES", "Runner", "Stage", "execute"]
-
 
 class Stage(NamedTuple):
     """A row of the table.
@@ -24,28 +22,30 @@ class Stage(NamedTuple):
         title: title in the output.
         where: module and function.
         share: weight of its share of the time.
+        size: number of ranks, where the function takes it.
     """
 
     name: str
     title: str
     where: str
     share: float
+    size: int | None = None
 
 
 _ROWS = (
     Stage("machine", "machine, versions, array libraries", "machine:look", 150),
     Stage("one-rank", "driver and NCCL, one rank, without array libraries", "machine:one_rank", 20),
     Stage("pair", "two ranks on the one GPU, their first operation", "machine:pair", 25),
-    Stage("several", "ranks with a GPU each, under unicoll.run", "several:each_its_own", 30),
-    Stage("streams", "streams, lifetimes, graphs: 1 rank", "programs:streams_of_one", 50),
+    Stage("several", "ranks with a GPU each", "several:each_its_own", 30),
+    Stage("streams", "streams, lifetimes, graphs: 1 rank", "programs:streams", 50, 1),
     Stage("deadline", "a missing rank, and a smaller group after it", "faults:deadline", 25),
     Stage("exit", "programs that end without leaving", "faults:ending", 20),
     Stage("plugin", "torch.distributed over unicoll, 2 ranks", "programs:plugin", 50),
-    Stage("streams-2", "streams and lifetimes, 2 ranks", "programs:streams_of_two", 35),
+    Stage("streams-2", "streams and lifetimes, 2 ranks", "programs:streams", 35, 2),
     Stage("memory", "registered memory, puts, a growing group: 2 and 3 ranks", "programs:memory", 30),
-    Stage("conformance-1", "conformance, 1 rank", "conformity:one", 20),
-    Stage("conformance-2", "conformance, 2 ranks on the one GPU", "conformity:two", 35),
-    Stage("conformance-4", "conformance, 4 ranks on the one GPU", "conformity:four", 40),
+    Stage("conformance-1", "conformance, 1 rank", "conformity:conformance", 20, 1),
+    Stage("conformance-2", "conformance, 2 ranks on the one GPU", "conformity:conformance", 35, 2),
+    Stage("conformance-4", "conformance, 4 ranks on the one GPU", "conformity:conformance", 40, 4),
     Stage("mixed", "arrays of host and device in one group, 2 ranks", "conformity:mixed", 15),
     Stage("staged", "device arrays over backends of the host, 2 ranks", "conformity:staged", 25),
     Stage("cost", "host time to enqueue", "costs:enqueue", 50),
@@ -60,9 +60,10 @@ STAGES: dict[str, Stage] = {row.name: row for row in _ROWS}
 def execute(name: str, seconds: float, place: Place) -> None:
     """Run a stage; its report is sent as notes. A function of the runner's process."""
     os.dup2(2, 1)  # what libraries print is kept with the errors
-    module, _, function = STAGES[name].where.partition(":")
-    run: Callable[[Reporter, Place], None] = getattr(import_module(f"tests.gpu.check.{module}"), function)
-    run(Reporter(worker.send_note, seconds), place)
+    stage = STAGES[name]
+    module, _, function = stage.where.partition(":")
+    run: Callable[..., None] = getattr(import_module(f"tests.gpu.check.{module}"), function)
+    run(Reporter(worker.send_note, seconds), place, *([] if stage.size is None else [stage.size]))
 
 
 class Runner:

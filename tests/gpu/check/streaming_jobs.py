@@ -23,8 +23,6 @@ from tests.gpu.check.rank_jobs import cuda_calls, expect
 from tests.gpu.check.record import Skip
 from unicoll.arrays.conversion import as_buffer
 
-__all__ = ["PROGRAMS", "every_operation", "replayed", "trace"]
-
 _COUNT, _FEW = 1 << 20, 1 << 12
 _LATE_S = 0.2
 _LONG_S = 0.6

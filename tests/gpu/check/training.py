@@ -1,4 +1,4 @@
-"""The stage on data-parallel training: two ranks with half the batch each reach the parameters of one rank.
+"""The stage on data-parallel training: two ranks with half the batch each reach the parameters of one with all of it.
 
 A perceptron with explicit gradients on CuPy, a transformer with autograd on torch.
 """
@@ -17,12 +17,12 @@ from tests.gpu.check.place import Place, called, joined, leave
 from tests.gpu.check.record import Reporter
 from unicoll.parallel import GradientBuckets, broadcast_parameters
 
-__all__ = ["both", "same", "transformer"]
-
 _TOLERANCE = 1e-9
 _NEEDS_S = 2.0
 _STEPS, _RATE, _BATCH = 20, 0.1, 64
 _BUCKET_MB = 0.01
+Run = tuple[list[float], list[Any]]
+"""The losses, and the parameters at the end."""
 
 
 def both(reporter: Reporter, place: Place) -> None:
@@ -34,62 +34,61 @@ def both(reporter: Reporter, place: Place) -> None:
 
 
 def _train(reporter: Reporter, place: Place, name: str, train: Any) -> None:
-    results: dict[int, list[dict[str, Any]]] = {}
-    for size in (1, 2):
-        with joined(place, size, [name]) as job:
-            called(place, job, rank_jobs.warm_up, name)
-            results[size] = called(place, job, train, name, timeout=2 * place.patience)
-            if size == 2:
-                reporter.figure(name, same(results))
-            leave(place, job)
-
-
-def same(results: dict[int, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Check that all ranks of both runs have the same parameters, and that the loss has decreased.
-
-    Returns:
-        The largest relative difference, and the losses.
-    """
-    reference = results[1][0]
-    worst = 0.0
-    for result in results[2]:
-        for mine, theirs in zip(result["parameters"], reference["parameters"], strict=True):
-            a, b = np.asarray(mine), np.asarray(theirs)
-            worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
-    assert worst <= _TOLERANCE, f"parameters differ by {worst:g} (relative)"
-    first, last = reference["losses"][0], reference["losses"][-1]
-    assert last < 0.9 * first, f"the loss went from {first} to {last}"
-    return {"relative difference": worst, "losses": results[2][0]["losses"]}
+    with joined(place, 2, [name]) as job:
+        called(place, job, rank_jobs.warm_up, name)
+        reporter.figure(name, called(place, job, train, name, timeout=2 * place.patience)[0])
+        leave(place, job)
 
 
 # --- functions of ranks -----------------------------------------------------------------------------------------------
 
 
-class _Averages:
-    """The interface of GradientBuckets for arrays of the simulated device."""
+def _same(found: Run, alone: Run) -> dict[str, Any]:
+    """Check that the parameters are those of a run on one rank, whose loss has decreased.
 
-    def __init__(self) -> None:
+    Returns:
+        The largest relative difference, and the losses.
+    """
+    pairs = zip(found[1], alone[1], strict=True)
+    worst = max(float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)) for a, b in pairs)
+    assert worst <= _TOLERANCE, f"parameters differ by {worst:g} (relative)"
+    first, last = alone[0][0], alone[0][-1]
+    assert last < 0.9 * first, f"the loss went from {first} to {last}"
+    return {"relative difference": worst, "losses": found[0]}
+
+
+class _Gradients:
+    """The interface of GradientBuckets for one rank, and for arrays of the simulated device."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
         self._given: dict[int, tuple[Any, Any]] = {}
 
     def ready(self, index: int, gradient: Any) -> None:
         """Start averaging a gradient."""
-        self._given[index] = gradient, dist.all_reduce(gradient, op=dist.ReduceOp.AVG, async_op=True)
+        reduces = self._ranks > 1
+        work = dist.all_reduce(gradient, op=dist.ReduceOp.AVG, async_op=True) if reduces else None
+        self._given[index] = gradient, work
 
     def wait(self) -> list[Any]:
         """The averages in order."""
         for _, work in self._given.values():
-            work.wait()
+            if work is not None:
+                work.wait()
         return [self._given[index][0] for index in sorted(self._given)]
 
 
 def perceptron(name: str) -> dict[str, Any]:
     """Two layers in float64; the gradients of the last layer are reduced while those of the first are computed."""
-    k, me, n = kit(name), dist.get_rank(), dist.get_world_size()
-    rng = np.random.default_rng(7)
+    return _same(_perceptron(name, dist.get_rank(), dist.get_world_size()), _perceptron(name, 0, 1))
+
+
+def _perceptron(name: str, me: int, n: int) -> Run:
+    k, rng = kit(name), np.random.default_rng(7)
     x, y = rng.standard_normal((_BATCH, 16)), rng.standard_normal((_BATCH, 4))
     weights = [k.array(rng.standard_normal((16, 32)) / 4), k.array(rng.standard_normal((32, 4)) / 6)]
-    averages: Any = _Averages()
-    if not k.simulated:
+    averages: Any = _Gradients(n)
+    if n > 1 and not k.simulated:
         broadcast_parameters(weights)
         averages = GradientBuckets(weights, bucket_cap_mb=_BUCKET_MB)
     mine, due = (k.array(np.ascontiguousarray(each[me::n])) for each in (x, y))
@@ -110,21 +109,27 @@ def perceptron(name: str) -> dict[str, Any]:
             k.compute(weight, lambda xp, w, g: w - _RATE * g, weight, gradient)
         losses.append(loss)
     values = [float(np.asarray(k.numpy(loss)).reshape(-1)[0]) for loss in losses]
-    return {"losses": values, "parameters": [np.asarray(k.numpy(w)) for w in weights]}
+    return values, [np.asarray(k.numpy(w)) for w in weights]
 
 
 def transformer(name: str, device: str = "cuda") -> dict[str, Any]:
     """One encoder layer in float64, whose gradients are averaged as autograd computes them."""
+    found = _transformer(device, dist.get_rank(), dist.get_world_size())
+    return _same(found, _transformer(device, 0, 1))
+
+
+def _transformer(device: str, me: int, n: int) -> Run:
     torch: Any = importlib.import_module("torch")
-    me, n = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(3)
     layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, dtype=torch.float64)
     model = torch.nn.Sequential(layer, torch.nn.Linear(32, 1, dtype=torch.float64)).to(device)
     x, y = torch.randn(16, 8, 32, dtype=torch.float64), torch.randn(16, 8, 1, dtype=torch.float64)
     mine, due = x[me::n].to(device), y[me::n].to(device)
     parameters = list(model.parameters())
-    broadcast_parameters(parameters)
-    buckets = GradientBuckets(parameters, bucket_cap_mb=_BUCKET_MB, first_bucket_mb=_BUCKET_MB / 2)
+    buckets: Any = _Gradients(n)
+    if n > 1:
+        broadcast_parameters(parameters)
+        buckets = GradientBuckets(parameters, bucket_cap_mb=_BUCKET_MB, first_bucket_mb=_BUCKET_MB / 2)
     for index, parameter in enumerate(parameters):
         parameter.register_post_accumulate_grad_hook(
             lambda given, index=index: buckets.ready(index, given.grad)
@@ -140,4 +145,4 @@ def transformer(name: str, device: str = "cuda") -> dict[str, Any]:
         optimizer.step()
         losses.append(loss.detach())
     values = [float(loss) for loss in losses]
-    return {"losses": values, "parameters": [p.detach().cpu().numpy() for p in parameters]}
+    return values, [p.detach().cpu().numpy() for p in parameters]
