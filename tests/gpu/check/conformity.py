@@ -10,7 +10,6 @@ from typing import Any
 
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.library.types import native_reduction
-from tests.gpu.check import conformity_jobs as jobs
 from tests.gpu.check import rank_jobs
 from tests.gpu.check.place import HOST_BACKENDS, Place, Ranks, host_backend
 from tests.gpu.check.record import NoTime, Reporter, Skip
@@ -114,7 +113,7 @@ def _messages(ranks: Ranks, name: str, family: str) -> None:
     if ranks.size > 1:
         wrong = [text for each in ranks.run(conformance_jobs.messages, family) for text in each]
         assert not wrong, wrong
-    ranks.run(jobs.sent_to_itself, name)
+    ranks.run(rank_jobs.sent_to_itself, name)
 
 
 def _work_through(
@@ -157,7 +156,7 @@ def mixed(reporter: Reporter, place: Place) -> None:
     ranks = Ranks(place, 2)
     try:
         for name in place.kits:
-            reporter.check(f"{name}: CPU and CUDA arrays in one group", ranks.run, jobs.mixed, name)
+            reporter.check(f"{name}: CPU and CUDA arrays in one group", ranks.run, rank_jobs.mixed, name)
     finally:
         reporter.check("2 ranks leave", ranks.depart)
 
@@ -176,7 +175,7 @@ def _staged(reporter: Reporter, place: Place, name: str, rng: random.Random) -> 
     suite = Drawn(place.families, lambda dtype, reduction: caps.reduces(dtype, reduction))
     ranks = Ranks(place, 2, backend=f"cpu:{name},cuda:{name}")
     try:
-        explained = ranks.run(jobs.explained, place.kits[0])
+        explained = ranks.run(rank_jobs.explained, place.kits[0])
         cases = suite.drawn(2, rng)
         for batch in (1,) if place.simulated else (1, 2):
             suite.check_cases(ranks, list(islice(cases, _BATCH)), place.patience)

@@ -132,15 +132,14 @@ def reason_against() -> str | None:
 
 def one_rank(reporter: Reporter, place: Place) -> None:
     """Run the checks of tests/conformance/one_rank.py one by one; after a hang, the rest run in a new process."""
-    ranks = Ranks(place, 1, kits=[], enter=(), leave=list)
+    ranks = Ranks(place, 1, kits=[], enter=())
     try:
         facts = reporter.check("the driver and NCCL can be loaded", ranks.run, rank_jobs.device_facts)
         reporter.figure("libraries", facts and facts[0])
         for check in one_rank_checks.CHECKS if facts is not None else ():
             reporter.check(check.__name__.replace("_", " "), ranks.run, run_alone, check.__name__)
     finally:
-        if ranks.running:
-            ranks.close()
+        ranks.kill()
 
 
 def run_alone(name: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import unicoll as dist
 from nccl_comm.library import locate
 from tests.gpu.check.kits import Kit
-from tests.gpu.check.rank_jobs import expect
+from tests.gpu.check.rank_jobs import expect, sum_of_ranks
 from tests.gpu.check.record import Skip
 from unicoll.arrays.cuda import cuda, on_device
 
@@ -60,11 +60,6 @@ def _symmetric(count: int) -> Any:
         raise Skip(str(e)) from None
 
 
-def _sum() -> int:
-    n = dist.get_world_size()
-    return n * (n + 1) // 2
-
-
 def registered_arrays_are_reduced(k: Kit) -> dict[str, Any]:
     """register() of an array of the library, and operations on it and on a part of it."""
     x = k.full(_COUNT, dist.get_rank() + 1)
@@ -74,8 +69,8 @@ def registered_arrays_are_reduced(k: Kit) -> dict[str, Any]:
     assert work is not None
     assert work.is_completed(), "closing the registration did not wait for the operation"
     work.wait()
-    expect(k, x[: _COUNT // 2], dist.get_world_size() * _sum(), "all_reduce of a part")
-    expect(k, x[_COUNT // 2 :], _sum(), "all_reduce in registered memory")
+    expect(k, x[: _COUNT // 2], dist.get_world_size() * sum_of_ranks(), "all_reduce of a part")
+    expect(k, x[_COUNT // 2 :], sum_of_ranks(), "all_reduce in registered memory")
     return {"bytes": made.nbytes}
 
 
@@ -90,7 +85,7 @@ def symmetric_memory_is_dropped_at_different_times(k: Kit) -> dict[str, Any]:
         part = x[:_COUNT]
         part[...] = dist.get_rank() + 1
         dist.all_reduce(part)
-        expect(k, part, _sum(), "all_reduce in symmetric memory")
+        expect(k, part, sum_of_ranks(), "all_reduce in symmetric memory")
         work = dist.all_gather_into_tensor(x, k.full(_COUNT, dist.get_rank()), async_op=True)
         assert work is not None
         work.wait()
@@ -150,13 +145,13 @@ def a_non_blocking_group_is_split_and_makes_a_window(k: Kit) -> dict[str, Any]:
     part: Any = dist.split_group(group, [list(range(dist.get_world_size()))], pg_options=options)
     x = k.full(_COUNT, dist.get_rank() + 1)
     dist.all_reduce(x, group=part)
-    expect(k, x, _sum(), "all_reduce in the part")
+    expect(k, x, sum_of_ranks(), "all_reduce in the part")
     made = part.symmetric_empty(_COUNT) if locate.nccl().has("ncclCommWindowRegister") else None
     if made is not None:
         y = k.array(made)
         y[...] = dist.get_rank() + 1
         dist.all_reduce(y, group=part)
-        expect(k, y, _sum(), "all_reduce in symmetric memory")
+        expect(k, y, sum_of_ranks(), "all_reduce in symmetric memory")
         del y
     k.synchronize()
     dist.destroy_process_group(part)

@@ -239,13 +239,13 @@ class Ranks(Pool):
                     called(self.place, self._job, *call)
             except BaseException as error:
                 self._useless = headline(description_of(error))
-                self._drop()
+                self.kill()
                 raise
         try:
             return called(self.place, self._job, function, *args, timeout=timeout)
         except BaseException:
             if any(o.returncode is not None or not o.finished for o in self._job.outcomes):
-                self._drop()
+                self.kill()
             raise
 
     @property
@@ -253,7 +253,8 @@ class Ranks(Pool):
         """True if there are usable ranks."""
         return self._job is not None
 
-    def _drop(self) -> None:
+    def kill(self) -> None:
+        """End the ranks at once; idempotent."""
         job, self._job = self._job, None
         if job is not None:
             job.close()

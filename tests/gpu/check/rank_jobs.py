@@ -1,4 +1,4 @@
-"""Functions that ranks of every stage run."""
+"""Functions that ranks of several stages run, and of those on conformance in addition to the suite's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unicoll.arrays import cuda as streams
 from unicoll.arrays.cuda import Cuda
 from unicoll.testing import worker
 
-_END_S = 3.0
+_END_S = 5.0
 
 
 class _CountingCuda:
@@ -103,6 +103,12 @@ def expect(k: Kit, array: Any, value: float, what: str = "the array") -> None:
     assert not wrong, f"{what}: {wrong} of {found.size} elements are not {value}: {found[found != value][:4]}"
 
 
+def sum_of_ranks() -> int:
+    """The sum of rank + 1 over the ranks."""
+    n = dist.get_world_size()
+    return n * (n + 1) // 2
+
+
 def warm_up(name: str) -> float:
     """Connect, with one blocking and one asynchronous operation; the sum of rank + 1 over the ranks."""
     k = kit(name)
@@ -147,3 +153,43 @@ def run(name: str, module: str, program: str) -> tuple[str, object]:
     k.synchronize()
     gc.collect()  # graphs in a garbage cycle would keep NCCL from ending
     return "done", found
+
+
+# --- conformance ------------------------------------------------------------------------------------------------------
+
+
+def explained(name: str) -> str:
+    """The group's description, after an operation on an array of a kit."""
+    pg = dist.group.WORLD
+    assert pg is not None
+    pg.all_reduce(kit(name).full(4, 1.0))
+    return pg.describe()
+
+
+def sent_to_itself(name: str) -> None:
+    """A batch of a send of a rank to itself and a receive."""
+    k, me = kit(name), dist.get_rank()
+    sent, got = k.full(1000, float(me)), k.full(1000, -1.0)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, me), dist.P2POp(dist.irecv, got, me)]):
+        work.wait()
+    expect(k, got, me)
+
+
+def mixed(name: str) -> None:
+    """CPU and CUDA arrays and objects in one group."""
+    k, me, n = kit(name), dist.get_rank(), dist.get_world_size()
+    for _ in range(3):
+        host, device = np.full(100, me + 1.0), k.full(100, float(me + 1))
+        works = [dist.all_reduce(x, async_op=True) for x in (host, device)]
+        for work in reversed(works):
+            assert work is not None
+            work.wait()
+        assert (host == sum_of_ranks()).all()
+        expect(k, device, sum_of_ranks())
+        found: list[Any] = [None] * n
+        dist.all_gather_object(found, {"rank": me})
+        assert found == [{"rank": r} for r in range(n)]
+    said = dist.explain()
+    assert "nccl" in said, said
+    assert "; expected transports: " in said, said
+    assert "not known" not in said, said
