@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from unicoll.testing import worker
+from tests.support import worker
 
 
 def goes_well(k: Any) -> int:

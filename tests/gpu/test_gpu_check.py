@@ -20,9 +20,9 @@ from tests.gpu.check.record import NoTime, Reporter, Skip
 from tests.gpu.check.stages import STAGES
 from tests.nccl.device_ranks import shared_environment
 from tests.simulated_nccl.ranks import SimulatedJob
+from tests.support.ranks import ROOT, environment, run_ranks
+from tests.support.worker import enter
 from unicoll.testing.families import CupyFamily, layouts
-from unicoll.testing.ranks import ROOT, environment, run_ranks
-from unicoll.testing.worker import enter
 
 _TIMEOUT_S = 300
 

@@ -23,7 +23,7 @@ from tests.gpu.check.place import Place, Ranks
 from tests.gpu.check.record import Reporter, headline
 from tests.gpu.check.stages import Runner
 from tests.mpi.mpi_library import descendants, lives
-from unicoll.testing.ranks import ROOT, ProcessJob, environment
+from tests.support.ranks import ROOT, ProcessJob, environment
 
 SIMULATED = Place(("simulated",), True, 60.0, devices=2)
 

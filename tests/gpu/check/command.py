@@ -19,7 +19,7 @@ from tests.gpu.check.place import Place
 from tests.gpu.check.record import Document, plain
 from tests.gpu.check.stages import STAGES, Runner, Stage
 from tests.nccl.device_ranks import SHARING
-from unicoll.testing.ranks import ROOT
+from tests.support.ranks import ROOT
 
 PASSED, FAILED, USAGE, NO_GPU, CUT = 0, 1, 2, 3, 4
 """Exit codes: passed; a check failed; wrong arguments; no GPU; incomplete."""

@@ -13,11 +13,12 @@ from nccl_comm.library.types import native_reduction
 from tests.gpu.check import rank_jobs
 from tests.gpu.check.place import HOST_BACKENDS, Place, Ranks, host_backend
 from tests.gpu.check.record import NoTime, Reporter, Skip
+from tests.support.ranks import sample_seed
+from tests.support.suite import Suite
 from unicoll.arrays.types import BY_NAME, DType, Reduction
 from unicoll.testing import conformance_jobs
 from unicoll.testing.cases import Case
-from unicoll.testing.conformance import COLLECTIVES, Conformance
-from unicoll.testing.ranks import sample_seed
+from unicoll.testing.conformance import COLLECTIVES
 from unicoll.testing.reference import NCCL, STRICT, Arithmetic, reduction_of
 
 _BATCH = 40
@@ -30,7 +31,7 @@ _REHEARSED = 8
 """A simulated run does one of so many systematic cases; the backend's tests do all on the simulated device."""
 
 
-class Drawn(Conformance):
+class Drawn(Suite):
     """The suite's cases for the available arrays and the backend's reductions."""
 
     def __init__(

@@ -15,8 +15,8 @@ from tests.gpu.check import fault_jobs as jobs
 from tests.gpu.check import rank_jobs
 from tests.gpu.check.place import Place, called, joined, leave
 from tests.gpu.check.record import Reporter
-from unicoll.testing import worker
-from unicoll.testing.ranks import ProcessJob
+from tests.support import worker
+from tests.support.ranks import ProcessJob
 
 _TIMEOUT_S = 3.0
 _UNDER_WAY_S = 0.2

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unicoll.bench.arrays import BenchArrays, CupyArrays, TorchArrays
+from unicoll.arrays.types import BY_NAME
+from unicoll.bench.arrays import FAMILIES, BenchArrays
 
 Array = Any
 Stream = Any
@@ -98,6 +99,12 @@ class Kit(ABC):
         return self.marks.between(first, last)
 
 
+def _marks(library: str, device: int) -> BenchArrays:
+    arrays = BenchArrays(FAMILIES[library], f"cuda:{device}")
+    arrays.empty(1, BY_NAME["float32"])  # events are on this library's current stream
+    return arrays
+
+
 class CupyKit(Kit):
     """CuPy."""
 
@@ -112,7 +119,7 @@ class CupyKit(Kit):
 
     def __init__(self, device: int = 0) -> None:
         self._cupy: Any = importlib.import_module("cupy")
-        self.marks = CupyArrays(f"cuda:{device}")  # makes the device the current one
+        self.marks = _marks(self.name, device)  # makes the device the current one
         self._spin = self._cupy.RawKernel(self._SPIN, "spin")
 
     def array(self, values: Any) -> Array:
@@ -163,7 +170,7 @@ class TorchKit(Kit):
         self._torch: Any = importlib.import_module("torch")
         self._cuda = self._torch.cuda
         self._cuda.set_device(device)
-        self.marks = TorchArrays(f"cuda:{device}")
+        self.marks = _marks(self.name, device)
         self._rate = 0.0
 
     def array(self, values: Any) -> Array:

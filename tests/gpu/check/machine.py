@@ -18,9 +18,9 @@ from tests.gpu.check import rank_jobs
 from tests.gpu.check.place import Place, Process, Ranks, called, joined, leave
 from tests.gpu.check.record import Reporter, Skip
 from tests.nccl.device_ranks import NATIVE_SINCE
+from tests.support import worker
+from tests.support.ranks import ROOT, RanksFailed
 from unicoll.bench import report
-from unicoll.testing import worker
-from unicoll.testing.ranks import ROOT, RanksFailed
 
 _PACKAGES = "numpy ml_dtypes torch cupy-cuda12x cupy-cuda13x nvidia-nccl-cu12 nvidia-nccl-cu13 mpi4py matplotlib pytest"
 _PROBE_SHARE = 0.7

@@ -13,10 +13,10 @@ from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
 from tests.nccl.device_ranks import DeviceJob, DeviceMpiJob
 from tests.simulated_nccl import ranks as simulated_ranks
 from tests.simulated_nccl.ranks import Settings, SimulatedJob
+from tests.support import worker
+from tests.support.ranks import Pool, ProcessJob, RanksFailed
 from unicoll.backend import Backend
 from unicoll.group import registry
-from unicoll.testing import worker
-from unicoll.testing.ranks import Pool, ProcessJob, RanksFailed
 
 _START_S = 60.0
 """Seconds for imports and the first kernels of array libraries, whose files may be on a slow disk."""

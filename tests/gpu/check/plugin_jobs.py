@@ -22,7 +22,7 @@ from tests.gpu.check.kits import Kit, SimulatedKit
 from tests.gpu.check.rank_jobs import expect, left_over, local_rank
 from tests.gpu.check.record import Skip
 from tests.gpu.check.streaming_jobs import replayed
-from unicoll.testing import worker
+from tests.support import worker
 
 _LARGE = 64 << 20
 _COUNT = 4096

@@ -17,9 +17,9 @@ import numpy as np
 import unicoll as dist
 from tests.gpu.check.kits import Kit, kit
 from tests.gpu.check.record import Skip
+from tests.support import worker
 from unicoll.arrays import cuda as streams
 from unicoll.arrays.cuda import Cuda
-from unicoll.testing import worker
 
 _END_S = 5.0
 

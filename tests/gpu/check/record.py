@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from unicoll.testing.ranks import ROOT, RanksFailed
+from tests.support.ranks import ROOT, RanksFailed
 
 _MOST_CHARACTERS = 12_000
 """Characters that are kept of an error."""

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from tests.gpu.check.place import Place, Process
 from tests.gpu.check.record import Reporter
-from unicoll.testing import worker
-from unicoll.testing.ranks import ProcessJob, RanksFailed
+from tests.support import worker
+from tests.support.ranks import ProcessJob, RanksFailed
 
 
 class Stage(NamedTuple):
