@@ -44,6 +44,7 @@ LARGE_ELEMENTS = 1 << 19
 def block(kind: str, group: Any, peer: int) -> None:
     """A call that waits for rank ``peer``."""
     x = np.ones(3)
+    works: list[Any] = []
     if kind == "all_reduce":
         dist.all_reduce(x, group=group)
     elif kind == "broadcast":
@@ -52,29 +53,20 @@ def block(kind: str, group: Any, peer: int) -> None:
         dist.all_gather_object([None] * group.size(), "object", group=group)
     elif kind == "async":
         works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(3)]
-        for work in works:
-            assert work is not None
-            work.wait()
     elif kind == "coalesced":
         dist.all_reduce_coalesced([x, x.copy()], group=group)
     elif kind == "irecv":
-        received = dist.irecv(x, src=peer, group=group)
-        assert received is not None
-        received.wait()
+        works = [dist.irecv(x, src=peer, group=group)]
     elif kind == "probe":
         dist.probe(peer, group)
     elif kind == "send":
         dist.send(np.zeros(UNBUFFERED, np.uint8), peer, group=group)
     elif kind == "isend":
-        works = [
-            dist.isend(x, peer, group=group),
-            dist.isend(np.zeros(UNBUFFERED, np.uint8), peer, group=group),
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
+        works = [dist.isend(each, peer, group=group) for each in (x, np.zeros(UNBUFFERED, np.uint8))]
     else:
         dist.recv(x, src=None if kind == "recv from any" else peer, group=group)
+    for work in works:
+        work.wait()
 
 
 def run_in(where: str, call: Callable[[], Any]) -> Any:
@@ -196,62 +188,6 @@ def _steps(steps: list[Any], groups: dict[str, Any], messages: dict[str, np.ndar
             posted.popleft().wait()
 
 
-def ping_pong(seconds: float) -> int:
-    """Messages to and fro, each rank always waiting for the other; how many."""
-    me, count = dist.get_rank(), 0
-    x, stop = np.zeros(1), time.monotonic() + seconds
-    while True:
-        x[0] = count > 10 and time.monotonic() > stop
-        if me == 0:
-            dist.send(x, 1)
-            done = bool(x[0])
-            dist.recv(x, 1)
-            if done:
-                return count
-        else:
-            dist.recv(x, 0)
-            done = bool(x[0])
-            dist.send(x, 0)
-            if done:
-                return count
-        count += 1
-
-
-def callback_ends_the_wait() -> list[float]:
-    """Rank 1 waits for a call that a callback on rank 0 makes, after work for which rank 2 comes late."""
-    me = dist.get_rank()
-    first, second, third = dist.new_group(), dist.new_group([0, 1]), dist.new_group([0, 1])
-    x, y = np.ones(2), np.ones(2)
-    if me == 2:
-        time.sleep(1.5)
-        dist.all_reduce(x, group=first)
-        return x.tolist()
-    if me == 1:
-        work = dist.all_reduce(x, group=first, async_op=True)
-        dist.all_reduce(y, group=second)
-        dist.barrier(third)
-    else:
-        work = dist.all_reduce(x, group=first, async_op=True)
-        assert work is not None
-        work.add_done_callback(lambda: dist.all_reduce(y, group=second))
-        dist.barrier(third)
-    assert work is not None
-    work.wait()
-    return x.tolist()
-
-
-def limited_wait() -> tuple[str, list[float]]:
-    """Rank 0 gives up waiting for rank 1 in time, then does what that waits for."""
-    first, second = dist.new_group(), dist.new_group()
-    x = np.ones(2)
-    kind = ""
-    if dist.get_rank() == 0:
-        failure, _ = outcome_of(lambda: dist.all_reduce(x.copy(), group=first, timeout=1.5))
-        kind = failure.type if failure is not None else ""
-    dist.all_reduce(x, group=second)
-    return kind, x.tolist()
-
-
 def receive_from_each_other(group_ranks: Sequence[int]) -> Failure | None:
     """Two ranks receive from each other on the last group."""
     world = dist.group.WORLD
@@ -260,13 +196,6 @@ def receive_from_each_other(group_ranks: Sequence[int]) -> Failure | None:
     me = dist.get_rank()
     peer = next(rank for rank in group_ranks if rank != me)
     return outcome_of(lambda: dist.recv(np.ones(2), peer, group=world.job.groups[-1]))[0]
-
-
-def make_group(ranks: Sequence[int]) -> None:
-    """A group of some ranks, with connections."""
-    group = dist.new_group(list(ranks))
-    if dist.get_rank() in ranks:
-        dist.barrier(group)
 
 
 def reduce_once() -> list[float]:
@@ -298,105 +227,3 @@ def late(seconds: float) -> list[float]:
     """Sleep, then make the call that the others are in."""
     time.sleep(seconds)
     return reduce_once()
-
-
-def daemon_thread_ends_the_wait() -> list[float]:
-    """Rank 0 waits for rank 1, which waits for a daemon thread of rank 0 that sleeps."""
-    first, second = dist.new_group(), dist.new_group()
-    x = np.ones(2)
-
-    def later() -> None:
-        time.sleep(1.5)
-        dist.all_reduce(x, group=second)
-
-    if dist.get_rank() == 0:
-        thread = threading.Thread(target=later, name="test-later", daemon=True)
-        thread.start()
-        dist.barrier(first)
-        thread.join()
-    else:
-        dist.all_reduce(x, group=second)
-        dist.barrier(first)
-    return x.tolist()
-
-
-def circle_beside_a_daemon_thread() -> Failure | None:
-    """Two ranks receive from each other while a daemon thread, which cannot call unicoll, waits."""
-    end = threading.Event()
-    thread = threading.Thread(target=end.wait, name="test-idle", daemon=True)
-    thread.start()
-    group = dist.new_group()
-    failure, _ = outcome_of(lambda: dist.recv(np.ones(2), 1 - dist.get_rank(), group=group))
-    end.set()
-    thread.join()
-    return failure
-
-
-def receive_from_itself() -> Failure | None:
-    """Rank 0 receives from itself what it has not sent."""
-    group = dist.new_group()
-    if dist.get_rank():
-        return None
-    dist.send(np.ones(2), 0, group, 1)
-    return outcome_of(lambda: dist.recv(np.ones(2), 0, group, 2))[0]
-
-
-def send_through_rings(asynchronous: bool) -> dict[str, Any]:
-    """Rank 0 sends more than the shared memory between the ranks holds, rank 1 waits for another call of rank 0."""
-    group, other, me = dist.new_group(), dist.new_group(), dist.get_rank()
-    x = np.ones(1 << 16, np.uint8)
-    for _ in range(3):  # the shared memory is used from the second message on
-        if me == 0:
-            dist.send(x, 1, group=group)
-        else:
-            dist.recv(x, 0, group=group)
-        dist.barrier(group)
-    sent = 0
-
-    def run() -> None:
-        nonlocal sent
-        if me == 1:
-            dist.barrier(other)
-        for sent in range(1000):  # noqa: B007
-            if asynchronous:
-                work = dist.isend(x, 1, group=group)
-                assert work is not None
-                work.wait()
-            else:
-                dist.send(x, 1, group=group)
-
-    failure, _ = outcome_of(run)
-    return {"failure": failure, "sent": sent}
-
-
-def sends_that_are_read(count: int) -> list[float]:
-    """Rank 0 sends to rank 1, which first receives from rank 2, which waits for a call of rank 0 after its sends."""
-    group, pair, me = dist.new_group(), dist.new_group([0, 2]), dist.get_rank()
-    x, y = np.full(min(UNBUFFERED, 1 << 28) >> 3, 3.0), np.ones(1)
-    for _ in range(count):
-        if me == 0:
-            for _ in range(2):
-                dist.send(x, 1, group=group)
-            dist.barrier(pair)
-        elif me == 2:
-            dist.barrier(pair)
-            dist.send(y, 1, group=group)
-        else:
-            dist.recv(y, 2, group=group)
-            for _ in range(2):
-                dist.recv(x, 0, group=group)
-    return [x[0], x[-1]]
-
-
-def receive_what_was_sent_before() -> Failure | None:
-    """Rank 0 sends and receives, rank 1 first waits for another call of rank 0: the message that it has not read."""
-    group, other = dist.new_group(), dist.new_group()
-
-    def run() -> None:
-        if dist.get_rank() == 0:
-            dist.send(np.ones(3), 1, group=group)
-            dist.recv(np.ones(3), 1, group=group)
-        else:
-            dist.barrier(other)
-
-    return outcome_of(run)[0]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from tests.support.calls import COLLECTIVES, EVERYTHING, invoke
 from tests.support.order import await_true, await_word, send_word
 from tests.support.outcomes import CallOutcome, outcome_of
 from tests.support.worker import send_note
-from unicoll.backend.endpoint import Endpoint
 
 
 def loop(name: str, count: int) -> None:
@@ -112,15 +108,6 @@ def exchange_with(who: int, count: int) -> None:
             send_note("looping")
 
 
-def loop_async(name: str) -> None:
-    """As :func:`loop`, in the background, waited for."""
-    for i in range(1_000_000):
-        work = invoke(name, async_op=True)
-        work.wait()
-        if i == 2:
-            send_note("looping")
-
-
 _groups: dict[str, Any] = {}
 
 
@@ -154,14 +141,14 @@ def all_at_once(names: tuple[str, ...], timeout: float) -> dict[str, CallOutcome
     for t in threads:
         t.start()
     if me == 1:
-        await_true(lambda: all(_in_a_collective(_groups[name]) for name in names))
+        await_true(lambda: all(in_a_collective(_groups[name]) for name in names))
         send_word(0)
     for t in threads:
         t.join()
     return outcomes
 
 
-def _in_a_collective(group: Any = None) -> bool:
+def in_a_collective(group: Any = None) -> bool:
     """True if this rank has begun a collective of a group, and has not ended it."""
     return (group or dist.group.WORLD)._backends.for_device("cpu")._record.call is not None
 
@@ -202,7 +189,7 @@ def leave_work_behind() -> str:
         works.append(dist.irecv(np.ones(3), src=1, tag=5))
         works.append(dist.isend(np.ones(1 << 22), dst=1, tag=6))
         threading.Thread(target=outcome_of, args=(group.barrier,), daemon=True).start()
-        await_true(lambda: _in_a_collective() and _in_a_collective(group))
+        await_true(lambda: in_a_collective() and in_a_collective(group))
         for rank in range(1, n):
             send_word(rank)
         for w in works:
@@ -215,25 +202,6 @@ def leave_work_behind() -> str:
     return worker.end()
 
 
-def destroy_early(who: int) -> CallOutcome:
-    """Rank ``who`` destroys its groups while the others are in a collective."""
-    dist.barrier()
-    if dist.get_rank() == who:
-        for _ in range(dist.get_world_size() - 1):
-            await_word()
-        return outcome_of(dist.destroy_process_group)
-
-    def tell() -> None:
-        await_true(_in_a_collective)
-        send_word(who)
-
-    thread = threading.Thread(target=tell)
-    thread.start()
-    outcome = outcome_of(lambda: dist.all_reduce(np.ones(5), timeout=60))
-    thread.join()
-    return outcome
-
-
 def start_anew(path: str, survivors: list[int]) -> list[float]:
     """After a failure: the survivors end their groups and make a smaller world."""
     dist.destroy_process_group()
@@ -242,92 +210,6 @@ def start_anew(path: str, survivors: list[int]) -> list[float]:
     x = np.ones(3)
     dist.all_reduce(x)
     return [float(v) for v in x]
-
-
-def keep_the_gil(fifo: str) -> None:
-    """Once it is initialized, rank 0 keeps the GIL until the other rank is, as MPI_Init does."""
-    descriptor = os.open(fifo, os.O_RDWR)
-    if worker._rank == 1:
-        read_directory = Endpoint.read_directory
-
-        def late(self: Endpoint) -> None:
-            time.sleep(0.5)
-            read_directory(self)
-
-        Endpoint.read_directory = late  # type: ignore[method-assign]
-    worker.enter()
-    if worker._rank == 0:
-        ctypes.PyDLL(None).read(descriptor, ctypes.create_string_buffer(1), 1)
-    else:
-        os.write(descriptor, b"x")
-    os.close(descriptor)
-
-
-# --- interruptions and clocks -------------------------------------------------------------------------------
-
-
-def interrupted() -> Any:
-    """Rank 1 gets SIGINT in the midst of a collective that rank 0 does not make."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        world: Any = dist.group.WORLD
-        await_true(lambda: world.job.control.group_failure(world.name))
-        return outcome_of(lambda: dist.all_reduce(np.ones(4), timeout=60))
-    if dist.get_rank() == 1:
-        threading.Thread(target=_note_in_a_call).start()
-        try:
-            dist.all_reduce(np.ones(4), timeout=60)
-        except KeyboardInterrupt:
-            return "interrupted"
-        return "not interrupted"
-    return outcome_of(lambda: dist.all_reduce(np.ones(4), timeout=60))
-
-
-def _note_in_a_call() -> None:
-    await_true(_in_a_collective)
-    send_note("in the collective")
-
-
-def wait_with_a_timeout() -> dict[str, Any]:
-    """``work.wait(timeout)`` gives up waiting, not the operation; a call's own timeout ends it."""
-    me = dist.get_rank()
-    x = np.ones(4)
-    if me == 0:
-        await_word()
-        dist.all_reduce(x)
-        return {"sum": x.tolist()}
-    work = dist.all_reduce(x, async_op=True)
-    assert work is not None
-    first = outcome_of(lambda: work.wait(0.2))
-    state = (work.is_completed(), work.exception())
-    send_word(0)
-    work.wait()
-    return {"first": first, "state": state, "sum": x.tolist()}
-
-
-def own_timeout(name: str) -> CallOutcome | None:
-    """Only rank 0 makes a call, with a timeout of its own."""
-    group = dist.new_group(timeout=60)
-    dist.barrier()
-    outcome = None
-    if dist.get_rank() == 0:
-        if name == "work.wait":
-            work = dist.all_reduce(np.ones(4), group=group, async_op=True, timeout=0.5)
-            assert work is not None
-            outcome = outcome_of(work.wait)
-        elif name == "recv":
-            outcome = outcome_of(lambda: dist.recv(np.ones(4), src=1, group=group, timeout=0.5))
-        elif name == "recv from any":
-            outcome = outcome_of(lambda: dist.recv(np.ones(4), group=group, timeout=0.5))
-        else:
-            outcome = outcome_of(lambda: invoke(name, group, timeout=0.5))
-    dist.barrier()
-    dist.destroy_process_group(group)
-    return outcome
-
-
-# --- unauthenticated clients and children --------------------------------------------------------------------
 
 
 def work_until(path: str) -> int:
@@ -344,46 +226,6 @@ def work_until(path: str) -> int:
         stop[0] = dist.get_rank() == 0 and rounds >= 5 and Path(path).exists()
         dist.broadcast(stop, 0)
     return rounds
-
-
-def work_with_child(how: str) -> Any:
-    """Rank 1 has a forked child while all work on; then rank 1 waits to be killed."""
-    dist.barrier()
-    child = 0
-    if dist.get_rank() == 1:
-        child = _fork(how)
-    for i in range(20):
-        for name in COLLECTIVES:
-            invoke(name, timeout=20)
-        if i == 10 and child and how != "lives on":
-            assert os.waitpid(child, 0) == (child, 0)
-    if how != "lives on":
-        return None
-    send_note("worked")
-    return loop("all_reduce", 4)
-
-
-def _fork(how: str) -> int:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
-        child = os.fork()
-    if child:
-        return child
-    if how == "exits":
-        os._exit(0)
-    if how == "leaves":
-        assert not dist.is_initialized()
-        try:
-            dist.barrier()
-        except dist.NotInitializedError as error:
-            told = "forked" in str(error)
-        assert told
-        sys.stderr.flush()
-        sys.exit(0)
-    time.sleep(600)
-    os._exit(1)
 
 
 def hostname() -> str:

@@ -100,37 +100,3 @@ def refuse(
 
 def _read(array: Any) -> Any:
     return array if isinstance(array, np.ndarray) else array.numpy()
-
-
-def twice_and_in_between() -> list[str | None]:
-    """The root refuses two calls, one behind an asynchronous call that goes well, and does not wait for anybody."""
-    n, me = dist.get_world_size(), dist.get_rank()
-    x = np.ones(4)
-    ended: list[str | None] = []
-    work = dist.all_reduce(x, async_op=True)
-    for _ in range(2):
-        failure = failure_of(lambda: dist.gather(np.ones(2), [] if me == ROOT else None, ROOT, timeout=20))
-        ended.append(failure.type if failure else None)
-    assert work is not None
-    work.wait()
-    dist.all_reduce(x)
-    assert (x == n * n).all()
-    return ended
-
-
-def refuse_alone() -> Failure | None:
-    """The root refuses a gather that the others do not call."""
-    group = dist.new_group()
-    failure = failure_of(lambda: _alone(group))
-    dist.destroy_process_group(group)
-    return failure
-
-
-def _alone(group: Any) -> None:
-    x = np.ones(3)
-    if dist.get_rank() == ROOT:
-        try:
-            dist.gather(x, [], ROOT, group=group, timeout=20)
-        except dist.DistArgumentError:
-            pass
-    dist.all_reduce(x, group=group, timeout=20)

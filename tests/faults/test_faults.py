@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import unicoll as dist
 from tests.faults import fault_jobs as jobs
-from tests.support.calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, row_name
-from tests.support.order import await_true, named_pipe, reading
+from tests.support import worker
+from tests.support.calls import COALESCED, COLLECTIVES, EVERYTHING, OBJECTS, invoke, row_name
+from tests.support.on_ranks import on_ranks
+from tests.support.order import await_true, await_word, named_pipe, reading, send_word, send_word_in_call
+from tests.support.outcomes import failures_of, leave_cleanly, values_of
 from tests.support.ports import listening_ports
-from tests.support.ranks import Outcome, Pool, ProcessJob, end_cleanly, joined
-from tests.support.worker import end, leave
+from tests.support.ranks import Outcome, ProcessJob, end_cleanly, joined
+from tests.support.worker import end
+from unicoll.backend.endpoint import Endpoint
 from unicoll.errors import DistError
 from unicoll.net import handshake
 
@@ -56,8 +68,7 @@ def test_a_killed_rank_is_named_by_all_others(name: str, victim: int) -> None:
         killed = job.signal(victim, signal.SIGKILL)
         survivors = [r for r in range(3) if r != victim]
         check_lost(job.collect(30, survivors), victim, job.pids[victim], name, killed)
-        job.call(leave, ranks=survivors)
-        assert [o.value for o in job.collect(30, survivors)] == [[], []]
+        leave_cleanly(job, survivors)
 
 
 @pytest.mark.every(2)
@@ -69,20 +80,9 @@ def test_a_killed_rank_is_named_by_those_it_exchanges_messages_with(victim: int,
         job.await_notes()
         time.sleep(random.random() / 20)
         job.signal(victim, signal.SIGKILL)
-        for o in job.collect(30, [r for r in range(3) if r != victim]):
-            assert o.failure is not None
-            assert o.failure.type == "RankLostError", o.failure.traceback
-            assert (o.failure.fields["rank"], o.failure.fields["pid"]) == (victim, job.pids[victim])
-            assert o.failure.fields["op"] in ("send", "recv")
-
-
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather_coalesced"])
-def test_a_killed_rank_fails_work_in_the_background(name: str) -> None:
-    with joined(3) as job:
-        job.call(jobs.loop_async, name)
-        job.await_notes()
-        killed = job.signal(1, signal.SIGKILL)
-        check_lost(job.collect(30, [0, 2]), 1, job.pids[1], name, killed)
+        for failure in failures_of(job, [r for r in range(3) if r != victim], "RankLostError"):
+            assert (failure.fields["rank"], failure.fields["pid"]) == (victim, job.pids[victim])
+            assert failure.fields["op"] in ("send", "recv")
 
 
 def test_survivors_make_a_smaller_world(tmp_path: Path) -> None:
@@ -92,25 +92,42 @@ def test_survivors_make_a_smaller_world(tmp_path: Path) -> None:
         job.signal(0, signal.SIGKILL)
         job.collect(30, [1, 2])
         job.call(jobs.start_anew, str(tmp_path / "store"), [1, 2], ranks=[1, 2])
-        assert [o.value for o in job.collect(30, [1, 2])] == [[2.0] * 3] * 2
-        job.call(leave, ranks=[1, 2])
-        assert [o.value for o in job.collect(30, [1, 2])] == [[], []]
+        assert values_of(job, [1, 2]) == [[2.0] * 3] * 2
+        leave_cleanly(job, [1, 2])
+
+
+def _keep_the_gil(fifo: str) -> None:
+    """Once it is initialized, rank 0 keeps the GIL until the other rank is, as MPI_Init does."""
+    descriptor = os.open(fifo, os.O_RDWR)
+    if worker._rank == 1:
+        read_directory = Endpoint.read_directory
+
+        def late(self: Endpoint) -> None:
+            time.sleep(0.5)
+            read_directory(self)
+
+        Endpoint.read_directory = late  # type: ignore[method-assign]
+    worker.enter()
+    if worker._rank == 0:
+        ctypes.PyDLL(None).read(descriptor, ctypes.create_string_buffer(1), 1)
+    else:
+        os.write(descriptor, b"x")
+    os.close(descriptor)
 
 
 def test_rank_0_may_keep_the_gil_once_it_is_initialized(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     with ProcessJob(2, join="tcp") as job:
-        job.call(jobs.keep_the_gil, str(fifo))
-        assert job.results() == [None] * 2
+        job.call(_keep_the_gil, str(fifo))
+        job.results()
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("join", ["tcp", "file"])
 @pytest.mark.parametrize("transport", ["shm", "tcp", "hierarchical"])
 def test_survivors_of_rank_0_shrink_the_group_repeatedly(transport: str, join: str) -> None:
-    env = {"UNICOLL_TRANSPORT": transport}
-    with joined(5, join=join, env=env) as job:
+    with joined(5, join=join, env={"UNICOLL_TRANSPORT": transport}) as job:
         left = [0, 1, 2, 3, 4]
         for victim in (0, 1, 3):
             job.call(jobs.loop_smallest, ranks=left)
@@ -120,12 +137,11 @@ def test_survivors_of_rank_0_shrink_the_group_repeatedly(transport: str, join: s
             place, left = left.index(victim), [r for r in left if r != victim]
             check_lost(job.collect(30, left), victim, job.pids[victim], "all_reduce", killed)
             job.call(jobs.shrink_smallest, place, ranks=left)
-            expected = {"size": len(left), "sum": float(sum(left)), "received": [left[-1], *left[:-1]]}
-            for place, outcome in enumerate(job.collect(30, left)):
-                assert outcome.failure is None, outcome.failure.traceback
-                assert outcome.value == {**expected, "received": expected["received"][place]}
-        job.call(leave, ranks=left)
-        assert [o.value for o in job.collect(30, left)] == [[]] * len(left)
+            assert values_of(job, left) == [
+                {"size": len(left), "sum": float(sum(left)), "received": before}
+                for before in [left[-1], *left[:-1]]
+            ]
+        leave_cleanly(job, left)
 
 
 @pytest.mark.parametrize("join", ["tcp", "file"])
@@ -137,15 +153,10 @@ def test_a_group_grows_after_the_death_of_rank_0(join: str) -> None:
         job.call(jobs.loop_smallest)
         job.await_notes()
         job.signal(0, signal.SIGKILL)
-        for outcome in job.collect(30, [1, 2]):
-            assert outcome.failure is not None
-            assert outcome.failure.type == "RankLostError"
+        failures_of(job, [1, 2], "RankLostError")
         job.call(jobs.grow_without_rank_0, ranks=[1, 2])
-        for outcome in job.collect(30, [1, 2]):
-            assert outcome.failure is None, outcome.failure.traceback
-            assert outcome.value == ([1, 2], 3.0)
-        job.call(leave, ranks=[1, 2])
-        assert [o.value for o in job.collect(30, [1, 2])] == [[], []]
+        assert values_of(job, [1, 2]) == [([1, 2], 3.0)] * 2
+        leave_cleanly(job, [1, 2])
 
 
 def test_several_ranks_that_die_with_rank_0_are_all_noticed() -> None:
@@ -154,18 +165,13 @@ def test_several_ranks_that_die_with_rank_0_are_all_noticed() -> None:
         job.await_notes()
         for victim in (1, 3, 0):
             job.signal(victim, signal.SIGKILL)
-        for outcome in job.collect(30, [2, 4]):
-            assert outcome.failure is not None
-            assert outcome.failure.type == "RankLostError"
+        failures_of(job, [2, 4], "RankLostError")
         job.call(jobs.departed_ranks, [0, 1, 3], ranks=[2, 4])
-        assert [o.value for o in job.collect(30, [2, 4])] == [[0, 1, 3]] * 2
+        assert values_of(job, [2, 4]) == [[0, 1, 3]] * 2
         job.call(jobs.shrink_smallest, 0, [1, 3], ranks=[2, 4])
-        assert [o.value for o in job.collect(30, [2, 4])] == [
-            {"size": 2, "sum": 6.0, "received": 4},
-            {"size": 2, "sum": 6.0, "received": 2},
-        ]
-        job.call(leave, ranks=[2, 4])
-        assert [o.value for o in job.collect(30, [2, 4])] == [[], []]
+        expected = {"size": 2, "sum": 6.0}
+        assert values_of(job, [2, 4]) == [{**expected, "received": other} for other in (4, 2)]
+        leave_cleanly(job, [2, 4])
 
 
 # --- stopped and late ranks ---------------------------------------------------------------------------------
@@ -222,30 +228,51 @@ def test_a_late_rank_is_named_with_the_place_where_it_is(tmp_path: Path) -> None
         ]
         check_timeouts(outcomes, 1.0, words)
         job.collect(60, [2])
-        job.call(leave)
-        assert [o.value for o in job.collect()] == [[]] * 3
+        leave_cleanly(job, range(3))
+
+
+OWN_TIMEOUTS: dict[str, Callable[..., Any]] = {
+    "barrier": dist.barrier,
+    "all_reduce": lambda **options: dist.all_reduce(np.ones(4), **options),
+    "work.wait": lambda **options: dist.all_reduce(np.ones(4), async_op=True, **options).wait(),  # type: ignore[union-attr]
+    "recv": lambda **options: dist.recv(np.ones(4), src=1, **options),
+    "recv from any": lambda **options: dist.recv(np.ones(4), **options),
+}
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("name", ["barrier", "all_reduce", "work.wait", "recv", "recv from any"])
-def test_a_call_has_its_own_timeout(name: str, pool: Callable[[int], Pool]) -> None:
-    outcome = pool(2).run(jobs.own_timeout, name)[0]
-    failure, seconds = outcome
-    assert failure is not None
-    assert failure.type == "OperationTimeoutError"
-    assert "TimeoutError" in failure.bases
-    assert "0.5 s" in failure.message
-    assert seconds >= 0.4
+@pytest.mark.parametrize("name", OWN_TIMEOUTS)
+@on_ranks(2)
+def test_a_call_has_its_own_timeout(name: str) -> None:
+    """Only rank 0 makes it."""
+    group = dist.new_group(timeout=60)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        started = time.monotonic()
+        with pytest.raises(dist.OperationTimeoutError, match=r"0\.5 s") as raised:
+            OWN_TIMEOUTS[name](group=group, timeout=0.5)
+        assert isinstance(raised.value, TimeoutError)
+        assert time.monotonic() - started >= 0.4
+    dist.barrier()
+    dist.destroy_process_group(group)
 
 
-def test_a_wait_that_times_out_does_not_end_the_operation(pool: Callable[[int], Pool]) -> None:
-    late, waiting = pool(2).run(jobs.wait_with_a_timeout)
-    failure, seconds = waiting["first"]
-    assert failure.type == "OperationTimeoutError"
-    assert "all_reduce" in failure.message
-    assert seconds >= 0.1
-    assert waiting["state"] == (False, None)
-    assert late["sum"] == waiting["sum"] == [2.0] * 4
+@on_ranks(2)
+def test_a_wait_that_times_out_does_not_end_the_operation() -> None:
+    x = np.ones(4)
+    if dist.get_rank() == 0:
+        await_word()
+        dist.all_reduce(x)
+    else:
+        work: Any = dist.all_reduce(x, async_op=True)
+        started = time.monotonic()
+        with pytest.raises(dist.OperationTimeoutError, match="all_reduce"):
+            work.wait(0.2)
+        assert time.monotonic() - started >= 0.1
+        assert (work.is_completed(), work.exception()) == (False, None)
+        send_word(0)
+        work.wait()
+    assert x.tolist() == [2.0] * 4
 
 
 # --- ends ---------------------------------------------------------------------------------------------------
@@ -269,21 +296,18 @@ def test_a_rank_that_ends_is_named_by_those_who_wait_for_it(
     with joined(3, quiet=how != "exception") as job:
         job.call(jobs.end_differently, how, who)
         others = [r for r in range(3) if r != who]
-        for o in job.collect(30, others):
-            assert o.failure is None, o.failure
-            failure, _ = o.value
+        for failure, _ in values_of(job, others):
             assert failure.type == "RankLostError", failure.traceback
             assert failure.fields["rank"] == who
             assert word in failure.message
             assert f"rank {who} " in failure.message
         if code is not None:
-            assert job._processes[who].wait(20) == code
+            assert job.wait_for_exit(20, [who]) == [code]
         if how == "exception":
             assert "Uncaught: the reason why" in job.stderr(who)
             assert not any(job.stderr(r) for r in others)
         job.call(end, ranks=others)
-        for r in others:
-            assert job._processes[r].wait(20) == 0
+        assert job.wait_for_exit(20, others) == [0, 0]
 
 
 @pytest.mark.every(2)
@@ -304,108 +328,101 @@ def test_interpreters_end_with_work_in_flight() -> None:
 
 
 @pytest.mark.parametrize("who", [0, 2])
+@on_ranks(3, env={})
 def test_destroy_while_the_others_are_in_a_collective(who: int) -> None:
-    with joined(3) as job:
-        job.call(jobs.destroy_early, who)
-        for o in job.collect(60):
-            assert o.failure is None, o.failure
-            failure, _ = o.value
-            if o.rank == who:
-                assert failure is None
-            else:
-                assert failure.type == "RankLostError"
-                assert f"rank {who} " in failure.message
-                assert "left the job" in failure.message
-        job.call(leave)
-        assert job.results() == [[]] * 3
+    dist.barrier()
+    if dist.get_rank() == who:
+        for _ in range(2):
+            await_word()
+        dist.destroy_process_group()
+        return
+    thread = send_word_in_call(who)
+    with pytest.raises(dist.RankLostError, match=rf"rank {who} .*left the job"):
+        dist.all_reduce(np.ones(5), timeout=60)
+    thread.join()
 
 
+@on_ranks(3, env={})
 def test_an_interrupted_rank_ends_the_waits_of_the_others() -> None:
-    with joined(3) as job:
-        job.call(jobs.interrupted)
-        job.await_note(1)
-        job.signal(1, signal.SIGINT)
-        outcomes = job.collect(40)
-        assert outcomes[1].value == "interrupted", outcomes[1].failure
-        for o in (outcomes[0], outcomes[2]):
-            failure, _ = o.value
-            assert failure is not None
-            assert "DistError" in failure.bases
-            assert "rank 1 " in failure.message
-            assert failure.message.endswith("KeyboardInterrupt")
+    """Rank 1 gets SIGINT in the midst of a collective that rank 0 does not make."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    dist.barrier()
+    world: Any = dist.group.WORLD
+    if dist.get_rank() == 1:
+
+        def interrupt() -> None:
+            await_true(jobs.in_a_collective)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(np.ones(4), timeout=60)
+        thread.join()
+        return
+    if dist.get_rank() == 0:
+        await_true(lambda: world.job.control.group_failure(world.name))
+    with pytest.raises(dist.DistError, match=r"rank 1 .*KeyboardInterrupt$"):
+        dist.all_reduce(np.ones(4), timeout=60)
 
 
 # --- unauthenticated clients ---------------------------------------------------------------------------------
 
 
-class UnauthenticatedClients:
-    """Clients without the secret, which connect to all ports of a job until the block ends."""
+def _wrong_secret(sock: socket.socket) -> None:
+    purpose = random.choice([b"data", b"control", b"store"])
+    handshake.client_handshake(sock, b"w" * 32, purpose, time.monotonic() + 5)
 
-    def __init__(self, addresses: Sequence[tuple[str, int]]):
-        self._addresses = addresses
-        self._stop = threading.Event()
-        self._open: list[socket.socket] = []
-        self._threads = [
-            threading.Thread(target=self._connect_repeatedly, args=(behave,))
-            for behave in (
-                self._garbage,
-                self._no_data,
-                self._wrong_secret,
-                self._incomplete_hello,
-                self._excess_data,
-            )
-        ]
-        self.attempts = 0
-        self.refused = 0
 
-    def __enter__(self) -> UnauthenticatedClients:
-        for t in self._threads:
-            t.start()
-        return self
+def _garbage(sock: socket.socket) -> None:
+    sock.sendall(random.randbytes(200))
+    sock.recv(100)
 
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        for t in self._threads:
-            t.join()
-        for sock in self._open:
-            sock.close()
 
-    def _connect_repeatedly(self, behave: Callable[[socket.socket], None]) -> None:
-        while not self._stop.is_set():
-            for address in self._addresses:
+BEHAVIOURS: list[Callable[[socket.socket], object]] = [
+    _garbage,
+    _wrong_secret,
+    lambda sock: sock.sendall(b"unicoll"),
+    lambda sock: sock.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 300_000),
+    lambda sock: None,  # the connection is kept
+]
+
+
+@contextmanager
+def unauthenticated_clients(addresses: Sequence[tuple[str, int]]) -> Iterator[Counter[str]]:
+    """Clients without the secret, which connect to all ports of a job until the block ends; counts attempts."""
+    counts: Counter[str] = Counter()
+    stop = threading.Event()
+    kept: list[socket.socket] = []
+
+    def connect(behave: Callable[[socket.socket], object]) -> None:
+        while not stop.wait(0.02):
+            for address in addresses:
                 try:
                     sock = socket.create_connection(address, 5)
                 except OSError:
                     continue
-                self.attempts += 1
-                sock.settimeout(5)
+                counts["attempts"] += 1
                 try:
                     behave(sock)
                 except (OSError, DistError):
-                    self.refused += 1
-                finally:
-                    if behave != self._no_data or len(self._open) > 50:
-                        sock.close()
-                    else:
-                        self._open.append(sock)
-            time.sleep(0.02)
+                    counts["refused"] += 1
+                if behave is BEHAVIOURS[-1] and len(kept) <= 50:
+                    kept.append(sock)
+                else:
+                    sock.close()
 
-    def _garbage(self, sock: socket.socket) -> None:
-        sock.sendall(random.randbytes(200))
-        sock.recv(100)
-
-    def _no_data(self, sock: socket.socket) -> None:
-        """Sends nothing and keeps the connection."""
-
-    def _wrong_secret(self, sock: socket.socket) -> None:
-        purpose = random.choice([b"data", b"control", b"store"])
-        handshake.client_handshake(sock, b"w" * 32, purpose, time.monotonic() + 5)
-
-    def _incomplete_hello(self, sock: socket.socket) -> None:
-        sock.sendall(b"unicoll")
-
-    def _excess_data(self, sock: socket.socket) -> None:
-        sock.sendall(b"GET / HTTP/1.1\r\n" + b"x" * 300_000)
+    threads = [threading.Thread(target=connect, args=(behave,)) for behave in BEHAVIOURS]
+    for thread in threads:
+        thread.start()
+    try:
+        yield counts
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        for sock in kept:
+            sock.close()
 
 
 def test_unauthenticated_clients_do_not_disturb_a_job(tmp_path: Path) -> None:
@@ -413,14 +430,11 @@ def test_unauthenticated_clients_do_not_disturb_a_job(tmp_path: Path) -> None:
         job.call(listening_ports)
         addresses = sorted({a for found in job.results() for a in found})
         assert len(addresses) >= 4, addresses  # three listeners for data, one for control; the store
-        with UnauthenticatedClients(addresses) as clients:
+        with unauthenticated_clients(addresses) as counts:
             job.call(jobs.work_until, str(tmp_path / "enough"))
-            await_true(lambda: clients.attempts > 20 and clients.refused > 0)
+            await_true(lambda: counts["attempts"] > 20 and counts["refused"] > 0)
             (tmp_path / "enough").touch()
-            rounds = job.results()
-        print(
-            f"{rounds[0]} rounds beside {clients.attempts} unauthenticated clients, {clients.refused} of them refused"
-        )
+            print(f"{job.results()[0]} rounds beside unauthenticated clients: {counts}")
         job.quiet = False  # refusals may be logged
         end_cleanly(job)
 
@@ -428,18 +442,46 @@ def test_unauthenticated_clients_do_not_disturb_a_job(tmp_path: Path) -> None:
 # --- children -----------------------------------------------------------------------------------------------
 
 
+def _work_with_child(how: str) -> None:
+    """Rank 1 has a forked child while all work on; then, if the child lives on, until rank 1 is killed."""
+    dist.barrier()
+    child = _fork(how) if dist.get_rank() == 1 else 0
+    for i in range(20):
+        for name in COLLECTIVES:
+            invoke(name, timeout=20)
+        if i == 10 and child and how != "lives on":
+            assert os.waitpid(child, 0) == (child, 0)
+    if how == "lives on":
+        jobs.loop("all_reduce", 4)
+
+
+def _fork(how: str) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of fork in a process with threads
+        child = os.fork()
+    if child:
+        return child
+    if how == "exits":
+        os._exit(0)
+    if how == "leaves":
+        assert not dist.is_initialized()
+        with pytest.raises(dist.NotInitializedError, match="forked"):
+            dist.barrier()
+        sys.stderr.flush()
+        sys.exit(0)
+    time.sleep(600)
+    os._exit(1)
+
+
 @pytest.mark.parametrize("how", ["exits", "leaves"])
+@on_ranks(3, env={})
 def test_a_forked_child_does_not_disturb_the_job(how: str) -> None:
-    with joined(3) as job:
-        job.call(jobs.work_with_child, how)
-        job.results()
-        end_cleanly(job)
+    _work_with_child(how)
 
 
 def test_the_death_of_a_rank_is_noticed_though_its_child_lives_on() -> None:
     with joined(3) as job:
-        job.call(jobs.work_with_child, "lives on")
-        assert job.await_notes() == ["worked"] * 3
+        job.call(_work_with_child, "lives on")
         assert job.await_notes() == ["looping"] * 3
         killed = job.signal(1, signal.SIGKILL)
         check_lost(job.collect(30, [0, 2]), 1, job.pids[1], "all_reduce", killed)

@@ -12,8 +12,8 @@ import pytest
 
 from tests.faults import deadlock_jobs as jobs
 from tests.support.order import await_true, named_pipe, reading
+from tests.support.outcomes import failures_of, leave_cleanly
 from tests.support.ranks import ProcessJob, joined
-from tests.support.worker import leave
 from unicoll.net.control import relay
 
 ENV = {"UNICOLL_STALL_WARNING": "1"}
@@ -51,8 +51,7 @@ def test_one_rank_warns_of_a_stopped_rank_and_again_later() -> None:
         job.signal(3, signal.SIGCONT)
         job.call(jobs.reduce_once, ranks=[3])
         assert job.results() == [[4.0] * 3] * 4
-        job.call(leave)
-        assert job.results() == [[]] * 4
+        leave_cleanly(job, range(4))
 
 
 def test_a_warning_follows_when_the_call_has_waited_twice_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +87,7 @@ def test_a_dead_rank_and_a_busy_one_are_described(tmp_path: Path) -> None:
         line_number = jobs.reduce_when_told.__code__.co_firstlineno + 2
         assert f"deadlock_jobs.py:{line_number}" in line
         assert re.search(r"; rank 2 \(host \S+, pid \d+\): rank 2 .* died", line), line
-        for outcome in job.collect(30, [0, 1]):
-            assert outcome.failure is not None
-            assert outcome.failure.type == "RankLostError"
+        failures_of(job, [0, 1], "RankLostError")
 
 
 def test_a_receive_says_what_the_sender_does(tmp_path: Path) -> None:
@@ -108,8 +105,7 @@ def test_a_receive_says_what_the_sender_does(tmp_path: Path) -> None:
         )
         assert f"deadlock_jobs.py:{jobs.send_when_told.__code__.co_firstlineno + 2}" in line
         assert not job.stderr(1)
-        job.call(leave)
-        assert job.results() == [[]] * 2
+        leave_cleanly(job, range(2))
 
 
 def test_zero_turns_the_warnings_off() -> None:
@@ -118,5 +114,4 @@ def test_zero_turns_the_warnings_off() -> None:
         job.call(jobs.reduce_once, ranks=[0])
         assert job.results() == [[2.0] * 3] * 2
         job.check_quiet()
-        job.call(leave)
-        assert job.results() == [[]] * 2
+        leave_cleanly(job, range(2))

@@ -11,6 +11,8 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,98 +53,51 @@ def caught(error: BaseException) -> Report:
     return {"error": type(error).__name__, "message": str(error), "error_rank": getattr(error, "rank", None)}
 
 
+@contextmanager
+def member(timeout: float = PATIENCE_S) -> Iterator[tuple[int, int]]:
+    """Join the job, and leave it when all ranks have come to the end; rank and number of ranks."""
+    dist.init_process_group(timeout=timeout)
+    yield dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def everything() -> Report:
     """Check collectives and messages of several sizes on several groups."""
-    dist.init_process_group(timeout=PATIENCE_S)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    groups = [None, *(dist.new_group() for _ in range(3))]
-    for group in groups:
-        for count in (1, 1000, 300_000):
-            data = np.arange(count, dtype=np.float64) * (rank + 1)
-            dist.all_reduce(data, group=group)
-            np.testing.assert_array_equal(data, np.arange(count) * (size * (size + 1) / 2))
-            outputs = [np.empty(count, np.int64) for _ in range(size)]
-            dist.all_to_all(outputs, [np.full(count, 10 * rank + i) for i in range(size)], group=group)
-            assert [int(o[-1]) for o in outputs] == [10 * i + rank for i in range(size)]
-            data = np.full(count, rank)
-            dist.broadcast(data, src=size - 1, group=group)
-            assert (data == size - 1).all()
-    request = dist.isend(np.full(200_000, rank), (rank + 1) % size)
-    received = np.empty(200_000, np.int64)
-    dist.recv(received, (rank - 1) % size)
-    assert request is not None
-    request.wait()
-    assert (received == (rank - 1) % size).all()
-    report = {"explained": dist.explain(), "connections": connections(), "host": socket.gethostname()}
-    dist.barrier()
-    dist.destroy_process_group()
-    return report
+    with member() as (rank, size):
+        for group in [None, *(dist.new_group() for _ in range(3))]:
+            for count in (1, 1000, 300_000):
+                data = np.arange(count, dtype=np.float64) * (rank + 1)
+                dist.all_reduce(data, group=group)
+                np.testing.assert_array_equal(data, np.arange(count) * (size * (size + 1) / 2))
+                outputs = [np.empty(count, np.int64) for _ in range(size)]
+                dist.all_to_all(outputs, [np.full(count, 10 * rank + i) for i in range(size)], group=group)
+                assert [int(o[-1]) for o in outputs] == [10 * i + rank for i in range(size)]
+                data = np.full(count, rank)
+                dist.broadcast(data, src=size - 1, group=group)
+                assert (data == size - 1).all()
+        request: Any = dist.isend(np.full(200_000, rank), (rank + 1) % size)
+        received = np.empty(200_000, np.int64)
+        dist.recv(received, (rank - 1) % size)
+        request.wait()
+        assert (received == (rank - 1) % size).all()
+        return {"explained": dist.explain(), "connections": connections(), "host": socket.gethostname()}
 
 
-def sent() -> int:
-    """Bytes that this host has sent over its interfaces, except loopback."""
-    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
-    return sum(int(line.split()[9]) for line in lines if not line.startswith("    lo:"))
-
-
-def by_host() -> Report:
-    """Run a large all_reduce; report the transport and the bytes sent between the hosts."""
-    dist.init_process_group(timeout=PATIENCE_S)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    data = np.full(2_000_000, rank + 1.0, np.float32)
-    dist.barrier()
-    before = sent()
-    dist.all_reduce(data)
-    dist.barrier()
-    taken = sent() - before
-    assert (data == size * (size + 1) / 2).all()
-    report = {"explained": dist.explain(), "sent": taken, "bytes": data.nbytes}
-    dist.barrier()
-    dist.destroy_process_group()
-    return report
-
-
-def compressed_by_interface(nbytes: str, compression: str) -> Report:
-    """Run a large compressed all_reduce; report the bytes that each interface sent, and the largest error."""
-    dist.init_process_group(timeout=PATIENCE_S)
-    world: Any = dist.group.WORLD
-    rank, size = world.rank(), world.size()
-    data = np.linspace(-1, 1, int(nbytes) // 4, dtype=np.float32)
-    exact = data * (size * (size + 1) / 2)
-    data *= rank + 1
-    dist.barrier()
-    before = sent_by_interface()
-    dist.all_reduce(data, group=world.using(compression=compression))
-    dist.barrier()
-    taken = {name: count - before[name] for name, count in sent_by_interface().items()}
-    dist.barrier()
-    dist.destroy_process_group()
-    return {"sent": taken, "error": float(np.abs(data - exact).max())}
-
-
-def by_interface(nbytes: str, times: str) -> Report:
-    """Run large collectives; report the bytes that each interface sent, and the median time of an all_reduce."""
-    dist.init_process_group(timeout=PATIENCE_S)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    data = np.zeros(int(nbytes) // 8)
-    dist.all_reduce(data)
-    before, seconds = sent_by_interface(), []
-    for i in range(int(times)):
-        data[:] = rank + i
-        begun = time.perf_counter()
-        dist.all_reduce(data)
-        seconds.append(time.perf_counter() - begun)
-        assert (data == sum(range(size)) + size * i).all()
-    whole = np.zeros(size * data.size)
-    dist.all_gather_into_tensor(whole, data + rank)
-    assert (whole == np.repeat(data[0] + np.arange(size), data.size)).all()
-    dist.broadcast(data if rank else whole[: data.size], src=0)
-    assert (data == whole[0]).all()
-    dist.barrier()
-    taken = {name: count - before[name] for name, count in sent_by_interface().items()}
-    dist.barrier()
-    dist.destroy_process_group()
-    return {"sent": taken, "seconds": sorted(seconds)[len(seconds) // 2]}
+def reduce_large(compression: str) -> Report:
+    """Run a large all_reduce; report the transport, the bytes that each interface sent, and the largest error."""
+    with member() as (rank, size):
+        world: Any = dist.group.WORLD
+        data = np.linspace(-1, 1, 2_000_000, dtype=np.float32)
+        exact = data * (size * (size + 1) / 2)
+        data *= rank + 1
+        dist.barrier()
+        before = sent_by_interface()
+        dist.all_reduce(data, group=world.using(compression=compression))
+        dist.barrier()
+        taken = {name: count - before[name] for name, count in sent_by_interface().items() if name != "lo"}
+        error = float(np.abs(data - exact).max())
+        return {"explained": dist.explain(), "sent": taken, "bytes": data.nbytes, "error": error}
 
 
 def sent_by_interface() -> dict[str, int]:
@@ -153,12 +108,10 @@ def sent_by_interface() -> dict[str, int]:
 def join(timeout: float = PATIENCE_S) -> Report:
     """Join the job, or report the error."""
     try:
-        dist.init_process_group(timeout=timeout)
+        with member(timeout):
+            return {"joined": True}
     except dist.DistError as error:
         return caught(error)
-    dist.barrier()
-    dist.destroy_process_group()
-    return {"joined": True}
 
 
 def join_without_rank_1(folder: str) -> Report:
@@ -181,48 +134,39 @@ def await_file(path: Path) -> None:
 
 def exchange_objects() -> Report:
     """Gather a plain object, and one that needs pickle."""
-    dist.init_process_group(timeout=PATIENCE_S)
-    plain: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(plain, {"rank": dist.get_rank()})
-    report: Report = {"plain": plain}
-    try:
-        dist.all_gather_object([None] * dist.get_world_size(), Pickled())
-        report["pickled"] = True
-    except dist.DistError as error:
-        report.update(caught(error))
-    dist.barrier()
-    dist.destroy_process_group()
-    return report
+    with member() as (rank, size):
+        plain: list[Any] = [None] * size
+        dist.all_gather_object(plain, {"rank": rank})
+        report: Report = {"plain": plain}
+        try:
+            dist.all_gather_object([None] * size, Pickled())
+            report["pickled"] = True
+        except dist.DistError as error:
+            report.update(caught(error))
+        return report
 
 
 def send_marks(array: str, message: str, value: str) -> Report:
     """Send three texts over the network: in a reduced array, in a message and in the store."""
-    dist.init_process_group(timeout=PATIENCE_S)
-    rank = dist.get_rank()
-    x = np.frombuffer(array.encode(), np.uint8) * np.uint8(1 - rank)
-    dist.all_reduce(x)
-    arrived = bytes(x) == array.encode()
-    y = np.frombuffer(message.encode(), np.uint8).copy() if rank == 0 else np.zeros(len(message), np.uint8)
-    if rank == 0:
-        dist.send(y, 1)
-    else:
-        dist.recv(y, 0)
-        arrived = arrived and bytes(y) == message.encode()
-    port: list[Any] = [None]
-    if rank == 0:
-        store = dist.TCPStore("10.77.0.1", 0, is_master=True, wait_for_workers=False)
-        port = [store.port]
-    dist.broadcast_object_list(port)
-    if rank == 1:
-        store = dist.TCPStore("10.77.0.1", port[0])
-        store.set("k", value)
-    else:
-        arrived = arrived and store.get("k") == value.encode()
-    dist.barrier()
-    store.close()
-    report: Report = {"arrived": arrived, "explained": dist.explain()}
-    dist.destroy_process_group()
-    return report
+    with member() as (rank, _):
+        x = np.frombuffer(array.encode(), np.uint8) * np.uint8(1 - rank)
+        dist.all_reduce(x)
+        y = np.frombuffer(message.encode(), np.uint8) * np.uint8(1 - rank)
+        port: list[Any] = [None]
+        if rank == 0:
+            dist.send(y, 1)
+            store = dist.TCPStore("10.77.0.1", 0, is_master=True, wait_for_workers=False)
+            port = [store.port]
+        else:
+            dist.recv(y, 0)
+        dist.broadcast_object_list(port)
+        if rank == 1:
+            store = dist.TCPStore("10.77.0.1", port[0])
+            store.set("k", value)
+        arrived = [bytes(x), bytes(y), store.get("k")] == [t.encode() for t in (array, message, value)]
+        dist.barrier()
+        store.close()
+        return {"arrived": arrived, "explained": dist.explain()}
 
 
 def lose_the_link(folder: str, count: str) -> Report:

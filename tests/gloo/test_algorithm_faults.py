@@ -12,10 +12,10 @@ import pytest
 from gloo_fallback.transport.selection import OPERATIONS
 from tests.gloo import algorithm_fault_jobs as jobs
 from tests.gloo.algorithm_fault_jobs import LARGE, Algorithm
-from tests.gloo.test_peer_memory import READING
+from tests.gloo.test_symmetric import READING
 from tests.support.calls import COLLECTIVES
+from tests.support.outcomes import failures_of, leave_cleanly
 from tests.support.ranks import joined
-from tests.support.worker import leave
 
 ALL = tuple(OPERATIONS)
 MOVING = tuple(name for name in ALL if name != "barrier")
@@ -87,6 +87,10 @@ def cases(*kinds: str) -> list[tuple[str, str]]:
     ]
 
 
+def can_differ(case: str) -> bool:
+    return case.split()[0] in COLLECTIVES and case != "barrier size"
+
+
 @pytest.mark.every(16)
 @pytest.mark.sampled("key", "case", 1)
 @pytest.mark.parametrize(("key", "case"), cases(*SIGNALS))
@@ -102,13 +106,12 @@ def test_a_rank_killed_or_stopped_in_the_middle_is_named(key: str, case: str, se
         job.call(jobs.prepare, algorithm, name, root, victim, number, moment)
         assert job.results()[victim] > 0, "the algorithm has not run"
         job.call(jobs.repeat, 20.0 if kills else 1.5)
-        for outcome in job.collect(40, others):
-            failure = outcome.failure
-            assert failure is not None
-            print(f"rank {outcome.rank}: {failure.message}")
-            assert failure.type == ("RankLostError" if kills else "OperationTimeoutError"), failure.traceback
-            for word in (f"rank {victim} ", f"pid {job.pids[victim]}"):
-                assert word in failure.message
+        kind, words = (
+            "RankLostError" if kills else "OperationTimeoutError",
+            (f"rank {victim} ", f"pid {job.pids[victim]}"),
+        )
+        for failure in failures_of(job, others, kind, *words):
+            print(failure.message)
             if kills:
                 assert (failure.fields["rank"], failure.fields["pid"]) == (victim, job.pids[victim])
                 assert failure.fields["op"] == name or name not in COLLECTIVES
@@ -116,19 +119,13 @@ def test_a_rank_killed_or_stopped_in_the_middle_is_named(key: str, case: str, se
             assert job.wait_for_exit(ranks=[victim]) == [-number]
         else:
             assert Path(f"/proc/{job.pids[victim]}/stat").read_text().rpartition(") ")[2][0] == "T"
-        job.call(leave, ranks=others)
-        assert [o.value for o in job.collect(40, others)] == [[] for _ in others]
+        leave_cleanly(job, others)
 
 
 @pytest.mark.every(3)
 @pytest.mark.sampled("key", "case", 1)
 @pytest.mark.parametrize(
-    ("key", "case"),
-    [
-        (key, case)
-        for key, case in cases("operation", "size")
-        if case.split()[0] in COLLECTIVES and case != "barrier size"
-    ],
+    ("key", "case"), [case for case in cases("operation", "size") if can_differ(case[1])]
 )
 def test_another_call_on_one_rank_is_named(key: str, case: str, seed: int) -> None:
     algorithm, rng = ALGORITHMS[key], random.Random(f"{seed} {key} {case}")
@@ -140,17 +137,11 @@ def test_another_call_on_one_rank_is_named(key: str, case: str, seed: int) -> No
         job.call(jobs.prepare, algorithm, name, root)
         job.results()
         job.call(jobs.differ, odd, other, int(kind == "size"))
-        texts = set()
-        for outcome in job.collect(40):
-            assert outcome.failure is not None
-            assert outcome.failure.type == "CollectiveMismatchError", outcome.failure.traceback
-            texts.add(outcome.failure.message)
-        assert len(texts) == 1, texts
-        text = texts.pop()
+        everyone = range(algorithm.size)
+        (text,) = {failure.message for failure in failures_of(job, everyone, "CollectiveMismatchError")}
         print(text)
         # where ranks may have different sizes, the error has the first pair whose sizes do not fit each other
         assert re.search(
             rf"rank {odd}\b" if kind == "size" and name in DIRECT else rf"rank {odd}: {other}\(", text
         )
-        job.call(leave)
-        assert [o.value for o in job.collect(40)] == [[]] * algorithm.size
+        leave_cleanly(job, everyone)

@@ -7,9 +7,11 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
@@ -70,56 +72,47 @@ def slow_peer(sock: socket.socket, move: Callable[[], Any]) -> Iterator[None]:
 @pytest.mark.parametrize("operation", ["send", "receive", "duplex"])
 def test_a_transfer_that_trickles_ends_at_its_deadline(operation: str, lanes: int) -> None:
     """It ended when all bytes had arrived, however long that took."""
-    pairs = [socket.socketpair() for _ in range(lanes)]
-    connections = connections_of(*(ours for ours, _ in pairs))
-    data = memoryview(bytearray(1 << 24))
+    with ExitStack() as stack:
+        pairs = [socket.socketpair() for _ in range(lanes)]
+        for sock in chain.from_iterable(pairs):
+            stack.enter_context(sock)
+        connections = connections_of(*(ours for ours, _ in pairs))
+        data, room = memoryview(bytearray(1 << 24)), memoryview(bytearray(1 << 24))
+        transfer: Callable[[], object] = {
+            "send": lambda: connections.send(1, data),
+            "receive": lambda: connections.receive(1, data, len(data)),
+            "duplex": lambda: connections.duplex(1, data, 1, room),
+        }[operation]
 
-    def move() -> None:
-        for _, theirs in pairs:
-            if operation == "send":
-                theirs.recv(1 << 16)
-            else:
-                theirs.send(b"x")
+        def move() -> None:
+            for _, theirs in pairs:
+                if operation == "send":
+                    theirs.recv(1 << 16)
+                else:
+                    theirs.send(b"x")
 
-    def transfer() -> None:
-        if operation == "send":
-            connections.send(1, data)
-        elif operation == "receive":
-            connections.receive(1, data, len(data))
-        else:
-            connections.duplex(1, data, 1, memoryview(bytearray(1 << 24)))
-
-    with slow_peer(pairs[0][1], move):
-        try:
+        with slow_peer(pairs[0][1], move):
             with pytest.raises(OperationTimeoutError, match=f"timed out after {TIMEOUT} s"):
                 transfer()
-        finally:
-            for pair in pairs:
-                for sock in pair:
-                    sock.close()
+            stack.close()
 
 
 @pytest.mark.parametrize("protection", ["mac", "tls"])
 def test_a_record_that_trickles_ends_at_the_deadline(protection: str) -> None:
     """The whole record was awaited without a look at the deadline."""
     ours, theirs = socket.socketpair()
-    far = records_for(protection, cast(Any, b"k" * 32), server=True)
-    near = records_for(protection, cast(Any, b"k" * 32), server=False)
-    assert far is not None
-    assert near is not None
+    far, near = (cast(Any, records_for(protection, cast(Any, b"k" * 32), server=s)) for s in (True, False))
     while not (near.ready and far.ready):
         far.open(near.outgoing())
         near.open(far.outgoing())
-    record = memoryview(far.seal(bytes(1 << 14)))
-    at = iter(range(PIECES))
-
-    def move() -> None:
-        start = next(at)
-        theirs.send(record[start : start + 1])
-
+    record = iter(far.seal(bytes(1 << 14))[:PIECES])
     connections = connections_of(Channel(ours, near))
     data = memoryview(bytearray(1 << 14))
-    with slow_peer(theirs, move), ours, pytest.raises(OperationTimeoutError):
+    with (
+        slow_peer(theirs, lambda: theirs.send(bytes([next(record)]))),
+        ours,
+        pytest.raises(OperationTimeoutError),
+    ):
         connections.receive(1, data, len(data))
 
 
@@ -184,19 +177,17 @@ def test_connections_are_within_networks_that_both_ranks_are_in(
 def test_addresses_without_a_common_network_are_used_in_their_order() -> None:
     """Hosts in networks of their own, with routers between them."""
     low, high = endpoints([[LAN0, LAN1], [LAN0, LAN1]], bits=32)
-    assert {*zip(dialed(low, 1), dialed(high, 0), strict=True)} == {
-        (f"{LAN0}.2", f"{LAN0}.1"),
-        (f"{LAN1}.2", f"{LAN1}.1"),
-    }
+    pairs = {*zip(dialed(low, 1), dialed(high, 0), strict=True)}
+    assert pairs == {(f"{lan}.2", f"{lan}.1") for lan in (LAN0, LAN1)}
 
 
 def test_pairs_and_groups_alternate_between_interfaces() -> None:
     """Neighbours in a ring all used the same interface for small messages: the sum of their ranks is odd."""
     ranks = endpoints([[LAN0, LAN1]] * 8)
-    neighbours = {dialed(ranks[r], r + 1)[0].rpartition(".")[0] for r in range(7)}
-    assert neighbours == {LAN0, LAN1}
-    groups = {dialed(ranks[0], 1, f"group_{i}")[0].rpartition(".")[0] for i in range(8)}
-    assert groups == {LAN0, LAN1}
+    neighbours = [dialed(ranks[r], r + 1) for r in range(7)]
+    groups = [dialed(ranks[0], 1, f"group_{i}") for i in range(8)]
+    for found in (neighbours, groups):
+        assert {hosts[0].rpartition(".")[0] for hosts in found} == {LAN0, LAN1}
 
 
 # --- what errors name -----------------------------------------------------------------------------------------------
@@ -221,18 +212,30 @@ def tcp_info(retransmits: int, packets: int, since: int) -> bytes:
         ((0, 0, 5000), ""),
         ((0, 40, 3), ""),
         ((1, 40, 300), ""),
-        (
-            (4, 91, 4012),
-            "91 packets sent and 4 times retransmitted, no acknowledgement for 4.0 s",
-        ),
+        ((4, 91, 4012), "91 packets sent and 4 times retransmitted, no acknowledgement for 4.0 s"),
     ],
     ids=["idle", "sending", "slow", "lost"],
 )
 def test_a_connection_whose_packets_are_sent_again_and_again_is_not_acknowledged(
     found: tuple[int, int, int], says: str
 ) -> None:
-    sock: Any = SimpleNamespace(getsockopt=lambda level, option, size: tcp_info(*found)[:size])
+    sock: Any = SimpleNamespace(
+        setsockopt=lambda *_: None, getsockopt=lambda level, option, size: tcp_info(*found)[:size]
+    )
     assert unacknowledged(sock) == says
+    connections = connections_of(sock)
+    assert reported(connections) == ""
+    connections._connect(1)
+    assert reported(connections) == (says and f"here to rank 1: {says}")
+    connections._endpoint.unanswered = lambda group: [f"no answer in {group}"]  # type: ignore[method-assign]
+    assert reported(connections).endswith("no answer in g")
+
+
+def reported(connections: GroupConnections) -> str:
+    """The links in the report of a group with these connections."""
+    backend: Any = GlooBackend.__new__(GlooBackend)
+    backend._record = backend._connections = connections
+    return cast(str, backend.report()["links"])
 
 
 def test_a_healthy_connection_is_acknowledged() -> None:
@@ -286,26 +289,6 @@ def test_connections_are_named_by_both_addresses_and_interfaces() -> None:
     assert endpoint.describe(1, ours) == "to rank 1"
 
 
-def reported(connections: GroupConnections) -> str:
-    """The links in the report of a group with these connections."""
-    backend: Any = GlooBackend.__new__(GlooBackend)
-    backend._record = backend._connections = connections
-    return cast(str, backend.report()["links"])
-
-
-def test_a_report_has_the_connections_that_are_not_acknowledged() -> None:
-    silent: Any = SimpleNamespace(
-        setsockopt=lambda *_: None, getsockopt=lambda level, option, size: tcp_info(3, 2, 1000)[:size]
-    )
-    connections = connections_of(silent)
-    assert reported(connections) == ""
-    connections._connect(1)
-    connections._endpoint.unanswered = lambda group: [f"no answer in {group}"]  # type: ignore[method-assign]
-    assert reported(connections) == (
-        "here to rank 1: 2 packets sent and 3 times retransmitted, no acknowledgement for 1.0 s; no answer in g"
-    )
-
-
 @pytest.mark.parametrize(
     ("code", "says"),
     [
@@ -328,21 +311,37 @@ def test_a_connection_that_the_kernel_gave_up_is_named(code: int, says: str) -> 
     assert says in str(raised.value)
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("kind", ["c", "m"])
-def test_an_address_that_does_not_answer_is_in_the_error_or_report(kind: str) -> None:
-    """A listener whose queue is full: the kernel ignores further attempts."""
+def unconnected() -> Any:
+    """An endpoint without connections, beside another one of the same network."""
     endpoint = endpoints([[LAN0], [LAN0]])[0]
-    endpoint._job = SimpleNamespace(rank=0, key=b"k" * 32, control=None)
-    endpoint._changed, endpoint._open, endpoint._arriving = threading.Condition(), {}, set()
-    endpoint._unanswered, endpoint._dialing = {}, set()
-    endpoint._closed_groups, endpoint._message_engines = set(), {}
-    seq = 5 if kind == "c" else None
+    vars(endpoint).update(
+        _job=SimpleNamespace(rank=0, key=b"k" * 32, control=None),
+        _changed=threading.Condition(),
+        _open={},
+        _arriving=set(),
+        _unanswered={},
+        _dialing=set(),
+        _closed_groups=set(),
+        _message_engines={},
+    )
+    return endpoint
+
+
+def too_late(endpoint: Any, seq: int | None = None) -> Callable[[], None]:
+    """A check that raises once an address has not answered."""
 
     def check() -> None:
         if endpoint._unanswered:
             raise OperationTimeoutError("too late", seq=seq)
 
+    return check
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("kind", ["c", "m"])
+def test_an_address_that_does_not_answer_is_in_the_error_or_report(kind: str) -> None:
+    """A listener whose queue is full: the kernel ignores further attempts."""
+    endpoint, seq = unconnected(), 5 if kind == "c" else None
     with socket.socket() as listener, socket.socket() as first, socket.socket() as second:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -352,7 +351,7 @@ def test_an_address_that_does_not_answer_is_in_the_error_or_report(kind: str) ->
         port = listener.getsockname()[1]
         endpoint._directory[1] = _Addresses([Address("127.0.0.1", port, "lo")], 1)
         with pytest.raises(OperationTimeoutError) as raised:
-            endpoint.connect(("g", kind, 1), check)
+            endpoint.connect(("g", kind, 1), too_late(endpoint, seq))
     silent = f"no answer from rank 1 at 127.0.0.1:{port} (lo)"
     assert str(raised.value) == ("too late" if seq else f"too late; {silent}")
     assert endpoint.unanswered("g") == [silent]
@@ -367,10 +366,7 @@ def test_addresses_that_do_not_answer_change_while_no_report_reads_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A report of the control thread failed if another thread added an address meanwhile."""
-    endpoint = endpoints([[LAN0], [LAN0]])[0]
-    endpoint._job = SimpleNamespace(rank=0, control=None)
-    endpoint._changed, endpoint._open, endpoint._arriving = threading.Condition(), {}, set()
-    endpoint._dialing, held = set(), []
+    endpoint, held = unconnected(), []
 
     class Addresses(dict[Any, Any]):
         def __setitem__(self, key: Any, value: Any) -> None:
@@ -378,15 +374,7 @@ def test_addresses_that_do_not_answer_change_while_no_report_reads_them(
             super().__setitem__(key, value)
 
     endpoint._unanswered = Addresses()
-
-    def silent(*_: Any) -> Any:
-        raise TimeoutError
-
-    def check() -> None:
-        if endpoint._unanswered:
-            raise OperationTimeoutError("too late")
-
-    monkeypatch.setattr(socket, "create_connection", silent)
+    monkeypatch.setattr(socket, "create_connection", mock.Mock(side_effect=TimeoutError))
     with pytest.raises(OperationTimeoutError, match="no answer from rank 1"):
-        endpoint.connect(("g", "c", 1), check)
+        endpoint.connect(("g", "c", 1), too_late(endpoint))
     assert held == [True]

@@ -1,125 +1,176 @@
-"""Large arrays that ranks read from each other's processes: the same results as through the slots, and failures."""
+"""Large arrays that ranks read from each other's processes: when they do, and failures; results: test_symmetric.py."""
 
 from __future__ import annotations
 
-import random
-import signal
-from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
+import mmap
+import os
+from typing import Any
 
 import numpy as np
 import pytest
 
+import unicoll as dist
 from gloo_fallback.shm import peer_memory
-from tests.gloo import peer_memory_jobs as jobs
-from tests.gloo.symmetric_jobs import equal_results, loop
-from tests.gloo.test_symmetric import DIRECT, KINDS
-from tests.gloo.victims import check_victim_is_named
-from tests.support.ranks import Pool, ProcessJob, run_ranks
+from gloo_fallback.shm.peer_memory import PeerArray
+from tests.gloo.symmetric_jobs import read_from
+from tests.support.on_ranks import on_ranks
+from unicoll.arrays.conversion import as_buffer
+from unicoll.backend.ops import OPS
 
-Pools = Callable[[int], Pool]
-
-READING = ["broadcast", "all_reduce", "all_gather_into_tensor", "all_gather", "gather", "scatter"]
-READING += ["reduce_scatter_tensor", "reduce_scatter", "all_to_all", "all_to_all_single"]
-SLOTS = ["reduce", "scan", "exscan"]
+_READS: list[int] = []
+"""Bytes of each array that was copied from another process."""
 
 
-@pytest.mark.every(4)
-@pytest.mark.sampled("name", "kind", 1)
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("name", READING)
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_results_are_the_same_bytes_without_the_slots(
-    size: int, name: str, kind: tuple[str, str], pool: Pools, seed: int
-) -> None:
-    dtype, reduction = kind
-    rng = random.Random(f"{seed} {size} {name} {kind}")
-    count = rng.randint(600_000, 700_000) * (2 if dtype == "uint8" else 1)
-    even, root = rng.random() < 0.5, rng.randrange(size)
-    taken = pool(size).run(equal_results, name, count, dtype, reduction, root, even, None, True)
-    assert taken == [[DIRECT[name]]] * size
+def _watch() -> None:
+    """Note in _READS what is copied from other processes."""
+    _READS.clear()
+    if hasattr(PeerArray.copy_to, "watched"):
+        return
+    copy_to = PeerArray.copy_to
+
+    def watched(self: PeerArray, target: Any) -> None:
+        copy_to(self, target)
+        _READS.append(target.nbytes)
+
+    watched.watched = True  # type: ignore[attr-defined]
+    PeerArray.copy_to = watched  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("name", SLOTS)
-def test_the_other_operations_take_the_slots(name: str, pool: Pools) -> None:
-    assert pool(3).run(equal_results, name, 600_011, "float32", "SUM", 0, True, None, True) == [[]] * 3
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("name", READING)
-def test_all_ranks_use_the_slots_if_one_rank_has_arrays_that_others_cannot_read(
-    name: str, pool: Pools
-) -> None:
-    for odd in range(3):
-        taken = pool(3).run(equal_results, name, 600_011, "float32", "SUM", 0, True, odd, True)
-        # only the root's list counts in a scatter
-        assert taken == [["scatter"] if name == "scatter" and odd else []] * 3
-
-
-def test_weak_memory_order() -> None:
-    env = {"UNICOLL_MEMORY_ORDER": "weak"}
-    taken = run_ranks(3, equal_results, "all_reduce", 600_000, "float32", "SUM", 1, True, None, True, env=env)
-    assert taken == [["all_reduce"]] * 3
+def _bytes_read(nbytes: int) -> int:
+    """Bytes that this rank copies from other processes in an all_gather of ``nbytes``."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole, part = np.empty(nbytes, np.uint8), np.full(nbytes // size, rank, np.uint8)
+    _watch()
+    dist.all_gather_into_tensor(whole, part)
+    assert (whole == np.repeat(np.arange(size, dtype=np.uint8), nbytes // size)).all()
+    return sum(_READS)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_output_that_is_not_the_input(size: int, pool: Pools) -> None:
-    count = 100_003
-    bounds = [count * i // size for i in range(size + 1)]
-    read = pool(size).run(jobs.out_of_place, count)
-    own = [high - low for low, high in pairwise(bounds)]
+@on_ranks()
+def test_an_output_that_is_not_the_input(size: int) -> None:
+    """An all_reduce as of device arrays in host memory."""
+    read_from(1)
+    rank, count, group = dist.get_rank(), 100_003, dist.group.WORLD
+    source = np.arange(count) * (rank + 1)
+    out = np.empty_like(source)
+    buffers = [(as_buffer(array, "test"),) for array in (source, out)]
+    _watch()
+    group._dispatcher.start(group._settings, OPS["all_reduce"], *buffers, False, None, dist.ReduceOp.SUM)  # type: ignore[union-attr]
+    assert (source == np.arange(count) * (rank + 1)).all()
+    assert (out == np.arange(count) * (size * (size + 1) // 2)).all()
     # of each other rank this rank's part of the input, and that rank's part of the result
-    assert read == [8 * ((size - 1) * part + count - part) for part in own]
+    part = count * (rank + 1) // size - count * rank // size
+    assert sum(_READS) == 8 * ((size - 1) * part + count - part)
 
 
-def test_arrays_below_the_threshold_take_the_slots(pool: Pools) -> None:
+@on_ranks(3)
+def test_arrays_below_the_threshold_take_the_slots() -> None:
     nbytes = 6 << 20
-    assert pool(3).run(jobs.bytes_read, nbytes, nbytes + 1) == [0] * 3
-    assert pool(3).run(jobs.bytes_read, nbytes, nbytes) == [nbytes * 2 // 3] * 3
+    read_from(nbytes + 1)
+    assert _bytes_read(nbytes) == 0
+    read_from(nbytes)
+    assert _bytes_read(nbytes) == nbytes * 2 // 3
 
 
-def test_the_setting() -> None:
-    large = 64 << 20
-    assert run_ranks(2, jobs.bytes_read, large, env={"UNICOLL_PEER_MEMORY": "always"}) == [large // 2] * 2
-    assert run_ranks(2, jobs.bytes_read, large, env={"UNICOLL_PEER_MEMORY": "off"}) == [0] * 2
+@pytest.mark.parametrize("env", [{"UNICOLL_PEER_MEMORY": "always"}, {"UNICOLL_PEER_MEMORY": "off"}], ids=str)
+@on_ranks(2)
+def test_the_setting(env: dict[str, str]) -> None:
+    assert _bytes_read(64 << 20) == (32 << 20 if env["UNICOLL_PEER_MEMORY"] == "always" else 0)
 
 
 @pytest.mark.parametrize("fast", [(True, True), (True, False), (False, False)])
-def test_all_ranks_use_the_slots_where_one_reads_slowly(fast: tuple[bool, bool], tmp_path: Path) -> None:
+@on_ranks(2, env={})
+def test_all_ranks_use_the_slots_where_one_reads_slowly(fast: tuple[bool, bool]) -> None:
     """Except in a scatter, in which the root alone would copy."""
-    with ProcessJob(2) as job:
-        for rank in range(2):
-            job.call(jobs.reads_of, fast[rank], rank, 2, str(tmp_path), ranks=[rank])
-        for rank, (gathered, scattered) in enumerate(job.results()):
-            assert gathered == ((16 << 20) if all(fast) else 0)
-            assert (scattered > 15 << 20) == (rank == 1)
+    rank, half = dist.get_rank(), 16 << 20
+    peer_memory._reads_are_fast = fast[rank]  # as if measured before
+    assert _bytes_read(2 * half) == (half if all(fast) else 0)
+    out = np.empty(half, np.uint8)
+    parts = [np.full(half, r, np.uint8) for r in range(2)] if rank == 0 else None
+    _READS.clear()
+    dist.scatter(out, parts)
+    assert (out == rank).all()
+    assert (sum(_READS) > 15 << 20) == (rank == 1)
 
 
+def _new_group_reads() -> bool:
+    """True if the ranks of a new group read large arrays from each other."""
+    group: Any = dist.new_group()
+    dist.barrier(group=group)
+    reads = bool(group._dispatcher._backends.host._transport.slots.may_read(1 << 30))
+    dist.destroy_process_group(group)
+    return reads
+
+
+@on_ranks(2, env={})
 def test_a_process_measures_once() -> None:
     """The result is a property of the processor and the system; here it may be either."""
-    assert all(run_ranks(2, jobs.measurements))
+    copy = peer_memory._copy
+
+    def without_samples(pid: int, source: int, target: int, nbytes: int) -> None:
+        assert nbytes != peer_memory._SAMPLE, "measured again"
+        copy(pid, source, target, nbytes)
+
+    dist.barrier()
+    measured = peer_memory._reads_are_fast
+    peer_memory._copy = without_samples
+    reads = _new_group_reads()
+    assert measured is not None
+    assert measured or not reads
 
 
+@on_ranks(2, env={})
 def test_a_read_that_fails_while_it_is_timed_is_not_raised() -> None:
-    """A rank that has ended is named by the step that follows."""
-    assert run_ranks(2, jobs.unreadable_sample, 1) == [(False, True), (False, None)]
+    """As if the other rank had ended: that is named by the step that follows."""
+    copy, rank = peer_memory._copy, dist.get_rank()
+
+    def failing(pid: int, source: int, target: int, nbytes: int) -> None:
+        if nbytes == peer_memory._SAMPLE:
+            raise ProcessLookupError(3, "No such process")
+        copy(pid, source, target, nbytes)
+
+    dist.barrier()
+    peer_memory._reads_are_fast = None if rank else True
+    if rank:
+        peer_memory._copy = failing
+    assert not _new_group_reads()
+    assert peer_memory._reads_are_fast is (None if rank else True)
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_a_system_that_forbids_it(odd: int, tmp_path: Path) -> None:
-    with ProcessJob(2) as job:
-        for rank in range(2):
-            job.call(jobs.refused_by_the_system, rank, 2, str(tmp_path), odd, ranks=[rank])
-        for read, text in job.results():
-            assert read == 0
-            assert "all ranks are on one host, and cannot read each other's memory" in text
+@on_ranks(2, env={})
+def test_a_system_that_forbids_it(odd: int) -> None:
+    def refused(*args: Any) -> int:
+        peer_memory.ctypes.set_errno(1)
+        return -1
+
+    if dist.get_rank() == odd:
+        peer_memory._read = refused
+    dist.barrier()
+    read_from(1)
+    assert _bytes_read(6 << 20) == 0
+    assert "all ranks are on one host, and cannot read each other's memory" in dist.explain()
 
 
-def test_files_and_shared_mappings(pool: Pools) -> None:
-    nbytes = (2 << 20) - 4
-    for read in pool(2).run(jobs.unusual_memory):
-        assert read == [nbytes] * 3
+@on_ranks(2)
+def test_files_and_shared_mappings() -> None:
+    """And private mappings; not at the start of a page."""
+    read_from(1)
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, 2 << 20)
+    for memory in (
+        mmap.mmap(descriptor, 2 << 20),
+        mmap.mmap(-1, 2 << 20),
+        mmap.mmap(-1, 2 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+    ):
+        array = np.frombuffer(memory, np.float32)[1:]
+        array[:] = dist.get_rank() + 1
+        _watch()
+        dist.all_reduce(array)
+        assert (array == 3).all()
+        assert sum(_READS) == (2 << 20) - 4
+    os.close(descriptor)
 
 
 def test_memory_that_is_not_mapped_is_not_readable() -> None:
@@ -132,25 +183,34 @@ def test_memory_that_is_not_mapped_is_not_readable() -> None:
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["operation", "size", "small"])
-def test_another_call_on_one_rank_is_named(how: str, pool: Pools) -> None:
-    texts = pool(3).run(jobs.mismatch, how)
-    assert len(set(texts)) == 1
-    other = {"operation": "broadcast(float32[200000]", "size": "float32[199999]", "small": "float32[8]"}
-    assert "all_reduce(float32[200000]" in texts[0]
-    assert other[how] in texts[0]
-    assert "_jobs.py" in texts[0]
+@on_ranks(3)
+def test_a_small_array_on_one_rank_is_named() -> None:
+    """Which is not read from the process's memory; other calls are in test_algorithm_faults.py."""
+    group: Any = dist.new_group()
+    read_from(1, group)
+    array = np.ones(200_000, np.float32)
+    with pytest.raises(dist.CollectiveMismatchError) as raised:
+        dist.all_reduce(array[:8] if dist.get_rank() == 1 else array, group=group)
+    for word in ("all_reduce(float32[200000]", "float32[8]", "test_peer_memory.py"):
+        assert word in str(raised.value)
+    dist.destroy_process_group(group)
 
 
-def test_a_rank_whose_array_is_gone_is_named(pool: Pools) -> None:
-    texts = pool(3).run(jobs.array_is_gone, 1)
-    assert len(set(texts)) == 1
-    assert texts[0].startswith("RankLostError: all_reduce(float32[1048576], SUM)")
-    assert "has an array that cannot be read: [Errno 14] Bad address" in texts[0]
+@on_ranks(3)
+def test_a_rank_whose_array_is_gone_is_named() -> None:
+    """One rank's read fails in the middle, as if the other one had freed its array."""
+    group: Any = dist.new_group()
+    read_from(1, group)
+    if dist.get_rank() == 1:
+        copy_to = PeerArray.copy_to
 
+        def failing(self: PeerArray, target: Any) -> None:
+            PeerArray.copy_to = copy_to  # type: ignore[method-assign]
+            PeerArray(self.pid, 4096, self.size, self.dtype).copy_to(target)
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "all_to_all_single"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_killed_or_stopped_in_the_middle_is_named(name: str, number: signal.Signals) -> None:
-    check_victim_is_named(number, loop, name, 60.0 if number == signal.SIGKILL else 1.5, True)
+        PeerArray.copy_to = failing  # type: ignore[method-assign]
+    with pytest.raises(dist.RankLostError) as raised:
+        dist.all_reduce(np.ones(1 << 20, np.float32), group=group, timeout=20)
+    assert str(raised.value).startswith("all_reduce(float32[1048576], SUM)")
+    assert "has an array that cannot be read: [Errno 14] Bad address" in str(raised.value)
+    dist.destroy_process_group(group)

@@ -2,153 +2,229 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from gloo_fallback.shm import futex, segment
+import unicoll as dist
+from gloo_fallback.shm import futex, segment, slots
 from gloo_fallback.shm.slots import SLOT, SemaphoreSlots, Slots, size_of
-from tests.gloo import shared_memory_jobs as jobs
-from tests.support.ranks import Pool, ProcessJob, run_ranks
+from gloo_fallback.transport import topology
+from tests.support.log import Log
+from tests.support.on_ranks import on_ranks
+from tests.support.outcomes import failures_of
+from tests.support.ranks import ProcessJob, joined
 from tests.support.worker import enter
+from unicoll.backend.ops import OPS
 from unicoll.errors import GroupAbortedError
 from unicoll.net.stores.hash import HashStore
+from unicoll.testing.cases import Case, run_cases
 
-Pools = Callable[[int], Pool]
+
+def transport() -> Any:
+    """The transport of this rank's world group; None before its first collective."""
+    group: Any = dist.group.WORLD
+    return group._backends.for_device("cpu")._transport
+
+
+def _sum(count: int = 1000) -> None:
+    """A correct all_reduce."""
+    x = np.ones(count)
+    dist.all_reduce(x)
+    assert (x == dist.get_world_size()).all()
+
+
+# --- which transport a group uses -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_ranks_of_one_host_share_memory(size: int, pool: Pools) -> None:
-    assert pool(size).run(jobs.transport) == [("Slots", 1000.0 * size)] * size
-    assert set(pool(size).run(jobs.reason)) == {"over shared memory: all ranks are on one host"}
+@on_ranks()
+def test_ranks_of_one_host_share_memory(size: int) -> None:
+    _sum()
+    assert type(transport().target) is Slots
+    assert transport().description == "over shared memory: all ranks are on one host"
 
 
-def test_the_transport_is_logged() -> None:
-    found = {
-        "auto": "over shared memory: ",
-        "tcp": "over sockets: ",
-        "hierarchical": "over shared memory within ",
-    }
-    for transport, text in found.items():
-        for logged in run_ranks(3, jobs.logged, env={"UNICOLL_TRANSPORT": transport}):
-            assert len(logged) == 1
-            assert logged[0].startswith(text)
+LOGGED = {
+    "auto": "over shared memory: ",
+    "tcp": "over sockets: ",
+    "hierarchical": "over shared memory within ",
+}
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_small_calls_of_few_kinds_many_times(size: int, pool: Pools, seed: int) -> None:
-    assert pool(size).run(jobs.repeated_kinds, seed, 150) == [[]] * size
+@pytest.mark.parametrize("env", [{"UNICOLL_TRANSPORT": name} for name in LOGGED], ids=str)
+@on_ranks(3)
+def test_the_transport_is_logged(env: dict[str, str]) -> None:
+    with Log() as log:
+        group = dist.new_group()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+    (line,) = [line.partition("' ")[2] for line in log.lines if " over " in line]
+    assert line.startswith(LOGGED[env["UNICOLL_TRANSPORT"]])
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp", "hierarchical"])
-def test_an_all_to_all_in_place(transport: str) -> None:
-    with ProcessJob(3, env={"UNICOLL_TRANSPORT": transport}) as job:
-        job.call(enter)
-        job.results()
-        for count in (5, 100_000, 700_000):  # in one step, through the slots, and from the peers' memory
-            job.call(jobs.all_to_all_in_place, count)
-            assert job.results() == [[]] * 3, count
-
-
-def test_sizes_that_agreed_before_are_compared_again(pool: Pools) -> None:
-    for failure, out in pool(3).run(jobs.sizes_change):
-        assert failure is not None
-        assert failure.type == "CollectiveMismatchError"
-        assert "rank 0 sends 2 elements to rank 2, which has room for 3" in failure.message
-        assert len(out) in (6, 9)
+def _full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("job", "rank", "reason"),
-    [
-        (jobs.tcp_on_one_rank, 0, "UNICOLL_TRANSPORT=tcp on rank 0 "),
-        (jobs.tcp_on_one_rank, 1, "UNICOLL_TRANSPORT=tcp on rank 1 "),
-        (jobs.cannot_map, 2, "rank 2 "),
-        (jobs.no_memory, 0, "rank 0 "),
-    ],
+    ("what", "odd"), [("tcp", 0), ("tcp", 1), ("cannot map", 2), ("no memory", 0), ("another host", 1)]
 )
-def test_all_ranks_use_sockets_if_one_cannot_share(job: Callable[[int], str], rank: int, reason: str) -> None:
-    reasons = run_ranks(3, job, rank)
-    assert len(set(reasons)) == 1
-    assert reasons[0].startswith(f"over sockets: {reason}")
-    if job is not jobs.tcp_on_one_rank:
-        assert reasons[0].endswith("could not map the shared memory of its host")
+@on_ranks(3, env={})
+def test_a_rank_that_cannot_share(what: str, odd: int) -> None:
+    """All ranks use sockets; those of a host share memory if only a rank on another host does not."""
+    if dist.get_rank() == odd:
+        if what == "tcp":
+            os.environ["UNICOLL_TRANSPORT"] = "tcp"
+        elif what == "cannot map":
+            topology.open_published = lambda *_: None  # type: ignore[assignment]
+        elif what == "no memory":
+            os.memfd_create = _full  # type: ignore[assignment]
+        else:
+            topology.boot_id = lambda: "another boot"
+    _sum()
+    description = transport().description
+    if what == "another host":
+        assert type(transport().target).__name__ == "HierarchyContext"
+        return
+    assert description.startswith(f"over sockets: {'UNICOLL_TRANSPORT=tcp on ' * (what == 'tcp')}rank {odd} ")
+    assert what == "tcp" or description.endswith("could not map the shared memory of its host")
 
 
-def test_a_rank_on_another_host_uses_sockets_and_the_others_share_memory() -> None:
-    assert run_ranks(3, jobs.another_machine, 1) == [("HierarchyContext", 3000.0)] * 3
-
-
+@on_ranks(3, env={"UNICOLL_TRANSPORT": "shm"})
 def test_unavailable_shared_memory_raises_if_required() -> None:
-    with ProcessJob(3, env={"UNICOLL_TRANSPORT": "shm"}) as job:
-        job.call(enter)
-        job.results()
-        job.call(jobs.another_machine, 1)
-        for outcome in job.collect():
-            assert outcome.failure is not None
-            assert outcome.failure.type == "BackendUnavailableError"
-            assert "UNICOLL_TRANSPORT=shm, but the ranks are on 2 hosts" in outcome.failure.message
+    if dist.get_rank() == 1:
+        topology.boot_id = lambda: "another boot"
+    words = "UNICOLL_TRANSPORT=shm, but the ranks are on 2 hosts"
+    with pytest.raises(dist.BackendUnavailableError, match=words):
+        _sum()
 
 
 def test_unknown_transport_raises_when_joining() -> None:
-    job = ProcessJob(2, env={"UNICOLL_TRANSPORT": "infiniband"})
-    try:
+    with ProcessJob(2, env={"UNICOLL_TRANSPORT": "infiniband"}) as job:
         job.call(enter)
-        for outcome in job.collect():
-            assert outcome.failure is not None
-            assert (
-                "UNICOLL_TRANSPORT=infiniband is none of auto, tcp, shm, hierarchical"
-                in outcome.failure.message
-            )
-    finally:
-        job.close()
+        words = "UNICOLL_TRANSPORT=infiniband is none of auto, tcp, shm, hierarchical"
+        failures_of(job, range(2), "DistArgumentError", words)
 
 
 @pytest.mark.parametrize("size", [2, 3])
+@on_ranks(env={"UNICOLL_MEMORY_ORDER": "weak"})
 def test_weak_memory_order_uses_semaphores(size: int) -> None:
-    env = {"UNICOLL_MEMORY_ORDER": "weak"}
-    assert run_ranks(size, jobs.slots_kind, env=env) == [("SemaphoreSlots", float(size))] * size
+    _sum(500_000)
+    assert type(transport().slots) is SemaphoreSlots
+
+
+# --- results --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@on_ranks()
+def test_small_calls_of_few_kinds_many_times(size: int, seed: int) -> None:
+    """In random order; equal and different sizes of the ranks alternate."""
+    rng = random.Random(seed)
+    names = (
+        "all_gather_into_tensor",
+        "all_gather",
+        "gather",
+        "scatter",
+        "reduce_scatter_tensor",
+        "reduce_scatter",
+    )
+    kinds = [
+        Case(op, "float64", "SUM" if OPS[op].reduces else None, count, in_place=i % 3 == 0, uneven=i % 2 == 1)
+        for op in (*names, "all_to_all_single", "all_to_all")
+        for i, count in enumerate((0, 3, 3, 6, 9))
+    ]
+    cases = [replace(rng.choice(kinds), seed=rng.randrange(1000)) for _ in range(300)]
+    cases = [case if OPS[case.op].uneven else replace(case, uneven=False) for case in cases]
+    assert [verdict for verdict in run_cases(cases) if verdict is None or verdict[0]] == []
+
+
+@pytest.mark.parametrize("env", [{"UNICOLL_TRANSPORT": name} for name in LOGGED], ids=str)
+@on_ranks(3)
+def test_an_all_to_all_in_place(env: dict[str, str]) -> None:
+    me = dist.get_rank()
+    for count in (5, 100_000, 700_000):  # in one step, through the slots, and from the peers' memory
+        sent = [np.arange(count) + 1000.0 * (3 * me + r) for r in range(3)]
+        expected = [np.arange(count) + 1000.0 * (3 * r + me) for r in range(3)]
+        whole = np.concatenate(sent)
+        dist.all_to_all_single(whole, whole)
+        dist.all_to_all(sent[::-1], sent)  # entry i of the outputs is entry size - 1 - i of the inputs
+        assert np.array_equal(whole, np.concatenate(expected)), count
+        assert np.array_equal(sent[::-1], expected), count
+
+
+@on_ranks(3)
+def test_sizes_that_agreed_before_are_compared_again() -> None:
+    group = dist.new_group()
+    out, given = np.zeros(6), np.arange(6.0)
+    for _ in range(4):
+        dist.all_to_all_single(out, given, group=group)
+    if dist.get_rank() == 2:
+        out, given = np.zeros(9), np.arange(9.0)
+    words = "rank 0 sends 2 elements to rank 2, which has room for 3"
+    with pytest.raises(dist.CollectiveMismatchError, match=words):
+        dist.all_to_all_single(out, given, group=group)
+    dist.destroy_process_group(group)
+
+
+# --- waiting and signals --------------------------------------------------------------------------------------------
+
+ORDERS = pytest.mark.parametrize(
+    "env", [{"UNICOLL_MEMORY_ORDER": "auto"}, {"UNICOLL_MEMORY_ORDER": "weak"}], ids=str
+)
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("order", ["", "weak"])
-def test_a_long_wait_sleeps_and_is_woken(order: str) -> None:
-    env = {"UNICOLL_MEMORY_ORDER": order}
-    for spent, total in run_ranks(3, jobs.asleep, 1.0, env=env):
-        assert total == 3.0
-        assert spent < 0.5
+@ORDERS
+@on_ranks(3)
+def test_a_long_wait_sleeps_and_is_woken(env: dict[str, str]) -> None:
+    dist.barrier()
+    started = time.process_time()
+    if dist.get_rank() == 0:
+        time.sleep(1.0)
+    _sum(10)
+    assert time.process_time() - started < 0.5
 
 
-@pytest.mark.parametrize("order", ["", "weak"])
-def test_signals_of_a_rank_that_left_are_valid(order: str) -> None:
-    env = {"UNICOLL_MEMORY_ORDER": order}
-    assert run_ranks(2, jobs.peer_leaves_after_signal, env=env) == [4.0, 4.0]
+@ORDERS
+@on_ranks(2)
+def test_signals_of_a_rank_that_left_are_valid(env: dict[str, str]) -> None:
+    """Rank 0 signals and leaves the job, while rank 1 sleeps until it is notified of that."""
+    x = np.ones(3)
+    dist.all_reduce(x)
+    if dist.get_rank() == 0:
+        time.sleep(0.3)
+        dist.all_reduce(x)
+        dist.destroy_process_group()
+    else:
+        control = dist.group.WORLD.job.control  # type: ignore[union-attr]
 
+        def sleep(*arguments: Any) -> int:
+            assert control.await_departure(0, 20.0) is not None
+            return 1
 
-def test_descriptors_are_closed_after_mapping(pool: Pools) -> None:
-    assert pool(3).run(jobs.descriptors) == [[]] * 3
-
-
-def test_a_segment_that_cannot_be_prepared_is_released() -> None:
-    def prepare(made: segment.SharedSegment) -> None:
-        raise OSError("no semaphores")
-
-    store = HashStore()
-    context: Any = SimpleNamespace(name="g", job=SimpleNamespace(store=store))
-    before = len(os.listdir("/proc/self/fd"))
-    assert segment.create_published(context, "0", 8192, prepare) is None
-    assert store.get("shm/g/0") == b"null"
-    assert len(os.listdir("/proc/self/fd")) == before
+        futex.sleep = sleep  # type: ignore[assignment]
+        futex.timed_wait = lambda *arguments: sleep() == 0  # type: ignore[assignment]
+        slots._YIELDS = slots._OVERSUBSCRIBED_YIELDS = 0
+        transport().slots._yields = transport().slots._spins = 0
+        dist.all_reduce(x)
+    assert (x == 4).all()
 
 
 def test_a_rank_that_begins_to_wait_while_another_signals_is_woken() -> None:
@@ -221,33 +297,56 @@ def test_a_signal_from_before_the_group_failed_is_valid(kind: type[Slots], signa
         waiting.sync_step()
 
 
-def test_memory_does_not_grow_with_the_arrays(pool: Pools) -> None:
-    for before, after in pool(3).run(jobs.staging):
-        assert before == after
-        assert 2 * 3 * SLOT <= before <= size_of(3) + 8192
+# --- memory and its release -----------------------------------------------------------------------------------------
 
 
+def _mapped() -> int:
+    """Bytes of shared memory that this rank maps."""
+    ends = re.findall(r"^(\w+)-(\w+) .*memfd:unicoll", Path("/proc/self/maps").read_text(), re.M)
+    return sum(int(last, 16) - int(first, 16) for first, last in ends)
+
+
+@on_ranks(3)
+def test_memory_does_not_grow_with_the_arrays_and_needs_no_descriptor() -> None:
+    _sum()
+    gc.collect()  # a group that has failed may wait for it
+    before = _mapped()
+    _sum(3_000_000)
+    assert _mapped() == before
+    assert 2 * 3 * SLOT <= before <= size_of(3) + 8192
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            assert "memfd" not in os.readlink(f"/proc/self/fd/{name}")
+
+
+def test_a_segment_that_cannot_be_prepared_is_released() -> None:
+    def prepare(made: segment.SharedSegment) -> None:
+        raise OSError("no semaphores")
+
+    store = HashStore()
+    context: Any = SimpleNamespace(name="g", job=SimpleNamespace(store=store))
+    before = len(os.listdir("/proc/self/fd"))
+    assert segment.create_published(context, "0", 8192, prepare) is None
+    assert store.get("shm/g/0") == b"null"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_another_user_cannot_open_the_segment() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to become another user")
-    job = ProcessJob(1)
+    made, _ = segment.create_offer(8192)
+    program = (
+        "import os, sys\nos.setgroups([])\nos.setgid(65534)\nos.setuid(65534)\n"
+        "try:\n    os.open(sys.argv[1], os.O_RDWR)\nexcept PermissionError:\n    print('refused')\n"
+    )
     try:
-        job.call(enter)
-        job.results()
-        job.call(jobs.where)
-        pid, descriptor = job.results()[0]
-        program = (
-            "import os, sys\nos.setgroups([])\nos.setgid(65534)\nos.setuid(65534)\n"
-            "try:\n    os.open(sys.argv[1], os.O_RDWR)\nexcept PermissionError:\n    print('refused')\n"
-        )
-        path = f"/proc/{pid}/fd/{descriptor}"
+        path = f"/proc/{os.getpid()}/fd/{made.descriptor}"
         os.close(os.open(path, os.O_RDWR))
         done = subprocess.run(
             [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=30
         )
         assert done.stdout == "refused\n", done.stderr
     finally:
-        job.close()
+        made.close()
 
 
 def shared_files(pid: int) -> set[str]:
@@ -259,17 +358,12 @@ def shared_files(pid: int) -> set[str]:
 
 
 def test_nothing_remains_when_all_ranks_are_killed() -> None:
-    job = ProcessJob(3)
-    try:
-        job.call(enter)
+    with joined(3) as job:
+        job.call(_sum)
         job.results()
-        job.call(jobs.transport)
-        assert {t for t, _ in job.results()} == {"Slots"}
         files = {file for pid in job.pids for file in shared_files(pid)}
         assert any("memfd:unicoll" in file for file in files), files
         for rank in range(3):
             job.signal(rank, signal.SIGKILL)
         assert job.wait_for_exit() == [-signal.SIGKILL] * 3
-    finally:
-        job.close()
     assert [file for file in files if os.path.exists(file)] == []

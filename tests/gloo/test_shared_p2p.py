@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import unicoll as dist
 from gloo_fallback.p2p.frames import INLINE_LIMIT
+from gloo_fallback.shm import ring_buffer
 from gloo_fallback.shm.ring_buffer import CHUNK, RING, RingReader, RingWriter
 from gloo_fallback.shm.segment import has_strong_ordering
-from tests.gloo import shared_p2p_jobs as jobs
-from tests.support.ranks import Pool, ProcessJob, joined, run_ranks
-from tests.support.worker import leave
+from tests.conformance.p2p_jobs import me, must
+from tests.support.log import Log
+from tests.support.on_ranks import on_ranks
+from tests.support.order import await_true, await_word, send_word
+from tests.support.outcomes import CallOutcome, failure_of, outcome_of
+from tests.support.ranks import joined
+from tests.support.worker import Failure, leave, send_note
 
-Pools = Callable[[int], Pool]
-
+LARGE = 3 * RING + 12_345
 BOTH = (True, True)
 NONE = (False, False)
 
 
 # --- the ring -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ring() -> Iterator[tuple[RingWriter, RingReader]]:
+    writer = RingWriter()
+    reader = RingReader(writer.offer)
+    yield writer, reader
+    writer.close()
+    reader.close()
 
 
 def write(writer: RingWriter, tag: int, data: bytes) -> Iterator[None]:
@@ -78,13 +96,10 @@ def test_ring_delivers_what_was_written(seed: int, order: str, monkeypatch: pyte
     writer.accepted()
     waiting: deque[tuple[int, bytes]] = deque()
 
-    def exchange_positions() -> None:
-        reader.written, writer.read = writer.position, reader.position
-
     def receive() -> None:
-        exchange_positions()
+        reader.written, writer.read = writer.position, reader.position
         assert read(reader) == waiting.popleft()
-        exchange_positions()
+        reader.written, writer.read = writer.position, reader.position
 
     for tag in range(2000):
         large = rng.random() < 0.1
@@ -103,54 +118,46 @@ def test_ring_delivers_what_was_written(seed: int, order: str, monkeypatch: pyte
     reader.close()
 
 
-def test_full_ring_accepts_nothing() -> None:
-    writer = RingWriter()
-    try:
-        assert writer.begin(0, 0, 2 * RING)
-        rest = memoryview(bytes(2 * RING))
-        while count := writer.write(rest):
-            rest = rest[count:]
-        assert writer.free < CHUNK
-        assert not writer.has_space(len(rest), True)
-        assert not writer.put(0, 0, bytes(writer.free + 1))
-    finally:
-        writer.close()
+def test_full_ring_accepts_nothing(ring: tuple[RingWriter, RingReader]) -> None:
+    writer, _ = ring
+    assert writer.begin(0, 0, 2 * RING)
+    rest = memoryview(bytes(2 * RING))
+    while count := writer.write(rest):
+        rest = rest[count:]
+    assert writer.free < CHUNK
+    assert not writer.has_space(len(rest), True)
+    assert not writer.put(0, 0, bytes(writer.free + 1))
 
 
-@pytest.mark.skipif(not has_strong_ordering(), reason="they use the whole ring")
-def test_small_messages_use_few_pages() -> None:
-    """They start again at the beginning of the ring while it is empty."""
-    writer = RingWriter()
-    reader = RingReader(writer.offer)
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [
+        pytest.param(
+            [100] * 10_000,
+            RING // 8,
+            marks=pytest.mark.skipif(not has_strong_ordering(), reason="they use the whole ring"),
+        ),
+        ((CHUNK // 2, CHUNK, CHUNK, *range(0, CHUNK, CHUNK // 16), *[CHUNK] * 20), RING),
+    ],
+    ids=["small", "up to one chunk"],
+)
+def test_messages_fit_an_empty_ring(sizes: list[int], most: int, ring: tuple[RingWriter, RingReader]) -> None:
+    """Small ones use few pages: they start again at its beginning. One chunk fits wherever it stands."""
+    writer, reader = ring
     positions = set()
-    for tag in range(10_000):
-        assert writer.put(7, tag, bytes(100))
+    for size in sizes:
+        assert writer.has_space(size, False)
+        assert writer.put(7, size, bytes(size))
         reader.written = writer.position
-        assert read(reader) == (tag, bytes(100))
+        assert read(reader) == (size, bytes(size))
         writer.read = reader.position
         positions.add(writer.position % RING)
-    assert max(positions) < RING // 8
-    writer.close()
-    reader.close()
-
-
-def test_a_message_of_one_chunk_fits_an_empty_ring_wherever_it_stands() -> None:
-    writer = RingWriter()
-    reader = RingReader(writer.offer)
-    for size in (CHUNK // 2, CHUNK, CHUNK, *range(0, CHUNK, CHUNK // 16), *[CHUNK] * 20):
-        assert writer.has_space(size, False)
-        assert writer.put(7, 0, bytes(size))
-        reader.written = writer.position
-        assert read(reader) == (0, bytes(size))
-        writer.read = reader.position
-    writer.close()
-    reader.close()
+    assert max(positions) < most
 
 
 @pytest.mark.skipif(not has_strong_ordering(), reason="notices are always sent")
-def test_sides_ask_for_notices_before_they_sleep() -> None:
-    writer = RingWriter()
-    reader = RingReader(writer.offer)
+def test_sides_ask_for_notices_before_they_sleep(ring: tuple[RingWriter, RingReader]) -> None:
+    writer, reader = ring
     assert not reader.await_data()
     assert writer.put(7, 0, b"x")
     assert writer.must_notify()
@@ -166,8 +173,6 @@ def test_sides_ask_for_notices_before_they_sleep() -> None:
     while read(reader) is not None:
         told += reader.must_notify()
     assert told == 1
-    writer.close()
-    reader.close()
 
 
 def test_wrong_offers_are_not_mapped() -> None:
@@ -188,133 +193,301 @@ def test_wrong_offers_are_not_mapped() -> None:
 # --- delivered data -------------------------------------------------------------------------------------------
 
 
-def test_messages_within_a_host_use_shared_memory(pool: Pools) -> None:
-    assert pool(2).run(jobs.sizes, [CHUNK] * 3) == [[BOTH]] * 2
+def engine(group: Any = None) -> Any:
+    """This rank's point-to-point engine of a group."""
+    return (group or dist.group.WORLD)._backends.for_device("cpu")._p2p
 
 
-def test_odd_sizes(pool: Pools, seed: int) -> None:
-    counts = [
-        INLINE_LIMIT - 1,
-        INLINE_LIMIT,
-        INLINE_LIMIT + 1,
-        CHUNK - 1,
-        CHUNK,
-        CHUNK + 1,
-        RING - 1,
-        RING,
-        RING + 63,
-        0,
-        1,
-    ]
+def rings(group: Any = None) -> list[tuple[bool, bool]]:
+    """For each connection, by the peer's rank: True if sends, and receives, use a ring."""
+    connections = [c for c in engine(group)._connections if c is not None]
+    return [(c.sender.shared, c.receiver.shared) for c in connections]
+
+
+def bytes_of(count: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+
+
+def exchange(count: int, seed: int = 0, group: Any = None) -> None:
+    """Two ranks send each other ``count`` bytes; both have then answered the offers of rings."""
+    other, array = 1 - me(), np.zeros(count, np.uint8)
+    work = must(dist.isend(bytes_of(count, seed + me()), other, group=group))
+    dist.recv(array, other, group=group)
+    work.wait()
+    assert (array == bytes_of(count, seed + other)).all()
+    send_word(other)
+    await_word()
+
+
+def create_rings(group: Any = None) -> None:
+    """Create rings and wait until no thread of a rank runs progress."""
+    exchange(LARGE, group=group)
+    exchange(LARGE, group=group)
+    dist.barrier(group)
+    await_true(lambda: not engine(group)._progress.active)
+    dist.barrier(group)
+
+
+@pytest.mark.parametrize("env", [{}, {"UNICOLL_MEMORY_ORDER": "weak"}, {"UNICOLL_TRANSPORT": "tcp"}], ids=str)
+@on_ranks(2)
+def test_odd_sizes(env: dict[str, str], seed: int) -> None:
+    counts = [limit + more for limit in (INLINE_LIMIT, CHUNK, RING) for more in (-1, 0, 1)]
     rng = random.Random(seed)
-    counts += [int(2 ** rng.uniform(0, 24)) for _ in range(30)]
-    assert pool(2).run(jobs.sizes, counts) == [[BOTH]] * 2
-    assert run_ranks(2, jobs.sizes, counts, env={"UNICOLL_MEMORY_ORDER": "weak"}) == [[BOTH]] * 2
+    for i, count in enumerate([*counts, RING + 63, 0, 1, *(int(2 ** rng.uniform(0, 24)) for _ in range(30))]):
+        exchange(count, 10 * i)
+    assert rings() == [NONE if "UNICOLL_TRANSPORT" in env else BOTH]
 
 
 @pytest.mark.parametrize("count", [8, INLINE_LIMIT, 300_001, 5_000_000])
+@on_ranks(2, env={})
 def test_one_direction_uses_shared_memory(count: int) -> None:
-    sender, receiver = run_ranks(2, jobs.one_way, count, 20)
-    assert sender == [(True, False)]
-    assert receiver == [(False, True)]
+    for i in range(20):
+        if me() == 0:
+            dist.send(bytes_of(count, i), 1)
+        else:
+            x = np.zeros(count, np.uint8)
+            dist.recv(x, 0)
+            assert (x == bytes_of(count, i)).all()
+        dist.barrier()  # the offer of the ring and the answer to it have arrived
+    assert rings() == [(me() == 0, me() == 1)]
 
 
-def test_a_message_behind_large_ones_can_be_received_first(pool: Pools) -> None:
-    pool(2).run(jobs.behind_large_messages)
+@on_ranks(2)
+def test_receive_may_be_posted_while_its_message_arrives() -> None:
+    exchange(LARGE)
+    if me() == 0:
+        dist.barrier()
+        dist.send(bytes_of(8 * LARGE, 5), 1, tag=5)
+        dist.send(np.ones(1, np.uint8), 1, tag=6)
+        return
+    idle = must(dist.irecv(np.zeros(1, np.uint8), 0, tag=6))  # so that the progress thread receives
+    dist.barrier()
+    deadline = time.monotonic() + 60
+    while engine()._connections[0].receiver.message is None and time.monotonic() < deadline:
+        time.sleep(0)
+    x = np.zeros(8 * LARGE, np.uint8)
+    dist.recv(x, 0, tag=5)
+    assert (x == bytes_of(8 * LARGE, 5)).all()
+    idle.wait()
 
 
-def test_receive_may_be_posted_while_its_message_arrives(pool: Pools) -> None:
-    pool(2).run(jobs.posted_while_arriving)
-
-
-def test_large_messages_from_any_source(pool: Pools) -> None:
-    assert sorted(pool(3).run(jobs.from_any_source, 5, 1_000_003)[0]) == [1] * 5 + [2] * 5
-
-
-def test_a_receive_from_any_source_takes_from_all_rings_in_turn(pool: Pools) -> None:
-    sources = pool(3).run(jobs.from_full_rings, 20)[0]
+@on_ranks(3)
+def test_a_receive_from_any_source_takes_from_all_rings_in_turn() -> None:
+    """Rank 0 receives what is in the rings of the others already; then large messages."""
+    array = np.zeros(100_000, np.uint8)
+    for peer in (1, 2):
+        for _ in range(2):  # the second time the ring of the first is used
+            if me() == 0:
+                dist.recv(array, peer)
+                dist.send(array, peer)
+            elif me() == peer:
+                dist.send(array, 0)
+                dist.recv(array, 0)
+    dist.barrier()
+    for i in range(20 if me() else 0):
+        dist.send(np.array([me(), i]), 0)
+    dist.barrier()
+    if me():
+        for _ in range(5):
+            dist.send(np.full(1_000_003, me(), np.uint8), 0)
+        return
+    found = np.zeros(2, np.int64)
+    sources = [dist.recv(found) for _ in range(40)]
     assert sorted(sources) == [1] * 20 + [2] * 20
     assert set(sources[:10]) == {1, 2}
+    array = np.zeros(1_000_003, np.uint8)
+    for _ in range(10):
+        source = dist.recv(array)
+        assert (array == source).all()
 
 
-def test_all_pairs_at_once(pool: Pools) -> None:
-    pool(4).run(jobs.all_pairs_at_once, 1_500_000, 3)
+@on_ranks(2)
+def test_mismatched_large_messages_raise_and_the_group_stays_usable() -> None:
+    """Of another size or type than their receives, posted before and after the messages arrive."""
+    exchange(LARGE)
+    inputs: tuple[Any, ...] = (np.ones(LARGE, np.uint8), np.ones(10, np.uint8), np.ones(LARGE, np.int8))
+    for before in (False, True):
+        for x, count in zip(inputs, (LARGE + 1, LARGE, LARGE), strict=True):
+            if me() == 0:
+                work = must(dist.isend(x, 1, tag=1))
+                dist.barrier()
+                work.wait()
+            else:
+                array = np.zeros(count, np.uint8)
+                received = must(dist.irecv(array, 0, tag=1)) if before else None
+                dist.barrier()
+                with pytest.raises(dist.MessageMismatchError, match="rank 0"):
+                    dist.recv(array, 0, tag=1) if received is None else received.wait()
+                assert not array.any()
+            exchange(LARGE, 3)
 
 
-def test_mismatched_large_messages_raise_and_the_group_stays_usable(pool: Pools) -> None:
-    failures = pool(2).run(jobs.mismatched_messages)[1]
-    assert [f and f.type for f in failures] == ["MessageMismatchError"] * 6
-    assert all("rank 0" in f.message for f in failures)
+@on_ranks(2)
+def test_callback_may_wait_for_messages() -> None:
+    if me() == 0:
+        dist.send(np.full(1, 4), 1)
+        x = np.zeros(LARGE, np.uint8)
+        dist.recv(x, 1, tag=1)
+        dist.send(np.full(2, int(x[0])), 1, tag=2)
+        return
+    y, answers, over = np.zeros(1, np.int64), np.zeros(2, np.int64), threading.Event()
 
+    def answer(_: Any) -> None:
+        dist.send(np.full(LARGE, int(y[0]) + 1, np.uint8), 0, tag=1)
+        dist.recv(answers, 0, tag=2)
+        over.set()
 
-def test_callback_may_wait_for_messages(pool: Pools) -> None:
-    assert pool(2).run(jobs.in_a_callback)[1] == [5]
+    work = must(dist.irecv(y, 0))
+    work.get_future().add_done_callback(answer)
+    assert over.wait(30)
+    assert answers[1] == 5
 
 
 @pytest.mark.skipif(not has_strong_ordering(), reason="notices are always received")
-def test_a_send_that_a_receive_has_ended_is_reported(pool: Pools) -> None:
-    """Its callbacks did not run before another operation was waited for."""
-    pool(2).run(jobs.ended_by_a_receive)
+@on_ranks(2)
+def test_a_send_that_a_receive_has_ended_is_reported() -> None:
+    """A receive takes its messages from the ring, and thereby sees room for the rest of a send in the background.
+
+    The callbacks of the send did not run before another operation was waited for.
+    """
+    create_rings()
+    progress = engine()._progress
+    parts, x = 12, np.zeros(CHUNK, np.uint8)
+    if me() == 1:
+        works = [must(dist.isend(np.full(CHUNK, i, np.uint8), 0)) for i in range(parts)]
+        # nothing is read while rank 0 fills the ring, otherwise its send may find room for all its parts
+        while not progress._acquire_progress():
+            pass
+        dist.barrier()
+        works.append(must(dist.irecv(np.zeros(RING + CHUNK, np.uint8), 0, tag=1)))
+        dist.barrier()
+        progress.release()
+        await_true(lambda: not engine()._connections[0].receiver.has_shared_data)
+        dist.barrier()
+        for work in works:
+            work.wait()
+        return
+    ended: list[int] = []
+    # as if its thread had just looked for messages, and will look again later
+    progress.wake_thread = lambda: None
+    dist.barrier()
+    work = must(dist.isend(np.zeros(RING + CHUNK, np.uint8), 1, tag=1))
+    work.get_future().add_done_callback(lambda _: ended.append(1))
+    dist.barrier()
+    dist.barrier()
+    assert not ended, "the send ended before the receives"
+    for i in range(parts):
+        dist.recv(x, 1)
+        assert (x == i).all()
+    assert ended, "the receives did not report the end of the send"
+    del progress.wake_thread
 
 
-def test_notices_to_a_rank_that_has_left_are_not_waited_for(pool: Pools) -> None:
-    """Closing the group waited 5 s for them to be sent."""
-    assert pool(2).run(jobs.notices_after_the_peers_end) == [[False, False], []]
+@on_ranks(2)
+def test_notices_to_a_rank_that_has_left_are_not_waited_for() -> None:
+    """Closing the group waited 5 s for them to be sent.
+
+    The peer resets the connection because of the first notice, so the second one cannot be sent.
+    """
+    group = must(dist.new_group([0, 1]))
+    create_rings(group)
+    if me() == 1:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if me() == 1:
+        return
+    (connection,) = (c for c in engine(group)._connections if c is not None)
+    for _ in range(2):
+        with engine(group).lock:
+            connection.sender.notify()
+        await_true(lambda: not connection.has_unsent)
+    dist.destroy_process_group(group)
 
 
 # --- where memory cannot be shared ----------------------------------------------------------------------------------
 
 
-def test_receiver_that_cannot_map_the_ring_uses_the_socket() -> None:
-    (used, log), (others, other_log) = run_ranks(2, jobs.without, "open_offer", 1)
-    assert used == [(False, True)]
-    assert others == [(True, False)]
-    assert other_log == []
-    assert len(log) == 1
-    assert "rank 1 " in log[0]
-    assert "socket" in log[0]
-    assert "Permission denied" in log[0]
+def _refuse(*_: object) -> Any:
+    raise OSError(24, "Too many open files")
 
 
-def test_sender_without_memory_uses_the_socket() -> None:
-    (used, log), (others, other_log) = run_ranks(2, jobs.without, "create_offer", 0)
-    assert used == [(False, True)]
-    assert others == [(True, False)]
-    assert other_log == []
-    assert len(log) == 1
-    assert "Too many open files" in log[0]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_tcp_on_one_rank(rank: int) -> None:
-    outcomes = run_ranks(2, jobs.tcp_on_one_rank, rank)
-    assert [used for used, _ in outcomes] == [[NONE]] * 2
-    assert outcomes[rank][1] == []
-    assert len(outcomes[1 - rank][1]) == 1
-
-
-def test_tcp_on_all_ranks() -> None:
-    assert run_ranks(2, jobs.sizes, [CHUNK, jobs.LARGE] * 2, env={"UNICOLL_TRANSPORT": "tcp"}) == [[NONE]] * 2
+@pytest.mark.parametrize(
+    ("what", "rank", "logging", "words"),
+    [
+        ("open_offer", 1, 0, ["rank 1 ", "socket", "Too many open files"]),
+        ("create_offer", 0, 0, ["Too many open files"]),
+        ("tcp", 0, 1, []),
+        ("tcp", 1, 0, []),
+    ],
+)
+@on_ranks(2, env={})
+def test_the_socket_is_used_where_one_rank_cannot_share(
+    what: str, rank: int, logging: int, words: list[str]
+) -> None:
+    """One rank cannot map, or cannot create, shared memory, or uses sockets only; one rank logs it."""
+    if me() == rank:
+        if what == "tcp":
+            os.environ["UNICOLL_TRANSPORT"] = "tcp"
+        else:
+            setattr(ring_buffer, what, _refuse)
+    group = dist.new_group()
+    os.environ.pop("UNICOLL_TRANSPORT", None)
+    dist.barrier()  # the transport of the collectives is logged, too
+    with Log() as log:
+        for i in range(3):
+            exchange(LARGE, i, group)
+        dist.barrier()
+    assert rings(group) == [NONE if what == "tcp" else (me() == 1, me() == 0)]
+    assert len(log.lines) == (me() == logging), log.lines
+    assert all(word in line for line in log.lines for word in words), log.lines
 
 
 # --- memory ---------------------------------------------------------------------------------------------------
 
 
-def test_memory_does_not_grow_with_the_messages_and_needs_no_descriptor() -> None:
-    for descriptors, before, after in run_ranks(2, jobs.memory_in_use):
-        assert descriptors == []
-        assert before == after
-        assert 2 * RING <= before <= 2 * RING + 16384
+def segments() -> list[list[str]]:
+    """The fields of the lines of this library's segments in the table of mappings of this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [line.split() for line in lines if "memfd:unicoll" in line]
 
 
-def test_destroyed_groups_release_their_memory() -> None:
-    assert run_ranks(2, jobs.groups_come_and_go, 5) == [0, 0]
+def mapped() -> int:
+    ends = [[int(x, 16) for x in fields[0].split("-")] for fields in segments()]
+    return sum(b - a for a, b in ends)
+
+
+@on_ranks(2, env={})
+def test_memory_does_not_grow_with_the_messages_and_is_released() -> None:
+    for i in range(2):
+        exchange(CHUNK, i)
+    before = mapped()
+    exchange(20 * LARGE)
+    assert mapped() == before
+    assert 2 * RING <= before <= 2 * RING + 16384
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            assert "memfd" not in os.readlink(f"/proc/self/fd/{name}")
+    for i in range(5):
+        group = dist.new_group()
+        exchange(LARGE, i, group)
+        exchange(LARGE, i, group)
+        assert all(rings(group)[0])
+        dist.barrier(group=group)
+        dist.destroy_process_group(group)
+    assert mapped() == before
+
+
+def _inodes() -> list[str]:
+    """The inodes of the segments that this process has mapped while rings are in use."""
+    for i in range(2):
+        exchange(LARGE, i)
+    return sorted({fields[4] for fields in segments()})
 
 
 def test_nothing_remains_when_both_ranks_are_killed() -> None:
     job = joined(2)
     try:
-        job.call(jobs.inodes)
+        job.call(_inodes)
         found = {inode for inodes in job.results() for inode in inodes}
         assert len(found) == 2
         for rank in range(2):
@@ -323,129 +496,277 @@ def test_nothing_remains_when_both_ranks_are_killed() -> None:
     finally:
         job.close()
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):
             lines = [line for line in (process / "maps").read_text().splitlines() if "memfd:unicoll" in line]
-        except OSError:
-            continue
-        assert not found & {line.split()[4] for line in lines}
+            assert not found & {line.split()[4] for line in lines}
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
-def check_lost(job: ProcessJob, survivor: int, victim: int, killed: float) -> None:
-    outcome = job.collect(30, [survivor])[0]
-    failure = outcome.failure or outcome.value[0]
-    assert failure is not None
-    assert failure.type == "RankLostError", failure.traceback
-    assert (failure.fields["rank"], failure.fields["pid"]) == (victim, job.pids[victim])
-    assert failure.fields["op"] in ("send", "recv")
-    print(f"raised {1000 * (outcome.at - killed):.0f} ms after the kill")
-    job.call(leave, ranks=[survivor])
-    assert job.collect(30, [survivor])[0].value == []
+def outcome_within_a_message(call: Callable[[], Any], within: Callable[[], object]) -> CallOutcome:
+    """The outcome of a call; sends a note once a part of its message is transferred, or when it has ended."""
+    ended = threading.Event()
+
+    def note() -> None:
+        await_true(lambda: ended.is_set() or within())
+        send_note("within a message")
+
+    thread = threading.Thread(target=note)
+    thread.start()
+    outcome = outcome_of(call)
+    ended.set()
+    thread.join()
+    return outcome
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("sender", [0, 1])
-def test_rank_killed_during_large_messages_is_named(sender: int, victim: int) -> None:
+def _stops_receiving(timeout: float) -> CallOutcome:
+    """Rank 0 has sent part of a message, and rank 1 does not receive the rest."""
+    create_rings()
+    if me() == 1:
+        send_note("idle")
+        time.sleep(60)
+    sender = engine()._connections[1].sender
+    return outcome_within_a_message(
+        lambda: dist.send(np.zeros(LARGE, np.uint8), 1, timeout=timeout),
+        lambda: any(pending.begun for pending in tuple(sender.outbox)),
+    )
+
+
+def _stops_sending(timeout: float) -> CallOutcome:
+    """Rank 0 has received part of a message, and rank 1 does not send the rest."""
+    exchange(LARGE)
+    exchange(LARGE)
+    if me() == 1:
+        connection = engine()._connections[0]
+        put = connection.sender.writer.write
+
+        def once(view: memoryview) -> int:
+            connection.sender.writer.write = lambda rest: 0
+            return int(put(view))
+
+        connection.sender.writer.write = once
+        must(dist.isend(np.zeros(LARGE, np.uint8), 0))._waited = True
+        send_note("sending")
+        time.sleep(60)
+    receiver = engine()._connections[1].receiver
+    return outcome_within_a_message(
+        lambda: dist.recv(np.zeros(LARGE, np.uint8), 1, timeout=timeout), lambda: receiver.message is not None
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("job_of", [_stops_receiving, _stops_sending])
+def test_rank_killed_or_stopped_within_a_message_is_named(
+    job_of: Callable[..., object], number: signal.Signals
+) -> None:
     with joined(2) as job:
-        job.call(jobs.stream, sender)
+        job.call(job_of, 30.0 if number == signal.SIGKILL else 1.0)
         job.await_notes()
-        time.sleep(random.random() / 20)
-        check_lost(job, 1 - victim, victim, job.signal(victim, signal.SIGKILL))
-
-
-@pytest.mark.parametrize("job_of", [jobs.stops_receiving, jobs.stops_sending])
-def test_rank_killed_within_a_message_is_named(job_of: Callable[..., object]) -> None:
-    with joined(2) as job:
-        job.call(job_of, 30.0)
-        job.await_notes()
-        check_lost(job, 0, 1, job.signal(1, signal.SIGKILL))
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("job_of", [jobs.stops_receiving, jobs.stops_sending])
-def test_rank_stopped_within_a_message_is_named(job_of: Callable[..., object]) -> None:
-    with joined(2) as job:
-        job.call(job_of, 1.0)
-        job.await_notes()
-        job.signal(1, signal.SIGSTOP)
+        job.signal(1, number)
         failure, seconds = job.collect(30, [0])[0].value
-        assert failure.type == "OperationTimeoutError", failure.traceback
         assert "rank 1 " in failure.message
         assert f"pid {job.pids[1]}" in failure.message
-        assert "only a part of the message was transferred" in failure.message
-        assert seconds >= 0.8
+        if number == signal.SIGSTOP:
+            assert failure.type == "OperationTimeoutError", failure.traceback
+            assert "only a part of the message was transferred" in failure.message
+            assert seconds >= 0.8
+            return
+        assert failure.type == "RankLostError", failure.traceback
+        assert (failure.fields["rank"], failure.fields["pid"]) == (1, job.pids[1])
+        assert failure.fields["op"] in ("send", "recv")
+        job.call(leave, ranks=[0])
+        assert job.collect(30, [0])[0].value == []
 
 
-def test_send_that_timed_out_before_it_began_has_no_effect(pool: Pools) -> None:
-    failures = pool(2).run(jobs.timed_out_in_the_queue)[0]
-    assert [f and f.type for f in failures] == ["OperationTimeoutError"]
-    assert "has not received the message" in failures[0].message
+@on_ranks(2)
+def test_send_that_timed_out_before_it_began_has_no_effect() -> None:
+    """It times out on a full ring before any part has left."""
+    create_rings()
+    x = np.zeros(CHUNK, np.uint8)  # fits one chunk
+    if me() == 0:
+        sent, writer = 0, engine()._connections[1].sender.writer
+        while writer.has_space(CHUNK, False):
+            x[:] = sent % 251
+            dist.send(x, 1)
+            sent += 1
+        assert 0 < sent <= RING // CHUNK
+        with pytest.raises(dist.OperationTimeoutError, match="has not received the message"):
+            dist.send(x, 1, timeout=0.3)
+        dist.barrier()
+        dist.send(np.full(1, sent), 1, tag=1)
+        x[:] = 252
+        dist.send(x, 1)
+    else:
+        dist.barrier()
+        count = np.zeros(1, np.int64)
+        dist.recv(count, 0, tag=1)
+        for i in [*(k % 251 for k in range(int(count[0]))), 252]:
+            dist.recv(x, 0)
+            assert (x == i).all(), (i, x[0])
+    exchange(LARGE)
 
 
-def test_a_send_after_one_that_was_cut_off_makes_a_new_connection(pool: Pools) -> None:
-    (sent,), (received,) = pool(2).run(jobs.send_after_a_cut_one)
-    assert sent is not None
-    assert sent.type == "OperationTimeoutError"
-    assert "only a part of the message was transferred" in sent.message
-    assert received is not None
-    assert received.type == "RankLostError"
+@on_ranks(2)
+def test_a_send_after_one_that_was_cut_off_makes_a_new_connection() -> None:
+    """A send times out within its message; the next one waits until rank 1 notices that the connection has ended."""
+    create_rings()
+    x = np.zeros(3)
+    if me() == 0:
+        with pytest.raises(dist.OperationTimeoutError, match="only a part of the message was transferred"):
+            dist.send(np.zeros(LARGE, np.uint8), 1, timeout=0.5)  # begins before the deadline
+        dist.barrier()
+        dist.send(np.full(3, 7.0), 1)
+    else:
+        dist.barrier()
+        time.sleep(0.5)  # rank 0's new connection is refused meanwhile
+        with pytest.raises(dist.RankLostError):
+            dist.recv(np.zeros(LARGE, np.uint8), 0)
+        dist.recv(x, 0)
+        assert (x == 7).all()
+    exchange(LARGE)
+
+
+def _messages_before_leaving(count: int, has_ring: bool) -> None:
+    """Rank 0 sends messages and leaves; rank 1 receives them afterwards.
+
+    Args:
+        count: of small messages.
+        has_ring: False: rank 0 sends through its socket; it leaves while notices of the other direction are unread.
+    """
+    if me() == 0 and not has_ring:
+        ring_buffer.create_offer = _refuse
+    create_rings()
+    parts = RING // CHUNK - 1 if has_ring else 0
+    works = []
+    if me() == 1 and not has_ring:
+        assert rings() == [(True, False)]
+        works = [must(dist.isend(np.zeros(CHUNK, np.uint8), 0, tag=2)) for _ in range(2)]
+    dist.barrier()
+    messages = [(CHUNK, i, 0) for i in range(parts)] + [(5000, i % 251, 1) for i in range(count)]
+    if me() == 0:
+        for size, value, tag in messages:
+            dist.send(np.full(size, value, np.uint8), 1, tag=tag)
+        dist.destroy_process_group()
+        send_note("left")
+        return
+    send_note("waits")
+    time.sleep(1.0)
+    for size, value, tag in messages:
+        x = np.zeros(size, np.uint8)
+        dist.recv(x, 0, tag=tag)
+        assert (x == value).all()
+    for work in works:
+        work.wait()
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("count", [10, 300])
-def test_last_messages_of_a_leaving_rank_arrive(count: int) -> None:
-    with joined(2) as job:
-        job.call(jobs.messages_before_leaving, count)
+@pytest.mark.parametrize(("count", "has_ring"), [(10, True), (300, True), (300, False)])
+def test_last_messages_of_a_leaving_rank_arrive(count: int, has_ring: bool) -> None:
+    """Without a ring the kernel dropped them, because the rank had not read all notices of the other ring."""
+    with joined(2, env={} if has_ring else {"UNICOLL_MEMORY_ORDER": "weak"}) as job:
+        job.call(_messages_before_leaving, count, has_ring)
         assert job.await_notes() == ["left", "waits"]
-        assert job.results()[1] == list(range(count))
+        job.results()
 
 
-def test_last_messages_of_a_leaving_rank_without_a_ring_arrive() -> None:
-    """The kernel dropped them, because the rank had not read all notices of the other ring."""
-    with joined(2, env={"UNICOLL_MEMORY_ORDER": "weak"}) as job:
-        job.call(jobs.leaves_without_a_ring, 300)
-        job.await_notes()
-        assert job.results()[1] == 300
-
-
+@on_ranks(2, env={})
 def test_an_interrupted_send_fails_the_receives_of_its_connection() -> None:
-    """The connection is closed within a message; the callbacks of receives from the peer did not run."""
-    failure = run_ranks(2, jobs.interrupted_send)[0]
-    assert failure is not None
-    assert failure.type == "RankLostError", failure.traceback
+    """Ctrl-C during a large send of rank 0, which has a receive from the same rank in the background.
+
+    The connection is closed within a message; the callbacks of receives from the peer did not run.
+    """
+    create_rings()
+    if me() == 1:
+        time.sleep(2.0)
+        dist.barrier()
+        return
+    work, ended = must(dist.irecv(np.zeros(4), 1, tag=1)), threading.Event()
+    work.get_future().add_done_callback(lambda _: ended.set())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    engine()._progress.wake_thread = lambda: None  # as if its thread looked after the connection was closed
+    with pytest.raises(KeyboardInterrupt):
+        dist.send(np.zeros(LARGE, np.uint8), 1)
+    assert ended.wait(20)
+    timer.join()
+    del engine()._progress.wake_thread
+    dist.barrier()
+    with pytest.raises(dist.RankLostError):
+        work.wait()
 
 
 @pytest.mark.skipif(not has_strong_ordering(), reason="rings with notices are not polled")
+@on_ranks(2, env={})
 def test_a_send_that_another_thread_aborts_raises_the_error_of_the_group() -> None:
-    """The thread that waited for it sent on the closed socket, and raised the OSError of that."""
-    failure = run_ranks(2, jobs.aborted_while_the_socket_is_full)[0]
-    assert failure is not None
-    assert failure.type == "GroupAbortedError", failure.traceback
-    assert failure.fields["rank"] == 1
+    """Rank 0 has no ring to send in; another thread aborts the group while a send waits for space in the socket.
+
+    The thread that waited for it sent on the closed socket, and raised the OSError of that.
+    """
+    if me() == 0:
+        ring_buffer.create_offer = _refuse
+    group = must(dist.new_group())
+    create_rings(group)
+    assert rings(group) == [(me() == 1, me() == 0)]
+    if me() == 1:
+        dist.barrier()
+        return
+    messages = engine(group)
+    connection, find = messages._connections[1], messages.connection_to
+
+    def find_before_the_abort(peer: int) -> Any:
+        """Another thread aborts the group when the waiting thread has found the connection."""
+        found = find(peer)
+        if found is not None:
+            assert found.sender.blocked
+            error = dist.GroupAbortedError("aborted while rank 1 receives nothing", rank=1)
+            aborting = threading.Thread(target=messages.abort, args=(error,))
+            aborting.start()
+            aborting.join()
+            assert connection.closed
+            assert connection.sock.fileno() < 0
+        return found
+
+    messages.connection_to = find_before_the_abort
+    with pytest.raises(dist.GroupAbortedError) as raised:
+        dist.send(np.zeros(64 << 20, np.uint8), 1, group=group, timeout=60.0)
+    assert raised.value.rank == 1
+    dist.barrier()
+
+
+def _sends_to_a_stopped_rank() -> tuple[Failure | None, Failure | None, bool]:
+    """Rank 1 is stopped, and rank 0 sends to it, for the first time, with a long and then with a short timeout.
+
+    It receives from rank 2 meanwhile: the outcomes of the sends, and whether that ended before the first one.
+    """
+    dist.barrier()
+    send_note("ready")
+    if me() == 1:
+        time.sleep(60)
+    time.sleep(0.5)
+    if me() == 2:
+        time.sleep(0.5)
+        dist.send(np.ones(4), 0)
+        return None, None, True
+    first = must(dist.isend(np.zeros(4), 1, timeout=10.0))
+    work, received = must(dist.irecv(np.zeros(4), 2)), threading.Event()
+    work.get_future().add_done_callback(lambda _: received.set())
+    second = failure_of(lambda: dist.send(np.zeros(4), 1, timeout=1.0))
+    in_time = received.wait(30) and not first.is_completed()
+    work.wait()
+    return failure_of(first.wait), second, in_time
 
 
 @pytest.mark.slow
-def test_receives_go_on_while_a_peer_does_not_answer() -> None:
-    """They waited until the attempt to connect to that peer had timed out."""
+def test_a_peer_that_does_not_answer_delays_no_other_operation() -> None:
+    """A receive from another rank, and a send to that peer with a shorter timeout, waited as long as the first send."""
     with joined(3) as job:
-        job.call(jobs.receives_while_connecting)
+        job.call(_sends_to_a_stopped_rank)
         job.await_notes()
         job.signal(1, signal.SIGSTOP)
-        received, failure = job.collect(60, [0])[0].value
-        assert received
-        assert failure.type == "OperationTimeoutError", failure.traceback
-
-
-@pytest.mark.slow
-def test_send_behind_one_with_a_longer_timeout_ends_at_its_own() -> None:
-    """It waited for the connection as long as the first one."""
-    with joined(2) as job:
-        job.call(jobs.queued_behind_a_longer_timeout)
-        job.await_notes()
-        job.signal(1, signal.SIGSTOP)
-        failure, seconds = job.collect(60, [0])[0].value
-        assert failure.type == "OperationTimeoutError", failure.traceback
-        assert "rank 1 " in failure.message
-        assert seconds >= 0.8
+        first, second, in_time = job.collect(60, [0])[0].value
+        assert in_time
+        for failure in (first, second):
+            assert failure.type == "OperationTimeoutError", failure.traceback
+            assert "rank 1 " in failure.message

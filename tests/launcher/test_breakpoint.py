@@ -6,16 +6,14 @@ import os
 import pty
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_run import environment, with_late_ranks
+from tests.launcher.launching import BOUND, LaunchFolder, environment, with_late_ranks
 
-BOUND = 180.0
 LAUNCHER = ["-m", "unicoll.run", "-n", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 PROGRAM = """
@@ -94,20 +92,18 @@ def talk(
     return output.replace("\x00", ""), answered, os.waitstatus_to_exitcode(status)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "plain.py").write_text(PLAIN)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def programs(folder: LaunchFolder) -> None:
+    folder.script(PROGRAM, "program.py")
+    folder.script(PLAIN, "plain.py")
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_under_the_launcher(rank: int, folder: Path) -> None:
+def test_under_the_launcher(rank: int, folder: LaunchFolder) -> None:
     """Pauses of more than the group's timeout do no harm."""
-    output, answers, status = talk(
-        folder, [*LAUNCHER, "program.py", str(rank)], ("p x", 4.5), ("n", 0), ("n", 0), ("p y", 0), ("c", 0)
-    )
+    typed = ("p x", 4.5), ("n", 0), ("n", 0), ("p y", 0), ("c", 0)
+    output, answers, status = talk(folder.path, [*LAUNCHER, "program.py", str(rank)], *typed)
     assert status == 0, output
     assert f"rank {rank} of 2 (pid " in answers[0]
     assert "program.py(" in answers[0]  # at the call from Python 3.13 on, else at the next line
@@ -117,60 +113,52 @@ def test_under_the_launcher(rank: int, folder: Path) -> None:
     assert "[default0]:sum 83" in output
 
 
-def test_a_single_worker_has_the_terminal_itself(folder: Path) -> None:
-    output, answers, status = talk(
-        folder, ["-m", "unicoll.run", "-n", "1", "program.py", "0"], ("p x", 0), ("c", 0)
-    )
+@pytest.mark.parametrize(
+    ("command", "value", "total"),
+    [
+        # a single worker has the terminal itself
+        (["-m", "unicoll.run", "-n", "1", "program.py", "0"], 41, "sum 41"),
+        # each process is a process group of its own, as jobs of a shell: the kernel stops those that read the terminal
+        pytest.param(
+            ["plain.py"],
+            42,
+            "sum 83",
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no process_group= of subprocess"),
+        ),
+        *(
+            pytest.param(
+                [*TORCHRUN, name, "1"], 42, "sum 83", marks=(pytest.mark.slow, pytest.mark.torch), id=name
+            )
+            for name in ("program.py", "by_torch.py")
+        ),
+    ],
+)
+def test_other_ways_to_start(command: list[str], value: int, total: str, folder: LaunchFolder) -> None:
+    if command[:2] == TORCHRUN[:2]:
+        pytest.importorskip("torch")
+        folder.script(PROGRAM.replace(INIT, INIT_BY_TORCH), "by_torch.py")
+    output, answers, status = talk(folder.path, command, ("p x", 0), ("c", 0))
     assert status == 0, output
-    assert "array([41, 41, 41])" in answers[1]
-    assert "sum 41" in output
+    assert f"array([{value}, {value}, {value}])" in answers[1]
+    assert output.count(total) == (1 if total == "sum 41" else 2)
 
 
-@pytest.mark.slow
-@pytest.mark.torch
-@pytest.mark.parametrize("by_torch", [False, True], ids=["unicoll", "torch"])
-def test_under_torchrun(by_torch: bool, folder: Path) -> None:
-    pytest.importorskip("torch")
-    text = PROGRAM.replace(INIT, INIT_BY_TORCH) if by_torch else PROGRAM
-    (folder / "program.py").write_text(text)
-    output, answers, status = talk(folder, [*TORCHRUN, "program.py", "1"], ("p x", 0), ("c", 0))
-    assert status == 0, output
-    assert "array([42, 42, 42])" in answers[1]
-    assert output.count("sum 83") == 2
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="process_group= of subprocess is new in Python 3.11")
-def test_a_process_in_the_background_of_the_terminal(folder: Path) -> None:
-    """Each process is a process group of its own, as jobs of a shell: the kernel stops those that read the terminal."""
-    output, answers, status = talk(folder, ["plain.py"], ("p x", 0), ("c", 0))
-    assert status == 0, output
-    assert "array([42, 42, 42])" in answers[1]
-    assert output.count("sum 83") == 2
-
-
-def test_quitting_ends_the_job(folder: Path) -> None:
-    output, _, status = talk(folder, [*LAUNCHER, "program.py", "0"], ("q", 0), ("y", 0))
+def test_quitting_ends_the_job(folder: LaunchFolder) -> None:
+    output, _, status = talk(folder.path, [*LAUNCHER, "program.py", "0"], ("q", 0), ("y", 0))
     assert status == 1, output
     assert "BdbQuit" in output or "rank 0" in output
     assert "sum" not in output
 
 
-@pytest.mark.parametrize("wrong", ["0", "2"])
-def test_without_a_terminal_all_ranks_raise(wrong: str, folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, *LAUNCHER, "program.py", wrong],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        start_new_session=True,
-        timeout=BOUND,
-        check=False,
-    )
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        ("0", "has no terminal, and neither do its parent processes"),
+        ("2", "DistArgumentError: breakpoint: 2 is not a rank of a world of 2"),
+    ],
+)
+def test_without_a_terminal_all_ranks_raise(rank: str, words: str, folder: LaunchFolder) -> None:
+    done = folder.python(*LAUNCHER, "program.py", rank, start_new_session=True)
     assert done.returncode == 1
     assert "ranks 0, 1:" in with_late_ranks(done.stderr)
-    if wrong == "0":
-        assert "has no terminal, and neither do its parent processes" in done.stderr
-    else:
-        assert "DistArgumentError: breakpoint: 2 is not a rank of a world of 2" in done.stderr
+    assert words in done.stderr

@@ -20,97 +20,68 @@ from unicoll.bootstrap.launchers import (
 )
 from unicoll.errors import DistArgumentError
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "GROUP_WORLD_SIZE": "2",
-    "ROLE_RANK": "5",
-    "ROLE_WORLD_SIZE": "8",
-    "MASTER_ADDR": "node-a",
-    "MASTER_PORT": "29511",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "0",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
-OPENMPI_5 = {  # mpirun -n 2, Open MPI 5.0
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_UNIVERSE_SIZE": "2",
-    "OMPI_VERSION": "5.0.11",
-    "PMIX_HOSTNAME": "vm",
-    "PMIX_NAMESPACE": "prterun-vm-5034@1",
-    "PMIX_RANK": "1",
-    "PRTE_LAUNCHED": "1",
-}
-PRTERUN = {"PMIX_NAMESPACE": "prterun-vm-5072@1", "PMIX_RANK": "1", "PRTE_LAUNCHED": "1"}
-MVAPICH2 = {
-    "MV2_COMM_WORLD_RANK": "3",
-    "MV2_COMM_WORLD_SIZE": "4",
-    "MV2_COMM_WORLD_LOCAL_RANK": "3",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
-    "PMI_ID": "3",
-    "PMI_PORT": "vm:41233",
-}
-SRUN = {  # srun -n 5 over three nodes, from within sbatch -n 12
-    "SLURM_JOB_ID": "22902023",
-    "SLURM_JOB_NODELIST": "sh04-10n[05-08]",
-    "SLURM_STEP_ID": "2",
-    "SLURM_STEP_NODELIST": "sh04-10n[06-08]",
-    "SLURM_STEP_NUM_NODES": "3",
-    "SLURM_STEP_NUM_TASKS": "5",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_NTASKS": "5",
-    "SLURM_NPROCS": "5",
-    "SLURM_PROCID": "4",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "2",
-    "SLURM_GTIDS": "4",
-}
-SRUN_PMIX = SRUN | {"PMIX_RANK": "4", "PMIX_NAMESPACE": "slurm.pmix.22902023.2", "PMIX_VERSION": "5.0.3"}
-SBATCH = {  # the batch script itself: a single process on the first of four nodes
-    "SLURM_JOB_ID": "200505",
-    "SLURM_JOB_NODELIST": "gnode[10,20,25,37]",
-    "SLURM_NTASKS": "4",
-    "SLURM_NPROCS": "4",
-    "SLURM_TASKS_PER_NODE": "1(x4)",
-    "SLURM_NODEID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-}
-SALLOC_SHELL = SBATCH | {  # salloc with use_interactive_step
-    "SLURM_STEP_ID": "4294967290",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_NODELIST": "gnode10",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-}
-HYDRA = {  # mpiexec -n 2, MPICH 5.0: no variable is unique to the job
-    "MPI_LOCALNRANKS": "2",
-    "MPI_LOCALRANKID": "1",
-    "PMI_FD": "11",
-    "PMI_HOSTNAME": "vm",
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-}
-INTEL = HYDRA | {"I_MPI_HYDRA_UUID": "2a150000-91ff-197d-c160-06005c93cd13"}
-CRAY = {  # PALS with PMI: mpiexec on a Cray
-    "PALS_APID": "8b0a5f50",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_LOCAL_SIZE": "2",
-    "PALS_NODEID": "1",
-    "PALS_RANKID": "3",
-    "PMI_LOCAL_RANK": "1",
-    "PMI_LOCAL_SIZE": "2",
-    "PMI_RANK": "3",
-    "PMI_SIZE": "4",
-}
+
+def env(text: str) -> dict[str, str]:
+    """Variables written as words ``name=value``."""
+    return dict(word.split("=", 1) for word in text.split())
+
+
+TORCHRUN = env(
+    """
+    RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 GROUP_WORLD_SIZE=2 ROLE_RANK=5
+    ROLE_WORLD_SIZE=8 MASTER_ADDR=node-a MASTER_PORT=29511 TORCHELASTIC_RUN_ID=none
+    TORCHELASTIC_RESTART_COUNT=0 TORCHELASTIC_MAX_RESTARTS=0 TORCHELASTIC_USE_AGENT_STORE=True
+    """
+)
+# mpirun -n 2, Open MPI 5.0
+OPENMPI_5 = env(
+    """
+    OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1
+    OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_UNIVERSE_SIZE=2 OMPI_VERSION=5.0.11
+    PMIX_HOSTNAME=vm PMIX_NAMESPACE=prterun-vm-5034@1 PMIX_RANK=1 PRTE_LAUNCHED=1
+    """
+)
+PRTERUN = env("PMIX_NAMESPACE=prterun-vm-5072@1 PMIX_RANK=1 PRTE_LAUNCHED=1")
+MVAPICH2 = env(
+    """
+    MV2_COMM_WORLD_RANK=3 MV2_COMM_WORLD_SIZE=4 MV2_COMM_WORLD_LOCAL_RANK=3 MV2_COMM_WORLD_LOCAL_SIZE=4
+    PMI_ID=3 PMI_PORT=vm:41233
+    """
+)
+# srun -n 5 over three nodes, from within sbatch -n 12
+SRUN = env(
+    """
+    SLURM_JOB_ID=22902023 SLURM_JOB_NODELIST=sh04-10n[05-08] SLURM_STEP_ID=2
+    SLURM_STEP_NODELIST=sh04-10n[06-08] SLURM_STEP_NUM_NODES=3 SLURM_STEP_NUM_TASKS=5
+    SLURM_STEP_TASKS_PER_NODE=2(x2),1 SLURM_TASKS_PER_NODE=2(x2),1 SLURM_NTASKS=5 SLURM_NPROCS=5
+    SLURM_PROCID=4 SLURM_LOCALID=0 SLURM_NODEID=2 SLURM_GTIDS=4
+    """
+)
+SRUN_PMIX = SRUN | env("PMIX_RANK=4 PMIX_NAMESPACE=slurm.pmix.22902023.2 PMIX_VERSION=5.0.3")
+# the batch script itself: a single process on the first of four nodes
+SBATCH = env(
+    """
+    SLURM_JOB_ID=200505 SLURM_JOB_NODELIST=gnode[10,20,25,37] SLURM_NTASKS=4 SLURM_NPROCS=4
+    SLURM_TASKS_PER_NODE=1(x4) SLURM_NODEID=0 SLURM_PROCID=0 SLURM_LOCALID=0
+    """
+)
+# salloc with use_interactive_step
+SALLOC_SHELL = SBATCH | env(
+    """
+    SLURM_STEP_ID=4294967290 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NODELIST=gnode10
+    SLURM_STEP_TASKS_PER_NODE=1
+    """
+)
+# mpiexec -n 2, MPICH 5.0: no variable is unique to the job
+HYDRA = env("MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 PMI_FD=11 PMI_HOSTNAME=vm PMI_RANK=1 PMI_SIZE=2")
+INTEL = HYDRA | env("I_MPI_HYDRA_UUID=2a150000-91ff-197d-c160-06005c93cd13")
+# PALS with PMI: mpiexec on a Cray
+CRAY = env(
+    """
+    PALS_APID=8b0a5f50 PALS_LOCAL_RANKID=1 PALS_LOCAL_SIZE=2 PALS_NODEID=1 PALS_RANKID=3
+    PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 PMI_RANK=3 PMI_SIZE=4
+    """
+)
 PALS = {name: value for name, value in CRAY.items() if name.startswith("PALS_")}
 
 
@@ -140,13 +111,8 @@ def found(environ: dict[str, str]) -> LaunchInfo:
 def test_rows(environ: dict[str, str], name: str, members: tuple[int | None, ...]) -> None:
     launched = found(environ)
     assert launched.name == name
-    assert (
-        launched.rank,
-        launched.world_size,
-        launched.local_rank,
-        launched.local_world_size,
-        launched.node_rank,
-    ) == members
+    names = ("rank", "world_size", "local_rank", "local_world_size", "node_rank")
+    assert tuple(getattr(launched, each) for each in names) == members
     assert launched.started_by_mpi == (name not in ("torchrun", "unicoll", "environment"))
 
 
@@ -199,9 +165,6 @@ def test_a_process_without_launcher(environ: dict[str, str]) -> None:
 def test_near_misses(environ: dict[str, str], message: str) -> None:
     assert detect(environ) is None
     assert re.search(message, "; ".join(near_misses(environ)))
-
-
-def test_no_near_misses_without_variables() -> None:
     assert near_misses({"PATH": "/bin"}) == []
 
 
@@ -248,11 +211,7 @@ def test_ports_of_jobs_differ_and_ranks_agree() -> None:
         found(OPENMPI_5 | {"PMIX_NAMESPACE": f"prterun-vm-{pid}@1"}).master_port for pid in range(100, 120)
     }
     assert len(ports) == 20
-    other_rank = OPENMPI_5 | {
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "PMIX_RANK": "0",
-    }
+    other_rank = OPENMPI_5 | env("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 PMIX_RANK=0")
     assert found(other_rank).master_port == found(OPENMPI_5).master_port
 
 
@@ -276,22 +235,17 @@ def test_slurm_on_one_host_uses_loopback() -> None:
     assert found(SRUN | one).master_addr == "127.0.0.1"
 
 
+NO_ADDRESS = "does not set the address of rank 0: set MASTER_ADDR"
+
+
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({"RANK": "1", "WORLD_SIZE": "3"}, "set MASTER_ADDR .* and MASTER_PORT .* on every rank"),
-        (
-            OPENMPI_5 | {"OMPI_COMM_WORLD_SIZE": "4"},
-            "openmpi does not set the address of rank 0: set MASTER_ADDR",
-        ),
-        (
-            HYDRA | {"PMI_SIZE": "4"},
-            "mpich does not set the address of rank 0: set MASTER_ADDR .* and MASTER_PORT",
-        ),
-        (  # rank 0 is on the host that the user's list has first, the node list is sorted
-            SRUN | {"SLURM_DISTRIBUTION": "arbitrary"},
-            "slurm does not set the address of rank 0: set MASTER_ADDR",
-        ),
+        (OPENMPI_5 | {"OMPI_COMM_WORLD_SIZE": "4"}, f"openmpi {NO_ADDRESS}"),
+        (HYDRA | {"PMI_SIZE": "4"}, f"mpich {NO_ADDRESS} .* and MASTER_PORT"),
+        # rank 0 is on the host that the user's list has first, the node list is sorted
+        (SRUN | {"SLURM_DISTRIBUTION": "arbitrary"}, f"slurm {NO_ADDRESS}"),
     ],
 )
 def test_the_hint_without_an_address_of_rank_0(environ: dict[str, str], message: str) -> None:

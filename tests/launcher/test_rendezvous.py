@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import re
@@ -9,11 +10,9 @@ import shutil
 import socket
 import subprocess
 import sys
-import textwrap
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.launcher.launching import LaunchFolder, environment
 from tests.support.ranks import reserved_port
 from unicoll.bootstrap import launchers, rendezvous_protocol, store_locations
 from unicoll.bootstrap.join import join
@@ -40,7 +40,6 @@ from unicoll.net import join_warnings
 from unicoll.net.secret import Key, Secret
 from unicoll.net.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = {"UNICOLL_SECRET": "a secret of the tests, long enough"}
 OTHER_SECRET = {"UNICOLL_SECRET": "quite another one, long enough too"}
 
@@ -76,11 +75,12 @@ def take_part(rounds: int = 1, delay: float = 0.0, **arguments: Any) -> dict[str
     return results | {"keys": keys}
 
 
-def take_part_with_store(kind: str, where: str, rank: int, world_size: int) -> dict[str, Any]:
+def take_part_with_store(where: str, **members: int) -> dict[str, Any]:
+    """As :func:`take_part` with a store as argument: of a file, or of a server if ``where`` has a port."""
     host, _, port = where.rpartition(":")
-    store: Store = FileStore(where) if kind == "file" else TCPStore(host, int(port), wait_for_workers=False)
+    store: Store = TCPStore(host, int(port), wait_for_workers=False) if port.isdigit() else FileStore(where)
     try:
-        return take_part(store=store, rank=rank, world_size=world_size)
+        return take_part(store=store, **members)
     finally:
         store.close()
 
@@ -98,20 +98,28 @@ def port() -> Iterator[int]:
         yield number
 
 
-def gather(futures: list[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [future.result(timeout=300) for future in futures]
-
-
-def errors(futures: list[Future[dict[str, Any]]]) -> list[str]:
-    return [f"{type(e).__name__}: {e}" if (e := future.exception(timeout=300)) else "" for future in futures]
-
-
 def assert_same_rendezvous(results: list[dict[str, Any]]) -> None:
     assert [one["rank"] for one in results] == list(range(len(results)))
     assert {one["world_size"] for one in results} == {len(results)}
     assert len({one["key"] for one in results}) == 1
     assert len(results[0]["key"]) >= 16
     assert len({one["trusted"] for one in results}) == 1
+
+
+def meet(
+    pool: ProcessPoolExecutor,
+    calls: list[dict[str, Any]],
+    function: Callable[..., dict[str, Any]] = take_part,
+) -> list[dict[str, Any]]:
+    """Make calls in a process each; their results, which are those of one rendezvous."""
+    results = [each.result(timeout=300) for each in [pool.submit(function, **call) for call in calls]]
+    assert_same_rendezvous(results)
+    return results
+
+
+def members(size: int, **arguments: Any) -> list[dict[str, Any]]:
+    """The arguments of all ranks, for :func:`meet`."""
+    return [{**arguments, "rank": rank, "world_size": size} for rank in range(size)]
 
 
 # --- by address -----------------------------------------------------------------------------------------------------
@@ -122,99 +130,78 @@ def test_tcp(pool: ProcessPoolExecutor, host: str, port: int) -> None:
     if host == "[::1]" and not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 here")
     url = f"tcp://{host}:{port}"
-    results = gather(
-        [pool.submit(take_part, init_method=url, rank=rank, world_size=3) for rank in range(3)],
-    )
-    assert_same_rendezvous(results)
-    assert results[0]["trusted"]
-    assert all(len(one["listen"]) == 1 for one in results)
-    notes = "\n".join(results[2]["notes"])
-    assert "rank 2 of 3: from arguments" in notes
-    assert f"store: {url} (init_method), hosted by rank 0" in notes
-    assert "secret: none was given" in notes
+    for _ in range(2):  # the workers of the pool, with an earlier rendezvous, get the ranks in any order
+        results = meet(pool, members(3, init_method=url))
+        assert results[0]["trusted"]
+        assert all(len(one["listen"]) == 1 for one in results)
+        notes = "\n".join(results[2]["notes"])
+        assert "rank 2 of 3: from arguments" in notes
+        assert f"store: {url} (init_method), hosted by rank 0" in notes
+        assert "secret: none was given" in notes
 
 
-def test_tcp_with_members_in_the_query(pool: ProcessPoolExecutor, port: int) -> None:
-    url = f"tcp://127.0.0.1:{port}?world_size=2&use_libuv=0&rank="
-    assert_same_rendezvous(gather([pool.submit(take_part, init_method=f"{url}{rank}") for rank in range(2)]))
-
-
-def test_env(pool: ProcessPoolExecutor, port: int) -> None:
-    common = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **SECRET}
-    environs = [common | {"RANK": str(rank)} for rank in range(3)]
-    results = gather([pool.submit(take_part, environ=environ) for environ in environs])
-    assert_same_rendezvous(results)
-    assert results[1]["key"] != SECRET["UNICOLL_SECRET"].encode()
-    assert results[1]["source"] == "UNICOLL_SECRET"
-    assert results[1]["trusted"]
-    assert "rank 1 of 3: from RANK=1, WORLD_SIZE=3 (environment)" in results[1]["notes"]
-
-
-def test_env_without_a_launcher(pool: ProcessPoolExecutor, port: int) -> None:
-    environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    results = gather([pool.submit(take_part, environ=environ, rank=rank, world_size=2) for rank in range(2)])
-    assert_same_rendezvous(results)
-
-
-def test_env_with_one_number_in_the_call(pool: ProcessPoolExecutor, port: int) -> None:
-    """torch's documentation: WORLD_SIZE and RANK "can be set either here, or in a call to init function"."""
-    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), **SECRET}
-    results = gather(
+ENV = {"MASTER_ADDR": "localhost", "MASTER_PORT": "<port>", **SECRET}
+FIRST = {name: value for name, value in ENV.items() if name != "MASTER_ADDR"}
+ON_ALL_INTERFACES = "MASTER_ADDR is not set on rank 0, which listens on all interfaces"
+URL = "tcp://127.0.0.1:<port>"
+ADDRESSES: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "members in the query": (
+        [{"init_method": f"{URL}?world_size=2&use_libuv=0&rank={rank}"} for rank in range(2)],
+        "rank 0 of 2",
+    ),
+    "environment": (
+        [{"environ": {**ENV, "WORLD_SIZE": "3", "RANK": str(rank)}} for rank in range(3)],
+        "rank 0 of 3: from RANK=0, WORLD_SIZE=3 (environment)",
+    ),
+    "no launcher": (members(2, environ=ENV), "rank 0 of 2: from arguments"),
+    # torch's documentation: WORLD_SIZE and RANK "can be set either here, or in a call to init function"
+    "one number in the call": (
         [
-            pool.submit(take_part, environ=common | {"WORLD_SIZE": "3"}, rank=0),
-            pool.submit(take_part, environ=common | {"RANK": "1"}, world_size=3),
-            pool.submit(take_part, environ=common | {"RANK": "2", "WORLD_SIZE": "3"}),
-        ]
-    )
-    assert_same_rendezvous(results)
-    assert "rank 0 of 3: from arguments, RANK=0, WORLD_SIZE=3 (environment)" in results[0]["notes"]
-    assert "rank 1 of 3: from arguments, RANK=1, WORLD_SIZE=3 (environment)" in results[1]["notes"]
-
-
-@pytest.mark.parametrize("given", [{"rank": 0, "world_size": 2}, {}])
-def test_rank_0_needs_no_master_addr(pool: ProcessPoolExecutor, port: int, given: dict[str, int]) -> None:
-    first = {"MASTER_PORT": str(port), **SECRET} | ({} if given else {"RANK": "0", "WORLD_SIZE": "2"})
-    second = {"MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1", "RANK": "1", "WORLD_SIZE": "2", **SECRET}
-    results = gather(
+            {"environ": {**ENV, "WORLD_SIZE": "3"}, "rank": 0},
+            {"environ": {**ENV, "RANK": "1"}, "world_size": 3},
+            {"environ": {**ENV, "RANK": "2", "WORLD_SIZE": "3"}},
+        ],
+        "rank 0 of 3: from arguments, RANK=0, WORLD_SIZE=3 (environment)",
+    ),
+    "no MASTER_ADDR on rank 0": (
+        [{**call, "environ": FIRST if call["rank"] == 0 else ENV} for call in members(2)],
+        ON_ALL_INTERFACES,
+    ),
+    "no MASTER_ADDR and no arguments": (
         [
-            pool.submit(take_part, environ=first, **given),
-            pool.submit(take_part, environ=second),
-        ]
-    )
-    assert_same_rendezvous(results)
-    assert "MASTER_ADDR is not set on rank 0, which listens on all interfaces" in "\n".join(
-        results[0]["notes"]
-    )
+            {"environ": {**(ENV if rank else FIRST), "RANK": str(rank), "WORLD_SIZE": "2"}}
+            for rank in range(2)
+        ],
+        ON_ALL_INTERFACES,
+    ),
+    "a late server": (
+        [{**call, "delay": 0.0 if call["rank"] else 0.5} for call in members(2, init_method=URL)],
+        "hosted by rank 0",
+    ),
+}
 
 
-def test_a_late_server(pool: ProcessPoolExecutor, port: int) -> None:
-    url = f"tcp://127.0.0.1:{port}"
-    late = pool.submit(take_part, init_method=url, rank=0, world_size=2, delay=0.5)
-    assert_same_rendezvous(gather([late, pool.submit(take_part, init_method=url, rank=1, world_size=2)]))
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_address_and_members(pool: ProcessPoolExecutor, name: str, port: int) -> None:
+    calls, note = ADDRESSES[name]
+    results = meet(pool, json.loads(json.dumps(calls).replace("<port>", str(port))))
+    assert note in "\n".join(results[0]["notes"])
+    if "environ" in calls[0]:
+        assert results[1]["source"] == "UNICOLL_SECRET"
+        assert results[1]["key"] != SECRET["UNICOLL_SECRET"].encode()
+        assert results[1]["trusted"]
 
 
-@pytest.mark.parametrize("secret", [{}, SECRET])
-def test_repeated_rendezvous_at_the_same_address(
-    pool: ProcessPoolExecutor, secret: dict[str, str], port: int
+@pytest.mark.parametrize(("where", "secret"), [("tcp", {}), ("tcp", SECRET), ("file", {})])
+def test_repeated_rendezvous(
+    pool: ProcessPoolExecutor, where: str, secret: dict[str, str], port: int, tmp_path: Path
 ) -> None:
-    url = f"tcp://127.0.0.1:{port}"
-    results = gather(
-        [
-            pool.submit(take_part, rounds=8, init_method=url, rank=rank, world_size=3, environ=secret)
-            for rank in range(3)
-        ]
-    )
-    assert_same_rendezvous(results)
+    """At the same address, or in the same file."""
+    url = f"file://{tmp_path}/meet" if where == "file" else f"tcp://127.0.0.1:{port}"
+    results = meet(pool, members(3, rounds=8, init_method=url, environ=secret))
     assert results[0]["keys"] == results[1]["keys"] == results[2]["keys"]
     assert len(set(results[0]["keys"])) == 8
-
-
-def test_new_processes_after_an_earlier_rendezvous(pool: ProcessPoolExecutor, port: int) -> None:
-    url = f"tcp://127.0.0.1:{port}"
-    for _ in range(2):  # the workers of the pool get the ranks in any order
-        assert_same_rendezvous(
-            gather([pool.submit(take_part, init_method=url, rank=rank, world_size=3) for rank in range(3)])
-        )
+    assert not (tmp_path / "meet").exists()
 
 
 def test_a_world_of_size_1_opens_no_port() -> None:
@@ -222,12 +209,8 @@ def test_a_world_of_size_1_opens_no_port() -> None:
         busy.bind(("127.0.0.1", 0))
         environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         found = rendezvous(environ=environ | {"MASTER_PORT": str(busy.getsockname()[1])})
-    assert (found.rank, found.world_size, found.trusted, found.listen_addresses[0]) == (
-        0,
-        1,
-        True,
-        "127.0.0.1",
-    )
+    assert (found.rank, found.world_size, found.trusted) == (0, 1, True)
+    assert found.listen_addresses[0] == "127.0.0.1"
     assert isinstance(found.root, HashStore)
     found.close()
     found.close()
@@ -236,33 +219,17 @@ def test_a_world_of_size_1_opens_no_port() -> None:
 # --- by file or store -----------------------------------------------------------------------------------------------
 
 
-def test_file(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/meet"
-    results = gather([pool.submit(take_part, init_method=url, rank=rank, world_size=3) for rank in range(3)])
-    assert_same_rendezvous(results)
-    assert f"store: {url}" in results[0]["notes"]
-
-
-def test_repeated_rendezvous_in_the_same_file(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/meet"
-    results = gather(
-        [pool.submit(take_part, rounds=5, init_method=url, rank=rank, world_size=3) for rank in range(3)]
-    )
-    assert_same_rendezvous(results)
-    assert results[0]["keys"] == results[1]["keys"] == results[2]["keys"]
-    assert not (tmp_path / "meet").exists()
-
-
-def test_a_file_that_others_can_read_is_not_trusted(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [None, 0o600, 0o644])
+def test_file(pool: ProcessPoolExecutor, tmp_path: Path, mode: int | None) -> None:
+    """One that others can read is not trusted."""
     path = tmp_path / "meet"
-    path.touch()
-    path.chmod(0o644)
-    results = gather(
-        [pool.submit(take_part, init_method=f"file://{path}", rank=rank, world_size=2) for rank in range(2)]
-    )
-    assert_same_rendezvous(results)
-    assert not results[1]["trusted"]
-    assert any("OPEN" in note for note in results[1]["notes"])
+    if mode is not None:
+        path.touch()
+        path.chmod(mode)
+    results = meet(pool, members(3, init_method=f"file://{path}"))
+    assert f"store: file://{path}" in results[0]["notes"]
+    assert results[1]["trusted"] == (mode != 0o644)
+    assert any("OPEN" in note for note in results[1]["notes"]) == (mode == 0o644)
 
 
 def write_leftover_file(path: Path, ranks: int) -> None:
@@ -290,49 +257,26 @@ class _UnusedLocation(rendezvous_protocol.StoreLocation):
 
 def test_a_leftover_file_is_ignored(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     write_leftover_file(tmp_path / "meet", 3)
-    url = f"file://{tmp_path}/meet"
-    assert_same_rendezvous(
-        gather(
-            [
-                pool.submit(take_part, init_method=url, rank=rank, world_size=3, delay=0.0 if rank else 0.5)
-                for rank in range(3)
-            ]
-        )
-    )
+    calls = members(3, init_method=f"file://{tmp_path}/meet")
+    meet(pool, [{**call, "delay": 0.0 if call["rank"] else 0.5} for call in calls])
 
 
-def test_file_store_argument(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
+def test_store_arguments(pool: ProcessPoolExecutor, tmp_path: Path) -> None:
     path = str(tmp_path / "meet")
-    results = gather([pool.submit(take_part_with_store, "file", path, rank, 2) for rank in range(2)])
-    assert_same_rendezvous(results)
+    results = meet(pool, members(2, where=path), take_part_with_store)
     assert f"store: file://{path} (given)" in results[0]["notes"]
-
-
-def test_tcp_store_argument(pool: ProcessPoolExecutor) -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    try:
-        where = f"127.0.0.1:{server.port}"
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as server:
         for _ in range(2):
-            results = gather([pool.submit(take_part_with_store, "tcp", where, rank, 3) for rank in range(3)])
-            assert_same_rendezvous(results)
+            results = meet(pool, members(3, where=f"127.0.0.1:{server.port}"), take_part_with_store)
             assert results[0]["trusted"]
-    finally:
-        server.close()
 
 
 def test_hash_store_argument_of_threads() -> None:
     store = HashStore()
-    results: dict[int, dict[str, Any]] = {}
-
-    def one(rank: int) -> None:
-        results[rank] = take_part(rounds=3, store=store, rank=rank, world_size=4)
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert_same_rendezvous([results[rank] for rank in range(4)])
+    with ThreadPoolExecutor(4) as threads:
+        calls = [threads.submit(take_part, **call) for call in members(4, rounds=3, store=store)]
+        results = [call.result(60) for call in calls]
+    assert_same_rendezvous(results)
     assert results[0]["trusted"]
     assert len(set(results[0]["keys"])) == 3
 
@@ -340,19 +284,14 @@ def test_hash_store_argument_of_threads() -> None:
 def test_a_store_argument_stays_open() -> None:
     store = HashStore()
     store.set_timeout(timedelta(seconds=7))
-    found = rendezvous(store=store, rank=0, world_size=1, environ={})
-    found.close()
-    assert store.timeout == timedelta(seconds=7)
-    store.set("still", "open")
-    assert store.get("still") == b"open"
-
-
-def test_store_argument_with_members_from_the_launcher() -> None:
-    found = rendezvous(store=HashStore(), environ={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
+    found = rendezvous(store=store, environ={"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     assert (found.rank, found.world_size) == (0, 1)
     assert found.launched is not None
     assert found.launched.local_rank == 0
     found.close()
+    assert store.timeout == timedelta(seconds=7)
+    store.set("still", "open")
+    assert store.get("still") == b"open"
 
 
 # --- by launcher ----------------------------------------------------------------------------------------------------
@@ -378,8 +317,7 @@ def derived_port(job: str) -> int:
 
 def test_mpirun_on_one_host_needs_no_address(pool: ProcessPoolExecutor) -> None:
     job = f"prterun-test-{os.getpid()}@1"
-    results = gather([pool.submit(take_part, environ=openmpi(rank, 3, job)) for rank in range(3)])
-    assert_same_rendezvous(results)
+    results = meet(pool, [{"environ": openmpi(rank, 3, job)} for rank in range(3)])
     assert results[2]["listen"] == ["127.0.0.1"]
     assert any("all ranks are on one host, port from PMIX_NAMESPACE" in note for note in results[2]["notes"])
 
@@ -387,16 +325,13 @@ def test_mpirun_on_one_host_needs_no_address(pool: ProcessPoolExecutor) -> None:
 def test_another_jobs_store_on_the_derived_port_is_skipped(pool: ProcessPoolExecutor) -> None:
     job = f"prterun-test-{os.getpid()}@2"
     # Another job's store, with its own rendezvous, and a program that never replies.
-    other = TCPStore("127.0.0.1", derived_port(job), is_master=True, wait_for_workers=False)
-    mute = socket.create_server(("127.0.0.1", derived_port(job) + 1))
-    try:
+    with (
+        TCPStore("127.0.0.1", derived_port(job), is_master=True, wait_for_workers=False) as other,
+        socket.create_server(("127.0.0.1", derived_port(job) + 1)),
+    ):
         other_job = rendezvous(store=other, rank=0, world_size=2, environ={})
-        results = gather([pool.submit(take_part, environ=openmpi(rank, 2, job)) for rank in range(2)])
+        meet(pool, [{"environ": openmpi(rank, 2, job)} for rank in range(2)])
         other_job.close()
-    finally:
-        other.close()
-        mute.close()
-    assert_same_rendezvous(results)
 
 
 def test_a_store_with_another_programs_record_is_skipped() -> None:
@@ -451,14 +386,9 @@ def test_with_torchruns_agent(pool: ProcessPoolExecutor, busy: int) -> None:
         port = stack.enter_context(reserved_ports(2 + busy))
         for offset in range(1 + busy):
             stack.enter_context(socket.create_server(("127.0.0.1", port + offset)))
-        results = gather(
-            [pool.submit(take_part, environ=torchrun(rank, 2, port), rounds=2) for rank in range(2)]
-        )
-    assert_same_rendezvous(results)
-    assert any(
-        f"tcp://localhost:{port + 1 + busy} (MASTER_ADDR, MASTER_PORT; torchrun's agent" in note
-        for note in results[1]["notes"]
-    )
+        results = meet(pool, [{"environ": torchrun(rank, 2, port), "rounds": 2} for rank in range(2)])
+    where = f"tcp://localhost:{port + 1 + busy} (MASTER_ADDR, MASTER_PORT; torchrun's agent"
+    assert where in "\n".join(results[1]["notes"])
 
 
 def test_ports_before_the_last_port() -> None:
@@ -471,24 +401,15 @@ def test_ports_before_the_last_port() -> None:
 
 def test_the_launchers_store(pool: ProcessPoolExecutor) -> None:
     secret = Secret(SECRET["UNICOLL_SECRET"].encode(), "UNICOLL_SECRET")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, secret=secret)
-    environs = [
-        torchrun(rank, 3, 1) | {"UNICOLL_LAUNCHER": "1", "UNICOLL_STORE": f"127.0.0.1:{store.port}", **SECRET}
-        for rank in range(3)
-    ]
-    try:
-        results = gather([pool.submit(take_part, rounds=3, environ=environ) for environ in environs])
-    finally:
-        store.close()
-    assert_same_rendezvous(results)
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, secret=secret) as store:
+        more = {"UNICOLL_LAUNCHER": "1", "UNICOLL_STORE": f"127.0.0.1:{store.port}", **SECRET}
+        results = meet(pool, [{"environ": torchrun(r, 3, 1) | more, "rounds": 3} for r in range(3)])
     assert results[0]["trusted"]
     assert any("(UNICOLL_STORE), hosted by the launcher" in note for note in results[0]["notes"])
 
 
 def test_arguments_have_priority_over_the_launcher(pool: ProcessPoolExecutor, port: int) -> None:
-    environ = torchrun(0, 8, port)
-    results = gather([pool.submit(take_part, environ=environ, rank=rank, world_size=2) for rank in range(2)])
-    assert_same_rendezvous(results)
+    results = meet(pool, members(2, environ=torchrun(0, 8, port)))
     assert any(note.startswith("different from the launcher: rank 0 of 8") for note in results[1]["notes"])
 
 
@@ -525,12 +446,9 @@ def test_registered_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     found.close()
     assert calls[1:] == ["closed"]
     rendezvous("zoo://keeper", environ={}).close()  # the handler determines the members
-    with pytest.raises(DistArgumentError, match="already"):
-        register_rendezvous_handler("zoo", handler)
-    with pytest.raises(DistArgumentError, match="already"):
-        register_rendezvous_handler("tcp", handler)
-    with pytest.raises(DistArgumentError, match="not a URL scheme"):
-        register_rendezvous_handler("a:b", handler)
+    for scheme, words in (("zoo", "already"), ("tcp", "already"), ("a:b", "not a URL scheme")):
+        with pytest.raises(DistArgumentError, match=words):
+            register_rendezvous_handler(scheme, handler)
 
 
 @pytest.mark.parametrize("answer", [(), (None, 0), (HashStore(), 2, 2)])
@@ -600,14 +518,13 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_wrong_secret(pool: ProcessPoolExecutor, port: int) -> None:
-    url = f"tcp://127.0.0.1:{port}"
-    server = pool.submit(take_part, init_method=url, rank=0, world_size=2, environ=SECRET, timeout=60.0)
+    first, second = members(2, init_method=f"tcp://127.0.0.1:{port}")
+    server = pool.submit(take_part, **first, environ=SECRET, timeout=60.0)
     for environ in (OTHER_SECRET, {}):
-        (text,) = errors([pool.submit(take_part, init_method=url, rank=1, world_size=2, environ=environ)])
-        assert text.startswith("AuthenticationError")
-        assert "UNICOLL_SECRET" in text
-    right = pool.submit(take_part, init_method=url, rank=1, world_size=2, environ=SECRET)
-    assert_same_rendezvous(gather([server, right]))
+        with pytest.raises(AuthenticationError, match="UNICOLL_SECRET"):
+            pool.submit(take_part, **second, environ=environ).result(timeout=300)
+    right = pool.submit(take_part, **second, environ=SECRET)
+    assert_same_rendezvous([server.result(timeout=300), right.result(timeout=300)])
 
 
 @pytest.mark.parametrize(("first", "second"), [(SECRET, {}), ({}, SECRET)])
@@ -764,131 +681,32 @@ def test_an_open_store_causes_a_warning(caplog: pytest.LogCaptureFixture, tmp_pa
     assert any("is OPEN" in record.getMessage() for record in caplog.records)
 
 
-# --- real hosts and launchers ---------------------------------------------------------------------------------------
+# --- a real launcher; torchrun is in test_breakpoint.py --------------------------------------------------------------
 
-PROGRAM = textwrap.dedent(
-    """
-    from datetime import timedelta
-    from unicoll.bootstrap.rendezvous import rendezvous
-    found = rendezvous(timeout=60)
-    if found.rank == 0:  # it hosts the store, so it ends last
-        found.store.wait([f"here/{rank}" for rank in range(1, found.world_size)], timedelta(seconds=60))
-    else:
-        found.store.set(f"here/{found.rank}", "yes")
-    print(f"found {found.rank}/{found.world_size} {found.listen_addresses[0]} {found.trusted}", flush=True)
-    found.close()
-    """
-)
-
-
-def run_program(command: list[str], tmp_path: Path, environ: dict[str, str]) -> str:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("UNICOLL_", "SLURM_", "OMPI_", "PMI", "MASTER_", "TORCHELASTIC_"))
-    }
-    done = subprocess.run(
-        [*command, sys.executable, str(program)],
-        env=inherited | {"PYTHONPATH": str(ROOT)} | environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-def assert_two_ranks(output: str, address: str = r"127\.0\.0\.1") -> None:
-    assert sorted(re.findall(rf"found (\d)/2 {address} (?:True|False)", output)) == ["0", "1"], output
-
-
-@pytest.mark.slow
-@pytest.mark.torch
-def test_under_torchrun(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    # torchrun takes a script where the others take a command.
-    assert_two_ranks(run_program([*command, "--no-python"], tmp_path, {}))
+PROGRAM = """
+from datetime import timedelta
+from unicoll.bootstrap.rendezvous import rendezvous
+found = rendezvous(timeout=60)
+if found.rank == 0:  # it hosts the store, so it ends last
+    found.store.wait([f"here/{rank}" for rank in range(1, found.world_size)], timedelta(seconds=60))
+else:
+    found.store.set(f"here/{found.rank}", "yes")
+print(f"found {found.rank}/{found.world_size} {found.listen_addresses[0]} {found.trusted}", flush=True)
+found.close()
+"""
 
 
 @pytest.mark.parametrize("command", ["mpirun", "mpiexec.hydra", "mpiexec"])
-def test_under_mpirun(tmp_path: Path, command: str) -> None:
+def test_under_mpirun(folder: LaunchFolder, command: str) -> None:
     path = shutil.which(command)
     if path is None:
         pytest.skip(f"no {command} here")
-    allow = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    oversubscribe = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-    assert_two_ranks(run_program([path, "-n", "2"], tmp_path, allow | oversubscribe))
-
-
-def ip(*message: str) -> None:
-    subprocess.run(["ip", *message], check=True, capture_output=True, timeout=20)
-
-
-@pytest.fixture
-def two_hosts() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a link between them: 10.77.0.1 and 10.77.0.2, fd77::1 and fd77::2."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("needs the ip command and root")
-    names = (f"ua{os.getpid()}", f"ub{os.getpid()}")
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip(
-                "link",
-                "add",
-                "uveth0",
-                "netns",
-                names[0],
-                "type",
-                "veth",
-                "peer",
-                "uveth0",
-                "netns",
-                names[1],
-            )
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode()}")
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "uveth0")
-            ip("-n", name, "addr", "add", f"fd77::{number}/64", "dev", "uveth0", "nodad")
-            ip("-n", name, "link", "set", "uveth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True, timeout=20)
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize(
-    ("master", "address", "secret"),
-    [
-        ("10.77.0.1", r"10\.77\.0\.[12]", SECRET),
-        ("10.77.0.1", r"10\.77\.0\.[12]", {}),
-        ("fd77::1", "fd77::[12]", SECRET),
-        (None, r"10\.77\.0\.[12]", SECRET),
-    ],
-)
-def test_two_hosts(
-    two_hosts: tuple[str, str], tmp_path: Path, master: str | None, address: str, secret: dict[str, str]
-) -> None:
-    common = {"WORLD_SIZE": "2", "MASTER_PORT": "29533", **secret}
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as hosts:
-        futures = []
-        for rank, name in enumerate(two_hosts):
-            (tmp_path / name).mkdir()
-            command = ["ip", "netns", "exec", name]
-            environ = common | {"RANK": str(rank), "MASTER_ADDR": master or "10.77.0.1"}
-            if rank == 0 and master is None:  # rank 0 needs none
-                del environ["MASTER_ADDR"]
-            futures.append(hosts.submit(run_program, command, tmp_path / name, environ))
-        output = "".join(future.result(timeout=300) for future in futures)
-    assert_two_ranks(output, address)
-    assert output.count(" True") == (2 if secret else 0)
-    assert ("is OPEN" in output) == (not secret)
+    env = {k: v for k, v in environment().items() if not k.startswith(("SLURM_", "PMI"))}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    words = [path, "-n", "2", sys.executable, folder.script(PROGRAM)]
+    done = subprocess.run(
+        words, cwd=folder.path, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"found (\d)/2 127\.0\.0\.1 (?:True|False)", done.stdout)) == ["0", "1"], done

@@ -7,19 +7,15 @@ import pickle
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.launcher.launching import BOUND, LaunchFolder, all_gone, environment, wait_until
 from unicoll.api.spawn import SpawnError, spawn
 from unicoll.errors import DistArgumentError, DistError, DistTypeError, RankLostError
-
-ROOT = Path(__file__).resolve().parents[2]
-BOUND = 180.0
 
 
 def write_environment(rank: int, folder: str, word: str) -> None:
@@ -58,10 +54,7 @@ def fail_without_ending(rank: int) -> None:
 
 
 def wait_for_file(rank: int, path: str) -> None:
-    deadline = time.monotonic() + BOUND
-    while not os.path.exists(path):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: os.path.exists(path))
 
 
 def count_in_store(rank: int) -> None:
@@ -76,23 +69,6 @@ def count_in_store(rank: int) -> None:
     store.close()
 
 
-def all_gone(pids: list[int]) -> bool:
-    def runs(pid: int) -> bool:
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-        except OSError:
-            return False
-
-    return not any(runs(pid) for pid in pids)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + BOUND
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def test_every_rank_runs_with_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
@@ -101,11 +77,8 @@ def test_every_rank_runs_with_its_environment(tmp_path: Path, monkeypatch: pytes
     assert {f.name: f.read_text() for f in tmp_path.iterdir()} == {
         str(r): f"word {r} {r} 3 3 1" for r in range(3)
     }
-
-
-def test_one_process_is_the_default(tmp_path: Path) -> None:
-    spawn(write_environment, (str(tmp_path), "one"))
-    assert [f.name for f in tmp_path.iterdir()] == ["0"]
+    spawn(write_environment, (str(tmp_path), "one"))  # one process is the default
+    assert [f.name for f in tmp_path.iterdir() if f.read_text().startswith("one")] == ["0"]
 
 
 def test_the_processes_share_a_store() -> None:
@@ -188,24 +161,16 @@ def test_spawn_from_a_thread_that_ends(tmp_path: Path) -> None:
 def test_bad_arguments() -> None:
     with pytest.raises(DistTypeError, match="fn"):
         spawn(3)  # type: ignore[arg-type]
-    with pytest.raises(DistArgumentError, match="nprocs"):
-        spawn(fail_on_rank_1, nprocs=0)
-    with pytest.raises(DistArgumentError, match="start_method"):
-        spawn(fail_on_rank_1, start_method="fork")
+    for options in ({"nprocs": 0}, {"start_method": "fork"}):
+        with pytest.raises(DistArgumentError, match=next(iter(options))):
+            spawn(fail_on_rank_1, **options)  # type: ignore[arg-type]
     with pytest.raises((pickle.PicklingError, AttributeError)):
         spawn(lambda rank: None)
 
 
-def test_a_function_of_an_interactive_session_is_refused() -> None:
+def test_a_function_of_an_interactive_session_is_refused(folder: LaunchFolder) -> None:
     source = "import unicoll\ndef work(rank): pass\nunicoll.spawn(work)"
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+    done = folder.python("-c", source)
     assert "DistArgumentError: spawn: fn is defined in an interactive session" in done.stderr
     assert "%%writefile" in done.stderr
 
@@ -213,8 +178,9 @@ def test_a_function_of_an_interactive_session_is_refused() -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("from_thread", [False, True])
-def test_nothing_survives_the_parent(tmp_path: Path, number: signal.Signals, from_thread: bool) -> None:
-    source = """
+def test_nothing_survives_the_parent(folder: LaunchFolder, number: signal.Signals, from_thread: bool) -> None:
+    script = folder.script(
+        """
         import os, pathlib, subprocess, sys, threading, time
         from unicoll.api.spawn import spawn
 
@@ -231,20 +197,18 @@ def test_nothing_survives_the_parent(tmp_path: Path, number: signal.Signals, fro
                 threading.Thread(target=spawn, args=(work, (), 2)).start()
                 time.sleep(600)
             spawn(work, nprocs=2)
-    """
-    (tmp_path / "parent.py").write_text(textwrap.dedent(source))
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        """
+    )
     parent = subprocess.Popen(
-        [sys.executable, "parent.py", "thread" if from_thread else "main"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)},
+        [sys.executable, script, "thread" if from_thread else "main"],
+        cwd=folder.path,
+        env=environment(TMPDIR=str(folder.path)),
     )
     try:
-        wait_until(lambda: len([f for f in tmp_path.glob("pid.*") if f.read_text()]) == 4)
-        pids = [int(file.read_text()) for file in tmp_path.glob("pid.*")]
+        pids = folder.pids(4)
         assert not all_gone(pids)
     finally:
         parent.send_signal(number)
         parent.wait(BOUND)
     wait_until(lambda: all_gone(pids))
-    wait_until(lambda: list(tmp_path.glob("unicoll_spawn_*")) == [])
+    wait_until(lambda: list(folder.path.glob("unicoll_spawn_*")) == [])

@@ -12,7 +12,7 @@ import numpy as np
 import unicoll as dist
 from mpi_comm.group_communicator import GroupCommunicator
 from tests.support.outcomes import failure_of
-from tests.support.worker import Failure
+from tests.support.worker import Failure, send_note
 
 _FLOATS = np.float64
 
@@ -200,3 +200,32 @@ def overflow() -> bool:
         dist.all_reduce(x)
         dist.all_reduce(y)
     return bool(np.isinf(x).all() and np.isnan(y).all())
+
+
+def another_symmetric_call(how: str) -> str:
+    """Rank 1 makes another call than an all_reduce on its symmetric array: the error."""
+    group: Any = dist.group.WORLD
+    array = group.symmetric_empty(200_000)
+    try:
+        if dist.get_rank() != 1:
+            dist.all_reduce(array)
+        elif how == "operation":
+            dist.broadcast(array, src=0)
+        else:
+            group.symmetric_empty(3)
+        return "none"
+    except dist.CollectiveMismatchError as e:
+        return str(e)
+
+
+def symmetric_loop(timeout: float) -> str:
+    """An all_reduce of a large symmetric array again and again, until it fails; the error."""
+    group: Any = dist.group.WORLD
+    array = group.symmetric_empty(1 << 20)
+    group.all_reduce(array, timeout=60.0)  # the first call takes longer
+    send_note("looping")
+    try:
+        while True:
+            group.all_reduce(array, timeout=timeout)
+    except dist.DistError as e:
+        return f"{type(e).__name__}: {e}"

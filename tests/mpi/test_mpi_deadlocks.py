@@ -11,6 +11,11 @@ from functools import partial
 import pytest
 
 from tests.faults import deadlock_jobs as jobs
+from tests.faults.test_deadlocks import (
+    test_a_message_that_the_other_rank_has_not_read_hides_no_circle,  # noqa: F401
+    test_messages_to_and_fro_are_not_a_circle,  # noqa: F401
+    test_sends_that_a_waiting_rank_reads_are_not_reported,  # noqa: F401
+)
 from tests.mpi.mpi_ranks import MpiJob, unavailable_reason
 from tests.support.ranks import Pool, pools
 from unicoll.testing import sampling
@@ -50,22 +55,3 @@ def test_programs_without_a_circle_are_not_reported(pool: Callable[[int], Pool],
         for failures in pool(4).run(jobs.programs, seeds, timeout=120):
             assert failures == [None] * 10
         pool(4).run(jobs.end_groups)
-
-
-@pytest.mark.every(2)
-def test_messages_to_and_fro_are_not_a_circle(pool: Callable[[int], Pool]) -> None:
-    first, second = pool(2).run(jobs.ping_pong, 1.5)
-    assert first == second > 10
-
-
-def test_a_message_that_the_other_rank_has_not_read_hides_no_circle(pool: Callable[[int], Pool]) -> None:
-    for failure in pool(2).run(jobs.receive_what_was_sent_before):
-        assert failure is not None
-        assert failure.type == "DeadlockError", failure.traceback
-    pool(2).run(jobs.end_groups)
-
-
-@pytest.mark.every(2)
-def test_sends_that_a_waiting_rank_reads_are_not_reported(pool: Callable[[int], Pool]) -> None:
-    assert pool(3).run(jobs.sends_that_are_read, 2)[1] == [3.0, 3.0]
-    pool(3).run(jobs.end_groups)

@@ -10,7 +10,7 @@ from math import nan
 import pytest
 
 from tests.conformance import group_jobs, matching_jobs, p2p_jobs
-from tests.gloo import extreme_jobs
+from tests.mpi import extreme_jobs
 from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
 from tests.support.ranks import Pool, pools
 from tests.unit import subclass_jobs

@@ -9,10 +9,22 @@ from functools import partial
 import pytest
 
 from tests.gloo import symmetric_jobs as jobs
-from tests.gloo.test_symmetric import DIRECT, KINDS
-from tests.gloo.victims import check_victim_is_named
+from tests.gloo.test_symmetric import (
+    DIRECT,
+    KINDS,
+    gradient_buckets,
+    test_a_group_of_one_rank,  # noqa: F401
+    test_arrays_survive_their_group,  # noqa: F401
+    test_callbacks_may_call_collectives_during_an_allocation,  # noqa: F401
+    test_calls_in_the_background,  # noqa: F401
+    test_memory_lasts_as_long_as_its_views,  # noqa: F401
+    test_ranks_that_ask_for_different_sizes_are_named,  # noqa: F401
+    test_too_much_memory_raises_on_all_ranks,  # noqa: F401
+    test_views_of_the_other_ranks_arrays,  # noqa: F401
+)
 from tests.mpi import small_array_jobs
 from tests.mpi.mpi_ranks import MpiJob, library, unavailable_reason
+from tests.mpi.victims import check_victim_is_named
 from tests.support.ranks import Pool, pools
 from tests.support.worker import enter
 from unicoll.backend.ops import OPS
@@ -59,50 +71,8 @@ def test_small_arrays(name: str, count: int, pool: Pools) -> None:
     assert pool(3).run(jobs.equal_results, name, count, "int32", "SUM", 1, False, None) == [[]] * 3
 
 
-def test_calls_in_the_background(pool: Pools) -> None:
-    assert pool(3).run(jobs.in_the_background) == [["all_reduce"] * 15] * 3
-
-
 def test_gradient_buckets(pool: Pools) -> None:
-    assert pool(2).run(jobs.gradient_buckets, False) == [["all_reduce"] * 2] * 2
-
-
-# --- allocation and lifetime ----------------------------------------------------------------------------------------
-
-
-def test_views_of_the_other_ranks_arrays(pool: Pools) -> None:
-    for seen, refusals in pool(3).run(jobs.peers):
-        assert seen == [102, 100, 101]
-        assert "is not in symmetric memory of group 'world'" in refusals[0]
-        assert "group rank 3" in refusals[2]
-
-
-def test_a_group_of_one_rank(pool: Pools) -> None:
-    assert pool(1).run(jobs.alone) == ["[[0, 0, 0], [7, 7, 7]]"]
-
-
-def test_ranks_that_ask_for_different_sizes_are_named(pool: Pools) -> None:
-    for text, usable in pool(3).run(jobs.sizes_differ):
-        assert "rank 0: symmetric_empty(float32[10])" in text
-        assert "rank 2: symmetric_empty(float32[12])" in text
-        assert usable == "(3, 5) int16 0"
-
-
-def test_too_much_memory_raises_on_all_ranks(pool: Pools) -> None:
-    for text in pool(2).run(jobs.too_much):
-        assert text.startswith("DistBackendError: symmetric_empty(uint8[4611686018427387904]): rank 0 cannot")
-
-
-def test_memory_lasts_as_long_as_its_views(pool: Pools) -> None:
-    assert pool(2).run(jobs.memory_is_released) == [(2 * (1 << 20) + 4096,) * 2 + (0,)] * 2
-
-
-def test_arrays_survive_their_group(pool: Pools) -> None:
-    assert pool(3).run(jobs.survives_a_subgroup) == [[1], [2], [0]]
-
-
-def test_callbacks_may_call_collectives_during_an_allocation(pool: Pools) -> None:
-    assert pool(3).run(jobs.allocation_beside_callbacks) == [20] * 3
+    pool(2).run(gradient_buckets, False)
 
 
 # --- no shared memory -----------------------------------------------------------------------------------------------
@@ -140,7 +110,7 @@ def test_another_call_on_one_rank_is_named(how: str) -> None:
     with _Job(3) as job:
         job.call(enter)
         job.results()
-        job.call(jobs.mismatch, how)
+        job.call(small_array_jobs.another_symmetric_call, how)
         texts = job.results()
     assert len(set(texts)) == 1
     assert "all_reduce(float32[200000]" in texts[0]
@@ -153,6 +123,5 @@ def test_a_rank_killed_or_stopped_in_the_middle_is_named(number: signal.Signals)
     start = partial(_Job, recover=True, warm_up=True)
     # all calls before the rank stops have to end within the timeout
     timeout = 60.0 if number == signal.SIGKILL else 5.0
-    check_victim_is_named(
-        number, jobs.loop, "all_reduce", timeout, start=start, env={"UNICOLL_TRANSPORT": "auto"}
-    )
+    env = {"UNICOLL_TRANSPORT": "auto"}
+    check_victim_is_named(number, small_array_jobs.symmetric_loop, timeout, start=start, env=env)

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_run import BOUND, LaunchFolder, environment, folder, with_late_ranks  # noqa: F401
+from tests.launcher.launching import BOUND, LaunchFolder, environment, with_late_ranks
 from unicoll import errors
 from unicoll.net import excepthook
 from unicoll.net.formatting import ranks_text
@@ -46,12 +43,12 @@ def parts(stderr: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.fixture(autouse=True)
-def grace(folder: LaunchFolder, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def grace(folder: LaunchFolder) -> None:
     """Ranks that start late on a busy machine have the time to fail by themselves."""
-    monkeypatch.setattr(folder, "start", partial(folder.start, "--grace", "30"))
+    folder.flags = ["--grace", "30"]
 
 
-def test_a_traceback_of_all_ranks_is_printed_once(folder: LaunchFolder) -> None:  # noqa: F811
+def test_a_traceback_of_all_ranks_is_printed_once(folder: LaunchFolder) -> None:
     done = folder.launch("-n", "4", folder.script(MISSPELT))
     assert done.returncode == 1
     above, summary = parts(done.stderr)
@@ -69,7 +66,7 @@ def test_a_traceback_of_all_ranks_is_printed_once(folder: LaunchFolder) -> None:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("program", [MISSPELT, "import unicoll\nunicoll.barrier()"])
-def test_detail_shows_all_frames(folder: LaunchFolder, program: str) -> None:  # noqa: F811
+def test_detail_shows_all_frames(folder: LaunchFolder, program: str) -> None:
     assert FOLDED in parts(folder.launch("-n", "2", folder.script(program)).stderr)[0]
     done = folder.launch("-n", "2", folder.script(program), UNICOLL_DEBUG="DETAIL")
     above, _ = parts(done.stderr)
@@ -78,7 +75,7 @@ def test_detail_shows_all_frames(folder: LaunchFolder, program: str) -> None:  #
     assert FOLDED not in above
 
 
-def test_a_wrong_shape_is_reported_once(folder: LaunchFolder) -> None:  # noqa: F811
+def test_a_wrong_shape_is_reported_once(folder: LaunchFolder) -> None:
     script = folder.script(
         """
         import numpy as np
@@ -109,7 +106,7 @@ def test_a_wrong_shape_is_reported_once(folder: LaunchFolder) -> None:  # noqa: 
         ("os._exit(3)", 3, "died: its process ended without leaving the job (exit code 3)"),
     ],
 )
-def test_reports_of_a_lost_rank(folder: LaunchFolder, how: str, status: int, cause: str) -> None:  # noqa: F811
+def test_reports_of_a_lost_rank(folder: LaunchFolder, how: str, status: int, cause: str) -> None:
     done = folder.launch("-n", "3", folder.script(LOST.format(how)))
     assert done.returncode == status
     above, _ = parts(done.stderr)
@@ -131,7 +128,7 @@ TERMINATED = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: sys.
     ],
 )
 def test_the_root_cause_is_the_rank_that_did_not_fail(
-    folder: LaunchFolder,  # noqa: F811
+    folder: LaunchFolder,
     how: str,
     timeout: float,
     end: str,
@@ -150,7 +147,7 @@ def test_the_root_cause_is_the_rank_that_did_not_fail(
     ), text
 
 
-def test_the_root_cause_is_the_rank_that_calls_too_often(folder: LaunchFolder) -> None:  # noqa: F811
+def test_the_root_cause_is_the_rank_that_calls_too_often(folder: LaunchFolder) -> None:
     """The other ranks end without an error."""
     script = folder.script(
         """
@@ -165,7 +162,7 @@ def test_the_root_cause_is_the_rank_that_calls_too_often(folder: LaunchFolder) -
     assert any(line.startswith("  rank      : 0 ") for line in summary), summary
 
 
-def test_the_stacks_of_a_crash_are_printed_once(folder: LaunchFolder) -> None:  # noqa: F811
+def test_the_stacks_of_a_crash_are_printed_once(folder: LaunchFolder) -> None:
     crash = "f = lambda n: n and f(n - 1) or ctypes.string_at(0); f(50)"
     crash = f"import ctypes, faulthandler; faulthandler.enable(); {crash}"
     done = folder.launch("-n", "2", folder.script(LOST.format(crash)))
@@ -173,7 +170,7 @@ def test_the_stacks_of_a_crash_are_printed_once(folder: LaunchFolder) -> None:  
     assert done.stderr.count("in string_at") == 1
 
 
-def test_chained_exceptions_are_kept_and_folded(folder: LaunchFolder) -> None:  # noqa: F811
+def test_chained_exceptions_are_kept_and_folded(folder: LaunchFolder) -> None:
     script = folder.script(
         """
         import unicoll as dist
@@ -190,7 +187,7 @@ def test_chained_exceptions_are_kept_and_folded(folder: LaunchFolder) -> None:  
     assert above[-1] == "ValueError: bad settings"
 
 
-def test_a_redirected_worker_has_its_traceback_in_its_log(folder: LaunchFolder) -> None:  # noqa: F811
+def test_a_redirected_worker_has_its_traceback_in_its_log(folder: LaunchFolder) -> None:
     done = folder.launch("-n", "2", "--log-dir=logs", "-r", "2", folder.script(MISSPELT))
     above, _ = parts(done.stderr)
     for rank in (0, 1):
@@ -198,22 +195,52 @@ def test_a_redirected_worker_has_its_traceback_in_its_log(folder: LaunchFolder) 
         assert log.read_text().splitlines() == above[1:]
 
 
-@pytest.mark.parametrize("file", ["/dev/full/error", "elsewhere.json"])
-def test_an_exception_without_record_is_printed(folder: LaunchFolder, file: str) -> None:  # noqa: F811
-    script = folder.script(f"import os; os.environ['TORCHELASTIC_ERROR_FILE'] = {file!r}; 1 / 0")
-    done = folder.launch("-n", "2", script)
+USERS_HOOK = """
+import sys
+import unicoll as dist
+sys.excepthook = lambda kind, value, trace: print("hook:", kind.__name__, file=sys.stderr)
+dist.init_process_group()
+raise ValueError("of all")
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "printed", "times"),
+    [
+        (
+            "import os; os.environ['TORCHELASTIC_ERROR_FILE'] = '/dev/full/error'; 1 / 0",
+            1,
+            "ZeroDivisionError: division by zero",
+            0,
+        ),
+        (
+            "import os; os.environ['TORCHELASTIC_ERROR_FILE'] = 'elsewhere.json'; 1 / 0",
+            1,
+            "ZeroDivisionError: division by zero",
+            0,
+        ),
+        (
+            "import os\nif os.fork() == 0: raise ValueError('of a child')\nos.wait()",
+            0,
+            "ValueError: of a child",
+            0,
+        ),
+        (USERS_HOOK, 1, "hook: ValueError", 1),
+    ],
+    ids=["no error file", "another error file", "forked child", "hook of the user"],
+)
+def test_what_the_launcher_does_not_fold_is_printed_by_each_rank(
+    folder: LaunchFolder, source: str, status: int, printed: str, times: int
+) -> None:
+    """Exceptions without a record, and those of a hook, whose record is folded beside."""
+    done = folder.launch("-n", "2", folder.script(source))
+    assert done.returncode == status
     for rank in (0, 1):
-        assert f"[default{rank}]:ZeroDivisionError: division by zero\n" in done.stderr
+        assert done.stderr.count(f"[default{rank}]:{printed}\n") == 1
+    assert done.stderr.count("\nValueError: of all\n") == times
 
 
-def test_a_forked_childs_traceback_is_printed(folder: LaunchFolder) -> None:  # noqa: F811
-    script = folder.script("import os\nif os.fork() == 0: raise ValueError('of a child')\nos.wait()")
-    done = folder.launch("-n", "2", script)
-    assert done.returncode == 0
-    assert done.stderr.count("]:ValueError: of a child\n") == 2
-
-
-def test_a_single_worker_prints_its_traceback(folder: LaunchFolder) -> None:  # noqa: F811
+def test_a_single_worker_prints_its_traceback(folder: LaunchFolder) -> None:
     done = folder.launch(folder.script(MISSPELT))
     above, _ = parts(done.stderr)
     assert above[0].startswith("Traceback")
@@ -221,7 +248,7 @@ def test_a_single_worker_prints_its_traceback(folder: LaunchFolder) -> None:  # 
     assert done.stderr.count("Traceback") == 1
 
 
-def test_a_traceback_does_not_wait_for_running_ranks(folder: LaunchFolder) -> None:  # noqa: F811
+def test_a_traceback_does_not_wait_for_running_ranks(folder: LaunchFolder) -> None:
     script = folder.script(
         """
         import os, time
@@ -241,7 +268,7 @@ def test_a_traceback_does_not_wait_for_running_ranks(folder: LaunchFolder) -> No
     assert rest.startswith("rank 1: the same as rank 0\n\n====")
 
 
-def test_an_interrupt_is_printed_once(folder: LaunchFolder) -> None:  # noqa: F811
+def test_an_interrupt_is_printed_once(folder: LaunchFolder) -> None:
     script = folder.script(
         """
         import os, pathlib, time
@@ -258,50 +285,22 @@ def test_an_interrupt_is_printed_once(folder: LaunchFolder) -> None:  # noqa: F8
     assert "ranks 0-2:\nTraceback" in with_late_ranks(err.decode())
 
 
-def test_a_users_hook_is_called(folder: LaunchFolder) -> None:  # noqa: F811
-    script = folder.script(
-        """
-        import sys
-        import unicoll as dist
-        sys.excepthook = lambda kind, value, trace: print("hook:", kind.__name__, file=sys.stderr)
-        dist.init_process_group()
-        raise ValueError("of all")
-        """
-    )
-    done = folder.launch("-n", "2", script)
-    assert done.stderr.count("]:hook: ValueError\n") == 2
-    assert done.stderr.count("\nValueError: of all\n") == 1
-
-
 # Without the launcher.
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("setting", ["", "UNICOLL_DEBUG=DETAIL", "TORCH_SHOW_CPP_STACKTRACES=1"])
-def test_a_plain_process_folds_frames(tmp_path: Path, setting: str) -> None:
-    (tmp_path / "work.py").write_text("import unicoll\nunicoll.init_process_group('nccll')\n")
-    done = subprocess.run(
-        [sys.executable, "work.py"],
-        cwd=tmp_path,
-        env=environment(**dict([setting.split("=")] if setting else [])),
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-        check=False,
-    )
+def test_a_plain_process_folds_frames(folder: LaunchFolder, setting: str) -> None:
+    script = folder.script("import unicoll\nunicoll.init_process_group('nccll')\n")
+    done = folder.python(script, env=environment(**dict([setting.split("=")] if setting else [])))
     assert done.returncode == 1
     assert (FOLDED in done.stderr) == (not setting)
     assert ("backend_choice.py" in done.stderr) == bool(setting)
     assert done.stderr.rstrip().splitlines()[-1].startswith("unicoll.errors.BackendUnavailableError: ")
 
 
-def test_the_level_counts_before_there_is_a_group(folder: LaunchFolder) -> None:  # noqa: F811
-    script = folder.script(
-        """
-        import unicoll
-        unicoll.FileStore("/missing/store")
-        """
-    )
+def test_the_level_counts_before_there_is_a_group(folder: LaunchFolder) -> None:
+    script = folder.script("import unicoll\nunicoll.FileStore('/missing/store')")
     done = folder.launch("-n", "1", script, UNICOLL_DEBUG="DETAIL")
     assert "in open_log" in done.stderr
     assert FOLDED not in done.stderr
@@ -367,18 +366,13 @@ def test_different_tracebacks_are_printed_with_their_ranks(one: str, other: str)
 
 
 @pytest.mark.parametrize("module", ["unicoll.run", "unicoll.launch", "unicoll.bench"])
-def test_help_begins_with_valid_examples(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_begins_with_valid_examples(
+    module: str, folder: LaunchFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from unicoll.bench.args import parse as bench
     from unicoll.run.args import parse as run
 
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--help"],
-        env=environment(COLUMNS="110"),
-        capture_output=True,
-        text=True,
-        timeout=BOUND,
-        check=True,
-    )
+    done = folder.python("-m", module, "--help", env=environment(COLUMNS="110"))
     paragraphs = done.stdout.split("\n\n")
     assert paragraphs[0].startswith(f"usage: python -m {module} ")
     assert len(paragraphs[0].splitlines()) == 1
@@ -392,21 +386,9 @@ def test_help_begins_with_valid_examples(module: str, monkeypatch: pytest.Monkey
         assert options is not None
 
 
-def test_the_console_script_has_its_own_name(folder: LaunchFolder) -> None:  # noqa: F811
+def test_the_console_script_has_its_own_name(folder: LaunchFolder) -> None:
     folder.script(
         "import sys; sys.argv[0] = '/somewhere/unirun'; from unicoll.run import main; main()", "start.py"
     )
-    for arguments, stream, expected in (
-        (["--help"], "stdout", "usage: unirun "),
-        ([], "stderr", "unirun: error"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "start.py", *arguments],
-            cwd=folder.path,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=BOUND,
-            check=False,
-        )
-        assert getattr(done, stream).startswith(expected)
+    assert folder.python("start.py", "--help").stdout.startswith("usage: unirun ")
+    assert folder.python("start.py").stderr.startswith("unirun: error")
