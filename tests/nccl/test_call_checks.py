@@ -2,64 +2,171 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 
-from tests.nccl import call_check_jobs as jobs
+import unicoll as dist
+from tests.nccl.nccl_jobs import error_of
+from tests.simulated_nccl import arrays
 from tests.simulated_nccl.ranks import run
 
 DETAIL = {"UNICOLL_DEBUG": "DETAIL", "UNICOLL_LOG_LEVEL": "warning"}
 
 
+def _finish(work: Any) -> None:
+    if work is not None:
+        work.synchronize()
+
+
+def _sum(count: int = 2, group: Any = None, async_op: bool = True) -> list[float]:
+    """The result of an all_reduce."""
+    x = arrays.full(count, 1.0)
+    _finish(dist.all_reduce(x, group=group, async_op=async_op))
+    return x.numpy().tolist()
+
+
+def differ(async_op: bool) -> list[str]:
+    """Rank 1 makes another call than the others, each time in a group of its own, and then the same call as they."""
+    odd, n = dist.get_rank() == 1, dist.get_world_size()
+    x = arrays.full(2, 1.0)
+
+    def operations(**more: Any) -> Any:
+        return dist.broadcast(x, 0, **more) if odd else dist.all_reduce(x, **more)
+
+    def splits(**more: Any) -> Any:
+        y, z = arrays.full(2 * n, 1.0), arrays.full(2 * n, 1.0)
+        return dist.all_to_all_single(y, z, [3, 2, 1] if odd else [2, 2, 2], [2] * n, **more)
+
+    def batches(**more: Any) -> Any:
+        return dist.all_reduce_coalesced([arrays.full(2, 1.0) for _ in range(3 if odd else 2)], **more)
+
+    attempts: list[Callable[..., Any]] = [
+        lambda **more: dist.all_reduce(arrays.full(3 if odd else 2, 1.0), **more),
+        operations,
+        splits,
+        batches,
+    ]
+    found = []
+    for attempt in attempts:
+        group = dist.new_group()
+        found.append(error_of(lambda a=attempt, g=group: _finish(a(group=g, async_op=async_op))))
+        found.append(error_of(lambda g=group: _sum(group=g, async_op=False)))
+        dist.destroy_process_group(group)
+    return found
+
+
 @pytest.mark.parametrize("async_op", [False, True])
 def test_calls_that_differ_raise_the_same_error_on_all_ranks(async_op: bool) -> None:
-    failures = run(3, jobs.differ, async_op, env=DETAIL)
-    for outcomes in zip(*failures, strict=True):
-        assert {one.type if one else "" for one in outcomes} == {"CollectiveMismatchError"}
-        assert len({one.message for one in outcomes}) == 1
-    sizes, _, operations, _, splits, _, batches, _ = [one.message for one in failures[0]]
+    first, second, third = run(3, differ, async_op, env=DETAIL)
+    assert first == second == third
+    assert all(text.startswith("CollectiveMismatchError") for text in first)
+    sizes, _, operations, _, splits, _, batches, _ = first
     assert "rank 0: all_reduce(float64[2] on cuda:0, SUM) #1 at " in sizes
     assert "rank 1: all_reduce(float64[3] on cuda:1, SUM) #1 at " in sizes
-    assert sizes.count("call_check_jobs.py:") == 3
+    assert sizes.count("test_call_checks.py:") == 3
     assert "rank 1: broadcast(float64[2] on cuda:1, root=0) #1 at " in operations
     assert "rank 0 sends 2 elements to rank 1, which has room for 3" in splits
     assert "different collectives" in batches
 
 
+def late() -> str:
+    """Rank 1 does not come."""
+    group = dist.new_group()
+    x = arrays.full(2, 1.0)
+    said = "" if dist.get_rank() == 1 else error_of(lambda: dist.all_reduce(x, group=group, timeout=0.5))
+    dist.barrier()
+    dist.destroy_process_group(group)
+    return said
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
-    first, _, third = run(3, jobs.late, env=DETAIL)
-    for one in (first, third):
-        assert one.type == "OperationTimeoutError"
-        assert "missing: rank 1" in one.message
+    first, _, third = run(3, late, env=DETAIL)
+    for said in (first, third):
+        assert said.startswith("OperationTimeoutError")
+        assert "missing: rank 1" in said
+
+
+def equal() -> list[Any]:
+    """Calls that agree, blocking and in the background, in groups that are made in all ways; and a refused one."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    found: list[Any] = []
+    for group in (None, dist.new_group(), dist.split_group(split_ranks=[[0, 1], [2]])):
+        x = arrays.full(4, me + 1.0)
+        dist.all_reduce(x, group=group, async_op=True).wait()
+        dist.all_reduce_coalesced([x, arrays.full(2, 1.0)], group=group)
+        found.append(x.numpy().tolist())
+    y, x = arrays.full(n, -1.0), arrays.full(n, float(me))
+    dist.all_to_all_single(y, x)
+    found.append(y.numpy().tolist())
+    whole = [arrays.full(2, -1.0) for _ in range(n)]
+    wrong = [whole[0], arrays.full(2, -1, np.int32), whole[2]]  # the root refuses its list
+    found.append(error_of(lambda: dist.gather(arrays.full(2, 1.0), wrong if me == 0 else None, 0)))
+    dist.gather(arrays.full(2, float(me)), whole if me == 0 else None, 0)
+    return [*found, [one.numpy().tolist() for one in whole]]
 
 
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl", "cuda:nccl"])
 def test_calls_that_agree(backend: str) -> None:
-    for me, found in enumerate(run(3, jobs.equal, backend=backend, bound=True, env=DETAIL)):
-        assert found["world"] == found["first"] == [18.0] * 4
-        assert found["half"] == ([6.0] * 4 if me < 2 else [3.0] * 4)
-        assert found["exchanged"] == [0.0, 1.0, 2.0]
-        assert len(found["refused"]) == 1
-        if me != 0:
-            assert "rank 0, the root, refused its call" in found["refused"][0]
+    for me, found in enumerate(run(3, equal, backend=backend, bound=True, env=DETAIL)):
+        world, first, half, exchanged, refused, gathered = found
+        assert world == first == [18.0] * 4
+        assert half == ([6.0] * 4 if me < 2 else [3.0] * 4)
+        assert exchanged == [0.0, 1.0, 2.0]
+        assert refused.startswith("DistTypeError" if me == 0 else "DistArgumentError: ")
+        if me == 0:
+            assert gathered == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
         else:
-            assert found["gathered"] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
+            assert "rank 0, the root, refused its call" in refused
+
+
+def other_level() -> str:
+    """Rank 1 alone has DETAIL when a group is made, and the others use it."""
+    if dist.get_rank() == 1:
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
+
+    def attempt() -> None:
+        group = dist.new_group()
+        dist.set_debug_level(dist.DebugLevel.OFF)
+        for _ in range(2):
+            _sum(group=group)
+
+    said = error_of(attempt)
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    return said
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_level_that_differs_between_ranks_is_refused_on_all(backend: str, bound: bool) -> None:
-    for failure in run(3, jobs.other_level, backend=backend, bound=bound):
-        assert failure is not None
-        assert failure.type == "DistArgumentError"
-        assert "(rank 0: OFF, rank 1: DETAIL, rank 2: OFF)" in failure.message
+    for said in run(3, other_level, backend=backend, bound=bound):
+        assert said.startswith("DistArgumentError")
+        assert "(rank 0: OFF, rank 1: DETAIL, rank 2: OFF)" in said
 
 
-@pytest.mark.parametrize(("made_with", "later"), [("OFF", "DETAIL"), ("DETAIL", "OFF")])
-def test_a_later_level_of_one_rank_leaves_the_comparison_as_it_was(made_with: str, later: str) -> None:
+def later_level(made_with: str, later: str) -> tuple[list[Any], str]:
+    """Rank 1 alone changes its level after a group was made: results of the group, and what a wrong call raises."""
+    dist.set_debug_level(dist.DebugLevel[made_with])
+    group = dist.new_group()
+    results = [_sum(group=group)]
+    if dist.get_rank() == 1:
+        dist.set_debug_level(dist.DebugLevel[later])
+    results.append(_sum(group=group))
+    said = ""
+    if made_with == "DETAIL":
+        said = error_of(lambda: _sum(2 + dist.get_rank(), group, async_op=False)).partition(":")[0]
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    return results, said
+
+
+@pytest.mark.parametrize(
+    ("made_with", "later", "error"), [("OFF", "DETAIL", ""), ("DETAIL", "OFF", "CollectiveMismatchError")]
+)
+def test_a_later_level_of_one_rank_leaves_the_comparison_as_it_was(
+    made_with: str, later: str, error: str
+) -> None:
     env = {"UNICOLL_LOG_LEVEL": "warning"}
-    for results, failure in run(2, jobs.later_level, made_with, later, env=env):
-        assert results == [[2.0] * 2] * 2
-        assert (failure.type if failure else "") == (
-            "CollectiveMismatchError" if made_with == "DETAIL" else ""
-        )
+    assert run(2, later_level, made_with, later, env=env) == [([[2.0] * 2] * 2, error)] * 2

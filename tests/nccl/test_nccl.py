@@ -1,168 +1,410 @@
-"""The NCCL backend on a simulated device, beyond the conformance suite: streams, lifetimes, failures, groups,
-refusals."""
+"""The NCCL backend on a simulated device, beyond the conformance suite: streams, groups, failures, refusals."""
 
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.nccl import nccl_jobs as jobs
+import unicoll as dist
+from tests.nccl.nccl_jobs import backend_of, calling, connect, error_of, new_group
+from tests.simulated_nccl import arrays, ranks
 from tests.simulated_nccl.ranks import SimulatedJob, run
+from tests.support import worker
+from tests.support.order import await_true
 from tests.support.ranks import Pool, joined, pools
 from tests.support.worker import leave
 
-POLICIES = ("oldest", "newest")
 
-
-@pytest.fixture(scope="module", params=POLICIES)
+@pytest.fixture(scope="module", params=["oldest", "newest"])
 def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
     with pools(partial(SimulatedJob, policy=request.param)) as made:
         yield made
 
 
+# --- arrays, calls and streams ----------------------------------------------------------------------------------------
+
+
+def mixed() -> dict[str, Any]:
+    """Device arrays, host arrays, objects and a barrier in the default group."""
+    me = dist.get_rank()
+    x, host = arrays.full(4, me + 1, np.float32), np.full(3, me + 1.0)
+    dist.all_reduce(x)
+    dist.all_reduce(host)
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, {"rank": me})
+    dist.barrier()
+    return {
+        "device": x.numpy().tolist(),
+        "host": host.tolist(),
+        "objects": objects,
+        "backend": dist.get_backend(),
+        "config": dist.get_backend_config(),
+        "explained": dist.explain(),
+    }
+
+
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_host_arrays_objects_and_barriers_use_another_backend(backend: str) -> None:
-    for found in run(2, jobs.mixed, backend=backend):
-        assert isinstance(found, dict)
-        assert found["device"] == [3.0] * 4
-        assert found["host"] == [3.0] * 3
+    for found in run(2, mixed, backend=backend):
+        assert (found["device"], found["host"]) == ([3.0] * 4, [3.0] * 3)
         assert found["objects"] == [{"rank": 0}, {"rank": 1}]
         assert found["backend"] == backend
         assert "cuda:nccl" in found["config"]
         assert "NCCL 2.30.7 (simulated/libnccl.so.2) on cuda:" in found["explained"]
 
 
+def alone() -> str:
+    """The barriers of a group with NCCL alone, and its error for a host array."""
+    group = new_group()
+    dist.barrier(group=group)
+    work = dist.barrier(group=group, async_op=True)
+    work.wait()
+    assert work.is_completed()
+    return error_of(lambda: dist.all_reduce(np.ones(2), group=group))
+
+
 def test_a_group_of_nccl_alone_has_a_barrier_and_refuses_host_arrays(pool: Callable[[int], Pool]) -> None:
-    for said in pool(2).run(jobs.alone):
-        assert len(said) == 1
-        assert "no backend of group" in said[0]
-        assert "serves cpu arrays" in said[0]
+    for said in pool(2).run(alone):
+        assert "no backend of group" in said
+        assert "serves cpu arrays" in said
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_arrays_may_be_dropped_in_flight(size: int, pool: Callable[[int], Pool]) -> None:
-    assert pool(size).run(jobs.asynchronous, 20) == [[True] * 20] * size
+def enqueue_all_operations() -> list[Any]:
+    """Every operation, blocking and not, while the device is held; this thread's calls that query or await it."""
+    sim, me, n = ranks.simulation(), dist.get_rank(), dist.get_world_size()
+    connect()
+    dist.all_reduce(arrays.full(1, 1.0), async_op=True).synchronize()
+
+    def one(count: int = 4) -> Any:
+        return arrays.full(count, float(me))
+
+    def many() -> list[Any]:
+        return [one() for _ in range(n)]
+
+    calls: list[Callable[[bool], Any]] = [
+        lambda a: dist.all_reduce(one(), async_op=a),
+        lambda a: dist.broadcast(one(), 0, async_op=a),
+        lambda a: dist.reduce(one(), 0, async_op=a),
+        lambda a: dist.all_gather(many(), one(), async_op=a),
+        lambda a: dist.all_gather_into_tensor(one(4 * n), one(), async_op=a),
+        lambda a: dist.reduce_scatter(one(), many(), async_op=a),
+        lambda a: dist.reduce_scatter_tensor(one(), one(4 * n), async_op=a),
+        lambda a: dist.all_to_all(many(), many(), async_op=a),
+        lambda a: dist.all_to_all_single(one(4 * n), one(4 * n), async_op=a),
+        lambda a: dist.gather(one(), many() if me == 0 else None, 0, async_op=a),
+        lambda a: dist.scatter(one(), many() if me == 0 else None, 0, async_op=a),
+        lambda a: dist.all_reduce(one(8)[::2], async_op=a),
+        lambda a: dist.all_reduce_coalesced([one(), one()], async_op=a),
+    ]
+    sim.scheduler.forget()
+    with sim.hold():
+        for call in calls:
+            call(False)
+            work = call(True)
+            work.wait()
+        mine = [b for b in sim.scheduler.trace if b.thread == threading.current_thread().name]
+        early = work.is_completed()
+    work.synchronize()
+    sim.synchronize()
+    return [early, work.is_completed(), *(f"{b.call} {b.what} in {b.where}" for b in mine)]
 
 
-def test_nothing_asynchronous_blocks_the_host(pool: Callable[[int], Pool]) -> None:
-    for found in pool(2).run(jobs.not_blocking):
-        assert found == {"early": False, "late": True, "blocked": [], "value": [8.0] * 8}
+def test_no_call_blocks_the_host(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(enqueue_all_operations) == [[False, True]] * 2
 
 
-@pytest.mark.parametrize("async_op", [False, True])
-def test_strided_results_are_written_back(async_op: bool, pool: Callable[[int], Pool]) -> None:
-    first, second = pool(2).run(jobs.strided, async_op)
-    assert first == [3.0, 1.0] * 5
-    assert second == [3.0, 2.0] * 5
+def gathered_into_lists() -> list[list[float]]:
+    """Rank 0's list is contiguous in memory, the others' are not."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    whole = arrays.full(8 * n, -1.0)
+    step = 4 if me == 0 else 8
+    into = [whole[step * r : step * r + 4] for r in range(n)]
+    for async_op in (False, True):
+        work = dist.all_gather(into, arrays.full(4, float(me + async_op)), async_op=async_op)
+        if work is not None:
+            work.wait()
+    return [part.numpy().tolist() for part in into]
+
+
+def test_contiguous_and_other_lists_are_gathered_by_the_same_calls(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(gathered_into_lists) == [[[1.0] * 4, [2.0] * 4]] * 2
+
+
+def messages() -> tuple[list[float], list[str]]:
+    """A message to oneself in a batch, and refused calls."""
+    me = dist.get_rank()
+    other = 1 - me
+    x, y = arrays.full(5, me, np.int32), arrays.empty(5, np.int32)
+    own, mine = arrays.full(3, 10 + me, np.int32), arrays.empty(3, np.int32)
+    ops = [dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)]
+    ops += [dist.P2POp(dist.isend, own, me), dist.P2POp(dist.irecv, mine, me)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    attempts: list[Callable[[], Any]] = [
+        lambda: dist.send(x, dst=other, tag=3),
+        lambda: dist.recv(y),
+        lambda: dist.recv(y, other, tag=None),
+        lambda: dist.recv(y, other, status=dist.Status()),
+        lambda: dist.send(x, me),
+        lambda: dist.batch_isend_irecv([*ops, dist.P2POp(dist.isend, own, me)]),
+        lambda: dist.batch_isend_irecv([ops[2], dist.P2POp(dist.irecv, y, me)]),
+    ]
+    refused = [error_of(attempt) for attempt in attempts]
+    connect()
+    return [*y.numpy().tolist(), *mine.numpy().tolist()], refused
 
 
 def test_messages(pool: Callable[[int], Pool]) -> None:
-    for me, found in enumerate(pool(2).run(jobs.messages)):
-        assert found["first"] == [1 - me] * 5
-        assert found["source"] == 1 - me
-        assert found["second"] == [1 - me]
-        assert found["again"] == [2]
-        assert found["own"] == [10 + me] * 3
-        no_tags, no_any, *others, alone, twice, size = found["refused"]
-        assert "NCCL has no tags" in no_tags
-        assert "cannot receive from any rank" in no_any
-        for text, what in zip(others, ("tag=None", "status"), strict=True):
-            assert f"backend nccl does not support {what}" in text
-        assert "backend nccl supports messages to oneself only in a batch with their receives" in alone
-        for text in (twice, size):
-            assert (
-                "batch_isend_irecv: messages to oneself and their receives differ: sent is int32[3]" in text
-            )
+    differ = "batch_isend_irecv: messages to oneself and their receives differ: sent is int32[3]"
+    expected = [
+        "NCCL has no tags",
+        "cannot receive from any rank",
+        "backend nccl does not support tag=None",
+        "backend nccl does not support status",
+        "backend nccl supports messages to oneself only in a batch with their receives",
+        differ,
+        differ,
+    ]
+    for me, (received, refused) in enumerate(pool(2).run(messages)):
+        assert received == [1 - me] * 5 + [10 + me] * 3
+        for said, words in zip(refused, expected, strict=True):
+            assert words in said
 
 
-def test_a_communicator_may_be_non_blocking(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.not_waiting_within_nccl) == [[8.0] * 3] * 2
+def captured() -> list[Any]:
+    """Blocking and asynchronous operations recorded into a graph, which is then launched twice."""
+    here, stream, group = ranks.simulation(), arrays.Stream(), dist.new_group()
+    with stream:
+        x, y = arrays.full(4, 1.0, np.float32), arrays.full(4, dist.get_rank() + 1.0, np.float32)
+        with here.capture(stream.ptr):
+            said = error_of(lambda: dist.all_reduce(x, group=group))
+        connect()
+        stream.synchronize()
+        with here.capture(stream.ptr) as graphs:
+            dist.all_reduce(x)
+            dist.all_reduce(y, async_op=True).wait()
+        for _ in range(2):
+            here.launch(graphs[0], stream.ptr)
+        values = [x.numpy().tolist(), y.numpy().tolist()]
+    graphs[0].destroy()  # NCCL's communicators last as long as graphs that use them
+    dist.destroy_process_group(group)
+    return [said, *values]
 
 
-def test_non_blocking_communicators_are_split_and_shrunk() -> None:
-    assert run(3, jobs.split_and_shrunk_without_waiting) == [[[4.0]], [[5.0]], [[4.0], [5.0]]]
+def test_operations_are_recorded_into_graphs(pool: Callable[[int], Pool]) -> None:
+    for said, x, y in pool(2).run(captured):
+        assert "do one before capturing" in said
+        assert (x, y) == ([4.0] * 4, [6.0] * 4)
 
 
-def test_a_part_outlives_the_group_that_it_was_split_from() -> None:
-    assert run(2, jobs.part_of_a_destroyed_group) == [[2.0]] * 2
+def told_of_the_end() -> list[Any]:
+    """A future, and a callback, of an asynchronous operation."""
+    x = arrays.full(2, 1.0)
+    called = threading.Event()
+    work = dist.all_reduce(x, async_op=True)
+    work.add_done_callback(called.set)
+    (result,) = work.get_future().result(timeout=20)
+    return [called.wait(60), result is x, x.numpy().tolist()]
 
 
-def test_coalesced_operations_are_one(pool: Callable[[int], Pool]) -> None:
-    for found in pool(2).run(jobs.coalesced):
-        assert found == [[1.0 + 2 * i] * (3 + i) for i in range(4)]
+def test_futures_and_callbacks_are_completed(pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(told_of_the_end) == [[True, True, [2.0, 2.0]]] * 2
 
 
-def test_groups_are_split_from_one_that_has_connected() -> None:
-    found = run(4, jobs.split_groups, backend="nccl", bound=True)
-    for me, each in enumerate(found):
-        assert isinstance(each, dict)
-        assert each["evens"] == [2.0 if me % 2 == 0 else me] * 2
-        assert each["halves"] == [1.0 if me < 2 else 5.0] * 2
-        assert each["colors"] == [0 if me % 2 == 0 else None, 0 if me < 2 else 2]
+# --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_on_one_device_are_refused() -> None:
-    for said, values in run(2, jobs.on_devices_of_their_own_after_all):
+def on_devices_of_their_own_after_all() -> tuple[str, list[float]]:
+    """Both ranks begin with an array on device 0, which is refused, and then use a device each."""
+    said, values = "", []
+    for device in (0, dist.get_rank()):
+        with arrays.device(device):
+            x = arrays.full(2, 1.0)
+            said = said or error_of(lambda x=x: dist.all_reduce(x))
+    dist.all_reduce(x)
+    values = x.numpy().tolist()
+    return said, values
+
+
+def shared_device() -> str:
+    """All ranks are on one device."""
+    return error_of(lambda: dist.all_reduce(arrays.full(2, 1.0)))
+
+
+def test_two_ranks_on_one_device_are_refused_unless_requested() -> None:
+    for said, values in run(2, on_devices_of_their_own_after_all):
         assert "on the same device" in said
         assert values == [2.0, 2.0]
-    for said in run(2, jobs.shared_device, devices="shared"):
-        assert isinstance(said, str)
+    for said in run(2, shared_device, devices="shared"):
         assert "rank 0 (pid " in said
         assert "rank 1 (pid " in said
         assert "on the same device" in said
+    on_request = run(2, shared_device, devices="shared", env={"UNICOLL_NCCL_SHARE_DEVICE": "1"})
+    assert on_request == ["nothing", "nothing"]
 
 
-def test_several_ranks_may_share_a_device_on_request() -> None:
-    said = run(2, jobs.shared_device, devices="shared", env={"UNICOLL_NCCL_SHARE_DEVICE": "1"})
-    assert said == ["accepted", "accepted"]
+def other_device() -> str:
+    """An array on a device that the group is not bound to."""
+    connect()
+    return error_of(lambda: dist.all_reduce(arrays.full(2, 1.0, on=1 - dist.get_rank())))
 
 
 def test_an_array_on_another_device_is_refused(pool: Callable[[int], Pool]) -> None:
-    for me, said in enumerate(pool(2).run(jobs.other_device)):
+    for me, said in enumerate(pool(2).run(other_device)):
+        assert said.startswith("DistArgumentError")
         assert f"the array is on cuda:{1 - me}" in said
         assert f"bound to cuda:{me}" in said
 
 
-def test_the_current_device_may_be_another(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.from_another_device) == [[[4.0, 4.0], 1], [[4.0, 4.0], 0]]
+def on_a_default_stream(handle: int) -> list[Any]:
+    """Calls while another device is current; the arrays are ordered by a default stream of the group's device."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    with arrays.Stream(handle=handle):
+        x = arrays.full(2, 1.0)
+        with arrays.device((me + 1) % n):
+            dist.all_reduce(x)
+            work = dist.all_reduce(x, async_op=True)
+            work.wait()
+            work.synchronize()
+        return [x.numpy().tolist(), ranks.simulation().cuda.current_device()]
+
+
+@pytest.mark.parametrize("handle", [0, 1, 2])
+def test_default_streams_are_those_of_the_arrays_device(handle: int, pool: Callable[[int], Pool]) -> None:
+    assert pool(2).run(on_a_default_stream, handle) == [[[4.0, 4.0], 0], [[4.0, 4.0], 1]]
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def without_waiting() -> list[list[float]]:
+    """A group whose communicator is non-blocking, its parts, for which NCCL returns success before it has made them,
+    and a part that outlives it."""
+    me = dist.get_rank()
+    options = {"blocking": False}
+    group = new_group(**options)
+    x = arrays.full(3, 1.0)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(x, group=group, async_op=True).wait()
+    dist.all_reduce_coalesced([x, arrays.full(2, 1.0)], group=group)
+    found = [x.numpy().tolist()]
+    part: Any = dist.split_group(group, [[0, 2]], pg_options=options)
+    smaller: Any = group.shrink([0], pg_options=options) if me else None
+    dist.destroy_process_group(group)
+    for each in (part, smaller):
+        if each is not None:
+            y = arrays.full(1, me + 1.0)
+            dist.all_reduce(y, group=each)
+            found.append(y.numpy().tolist())
+            dist.destroy_process_group(each)
+    return found
+
+
+def test_non_blocking_communicators_are_split_and_shrunk() -> None:
+    assert run(3, without_waiting) == [[[27.0] * 3, *parts] for parts in ([[4.0]], [[5.0]], [[4.0], [5.0]])]
+
+
+def split_groups() -> list[Any]:
+    """Groups split from a group that connected when it was made, and the colors that NCCL gets."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    colors: list[Any] = []
+    with calling("comm_split", lambda comm, color, key, config: colors.append(color)):
+        evens = dist.new_group(list(range(0, n, 2)))
+        halves = dist.split_group(split_ranks=[list(range(n // 2)), list(range(n // 2, n))])
+    x, y = arrays.full(2, me, np.float32), arrays.full(2, me, np.float32)
+    if me % 2 == 0:
+        dist.all_reduce(x, group=evens)
+    dist.all_reduce(y, group=halves)
+    return [x.numpy().tolist(), y.numpy().tolist(), colors]
+
+
+def test_groups_are_split_from_one_that_has_connected() -> None:
+    for me, found in enumerate(run(4, split_groups, backend="nccl", bound=True)):
+        evens, halves = (2.0 if me % 2 == 0 else me), (1.0 if me < 2 else 5.0)
+        assert found == [[evens] * 2, [halves] * 2, [0 if me % 2 == 0 else None, 0 if me < 2 else 2]]
+
+
+# --- deadlines, deaths and errors of NCCL -----------------------------------------------------------------------------
+
+
+def miss(late: int) -> list[str]:
+    """All but one rank call an all_reduce with a deadline; the errors of the wait and of the next call."""
+    connect()
+    errors = []
+    if dist.get_rank() == late:
+        await_true(lambda: backend_of()._state.error)
+    else:
+        work = dist.all_reduce(arrays.full(2, 1.0), async_op=True, timeout=1.0)
+        errors = [error_of(work.synchronize)]
+    return [*errors, error_of(lambda: dist.all_reduce(arrays.full(2, 1.0)))]
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "nccl"])
 def test_a_deadline_names_the_missing_ranks_and_fails_the_group_on_all(backend: str) -> None:
-    with joined(3, SimulatedJob, backend=backend) as job:
-        job.call(jobs.miss, 1)
-        first, late, third = job.results(60)
-        for errors in (first, third):
-            assert len(errors) == 2
-            for error in errors:
-                assert (
-                    "OperationTimeoutError: all_reduce(float64[2] on cuda" in error
-                    or "missing: rank 1" in error
-                )
-                assert "timed out after 1 s" in error
-                assert "missing: rank 1" in error
-        assert "missing: rank 1" in late[0]
-        job.call(leave)
-        assert job.results() == [[]] * 3
+    first, late, third = run(3, miss, 1, backend=backend)
+    for errors in (first, third):
+        assert len(errors) == 2
+        assert errors[0].startswith("OperationTimeoutError: all_reduce(float64[2]")
+        for error in errors:
+            assert "timed out after 1 s" in error
+            assert "missing: rank 1" in error
+    assert "missing: rank 1" in late[0]
+
+
+def differ() -> str:
+    """Rank 1 passes more elements than the others, which NCCL does not notice."""
+    connect()
+    x = arrays.full(3 if dist.get_rank() == 1 else 2, 1.0)
+    work = dist.all_reduce(x, async_op=True, timeout=1.0)
+    said = error_of(work.synchronize)
+    ranks.nccl().machine.mismatches.clear()
+    return said
 
 
 def test_a_deadline_names_calls_that_differ() -> None:
-    for said in run(2, jobs.differ):
-        assert isinstance(said, str)
+    for said in run(2, differ):
         assert "timed out after 1 s" in said
         assert "the calls differ: rank " in said
 
 
+def wait_for_the_dead(victim: int) -> str:
+    """An all_reduce that the victim, which is killed meanwhile, never calls."""
+    connect()
+    worker.send_note("connected")
+    if dist.get_rank() == victim:
+        threading.Event().wait()
+    return error_of(lambda: dist.all_reduce(arrays.full(2, 1.0), async_op=True).synchronize())
+
+
+def shrink(victim: int) -> list[Any]:
+    """After a death: the group of the remaining ranks, and its results."""
+    world: Any = dist.group.WORLD
+    group = world.shrink([victim])
+    x, host = arrays.full(2, dist.get_rank() + 1.0), np.ones(1)
+    dist.all_reduce(x, group=group)
+    dist.all_reduce(host, group=group)
+    found = [group.size(), x.numpy().tolist(), host.tolist()]
+    dist.destroy_process_group(group)
+    return found
+
+
 @pytest.mark.every(2)
-@pytest.mark.parametrize("join", ["tcp", "file"])
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_is_named_and_the_others_continue(victim: int, join: str) -> None:
-    with joined(3, SimulatedJob, join=join) as job:
-        job.call(jobs.wait_for_the_dead, victim)
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("version", "join"), [(21805, "tcp"), (22705, "tcp"), (23007, "tcp"), (23007, "file")]
+)
+def test_a_killed_rank_is_named_and_the_others_continue(version: int, join: str, victim: int) -> None:
+    """With every version's way to shrink."""
+    with joined(3, SimulatedJob, version=version, join=join) as job:
+        job.call(wait_for_the_dead, victim)
         job.await_notes()
         job.signal(victim, signal.SIGKILL)
         others = [r for r in range(3) if r != victim]
@@ -170,71 +412,73 @@ def test_a_killed_rank_is_named_and_the_others_continue(victim: int, join: str) 
             assert outcome.failure is None, outcome.failure
             assert f"rank {victim} " in outcome.value
             assert f"pid {job.pids[victim]}" in outcome.value
-        job.call(jobs.shrink, victim, ranks=others)
+        job.call(shrink, victim, ranks=others)
         for outcome in job.collect(30, others):
             assert outcome.failure is None, outcome.failure
-            assert outcome.value == {"size": 2, "x": [6.0 - (victim + 1)] * 2, "host": [2.0]}
+            assert outcome.value == [2, [6.0 - (victim + 1)] * 2, [2.0]]
         job.call(leave, ranks=others)
         assert [o.value for o in job.collect(30, others)] == [[], []]
 
 
-@pytest.mark.every(2)
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("version", [21805, 22705, 23007])
-def test_survivors_shrink_with_every_version(version: int, victim: int) -> None:
-    others = [r for r in range(3) if r != victim]
-    with joined(3, SimulatedJob, version=version, join="tcp") as job:
-        job.call(jobs.wait_for_the_dead, victim)
-        job.await_notes()
-        job.signal(victim, signal.SIGKILL)
-        assert [o.failure for o in job.collect(30, others)] == [None, None]
-        job.call(jobs.shrink, victim, ranks=others)
-        for outcome in job.collect(30, others):
-            assert outcome.failure is None, outcome.failure
-            assert outcome.value == {"size": 2, "x": [6.0 - (victim + 1)] * 2, "host": [2.0]}
+def sudden_error(code: int) -> str:
+    """NCCL reports an asynchronous error on rank 0."""
+    connect()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        ranks.nccl().inject(code)
+    deadline = time.monotonic() + 60
+    said = "nothing"
+    while said == "nothing" and time.monotonic() < deadline:
+        said = error_of(lambda: dist.all_reduce(arrays.full(2, 1.0), async_op=True).wait())
+        time.sleep(0.02)
+    return said
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(("code", "word"), [(6, "ncclRemoteError"), (2, "ncclSystemError")])
 def test_an_asynchronous_error_of_nccl_fails_the_group_on_all_ranks(code: int, word: str) -> None:
-    for said in run(2, jobs.sudden_error, code):
-        assert isinstance(said, str)
+    for said in run(2, sudden_error, code):
         assert word in said
 
 
-def test_operations_are_recorded_into_graphs(pool: Callable[[int], Pool]) -> None:
-    for found in pool(2).run(jobs.captured):
-        assert "do one before capturing" in found["first"]
-        assert found["x"] == [4.0] * 4
-        assert found["y"] == [6.0] * 4
+# --- what some versions or devices of NCCL lack -----------------------------------------------------------------------
 
 
-def test_futures_and_callbacks_are_completed(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.told_of_the_end) == [[True, True, [2.0, 2.0]]] * 2
+def average_of_float8() -> list[float]:
+    """The average of float8 over this group, which has one rank in some tests."""
+    import ml_dtypes
 
-
-def test_symmetric_memory(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.symmetric) == [[(2, 3), "<f4", True, [2.0]]] * 2
-
-
-def test_old_nccl_has_no_symmetric_memory() -> None:
-    with pytest.raises(Exception, match=r"windows need NCCL 2\.27; this is 2\.18\.5"):
-        run(2, jobs.symmetric, version=21805)
+    x = arrays.full(3, dist.get_rank() + 1.0, ml_dtypes.float8_e5m2)
+    dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    dist.reduce(x, 0, op=dist.ReduceOp.AVG)
+    return [float(value) for value in x.numpy()[:1]]
 
 
 @pytest.mark.parametrize(("size", "average"), [(1, 1.0), (2, 1.5)])
-def test_float8_is_averaged_by_one_rank_and_by_several(
-    size: int, average: float, pool: Callable[[int], Pool]
-) -> None:
+def test_float8_is_averaged_by_one_rank_and_by_several(size: int, average: float) -> None:
     """NCCL refuses the average of float8 in a group of one rank."""
     pytest.importorskip("ml_dtypes")
-    assert pool(size).run(jobs.average_of_float8)[0] == [average]
+    assert run(size, average_of_float8)[0] == [average]
+
+
+def float8_on_different_devices() -> list[Any]:
+    """Operations on float8 in a group with all ranks, whose last one has an older device, and in one without it."""
+    import ml_dtypes
+
+    x = arrays.full(2, 1.0, ml_dtypes.float8_e5m2)
+    said = error_of(lambda: dist.all_reduce(x))
+    batch = error_of(lambda: dist.all_reduce_coalesced([x, x]))
+    dist.broadcast(x, 0)
+    group: Any = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        dist.all_reduce(x, group=group)
+    dist.destroy_process_group(group)
+    return [said, batch == said, [float(value) for value in x.numpy()]]
 
 
 def test_float8_is_reduced_if_the_devices_of_all_members_can() -> None:
     pytest.importorskip("ml_dtypes")
     capabilities = ((9, 0), (10, 0), (8, 0))
-    found = run(3, jobs.float8_on_different_devices, backend="nccl", bound=True, capabilities=capabilities)
+    found = run(3, float8_on_different_devices, backend="nccl", bound=True, capabilities=capabilities)
     for rank, (said, same, values) in enumerate(found):
         assert "reduces float8_e5m2 on devices of compute capability 9.0 or later; that of rank 2 (" in said
         assert said.endswith(" has 8.0")
@@ -242,7 +486,31 @@ def test_float8_is_reduced_if_the_devices_of_all_members_can() -> None:
         assert values == [2.0 if rank < 2 else 1.0] * 2
 
 
+def scaled_on_one_rank() -> list[tuple[str, str, int]]:
+    """Reductions with a factor in a group of one rank, of sizes around NCCL's blocks; those with wrong elements."""
+    connect()
+    factor = dist.ReduceOp.PREMUL_SUM(3)
+    calls: dict[str, Any] = {
+        "all_reduce": lambda x, out: dist.all_reduce(x, op=factor),
+        "reduce": lambda x, out: dist.reduce(x, 0, op=factor),
+        "reduce_scatter": lambda x, out: dist.reduce_scatter(out, [x], op=factor),
+        "reduce_scatter_tensor": lambda x, out: dist.reduce_scatter_tensor(out, x, op=factor),
+    }
+    wrong = []
+    for dtype in ("int8", "float16", "float32", "complex64"):
+        item = np.dtype(dtype).itemsize
+        for count in (1, 16385 // item, 32770 // item, (1 << 19) // item + 9):
+            for name, call in calls.items():
+                values = (np.arange(count) % 7).astype(dtype)
+                x, out = arrays.array(values), arrays.empty(count, dtype)
+                call(x, out)
+                found = (out if name.startswith("reduce_scatter") else x).numpy()
+                if not np.array_equal(found, 3 * values):
+                    wrong.append((name, dtype, count))
+    return wrong
+
+
 @pytest.mark.parametrize("version", [22809, 22907])
 def test_one_rank_multiplies_all_elements_by_a_factor(version: int) -> None:
     """Before 2.29.7 NCCL omits the last elements of some sizes."""
-    assert run(1, jobs.scaled_on_one_rank, version=version) == [[]]
+    assert run(1, scaled_on_one_rank, version=version) == [[]]

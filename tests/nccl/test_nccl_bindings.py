@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,33 @@ def members() -> dict[str, Any]:
     return {n: f for n, f in found.items() if not n.startswith("_")}
 
 
+def noting(made: StandIn, symbol: str, code: int, slot: str = "", **read: Any) -> list[dict[str, Any]]:
+    """The arguments of a function's calls by NCCL's names, read while a call runs; functions in ``read`` read what they
+    point at. A handle is written through ``slot``."""
+    seen: list[dict[str, Any]] = []
+
+    def answer(*arguments: Any) -> int:
+        given = dict(zip(DECLARED[symbol].names, arguments, strict=True))
+        seen.append({name: read.get(name, int)(value) if value else value for name, value in given.items()})
+        if slot:
+            put(given[slot], COMM + 8, ctypes.c_void_p)
+            del seen[-1][slot]
+        return code
+
+    made.answers[symbol] = answer
+    return seen
+
+
+def _members_of(struct: Any, address: int) -> dict[str, Any]:
+    """The members of a structure at an address."""
+    found = struct.from_address(address)
+    return {name: getattr(found, name) for name, *_ in struct._fields_}
+
+
+def _most_ctas(address: int) -> Any:
+    return _members_of(structs.ConfigStruct, address)["maxCTAs"]
+
+
 # --- the protocol -----------------------------------------------------------------------------------------------
 
 
@@ -71,43 +99,41 @@ def test_bindings_have_every_member_of_the_protocol_with_its_arguments() -> None
         if isinstance(member, property):
             continue
         expected = list(inspect.signature(member).parameters)[1:]
-        if name in DIRECT:
-            assert len(SIGNATURES[DIRECT[name]]) == len(expected), name
-        else:
+        if name not in DIRECT:
             assert list(inspect.signature(getattr(nccl, name)).parameters) == expected, name
+            continue
+        theirs = DECLARED[DIRECT[name]].names
+        assert len(SIGNATURES[DIRECT[name]]) == len(expected) == len(theirs), name
+        for mine, its in zip(expected, theirs, strict=True):
+            assert its in NAMES.get(mine, {mine}), f"{name}: {mine} is NCCL's {its}"
     assert set(DIRECT) <= set(members())
 
 
-@pytest.mark.parametrize("name", sorted(DIRECT))
-def test_direct_functions_take_the_protocols_arguments_in_nccls_order(name: str) -> None:
-    ours = list(inspect.signature(members()[name]).parameters)[1:]
-    theirs = DECLARED[DIRECT[name]].names
-    assert len(ours) == len(theirs)
-    for mine, its in zip(ours, theirs, strict=True):
-        assert its in NAMES.get(mine, {mine}), f"{name}: {mine} is NCCL's {its}"
-
-
 @pytest.mark.parametrize("wide", [True, False], ids=["as pointers", "as declared"])
-@pytest.mark.parametrize("name", sorted(DIRECT))
-def test_every_argument_of_a_direct_function_arrives_whole_and_in_its_place(
-    name: str, wide: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_argument_arrives_whole_and_in_its_place(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not wide:
         monkeypatch.setattr(bindings, "_EIGHT_BYTES_EACH", False)
     made, nccl = bound()
-    symbol = DIRECT[name]
-    values = []
-    for place, c_type in enumerate(DECLARED[symbol].types):
-        # Pointers and counts that do not fit into 32 bits, and a small number of its own for each place.
-        values.append(place + 1 if kind(c_type) not in ("pointer", WORD) else (place + 1 << 40) + 0x89ABCDEF)
-    made.answers[symbol] = lambda *_: 5
-    assert getattr(nccl, name)(*values) == 5
-    assert made.last(symbol) == tuple(values)
+    with_options = nccl.with_options(CallOptions())
+    for table, functions in ((DIRECT, nccl), (WITH_CONFIG, with_options)):
+        for name, symbol in table.items():
+            types = DECLARED[symbol].types[: -1 if table is WITH_CONFIG else None]
+            # Pointers and counts that do not fit into 32 bits, and a small number of its own for each place.
+            values = [
+                place + 1 if kind(c_type) not in ("pointer", WORD) else (place + 1 << 40) + 0x89ABCDEF
+                for place, c_type in enumerate(types)
+            ]
+            made.answers[symbol] = lambda *_: 5
+            assert getattr(functions, name)(*values) == 5, name
+            assert made.last(symbol)[: len(values)] == tuple(values), name
 
 
 def test_signatures_are_those_that_nccl_declares() -> None:
     _hold_to(DECLARED)
     assert set(SIGNATURES) == set(DECLARED)
+    for name, symbol in WITH_CONFIG.items():
+        assert DECLARED[symbol].names[:-1] == DECLARED[DIRECT[name]].names
+        assert SIGNATURES[symbol][:-1] == SIGNATURES[DIRECT[name]]
 
 
 def _hold_to(declared: dict[str, Any]) -> None:
@@ -119,57 +145,71 @@ def _hold_to(declared: dict[str, Any]) -> None:
 
 # --- functions that create something ------------------------------------------------------------------------------
 
+IDENT = bytes(range(1, 128)) + b"\0"
+
 
 def test_all_bytes_of_the_unique_id_arrive_in_both_directions() -> None:
     made, nccl = bound()
-    ident = bytes(range(1, 128)) + b"\0"
-
-    def fill(address: int) -> int:
-        ctypes.memmove(address, ident, len(ident))
-        return 0
-
+    fill = lambda address: ctypes.memmove(address, IDENT, 128) and 0  # noqa: E731
     made.answers["ncclGetUniqueId"] = fill
-    assert nccl.unique_id() == (0, ident)
+    assert nccl.unique_id() == (0, IDENT)
+    made.answers["ncclCommGetUniqueId"] = lambda comm, address: fill(address)
+    assert nccl.comm_unique_id(COMM) == (0, IDENT)
+    assert made.last("ncclCommGetUniqueId")[0] == COMM
     made.answers["ncclCommInitRankConfig"] = putting(0, COMM, ctypes.c_void_p, 7)
-    code, slot = nccl.comm_init(4, [ident], 3, interface.Config())
+    code, slot = nccl.comm_init(4, [IDENT], 3, interface.Config())
     assert (code, slot.value) == (7, COMM)
-    _, size, got, rank, _ = made.last("ncclCommInitRankConfig")
-    assert (size, got, rank) == (4, ident, 3)
+    assert made.last("ncclCommInitRankConfig")[1:4] == (4, IDENT, 3)
     assert kind(DECLARED["ncclCommInitRankConfig"].types[2]) == BY_VALUE
     with pytest.raises(tree.DistBackendError, match="128 bytes, not 4"):
         nccl.comm_init(1, [b"four"], 0, interface.Config())
 
 
-def test_several_unique_ids_arrive_one_after_another() -> None:
+def test_unique_ids_excluded_ranks_config_and_slot_are_passed() -> None:
     made, nccl = bound()
-    idents = [bytes([i]) * 128 for i in (1, 2, 3)]
-    seen: list[Any] = []
-
-    def begin(place: int, size: int, rank: int, count: int, ids: int, config: int) -> int:
-        seen.append((size, rank, count, ctypes.string_at(ids, 128 * count), _read_config(config)["maxCTAs"]))
-        put(place, COMM, ctypes.c_void_p)
-        return 7
-
-    made.answers["ncclCommInitRankScalable"] = begin
-    code, slot = nccl.comm_init(300, idents, 299, interface.Config(max_ctas=4))
-    assert (code, slot.value) == (7, COMM)
-    assert seen == [(300, 299, 3, b"".join(idents), 4)]
-
-
-def _read_config(address: int) -> dict[str, Any]:
-    found = structs.ConfigStruct.from_address(address)
-    return {name: getattr(found, name) for name, *_ in structs.ConfigStruct._fields_}
+    config, idents = interface.Config(max_ctas=4), [bytes([i]) * 128 for i in (1, 2, 3)]
+    begun = noting(
+        made,
+        "ncclCommInitRankScalable",
+        7,
+        "newcomm",
+        commIds=lambda at: ctypes.string_at(at, 3 * 128),
+        config=_most_ctas,
+    )
+    two = ctypes.c_int * 2
+    shrunk = noting(
+        made,
+        "ncclCommShrink",
+        7,
+        "newcomm",
+        excludeRanksList=lambda at: list(two.from_address(at)),
+        config=_most_ctas,
+    )
+    grown = noting(
+        made, "ncclCommGrow", 7, "newcomm", uniqueId=lambda at: ctypes.string_at(at, 128), config=_most_ctas
+    )
+    for code, slot in (
+        nccl.comm_init(300, idents, 299, config),
+        nccl.comm_shrink(COMM, [5, 2], config, True),
+        nccl.comm_shrink(COMM, [5, 2], config, False),
+        nccl.comm_grow(COMM, 6, IDENT, -1, config),
+        nccl.comm_grow(COMM, 6, None, -1, config),
+        nccl.comm_grow(0, 6, IDENT, 5, config),
+    ):
+        assert (code, slot.value) == (7, COMM + 8)
+    assert [tuple(one.values()) for one in begun] == [(300, 299, 3, b"".join(idents), 4)]
+    assert [tuple(one.values()) for one in shrunk] == [(COMM, [5, 2], 2, 4, flag) for flag in (1, 0)]
+    assert [tuple(one.values()) for one in grown] == [
+        (COMM, 6, IDENT, -1, 4),
+        (COMM, 6, 0, -1, 4),
+        (0, 6, IDENT, 5, 4),
+    ]
 
 
 def test_a_split_passes_color_key_and_config_and_the_slot_for_the_handle() -> None:
     made, nccl = bound()
-    seen: dict[str, Any] = {}
-
-    def split(comm: int, color: int, key: int, place: int, config: int) -> int:
-        seen.update(comm=comm, color=color, key=key, place=place, config=_read_config(config))
-        return interface.IN_PROGRESS
-
-    made.answers["ncclCommSplit"] = split
+    read = partial(_members_of, structs.ConfigStruct)
+    seen = noting(made, "ncclCommSplit", interface.IN_PROGRESS, config=read)
     config = interface.Config(
         min_ctas=2,
         max_ctas=8,
@@ -181,94 +221,27 @@ def test_a_split_passes_color_key_and_config_and_the_slot_for_the_handle() -> No
         blocking=False,
     )
     code, slot = nccl.comm_split(COMM, 3, 1, config)
-    assert (code, slot.value, seen["comm"], seen["color"], seen["key"]) == (7, None, COMM, 3, 1)
-    put(seen["place"], COMM + 8, ctypes.c_void_p)  # as NCCL's own thread does later
+    comm, color, key, place, told = seen[0].values()
+    assert (code, slot.value, comm, color, key) == (7, None, COMM, 3, 1)
+    put(place, COMM + 8, ctypes.c_void_p)  # as NCCL's own thread does later
     assert slot.value == COMM + 8
-    told = seen["config"]
-    assert told["size"] == NCCL_CONFIG_BYTES[structs.NEWEST]
-    assert (told["magic"], told["version"], told["blocking"]) == (0xCAFEBEEF, structs.NEWEST, 0)
-    assert (told["minCTAs"], told["maxCTAs"], told["cgaClusterSize"], told["splitShare"]) == (2, 8, 1, 1)
-    assert (told["netName"], told["commName"], told["trafficClass"]) == (b"Socket", b"half", 5)
-    left = {n for n, v in told.items() if v == structs.UNDEFINED}
-    assert left == {
-        "collnetEnable",
-        "CTAPolicy",
-        "shrinkShare",
-        "nvlsCTAs",
-        "nChannelsPerNetPeer",
-        "nvlinkCentricSched",
-        "graphUsageMode",
-        "numRmaCtx",
-        "maxP2pPeers",
-        "graphStreamOrdering",
-        "launchOrderImplicit",
-        "numRmaSig",
-        "rmaEagerInit",
-        "hostCftMode",
-        "nvlsHostMode",
-    }
+    given = {"size": NCCL_CONFIG_BYTES[structs.NEWEST], "magic": 0xCAFEBEEF, "version": structs.NEWEST}
+    given |= {"blocking": 0, "minCTAs": 2, "maxCTAs": 8, "cgaClusterSize": 1, "splitShare": 1}
+    names = {"netName": b"Socket", "commName": b"half"}
+    assert told == dict.fromkeys(told, structs.UNDEFINED) | given | names | {"trafficClass": 5}
     nccl.comm_split(COMM, None, 0, interface.Config(blocking=True))
-    assert (seen["color"], seen["config"]["blocking"]) == (-1, 1)
+    assert (seen[1]["color"], seen[1]["config"]["blocking"]) == (-1, 1)
 
 
 @pytest.mark.parametrize("code", [interface.IN_PROGRESS, interface.SUCCESS])
 def test_the_slot_of_a_late_handle_outlives_its_caller(code: int) -> None:
     made, nccl = bound()
-    places: list[int] = []
-
-    def split(*arguments: int) -> int:
-        places.append(arguments[3])
-        return code
-
-    made.answers["ncclCommSplit"] = split
+    seen = noting(made, "ncclCommSplit", code)
     nccl.comm_split(COMM, 0, 0, interface.Config())
     others = [ctypes.c_void_p() for _ in range(1000)]
-    assert places[0] not in {ctypes.addressof(o) for o in others}
-    put(places[0], 1, ctypes.c_void_p)
+    assert seen[0]["newcomm"] not in {ctypes.addressof(o) for o in others}
+    put(seen[0]["newcomm"], 1, ctypes.c_void_p)
     assert all(o.value is None for o in others)
-
-
-def test_a_shrink_passes_the_excluded_ranks_and_the_abort_flag() -> None:
-    made, nccl = bound()
-    seen: list[Any] = []
-
-    def shrink(comm: int, ranks: int, count: int, place: int, config: int, flags: int) -> int:
-        left_out = list((ctypes.c_int * count).from_address(ranks))
-        seen.append((comm, left_out, _read_config(config)["maxCTAs"], flags))
-        put(place, COMM + 16, ctypes.c_void_p)
-        return 0
-
-    made.answers["ncclCommShrink"] = shrink
-    code, slot = nccl.comm_shrink(COMM, [5, 2], interface.Config(max_ctas=4), True)
-    assert (code, slot.value) == (0, COMM + 16)
-    nccl.comm_shrink(COMM, [1], interface.Config(max_ctas=4), False)
-    assert seen == [(COMM, [5, 2], 4, 1), (COMM, [1], 4, 0)]
-
-
-def test_a_communicator_grows_by_an_id_of_its_own() -> None:
-    made, nccl = bound()
-    ident = bytes(range(1, 128)) + b"\0"
-
-    def fill(comm: int, address: int) -> int:
-        ctypes.memmove(address, ident, len(ident))
-        return 0
-
-    made.answers["ncclCommGetUniqueId"] = fill
-    assert nccl.comm_unique_id(COMM) == (0, ident)
-    assert made.last("ncclCommGetUniqueId")[0] == COMM
-    seen: list[Any] = []
-
-    def grow(comm: int, size: int, given: int, rank: int, place: int, config: int) -> int:
-        told = ctypes.string_at(given, 128) if given else None
-        seen.append((comm, size, told, rank, _read_config(config)["maxCTAs"]))
-        put(place, COMM + 24, ctypes.c_void_p)
-        return 7
-
-    made.answers["ncclCommGrow"] = grow
-    for comm, told, rank in ((COMM, ident, -1), (COMM, None, -1), (0, ident, 5)):
-        code, slot = nccl.comm_grow(comm, 6, told, rank, interface.Config(max_ctas=4))
-        assert (code, slot.value) == (7, COMM + 24)
-        assert seen.pop() == (comm, 6, told, rank, 4)
 
 
 def test_state_revoke_memory_and_windows() -> None:
@@ -293,38 +266,17 @@ def test_state_revoke_memory_and_windows() -> None:
     assert nccl.comm_register(COMM, 1 << 44, 1) == (5, 0)
 
 
-def test_the_signals_to_wait_for_are_a_list_of_nccls_structures() -> None:
+def test_signals_and_a_factor_are_read_while_the_call_runs() -> None:
     made, nccl = bound()
-    read: list[Any] = []
-
-    def wait(count: int, place: int, comm: int, stream: int) -> int:
-        read.append((list((ctypes.c_int * (4 * count)).from_address(place)), comm, stream))
-        return 5
-
-    made.answers["ncclWaitSignal"] = wait
+    eight = ctypes.c_int * 8
+    signals = noting(made, "ncclWaitSignal", 5, signalDescs=lambda at: list(eight.from_address(at)))
     assert nccl.wait_signal([(3, 2), (0, 1)], COMM, STREAM) == 5
-    assert read == [([2, 3, 0, 0, 1, 0, 0, 0], COMM, STREAM)]
-
-
-def test_a_factor_is_read_while_the_call_runs() -> None:
-    made, nccl = bound()
-    read: list[Any] = []
-
-    def create(place: int, scalar: int, dtype: int, residence: int, comm: int) -> int:
-        read.append((ctypes.string_at(scalar, 8), dtype, residence, comm))
-        put(place, 0x1234, ctypes.c_int)
-        return 0
-
-    made.answers["ncclRedOpCreatePreMulSum"] = create
+    assert list(signals[0].values()) == [2, [2, 3, 0, 0, 1, 0, 0, 0], COMM, STREAM]
+    factors = noting(made, "ncclRedOpCreatePreMulSum", 0, scalar=lambda at: ctypes.string_at(at, 8))
+    assert nccl.premul_sum(b"12345678", interface.DATA_TYPES["float64"], COMM)[0] == 0
+    assert list(factors[0].values())[1:] == [b"12345678", 8, 1, COMM]
+    made.answers["ncclRedOpCreatePreMulSum"] = putting(0, 0x1234, ctypes.c_int)
     assert nccl.premul_sum(b"12345678", interface.DATA_TYPES["float64"], COMM) == (0, 0x1234)
-    assert read == [(b"12345678", 8, 1, COMM)]
-
-
-@pytest.mark.parametrize("name", sorted(WITH_CONFIG))
-def test_functions_with_options_have_one_argument_more(name: str) -> None:
-    plain, symbol = DECLARED[DIRECT[name]], DECLARED[WITH_CONFIG[name]]
-    assert symbol.names[:-1] == plain.names
-    assert SIGNATURES[WITH_CONFIG[name]][:-1] == SIGNATURES[DIRECT[name]]
 
 
 def test_operations_with_options_are_all_operations() -> None:
@@ -337,35 +289,12 @@ def test_operations_with_options_are_all_operations() -> None:
             assert getattr(operations, name) is getattr(nccl, name)
 
 
-@pytest.mark.parametrize("wide", [True, False], ids=["as pointers", "as declared"])
-@pytest.mark.parametrize("name", sorted(WITH_CONFIG))
-def test_every_argument_before_the_options_arrives_whole(
-    name: str, wide: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not wide:
-        monkeypatch.setattr(bindings, "_EIGHT_BYTES_EACH", False)
-    made, nccl = bound()
-    symbol = WITH_CONFIG[name]
-    values = []
-    for place, c_type in enumerate(DECLARED[symbol].types[:-1]):
-        values.append(place + 1 if kind(c_type) not in ("pointer", WORD) else (place + 1 << 40) + 0x89ABCDEF)
-    made.answers[symbol] = lambda *_: 5
-    assert getattr(nccl.with_options(CallOptions()), name)(*values) == 5
-    assert made.last(symbol)[:-1] == tuple(values)
-
-
 @pytest.mark.parametrize("name", sorted(WITH_CONFIG))
 def test_options_of_a_call_arrive_as_nccls_structure(name: str) -> None:
     made, nccl = bound()
     symbol = WITH_CONFIG[name]
-    seen: list[dict[str, Any]] = []
-
-    def answer(*arguments: int) -> int:
-        found = structs.CallConfigStruct.from_address(arguments[-1])
-        seen.append({member: getattr(found, member) for member, *_ in structs.CallConfigStruct._fields_})
-        return 0
-
-    made.answers[symbol] = answer
+    read = {DECLARED[symbol].names[-1]: partial(_members_of, structs.CallConfigStruct)}
+    seen = noting(made, symbol, 0, **read)
     rest = [1] * (len(DECLARED[symbol].types) - 1)
     options = CallOptions(
         min_ctas=2,
@@ -379,20 +308,23 @@ def test_options_of_a_call_arrive_as_nccls_structure(name: str) -> None:
     )
     for told in (options, CallOptions()):
         assert getattr(nccl.with_options(told), name)(*rest) == 0
-    given, left = seen
-    assert (given["size"], given["magic"], given["version"]) == (72, 0xCAFEBEEF, structs.NEWEST)
-    assert (given["minCTAs"], given["maxCTAs"], given["nvlsCTAs"], given["cgaClusterSize"]) == (2, 8, 3, 1)
-    assert (given["algSelection"], given["forceAlgSelection"], given["CTAPolicy"]) == (b"ring,tree", 0, 2)
-    assert given["userProfilerTag"] == (1 << 63) - 1
-    assert (given["ext"], given["launchCompletionEvent"]) == (None, None)
-    assert {n for n, v in left.items() if v == structs.UNDEFINED} == {
-        "minCTAs",
-        "maxCTAs",
-        "nvlsCTAs",
-        "cgaClusterSize",
-        "CTAPolicy",
+    always = {"size": 72, "magic": 0xCAFEBEEF, "version": structs.NEWEST, "ext": None}
+    always |= {"launchCompletionEvent": None}
+    given = {
+        "minCTAs": 2,
+        "maxCTAs": 8,
+        "nvlsCTAs": 3,
+        "cgaClusterSize": 1,
+        "algSelection": b"ring,tree",
+        "forceAlgSelection": 0,
+        "CTAPolicy": 2,
+        "userProfilerTag": (1 << 63) - 1,
     }
-    assert (left["algSelection"], left["forceAlgSelection"], left["userProfilerTag"]) == (None, 1, 0)
+    left = {"algSelection": None, "forceAlgSelection": 1, "userProfilerTag": 0}
+    left = dict.fromkeys(given, structs.UNDEFINED) | left
+    for call, expected in zip(seen, (given, left), strict=True):
+        found = list(call.values())[-1]
+        assert {name: found[name] for name in (*always, *expected)} == always | expected
 
 
 def test_the_last_error_is_text() -> None:
@@ -415,26 +347,20 @@ def test_a_function_that_an_old_library_lacks_raises_when_called() -> None:
         nccl.comm_shrink(COMM, [1], interface.Config(), False)
 
 
-# --- structures -------------------------------------------------------------------------------------------------
+# --- structures and codes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("version", "nbytes"), sorted(NCCL_CONFIG_BYTES.items()))
-def test_the_config_is_as_large_as_the_version_has_it(version: int, nbytes: int) -> None:
-    told = structs.config_struct(interface.Config(), version)
-    assert (told.size, told.version) == (nbytes, version)
-    assert nbytes <= ctypes.sizeof(structs.ConfigStruct)
-
-
-@pytest.mark.parametrize(("version", "nbytes"), sorted(NCCL_CALL_CONFIG_BYTES.items()))
-def test_the_options_of_a_call_are_as_large_as_the_version_has_them(version: int, nbytes: int) -> None:
-    told = structs.call_config_struct(CallOptions(), version)
-    assert (told.size, told.version) == (nbytes, version)
-    assert nbytes <= ctypes.sizeof(structs.CallConfigStruct)
-
-
-def test_a_newer_library_is_passed_the_newest_known_structures() -> None:
-    told = structs.config_struct(interface.Config(), 24901)
-    assert (told.version, told.size) == (structs.NEWEST, NCCL_CONFIG_BYTES[structs.NEWEST])
+def test_structures_are_as_large_as_the_version_has_them() -> None:
+    for version, nbytes in NCCL_CONFIG_BYTES.items():
+        told = structs.config_struct(interface.Config(), version)
+        assert (told.size, told.version) == (nbytes, version)
+        assert nbytes <= ctypes.sizeof(structs.ConfigStruct)
+    for version, nbytes in NCCL_CALL_CONFIG_BYTES.items():
+        call = structs.call_config_struct(CallOptions(), version)
+        assert (call.size, call.version) == (nbytes, version)
+        assert nbytes <= ctypes.sizeof(structs.CallConfigStruct)
+    newer = structs.config_struct(interface.Config(), 24901)
+    assert (newer.version, newer.size) == (structs.NEWEST, NCCL_CONFIG_BYTES[structs.NEWEST])
 
 
 def test_options_that_a_version_lacks_are_refused_unless_they_are_for_logs_only() -> None:
@@ -455,12 +381,10 @@ def test_either_number_of_ctas_may_be_given_alone(given: tuple[int | None, int |
         assert told.maxCTAs == (structs.UNDEFINED if most is None else most)
 
 
-@pytest.mark.parametrize(("code", "text"), [(2708, "2.7.8"), (21803, "2.18.3"), (23007, "2.30.7")])
-def test_version_text(code: int, text: str) -> None:
-    assert structs.version_text(code) == text
+def test_version_text() -> None:
+    texts = {code: structs.version_text(code) for code in (2708, 21803, 23007)}
+    assert texts == {2708: "2.7.8", 21803: "2.18.3", 23007: "2.30.7"}
 
-
-# --- codes ------------------------------------------------------------------------------------------------------
 
 BECOMES = {
     "ncclSuccess": tree.DistBackendError,
@@ -512,16 +436,13 @@ def _own_library(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_own_library")
 class TestFinding:
-    def test_another_implementation_replaces_it(self) -> None:
+    def test_another_implementation_replaces_it_and_explain_names_version_and_path(self) -> None:
         _, nccl = bound()
         locate.install(nccl)
         assert locate.nccl() is nccl
         assert locate.describe(locate.nccl()) == "NCCL 2.32.3 (/stand-in/libnccl.so.2)"
-
-    def test_explain_names_version_and_path(self) -> None:
         simulation = Simulation()
         cuda.install(simulation.cuda)
-        locate.install(bound()[1])
         try:
             said = environment_report.lines({})
         finally:
@@ -530,29 +451,27 @@ class TestFinding:
         assert "backend 'nccl': available: NCCL 2.32.3 (/stand-in/libnccl.so.2)" in said
         assert "simulated CUDA: 1 device" in said
 
-    def test_a_path_that_was_named_is_the_only_one_tried(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(locate.VARIABLE, "/no/such/libnccl.so")
-        reason = locate.find()
-        assert isinstance(reason, str)
-        assert reason.startswith(f"{locate.VARIABLE}: ")
-        assert "/no/such/libnccl.so" in reason
-        with pytest.raises(tree.BackendUnavailableError, match="/no/such"):
-            locate.nccl()
-
-    def test_a_library_that_is_not_nccl_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv(locate.VARIABLE, "libc.so.6")
-        reason = locate.find()
-        assert isinstance(reason, str)
-        assert "has no ncclGetVersion" in reason
-
-    def test_without_a_library_the_reason_names_the_package_to_install(
-        self, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("named", "words"),
+        [
+            ("/no/such/libnccl.so", (f"{locate.VARIABLE}: ", "/no/such/libnccl.so")),
+            ("libc.so.6", (f"{locate.VARIABLE}: ", "has no ncclGetVersion")),
+            ("", ("libnccl-that-is-not-here.so.2", "nvidia-nccl-cu12")),
+        ],
+    )
+    def test_why_there_is_no_library(
+        self, named: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """A path that was named is the only one tried; without a name the package to install is named."""
         monkeypatch.setattr(locate, "_candidates", lambda: iter(["libnccl-that-is-not-here.so.2"]))
+        if named:
+            monkeypatch.undo()
+            monkeypatch.setenv(locate.VARIABLE, named)
         reason = locate.find()
         assert isinstance(reason, str)
-        assert "libnccl-that-is-not-here.so.2" in reason
-        assert "nvidia-nccl-cu12" in reason
+        assert all(word in reason for word in words), reason
+        with pytest.raises(tree.BackendUnavailableError, match=re.escape(words[-1])):
+            locate.nccl()
 
     @pytest.mark.parametrize(("version", "taken"), [(21703, False), (21803, True), (24901, True)])
     def test_versions_before_2_18_are_refused(

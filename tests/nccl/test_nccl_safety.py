@@ -1,12 +1,17 @@
-"""Safeguards of the NCCL backend: default streams, deadlines, deaths, threads, teardown, symmetric memory."""
+"""Safeguards of the NCCL backend: default streams, deadlines, deaths, threads, teardown, the watchdog."""
 
 from __future__ import annotations
 
+import gc
+import logging
 import re
 import signal
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +19,22 @@ from unittest.mock import Mock
 
 import pytest
 
+import unicoll as dist
+from nccl_comm import supervision
+from nccl_comm.backend import NCCLBackend
+from nccl_comm.communicators import agreement, communicator
 from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import InFlight, PendingWork
 from nccl_comm.watchdog import Watchdog
-from tests.nccl import nccl_safety_jobs as jobs
+from tests.nccl.nccl_jobs import backend_of, busy, calling, connect, error_of, new_group
+from tests.simulated_nccl import arrays, ranks
+from tests.simulated_nccl.communicators import Result
 from tests.simulated_nccl.ranks import SimulatedJob, run
+from tests.support import worker
+from tests.support.order import await_true
 from tests.support.ranks import Pool, joined, pools
-from tests.support.worker import end, leave
+from tests.support.worker import end
+from unicoll.api import world
 from unicoll.arrays import cuda
 from unicoll.backend import Call
 from unicoll.backend.ops import OPS
@@ -32,60 +46,193 @@ def pool() -> Iterator[Callable[[int], Pool]]:
         yield made
 
 
+@contextmanager
+def recorded_log() -> Iterator[list[str]]:
+    """The messages of unicoll's log."""
+    messages: list[str] = []
+    recorder, log = logging.Handler(), logging.getLogger("unicoll")
+    recorder.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(recorder)
+    log.propagate = False
+    try:
+        yield messages
+    finally:
+        log.removeHandler(recorder)
+        log.propagate = True
+
+
 # --- streams ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("handle", [0, 1, 2])
-def test_default_streams_are_those_of_the_arrays_device(handle: int, pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.on_a_default_stream, handle) == [[[4.0, 4.0], 0], [[4.0, 4.0], 1]]
+def waited_by_another_thread() -> list[bool]:
+    """``wait()`` on the default stream of another thread: True if the arrays are kept until the device is done."""
+    connect()
+    kept = []
+    with arrays.Stream(handle=2):
+        x = arrays.full(2, 1.0)
+        finish = busy(2)
+        work = dist.all_reduce(x, async_op=True)
+        pending = backend_of().resources.in_flight.operations[-1]
+
+        def wait() -> None:
+            with arrays.device(x.device), arrays.Stream(handle=2):
+                work.wait()
+                kept.append(bool(pending.calls))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        finish()
+        work.synchronize()
+    return kept
 
 
 def test_the_default_stream_of_another_thread_is_another_stream(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.waited_by_another_thread) == [[True]] * 2
+    assert pool(2).run(waited_by_another_thread) == [[True]] * 2
+
+
+def unpacked_on_another_stream() -> list[float]:
+    """A strided result is copied from packed memory on another stream, which is late, when that memory is reused."""
+    connect()
+    elsewhere, base = arrays.Stream(), arrays.full(2000, 1.0)
+    ranks.simulation().synchronize()
+    work = dist.all_reduce(base[::2], async_op=True)
+    with elsewhere:
+        finish = busy(elsewhere.ptr)
+        work.wait()
+    await_true(work.is_completed)
+    for backend in dist.group.WORLD.backends:  # type: ignore[union-attr]
+        if isinstance(backend, NCCLBackend):
+            _await_release(backend)
+    del work
+    dist.all_reduce(arrays.full(1, 1.0))  # the group forgets its last operation
+    reused = arrays.full(1000, 99.0)
+    ranks.simulation().synchronize_stream(0)
+    finish()
+    with elsewhere:
+        found = base[::2].numpy()
+    del reused
+    return sorted(set(found.tolist()))
+
+
+def _await_release(backend: NCCLBackend) -> None:
+    """Wait until the watchdog has removed the operations that have ended, and their arrays have been dropped."""
+    await_true(lambda: not backend.resources.in_flight.operations)
+    watchdog, marker = backend.supervision.watchdog, [""]
+    assert watchdog is not None
+    watchdog.unwatch(backend.supervision)  # it waits for the end of a sweep
+    watchdog.watch(backend.supervision)
+    watchdog.drop(marker)
+    await_true(lambda: not marker)
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
+def test_packed_memory_is_kept_until_it_is_copied(backend: str) -> None:
+    assert run(2, unpacked_on_another_stream, backend=backend, policy="oldest") == [[2.0]] * 2
 
 
 # --- deadlines and deaths ---------------------------------------------------------------------------------------------
 
 
+def late_but_ended() -> bool:
+    """A sweep after the deadline of an operation that has ended, behind one that has not; True if the group failed."""
+    connect()
+    supervision = backend_of().supervision
+    first, second = arrays.Stream(), arrays.Stream()
+    with first:
+        finish = busy(first.ptr)
+        dist.all_reduce(arrays.empty(0), timeout=60)
+    with second:
+        dist.all_reduce(arrays.empty(0), timeout=30)
+        second.synchronize()
+    assert supervision.watchdog is not None
+    supervision.watchdog.unwatch(supervision)  # this thread sweeps in its place
+    supervision.sweep(time.monotonic() + 31.0)
+    supervision.watchdog.watch(supervision)
+    failed = backend_of()._state.error is not None
+    finish()
+    ranks.simulation().synchronize()
+    return failed
+
+
 def test_an_operation_that_has_ended_is_never_late(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.late_but_ended) == [False] * 2
+    assert pool(2).run(late_but_ended) == [False] * 2
+
+
+def an_error_before_the_death_notice(victim: int) -> str:
+    """NCCL reports an error on rank 0, which notifies the test; then the victim is killed."""
+    communicator._DEATH_NOTICE_S = 60.0
+    connect()
+    dist.barrier()
+    if dist.get_rank() == victim:
+        worker.send_note("ready")
+        threading.Event().wait()
+    if dist.get_rank() == 0:
+        nccl: Any = ranks.nccl()
+        state = nccl.comm_state
+
+        def notifying(comm: int) -> Any:
+            found = state(comm)
+            if found[1] and nccl.comm_state is notifying:
+                del nccl.comm_state
+                worker.send_note("seen")
+            return found
+
+        nccl.comm_state = notifying
+        nccl.inject(6)
+    return error_of(lambda: dist.all_reduce(arrays.full(2, 1.0), async_op=True).synchronize())
 
 
 def test_a_death_is_named_though_nccl_reports_an_error_first() -> None:
     with joined(3, SimulatedJob) as job:
-        job.call(jobs.an_error_before_the_death_notice, 2)
+        job.call(an_error_before_the_death_notice, 2)
         job.await_note(2)
         assert job.await_note(0) == "seen"
         job.signal(2, signal.SIGKILL)
         for outcome in job.collect(60, [0, 1]):
             assert outcome.failure is None, outcome.failure
-            assert outcome.value.startswith("RankLostError: ")
-            assert (
-                f"rank 2 (host {outcome.value.partition('rank 2 (host ')[2].partition(',')[0]}, pid "
-                in outcome.value
-            )
+            assert re.match(r"RankLostError: .*rank 2 \(host [^,]*, pid ", outcome.value), outcome.value
+
+
+def an_error_of_a_peer() -> None:
+    """NCCL reports that a peer has ended, though none has died."""
+    ranks.nccl().inject(6)
+    dist.all_reduce(arrays.full(2, 1.0))
+    dist.barrier()
 
 
 def test_nccls_error_names_a_rank_that_has_left() -> None:
     with joined(2, SimulatedJob) as job:
-        job.call(jobs.warm_up)
+        job.call(connect)
         job.results()
         job.call(end, ranks=[1])
         assert job.wait_for_exit(60, [1]) == [0]
-        job.call(jobs.an_error_of_a_peer, ranks=[0])
+        job.call(an_error_of_a_peer, ranks=[0])
         failure = job.collect(60, [0])[0].failure
         assert failure is not None
-        assert failure.type == "RankLostError"
-        assert failure.fields["rank"] == 1
+        assert (failure.type, failure.fields["rank"]) == ("RankLostError", 1)
         assert "ncclRemoteError of NCCL 2.30.7" in failure.message
         assert f"pid {job.pids[1]}) has left the job" in failure.message
+
+
+def split_without_a_member(victim: int, blocking: bool) -> None:
+    """Ranks notify the test when they split a group; the victim, which is killed, takes no part in that."""
+    options = {"blocking": blocking}
+    group: Any = dist.new_group(
+        backend="cuda:nccl", pg_options=options, device_id=dist.get_rank(), timeout=600
+    )
+    if dist.get_rank() == victim:
+        worker.send_note("ready")
+        threading.Event().wait()
+    with calling("comm_split", lambda *arguments: worker.send_note("in a split")):
+        dist.split_group(group, [[0, 1]], pg_options=options)
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_the_death_of_any_member_ends_a_split(blocking: bool) -> None:
     """Of the other ranks two are in the new group, and one is not."""
     with joined(4, SimulatedJob) as job:
-        job.call(jobs.split_without_a_member, 3, blocking)
+        job.call(split_without_a_member, 3, blocking)
         job.await_notes()
         job.signal(3, signal.SIGKILL)
         for outcome in job.collect(60, range(3)):
@@ -94,182 +241,431 @@ def test_the_death_of_any_member_ends_a_split(blocking: bool) -> None:
             assert outcome.failure.fields["rank"] == 3
 
 
+def with_an_error_on_rank_1(way: str) -> str:
+    """The error on each rank when NCCL makes a communicator and gives rank 1 an error."""
+    if way != "init":
+        connect()
+    nccl: Any = ranks.nccl()
+    if dist.get_rank() == 1:
+        setattr(nccl, f"comm_{way}", lambda *arguments: (Result.SYSTEM_ERROR, nccl.new_slot()))
+    ways: dict[str, Callable[[], Any]] = {
+        "init": connect,
+        "split": lambda: dist.new_group([0, 1], timeout=600),
+        "shrink": lambda: dist.shrink_group([2]) if dist.get_rank() < 2 else None,
+    }
+    said = error_of(ways[way])
+    vars(nccl).pop(f"comm_{way}", None)
+    return said
+
+
 @pytest.mark.parametrize(
     ("way", "doing"), [("init", "connecting"), ("split", "splitting"), ("shrink", "shrinking")]
 )
 def test_a_rank_that_cannot_connect_is_named_on_all(way: str, doing: str) -> None:
     """At once, and no thread stays in NCCL."""
-    with joined(3, SimulatedJob, backend="nccl", bound=way != "init") as job:
-        job.call(jobs.with_an_error_on_rank_1, way)
-        first, second, third = job.results()
-        assert second.startswith("DistNetworkError: ncclComm")
-        said = rf"GroupAbortedError: rank 1 \(.*\) failed while {doing} group '.*': {re.escape(second)}"
-        assert re.fullmatch(said, first), first
-        assert third == ("nothing" if way == "shrink" else first)
-        job.call(leave)
-        assert job.results() == [[]] * 3
+    first, second, third = run(3, with_an_error_on_rank_1, way, backend="nccl", bound=way != "init")
+    assert second.startswith("DistNetworkError: ncclComm")
+    said = rf"GroupAbortedError: rank 1 \(.*\) failed while {doing} group '.*': {re.escape(second)}"
+    assert re.fullmatch(said, first), first
+    assert third == ("nothing" if way == "shrink" else first)
+
+
+def given_up_early() -> str:
+    """The error of a rank whose deadline passes before NCCL has written the handle."""
+    given_up = threading.Event()
+    abort_start = communicator.Communicator._abort_start
+
+    def late(*arguments: Any) -> None:
+        assert given_up.wait(60)
+        time.sleep(0.2)  # the abort has begun, or the test shows nothing
+
+    def noting(self: Any, *arguments: Any) -> None:
+        given_up.set()
+        abort_start(self, *arguments)
+
+    communicator.Communicator._abort_start = noting  # type: ignore[assignment,method-assign]
+    with calling("comm_init", late):
+        said = error_of(lambda: dist.new_group(backend="cuda:nccl", device_id=dist.get_rank(), timeout=0.5))
+        await_true(lambda: not any("ncclCommInitRankConfig" in t.name for t in threading.enumerate()))
+    communicator.Communicator._abort_start = abort_start  # type: ignore[method-assign]
+    return said
 
 
 def test_a_start_that_is_given_up_before_nccl_has_written_the_handle_is_aborted() -> None:
     """No thread stays in NCCL."""
-    with joined(2, SimulatedJob) as job:
-        job.call(jobs.given_up_early)
-        assert "nothing" not in job.results()
-        job.call(leave)
-        assert job.results() == [[]] * 2
+    assert "nothing" not in run(2, given_up_early)
+
+
+def shrunk_after_an_error(failing: int) -> list[Any]:
+    """The sum over the ranks that remain after NCCL has reported an error to some of them; the calls of shrink."""
+    connect()
+    me, calls = dist.get_rank(), []
+    if me < failing:
+        ranks.nccl().inject(Result.REMOTE_ERROR)
+    if failing:
+        await_true(lambda: backend_of()._state.error is not None)
+    if me == 2:
+        return []
+    with calling("comm_shrink", lambda *arguments: calls.append("shrink")):
+        group = dist.shrink_group([2])
+    x = arrays.full(2, me + 1.0)
+    dist.all_reduce(x, group=group)
+    return [x.numpy().tolist(), calls]
 
 
 @pytest.mark.parametrize(("failing", "calls"), [(0, ["shrink"]), (1, []), (3, [])])
 def test_nccl_shrinks_a_communicator_without_an_error(failing: int, calls: list[str]) -> None:
     """With an error on any rank all make a new one."""
     with joined(3, SimulatedJob) as job:
-        job.call(jobs.shrunk_after_an_error, failing)
+        job.call(shrunk_after_an_error, failing)
         assert job.results() == [[[3.0, 3.0], calls], [[3.0, 3.0], calls], []]
 
 
+def a_first_message_between_two_of_three() -> list[str]:
+    """Ranks 0 and 1 begin with a send and a receive; rank 2 joins once both have logged that they wait for it."""
+    agreement.WARNING_S = 0.2
+    me, store = dist.get_rank(), dist.group.WORLD.job.store  # type: ignore[union-attr]
+    x = arrays.full(2, float(me))
+    with recorded_log() as messages:
+
+        def warnings_of_members() -> list[str]:
+            return [message for message in messages if "waits for all its members" in message]
+
+        if me < 2:
+            thread = threading.Thread(
+                target=lambda: (await_true(warnings_of_members), store.set(f"warned/{me}", ""))
+            )
+            thread.start()
+            _ = dist.send(x, 1) if me == 0 else dist.recv(x, 0)
+            thread.join()
+        else:
+            store.wait(["warned/0", "warned/1"], 60)
+        dist.all_reduce(x)
+        return [*warnings_of_members(), str(x.numpy().tolist())]
+
+
 def test_a_first_message_warns_of_missing_members() -> None:
-    with joined(3, SimulatedJob) as job:
-        job.call(jobs.a_first_message_between_two_of_three)
-        first, second, third = job.results()
-        for warning, sums in (first, second):
-            assert "waits for all its members to start NCCL; missing: rank 2 (" in warning
-            assert "with device_id= of init_process_group or new_group" in warning
-            assert sums == "[2.0, 2.0]"
-        assert third == ["[2.0, 2.0]"]
-        job.call(leave)
-        assert job.results() == [[]] * 3
+    first, second, third = run(3, a_first_message_between_two_of_three)
+    for warning, sums in (first, second):
+        assert "waits for all its members to start NCCL; missing: rank 2 (" in warning
+        assert "with device_id= of init_process_group or new_group" in warning
+        assert sums == "[2.0, 2.0]"
+    assert third == ["[2.0, 2.0]"]
+
+
+def late_in_nccl(blocking: bool) -> list[str]:
+    """Rank 1 calls NCCL once rank 0 has logged that it waits there; rank 0's log."""
+    agreement.WARNING_S = 0.2
+    store = dist.group.WORLD.job.store  # type: ignore[union-attr]
+
+    def warnings_of_nccl() -> list[str]:
+        return [message for message in messages if "has not returned" in message]
+
+    with recorded_log() as messages:
+        if dist.get_rank():
+            with calling("comm_init", lambda *arguments: store.wait(["warned"], 60)):
+                new_group(blocking=blocking)
+        else:
+            thread = threading.Thread(target=lambda: (await_true(warnings_of_nccl), store.set("warned", "")))
+            thread.start()
+            new_group(blocking=blocking)
+            thread.join()
+    return warnings_of_nccl()
 
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_rank_that_waits_in_nccl_warns_of_the_interfaces(blocking: bool) -> None:
-    with joined(2, SimulatedJob, env={"NCCL_SOCKET_IFNAME": "eth7"}) as job:
-        job.call(jobs.late_in_nccl, blocking)
-        (warning,) = job.results()[0]
-        assert re.fullmatch(
-            r"group '.*': ncclCommInitRankConfig has not returned for 0\.2 s: NCCL has not connected to all ranks\."
-            r" NCCL uses sockets on eth7 \(by NCCL_SOCKET_IFNAME\), unicoll lo 127\.0\.0\.1; NCCL_DEBUG=INFO logs .*",
-            warning,
-        ), warning
-        job.call(leave)
-        assert job.results() == [[]] * 2
+    (warning,), _ = run(2, late_in_nccl, blocking, env={"NCCL_SOCKET_IFNAME": "eth7"})
+    assert re.fullmatch(
+        r"group '.*': ncclCommInitRankConfig has not returned for 0\.2 s: NCCL has not connected to all ranks\."
+        r" NCCL uses sockets on eth7 \(by NCCL_SOCKET_IFNAME\), unicoll lo 127\.0\.0\.1; NCCL_DEBUG=INFO logs .*",
+        warning,
+    ), warning
+
+
+def blocking_by_environment() -> tuple[bool, bool]:
+    """Whether the group takes its communicator for a blocking one, and whether it is."""
+    connect()
+    (made,) = ranks.nccl().communicators
+    return backend_of()._factory.config.blocking, made.config.blocking
 
 
 @pytest.mark.parametrize("value", ["0", "1"])
 def test_nccls_variable_decides_whether_a_communicator_is_blocking(value: str) -> None:
-    found = run(1, jobs.blocking_by_environment, env={"NCCL_COMM_BLOCKING": value})
+    found = run(1, blocking_by_environment, env={"NCCL_COMM_BLOCKING": value})
     assert found == [(value == "1", value == "1")]
 
 
 # --- threads and teardown ---------------------------------------------------------------------------------------------
 
 
-def test_one_thread_at_a_time_issues_operations_on_a_device(pool: Callable[[int], Pool]) -> None:
-    assert pool(1).run(jobs.two_threads_with_a_group_each) == [1]
+def _two_inside() -> None:
+    """Stay in a call until another thread is in NCCL too, or a time has passed."""
+    active_calls = ranks.nccl().active_calls
+    until = time.monotonic() + 0.3
+    while len(active_calls.current) < 2 and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def two_groups_on_two_threads() -> list[Any]:
+    """Each thread does all_reduces on a group of its own; both groups are on this rank's device."""
+    connect()
+    groups: list[Any] = [dist.group.WORLD, dist.new_group()]
+    xs = [arrays.full(2, 1.0) for _ in groups]
+    for group, x in zip(groups, xs, strict=True):
+        dist.all_reduce(x, group=group)
+    ranks.simulation().synchronize()
+    ranks.nccl().active_calls.pause = _two_inside
+
+    def work(i: int) -> None:
+        with arrays.Stream():
+            dist.all_reduce(xs[i], group=groups[i])
+            dist.all_reduce(xs[i], group=groups[i], async_op=True).synchronize()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ranks.nccl().active_calls.pause = lambda: None
+    return [x.numpy().tolist() for x in xs]
+
+
+def test_threads_with_their_own_groups_use_nccl_one_at_a_time() -> None:
+    """Two threads in NCCL on one device are a fault."""
+    assert run(2, two_groups_on_two_threads) == [[[8.0, 8.0]] * 2] * 2
+
+
+def split_with_work_in_flight() -> list[float]:
+    """Groups split while the parent has an operation in flight; NCCL's split with unfinished work is a fault."""
+    connect()
+    held = threading.Event()
+
+    def hold() -> None:
+        with ranks.simulation().hold():
+            held.set()
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    x = arrays.full(2, 1.0)
+    work = dist.all_reduce(x, async_op=True)
+    dist.new_group([0])
+    thread.join()
+    work.synchronize()
+    return x.numpy().tolist()
 
 
 def test_a_group_is_split_when_nothing_is_in_flight() -> None:
-    with joined(2, SimulatedJob, backend="nccl", bound=True) as job:
-        job.call(jobs.split_with_work_in_flight)
-        assert job.results() == [[0, 0]] * 2
-        job.call(leave)
-        assert job.results() == [[]] * 2
+    """On its members and on the others."""
+    assert run(2, split_with_work_in_flight, backend="nccl", bound=True) == [[2.0, 2.0]] * 2
 
 
-def test_a_thread_leaves_nccl_before_the_communicator_is_aborted() -> None:
-    with joined(2, SimulatedJob) as job:
-        job.call(jobs.a_thread_in_nccl, True)
-        for log in job.results():
-            assert log == ["in", "revoke", "out", "OperationTimeoutError", "abort"]
+def a_thread_in_nccl() -> list[str]:
+    """A call that does not return from NCCL until the communicator is revoked, or aborted, at its deadline."""
+    connect()
+    log: list[str] = []
+    free = threading.Event()
+
+    def stuck(*arguments: Any) -> int:
+        log.append("in")
+        assert free.wait(60)
+        time.sleep(0.2)
+        log.append("out")
+        return Result.INTERNAL_ERROR
+
+    def note(name: str) -> Any:
+        return calling(name, lambda comm: (log.append(name), free.set()))
+
+    with note("comm_abort"):
+        with note("comm_revoke"):
+            ranks.nccl().all_reduce = stuck  # type: ignore[method-assign]
+            said = error_of(lambda: dist.all_reduce(arrays.full(2, 1.0), timeout=1))
+            log.append(said.partition(":")[0])
+            del ranks.nccl().all_reduce
+            backend_of().supervision.await_abort()
+        if "comm_revoke" in log:
+            dist.destroy_process_group()
+    return log
 
 
-def test_an_old_nccl_is_aborted_while_a_thread_is_in_it() -> None:
-    with joined(2, SimulatedJob, version=22705) as job:
-        job.call(jobs.a_thread_in_nccl, False)
-        for log in job.results():
-            assert log == ["in", "abort", "out", "OperationTimeoutError"]
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (23007, ["in", "comm_revoke", "out", "OperationTimeoutError", "comm_abort"]),
+        (22705, ["in", "comm_abort", "out", "OperationTimeoutError"]),
+    ],
+)
+def test_a_thread_leaves_nccl_before_the_communicator_is_aborted(version: int, expected: list[str]) -> None:
+    """An old NCCL, which cannot be revoked, is aborted while the thread is in it."""
+    with joined(2, SimulatedJob, version=version) as job:
+        job.call(a_thread_in_nccl)
+        assert job.results() == [expected] * 2
+
+
+def destroyed_with_work_in_flight() -> list[Any]:
+    """The result of an operation behind a kernel that ends once the group's destruction has warned, and the log."""
+    connect()
+    supervision._WARNING_S = 0.05
+    x = arrays.full(2, 1.0 + dist.get_rank())
+    finish = busy(arrays.current_stream())
+    dist.all_reduce(x)
+    with recorded_log() as messages:
+        thread = threading.Thread(target=lambda: (await_true(lambda: messages), finish()))
+        thread.start()
+        dist.destroy_process_group()
+        thread.join()
+    return [x.numpy().tolist(), *messages]
 
 
 def test_a_destroyed_group_waits_for_its_operations() -> None:
-    with joined(2, SimulatedJob) as job:
-        job.call(jobs.destroyed_with_work_in_flight)
-        for result, warning in job.results():
-            assert result == [3.0, 3.0]
-            assert re.fullmatch(r"destroying group '\w+' waits for all_reduce\(.*\) #\d+", warning), warning
+    for result, warning in run(2, destroyed_with_work_in_flight):
+        assert result == [3.0, 3.0]
+        assert re.fullmatch(r"destroying group '\w+' waits for all_reduce\(.*\) #\d+", warning), warning
+
+
+def destroyed_before_a_deadline() -> str:
+    """The error of a group that is destroyed before the deadline of an operation that one rank does not call."""
+    connect()
+    if dist.get_rank() == 0:
+        dist.all_reduce(arrays.full(2, 1.0), timeout=0.5)
+        return error_of(dist.destroy_process_group)
+    return ""
 
 
 def test_the_deadline_of_an_operation_ends_the_wait_of_a_destroyed_group_with_an_error() -> None:
     with joined(2, SimulatedJob) as job:
-        job.call(jobs.destroyed_before_a_deadline)
+        job.call(destroyed_before_a_deadline)
         first, second = job.results()
+        assert first.startswith("OperationTimeoutError")
         assert "timed out after 0.5 s; arrived: rank 0; missing: rank 1" in first
         assert second == ""
 
 
-def test_nothing_is_called_while_nccl_has_not_stopped() -> None:
-    """A communicator that is aborted meanwhile would be freed."""
-    with joined(2, SimulatedJob) as job:
-        job.call(jobs.stopped_behind_a_kernel, False)
-        for calls in job.results():
-            assert sorted(calls) == ["comm_revoke begins", "comm_revoke ends", "timed out"]
+def stopped_behind_a_kernel(ends_before: bool) -> list[str]:
+    """NCCL's calls when a group fails whose operation is behind a kernel that lasts longer than NCCL may take.
+
+    The kernel ends before the group is destroyed, or afterwards.
+    """
+    connect()
+    communicator.END_S = supervision.END_S = 0.2
+    comm = backend_of().resources.comm
+    calls: list[str] = []
+
+    def note(name: str) -> Any:
+        return calling(
+            name, lambda comm: calls.append(f"{name} begins"), lambda: calls.append(f"{name} ends")
+        )
+
+    finish = busy(arrays.current_stream())
+    work = dist.all_reduce(arrays.full(2, 1.0), async_op=True, timeout=0.2)
+    with recorded_log() as messages, note("comm_revoke"), note("comm_abort"):
+        calls.append(error_of(work.synchronize).partition(":")[0])
+        await_true(lambda: any("stopping NCCL's communicator" in message for message in messages))
+        if not ends_before:
+            dist.destroy_process_group()
+        finish()
+        await_true(lambda: "comm_revoke ends" in calls)
+        await_true(comm._returned.is_set)
+        communicator.END_S = supervision.END_S = 120.0
+        if ends_before:
+            dist.destroy_process_group()
+    return sorted(calls)
 
 
-def test_a_communicator_is_aborted_when_nccl_has_stopped_late() -> None:
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_nothing_is_called_while_nccl_has_not_stopped(ends_before: bool) -> None:
+    """A communicator that is aborted meanwhile would be freed; it is aborted when NCCL has stopped late."""
+    expected = ["OperationTimeoutError", "comm_revoke begins", "comm_revoke ends"]
+    if ends_before:
+        expected[1:1] = ["comm_abort begins", "comm_abort ends"]
     with joined(2, SimulatedJob) as job:
-        job.call(jobs.stopped_behind_a_kernel, True)
-        for calls in job.results():
-            stopped = ["comm_revoke begins", "comm_revoke ends", "timed out"]
-            assert sorted(calls) == ["comm_abort begins", "comm_abort ends", *stopped]
-        job.call(leave)
-        assert job.results() == [[]] * 2
+        job.call(stopped_behind_a_kernel, ends_before)
+        assert job.results() == [expected] * 2
+        if ends_before:
+            job.call(worker.leave)
+            assert job.results() == [[]] * 2
+
+
+def ended_with_a_graph(exiting: bool) -> list[str]:
+    """The log when a job ends while a graph that has recorded an operation exists."""
+    connect()
+    communicator.END_S = supervision.END_S = 0.2
+    sim = ranks.simulation()
+    stream = arrays.Stream()
+    with stream, sim.capture(stream.ptr) as graphs:
+        dist.all_reduce(arrays.full(2, 1.0))
+    with recorded_log() as messages:
+        world.leave(SystemExit() if exiting else None)
+        found = list(messages)
+    graphs[0].destroy()
+    return found
 
 
 @pytest.mark.parametrize("exiting", [True, False])
 def test_a_live_graph_does_not_delay_the_exit(exiting: bool) -> None:
     with joined(2, SimulatedJob) as job:
-        job.call(jobs.ended_with_a_graph, exiting)
+        job.call(ended_with_a_graph, exiting)
         for messages in job.results():
             hint = [m for m in messages if m.startswith("CUDA graphs with operations of group")]
-            assert len(hint) == (not exiting)
-            assert len(messages) == (0 if exiting else 2), messages
+            assert (len(hint), len(messages)) == ((0, 0) if exiting else (1, 2)), messages
+
+
+def dropped_arrays() -> str:
+    """The name of the thread that drops the arrays of an operation that ends after its Work."""
+    connect()
+    names: list[str] = []
+    x = arrays.full(8, 1.0)
+    weakref.finalize(x, lambda: names.append(threading.current_thread().name))
+    finish = busy(arrays.current_stream())
+    work = dist.all_reduce(x, async_op=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # wait() would drop the arrays
+        del work, x
+    assert not names
+    finish()
+    await_true(lambda: names)
+    return names[0]
 
 
 def test_the_watchdog_does_not_free_memory(pool: Callable[[int], Pool]) -> None:
     """cudaFree waits for the device."""
-    assert pool(2).run(jobs.dropped_arrays) == ["unicoll-nccl-release"] * 2
+    assert pool(2).run(dropped_arrays) == ["unicoll-nccl-release"] * 2
+
+
+def swept_in_nccl() -> bool:
+    """True if the arrays of a call are freed that a sweep has seen in NCCL, with no later sweep."""
+    connect()
+    supervision = backend_of().supervision
+    assert supervision.watchdog is not None
+    supervision.watchdog.unwatch(supervision)
+    x = arrays.full(8, 1.0)
+    reference = weakref.ref(x)
+    with calling("all_reduce", lambda *arguments: supervision.sweep(time.monotonic())):
+        dist.all_reduce(x)
+    ranks.simulation().synchronize()
+    del x
+    gc.collect()
+    freed = reference() is None
+    supervision.watchdog.watch(supervision)
+    return freed
 
 
 def test_a_call_that_the_watchdog_has_seen_in_nccl_is_not_kept() -> None:
-    with joined(2, SimulatedJob) as job:
-        job.call(jobs.swept_in_nccl)
-        assert job.results() == [True] * 2
-        job.call(leave)
-        assert job.results() == [[]] * 2
-
-
-# --- symmetric memory ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("by", ["operation", "kernel"])
-def test_symmetric_memory_is_freed_after_its_last_use(by: str, pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.symmetric_memory_dropped, by) == [[("MainThread", 0)]] * 2
-
-
-# --- choices that must be equal on all ranks --------------------------------------------------------------------------
-
-
-def test_contiguous_and_other_lists_are_gathered_by_the_same_calls(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.gathered_into_lists) == [[[1.0] * 4, [2.0] * 4]] * 2
+    assert run(2, swept_in_nccl) == [True] * 2
 
 
 # --- the watchdog and finished operations ----------------------------------------------------------------------------
 
 
 class _Slow:
-    """A group whose sweep takes long."""
+    """A group whose sweep takes long, or raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, broken: bool = False) -> None:
         self.sweeping = threading.Event()
         self.failed = threading.Event()
+        self.broken = broken
         self.log: list[str] = []
 
     def sweep_failed(self, cause: BaseException) -> None:
@@ -277,17 +673,12 @@ class _Slow:
         self.failed.set()
 
     def sweep(self, now: float) -> bool:
+        if self.broken:
+            raise OSError("injected")
         self.sweeping.set()
         time.sleep(0.3)
         self.log.append("swept")
         return False
-
-
-class _Broken(_Slow):
-    """A group whose sweeps raise."""
-
-    def sweep(self, now: float) -> bool:
-        raise OSError("injected")
 
 
 @pytest.mark.parametrize("where", ["a group", "the thread"])
@@ -297,7 +688,7 @@ def test_a_watchdog_that_fails_fails_its_groups(where: str, monkeypatch: pytest.
             raise OSError("injected")
 
     monkeypatch.setattr(cuda, "cuda", lambda: SimpleNamespace(ignore_captures=ignore_captures))
-    watchdog, group = Watchdog(), _Broken()
+    watchdog, group = Watchdog(), _Slow(broken=True)
     watchdog.watch(group)
     try:
         assert group.failed.wait(60)
@@ -306,13 +697,26 @@ def test_a_watchdog_that_fails_fails_its_groups(where: str, monkeypatch: pytest.
         watchdog.close()
 
 
+def watchdog_fails() -> str:
+    """The watchdog of rank 0 raises when it looks at a group: how an operation that never ends ends."""
+    connect()
+    backend = backend_of()
+    if dist.get_rank() == 0:
+
+        def fail(resources: Any, now: float) -> None:
+            raise OSError("injected")
+
+        backend.supervision._check_communicator = fail  # type: ignore[method-assign]
+    await_true(lambda: backend._state.error is not None)
+    return error_of(lambda: dist.all_reduce(arrays.full(2, 1.0)))
+
+
 def test_works_end_when_the_watchdog_fails() -> None:
     with joined(2, SimulatedJob, quiet=False) as job:
-        job.call(jobs.watchdog_fails)
+        job.call(watchdog_fails)
         for text in job.results():
-            assert "rank 0 " in text
-            assert "'unicoll-nccl-watchdog'" in text
-            assert "OSError: injected" in text
+            for words in ("rank 0 ", "'unicoll-nccl-watchdog'", "OSError: injected"):
+                assert words in text
 
 
 def test_a_group_that_closes_waits_for_a_sweep_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 
+import unicoll as dist
 from tests.nccl import staged
 from tests.nccl import staged_jobs as jobs
-from tests.simulated_nccl.ranks import Settings
+from tests.nccl.nccl_jobs import error_of
+from tests.simulated_nccl import arrays
+from tests.simulated_nccl.ranks import Settings, simulation
+from tests.support.memory import freed
 from tests.support.ranks import Pool, ProcessJob, pools
-
-BACKEND = "gloo"
 
 
 @pytest.fixture(scope="module", params=["gloo", "cpu:gloo,cuda:gloo"])
@@ -23,21 +29,21 @@ def pool(request: pytest.FixtureRequest, seed: int) -> Iterator[Callable[[int], 
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("size", [2, 3])
-def test_arrays_of_device_and_host_keep_one_order(size: int, pool: Callable[[int], Pool]) -> None:
-    assert pool(size).run(jobs.mixed_kinds, 10) == [True] * size
-
-
-@pytest.mark.every(2)
-@pytest.mark.parametrize("size", [1, 2])
-def test_streams_are_ordered_on_both_sides(size: int, pool: Callable[[int], Pool]) -> None:
-    assert pool(size).run(jobs.ordered, 5) == [True] * size
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_messages(size: int, pool: Callable[[int], Pool]) -> None:
-    for good in pool(size).run(jobs.messages):
-        assert good == [True] * 12
+@pytest.mark.parametrize(
+    ("size", "job", "expected"),
+    [
+        (2, partial(jobs.mixed_kinds, 10), True),
+        (3, partial(jobs.mixed_kinds, 10), True),
+        (1, partial(jobs.ordered, 5), True),
+        (2, partial(jobs.ordered, 5), True),
+        (2, jobs.messages, [True] * 12),
+        (3, jobs.messages, [True] * 12),
+    ],
+)
+def test_order_and_messages(size: int, job: Any, expected: Any, pool: Callable[[int], Pool]) -> None:
+    """Arrays of device and host keep one order, and streams are ordered on both sides of a call."""
+    function, arguments = getattr(job, "func", job), getattr(job, "args", ())
+    assert pool(size).run(function, *arguments) == [expected] * size
 
 
 def test_messages_that_are_shorter_than_the_array(pool: Callable[[int], Pool]) -> None:
@@ -45,8 +51,20 @@ def test_messages_that_are_shorter_than_the_array(pool: Callable[[int], Pool]) -
         assert [count for count, _ in found] == [2] * 4 + [59_999] * 4
 
 
+def messages_are_not_kept() -> list[bool]:
+    """True for each array of a message, sent or received in the background, that is freed after the message."""
+    me, n = dist.get_rank(), dist.get_world_size()
+    x, y = arrays.full(100, me, np.float32), arrays.empty(100, np.float32)
+    references = [weakref.ref(x), weakref.ref(y)]
+    works = [dist.isend(x, (me + 1) % n), dist.irecv(y, (me - 1) % n)]
+    for work in works:
+        work.synchronize()
+    del x, y, work, works
+    return freed(*references)
+
+
 def test_messages_are_not_kept_alive(pool: Callable[[int], Pool]) -> None:
-    assert pool(2).run(jobs.messages_are_not_kept) == [[True, True]] * 2
+    assert pool(2).run(messages_are_not_kept) == [[True, True]] * 2
 
 
 def test_it_says_how_device_arrays_go(pool: Callable[[int], Pool]) -> None:
@@ -56,68 +74,157 @@ def test_it_says_how_device_arrays_go(pool: Callable[[int], Pool]) -> None:
         assert 0 < facts["staging"] <= 64 << 20
 
 
+def stuck(who: int) -> str:
+    """One rank's device does not come to what is before the call."""
+    group = dist.new_group()
+    x = arrays.full(10, 1.0, np.float32)
+    go, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with simulation().hold():
+            held.set()
+            go.wait(60)
+
+    holder = threading.Thread(target=hold)
+    if dist.get_rank() == who:
+        x.numpy()
+        holder.start()
+        held.wait(60)
+        x += 1
+    said = error_of(lambda: dist.all_reduce(x, group=group, timeout=1.0))
+    go.set()
+    if dist.get_rank() == who:
+        holder.join()
+    simulation().synchronize()
+    dist.destroy_process_group(group)
+    return said
+
+
 @pytest.mark.every(2)
 def test_a_device_that_is_late_is_named(pool: Callable[[int], Pool]) -> None:
-    mine, other = pool(2).run(jobs.stuck, 0)
-    assert mine[0] is not None
-    assert mine[0].type == "OperationTimeoutError"
-    assert "the device of this rank has not finished the work before it" in mine[0].message
-    assert other[0] is not None
-    assert other[0].type in ("OperationTimeoutError", "GroupAbortedError"), other[0]
+    mine, other = pool(2).run(stuck, 0)
+    assert mine.startswith("OperationTimeoutError")
+    assert "the device of this rank has not finished the work before it" in mine
+    assert other.startswith(("OperationTimeoutError", "GroupAbortedError")), other
 
 
-def test_calls_that_differ_raise_the_same_error(pool: Callable[[int], Pool]) -> None:
-    failures = [failure for failure, _ in pool(2).run(jobs.differ)]
-    assert {f.type if f else "" for f in failures} == {"CollectiveMismatchError"}
-    message = failures[0].message if failures[0] else ""
-    assert "float32[50000]" in message
-    assert "float32[50001]" in message
+# --- exchanges of sizes that differ -----------------------------------------------------------------------------------
+
+
+def _elements(give: int, take: int, much: int) -> int:
+    """How many elements one rank has for another: none for some, many for others."""
+    return (0, 1, much, 3, much // 7)[(3 * give + 2 * take + 2) % 5]
+
+
+def exchanges(much: int) -> dict[str, Any]:
+    """Exchanges of sizes that differ between any two ranks, in a group of its own; the largest has ``much`` elements.
+
+    Which were right, and the bytes that were moved, and held for that on the host.
+    """
+    group: Any = dist.new_group()
+    me, n = dist.get_rank(), dist.get_world_size()
+    sent = [[_elements(i, j, much) for j in range(n)] for i in range(n)]
+    values = [[np.arange(sent[i][j], dtype=np.float32) + 1000 * i + j for j in range(n)] for i in range(n)]
+    give, take = sent[me], [sent[i][me] for i in range(n)]
+    good = []
+    for async_op in (False, True):
+        outs = [arrays.full(count, -1, np.float32) for count in take]
+        whole, out = (
+            np.repeat(np.concatenate(values[me]), 2).reshape(-1, 2),
+            arrays.full((sum(take), 2), -1, np.float32),
+        )
+        options = {"group": group, "async_op": async_op}
+        for work in (
+            dist.all_to_all(outs, [arrays.array(v) for v in values[me]], **options),
+            dist.all_to_all_single(out, arrays.array(whole), take, give, **options),
+        ):
+            if work is not None:
+                work.wait()
+        good.append(all((out.numpy() == values[i][me]).all() for i, out in enumerate(outs)))
+        right = np.concatenate([values[i][me] for i in range(n)])
+        good.append(bool((out.numpy() == right[:, None]).all()))
+    nothing = [arrays.empty(0, np.float32) for _ in range(2 * n)]
+    dist.all_to_all(nothing[:n], nothing[n:], group=group)
+    held = group.staging_bytes()
+    dist.destroy_process_group(group)
+    return {"good": good, "moved": 4 * sum(map(sum, sent)), "held": held["cuda"] - held["cpu"]}
 
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("size", "much"), [(2, 30_000), (3, 30_000), (2, 3)])
 def test_an_exchange_of_any_sizes_goes_in_pieces(size: int, much: int, pool: Callable[[int], Pool]) -> None:
-    for told in pool(size).run(jobs.exchanges, much):
+    for told in pool(size).run(exchanges, much):
         assert told["good"] == [True] * 4
         if much > staged.CHUNK:
             assert told["moved"] > 50 * staged.CHUNK
             assert told["held"] < 25 * staged.CHUNK
 
 
-@pytest.mark.parametrize("count", [3, 20_000])
-def test_an_exchange_whose_sizes_do_not_fit_raises_the_same_error(
-    count: int, pool: Callable[[int], Pool]
+# --- calls that differ ------------------------------------------------------------------------------------------------
+
+
+def misfit(way: str, count: int) -> str:
+    """The error of calls that differ: of the sizes of many pieces, of an exchange's, of the calls themselves."""
+    members = [0, 2] if way == "some sizes" else None
+    group: Any = dist.new_group(members)
+    if members and dist.get_rank() not in members:
+        return ""
+    n, me = dist.get_world_size(group), dist.get_rank(group)
+    given = [arrays.full(count + (me == 0 and j == 1 and way.endswith("sizes")), 1.0) for j in range(n)]
+    taken = [arrays.full(count, 0.0) for _ in range(n)]
+    x, one = arrays.full(count + me, 1.0, np.float32), arrays.full(1, 1, np.int64)
+
+    def call() -> Any:
+        if way == "counts":
+            return dist.all_reduce(x, group=group, timeout=20)
+        if way == "calls" and me:  # what the others could agree with
+            return dist.all_reduce(one, dist.ReduceOp.MAX, group=group, timeout=20)
+        return dist.all_to_all(taken, given, group=group, timeout=20)
+
+    said = error_of(call)
+    dist.destroy_process_group(group)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("way", "size", "count", "words"),
+    [
+        ("counts", 2, 50_000, ["float32[50000]", "float32[50001]"]),
+        ("sizes", 3, 3, ["all_to_all", "rank 0", "rank 1", "4 ", "room for 3"]),
+        ("sizes", 3, 20_000, ["all_to_all", "rank 0", "rank 1", "20001 ", "room for 20000"]),
+        ("some sizes", 3, 3, ["all_to_all", "rank 0", "rank 2", "4 ", "room for 3"]),
+        ("some sizes", 3, 20_000, ["all_to_all", "rank 0", "rank 2", "20001 ", "room for 20000"]),
+        (
+            *("calls", 2, 10),
+            [
+                "rank 0: all_to_all(float64[10] on cuda:0) #1",
+                "rank 1: all_reduce(int64[1] on cuda:1, MAX) #1",
+            ],
+        ),
+    ],
+)
+def test_calls_that_differ_raise_the_same_error(
+    way: str, size: int, count: int, words: list[str], pool: Callable[[int], Pool]
 ) -> None:
-    for ranks in (None, [0, 2]):
-        outcomes = [
-            outcome for outcome in pool(3).run(jobs.sizes_misfit, count, ranks) if outcome is not None
-        ]
-        texts = {failure.message for failure, _ in outcomes if failure is not None}
-        assert len(texts) == 1, texts
-        assert {failure.type if failure else "" for failure, _ in outcomes} == {"CollectiveMismatchError"}
-        text = texts.pop()
-        for words in (
-            "all_to_all",
-            "rank 0",
-            f"rank {(ranks or [0, 1])[1]}",
-            f"{count + 1} ",
-            f"room for {count}",
-        ):
-            assert words in text
+    (text,) = set(pool(size).run(misfit, way, count)) - {""}
+    assert text.startswith("CollectiveMismatchError")
+    for word in words:
+        assert word in text
 
 
-def test_an_exchange_and_another_call_are_both_named(pool: Callable[[int], Pool]) -> None:
-    failures = [failure for failure, _ in pool(2).run(jobs.another_call)]
-    assert {f.type if f else "" for f in failures} == {"CollectiveMismatchError"}
-    assert len({f.message if f else "" for f in failures}) == 1
-    message = failures[0].message if failures[0] else ""
-    assert "rank 0: all_to_all(float64[10] on cuda:0) #1" in message
-    assert "rank 1: all_reduce(int64[1] on cuda:1, MAX) #1" in message
-    assert failures[0] is None or failures[0].fields["op"] in ("all_to_all", "all_reduce")
+def captured() -> str:
+    """A graph cannot record it."""
+    with arrays.Stream() as stream:
+        x = arrays.full(10, 1.0, np.float32)
+        stream.synchronize()
+        simulation().begin_capture(stream.ptr)
+        try:
+            return error_of(lambda: dist.all_reduce(x))
+        finally:
+            simulation().end_capture(stream.ptr)
 
 
 def test_a_graph_cannot_record_it(pool: Callable[[int], Pool]) -> None:
-    for failure, _ in pool(2).run(jobs.captured):
-        assert failure is not None
-        assert failure.type == "DistArgumentError"
-        assert "a graph cannot record" in failure.message
+    for said in pool(2).run(captured):
+        assert said.startswith("DistArgumentError")
+        assert "a graph cannot record" in said

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import unicoll as dist
 from nccl_comm.transport_report import VARIABLES, expected, logged, settings
-from tests.nccl import nccl_jobs as jobs
 from tests.simulated_nccl.cuda import Simulation
-from tests.simulated_nccl.ranks import SimulatedJob
-from tests.support.ranks import Pool, pools
+from tests.simulated_nccl.ranks import run
 
 NOWHERE = Path("/no/such/folder")
 
@@ -61,29 +59,19 @@ def infiniband(folder: Path, **devices: str) -> Path:
 def test_transports_within_a_host_follow_from_the_drivers_answers(
     simulation: Simulation, said: Callable[..., str]
 ) -> None:
-    simulation.cuda.links |= {(0, 2): (True, False), (0, 3): (False, False)}
+    simulation.cuda.links |= {(0, 2): (True, False), (0, 3): (False, False), (2, 0): (True, False)}
+    assert said() == "expected transports: none, there is one rank"
+    assert said(("here", 0)) == "expected transports: 1 peer by P2P (the same device)"
     assert said(("here", 1)) == "expected transports: 1 peer by P2P (NVLink)"
     assert said(("here", 1), ("here", 2), ("here", 3)) == (
         "expected transports: 1 peer by P2P (NVLink), 1 peer by P2P (PCIe), 1 peer by shared memory"
     )
-
-
-def test_a_rank_alone_and_two_on_one_device(said: Callable[..., str]) -> None:
-    assert said() == "expected transports: none, there is one rank"
-    assert said(("here", 0)) == "expected transports: 1 peer by P2P (the same device)"
-
-
-def test_each_rank_expects_its_own_transports(simulation: Simulation) -> None:
-    simulation.cuda.links |= {(2, 0): (True, False)}
-    facts = [fact(simulation, "here", 0), fact(simulation, "here", 1), fact(simulation, "here", 2)]
+    facts = [fact(simulation, "here", device) for device in range(3)]
     assert expected(2, facts, simulation.cuda, None, {}, NOWHERE) == (
         "expected transports: 1 peer by P2P (NVLink), 1 peer by P2P (PCIe)"
     )
-
-
-def test_invisible_devices_give_no_guess(simulation: Simulation) -> None:
-    facts = [fact(simulation, "here", 0), {**fact(simulation, "here", 1), "uuid": "GPU-of-another-process"}]
-    assert expected(0, facts, simulation.cuda, None, {}, NOWHERE) == (
+    facts[1]["uuid"] = "GPU-of-another-process"
+    assert expected(0, facts[:2], simulation.cuda, None, {}, NOWHERE) == (
         "expected transports: 1 peer by P2P where the devices allow it, else shared memory"
     )
 
@@ -128,6 +116,48 @@ def test_all_variables_are_named_once() -> None:
     assert all(name.startswith("NCCL_") for name in VARIABLES)
 
 
+# --- between hosts ------------------------------------------------------------------------------------------------
+
+_MIXED = {"mlx5_1": "InfiniBand", "mlx5_0": "InfiniBand", "mlx5_2": "Ethernet"}
+_MANY = {f"mlx5_{i}": "InfiniBand" for i in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "network"),
+    [
+        (_MIXED, {}, "(InfiniBand mlx5_0, mlx5_1; RoCE mlx5_2)"),
+        (_MANY, {}, "(InfiniBand mlx5_0, mlx5_1, mlx5_2, mlx5_3 and 4 more)"),
+        ({}, {}, "(sockets on eth0, eth1)"),
+        (_MIXED, {"NCCL_IB_DISABLE": "1"}, "(sockets on eth0, eth1) ("),
+        (_MIXED, {"NCCL_NET": "Socket"}, "(sockets on eth0, eth1) ("),
+        (_MIXED, {"net_name": "socket"}, "(sockets on eth0, eth1)"),
+        ({}, {"NCCL_SOCKET_IFNAME": "=eth9"}, "(sockets on =eth9) ("),
+        ({}, {"NCCL_NET": "AWS Libfabric"}, "(AWS Libfabric) ("),
+        ({}, {"net_name": "mine", "NCCL_NET": "other"}, "(mine)"),
+        ({}, {"NCCL_NET_PLUGIN": "libnccl-net-ofi.so"}, "(plug-in libnccl-net-ofi.so) ("),
+        ({}, {"NCCL_NET": "IB"}, "(InfiniBand, without a device on this host"),
+    ],
+)
+def test_hosts_are_counted_and_the_network_named(
+    devices: dict[str, str],
+    options: dict[str, str],
+    network: str,
+    said: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "docker0"), (3, "eth0"), (4, "eth1")])
+    others = [("here", 1), *((host, d) for host in ("there", "yonder") for d in range(4))]
+    found = said(*others, devices=infiniband(tmp_path, **devices), **options)
+    start = "expected transports: 1 peer by P2P (NVLink), 8 on 2 other hosts by network "
+    assert found.startswith(start + network)
+
+
+def test_a_host_with_the_loopback_only(said: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
+    assert "sockets on no interface but the loopback" in said(("there", 0))
+
+
 def test_with_p2p_and_shared_memory_off_a_host_uses_the_network(
     said: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -136,46 +166,6 @@ def test_with_p2p_and_shared_memory_off_a_host_uses_the_network(
     assert found.startswith(
         "expected transports: 1 on this host and 1 on 1 other host by network (InfiniBand mlx5_0) ("
     )
-
-
-# --- between hosts ------------------------------------------------------------------------------------------------
-
-
-def test_hosts_are_counted_and_the_network_named(said: Callable[..., str], tmp_path: Path) -> None:
-    devices = infiniband(tmp_path, mlx5_1="InfiniBand", mlx5_0="InfiniBand", mlx5_2="Ethernet")
-    others = [("here", 1), *((host, d) for host in ("there", "yonder") for d in range(4))]
-    assert said(*others, devices=devices) == (
-        "expected transports: 1 peer by P2P (NVLink), 8 on 2 other hosts by network"
-        " (InfiniBand mlx5_0, mlx5_1; RoCE mlx5_2)"
-    )
-
-
-def test_many_devices_are_not_all_named(said: Callable[..., str], tmp_path: Path) -> None:
-    devices = infiniband(tmp_path, **{f"mlx5_{i}": "InfiniBand" for i in range(8)})
-    assert "(InfiniBand mlx5_0, mlx5_1, mlx5_2, mlx5_3 and 4 more)" in said(("there", 0), devices=devices)
-
-
-def test_sockets_are_used_without_infiniband(
-    said: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices = infiniband(tmp_path, mlx5_0="InfiniBand")
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "docker0"), (3, "eth0"), (4, "eth1")])
-    assert "by network (sockets on eth0, eth1)" in said(("there", 0))
-    assert "by network (sockets on eth0, eth1)" in said(("there", 0), devices=devices, NCCL_IB_DISABLE="1")
-    assert "by network (sockets on eth0, eth1)" in said(("there", 0), devices=devices, NCCL_NET="Socket")
-    assert "by network (sockets on eth0, eth1)" in said(("there", 0), devices=devices, net_name="socket")
-    assert "by network (sockets on =eth9) (" in said(("there", 0), NCCL_SOCKET_IFNAME="=eth9")
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
-    assert "sockets on no interface but the loopback" in said(("there", 0))
-
-
-def test_other_networks_by_their_names(said: Callable[..., str]) -> None:
-    assert "by network (AWS Libfabric) (" in said(("there", 0), NCCL_NET="AWS Libfabric")
-    assert "by network (mine)" in said(("there", 0), net_name="mine", NCCL_NET="other")
-    assert "by network (plug-in libnccl-net-ofi.so) (" in said(
-        ("there", 0), NCCL_NET_PLUGIN="libnccl-net-ofi.so"
-    )
-    assert "InfiniBand, without a device on this host" in said(("there", 0), NCCL_NET="IB")
 
 
 def test_hostid_replaces_the_host_name(simulation: Simulation) -> None:
@@ -203,15 +193,10 @@ _LOG = """\
 """
 
 
-def _write(path: Path) -> None:
-    path.write_text(
-        _LOG.format(host="node7", pid=os.getpid(), other=os.getpid() + 1) + "\udcff", errors="ignore"
-    )
-
-
 def test_the_log_of_this_process_is_read(tmp_path: Path) -> None:
     name = f"nccl.{socket.gethostname().partition('.')[0]}.{os.getpid()}.%x%"
-    _write(tmp_path / name)
+    text = _LOG.format(host="node7", pid=os.getpid(), other=os.getpid() + 1)
+    (tmp_path / name).write_text(text + "\udcff", errors="ignore")
     environ = {"NCCL_DEBUG": "info", "NCCL_DEBUG_FILE": f"{tmp_path}/nccl.%h.%p.%x%%"}
     assert logged(environ) == (
         "in NCCL's log: NET/IB/GDRDMA/Shared with 1 rank, NET/Socket with 1 rank, P2P/CUMEM with 2 ranks,"
@@ -232,29 +217,42 @@ def test_other_files_give_no_transports(tmp_path: Path) -> None:
 # --- in a job -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Callable[[int], Pool]]:
-    with pools(partial(SimulatedJob, bound=True, backend="nccl")) as made:
-        yield made
+def on_two_hosts(folder: str) -> dict[str, str]:
+    """explain() before two hosts are set for NCCL, for a group made after that, for a part of it, with a log, and when
+    the store no longer answers."""
+    me = dist.get_rank()
+    told = {"NCCL_HOSTID": f"host{me // 2}", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "sim0"}
+    found = {"before": dist.explain()}
+    os.environ.update(told)
+    four: Any = dist.new_group(use_local_synchronization=True, device_id=me)
+    two: Any = dist.split_group(four, [[0, 1], [2, 3]])
+    found |= {"four": four.describe(), "two": two.describe()}
+    log = Path(folder) / f"{os.getpid()}.log"
+    log.write_text(f"node:{os.getpid()}:1 [0] NCCL INFO Channel 00/0 : {me}[0] -> 9[1] via P2P/CUMEM\n")
+    os.environ.update({"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{folder}/%p.log"})
+    found["logged"] = dist.explain()
+    dist.destroy_process_group(two)
+    dist.destroy_process_group(four)
+    store: Any = dist.group.WORLD.job.store  # type: ignore[union-attr]
+
+    def wait(keys: Any, timeout: float) -> None:
+        raise dist.DistStoreError("the store is gone")
+
+    store.wait = wait
+    found["without"] = dist.explain()
+    del store.wait
+    return found
 
 
-def test_explain_describes_groups_on_several_hosts(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
-    for me, found in enumerate(ranks(4).run(jobs.on_two_hosts, str(tmp_path))):
-        assert (
-            f"on cuda:{me} (Simulated GPU); expected transports: 3 peers by P2P (NVLink)" in found["before"]
-        )
-        hosts = (
-            "expected transports: 1 peer by P2P (NVLink), 2 on 1 other host by network (sockets on sim0) ("
-        )
-        assert hosts in found["four"]
+def test_explain_describes_groups_on_several_hosts(tmp_path: Path) -> None:
+    for me, found in enumerate(run(4, on_two_hosts, str(tmp_path), bound=True, backend="nccl")):
+        device = f"on cuda:{me} (Simulated GPU); expected transports: 3 peers by P2P (NVLink)"
+        assert device in found["before"]
+        hosts = "1 peer by P2P (NVLink), 2 on 1 other host by network (sockets on sim0) ("
+        assert f"expected transports: {hosts}" in found["four"]
         assert f"NCCL_HOSTID=host{me // 2}" in found["four"]
         assert "NCCL's log" not in found["four"]
         assert found["two"].split("; ")[1].startswith("expected transports: 1 peer by P2P (NVLink) (")
-        assert (
-            found["logged"].count("; in NCCL's log: P2P/CUMEM with 1 rank") == 3
-        )  # each group's line has it
-
-
-def test_explain_works_without_a_store(ranks: Callable[[int], Pool]) -> None:
-    for found in ranks(2).run(jobs.explain_without_a_store):
-        assert "expected transports: not known (the store is gone)" in found
+        # each group's line has it
+        assert found["logged"].count("; in NCCL's log: P2P/CUMEM with 1 rank") == 3
+        assert "expected transports: not known (the store is gone)" in found["without"]

@@ -1,1 +1,1 @@
-"""Messages, bytes and memory against the formulas of docs/scaling.md."""
+"""Messages, bytes and memory of the collectives of up to thousands of ranks."""

@@ -1,10 +1,10 @@
-"""Simulates collectives of thousands of ranks without processes, to compare docs/scaling.md with the code.
+"""Simulates collectives of thousands of ranks without processes, to count their messages, bytes and rounds.
 
 The behaviour of an algorithm depends only on sizes, never on data, so one rank can run alone: the real functions of
 :mod:`gloo_fallback` run on connections that record sends and receives and return no data, on slots that all share the
 same memory, and with a kernel that counts reduced bytes (:func:`run`). The combined traces of all ranks show that
 every message is received and that no rank waits forever, and the length of the longest chain of messages
-(:func:`replay`). ``formulas.py`` has the same numbers in closed form.
+(:func:`replay`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn, cast
 from unittest import mock
 
@@ -26,23 +27,127 @@ from gloo_fallback.transport import selection
 from gloo_fallback.transport.connections import GroupConnections
 from gloo_fallback.transport.exchange import HEADER_SIZE, Connections, ExchangePlan
 from gloo_fallback.transport.striping import Stripe
-from tests.scaling.formulas import ROOTED, Case
 from tests.support.calls import invoke
 from unicoll.arrays.compression import Codec
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel
-from unicoll.arrays.types import ReduceOp
+from unicoll.arrays.types import BY_NAME, DType, ReduceOp
 from unicoll.backend.call import Call
-from unicoll.backend.ops import OPS
+from unicoll.backend.ops import OPS, Arity, Sizes
 from unicoll.errors import DistError
 
-__all__ = ["BUFFER", "Deadlock", "Trace", "Turn", "replay", "run", "tallying", "watch"]
+__all__ = [
+    "BUFFER",
+    "ROOTED",
+    "WHOLE",
+    "Case",
+    "Deadlock",
+    "Trace",
+    "Turn",
+    "replay",
+    "run",
+    "tallying",
+    "watch",
+]
 
 BUFFER = 1 << 14
 """Bytes that a connection is assumed to buffer while the receiver is not receiving."""
 
 _MEMORY = np.zeros((2, 160 << 20), np.uint8)
 """Shared by all inputs, and by all outputs, of all ranks; it is never written, so it uses no memory."""
+
+
+WHOLE = tuple(name for name, row in OPS.items() if row.in_place)
+"""Operations on one array; all others but the barrier have a block for each rank."""
+ROOTED = tuple(name for name, row in OPS.items() if row.rooted)
+
+
+# --- what is run ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective.
+
+    Attributes:
+        op: its name.
+        ranks: how many there are.
+        count: elements of the array (``WHOLE``), otherwise of the block that goes between two ranks.
+        per_host: ranks of each host; 1 is sockets only.
+        cyclic: ranks are dealt to the hosts in turn, and not host by host.
+        compression: of an all_reduce, or "".
+        uneven: blocks have different sizes, some of them none; ``count`` is the largest, or nearly.
+    """
+
+    op: str
+    ranks: int
+    count: int = 1
+    root: int = 0
+    dtype: str = "float32"
+    per_host: int = 1
+    cyclic: bool = False
+    uneven: bool = False
+    deterministic: bool = False
+    compression: str = ""
+
+    @property
+    def type(self) -> DType:
+        """The element type."""
+        return BY_NAME[self.dtype]
+
+    @cached_property
+    def nodes(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        hosts = -(-self.ranks // self.per_host)
+        if self.cyclic:
+            return tuple(tuple(range(i, self.ranks, hosts)) for i in range(hosts))
+        return tuple(
+            tuple(range(i, min(i + self.per_host, self.ranks))) for i in range(0, self.ranks, self.per_host)
+        )
+
+    def block(self, giver: int, taker: int = 0) -> int:
+        """Elements of a block."""
+        if not self.uneven:
+            return self.count
+        return self.count * ((giver + 2 * taker) % 3) // 2 + (giver + taker) % 2
+
+    def given(self, rank: int) -> list[int]:
+        """Elements that a rank has for each in an all_to_all; otherwise nothing."""
+        return [self.block(rank, j) for j in range(self.ranks)] if self._personal else []
+
+    def taken(self, rank: int) -> list[int]:
+        """Elements that a rank gets from each in an all_to_all; otherwise nothing."""
+        return [self.block(j, rank) for j in range(self.ranks)] if self._personal else []
+
+    @property
+    def _personal(self) -> bool:
+        return self.op.startswith("all_to_all")
+
+    def arrays(self, rank: int) -> tuple[list[int], list[int]]:
+        """Elements of a rank's inputs and outputs."""
+        row, blocks = OPS[self.op], [self.block(i) for i in range(self.ranks)]
+        here = {
+            Arity.NONE: False,
+            Arity.ONE_AT_ROOT: rank == self.root,
+            Arity.PER_RANK_AT_ROOT: rank == self.root,
+            Arity.ONE_OFF_ROOT: rank != self.root,
+        }
+        found = []
+        for arity, several, parts in (
+            (row.inputs, row.scattered, self.given(rank)),
+            (row.outputs, row.sizes in (Sizes.GATHERED, Sizes.GATHERED_FLAT), self.taken(rank)),
+        ):
+            sizes = parts or (blocks if several else [self.count if row.in_place else blocks[rank]])
+            found.append(([sum(sizes)] if row.joined else sizes) if here.get(arity, True) else [])
+        return found[0], found[1]
+
+    @cached_property
+    def table(self) -> Flat:
+        """The sizes that every rank sends before an all_to_all: elements for each rank, elements from each rank."""
+        if not self.uneven:
+            return np.broadcast_to(np.int64(self.count), (self.ranks, 2 * self.ranks))
+        given = [self.given(i) for i in range(self.ranks)]
+        return np.hstack([np.array(given, np.int64), np.array(given, np.int64).T])
 
 
 # --- one rank --------------------------------------------------------------------------------------------------------

@@ -93,20 +93,15 @@ class Stream:
     """A stream of the current device, made the current one by ``with``, and destroyed with the last reference to it.
 
     Args:
-        blocking: whether it synchronizes with the legacy default stream.
         handle: of an existing stream; 0 is the legacy default stream.
     """
 
-    def __init__(self, blocking: bool = False, handle: int | None = None) -> None:
+    def __init__(self, handle: int | None = None) -> None:
         self._cuda: SimulatedCuda | None = None
-        made = simulation()
-        self._cuda = made.cuda
+        self._cuda = simulation().cuda
         self.device = _current_device()
         self._own = handle is None
-        if handle is None:
-            make = made.create_blocking_stream if blocking else made.cuda.create_stream
-            handle = make(self.device)
-        self.ptr: int = handle
+        self.ptr: int = self._cuda.create_stream(self.device) if handle is None else handle
         self._before: list[int] = []
 
     def __enter__(self) -> Stream:
@@ -194,11 +189,6 @@ class Array:
         return int(np.prod(self.shape, dtype=np.int64))
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of payload."""
         return self.size * self.dtype.itemsize
@@ -206,25 +196,23 @@ class Array:
     @property
     def contiguous(self) -> bool:
         """True if the elements are contiguous in C order."""
-        return self.size == 0 or self._like(self.dtype).flags.c_contiguous
+        return self.size == 0 or self._mirror().flags.c_contiguous
 
-    def _like(self, dtype: np.dtype[Any]) -> Host:
+    def _mirror(self) -> Host:
         """A host array with the same layout, for its flags and for slicing."""
-        layout = self._layout
-        low = self.ptr - layout.range[0]
-        return np.ndarray(self.shape, dtype, np.empty(layout.range[1] or 1, np.uint8), low, self.strides)
+        start, nbytes = self._layout.range
+        return np.ndarray(
+            self.shape, self.dtype, np.empty(nbytes or 1, np.uint8), self.ptr - start, self.strides
+        )
 
     @property
     def _layout(self) -> _Layout:
         return _Layout(self.ptr, self.shape, self.strides, self.dtype)
 
     def _view(self, take: Callable[[Host], Host]) -> Array:
-        if self.size == 0:
-            taken = take(np.empty(self.shape, self.dtype))
-            return Array(self._chunk, self.device, taken.shape, self.dtype, taken.strides, self.ptr)
-        mirror = self._like(self.dtype)
+        mirror = self._mirror() if self.size else np.empty(self.shape, self.dtype)
         taken = take(mirror)
-        offset = taken.__array_interface__["data"][0] - mirror.__array_interface__["data"][0]
+        offset = taken.ctypes.data - mirror.ctypes.data if self.size else 0
         return Array(self._chunk, self.device, taken.shape, self.dtype, taken.strides, self.ptr + offset)
 
     def __getitem__(self, key: Any) -> Array:
@@ -234,11 +222,6 @@ class Array:
     def T(self) -> Array:
         """The transpose, of the same memory."""
         return self._view(lambda mirror: mirror.T)
-
-    def reshape(self, *shape: int) -> Array:
-        """Another shape of the same memory; the array must be contiguous."""
-        assert self.contiguous
-        return self._view(lambda mirror: mirror.reshape(*shape))
 
     # --- operations on the current stream ---
 

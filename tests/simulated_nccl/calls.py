@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from nccl_comm.library.interface import IN_PROGRESS, SUCCESS
 from tests.simulated_nccl.communicators import Communicator, Machine, Result
@@ -15,7 +18,9 @@ from tests.simulated_nccl.rendezvous import RendezvousServer
 from tests.simulated_nccl.thread_rules import ActiveCalls, Kind
 from unicoll.arrays.cuda import CudaError
 
-__all__ = ["SET_UP_BY_WINDOWS", "Calls", "Refused", "Slot"]
+__all__ = ["SET_UP_BY_WINDOWS", "Calls", "Refused", "Slot", "function"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _SINCE = {
     "ncclCommRevoke": 22807,
@@ -52,6 +57,33 @@ class Refused(Exception):
     def __init__(self, code: int, text: str) -> None:
         super().__init__(text)
         self.code = code
+
+
+def function(name: str, kind: Kind, nothing: Callable[[], Any] | None = None) -> Callable[[F], F]:
+    """Make a method a function of NCCL: the version has it, a refusal becomes its code, and a call for a communicator
+    is checked against the rules for threads.
+
+    Args:
+        name: NCCL's.
+        kind: what it does with its communicator.
+        nothing: makes what is returned with the code of a refusal.
+    """
+
+    def decorate(method: F) -> F:
+        parameters = [*inspect.signature(method).parameters]
+        place = parameters.index("comm") - 1 if "comm" in parameters else None
+
+        @wraps(method)
+        def call(self: Calls, *args: Any) -> Any:
+            self._needs(name)
+            comm = self._comms.get(args[place]) if place is not None else None
+            with self.active_calls.enter(name, kind, comm) if comm is not None else nullcontext():
+                found = self._call(method, self, *args)
+            return (found, nothing()) if nothing is not None and isinstance(found, int) else found
+
+        return cast(F, call)
+
+    return decorate
 
 
 class Slot:
@@ -105,29 +137,18 @@ class Calls:
 
     # --- calls in general ---
 
-    def _call(self, function: Callable[..., int], *args: Any) -> int:
-        """The result code of a call."""
+    def _call(self, call: Callable[..., Any], *args: Any) -> Any:
+        """The result of a call, or the code with which it is refused."""
         try:
-            return function(*args)
-        except Refused as refused:
-            self._last_error = str(refused)
-            return refused.code
-        except CudaError as error:
+            return call(*args)
+        except (Refused, CudaError) as error:
             self._last_error = str(error)
-            return Result.CUDA_ERROR
+            return error.code if isinstance(error, Refused) else Result.CUDA_ERROR
 
     def _needs(self, function: str) -> None:
         if not self.has(function):
             self._simulation.scheduler.fault(f"call of {function}, which NCCL {self._version} lacks")
             raise AttributeError(f"undefined symbol: {function} (NCCL {self._version})")
-
-    def _call_on(self, name: str, kind: Kind, handle: int, function: Callable[[], int]) -> int:
-        """The result code of a call for a communicator, checked against the rules for threads."""
-        comm = self._comms.get(handle)
-        if comm is None:
-            return self._call(function)
-        with self.active_calls.enter(name, kind, comm):
-            return self._call(function)
 
     def _existing(self, handle: int) -> Communicator:
         comm = self._comms.get(handle)

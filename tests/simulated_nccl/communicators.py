@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,6 @@ __all__ = ["Communicator", "Machine", "Result", "Task"]
 Link = tuple[str, int]
 """("send", peer) or ("recv", peer): the first message connects it; ("collective", -1): the first collective does."""
 _GARBAGE = 0xEE
-_POLL_S = 0.01
 
 
 class Result:
@@ -65,17 +63,7 @@ class _Kernel:
 
 
 class Machine:
-    """The process: its streams, memory and network, and switches by which tests make faults.
-
-    Attributes:
-        mute: True if this rank sends no messages.
-        stuck: while set, operations do not return, or stay in progress.
-        remote_errors: True if the death of a rank becomes an asynchronous error on the others, unless they have
-            revoked the communicator before: NCCL's proxy threads notice it only while they have work.
-        connects_late: True if the first message to or from a peer, and the first collective, block the host until the
-            other ranks call theirs; one thread can then not call them for several ranks.
-        mismatches: reports of operations that do not match.
-    """
+    """The process: its streams, memory and network, and the reports of operations that do not match."""
 
     def __init__(
         self, scheduler: Scheduler, memory: Memory, network: Network, capability: tuple[int, int]
@@ -84,10 +72,6 @@ class Machine:
         self.scheduler = scheduler
         self.memory = memory
         self.network = network
-        self.mute = False
-        self.stuck = threading.Event()
-        self.remote_errors = True
-        self.connects_late = False
         self.mismatches: list[str] = []
 
 
@@ -134,11 +118,9 @@ class Communicator:
         self._running: dict[int, _Kernel] = {}
         self._pending: list[list[Task]] = []
         self._turn = 0
-        self._splits: dict[int, Callable[[str, list[int]], None]] = {}
+        self._gathering: dict[Any, Callable[[dict[int, Any]], None]] = {}
         self._child: Communicator | None = None
-        self._barriers: set[int] = set()
         self._links: set[Link] = set()
-        self._linking: set[Link] = set()
         self._signals: Counter[int] = Counter()
         self._waiting: list[tuple[Op, Counter[int]]] = []
 
@@ -155,22 +137,32 @@ class Communicator:
         address, capability = self.machine.network.address, self.machine.capability
         self._channel.send(("join", key, self.size, self.rank, address, capability))
 
+    def _gather(
+        self, key: Any, value: Any, then: Callable[[dict[int, Any]], None], members: Sequence[int] = ()
+    ) -> None:
+        """Be in progress until all members, or all ranks, have called this with the same key; then the function is
+        called with their values."""
+        with self.machine.scheduler.lock:
+            if key is None:
+                key, self._turn = self._turn, self._turn + 1
+            self._gathering[key] = then
+        self._send(("gather", key, members, value))
+
     def split(
         self, child: Communicator | None, color: int | None, key: int, made: Callable[[], None]
     ) -> None:
         """Take part in a split; once all ranks have called it, ``made`` is called and the child connects."""
         self._child = child
+        turn = self._turn
 
-        def agreed(new_key: str, ranks: list[int]) -> None:
+        def agreed(values: dict[int, tuple[int | None, int]]) -> None:
             if child is not None:
                 made()
+                ranks = [r for _, r in sorted((k, r) for r, (c, k) in values.items() if c == color)]
                 child.size, child.rank = len(ranks), ranks.index(self.rank)
-                child.join(self.addresses[ranks[0]], new_key)
+                child.join(self.addresses[ranks[0]], f"{self.key}/{turn}.{color}")
 
-        with self.machine.scheduler.lock:
-            turn, self._turn = self._turn, self._turn + 1
-            self._splits[turn] = agreed
-        self._send(("split", turn, color, key))
+        self._gather(None, (color, key), agreed)
 
     def shrink(self, child: Communicator, survivors: list[int], made: Callable[[], None]) -> None:
         """The survivors' communicator, without messages from the others; ``made`` is called at the next poll."""
@@ -183,10 +175,12 @@ class Communicator:
 
     def barrier(self, value: object = None) -> None:
         """Be in progress until all ranks have called this; a ``value`` that differs between them is a mismatch."""
-        with self.machine.scheduler.lock:
-            turn, self._turn = self._turn, self._turn + 1
-            self._barriers.add(turn)
-        self._send(("barrier", turn, value))
+
+        def compare(values: dict[int, Any]) -> None:
+            if len(set(values.values())) > 1:
+                self.machine.mismatches.append(f"values of communicator {self.key} by rank: {values}")
+
+        self._gather(None, value, compare)
 
     def place(self, window: int, nbytes: int) -> int:
         """The offset of a new window in the communicator's address range: the first that is free, as in NCCL 2.28.
@@ -209,7 +203,7 @@ class Communicator:
             self._deferred.append(function)
 
     def _send(self, message: Any) -> None:
-        if self._channel is not None and not self.machine.mute:
+        if self._channel is not None:
             self._channel.send(message)
 
     def stop(self) -> None:
@@ -222,8 +216,7 @@ class Communicator:
             self._stopped += 1
             running, self._running = self._running, {}
             waiting, self._waiting = self._waiting, []
-            self._barriers.clear()
-            self._linking.clear()
+            self._gathering.clear()
             scheduler.changed.notify_all()
             for op, _ in waiting:
                 scheduler.finish(op)
@@ -279,20 +272,14 @@ class Communicator:
             self.machine.scheduler.changed.notify_all()
         if channel is not None:
             channel.send(("depart",))
-            self.machine.network.call(channel.close)
-
-    def vanish(self) -> None:
-        """Close the channel without an announcement, as a death does."""
-        if self._channel is not None:
-            self.machine.network.call(self._channel.close)
+            channel.close()
 
     # --- state ---
 
     @property
     def busy(self) -> bool:
         """True if an earlier call is in progress."""
-        waits = self._splits or self._barriers or self._linking
-        return not self._ready or bool(self._pending or waits or self._deferred)
+        return not self._ready or bool(self._pending or self._gathering or self._deferred)
 
     def poll(self) -> int:
         """ncclCommGetAsyncError; only this call makes progress on a non-blocking communicator."""
@@ -310,29 +297,27 @@ class Communicator:
 
     def link(self, tasks: Sequence[Task]) -> None:
         """Begin to connect: to each peer for the first message, to all ranks for the first collective."""
-        if not self.machine.connects_late:
-            return
         wanted: set[Link] = {(task.kind, task.peer) for task in tasks if task.signature is None}
         if any(task.signature is not None for task in tasks):
             wanted.add(("collective", -1))
         with self.machine.scheduler.lock:
             new = {(kind, peer) for kind, peer in wanted if peer != self.rank} - self._links
             self._links |= new
-            self._linking |= new
         for kind, peer in new:
-            self._send(("link", kind, peer))
+            pair = {"collective": (), "send": (self.rank, peer), "recv": (peer, self.rank)}[kind]
+            self._gather(("link", pair), None, lambda values: None, pair)
 
     @property
     def connected(self) -> bool:
         """True if the operations that have been called need no more connections."""
-        return not (self.machine.stuck.is_set() or self._linking)
+        with self.machine.scheduler.lock:
+            return not any(isinstance(key, tuple) for key in self._gathering)
 
     def connect(self) -> bool:
         """Block the host until the other ranks come, as first operations do; False if the communicator is stopped."""
         stopped, changed = self._stopped, self.machine.scheduler.changed
         with changed:
-            while not self.connected and self._stopped == stopped:
-                changed.wait(_POLL_S)
+            changed.wait_for(lambda: self.connected or self._stopped != stopped)
             return self._stopped == stopped
 
     def _run_deferred(self) -> None:
@@ -429,19 +414,16 @@ class Communicator:
         return LATER
 
     def _handle(self, message: Any) -> None:
-        """Handle a message of the rendezvous, on the network's thread."""
+        """Handle a message of the rendezvous."""
         kind = "gone" if message is None else message[0]
         with self.machine.scheduler.changed:
             if self._left:
                 return
             if kind == "ready":
                 self._ready, self.addresses, self.least_capability = True, message[1], message[2]
-            elif kind == "split":
-                self._splits.pop(message[1])(message[2], message[3])
-            elif kind == "barrier":
-                self._barriers.discard(message[1])
-            elif kind == "linked":
-                self._linking.discard((message[1], message[2]))
+            elif kind == "gathered":
+                if (then := self._gathering.pop(message[1], None)) is not None:  # None if it was stopped
+                    then(message[2])
             elif kind == "put":
                 self._receive_put(*message[1:])
             elif kind in ("collectives", "message"):
@@ -450,7 +432,9 @@ class Communicator:
                 self.machine.mismatches.append(message[1])
             elif kind == "refused":
                 self.error = Result.INVALID_ARGUMENT
-            elif kind == "gone" and self.machine.remote_errors and not self.revoked:
+            elif (
+                kind == "gone" and not self.revoked
+            ):  # NCCL's proxy threads notice it only while they have work
                 self.error = Result.REMOTE_ERROR
             self.machine.scheduler.changed.notify_all()
 
@@ -500,7 +484,7 @@ class Communicator:
                 if self._stopped != stopped:
                     return None
                 self._waiting.append((op, signals))
-                self.machine.network.call(self._match_signals)
+                self._match_signals()
             return LATER
 
         op = Op("NCCL wait for signals", body, self.serial(stream), owner=self)

@@ -94,10 +94,6 @@ class Simulation:
         self.cuda.refuse_under_capture("cudaStreamSynchronize", stream)
         self.scheduler.wait_for(stream.tail, f"all of {stream}")
 
-    def create_blocking_stream(self, device: int) -> int:
-        """A stream that synchronizes with the legacy default stream, as CuPy's are by default."""
-        return self.cuda.add_stream(device, blocking=True)
-
     def begin_capture(self, handle: int, mode: str = "relaxed") -> None:
         """Record the operations put on a stream, in place of running them."""
         self.cuda.captures.append(Capture(self.scheduler, self.cuda.stream(handle), mode))
@@ -202,16 +198,12 @@ class SimulatedCuda(Cuda):
 
     # --- streams and events ---
 
-    def add_stream(self, device: int, blocking: bool) -> int:
-        """Create a stream; its handle."""
+    def create_stream(self, device: int, high_priority: bool = False) -> int:
         self._check_device(device)
         with self._scheduler.lock:
             handle = next(self._handles)
-            self.streams[handle] = self._scheduler.new_stream(handle, device, blocking)
+            self.streams[handle] = self._scheduler.new_stream(handle, device, blocking=False)
             return handle
-
-    def create_stream(self, device: int, high_priority: bool = False) -> int:
-        return self.add_stream(device, blocking=False)
 
     def stream(self, handle: int) -> Stream:
         """The stream of a handle; a default stream is that of the calling thread's device."""
@@ -298,11 +290,6 @@ class SimulatedCuda(Cuda):
             op.capture.invalidate("an event recorded in it was queried")
             raise CudaError("cudaErrorCapturedEvent: an event recorded under capture cannot be queried")
         return self._scheduler.query(op, f"event {event:#x}")
-
-    def wait_for_event(self, event: int) -> None:
-        """cudaEventSynchronize."""
-        self.refuse_under_capture("cudaEventSynchronize")
-        self._scheduler.wait_for(self._event(event).op, f"event {event:#x}")
 
     def ignore_captures(self) -> None:
         self._thread.ignores_captures = True

@@ -116,11 +116,6 @@ class Graph:
         for owner in self.owners:
             owner.captured_in(self)
 
-    @property
-    def size(self) -> int:
-        """Number of recorded operations, without marks and waits."""
-        return sum(op.body is not None for lane in self._lanes.values() for op in lane)
-
     def launch(self, stream: Stream) -> None:
         """Put copies of all operations on streams, after and before marks on the given one."""
         scheduler = self._scheduler

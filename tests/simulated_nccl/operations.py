@@ -1,17 +1,18 @@
-"""Operations, groups and memory of the simulated NCCL."""
+"""Operations, groups, one-sided operations and memory of the simulated NCCL."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, partialmethod
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 from nccl_comm.library import interface
 from nccl_comm.library.interface import AVG, IN_PROGRESS, SUCCESS
-from tests.simulated_nccl.calls import SET_UP_BY_WINDOWS, Calls, Refused, Slot
+from tests.simulated_nccl.calls import SET_UP_BY_WINDOWS, Calls, Refused, Slot, function
 from tests.simulated_nccl.communicators import Communicator, Result, Task
 from tests.simulated_nccl.cuda import Simulation
 from tests.simulated_nccl.reductions import NAMES, PREMUL_SUM, REDUCING, Signature, element
@@ -24,7 +25,14 @@ __all__ = ["Operations"]
 _FP8_SINCE = 22400
 _FIRST_FP8 = 10
 _BUILT_IN_OPS = 5
-_COLLECTIVES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "all_to_all")
+_ARGUMENTS = {
+    "all_reduce": ("send", "recv", "count", "dtype", "op", "comm", "stream"),
+    "broadcast": ("send", "recv", "count", "dtype", "root", "comm", "stream"),
+    "reduce": ("send", "recv", "count", "dtype", "op", "root", "comm", "stream"),
+    "all_gather": ("send", "recv", "count", "dtype", "comm", "stream"),
+    "reduce_scatter": ("send", "recv", "count", "dtype", "op", "comm", "stream"),
+    "all_to_all": ("send", "recv", "count", "dtype", "comm", "stream"),
+}
 _WITHOUT_OPTIONS = ("send", "recv", "put_signal", "signal", "wait_signal")
 _RING = frozenset(("ring",))
 _ALGORITHMS = {
@@ -170,31 +178,25 @@ class Operations(Calls):
             raise Refused(Result.INVALID_ARGUMENT, f"{what} buffer goes beyond its memory")
         return (ptr, nbytes)
 
-    def _collective(
-        self,
-        kind: str,
-        send: int,
-        recv: int,
-        count: int,
-        dtype: int,
-        comm: int,
-        stream: int,
-        op: int = 0,
-        root: int = 0,
-        options: CallOptions | None = None,
-    ) -> int:
+    def _collective(self, kind: str, *arguments: int, options: CallOptions | None = None) -> int:
+        """A collective, whose arguments are NCCL's in NCCL's order."""
+        if kind == "all_to_all":
+            self._needs("ncclAlltoAll")
+        given = dict(zip(_ARGUMENTS[kind], arguments, strict=True))
+        count, dtype, root = given["count"], given["dtype"], given.get("root", 0)
+
         def prepare(found: Communicator) -> Task | None:
             size = self._element(dtype)
             if count < 0 or not 0 <= root < found.size:
                 raise Refused(Result.INVALID_ARGUMENT, f"{kind}: count {count}, root {root} of {found.size}")
-            code, factor = self._op(found, op, dtype) if kind in REDUCING else (0, None)
+            code, factor = self._op(found, given["op"], dtype) if kind in REDUCING else (0, None)
             if kind in REDUCING and dtype >= _FIRST_FP8 and found.least_capability < (9, 0):
                 raise Refused(
                     Result.INVALID_ARGUMENT, "FP8 reduction support begins with sm90 capable devices."
                 )
             if found.size == 1 and code == AVG and dtype >= _FIRST_FP8:  # in 2.24 to 2.32.3 at least
                 raise Refused(Result.INVALID_ARGUMENT, "ncclLaunchOneRank has no kernel for float8")
-            target = self._stream(found, stream)
+            target = self._stream(found, given["stream"])
             if count == 0:
                 return None
             sends, receives = _shares(kind, found.size, found.rank == root)
@@ -205,13 +207,20 @@ class Operations(Calls):
             return Task(
                 kind,
                 target,
-                self._range(found, "send", send, sends * done * size),
-                self._range(found, "receive", recv, receives * done * size),
+                self._range(found, "send", given["send"], sends * done * size),
+                self._range(found, "receive", given["recv"], receives * done * size),
                 Signature(kind, done, dtype, code, root, options),
                 factor,
             )
 
-        return self._enqueue(kind, comm, prepare)
+        return self._enqueue(kind, given["comm"], prepare)
+
+    all_reduce = partialmethod(_collective, "all_reduce")
+    broadcast = partialmethod(_collective, "broadcast")
+    reduce = partialmethod(_collective, "reduce")
+    all_gather = partialmethod(_collective, "all_gather")
+    reduce_scatter = partialmethod(_collective, "reduce_scatter")
+    all_to_all = partialmethod(_collective, "all_to_all")
 
     def _op(self, comm: Communicator, op: int, dtype: int) -> tuple[int, bytes | None]:
         if 0 <= op < _BUILT_IN_OPS:
@@ -221,104 +230,20 @@ class Operations(Calls):
             raise Refused(Result.INVALID_ARGUMENT, f"no reduction {op} for element type {dtype}")
         return PREMUL_SUM, found[1]
 
-    def all_reduce(
-        self,
-        send: int,
-        recv: int,
-        count: int,
-        dtype: int,
-        op: int,
-        comm: int,
-        stream: int,
-        options: CallOptions | None = None,
-    ) -> int:
-        return self._collective("all_reduce", send, recv, count, dtype, comm, stream, op, options=options)
-
-    def broadcast(
-        self,
-        send: int,
-        recv: int,
-        count: int,
-        dtype: int,
-        root: int,
-        comm: int,
-        stream: int,
-        options: CallOptions | None = None,
-    ) -> int:
-        return self._collective(
-            "broadcast", send, recv, count, dtype, comm, stream, root=root, options=options
-        )
-
-    def reduce(
-        self,
-        send: int,
-        recv: int,
-        count: int,
-        dtype: int,
-        op: int,
-        root: int,
-        comm: int,
-        stream: int,
-        options: CallOptions | None = None,
-    ) -> int:
-        return self._collective("reduce", send, recv, count, dtype, comm, stream, op, root, options)
-
-    def all_gather(
-        self,
-        send: int,
-        recv: int,
-        count: int,
-        dtype: int,
-        comm: int,
-        stream: int,
-        options: CallOptions | None = None,
-    ) -> int:
-        return self._collective("all_gather", send, recv, count, dtype, comm, stream, options=options)
-
-    def reduce_scatter(
-        self,
-        send: int,
-        recv: int,
-        count: int,
-        dtype: int,
-        op: int,
-        comm: int,
-        stream: int,
-        options: CallOptions | None = None,
-    ) -> int:
-        return self._collective("reduce_scatter", send, recv, count, dtype, comm, stream, op, options=options)
-
-    def all_to_all(
-        self,
-        send: int,
-        recv: int,
-        count: int,
-        dtype: int,
-        comm: int,
-        stream: int,
-        options: CallOptions | None = None,
-    ) -> int:
-        self._needs("ncclAlltoAll")
-        return self._collective("all_to_all", send, recv, count, dtype, comm, stream, options=options)
-
     def with_options(self, options: CallOptions) -> interface.Operations:
         self._needs("ncclAllReduceConfig")
-        collectives = {
-            kind: partial(self._check_options, kind, getattr(self, kind), options=options)
-            for kind in _COLLECTIVES
-        }
+        collectives = {kind: partial(self._with_options, options, kind) for kind in _ARGUMENTS}
         others = {name: getattr(self, name) for name in _WITHOUT_OPTIONS}
         return cast(interface.Operations, SimpleNamespace(version=self._version, **collectives, **others))
 
-    def _check_options(
-        self, kind: str, function: Callable[..., int], *arguments: int, options: CallOptions, **more: int
-    ) -> int:
+    def _with_options(self, options: CallOptions, kind: str, *arguments: int) -> int:
         """A collective with options. NCCL checks them before anything else, and a refusal fails no group call."""
         allowed = _chosen(options.algorithm) & _ALGORITHMS.get(kind, frozenset())
         if options.algorithm is not None and options.force_algorithm is not False and not allowed:
             self._last_error = f"algSelection {options.algorithm!r}: nothing of it can be used for {kind}"
             return Result.INVALID_ARGUMENT
-        return function(*arguments, **more, options=options)
+        code: int = getattr(self, kind)(*arguments, options=options)  # a test may have replaced it
+        return code
 
     def _message(self, kind: str, ptr: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
         def prepare(found: Communicator) -> Task:
@@ -339,123 +264,140 @@ class Operations(Calls):
     def recv(self, recv: int, count: int, dtype: int, peer: int, comm: int, stream: int) -> int:
         return self._message("recv", recv, count, dtype, peer, comm, stream)
 
+    @function("ncclRedOpCreatePreMulSum", Kind.USE, int)
     def premul_sum(self, factor: bytes, dtype: int, comm: int) -> tuple[int, int]:
-        self._needs("ncclRedOpCreatePreMulSum")
-        made = [0]
+        found = self._usable(comm)
+        if len(factor) != self._element(dtype):
+            text = f"a factor of {len(factor)} bytes for element type {dtype}"
+            raise Refused(Result.INVALID_ARGUMENT, text)
+        op = _BUILT_IN_OPS + next(self._handles)
+        found.factors[op] = (dtype, bytes(factor))
+        return SUCCESS, op
 
-        def create() -> int:
-            found = self._usable(comm)
-            if len(factor) != self._element(dtype):
-                raise Refused(
-                    Result.INVALID_ARGUMENT, f"a factor of {len(factor)} bytes for element type {dtype}"
-                )
-            made[0] = _BUILT_IN_OPS + next(self._handles)
-            found.factors[made[0]] = (dtype, bytes(factor))
-            return SUCCESS
-
-        return self._call_on("ncclRedOpCreatePreMulSum", Kind.USE, comm, create), made[0]
-
+    @function("ncclRedOpDestroy", Kind.USE)
     def redop_destroy(self, op: int, comm: int) -> int:
-        self._needs("ncclRedOpDestroy")
+        if self._usable(comm).factors.pop(op, None) is None:
+            raise Refused(Result.INVALID_ARGUMENT, f"no reduction {op}")
+        return SUCCESS
 
-        def destroy() -> int:
-            if self._usable(comm).factors.pop(op, None) is None:
-                raise Refused(Result.INVALID_ARGUMENT, f"no reduction {op}")
-            return SUCCESS
+    # --- one-sided operations: the memory of both sides is in symmetric windows, with the same numbers on all ranks ---
 
-        return self._call_on("ncclRedOpDestroy", Kind.USE, comm, destroy)
+    @function("ncclPutSignal", Kind.ISSUE)
+    def put_signal(
+        self,
+        send: int,
+        count: int,
+        dtype: int,
+        peer: int,
+        window: int,
+        offset: int,
+        signal_index: int,
+        context: int,
+        flags: int,
+        comm: int,
+        stream: int,
+    ) -> int:
+        found = self._one_sided(comm, [peer], (signal_index, context, flags))
+        if window not in found.windows:
+            raise Refused(Result.INVALID_ARGUMENT, f"no window {window:#x}")
+        reads = self._range(found, "put", send, count * self._element(dtype))
+        if not any(s <= send and send + reads[1] <= s + n for s, n in found.windows.values()):
+            raise Refused(Result.INVALID_ARGUMENT, "srcWinHost is not in a valid symmetric window")
+        number = list(found.windows).index(window)
+        return self._defer(found, found.put, self._stream(found, stream), peer, number, offset, reads)
+
+    @function("ncclSignal", Kind.ISSUE)
+    def signal(self, peer: int, signal_index: int, context: int, flags: int, comm: int, stream: int) -> int:
+        found = self._one_sided(comm, [peer], (signal_index, context, flags))
+        return self._defer(found, found.put, self._stream(found, stream), peer, 0, 0, (0, 0))
+
+    @function("ncclWaitSignal", Kind.ISSUE)
+    def wait_signal(self, signals: Sequence[tuple[int, int]], comm: int, stream: int) -> int:
+        found, wanted = self._one_sided(comm, [peer for peer, _ in signals]), Counter(dict(signals))
+        if not wanted or min(wanted.values()) <= 0:
+            raise Refused(Result.INVALID_ARGUMENT, f"invalid opCnt in {signals}")
+        return self._defer(found, found.wait_signal, self._stream(found, stream), wanted)
+
+    def _one_sided(self, comm: int, peers: Sequence[int], zeros: Sequence[int] = ()) -> Communicator:
+        """The communicator; NCCL before 2.31 waits for all ranks in its first operation, later ones need a window."""
+        found = self._usable(comm, poison=True)
+        if any(zeros) or not all(0 <= peer < found.size for peer in peers):
+            text = f"{tuple(zeros)} are not 0, or no such ranks: {peers}"
+            raise Refused(Result.INVALID_ARGUMENT, text)
+        if not found.one_sided and self._version >= SET_UP_BY_WINDOWS:
+            raise Refused(Result.INVALID_USAGE, "no window was registered before")
+        if not found.one_sided:
+            found.one_sided = True
+            found.barrier()
+            if found.config.blocking and (code := found.wait_ready()) != SUCCESS:
+                raise Refused(code, "stopped while it waited for the other ranks")
+        return found
+
+    @staticmethod
+    def _defer(comm: Communicator, call: Callable[..., None], *arguments: Any) -> int:
+        """Put an operation on its stream now or at the next poll."""
+        comm.defer(partial(call, *arguments))
+        return SUCCESS if comm.config.blocking else IN_PROGRESS
 
     # --- memory ---
 
+    @function("ncclMemAlloc", Kind.USE, int)
     def mem_alloc(self, nbytes: int) -> tuple[int, int]:
-        self._needs("ncclMemAlloc")
-        made = [0]
+        cuda = self._simulation.cuda
+        ptr = cuda.allocate(max(0, cuda.current_device()), nbytes)
+        self._own_memory.add(ptr)
+        return SUCCESS, ptr
 
-        def allocate() -> int:
-            cuda = self._simulation.cuda
-            made[0] = cuda.allocate(max(0, cuda.current_device()), nbytes)
-            self._own_memory.add(made[0])
-            return SUCCESS
-
-        return self._call(allocate), made[0]
-
+    @function("ncclMemFree", Kind.USE)
     def mem_free(self, ptr: int) -> int:
         """Unmap the memory (cuMemUnmap) without waiting for anything, unlike cudaFree."""
-        self._needs("ncclMemFree")
+        self._simulation.memory.free(ptr)
+        self._own_memory.discard(ptr)
+        return SUCCESS
 
-        def free() -> int:
-            self._simulation.memory.free(ptr)
-            self._own_memory.discard(ptr)
-            return SUCCESS
-
-        return self._call(free)
-
+    @function("ncclCommWindowRegister", Kind.USE, Slot)
     def window_register(self, comm: int, ptr: int, nbytes: int, symmetric: bool) -> tuple[int, Slot]:
-        self._needs("ncclCommWindowRegister")
-        slot = Slot()
+        found, slot, window = self._usable(comm), Slot(), next(self._handles)
+        memory = self._range(found, "window", ptr, nbytes)
+        block = self._simulation.memory.find(ptr)
+        if block is None or block.ptr not in self._own_memory:
+            raise Refused(Result.CUDA_ERROR, "the memory of a window was not made by cuMemCreate")
 
-        def register() -> int:
-            found = self._usable(comm)
-            memory = self._range(found, "window", ptr, nbytes)
-            block = self._simulation.memory.find(ptr)
-            if block is None or block.ptr not in self._own_memory:
-                raise Refused(Result.CUDA_ERROR, "the memory of a window was not made by cuMemCreate")
+        def make() -> int:
+            found.add_registration(found.windows, window, memory)
+            return window
 
-            window = next(self._handles)
+        found.defer(self._writer(slot, make))
+        found.barrier(f"window at offset {found.place(window, nbytes)}")
+        found.one_sided |= self._version >= SET_UP_BY_WINDOWS
+        return self._begun(found) if self._version >= 22800 else self._result(found), slot
 
-            def make() -> int:
-                found.add_registration(found.windows, window, memory)
-                return window
-
-            found.defer(self._writer(slot, make))
-            found.barrier(f"window at offset {found.place(window, nbytes)}")
-            found.one_sided |= self._version >= SET_UP_BY_WINDOWS
-            return self._begun(found) if self._version >= 22800 else self._result(found)
-
-        return self._call_on("ncclCommWindowRegister", Kind.USE, comm, register), slot
-
+    @function("ncclCommWindowDeregister", Kind.USE)
     def window_deregister(self, comm: int, window: int) -> int:
-        self._needs("ncclCommWindowDeregister")
+        found = self._usable(comm)
+        return self._deregister("window", found, found.windows, window, Result.INVALID_ARGUMENT)
 
-        def deregister() -> int:
-            found = self._usable(comm)
-            memory = found.remove_registration(found.windows, window)
-            if memory is None:
-                raise Refused(Result.INVALID_ARGUMENT, f"no window {window:#x}")
-            for op in self._simulation.memory.users(memory[0]):
-                if op.owner is not None:
-                    self._simulation.scheduler.fault(f"window deregistered before {op} has run")
-            return SUCCESS
-
-        return self._call_on("ncclCommWindowDeregister", Kind.USE, comm, deregister)
-
+    @function("ncclCommRegister", Kind.USE, int)
     def comm_register(self, comm: int, ptr: int, nbytes: int) -> tuple[int, int]:
-        self._needs("ncclCommRegister")
-        made = [0]
+        found, handle = self._existing(comm), next(self._handles)
+        found.add_registration(found.buffers, handle, self._range(found, "registered", ptr, nbytes))
+        return SUCCESS, handle
 
-        def register() -> int:
-            found = self._existing(comm)
-            memory = self._range(found, "registered", ptr, nbytes)
-            made[0] = next(self._handles)
-            found.add_registration(found.buffers, made[0], memory)
-            return SUCCESS
-
-        return self._call_on("ncclCommRegister", Kind.USE, comm, register), made[0]
-
+    @function("ncclCommDeregister", Kind.USE)
     def comm_deregister(self, comm: int, handle: int) -> int:
-        self._needs("ncclCommDeregister")
+        found = self._existing(comm)
+        return self._deregister("memory", found, found.buffers, handle, Result.INVALID_USAGE)
 
-        def deregister() -> int:
-            found = self._existing(comm)
-            memory = found.remove_registration(found.buffers, handle)
-            if memory is None:
-                raise Refused(Result.INVALID_USAGE, f"no registered memory {handle:#x}")
-            for op in self._simulation.memory.users(memory[0]):
-                if op.owner is not None:
-                    self._simulation.scheduler.fault(f"memory deregistered before {op} has run")
-            return SUCCESS
-
-        return self._call_on("ncclCommDeregister", Kind.USE, comm, deregister)
+    def _deregister(
+        self, what: str, comm: Communicator, registrations: dict[int, Range], handle: int, otherwise: int
+    ) -> int:
+        memory = comm.remove_registration(registrations, handle)
+        if memory is None:
+            raise Refused(otherwise, f"no registered {what} {handle:#x}")
+        for op in self._simulation.memory.users(memory[0]):
+            if op.owner is not None:
+                self._simulation.scheduler.fault(f"{what} deregistered before {op} has run")
+        return SUCCESS
 
 
 def _chosen(selection: str | None) -> frozenset[str]:

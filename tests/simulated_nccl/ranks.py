@@ -9,10 +9,8 @@ Within a rank :func:`simulation` is its simulation and :func:`nccl` its NCCL. A 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import unicoll.arrays.cuda
@@ -45,8 +43,6 @@ class Settings:
         backend: backend of the default group.
         using: options of the conformance suite's calls, as (name, value) pairs.
         bound: whether the ranks pass their device as ``device_id`` when they join.
-        strict_threads: whether a violation of NCCL's rules for threads is a fault.
-        dwell: seconds that calls of NCCL take at least.
     """
 
     policy: str = "oldest"
@@ -60,8 +56,6 @@ class Settings:
     backend: str | None = "cpu:gloo,cuda:nccl"
     using: tuple[tuple[str, Any], ...] = ()
     bound: bool = False
-    strict_threads: bool = True
-    dwell: float = 0.0
 
 
 _installed: tuple[Simulation, SimulatedNccl] | None = None
@@ -95,10 +89,6 @@ def install(settings: Settings, rank: int, size: int) -> None:
     if settings.devices == "own":
         made.cuda.set_device(rank)
     library = SimulatedNccl(made, settings.version, settings.prompt)
-    library.active_calls.strict = settings.strict_threads
-    library.machine.connects_late = True
-    if settings.dwell:
-        library.active_calls.pause = partial(time.sleep, settings.dwell)
     unicoll.arrays.cuda.install(made.cuda)
     locate.install(library)
     arrays.use(made)
@@ -169,7 +159,12 @@ class SimulatedJob(ProcessJob):
     ) -> None:
         made = Settings(**settings)
         super().__init__(
-            size, join=join, env=env, quiet=quiet, prepare=(prepare, made), modules=[__name__, *modules]
+            size,
+            join=join,
+            env=env,
+            quiet=quiet,
+            prepare=(prepare, made),
+            modules=[__name__, "pytest", *modules],
         )
 
 

@@ -10,7 +10,7 @@ rank so that a test can check it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ Capability = tuple[int, int]
 
 
 class _Rendezvous:
-    """The rendezvous of one communicator; on the network's thread."""
+    """The rendezvous of one communicator."""
 
     def __init__(self, key: str, close: Callable[[], None]) -> None:
         self._key = key
@@ -35,10 +35,7 @@ class _Rendezvous:
         self._collectives: dict[int, int] = defaultdict(int)
         self._sends: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
         self._receives: dict[tuple[int, int], deque[Any]] = defaultdict(deque)
-        self._splits: dict[int, dict[int, tuple[Any, int]]] = defaultdict(dict)
-        self._barriers: dict[int, dict[int, Any]] = defaultdict(dict)
-        self._links: dict[tuple[int, int], set[str]] = defaultdict(set)
-        self._linked: set[int] = set()
+        self._gatherings: dict[Any, dict[int, Any]] = defaultdict(dict)
         self._departing: set[int] = set()
         self._stuck = False
 
@@ -122,42 +119,19 @@ class _Rendezvous:
             self._send(pair[0], ("message", number, i, None))
             self._send(pair[1], ("message", peer_number, j, data))
 
-    def barrier(self, rank: int, turn: int, value: Any) -> None:
-        """A rank's part in a barrier of the hosts."""
-        arrived = self._barriers[turn]
+    def gather(self, rank: int, key: Any, members: Sequence[int], value: Any) -> None:
+        """A rank's part in a gathering; once all members have come, each gets the values by rank."""
+        arrived = self._gatherings[key]
         arrived[rank] = value
-        if len(arrived) == self._size:
-            if len(set(arrived.values())) > 1:
-                self._send_all(("mismatch", f"values of communicator {self._key} by rank: {arrived}"))
-            del self._barriers[turn]
-            self._send_all(("barrier", turn))
-
-    def link(self, rank: int, kind: str, peer: int) -> None:
-        """A rank's part in connecting for a first send or receive, or for the first collective."""
-        if kind == "collective":
-            self._linked.add(rank)
-            if len(self._linked) == self._size:
-                self._send_all(("linked", kind, peer))
-            return
-        pair = (rank, peer) if kind == "send" else (peer, rank)
-        self._links[pair].add(kind)
-        if len(self._links[pair]) == 2:
-            self._send(pair[0], ("linked", "send", pair[1]))
-            self._send(pair[1], ("linked", "recv", pair[0]))
+        members = members or range(self._size)
+        if all(member in arrived for member in members):
+            del self._gatherings[key]
+            for member in members:
+                self._send(member, ("gathered", key, arrived))
 
     def put(self, rank: int, peer: int, window: int, offset: int, data: bytes) -> None:
         """Data for a peer's window, if there is any, followed by a signal."""
         self._send(peer, ("put", rank, window, offset, data))
-
-    def split(self, rank: int, turn: int, color: int | None, key: int) -> None:
-        """A rank's part in splitting the communicator; once all ranks have called it, each gets its new group."""
-        arrived = self._splits[turn]
-        arrived[rank] = (color, key)
-        if len(arrived) < self._size:
-            return
-        for member, (color, _) in arrived.items():
-            group = sorted((k, r) for r, (c, k) in arrived.items() if c == color)
-            self._send(member, ("split", turn, f"{self._key}/{turn}.{color}", [r for _, r in group]))
 
 
 class RendezvousServer:

@@ -18,8 +18,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unicoll.arrays.cuda import CudaError
 
@@ -48,21 +47,6 @@ class Op:
         capture: the capture that recorded it; it then never runs itself.
         owner: the communicator that it belongs to, or None.
     """
-
-    __slots__ = (
-        "body",
-        "capture",
-        "clock",
-        "done",
-        "label",
-        "needs",
-        "owner",
-        "reads",
-        "running",
-        "seq",
-        "stream",
-        "writes",
-    )
 
     def __init__(
         self,
@@ -124,16 +108,8 @@ class Stream:
         return "the legacy stream" if self.legacy else f"stream {self.index}"
 
 
-@dataclass(frozen=True)
-class Blocked:
-    """A call by which a host thread blocked on the device or queried it.
-
-    Attributes:
-        call: "synchronize", "free" or "query" (which does not block).
-        what: the object of the call.
-        thread: name of the host thread.
-        where: function of the innermost caller outside the simulation.
-    """
+class Blocked(NamedTuple):
+    """A call by which a host thread blocked on the device, or queried it, which does not block."""
 
     call: str
     what: str
@@ -145,14 +121,13 @@ Policy = Callable[[list[Stream]], Stream]
 
 
 def _policy(name: str, seed: int) -> Policy:
-    if name == "oldest":
-        return lambda streams: min(streams, key=lambda s: s.index)
-    if name == "newest":
-        return lambda streams: max(streams, key=lambda s: s.index)
-    if name == "random":
-        rng = random.Random(seed)
-        return lambda streams: rng.choice(sorted(streams, key=lambda s: s.index))
-    raise ValueError(f"no policy {name!r}: oldest, newest or random")
+    """The choice among streams, which are in the order of their creation."""
+    rng = random.Random(seed)
+    return {
+        "oldest": lambda streams: streams[0],
+        "newest": lambda streams: streams[-1],
+        "random": rng.choice,
+    }[name]
 
 
 class Scheduler:
@@ -293,11 +268,6 @@ class Scheduler:
                 where = f"{code.co_name} ({code.co_filename.rpartition('/')[2]}:{line})"
                 break
         self.trace.append(Blocked(call, what, threading.current_thread().name, where))
-
-    def blocking_calls(self) -> list[Blocked]:
-        """Calls since the last :meth:`forget` that blocked the host, or would have."""
-        with self.lock:
-            return [b for b in self.trace if b.call != "query"]
 
     def forget(self) -> None:
         """Clear the trace."""

@@ -59,12 +59,10 @@ class ActiveCalls:
 
     Attributes:
         current: the calls.
-        strict: whether clashes are recorded.
         pause: called within every call; a delay there makes calls overlap.
     """
 
     def __init__(self, scheduler: Scheduler, current_device: Callable[[], int]) -> None:
-        self.strict = False
         self._current_device = current_device
         self.pause: Callable[[], object] = lambda: None
         self._scheduler = scheduler
@@ -80,7 +78,7 @@ class ActiveCalls:
         with self._lock:
             clashes = [other for other in self.current if entered.clashes(other)]
             self.current.append(entered)
-        for other in clashes if self.strict else ():
+        for other in clashes:
             where = "of one communicator" if other.comm is comm else f"on device {comm.device}"
             self._scheduler.fault(f"two threads in NCCL {where}: {call} while another is in {other.call}")
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from ctypes import c_int, c_uint, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -155,11 +154,6 @@ def putting(index: int, value: int, c_type: Any, result: int = 0) -> Callable[..
         return result
 
     return answer
-
-
-def compiler() -> str | None:
-    """A C compiler, if there is one."""
-    return shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 
 
 def header(*places: str) -> Path | None:

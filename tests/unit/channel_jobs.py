@@ -19,31 +19,6 @@ from unicoll.backend import endpoint
 from unicoll.net import object_codec
 
 
-def collectives() -> None:
-    """Collectives of sizes from a part of a record to many records."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    for count in (1, 1000, 40_000, 700_001):
-        mine = np.arange(count, dtype=np.float64) + rank
-        total = size * np.arange(count) + sum(range(size))
-        x = mine.copy()
-        dist.all_reduce(x)
-        assert np.array_equal(x, total)
-        dist.broadcast(x := mine.copy(), 1)
-        assert np.array_equal(x, np.arange(count) + 1)
-        gathered = np.zeros((size, count))
-        dist.all_gather_into_tensor(gathered, mine)
-        assert all(np.array_equal(gathered[r], np.arange(count) + r) for r in range(size))
-        swapped = np.zeros((size, count))
-        dist.all_to_all_single(swapped, np.full((size, count), rank + 0.5))
-        assert all((swapped[r] == r + 0.5).all() for r in range(size))
-        part = np.zeros(count)
-        dist.reduce_scatter_tensor(part, np.full((size, count), 1.0))
-        assert (part == size).all()
-    objects: list[Any] = [None] * size
-    dist.all_gather_object(objects, {"rank": rank, "bytes": b"x" * 300_000})
-    assert [o["rank"] for o in objects] == list(range(size))
-
-
 @contextmanager
 def group_on_the_path() -> Iterator[tuple[Any, Callable[[Callable[[bytes], bytes] | None], None]]]:
     """A group whose connections lead through an attacker, and a function that sets what he changes."""

@@ -10,13 +10,14 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance import p2p_jobs
-from tests.support.ranks import Pool, ProcessJob, pools, run_ranks
+from tests.support.ranks import run_ranks
 from tests.unit import channel_jobs as jobs
 from tests.unit.on_path import on_path
 from unicoll.errors import AuthenticationError, DistNetworkError
@@ -215,7 +216,10 @@ def test_a_blocked_send_is_continued(ends: tuple[Channel, Channel]) -> None:
 
 
 def test_reads_of_any_size(ends: tuple[Channel, Channel]) -> None:
+    """Sending no bytes, and receiving into an empty buffer, return at once, as on a socket."""
     sender, receiver = ends
+    assert sender.send(b"") == 0
+    assert receiver.recv_into(memoryview(bytearray())) == 0
     sender.sendall(b"0123456789")
     assert receiver.recv(3) == b"012"
     assert receiver.pending
@@ -229,32 +233,19 @@ def test_reads_of_any_size(ends: tuple[Channel, Channel]) -> None:
     assert receiver.recv_into(memoryview(space)) == 0
 
 
-def test_no_bytes_need_no_record(ends: tuple[Channel, Channel]) -> None:
-    """As on a socket: sending none, and receiving into an empty buffer, return at once."""
-    sender, receiver = ends
-    assert sender.send(b"") == 0
-    assert receiver.recv_into(memoryview(bytearray())) == 0
-    sender.sendall(b"x")
-    assert receiver.recv(1) == b"x"
-
-
 def test_both_directions_concurrently(ends: tuple[Channel, Channel]) -> None:
     data = os.urandom(1 << 20)
-    got = {}
 
-    def receive(end: Channel) -> None:
+    def receive(end: Channel) -> bytes:
         whole = bytearray()
         while len(whole) < len(data):
             whole += end.recv(1 << 16)
-        got[end] = bytes(whole)
+        return bytes(whole)
 
-    threads = [threading.Thread(target=receive, args=(end,)) for end in ends]
-    threads += [threading.Thread(target=end.sendall, args=(data,)) for end in ends]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert [got[end] == data for end in ends] == [True, True]
+    with ThreadPoolExecutor(4) as pool:
+        received = [pool.submit(receive, end) for end in ends]
+        sent = [pool.submit(end.sendall, data) for end in ends]
+        assert [task.result(60) for task in received + sent] == [data, data, None, None]
 
 
 # --- servers and their clients ----------------------------------------------------------------------------------------
@@ -275,11 +266,14 @@ def test_a_store_behind_a_relay(wanted: str) -> None:
     """Changes are detected with every protection; with TLS the data cannot be read either."""
     secret = Secret(KEY, "test")
     value = b"a recognizable value"
+    large = os.urandom(5 * MAX_DATA + 1)
     with (
         TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, secret=secret) as master,
         on_path(master.port) as path,
         TCPStore("127.0.0.1", path.port, secret=secret) as client,
     ):
+        client.set("large", large)
+        assert client.get("large") == large
         client.set("k", value)
         assert client.get("k") == value
         assert (value in path.seen["up"]) == (value in path.seen["down"]) == (wanted != "tls")
@@ -293,44 +287,36 @@ def test_a_store_behind_a_relay(wanted: str) -> None:
         assert client.get("k") == value
 
 
-def test_a_changed_control_message_disconnects_its_rank(wanted: str) -> None:
-    """The other ranks get the reason, not that the rank has died."""
-    relay = Relay(2, KEY, "127.0.0.1")
-    host, port = relay.addresses[0]
+def control_channel(sock: socket.socket, host: str, port: int, rank: int) -> channel.Connection:
+    """A rank's authenticated connection to the relay at this address."""
+    where = handshake_address(host, port)
+    return authenticate(sock, KEY, b"control", time.monotonic() + 60, rank=rank, address=where)[0]
+
+
+@contextlib.contextmanager
+def relay_of(size: int) -> Iterator[tuple[str, int]]:
+    relay = Relay(size, KEY, "127.0.0.1")
     try:
-        with on_path(port) as path:
-            socks = [socket.create_connection((host, p), 5) for p in (port, path.port)]
-            members = [
-                authenticate(
-                    sock,
-                    KEY,
-                    b"control",
-                    time.monotonic() + 60,
-                    rank=r,
-                    address=handshake_address(host, port),
-                )[0]
-                for r, sock in enumerate(socks)
-            ]
-            for rank, member in enumerate(members):
-                member.sendall(frame({"t": "hello", "rank": rank, "host": "h", "pid": 1}))
-            assert [read_frame(member)["t"] for member in members] == ["ready", "ready"]
-            path.change["up"] = last_byte_changed
-            members[1].sendall(frame({"t": "bye", "error": "", "how": "forged"}))
-            ((rank, why, manner),) = read_frame(members[0])["ranks"]
-            for sock in socks:
-                sock.close()
-        assert (rank, manner) == (1, "died")
-        assert "was disconnected: the integrity check of its connection failed" in why
+        yield relay.addresses[0]
     finally:
         relay.close()
 
 
-def test_a_large_value_in_many_records(wanted: str) -> None:
-    value = os.urandom(5 * MAX_DATA + 1)
-    secret = Secret(KEY, "test")
-    with TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False, secret=secret) as master:
-        master.set("large", value)
-        assert master.get("large") == value
+def test_a_changed_control_message_disconnects_its_rank(wanted: str) -> None:
+    """The other ranks get the reason, not that the rank has died."""
+    with relay_of(2) as (host, port), on_path(port) as path:
+        socks = [socket.create_connection((host, p), 5) for p in (port, path.port)]
+        members = [control_channel(sock, host, port, r) for r, sock in enumerate(socks)]
+        for rank, member in enumerate(members):
+            member.sendall(frame({"t": "hello", "rank": rank, "host": "h", "pid": 1}))
+        assert [read_frame(member)["t"] for member in members] == ["ready", "ready"]
+        path.change["up"] = last_byte_changed
+        members[1].sendall(frame({"t": "bye", "error": "", "how": "forged"}))
+        ((rank, why, manner),) = read_frame(members[0])["ranks"]
+        for sock in socks:
+            sock.close()
+    assert (rank, manner) == (1, "died")
+    assert "was disconnected: the integrity check of its connection failed" in why
 
 
 @pytest.mark.parametrize("hosts", ["one", "two", "unknown"])
@@ -343,66 +329,46 @@ def test_equal_addresses_do_not_make_one_host(hosts: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(
             handshake_messages, "host_id", lambda key: os.urandom(len(unknown)) if hosts == "two" else unknown
         )
-    relay = Relay(1, KEY, "127.0.0.1")
-    host, port = relay.addresses[0]
-    try:
-        with socket.create_connection((host, port)) as sock:
-            connection, _ = authenticate(
-                sock, KEY, b"control", time.monotonic() + 60, rank=0, address=handshake_address(host, port)
-            )
-            assert isinstance(connection, channel.Channel)
-            assert isinstance(connection._records, MacRecords if hosts == "one" else TlsRecords)
-            connection.sendall(frame({"t": "hello", "rank": 0, "host": "h", "pid": 1}))
-            assert read_frame(connection)["t"] == "ready"
-    finally:
-        relay.close()
+    with relay_of(1) as (host, port), socket.create_connection((host, port)) as sock:
+        connection = control_channel(sock, host, port, 0)
+        assert isinstance(connection, channel.Channel)
+        assert isinstance(connection._records, MacRecords if hosts == "one" else TlsRecords)
+        connection.sendall(frame({"t": "hello", "rank": 0, "host": "h", "pid": 1}))
+        assert read_frame(connection)["t"] == "ready"
 
 
 def test_different_protection_on_both_sides_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNICOLL_TRANSPORT", "tcp")
     monkeypatch.setenv("UNICOLL_CHANNEL", "tls")
-    relay = Relay(1, KEY, "127.0.0.1")
-    monkeypatch.setenv("UNICOLL_CHANNEL", "mac")
-    host, port = relay.addresses[0]
     real = channel.wanted_protection
 
     def wanted(sock: socket.socket, minimum: str = "plain") -> Protection:
         here = threading.current_thread().name == "unicoll-relay"
         return Protection(minimum, "tls") if here else real(sock, minimum)
 
-    monkeypatch.setattr(channel, "wanted_protection", wanted)
-    try:
+    with relay_of(1) as (host, port):
+        monkeypatch.setenv("UNICOLL_CHANNEL", "mac")
+        monkeypatch.setattr(channel, "wanted_protection", wanted)
         with (
             socket.create_connection((host, port)) as sock,
             pytest.raises(AuthenticationError, match="give all processes the same UNICOLL_CHANNEL"),
         ):
-            authenticate(
-                sock, KEY, b"control", time.monotonic() + 60, rank=0, address=handshake_address(host, port)
-            )
-    finally:
-        relay.close()
+            control_channel(sock, host, port, 0)
 
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=PROTECTED)
-def pool(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pool]]:
-    with pools(
-        lambda n: ProcessJob(n, env={"UNICOLL_TRANSPORT": "tcp", "UNICOLL_CHANNEL": request.param})
-    ) as made:
-        yield made
+def exchange_messages() -> None:
+    p2p_jobs.every_type()
+    p2p_jobs.both_send_first(4)
+    p2p_jobs.unexpected(20_000)
 
 
-@pytest.mark.every(2)
-def test_collectives(pool: Callable[[int], Pool]) -> None:
-    pool(3).run(jobs.collectives)
-
-
-def test_messages(pool: Callable[[int], Pool]) -> None:
-    pool(2).run(p2p_jobs.every_type)
-    pool(2).run(p2p_jobs.both_send_first, 4)
-    pool(2).run(p2p_jobs.unexpected, 20_000)
+@pytest.mark.parametrize("wanted", PROTECTED)
+def test_messages(wanted: str) -> None:
+    """Collectives over protected connections: tests/gloo/test_striping.py."""
+    run_ranks(2, exchange_messages, env={"UNICOLL_TRANSPORT": "tcp", "UNICOLL_CHANNEL": wanted})
 
 
 @pytest.mark.every(2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.order import await_true
 from unicoll.errors import OperationTimeoutError, RankLostError
 from unicoll.net.control.client import ControlClient
 from unicoll.net.stores.hash import HashStore
@@ -67,13 +68,10 @@ def test_messages_wait_until_a_new_relay_knows_the_process(capfd: pytest.Capture
         for thread in threads:
             thread.start()
         end(clients[0])
-        deadline = time.monotonic() + 30
-        while any(c._relay_rank != 1 for c in clients[1:]) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        await_true(lambda: [c._relay_rank for c in clients[1:]] == [1, 1])
         stop.set()
         for thread in threads:
             thread.join()
-        assert [c._relay_rank for c in clients[1:]] == [1, 1]
     assert capfd.readouterr().err == ""
 
 
@@ -92,12 +90,7 @@ def test_a_failure_announced_without_a_relay_reaches_all_members(delay: float) -
         assert clients[2].await_departure(0, 30) is not None
         time.sleep(delay)
         clients[2].announce_failure("pair", [2, 3], RankLostError("rank 0 died", rank=0))
-        failure = clients[3].group_failure("pair")
-        deadline = time.monotonic() + 30
-        while failure is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-            failure = clients[3].group_failure("pair")
-        assert isinstance(failure, RankLostError)
+        await_true(lambda: isinstance(clients[3].group_failure("pair"), RankLostError))
         assert clients[1].group_failure("pair") is None
 
 

@@ -46,13 +46,14 @@ def test_a_cuda_array_is_read_from_its_capsule(dtype: str, old: bool) -> None:
     assert buffer.writable
 
 
-def test_memory_is_kept_alive_by_the_buffer() -> None:
+@pytest.mark.parametrize(("device", "old"), [((2, 0), False), ((1, 0), True)])
+def test_memory_is_kept_alive_by_the_buffer(device: tuple[int, int], old: bool) -> None:
     class Array(np.ndarray[Any, Any]):
         pass
 
     array = np.zeros(3).view(Array)
     ref = weakref.ref(array)
-    producer = Producer(array, (2, 0))
+    producer = Producer(array, device, old)
     buffer = as_buffer(producer)
     producer.array = None
     del array, producer
@@ -92,39 +93,12 @@ def test_unversioned_memory_is_writable(dtype: str) -> None:
     assert (transposed.T.reshape(-1) == (np.arange(12) % 2).astype(dtype)).all()
 
 
-def test_unversioned_memory_is_kept_alive() -> None:
-    class Array(np.ndarray[Any, Any]):
-        pass
-
-    array = np.zeros(3).view(Array)
-    ref = weakref.ref(array)
-    producer = Producer(array, old=True)
-    buffer = as_buffer(producer)
-    producer.array = None
-    del array, producer
-    buffer.owner = None
-    gc.collect()
-    assert ref() is not None
-    del buffer
-    gc.collect()
-    assert ref() is None
-
-
-def test_read_only_host_memory_is_not_writable() -> None:
+@pytest.mark.parametrize("device", [(1, 0), (2, 0)])
+def test_read_only_memory_is_not_writable(device: tuple[int, int]) -> None:
     array = np.zeros(3)
     array.flags.writeable = False
     try:
-        buffer = as_buffer(Producer(array))
-    except BufferError:  # NumPy before 2.1 does not export it
-        pytest.skip("this NumPy does not export read-only memory")
-    assert not buffer.writable
-
-
-def test_read_only_device_memory_is_not_writable() -> None:
-    array = np.zeros(3)
-    array.flags.writeable = False
-    try:
-        buffer = as_buffer(Producer(array, (2, 0)))
+        buffer = as_buffer(Producer(array, device))
     except BufferError:  # NumPy before 2.1 does not export it
         pytest.skip("this NumPy does not export read-only memory")
     assert not buffer.writable

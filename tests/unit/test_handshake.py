@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
-import importlib.util
 import os
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -102,32 +97,24 @@ def test_equal_keys_and_usable_sockets_afterwards(pair, pool, key):
     assert pair[1].recv(16) == b"after"
 
 
-def test_different_secrets(pair, pool):
-    client, server = run_handshake(pair, pool, client=(b"other", b"store"))
-    assert isinstance(client, AuthenticationError)
-    assert "different secrets" in str(client)
-    for source in ("UNICOLL_SECRET", "UNICOLL_SECRET_FILE", "launcher", "127.0.0.1"):
-        assert source in str(client)
-    assert isinstance(server, AuthenticationError)
-
-
 @pytest.mark.parametrize(
-    ("client_key", "server_key", "text"),
-    [(b"", KEY, "the client has none"), (KEY, b"", "the server has none")],
+    ("client", "server", "texts"),
+    [
+        (
+            (b"other", b"store"),
+            (KEY, b"store"),
+            ("different secrets", "UNICOLL_SECRET", "UNICOLL_SECRET_FILE"),
+        ),
+        ((b"other", b"store"), (KEY, b"store"), ("launcher", "127.0.0.1")),
+        ((b"", b"store"), (KEY, b"store"), ("the client has none",)),
+        ((KEY, b"store"), (b"", b"store"), ("the server has none",)),
+        ((KEY, b"data"), (KEY, b"store"), ("'store'", "'data'")),
+    ],
 )
-def test_a_secret_on_one_side_only(pair, pool, client_key, server_key, text):
-    client, server = run_handshake(pair, pool, (client_key, b"store"), (server_key, b"store"))
-    for error in (client, server):
-        assert isinstance(error, AuthenticationError)
-        assert text in str(error)
-
-
-def test_another_purpose(pair, pool):
-    client, server = run_handshake(pair, pool, client=(KEY, b"data"))
-    assert isinstance(client, AuthenticationError)
-    assert "'store'" in str(client)
-    assert "'data'" in str(client)
-    assert isinstance(server, AuthenticationError)
+def test_different_keys_and_purposes(pair, pool, client, server, texts):
+    errors = run_handshake(pair, pool, client, server)
+    assert all(isinstance(error, AuthenticationError) for error in errors)
+    assert all(text in str(errors[0]) for text in texts)
 
 
 def test_a_purpose_must_fit_its_field():
@@ -206,86 +193,22 @@ def test_a_server_that_cannot_prove_itself(pair, pool):
     assert outcome(serving) is None
 
 
-def foreign(
-    pair: tuple[socket.socket, socket.socket], pool: ThreadPoolExecutor, act: Callable[[], None]
-) -> None:
-    serving = pool.submit(act)
-    try:
-        client_handshake(pair[0], KEY, b"store", deadline_in())
-    finally:
-        assert outcome(serving) is None
-
-
-def test_a_server_that_closes_before_its_hello(pair, pool):
-    with pytest.raises(NoAnswerError, match="does not speak unicoll's protocol"):
-        foreign(pair, pool, pair[1].close)
-
-
-def test_a_server_of_another_protocol(pair, pool):
-    with pytest.raises(AuthenticationError, match=r"does not speak unicoll's protocol.*SSH-2"):
-        foreign(pair, pool, lambda: pair[1].sendall(b"SSH-2.0-OpenSSH\r\n"))
-
-
-def test_a_server_of_another_version(pair, pool):
-    with pytest.raises(AuthenticationError, match="has another version of unicoll"):
-        foreign(pair, pool, lambda: pair[1].sendall(b"unicoll1\r\n\r\n"))
-
-
-def test_a_silent_server_is_reported_at_the_deadline(pair):
-    with pytest.raises(AuthenticationError, match="does not speak unicoll's protocol, or does not respond"):
-        client_handshake(pair[0], KEY, b"store", deadline_in(0.2))
-
-
-def test_an_http_server_is_recognised():
-    class Quiet(http.server.BaseHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Quiet) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
-        try:
-            with (
-                socket.create_connection(server.server_address) as sock,
-                pytest.raises(AuthenticationError, match="does not speak unicoll's protocol"),
-            ):
-                client_handshake(sock, KEY, b"store", deadline_in())
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-TORCHS_STORE = """
-import sys
-import torch.distributed
-store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.torch
-def test_torchs_store_is_recognised():
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
-    # In a separate process, since it keeps descriptors until its end.
-    with subprocess.Popen(
-        [sys.executable, "-c", TORCHS_STORE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            port = int(process.stdout.readline())
-            with (
-                socket.create_connection(("127.0.0.1", port)) as sock,
-                pytest.raises(AuthenticationError, match="does not speak unicoll's protocol"),
-            ):
-                client_handshake(sock, KEY, b"store", deadline_in(1.0))
-        finally:
-            process.kill()
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (b"", NoAnswerError, "does not speak unicoll's protocol"),
+        (b"SSH-2.0-OpenSSH\r\n", AuthenticationError, r"does not speak unicoll's protocol.*SSH-2"),
+        (b"HTTP/1.0 400 Bad request\r\n\r\n", AuthenticationError, "does not speak unicoll's protocol"),
+        (b"unicoll1\r\n\r\n", AuthenticationError, "has another version of unicoll"),
+        (None, AuthenticationError, "does not speak unicoll's protocol, or does not respond"),
+    ],
+)
+def test_a_server_of_another_protocol(pair, answer, error, message):
+    if answer is not None:
+        pair[1].sendall(answer)
+        pair[1].shutdown(socket.SHUT_WR)
+    with pytest.raises(error, match=message):
+        client_handshake(pair[0], KEY, b"store", deadline_in(20.0 if answer is not None else 0.2))
 
 
 def test_new_keys_differ():
@@ -293,13 +216,15 @@ def test_new_keys_differ():
     assert new_key() != new_key()
 
 
-def test_an_environment_without_a_secret():
-    assert find_secret({}) == Secret(b"", "none")
-
-
-def test_the_variable_has_priority_over_the_file(tmp_path: Path):
-    environ = {"UNICOLL_SECRET": " " + "s" * 32 + "\n", "UNICOLL_SECRET_FILE": str(tmp_path / "absent")}
-    assert find_secret(environ) == Secret(b"s" * 32, "UNICOLL_SECRET")
+def test_where_the_secret_comes_from(tmp_path: Path):
+    file = secret_file(tmp_path / "secret", b"f" * 32 + b"\n")
+    for environ, secret in (
+        ({}, Secret(b"", "none")),
+        ({"UNICOLL_SECRET": " " + "s" * 32 + "\n"}, Secret(b"s" * 32, "UNICOLL_SECRET")),
+        (file, Secret(b"f" * 32, f"UNICOLL_SECRET_FILE={tmp_path / 'secret'}")),
+        ({"UNICOLL_SECRET": "s" * 32, **file}, Secret(b"s" * 32, "UNICOLL_SECRET")),
+    ):
+        assert find_secret(environ) == secret
 
 
 def test_repr_hides_the_secret():
@@ -318,27 +243,18 @@ def secret_file(path: Path, content: bytes, mode: int = 0o600) -> dict[str, str]
     return {"UNICOLL_SECRET_FILE": str(path)}
 
 
-def test_the_secret_of_a_file(tmp_path: Path):
-    environ = secret_file(tmp_path / "secret", b"f" * 32 + b"\n")
-    assert find_secret(environ) == Secret(b"f" * 32, f"UNICOLL_SECRET_FILE={tmp_path / 'secret'}")
-
-
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o777])
 def test_a_file_that_others_can_access(tmp_path: Path, mode: int):
     with pytest.raises(DistArgumentError, match=f"chmod 600 {tmp_path / 'secret'}"):
         find_secret(secret_file(tmp_path / "secret", b"f" * 32, mode))
 
 
-def test_empty_secrets(tmp_path: Path):
-    for environ in (
-        {"UNICOLL_SECRET": ""},
-        {"UNICOLL_SECRET": " \n"},
-        secret_file(tmp_path / "secret", b"\n"),
+def test_unusable_secrets(tmp_path: Path):
+    for environ, message in (
+        ({"UNICOLL_SECRET": ""}, "is empty"),
+        ({"UNICOLL_SECRET": " \n"}, "is empty"),
+        (secret_file(tmp_path / "secret", b"\n"), "is empty"),
+        ({"UNICOLL_SECRET_FILE": str(tmp_path / "absent")}, os.strerror(2)),
     ):
-        with pytest.raises(DistArgumentError, match="is empty"):
+        with pytest.raises(DistArgumentError, match=message):
             find_secret(environ)
-
-
-def test_a_file_that_cannot_be_read(tmp_path: Path):
-    with pytest.raises(DistArgumentError, match=os.strerror(2)):
-        find_secret({"UNICOLL_SECRET_FILE": str(tmp_path / "absent")})

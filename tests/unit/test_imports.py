@@ -79,41 +79,30 @@ def _subpackages() -> set[str]:
     return {p.stem for p in (ROOT / "unicoll").iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
 
 
-@pytest.mark.parametrize("package", BACKENDS)
-def test_backends_import_only_lower_layers(package: str) -> None:
+@pytest.mark.parametrize(
+    ("folder", "backends", "allowed"),
+    [
+        *((name, {name}, SHARED) for name in BACKENDS),
+        (
+            "unicoll/run",
+            set(),
+            {"run", "net", "errors"},
+        ),  # starts quickly; net/excepthook.py is loaded by its path
+        ("unicoll", set(), None),
+    ],
+)
+def test_a_package_imports_only_lower_layers(
+    folder: str, backends: set[str], allowed: set[str] | None
+) -> None:
     subpackages = _subpackages()
     wrong = [
         f"{name_of(path)} imports {module}"
-        for path in modules(package)
+        for path in modules(folder)
         for module in imports(path)
-        if module.partition(".")[0] in set(BACKENDS) - {package}
-        or (subpackage(module) in subpackages and subpackage(module) not in SHARED)
+        if module.partition(".")[0] in set(BACKENDS) - backends
+        or (allowed is not None and subpackage(module) in subpackages - allowed)
     ]
-    assert modules(package)
-    assert not wrong, wrong
-
-
-def test_the_launcher_imports_only_net_and_errors() -> None:
-    """``unicoll.run`` starts quickly; it loads ``net/excepthook.py`` by its path."""
-    subpackages = _subpackages()
-    wrong = [
-        f"{name_of(path)} imports {module}"
-        for path in modules("unicoll/run")
-        for module in imports(path)
-        if module.partition(".")[0] in BACKENDS
-        or (subpackage(module) in subpackages and subpackage(module) not in {"run", "net", "errors"})
-    ]
-    assert modules("unicoll/run")
-    assert not wrong, wrong
-
-
-def test_unicoll_does_not_import_its_backends() -> None:
-    wrong = [
-        f"{name_of(path)} imports {module}"
-        for path in modules("unicoll")
-        for module in imports(path)
-        if module.partition(".")[0] in BACKENDS
-    ]
+    assert modules(folder)
     assert not wrong, wrong
 
 
@@ -174,44 +163,33 @@ def _run(program: str) -> str:
     return done.stdout
 
 
-def test_import_loads_no_array_library_except_numpy() -> None:
-    heavy = ["torch", "cupy", "mpi4py", "ml_dtypes", "asyncio", "subprocess", "multiprocessing", *BACKENDS]
-    out = _run(f"import sys, unicoll, unicoll.parallel; print([m for m in {heavy!r} if m in sys.modules])")
-    assert out.strip() == "[]"
+HEAVY = ["torch", "cupy", "mpi4py", "ml_dtypes", "asyncio", "subprocess", "multiprocessing", *BACKENDS]
+JOB_ONLY = (
+    "unicoll.bootstrap unicoll.net.stores unicoll.net.control unicoll.net.logs unicoll.net.handshake"
+    " unicoll.group.process_group unicoll.backend.host_backend"
+    " logging socket hashlib hmac secrets json difflib inspect numpy.typing"
+)
+"""What ``init_process_group`` and the public classes load, so that ``import unicoll`` is quick."""
+JOB = "import sys, numpy as np, unicoll as dist; dist.init_process_group('gloo', rank=0, world_size=1);"
 
 
-def test_import_loads_nothing_that_only_a_job_needs() -> None:
-    """Then ``import unicoll`` is quick; ``init_process_group`` and the public classes load the rest."""
-    packages = (
-        "bootstrap net.stores net.control net.logs net.handshake group.process_group backend.host_backend"
-    )
-    needless = [f"unicoll.{name}" for name in packages.split()]
-    needless += [
-        "logging",
-        "socket",
-        "hashlib",
-        "hmac",
-        "secrets",
-        "json",
-        "difflib",
-        "inspect",
-        "numpy.typing",
-    ]
-    out = _run(
+@pytest.mark.parametrize(
+    "program",
+    [
+        f"import sys, unicoll, unicoll.parallel; print([m for m in {HEAVY} if m in sys.modules])",
         "import sys, numpy; before = set(sys.modules); import unicoll;"
-        f" print([m for m in {needless!r} if m in set(sys.modules) - before])"
-    )
-    assert out.strip() == "[]"
-
-
-def test_collectives_import_nothing() -> None:
-    """``init_process_group`` imports for all, so that no first call takes longer."""
-    program = (
-        "import sys, numpy as np, unicoll as dist; dist.init_process_group('gloo', rank=0, world_size=1);"
-        " before = set(sys.modules); x = np.ones(3); dist.all_reduce(x); dist.all_reduce(x, async_op=True).wait();"
-        " dist.all_gather_into_tensor(x, x); dist.barrier(); dist.all_gather_object([None], {'a': x});"
-        " dist.get_rank(); dist.destroy_process_group(); print(sorted(set(sys.modules) - before))"
-    )
+        f" print([m for m in {JOB_ONLY!r}.split() if m in set(sys.modules) - before])",
+        # init_process_group imports for all calls, so that no first call takes longer
+        f"{JOB} before = set(sys.modules); x = np.ones(3); dist.all_reduce(x);"
+        " dist.all_reduce(x, async_op=True).wait(); dist.all_gather_into_tensor(x, x); dist.barrier();"
+        " dist.all_gather_object([None], {'a': x}); dist.get_rank(); dist.destroy_process_group();"
+        " print(sorted(set(sys.modules) - before))",
+        f"{JOB} dist.all_reduce(np.ones(3)); dist.destroy_process_group();"
+        " print([m for m in ('torch', 'cupy', 'mpi4py', 'ml_dtypes') if m in sys.modules])",
+    ],
+    ids=["no array library", "nothing of a job", "nothing in collectives", "numpy alone"],
+)
+def test_needless_imports(program: str) -> None:
     assert _run(program).strip() == "[]"
 
 
@@ -221,15 +199,6 @@ def test_import_starts_no_thread_and_opens_no_file() -> None:
         " print(threading.active_count(), len(os.listdir('/proc/self/fd')) - before)"
     )
     assert _run(program).split() == ["1", "0"]
-
-
-def test_numpy_arrays_load_no_other_array_library() -> None:
-    program = (
-        "import sys, numpy as np, unicoll as dist; dist.init_process_group('gloo', rank=0, world_size=1);"
-        " dist.all_reduce(np.ones(3)); dist.destroy_process_group();"
-        " print([m for m in ('torch', 'cupy', 'mpi4py', 'ml_dtypes') if m in sys.modules])"
-    )
-    assert _run(program).strip() == "[]"
 
 
 def test_all_public_names_exist() -> None:

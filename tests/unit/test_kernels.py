@@ -10,6 +10,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
 
@@ -36,9 +37,7 @@ BORDERS = (
     511,
     513,
     4097,
-    half_precision.BLOCK - 1,
-    half_precision.BLOCK,
-    half_precision.BLOCK + 1,
+    *(half_precision.BLOCK + i for i in (-1, 0, 1)),
     2 * half_precision.BLOCK + 5,
 )
 
@@ -146,32 +145,17 @@ def test_widening_is_exact(name: str, step: int, package: str) -> None:
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("name", HALVES)
 def test_narrowing_rounds_to_the_nearest_even(name: str, step: int, package: str) -> None:
-    values = difficult(name)
-    kept = values.copy()
-    got = converted(
-        half_precision.HALVES[name].narrow, values, stored(name, np.empty(values.size, np.uint16)), step
-    )
-    expected = nearest(name, values)
-    wrong = np.flatnonzero(codes_of(got) != expected)
-    assert not wrong.size, (
-        f"{values[wrong[0]]!r}: {codes_of(got)[wrong[0]]:#06x}, not {expected[wrong[0]]:#06x}"
-    )
-    assert np.array_equal(values.view(np.uint32), kept.view(np.uint32))
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_blocks_without_special_values(name: str, package: str) -> None:
-    """Overflow and NaN have separate code paths; no block here contains either."""
-    values = difficult(name)
-    values = values[np.abs(values) < magnitudes_of(name)[-2]]
-    assert values.size > 100_000
-    got = converted(
-        half_precision.HALVES[name].narrow,
-        values,
-        stored(name, np.empty(values.size, np.uint16)),
-        half_precision.BLOCK,
-    )
-    assert np.array_equal(codes_of(got), nearest(name, values))
+    """Overflow and NaN have separate code paths; the blocks of the second array contain neither."""
+    narrow = half_precision.HALVES[name].narrow
+    every = difficult(name)
+    for values in (every, every[np.abs(every) < magnitudes_of(name)[-2]]):
+        assert values.size > 100_000
+        kept = values.copy()
+        got = converted(narrow, values, stored(name, np.empty(values.size, np.uint16)), step)
+        expected = nearest(name, values)
+        wrong = np.flatnonzero(codes_of(got) != expected)
+        assert not wrong.size, (values[wrong[0]], codes_of(got)[wrong[0]], expected[wrong[0]])
+        assert np.array_equal(values.view(np.uint32), kept.view(np.uint32))
 
 
 @pytest.mark.torch
@@ -222,29 +206,30 @@ def _fake(
     return half_precision._Package("fake_package", lambda module: conversions)
 
 
-def test_a_package_that_truncates_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def cut(values: Array, out: Array) -> None:
-        out[...] = values.view(np.uint32) >> 16
-
-    package = _fake(monkeypatch, {"narrow bfloat16": cut, "widen bfloat16": half_precision._widen_bfloat16})
-    assert package.conversion("narrow bfloat16") is None
-    assert package.conversion("widen bfloat16") is half_precision._widen_bfloat16
+def _truncating(values: Array, out: Array) -> None:
+    out[...] = values.view(np.uint32) >> 16
 
 
-def test_a_package_that_flushes_subnormals_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flush(values: Array, out: Array) -> None:
-        half_precision._widen_bfloat16(np.where(values & 0x7F80, values, 0).astype(np.uint16), out)
-
-    assert _fake(monkeypatch, {"widen bfloat16": flush}).conversion("widen bfloat16") is None
+def _flushing(values: Array, out: Array) -> None:
+    half_precision._widen_bfloat16(np.where(values & 0x7F80, values, 0).astype(np.uint16), out)
 
 
-def test_a_package_that_raises_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("built for another NumPy")
+def _broken(*_: Any) -> Any:
+    raise RuntimeError("built for another NumPy")
 
-    assert _fake(monkeypatch, {"narrow float16": broken}).conversion("narrow float16") is None
-    monkeypatch.setitem(sys.modules, "fake_package", types.ModuleType("fake_package"))
-    assert half_precision._Package("fake_package", broken).conversion("narrow float16") is None
+
+def test_a_package_with_wrong_conversions_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, wrong in (
+        ("narrow bfloat16", _truncating),
+        ("widen bfloat16", _flushing),
+        ("narrow float16", _broken),
+    ):
+        right = half_precision._widen_bfloat16 if name == "narrow bfloat16" else half_precision._cast
+        other = "widen bfloat16" if name == "narrow bfloat16" else "widen float16"
+        package = _fake(monkeypatch, {name: wrong, other: right})
+        assert package.conversion(name) is None
+        assert package.conversion(other) is right
+    assert half_precision._Package("fake_package", _broken).conversion("narrow float16") is None
 
 
 def test_a_package_imported_later_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,36 +315,6 @@ def test_half_types_accumulate_in_float32(name: str, op: Reduction, package: str
         assert np.array_equal(codes_of(out), folded(name, op, pieces)), (ranks, size)
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("op", OPS, ids=str)
-@pytest.mark.parametrize("name", HALVES)
-def test_all_conversions_give_the_same_bits(
-    name: str, op: Reduction, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pieces = [
-        stored(name, np.roll(ALL, i * 7919)) for i in range(3)
-    ]  # every code is combined with many others
-    results = []
-    for package in PACKAGES:
-        use(monkeypatch, package)
-        out = np.empty_like(pieces[0])
-        kernel_for(BY_NAME[name], op).combine(pieces, out, disjoint=True)
-        results.append(codes_of(out))
-    assert np.array_equal(results[0], results[1])
-    assert np.array_equal(results[0], results[2])
-
-
-@pytest.mark.parametrize("name", HALVES)
-def test_small_terms_are_not_lost(name: str) -> None:
-    smallest_normal = magnitudes_of(name)[1 << FORMATS[name][1]]
-    one, tiny = np.float32(1), np.float32(smallest_normal)
-    small = max(float(tiny), 2.0**-11)
-    pieces = [stored(name, nearest(name, np.full(3, v, np.float32))) for v in (one, *[small] * 16)]
-    out = np.empty_like(pieces[0])
-    kernel_for(BY_NAME[name], ReduceOp.SUM).combine(pieces, out)
-    assert np.array_equal(decoded(name, codes_of(out)), np.full(3, 1 + 16 * small, np.float32))
-
-
 # --- all types --------------------------------------------------------------------------------------------------------
 
 
@@ -434,7 +389,7 @@ def test_the_result_may_overwrite_a_contribution(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["float32", "int64", "uint8", "complex128", *HALVES])
 def test_folding_step_by_step_is_the_same(name: str) -> None:
-    for op, size in itertools.product(_ops(name), (6, half_precision.BLOCK + 9)):
+    for op, size in itertools.product(_ops(name), (0, 6, half_precision.BLOCK + 9)):
         pieces = specials(name, 4, size) if name in HALVES else numbers(name, 4, size)
         kernel, expected = kernel_for(BY_NAME[name], op), np.empty_like(pieces[0])
         kernel.combine(pieces, expected, disjoint=True)
@@ -454,17 +409,6 @@ def test_folding_step_by_step_is_the_same(name: str) -> None:
             assert begun.tobytes() == expected.tobytes(), op
 
 
-@pytest.mark.parametrize("name", ["float32", "int8", *HALVES])
-def test_empty_arrays(name: str) -> None:
-    empty = np.empty(0, BY_NAME[name].storage)
-    for op in _ops(name):
-        kernel = kernel_for(BY_NAME[name], op)
-        kernel.combine([empty, empty, empty], empty.copy())
-        acc = kernel.widen(empty)
-        kernel.reduce_into(acc, empty)
-        kernel.finish(acc, empty.copy(), 2)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 127, 128, 129, 300])
 def test_integer_averages_round_towards_zero(ranks: int) -> None:
     for name in ("int8", "uint8", "int16"):
@@ -477,19 +421,17 @@ def test_integer_averages_round_towards_zero(ranks: int) -> None:
 
 
 def test_averages_equal_divisions_bitwise() -> None:
+    """Of complex numbers part by part: an infinite part does not change the other."""
+    pieces = [np.array([complex(np.inf, 2.0)], np.complex64), np.array([complex(1.0, 4.0)], np.complex64)]
+    out = np.empty(1, np.complex64)
+    kernel_for(BY_NAME["complex64"], ReduceOp.AVG).combine(pieces, out)
+    assert (out[0].real, out[0].imag) == (np.inf, 3.0)
     values = difficult("bfloat16")
     values = values[values == values]
     for ranks in (2, 3, 4, 7, 8, 1024):
         out = np.empty_like(values)
         kernel_for(BY_NAME["float32"], ReduceOp.AVG).finish(values, out, ranks)
         assert np.array_equal(out.view(np.uint32), (values / np.float32(ranks)).view(np.uint32))
-
-
-def test_an_infinite_component_does_not_change_the_other() -> None:
-    pieces = [np.array([complex(np.inf, 2.0)], np.complex64), np.array([complex(1.0, 4.0)], np.complex64)]
-    out = np.empty(1, np.complex64)
-    kernel_for(BY_NAME["complex64"], ReduceOp.AVG).combine(pieces, out)
-    assert (out[0].real, out[0].imag) == (np.inf, 3.0)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
@@ -501,10 +443,9 @@ def test_unsupported_types_raise(name: str) -> None:
 @pytest.mark.parametrize("name", ["float32", *HALVES])
 def test_threads_have_separate_scratch_memory(name: str, package: str) -> None:
     size, turns = 2 * half_precision.BLOCK + 7, 15
-    failures: list[int] = []
     begin = threading.Barrier(2, timeout=30)
 
-    def reduce(seed: int) -> None:
+    def reduce(seed: int) -> bool:
         with np.errstate(all="ignore"):
             pieces = specials(name, 3, size, seed) if name in HALVES else numbers(name, 3, size + seed)
             kernel, out = kernel_for(BY_NAME[name], ReduceOp.AVG), np.empty_like(pieces[0])
@@ -513,16 +454,11 @@ def test_threads_have_separate_scratch_memory(name: str, package: str) -> None:
             for _ in range(turns):
                 kernel.combine(pieces, out)
                 if out.tobytes() != fold.tobytes():
-                    failures.append(seed)
+                    return False
+            return True
 
-    threads = [threading.Thread(target=reduce, args=(i,)) for i in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(t.is_alive() for t in threads)
-    assert not begin.broken
-    assert not failures
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(reduce, (1, 2)))
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------------
@@ -554,17 +490,14 @@ def test_warnings_are_off_within_a_call_only(quiet: Run) -> None:
 
 
 def test_results_and_exceptions_pass_through(quiet: Run) -> None:
+    def fail() -> None:
+        raise RuntimeError("not a context's")
+
     assert quiet(divmod, 7, 3) == (2, 1)
     for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            quiet(divmod, 7, 0)
         with pytest.raises(RuntimeError, match="not a context's"):
-            quiet(_raise, RuntimeError("not a context's"))
+            quiet(fail)
     assert quiet(overflow) == np.inf
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def test_context_variables_of_the_caller_are_not_kept() -> None:

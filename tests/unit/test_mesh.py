@@ -228,35 +228,27 @@ def test_bad_layouts(join):
     assert world.made == []
 
 
-def test_unknown_dimensions_are_key_errors_that_read_well(join):
+def test_unknown_dimensions(join):
     join(0, 8)
-    grid = cube()
-    for ask in (
-        lambda: grid["xx"],
-        lambda: grid.get_group("xx"),
-        lambda: grid.size("xx"),
-        lambda: grid["tp", "dp"],
-    ):
-        with pytest.raises(KeyError) as caught:
-            ask()
-        assert isinstance(caught.value, DistArgumentError)
-        assert "'" != str(caught.value)[0] != '"'
-    with pytest.raises(IndexError):
-        grid.get_group(3)
-    with pytest.raises(DistArgumentError, match="mesh_dim must say which"):
-        grid.get_group()
-    with pytest.raises(DistArgumentError, match="overlap"):
-        grid["dp", "dp"]
+    grid, bare = cube(), init_device_mesh("cpu", (2, 4))
     grid["dp", "cp"].flatten("dc")
-    with pytest.raises(DistArgumentError, match="taken by another"):
-        grid["cp", "tp"].flatten("dc")
-    with pytest.raises(DistArgumentError, match="is a dimension of"):
-        grid.flatten("dp")
-    bare = init_device_mesh("cpu", (2, 4))
-    with pytest.raises(DistArgumentError, match="without mesh_dim_names"):
-        bare["a"]
-    with pytest.raises(DistArgumentError, match="without mesh_dim_names"):
-        bare.flatten()
+    for ask, error, message in (
+        (lambda: grid["xx"], KeyError, "xx"),
+        (lambda: grid.get_group("xx"), KeyError, "xx"),
+        (lambda: grid.size("xx"), KeyError, "xx"),
+        (lambda: grid["tp", "dp"], KeyError, "tp"),
+        (lambda: grid.get_group(3), IndexError, "."),
+        (grid.get_group, DistArgumentError, "mesh_dim must say which"),
+        (lambda: grid["dp", "dp"], DistArgumentError, "overlap"),
+        (lambda: grid["cp", "tp"].flatten("dc"), DistArgumentError, "taken by another"),
+        (lambda: grid.flatten("dp"), DistArgumentError, "is a dimension of"),
+        (lambda: bare["a"], DistArgumentError, "without mesh_dim_names"),
+        (bare.flatten, DistArgumentError, "without mesh_dim_names"),
+    ):
+        with pytest.raises(error, match=message) as caught:
+            ask()
+        assert isinstance(caught.value, (DistArgumentError, IndexError))
+        assert str(caught.value)[:1] not in ("'", '"')  # which KeyError alone would add
 
 
 # Object protocol ------------------------------------------------------------------------------------------
@@ -265,12 +257,9 @@ def test_unknown_dimensions_are_key_errors_that_read_well(join):
 def test_equality_and_hash(join):
     join(0, 8)
     grid, twin = cube(), cube()
-    assert grid == twin
-    assert hash(grid) == hash(twin)
-    assert grid["tp"] == twin["tp"] != grid["dp"]
+    assert grid == twin != "mesh"
     assert grid != init_device_mesh("cpu", (2, 2, 2))
     assert len({grid, twin, grid["tp"], twin["tp"]}) == 2
-    assert grid != "mesh"
 
 
 def test_as_context_manager(join):

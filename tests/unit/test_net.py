@@ -40,13 +40,20 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_interfaces_of_this_host() -> None:
     found = interfaces.interfaces()
-    loopback = [i for i in found if i.address == "127.0.0.1"]
-    assert [(i.family, i.scope, i.is_loopback, i.is_up) for i in loopback] == [
-        (socket.AF_INET, "host", True, True)
-    ]
+    (loopback,) = [i for i in found if i.address == "127.0.0.1"]
+    assert (loopback.family, loopback.scope, loopback.is_loopback, loopback.is_up) == (
+        socket.AF_INET,
+        "host",
+        True,
+        True,
+    )
+    assert loopback.network == "127.0.0.0/8"
     assert {i.name for i in found} <= {name for _, name in socket.if_nameindex()}
     for interface in found:
         socket.inet_pton(interface.family, interface.address)
+        assert ip_address(interface.address) in ip_network(interface.network)
+    assert interfaces._source_address(socket.AF_INET, ("127.0.0.1", 9)) == "127.0.0.1"
+    assert interfaces.hostname() == socket.gethostname()
 
 
 @pytest.mark.parametrize(
@@ -140,12 +147,6 @@ def test_interfaces_without_carrier_are_used_only_if_all_are(monkeypatch: pytest
     assert interfaces.listen_addresses("10.0.0.1", environ).addresses == ["10.0.0.5", "10.1.0.5"]
 
 
-def test_networks_of_this_host() -> None:
-    found = {i.address: i.network for i in interfaces.interfaces()}
-    assert found["127.0.0.1"] == "127.0.0.0/8"
-    assert all(ip_address(address) in ip_network(network) for address, network in found.items())
-
-
 def test_only_link_local(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "interfaces", lambda: [ETH0_LL])
     with pytest.raises(DistNetworkError, match="only link-local addresses match"):
@@ -178,28 +179,21 @@ def test_a_host_without_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
     assert interfaces.listen_addresses(None, {}, single_host=True).addresses == ["127.0.0.1"]
 
 
-def test_the_route_to_loopback_is_from_loopback() -> None:
-    assert interfaces._source_address(socket.AF_INET, ("127.0.0.1", 9)) == "127.0.0.1"
-
-
 @pytest.mark.parametrize(
-    ("text", "pair"),
+    ("text", "default", "pair"),
     [
-        ("host:80", ("host", 80)),
-        (" 10.0.0.1:0 ", ("10.0.0.1", 0)),
-        ("[::1]:29500", ("::1", 29500)),
-        ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1)),
+        ("host:80", None, ("host", 80)),
+        (" 10.0.0.1:0 ", None, ("10.0.0.1", 0)),
+        ("[fe80::1%eth0]:1", None, ("fe80::1%eth0", 1)),
+        ("host", 7, ("host", 7)),
+        ("[::1]", 7, ("::1", 7)),
+        ("host:5", 7, ("host", 5)),
     ],
 )
-def test_split_hostport(text: str, pair: tuple[str, int]) -> None:
-    assert interfaces.split_hostport(text) == pair
-    assert interfaces.join_hostport(*pair) == text.strip()
-
-
-@pytest.mark.parametrize("text", ["host", "[::1]", "host:5"])
-def test_a_default_port(text: str) -> None:
-    host, port = interfaces.split_hostport(text, default_port=7)
-    assert (host, port) == (text.removesuffix(":5").strip("[]"), 5 if text.endswith(":5") else 7)
+def test_split_hostport(text: str, default: int | None, pair: tuple[str, int]) -> None:
+    assert interfaces.split_hostport(text, default_port=default) == pair
+    if default is None:
+        assert interfaces.join_hostport(*pair) == text.strip()
 
 
 @pytest.mark.parametrize(
@@ -226,34 +220,17 @@ def test_hostport_round_trip(address: object, port: int) -> None:
     assert interfaces.split_hostport(interfaces.join_hostport(str(address), port)) == (str(address), port)
 
 
-@pytest.mark.parametrize(
-    "name", ["localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]"]
-)
-def test_loopback(name: str) -> None:
-    assert interfaces.is_loopback_name(name)
-    assert interfaces.is_loopback(name)
-
-
-@pytest.mark.parametrize("name", ["10.0.0.1", "2001:db8::1", "no-such-host.invalid", "0.0.0.0"])
-def test_not_loopback(name: str) -> None:
-    assert not interfaces.is_loopback_name(name)
-    assert not interfaces.is_loopback(name)
-
-
-def test_mapped_loopback() -> None:
+def test_loopback_and_local_names() -> None:
+    loopback = ("localhost", "LOCALHOST.", "a.localhost", "127.0.0.1", "127.9.9.9", "::1", "[::1]")
+    for name in loopback:
+        assert interfaces.is_loopback_name(name)
+        assert interfaces.is_loopback(name)
+    for name in ("10.0.0.1", "2001:db8::1", "no-such-host.invalid", "0.0.0.0"):
+        assert not interfaces.is_loopback_name(name)
+        assert not interfaces.is_loopback(name)
     assert interfaces.is_loopback_name("::ffff:127.0.0.1")
-
-
-def test_local_addresses() -> None:
     assert interfaces.is_local_address("127.0.0.1")
     assert not interfaces.is_local_address("203.0.113.77")
     assert not interfaces.is_local_address("no-such-host.invalid")
-
-
-def test_unresolvable() -> None:
     with pytest.raises(DistNetworkError, match=r"cannot resolve host 'no-such-host\.invalid'"):
         interfaces.resolve("no-such-host.invalid", 1)
-
-
-def test_hostname_is_the_kernels() -> None:
-    assert interfaces.hostname() == socket.gethostname()

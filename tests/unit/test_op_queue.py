@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.order import await_true
 from unicoll.backend import op_queue, work
 from unicoll.backend.call import Call
 from unicoll.backend.op_queue import OpQueue
@@ -104,9 +104,7 @@ def test_calls_that_nothing_waits_for_are_executed_in_the_background(
     queue: OpQueue, execute: Executed
 ) -> None:
     works = [queue.post((a_call(),), execute) for _ in range(3)]
-    deadline = time.monotonic() + 30
-    while not all(work.done() for work in works) and time.monotonic() < deadline:
-        time.sleep(0.001)
+    await_true(lambda: all(work.done() for work in works))
     assert execute.seqs == [1, 2, 3]
     assert {thread.name for thread in execute.threads} == {"unicoll-test"}
 
@@ -171,9 +169,7 @@ def test_a_waiting_thread_does_not_execute_the_call(why: str, queue: OpQueue, ex
     work.wait(30.0 if why == "timeout" else None)
     assert {thread.name for thread in execute.threads} == {"unicoll-test"}
     if why == "callback":
-        deadline = time.monotonic() + 30
-        while not called and time.monotonic() < deadline:
-            time.sleep(0.001)
+        await_true(lambda: called)
         assert called == [execute.threads[-1]]
 
 
@@ -198,26 +194,6 @@ def test_a_call_of_another_thread_during_one_of_a_waiting_thread_is_behind_it(
     assert sorted(execute.seqs) == [1, 2, 3]
     assert execute.seqs[0] == 1
     assert execute.threads[0] is waiting
-
-
-def test_calls_in_a_callback_come_before_those_that_are_queued(queue: OpQueue, execute: Executed) -> None:
-    """The callback is added while a waiting thread executes the call, so it runs on that thread."""
-    execute.gate.clear()
-    nested = a_call()
-    with NoThread(queue):
-        work = queue.post((a_call(),), execute)
-        last = a_call()
-        behind = queue.post((last,), execute)
-        waiting = threading.Thread(target=work.wait, args=(None,))
-        waiting.start()
-        assert execute.begun.wait(30)
-        work.add_done_callback(lambda: queue.run(nested, execute))
-        execute.gate.set()
-        waiting.join(30)
-    behind.wait(None)
-    assert (nested.seq, last.seq) == (2, 3)
-    assert execute.seqs == [1, 2, 3]
-    assert execute.threads[:2] == [waiting, waiting]
 
 
 def test_an_error_is_that_of_its_call_alone(queue: OpQueue, execute: Executed) -> None:
@@ -252,15 +228,10 @@ def test_an_interrupt_of_a_waiting_thread_ends_its_call(queue: OpQueue, execute:
         with pytest.raises(KeyboardInterrupt):
             work.wait(None)
     assert work.done()
+    assert work.before_wait is None  # a completion does not keep its group alive
     execute.error = None
     queue.run(a_call(), execute)  # the queue still works
     assert execute.seqs == [1, 2]
-
-
-def test_a_completion_does_not_keep_its_group_alive(queue: OpQueue, execute: Executed) -> None:
-    work: Any = queue.post((a_call(),), execute)
-    work.wait(None)
-    assert work.before_wait is None
 
 
 def test_a_posted_call_cannot_be_withdrawn(queue: OpQueue) -> None:

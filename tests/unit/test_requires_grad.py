@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -13,14 +13,13 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture
-def alone() -> Any:
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("alone")
 def test_non_leaf_tensors_are_refused_as_outputs() -> None:
     weight = torch.ones(3, requires_grad=True)
     computed = weight * 2
@@ -37,7 +36,6 @@ def test_non_leaf_tensors_are_refused_as_outputs() -> None:
     assert weight.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-@pytest.mark.usefixtures("alone")
 def test_non_leaf_tensors_are_valid_inputs() -> None:
     computed = torch.ones(3, requires_grad=True) * 2
     out = torch.zeros(3)
@@ -45,7 +43,6 @@ def test_non_leaf_tensors_are_valid_inputs() -> None:
     assert out.tolist() == [2.0, 2.0, 2.0]
 
 
-@pytest.mark.usefixtures("alone")
 def test_parameters_and_detached_tensors_are_valid_outputs() -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     dist.broadcast(parameter, 0)

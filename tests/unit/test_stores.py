@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -104,22 +104,94 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 # --- conformance ------------------------------------------------------------------------------------------------
 
 
-def test_set_and_get(store: Store, other: Store):
-    store.set("text", "wört")
-    store.set("bytes", b"\xff\0\r\n")
-    store.set("array", bytearray(b"abc"))  # type: ignore[arg-type]
-    store.set("empty", b"")
-    store.set("", "the empty key")
-    store.set("odd/key \udcff\n", "1")
-    assert other.get("text") == "wört".encode()
-    assert other.get("bytes") == b"\xff\0\r\n"
-    assert other.get("array") == b"abc"
-    assert other.get("empty") == b""
-    assert other.get("") == b"the empty key"
-    assert other.get("odd/key \udcff\n") == b"1"
-    other.set("text", "new")
-    assert store.get("text") == b"new"
-    assert type(store.get("text")) is bytes
+class Raises(NamedTuple):
+    """The error of a call."""
+
+    error: type[Exception]
+    message: str = ""
+
+
+CALLS: list[tuple[str, tuple[Any, ...], Any]] = [
+    ("set", ("text", "wört"), None),
+    ("get", ("text",), "wört".encode()),
+    ("set", ("bytes", b"\xff\0\r\n"), None),
+    ("get", ("bytes",), b"\xff\0\r\n"),
+    ("set", ("array", bytearray(b"abc")), None),
+    ("get", ("array",), b"abc"),
+    ("set", ("empty", ""), None),
+    ("get", ("empty",), b""),
+    ("set", ("", "the empty key"), None),
+    ("get", ("",), b"the empty key"),
+    ("set", ("odd/key \udcff\n", "1"), None),
+    ("get", ("odd/key \udcff\n",), b"1"),
+    ("set", ("text", "abc"), None),
+    ("try_get", ("text",), b"abc"),
+    ("try_get", ("absent",), None),
+    ("add", ("text", 1), Raises(DistStoreError, "not a number")),
+    ("get", ("text",), b"abc"),
+    ("add", ("n", 5), 5),
+    ("add", ("n", np.int64(-7)), -2),
+    ("add", ("n", 0), -2),
+    ("get", ("n",), b"-2"),
+    ("set", ("n", "40"), None),
+    ("add", ("n", 2), 42),
+    ("compare_set", ("c", "expected", "desired"), b"expected"),
+    ("check", (["c"],), False),
+    ("compare_set", ("c", "", "first"), b"first"),
+    ("compare_set", ("c", "", "second"), b"first"),
+    ("compare_set", ("c", "wrong", "second"), b"first"),
+    ("compare_set", ("c", "first", "second"), b"second"),
+    ("get", ("c",), b"second"),
+    ("check", ([],), True),
+    ("wait", ([],), None),
+    ("check", (["c", "n"],), True),
+    ("check", (["c", "absent"],), False),
+    ("wait", (["c", "n"], timedelta(seconds=0)), None),
+    ("delete_key", ("n",), True),
+    ("delete_key", ("n",), False),
+    ("check", (["n"],), False),
+    ("add", ("n", 1), 1),
+    ("append", ("a", "po"), None),
+    ("append", ("a", "tato"), None),
+    ("get", ("a",), b"potato"),
+    ("compare_set", ("a", "potato", "z"), b"z"),
+    ("multi_set", (["m", "b"], ["1", "2"]), None),
+    ("multi_get", (["b", "m", "b"],), [b"2", b"1", b"2"]),
+    ("multi_get", ([],), []),
+    ("multi_set", ([], []), None),
+    ("queue_len", ("q",), 0),
+    ("queue_push", ("q", "1"), None),
+    ("queue_push", ("q", "2"), None),
+    ("queue_push", ("q", "3"), None),
+    ("queue_len", ("q",), 3),
+    ("queue_pop", ("q",), b"1"),
+    ("queue_pop", ("q", False), b"2"),
+    ("check", (["q"],), True),
+    ("wait", (["q"],), None),
+    ("queue_pop", ("q",), b"3"),
+    ("check", (["q"],), False),
+    ("queue_pop", ("q", False), Raises(QueueEmptyError, "q' is empty")),
+    ("list_keys", (), sorted(["text", "bytes", "array", "empty", "", "odd/key \udcff\n", *"ncamb"])),
+    ("has_extended_api", (), True),
+]
+"""Calls with their results; each is made by the handle that did not make the one before."""
+
+
+def test_the_results_of_every_call(store: Store, other: Store):
+    before = store.num_keys()
+    for i, (name, arguments, expected) in enumerate(CALLS):
+        call = getattr((store, other)[i % 2], name)
+        if isinstance(expected, Raises):
+            with pytest.raises(expected.error, match=expected.message):
+                call(*arguments)
+            continue
+        found = call(*arguments)
+        assert (sorted(found) if name == "list_keys" else found) == expected, (i, name, arguments)
+        assert name != "get" or type(found) is bytes
+    assert store.num_keys() == before + 11
+    store.set_timeout(0.05)
+    with pytest.raises(StoreTimeoutError):
+        store.queue_pop("q")
 
 
 def test_large_values(store: Store, other: Store):
@@ -127,105 +199,6 @@ def test_large_values(store: Store, other: Store):
     store.set("large", value)
     assert other.get("large") == value
     assert other.multi_get(["large", "large"]) == [value, value]
-
-
-def test_try_get(store: Store, other: Store):
-    assert store.try_get("k") is None
-    other.set("k", "v")
-    assert store.try_get("k") == b"v"
-
-
-def test_add(store: Store, other: Store):
-    assert store.add("n", 5) == 5
-    assert other.add("n", np.int64(-7)) == -2  # type: ignore[arg-type]
-    assert store.add("n", 0) == -2
-    assert store.get("n") == b"-2"
-    store.set("n", "40")
-    assert other.add("n", 2) == 42
-    store.set("text", "abc")
-    with pytest.raises(DistStoreError, match="not a number"):
-        store.add("text", 1)
-    assert store.get("text") == b"abc"
-
-
-def test_compare_set(store: Store, other: Store):
-    assert store.compare_set("k", "expected", "desired") == b"expected"
-    assert not store.check(["k"])
-    assert store.compare_set("k", "", "first") == b"first"
-    assert other.compare_set("k", "", "second") == b"first"
-    assert other.compare_set("k", "wrong", "second") == b"first"
-    assert other.compare_set("k", "first", b"second") == b"second"
-    assert store.get("k") == b"second"
-
-
-def test_check_and_wait(store: Store, other: Store):
-    assert store.check([])
-    store.wait([])
-    store.set("a", "")
-    assert store.check(["a"])
-    assert not store.check(["a", "b"])
-    other.set("b", "")
-    assert store.check(["a", "b"])
-    store.wait(["a", "b"], timedelta(seconds=0))
-
-
-def test_delete(store: Store, other: Store):
-    store.set("k", "v")
-    assert other.delete_key("k")
-    assert not store.delete_key("k")
-    assert not store.check(["k"])
-    assert store.add("k", 1) == 1
-
-
-def test_counting_and_listing_keys(store: Store, other: Store):
-    before = store.num_keys()
-    store.set("a", "1")
-    store.add("b", 1)
-    store.set("a", "2")
-    assert other.num_keys() == before + 2
-    assert sorted(other.list_keys()) == ["a", "b"]
-    store.delete_key("a")
-    assert other.list_keys() == ["b"]
-
-
-def test_append(store: Store, other: Store):
-    store.append("k", "po")
-    first = store.get("k")
-    other.append("k", b"tato")
-    assert store.get("k") == b"potato"
-    assert first == b"po"
-    store.set("k", "x")
-    store.append("k", "y")
-    assert other.compare_set("k", "xy", "z") == b"z"
-
-
-def test_multi_set_and_get(store: Store, other: Store):
-    store.multi_set(["a", "b"], ["1", b"2"])
-    assert other.multi_get(["b", "a", "b"]) == [b"2", b"1", b"2"]
-    assert other.multi_get([]) == []
-    store.multi_set([], [])
-
-
-def test_queues(store: Store, other: Store):
-    assert store.queue_len("q") == 0
-    for value in ("1", "2", "3"):
-        store.queue_push("q", value)
-    assert other.queue_len("q") == 3
-    assert other.queue_pop("q") == b"1"
-    assert store.queue_pop("q", block=False) == b"2"
-    assert store.check(["q"])
-    store.wait(["q"])
-    assert store.queue_pop("q") == b"3"
-    assert not store.check(["q"])
-    with pytest.raises(QueueEmptyError, match="q' is empty"):
-        store.queue_pop("q", False)
-    store.set_timeout(0.05)
-    with pytest.raises(StoreTimeoutError):
-        store.queue_pop("q")
-
-
-def test_the_extended_api_is_supported(store: Store):
-    assert store.has_extended_api()
 
 
 def test_a_waiting_get_blocks_no_other_call(store: Store, pool: ThreadPoolExecutor):
@@ -252,13 +225,8 @@ def test_a_pushed_value_ends_the_wait_of_one_caller():
         return False
 
     assert waits(again=False)
-    for _ in range(2):
-        table.apply(protocol.StoreOp.QUEUE_PUSH, (b"q", b"x"))
-        assert not waits(again=True)
-        assert waits(again=True)
-        assert not waits(again=False)
-    assert table.apply(protocol.StoreOp.QUEUE_POP, (b"q",)) == (b"x",)
-    assert waits(again=True)
+    table.apply(protocol.StoreOp.QUEUE_PUSH, (b"q", b"x"))
+    assert [waits(again=True), waits(again=True), waits(again=False)] == [False, True, False]
     table.apply(protocol.StoreOp.SET, (b"q", b"a value, too"))
     assert not waits(again=True)
     table.apply(protocol.StoreOp.DELETE, (b"q",))
@@ -269,26 +237,23 @@ def test_a_pushed_value_ends_the_wait_of_one_caller():
 def test_pushed_values_end_the_waits_of_as_many_callers(
     under_test: StoreUnderTest, store: Store, other: Store, pool: ThreadPoolExecutor
 ):
-    master, waiting = (
-        under_test.master,
-        [pool.submit(each.wait, ["q"], 30.0) for each in (store, other, store)],
-    )
+    master = under_test.master
+    waiting = [pool.submit(each.wait, ["q"], 30.0) for each in (store, other, store)]
 
     def blocked() -> int:
         if isinstance(master, TCPStore):
             pending = master._finalizer.peek()
             assert pending is not None
             return sum(len(clients) for clients in pending[2][1]._waiters.values())
-        assert isinstance(master, HashStore)
-        assert master._shared is not None
         return len(master._shared.changed._waiters)  # type: ignore[attr-defined]
 
     for ended in (1, 2, 3):
-        if not isinstance(master, FileStore):
-            await_true(lambda ended=ended: blocked() == 4 - ended)
+        if isinstance(master, FileStore):
+            store.queue_push("q", "x")
+            continue
+        await_true(lambda ended=ended: blocked() == 4 - ended)
         store.queue_push("q", "x")
-        if not isinstance(master, FileStore):
-            await_true(lambda ended=ended: sum(future.done() for future in waiting) == ended)
+        await_true(lambda ended=ended: sum(future.done() for future in waiting) == ended)
     for future in waiting:
         future.result(timeout=30)
 
@@ -326,10 +291,8 @@ def test_timeout_errors_have_the_missing_keys_and_the_store(store: Store, under_
     with pytest.raises(StoreTimeoutError) as caught:
         store.wait(["there", "absent-1", "absent-2"], 0.05)
     message = str(caught.value)
-    assert "absent-1" in message
-    assert "absent-2" in message
+    assert all(part in message for part in ("absent-1", "absent-2", "0.05 s"))
     assert "'there'" not in message
-    assert "0.05 s" in message
     if isinstance(under_test.master, TCPStore):
         assert f"127.0.0.1:{under_test.master.port}" in message
     if under_test.kind == "file":
@@ -345,31 +308,39 @@ def test_timeout_errors_have_the_missing_keys_and_the_store(store: Store, under_
     assert store.get("there") == b""
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda s: s.set(1, "v"),
-        lambda s: s.set(b"k", "v"),
-        lambda s: s.set("k", 1),
-        lambda s: s.set("k", None),
-        lambda s: s.get(None),
-        lambda s: s.add("k", "1"),
-        lambda s: s.add("k", 1.5),
-        lambda s: s.append("k", 1),
-        lambda s: s.compare_set("k", 1, "v"),
-        lambda s: s.check("k"),
-        lambda s: s.check(5),
-        lambda s: s.wait("k"),
-        lambda s: s.wait(["k"], "soon"),
-        lambda s: s.multi_get([1]),
-        lambda s: s.multi_set("k", "v"),
-        lambda s: s.queue_push("k", 1),
-        lambda s: s.set_timeout("soon"),
-    ],
-)
-def test_wrong_types_are_refused_and_nothing_changes(call: Callable[[Store], object]):
+WRONG: list[tuple[Callable[[Any], object], type[Exception]]] = [
+    (lambda s: s.set(1, "v"), DistTypeError),
+    (lambda s: s.set(b"k", "v"), DistTypeError),
+    (lambda s: s.set("k", 1), DistTypeError),
+    (lambda s: s.set("k", None), DistTypeError),
+    (lambda s: s.get(None), DistTypeError),
+    (lambda s: s.add("k", "1"), DistTypeError),
+    (lambda s: s.add("k", 1.5), DistTypeError),
+    (lambda s: s.append("k", 1), DistTypeError),
+    (lambda s: s.compare_set("k", 1, "v"), DistTypeError),
+    (lambda s: s.check("k"), DistTypeError),
+    (lambda s: s.check(5), DistTypeError),
+    (lambda s: s.wait("k"), DistTypeError),
+    (lambda s: s.wait(["k"], "soon"), DistTypeError),
+    (lambda s: s.multi_get([1]), DistTypeError),
+    (lambda s: s.multi_set("k", "v"), DistTypeError),
+    (lambda s: s.multi_set(["k"], [3]), DistTypeError),
+    (lambda s: s.queue_push("k", 1), DistTypeError),
+    (lambda s: s.set_timeout("soon"), DistTypeError),
+    (lambda s: s.multi_set(["a", "b"], ["1"]), DistArgumentError),
+    (lambda s: s.set("k" * (protocol.MAX_KEY + 1), ""), DistArgumentError),
+    (lambda s: s.add("k", 1 << 63), DistArgumentError),
+    (lambda s: s.wait(["k"], -1.0), DistArgumentError),
+    (lambda s: s.set_timeout(float("nan")), DistArgumentError),
+]
+
+
+@pytest.mark.parametrize(("call", "error"), WRONG)
+def test_wrong_arguments_are_refused_and_nothing_changes(
+    call: Callable[[Any], object], error: type[Exception]
+):
     for store in (HashStore(), PrefixStore("p", HashStore())):
-        with pytest.raises(DistTypeError):
+        with pytest.raises(error):
             call(store)
         assert store.num_keys() == 0
 
@@ -378,20 +349,6 @@ def test_a_number_is_not_signed_as_that_many_zeros():
     store = SignedStore(PrefixStore("p", HashStore()), b"key")
     for call in (lambda: store.set("k", 3), lambda: store.multi_set(["k"], [3])):
         with pytest.raises(DistTypeError):
-            call()
-    assert store.num_keys() == 0
-
-
-def test_wrong_values_are_refused():
-    store = HashStore()
-    for call in (
-        lambda: store.multi_set(["a", "b"], ["1"]),
-        lambda: store.set("k" * (protocol.MAX_KEY + 1), ""),
-        lambda: store.add("k", 1 << 63),
-        lambda: store.wait(["k"], -1.0),
-        lambda: store.set_timeout(float("nan")),
-    ):
-        with pytest.raises(DistArgumentError):
             call()
     assert store.num_keys() == 0
 
@@ -412,37 +369,23 @@ def test_the_limit_on_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             under_test.close()
 
 
-def test_clone(under_test: StoreUnderTest):
+def test_closing_a_clone_and_a_handle(under_test: StoreUnderTest, pool: ThreadPoolExecutor):
     store = under_test.handle()
-    twin = store.clone()
-    try:
+    with store.clone() as twin:
         twin.set_timeout(3)
         assert store.timeout == timedelta(seconds=20) or under_test.kind != "tcp"
         store.set("k", "v")
         assert twin.get("k") == b"v"
-        twin.close()
-        assert store.get("k") == b"v"
-    finally:
-        twin.close()
-
-
-def test_closing_is_idempotent_and_final(under_test: StoreUnderTest):
-    store = under_test.handle()
-    store.set("k", "v")
-    store.close()
-    store.close()
-    with pytest.raises(DistStoreError, match="closed"):
-        store.get("k")
-    assert under_test.master.get("k") == b"v"
-
-
-def test_closing_ends_a_wait(under_test: StoreUnderTest, pool: ThreadPoolExecutor):
-    store = under_test.handle()
+    assert store.get("k") == b"v"
     waiting = pool.submit(store.wait, ["never"], 15.0)
     time.sleep(0.05)
     store.close()
+    store.close()
     with pytest.raises(DistStoreError, match="closed"):
         waiting.result(timeout=20)
+    with pytest.raises(DistStoreError, match="closed"):
+        store.get("k")
+    assert under_test.master.get("k") == b"v"
 
 
 # --- prefixes -----------------------------------------------------------------------------------------------------
@@ -464,22 +407,17 @@ def test_nested_prefixes():
 
 
 def test_a_prefix_store_needs_a_store():
-    with pytest.raises(DistTypeError):
-        PrefixStore("p", {})  # type: ignore[arg-type]
-    with pytest.raises(DistTypeError):
-        PrefixStore(1, HashStore())  # type: ignore[arg-type]
+    for arguments in (("p", {}), (1, HashStore())):
+        with pytest.raises(DistTypeError):
+            PrefixStore(*arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.torch
 def test_a_prefix_over_torchs_store():
-    distributed = pytest.importorskip("torch.distributed")
-    store = PrefixStore("p", distributed.HashStore())
+    store = PrefixStore("p", pytest.importorskip("torch.distributed").HashStore())
     store.set("k", "v")
-    assert store.get("k") == b"v"
-    assert store.try_get("k") == b"v"
-    assert store.try_get("absent") is None
+    assert [store.get("k"), store.try_get("k"), store.add("n", 2)] == [b"v", b"v", 2]
     store.wait(["k"], 1.0)
-    assert store.add("n", 2) == 2
 
 
 class Minimal(Store):
@@ -488,29 +426,10 @@ class Minimal(Store):
     def __init__(self) -> None:
         self.inner = HashStore()
 
-    def set(self, key, value):
-        self.inner.set(key, value)
 
-    def get(self, key):
-        return self.inner.get(key)
-
-    def add(self, key, amount):
-        return self.inner.add(key, amount)
-
-    def compare_set(self, key, expected_value, desired_value):
-        return self.inner.compare_set(key, expected_value, desired_value)
-
-    def wait(self, keys, timeout=None):
-        self.inner.wait(keys, timeout)
-
-    def check(self, keys):
-        return self.inner.check(keys)
-
-    def delete_key(self, key):
-        return self.inner.delete_key(key)
-
-    def num_keys(self):
-        return self.inner.num_keys()
+for _name in Store.__abstractmethods__:
+    setattr(Minimal, _name, lambda self, *args, _name=_name: getattr(self.inner, _name)(*args))
+Minimal.__abstractmethods__ = frozenset()
 
 
 def test_a_third_partys_store():
@@ -521,16 +440,16 @@ def test_a_third_partys_store():
         assert store.try_get("k") == b"1"
         store.barrier("b", 1)
         assert not store.has_extended_api()
-        for unsupported in (store.list_keys, store.clone, lambda: store.append("k", "v")):
+        for call in (store.list_keys, store.clone, lambda: store.append("k", "v")):
             with pytest.raises(DistStoreError, match="Minimal has no"):
-                unsupported()
-        for unsupported in (
+                call()
+        for call in (
             lambda: store.queue_push("q", "v"),
             lambda: store.queue_pop("q"),
             lambda: store.queue_len("q"),
         ):
             with pytest.raises(DistStoreError, match="Minimal has no queue"):
-                unsupported()
+                call()
 
 
 # --- the names and meanings of torch ------------------------------------------------------------------------------
@@ -546,54 +465,34 @@ def test_all_of_torchs_methods_exist():
 
 
 @pytest.mark.torch
-def test_the_same_results_as_torchs_hash_store():
-    distributed = pytest.importorskip("torch.distributed")
-    results = []
-    for store in (distributed.HashStore(), HashStore()):
-        store.set_timeout(timedelta(seconds=5))
-        results.append(
-            [
-                store.compare_set("a", "x", "y"),
-                store.check(["a"]),
-                store.compare_set("b", "", "y"),
-                store.compare_set("b", "q", "w"),
-                store.compare_set("b", "y", "z"),
-                store.add("n", 3),
-                store.add("n", -5),
-                store.get("n"),
-                store.num_keys(),
-                store.delete_key("n"),
-                store.delete_key("n"),
-                store.append("ap", "x"),
-                store.append("ap", "y"),
-                store.get("ap"),
-                store.multi_set(["m", "n"], ["1", "2"]),
-                store.multi_get(["m", "n"]),
-                store.queue_push("q", "1"),
-                store.queue_len("q"),
-                store.queue_pop("q"),
-                store.queue_len("q"),
-                store.check(["q"]),
-                sorted(store.list_keys()),
-                store.has_extended_api(),
-                store.check([]),
-            ]
-        )
-    assert results[0] == results[1]
+def test_the_results_are_those_of_torchs_hash_store():
+    store = pytest.importorskip("torch.distributed").HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    for name, arguments, expected in CALLS:
+        if name in ("try_get", "list_keys") or isinstance(expected, Raises):
+            continue
+        if arguments[:1] in (("bytes",), ("array",), ("odd/key \udcff\n",)):
+            continue  # torch takes text only
+        plain = [int(a) if isinstance(a, np.integer) else a for a in arguments]
+        assert getattr(store, name)(*plain) == expected, (name, arguments)
 
 
 # --- HashStore, FileStore -----------------------------------------------------------------------------------------
 
 
-def in_child(act: Callable[[], object]) -> int:
-    """The exit status of a forked child that runs ``act``: 0 if it returned true."""
+def start_child(act: Callable[[], object]) -> int:
+    """The pid of a forked child that runs ``act``, and exits with 0 if it returned true."""
     pid = os.fork()
     if pid == 0:
         try:
             os._exit(0 if act() else 1)
         except BaseException:
             os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return pid
+
+
+def in_child(act: Callable[[], object]) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(start_child(act), 0)[1])
 
 
 def test_a_hash_store_is_not_shared_with_a_child():
@@ -610,17 +509,10 @@ def test_a_hash_store_is_not_shared_with_a_child():
     assert in_child(refused) == 0
 
 
-def test_the_file_is_private(tmp_path: Path):
-    store = FileStore(str(tmp_path / "store"))
-    try:
-        assert stat.S_IMODE(os.stat(store.path).st_mode) == 0o600
-    finally:
-        store.close()
-
-
-def test_the_file_is_removed_with_its_last_user(tmp_path: Path):
+def test_the_file_is_private_and_removed_with_its_last_user(tmp_path: Path):
     path = tmp_path / "store"
     stores = [FileStore(str(path), 2) for _ in range(2)]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     stores[0].set("k", "v")
     assert stores[1].get("k") == b"v"
     assert stores[0].num_keys() == 2
@@ -628,19 +520,14 @@ def test_the_file_is_removed_with_its_last_user(tmp_path: Path):
     assert path.exists()
     stores[1].close()
     assert not path.exists()
-    with FileStore(str(path)) as fresh:
-        assert fresh.try_get("k") is None
-
-
-def test_a_garbage_collected_store_is_closed(tmp_path: Path):
-    path = tmp_path / "store"
-    FileStore(str(path), 1).set("k", "v")
+    FileStore(str(path), 1).set("k", "v")  # garbage-collected
     assert not path.exists()
 
 
 def test_a_file_without_a_number_of_users_is_kept(tmp_path: Path):
     path = str(tmp_path / "store")
     with FileStore(path) as store:
+        assert store.try_get("k") is None
         store.set("k", "v")
     with FileStore(path) as store:
         assert store.get("k") == b"v"
@@ -683,16 +570,13 @@ def test_another_programs_file_is_not_changed(tmp_path: Path, content: bytes):
     assert path.read_bytes() == content
 
 
-def test_a_truncated_file_is_detected(tmp_path: Path):
+def test_a_truncated_or_deleted_file_is_detected(tmp_path: Path):
     with FileStore(str(tmp_path / "store")) as store:
         store.set("k", "v")
         os.truncate(store.path, 30)
         with pytest.raises(DistStoreError, match="truncated"):
             store.get("k")
-
-
-def test_a_timeout_reports_a_deleted_file(tmp_path: Path):
-    with FileStore(str(tmp_path / "store")) as store:
+    with FileStore(str(tmp_path / "other")) as store:
         os.unlink(store.path)
         with pytest.raises(StoreTimeoutError, match="deleted or replaced"):
             store.wait(["k"], 0.05)
@@ -721,16 +605,14 @@ def test_a_file_removed_by_its_last_user_is_not_used(tmp_path: Path, monkeypatch
     assert not file_log._logs
 
 
-@pytest.mark.parametrize("where", ["absent/store", "."])
-def test_a_file_that_cannot_be_opened(tmp_path: Path, where: str):
-    with pytest.raises(DistStoreError, match="cannot be opened"):
-        FileStore(str(tmp_path / where))
-
-
-def test_a_fifo_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [("absent/store", "cannot be opened"), (".", "cannot be opened"), ("fifo", "regular")],
+)
+def test_a_file_that_cannot_be_opened(tmp_path: Path, where: str, message: str):
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(DistStoreError, match="regular"):
-        FileStore(str(tmp_path / "fifo"))
+    with pytest.raises(DistStoreError, match=message):
+        FileStore(str(tmp_path / where))
 
 
 def test_a_full_disk_leaves_the_file_store_readable(tmp_path: Path):
@@ -785,26 +667,10 @@ def test_processes_add_up_exactly(under_test: StoreUnderTest):
             store.append("text", "x")
         return True
 
-    pids = []
-    for _ in range(4):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                os._exit(0 if work() else 1)
-            except BaseException:
-                os._exit(2)
-        pids.append(pid)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 4
+    pids = [start_child(work) for _ in range(4)]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
     assert store.add("sum", 0) == 200
     assert store.get("text") == b"x" * 200
-
-
-def test_no_thread_is_left_behind():
-    before = threading.active_count()
-    store = TCPStore("127.0.0.1", 0, is_master=True, secret=SECRET)
-    store.set("k", "v")
-    store.close()
-    assert threading.active_count() == before
 
 
 class _Close:

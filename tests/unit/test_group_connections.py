@@ -1,4 +1,4 @@
-"""Connections that arrive while a group ends, whose other end has gone, or that are not made in time."""
+"""Connections of a group: those that arrive while it ends, or are not made in time; data that are wrong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 from unittest import mock
 
 import numpy as np
@@ -14,14 +14,22 @@ import pytest
 
 from gloo_fallback.p2p import connector, progress
 from gloo_fallback.p2p.engine import P2PEngine
+from gloo_fallback.transport.topology import HostInfo, TransportPreference, _exchange_host_info
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import BY_NAME
-from unicoll.backend import Call
+from unicoll.backend import Call, Context, MemberConnections
 from unicoll.backend import endpoint as endpoints
 from unicoll.backend.endpoint import Endpoint, _Addresses, _Listener
 from unicoll.backend.ops import OPS
-from unicoll.errors import DistError, DistNetworkError, GroupAbortedError, OperationTimeoutError
+from unicoll.errors import (
+    AuthenticationError,
+    DistError,
+    DistNetworkError,
+    GroupAbortedError,
+    OperationTimeoutError,
+)
 from unicoll.net.links import Address
+from unicoll.net.records import TamperedError
 
 
 def engine_of(size: int = 2) -> P2PEngine:
@@ -218,3 +226,57 @@ def test_a_connection_whose_other_end_has_gone_is_still_delivered() -> None:
     with here:
         _Listener.handle(cast(Any, listener), cast(Any, SimpleNamespace(rank=1)), message)
     assert delivered == [(key, b"")]
+
+
+# --- what arrives on connections -----------------------------------------------------------------------------------
+
+
+def connections_of(preference: int) -> Any:
+    """The connections of a group of global ranks 4 and 7; the second sends ``preference``."""
+
+    def fail(error: DistError) -> NoReturn:
+        raise error
+
+    mine = np.zeros(5, np.uint64)
+    context = SimpleNamespace(name="pair", ranks=(4, 7), who=lambda r: f"rank {(4, 7)[r]} (host b)")
+    return SimpleNamespace(
+        rank=0,
+        size=2,
+        deterministic=False,
+        context=context,
+        plan=lambda sizes, dtype: SimpleNamespace(mine=mine),
+        exchange=lambda plan: [plan.mine, np.array([9, preference, 1, 1, 0], np.uint64)],
+        fail=fail,
+    )
+
+
+def test_the_information_of_each_rank_is_found() -> None:
+    infos = _exchange_host_info(connections_of(TransportPreference.SHM))
+    assert infos[1] == HostInfo(9, TransportPreference.SHM)
+
+
+def test_the_error_names_the_rank_whose_information_is_invalid() -> None:
+    with pytest.raises(
+        DistNetworkError, match=r"^rank 7 \(host b\) sent invalid host information$"
+    ) as caught:
+        _exchange_host_info(connections_of(99))
+    assert (caught.value.group, caught.value.rank) == ("pair", 7)
+
+
+def test_data_that_were_altered_fail_the_group_and_name_the_sender() -> None:
+    """The thread that read them ended, and receives waited until their deadline."""
+    job: Any = SimpleNamespace(rank=0, size=3, control=None)
+    errors: list[Any] = []
+    backend: Any = SimpleNamespace(context=Context(job, "g", (0,), 60.0), abort=errors.append)
+    connections = MemberConnections(backend, lambda peer, read: None)
+    backend.context = Context(job, "g", (0, 2), 60.0)
+
+    def altered(peer: int, read: Any) -> None:
+        raise TamperedError("a record")
+
+    connections._receive = altered
+    connections._read(1, SimpleNamespace())  # type: ignore[arg-type]
+    (error,) = errors
+    assert isinstance(error, AuthenticationError)
+    assert error.rank == 2
+    assert "rank 2: the integrity check of its connection failed" in str(error)
