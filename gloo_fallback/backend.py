@@ -86,8 +86,8 @@ class GlooBackend(HostBackend):
             transport = self._transport
             if transport is None:
                 self._transport = transport = select_transport(connections, self._spins)
-            if transport.slots is not None:
-                transport.slots.background = self.queue.in_background
+                if transport.slots is not None:
+                    transport.slots.queue = self.queue
             if call.reduce is not None:
                 # overflow and NaN are results, as on a GPU
                 self._quietly(transport.table[call.op.name], transport.target, call)
@@ -96,7 +96,9 @@ class GlooBackend(HostBackend):
                 if done is False:
                     sizes = self._sizes(connections, transport, call)
                     transport.table[call.op.name](transport.target, call, sizes)
-            call.write_back()
+            for buffer in call.outputs:  # as call.write_back()
+                if buffer.unpack is not None:
+                    buffer.unpack()
         except BaseException as e:
             if connections.error is None:
                 withdrawn = self.withdraw_or_give_up(call, e, self._begun(connections, call))

@@ -114,7 +114,7 @@ class MPIBackend(HostBackend):
         if execute is None:
             self._p2p.run(call)
         elif not buffers or buffers[0].count < _FEW:
-            self.queue.run(call, execute)
+            self.queue.run(execute, call)
         else:
             self.run_with(call, execute)
 
@@ -125,7 +125,7 @@ class MPIBackend(HostBackend):
         if self.needs_thread(call):
             self.queue.post((call,), execute, on_thread=True).wait(None)
         else:
-            self.queue.run(call, execute)
+            self.queue.run(execute, call)
 
     def needs_thread(self, call: Call) -> bool:
         buffers = call.inputs or call.outputs

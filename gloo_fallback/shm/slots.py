@@ -31,6 +31,7 @@ from gloo_fallback.shm.symmetric import SymmetricMemory
 from gloo_fallback.transport.connections import GroupConnections
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
+from unicoll.backend.op_queue import OpQueue
 from unicoll.errors import DistError
 
 SLOT = 1 << 20
@@ -75,7 +76,7 @@ class Slots:
 
     Attributes:
         step: number of the last step.
-        background: True while a background thread runs the operation: it sleeps sooner, which frees the interpreter.
+        queue: the group's queue, once its collectives use the slots.
         plans: the algorithms' cache for small operations.
         symmetric: the group's symmetric memory; None until the group has some.
         peers: the memory of the other ranks; None if it cannot be read.
@@ -88,7 +89,7 @@ class Slots:
         self.members = members
         self.rank = members.index(connections.rank)
         self.size = size = len(members)
-        self.background = False
+        self.queue: OpQueue | None = None
         self._segment = segment
         self._spins = 4 * spins
         self._yields = _YIELDS if spins else _OVERSUBSCRIBED_YIELDS
@@ -196,15 +197,21 @@ class Slots:
                 return False
         return value >= 0
 
+    @property
+    def background(self) -> bool:
+        """True while a background thread runs the operation: it sleeps sooner, which frees the interpreter."""
+        return self.queue is not None and self.queue.in_background
+
     def _wait(self, other: int, step: int) -> None:
         """Wait until a flag reaches ``step``: poll, then yield, then sleep, checking deadline and liveness."""
         flags = self._flags
-        if not self.background:
+        background = self.background
+        if not background:
             for _ in range(self._spins):
                 if flags[other] >= step:
                     return
         yield_processor = os.sched_yield
-        for _ in range(_BACKGROUND_YIELDS if self.background else self._yields):
+        for _ in range(_BACKGROUND_YIELDS if background else self._yields):
             if flags[other] >= step:
                 return
             yield_processor()
@@ -286,10 +293,11 @@ class SemaphoreSlots(Slots):
 
     def _wait_for_post(self, rank: int, semaphore: int) -> None:
         """Wait for a semaphore that is not posted yet: poll, then yield, then sleep."""
-        for _ in range(0 if self.background else self._spins):
+        background = self.background
+        for _ in range(0 if background else self._spins):
             if futex.try_wait(semaphore) == 0:
                 return
-        for _ in range(_BACKGROUND_YIELDS if self.background else self._yields):
+        for _ in range(_BACKGROUND_YIELDS if background else self._yields):
             if futex.try_wait(semaphore) == 0:
                 return
             os.sched_yield()

@@ -147,7 +147,7 @@ def test_a_waiting_thread_leaves_earlier_calls_and_those_behind_to_the_queues_th
         works = [queue.post((a_call(),), execute) for _ in range(3)]
         works[0].wait(None)  # here
     works[2].wait(None)  # behind the second, which nothing waits for
-    queue.run(a_call(), execute)
+    queue.run(execute, a_call())
     assert execute.seqs == [1, 2, 3, 4]
     assert execute.threads[0] is threading.current_thread()
     assert execute.threads[1].name == "unicoll-test"
@@ -206,7 +206,7 @@ def test_an_error_is_that_of_its_call_alone(queue: OpQueue, execute: Executed) -
         assert not behind.done()
         execute.error = None
     behind.wait(None)
-    queue.run(a_call(), execute)
+    queue.run(execute, a_call())
     assert execute.seqs == [1, 2, 3]
 
 
@@ -230,7 +230,7 @@ def test_an_interrupt_of_a_waiting_thread_ends_its_call(queue: OpQueue, execute:
     assert work.done()
     assert work.before_wait is None  # a completion does not keep its group alive
     execute.error = None
-    queue.run(a_call(), execute)  # the queue still works
+    queue.run(execute, a_call())  # the queue still works
     assert execute.seqs == [1, 2]
 
 
@@ -239,7 +239,7 @@ def test_a_posted_call_cannot_be_withdrawn(queue: OpQueue) -> None:
     posted, blocking = a_call(), a_call()
     with NoThread(queue):
         queue.post((posted,), lambda call: taken_back.append(queue.withdraw(call))).wait(None)
-    queue.run(blocking, lambda call: taken_back.append(queue.withdraw(call)))
+    queue.run(lambda call: taken_back.append(queue.withdraw(call)), blocking)
     assert taken_back == [False, True]
     assert queue.sequence == 1
 

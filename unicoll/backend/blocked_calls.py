@@ -26,7 +26,7 @@ from unicoll.backend.operation_errors import (
     mismatch_error,
     timeout_error,
 )
-from unicoll.backend.thread_activity import activities, entries
+from unicoll.backend.thread_activity import activities
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.backend.work import Completion, HostCompletion
 from unicoll.net.control.wait_graph import MessageState
@@ -211,7 +211,7 @@ def _is_ours(value: Any) -> bool:
 
 def _runs_callback(thread: int, top: FrameType) -> bool:
     """True for a thread of unicoll that runs a callback."""
-    return thread in entries or any(_package(frame) not in _LIBRARIES for frame in outwards(top))
+    return bool(activities(thread)) or any(_package(frame) not in _LIBRARIES for frame in outwards(top))
 
 
 def _handles_failure(top: FrameType) -> bool:

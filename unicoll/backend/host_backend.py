@@ -154,7 +154,7 @@ class HostBackend(Backend):
 
     def runner(self, op: Op) -> Callable[[Call], None]:
         execute = self._collectives.get(op.name)
-        return self._p2p.run if execute is None else partial(self.queue.run, execute=execute)
+        return self._p2p.run if execute is None else partial(self.queue.run, execute)
 
     def iprobe(self, call: Call) -> bool:
         """True if a message that a probe matches has come; never blocks.
@@ -176,7 +176,7 @@ class HostBackend(Backend):
 
     def run_with(self, call: Call, execute: Execute) -> None:
         """Number a collective and execute it by another function, in its place among the calls of the group."""
-        self.queue.run(call, execute)
+        self.queue.run(execute, call)
 
     def post_with(self, calls: tuple[Call, ...], execute: Execute) -> Completion:
         """:meth:`run_with` in the background, for a batch."""

@@ -70,7 +70,7 @@ class OpQueue:
         self._posted = 0
         self._thread: threading.Thread | None = None
 
-    def run(self, call: Call, execute: Execute) -> None:
+    def run(self, execute: Execute, call: Call) -> None:
         """Execute a call after all that were accepted before it; returns when it is done.
 
         In a callback of the group's own work the call is executed at once, before what is queued (see :meth:`_nest`).

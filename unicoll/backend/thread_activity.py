@@ -1,7 +1,7 @@
-"""What each thread of this process is in: a blocking call, a wait for posted calls, or a function of the user.
+"""What the threads of this process are in: blocking calls, waits for posted calls, functions of the user.
 
-A thread writes its own entry, which costs a tenth of a microsecond; the flight recorder and the search for blocked
-calls read those of all threads.
+A thread adds an entry and removes it afterwards, which costs a tenth of a microsecond; the flight recorder and the
+search for blocked calls read those of all threads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from unicoll.backend.call import Call
@@ -23,54 +23,39 @@ class Activity(NamedTuple):
     """What a thread is in.
 
     Attributes:
+        thread: its number.
         what: a call, or the completion of posted ones that the thread waits for without a limit; None while it is in a
             function of the user that unicoll has called.
-        outer: what it was in before.
         backend: of a call.
         kind: of a call that is recorded; else None.
         begun: when, on the clock of ``time.monotonic``; of a call that is recorded.
-        frame: the user's code, or a caller between it and unicoll; of a call.
+        frame: of the user's code; of a call that is recorded.
     """
 
+    thread: int
     what: Call | Completion | None
-    outer: Activity | None
     backend: Backend | None = None
     kind: CallKind | None = None
     begun: float = 0.0
     frame: FrameType | None = None
 
 
-Entry = tuple[object, ...]
-"""The fields of an :class:`Activity`: a plain tuple takes less time to make."""
-
-entries: dict[int, Entry] = {}
-"""By thread. The thread itself adds its entry, and afterwards removes it or puts back the outer one."""
+entries: list[tuple[Any, ...]] = []
+"""The fields of each :class:`Activity`, as plain tuples, which take less time to make. A thread's last one is the
+innermost."""
 
 
 @contextmanager
 def entered(what: Call | Completion | None, backend: Backend | None = None) -> Iterator[None]:
     """The calling thread is in a call, a wait, or a function of the user, during the ``with`` block."""
-    thread = get_ident()
-    outer = entries.get(thread)
-    entries[thread] = (what, outer, backend)
+    entry = (get_ident(), what, backend)
+    entries.append(entry)
     try:
         yield
     finally:
-        leave(thread, outer)
+        entries.remove(entry)
 
 
-def leave(thread: int, outer: Entry | None) -> None:
-    """The calling thread is in what it was in before."""
-    if outer is None:
-        entries.pop(thread, None)
-    else:
-        entries[thread] = outer
-
-
-def activities(thread: int | None) -> Iterator[Activity]:
+def activities(thread: int | None) -> list[Activity]:
     """What a thread is in, from the innermost to the outermost."""
-    entry = entries.get(cast(int, thread))
-    while entry is not None:
-        activity = Activity(*cast(tuple[None, None], entry))
-        yield activity
-        entry = activity.outer
+    return [Activity(*entry) for entry in [*entries][::-1] if entry[0] == thread]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator, Sequence
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from unicoll.backend import flight_recorder, thread_activity
+from unicoll.backend import flight_recorder
+from unicoll.backend.thread_activity import entered, entries
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistError, OperationTimeoutError
 from unicoll.net.timeouts import Timeout, to_seconds
 
@@ -118,17 +119,15 @@ class HostCompletion(Completion):
         self.before_wait = None  # it keeps the group alive
         flight_recorder.end(self._entries, error)
         self._done_lock.release()
-        if self._callbacks:
-            with thread_activity.entered(None):
-                self._call_back()
-
-    def _call_back(self) -> None:
-        while self._callbacks:
-            try:
-                callback = self._callbacks.pop()
-            except IndexError:  # another thread took the last one
-                break
-            callback()
+        if not self._callbacks:
+            return
+        with entered(None):
+            while self._callbacks:
+                try:
+                    callback = self._callbacks.pop()
+                except IndexError:  # another thread took the last one
+                    break
+                callback()
 
     def done(self) -> bool:
         return self._done
@@ -137,17 +136,16 @@ class HostCompletion(Completion):
         if timeout is not None:
             self._wait_until(timeout)
         elif not self._done:
-            thread = get_ident()
-            outer = thread_activity.entries.get(thread)
+            entry = (get_ident(), self)
             try:
-                thread_activity.entries[thread] = (self, outer)
+                entries.append(entry)
                 if (before_wait := self.before_wait) is not None:
                     before_wait(self)
                 if not self._done:
                     self._done_lock.acquire()
                     self._done_lock.release()
             finally:
-                thread_activity.leave(thread, outer)
+                entries.remove(entry)
         if self._error is not None:
             raise self._error
 

@@ -16,30 +16,29 @@ from typing import Any
 
 from unicoll.arrays.conversion import Buffer, as_buffer
 from unicoll.arrays.types import Reduction
-from unicoll.backend import flight_recorder, thread_activity
+from unicoll.backend import flight_recorder
 from unicoll.backend.call import Call
 from unicoll.backend.contract import Backend, Context
 from unicoll.backend.flight_recorder import CallKind, failure_text, site_of, user_frame
 from unicoll.backend.ops import PROBE, Arity, Op, Sizes
 from unicoll.backend.reduce_ops import as_reduce_op
 from unicoll.backend.status import Status
-from unicoll.backend.thread_activity import leave
+from unicoll.backend.thread_activity import entered, entries
 from unicoll.backend.validation import check, sign
 from unicoll.backend.work import Completion, Work
 from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
 from unicoll.group.arguments import as_integer, buffers_of, call_site
 from unicoll.group.backends import GroupBackends
 from unicoll.group.call_settings import CallSettings
-from unicoll.group.validation_cache import Run, Splits, ValidationCache, kind_of
+from unicoll.group.validation_cache import EVEN, Run, Splits, ValidationCache, kind_of
 from unicoll.net.timeouts import Timeout
 
 Buffers = tuple[Buffer, ...]
 
 _getframe = sys._getframe
-_activities = thread_activity.entries
+_enter, _leave = entries.append, entries.remove
 _TAGS = range(-(1 << 63), 1 << 63)
 """Tags are signed 64-bit integers in the frames of all backends. NCCL takes only 0."""
-_EVEN: Splits = (None, None)
 Message = tuple[Op, Any, int | None, int | None, Status | None]
 """A send or receive: its row of the table, array, peer (None receives from any rank), tag (None receives with any tag),
 and for a receive a status or None; with a status the message may be shorter than the array."""
@@ -112,15 +111,17 @@ class Dispatcher:
         else:
             if splits is not None:
                 call.in_counts, call.out_counts = splits
-                call.even = splits == _EVEN
+                call.even = splits == EVEN
             key = kind_of(call)
         if settings.special:
             key = self._apply(settings, call, key)
         checked = self.validation.known.get(key)
         if checked is None:
             checked = self.validation.check(call, key)
-        call.signature, backend, run, kind, (call.in_counts, call.out_counts) = checked
+        call.signature, backend, run, kind, counts = checked
         call.kind = kind
+        if counts is not EVEN:
+            call.in_counts, call.out_counts = counts
         try:  # a method has called this one
             frame = _getframe(3) if settings.by_functions else user_frame(_getframe(2))
         except ValueError:  # no Python code has called the public function
@@ -129,10 +130,11 @@ class Dispatcher:
             call.site = site_of(frame)
             return _post(call, backend, kind)
         # as _run() does
-        record, thread = self._record, get_ident()
-        outer, begun = _activities.get(thread), 0.0 if record is None else monotonic()
+        record = self._record
+        begun = 0.0 if record is None else monotonic()
+        activity = (get_ident(), call, backend, kind, begun, frame)
         try:
-            _activities[thread] = (call, outer, backend, kind, begun, frame)
+            _enter(activity)
             enqueued = run(call)
             if record is None:
                 pass
@@ -145,7 +147,7 @@ class Dispatcher:
                 record(flight_recorder.entry(kind, call, begun, frame, failure_text(e)))
             raise
         finally:
-            leave(thread, outer)
+            _leave(activity)
         return None
 
     def start_rooted(
@@ -179,7 +181,7 @@ class Dispatcher:
             raise
         if async_op:
             return _post(call, backend, kind)
-        self._run(call, backend, run, kind)
+        self._run(settings, call, backend, run, kind)
         return None
 
     def start_batch(
@@ -218,17 +220,21 @@ class Dispatcher:
         work.wait()
         return None
 
-    def _run(self, call: Call, backend: Backend, run: Run, kind: CallKind) -> None:
+    def _run(self, settings: CallSettings, call: Call, backend: Backend, run: Run, kind: CallKind) -> None:
         """Do a call for a function that a method of ProcessGroup has called, and record it."""
         record = self._record
         if record is None:
-            with thread_activity.entered(call, backend):
+            with entered(call, backend):
                 run(call)
             return
-        frame, thread = user_frame(_getframe(2)), get_ident()
-        outer, begun = _activities.get(thread), monotonic()
         try:
-            _activities[thread] = (call, outer, backend, kind, begun, frame)
+            frame = _getframe(4) if settings.by_functions else user_frame(_getframe(3))
+        except ValueError:
+            frame = _getframe(3)
+        begun = monotonic()
+        activity = (get_ident(), call, backend, kind, begun, frame)
+        try:
+            _enter(activity)
             enqueued = run(call)
             if enqueued is not None:
                 enqueued.track(flight_recorder.begin((kind,), (call,), begun, frame))
@@ -238,15 +244,15 @@ class Dispatcher:
             record(flight_recorder.entry(kind, call, begun, frame, failure_text(e)))
             raise
         finally:
-            leave(thread, outer)
+            _leave(activity)
 
     # --- messages -----------------------------------------------------------------------------------------------
 
     def run_message(self, settings: CallSettings, message: Message, timeout: Timeout) -> Call:
         """Send or receive one message; returns the call when it is done."""
-        started = self._message(settings, message, timeout)
-        self._run(*started)
-        return started[0]
+        call, backend, run, kind = self._message(settings, message, timeout)
+        self._run(settings, call, backend, run, kind)
+        return call
 
     def start_message(self, settings: CallSettings, message: Message, timeout: Timeout) -> Work:
         """:meth:`run_message` in the background."""
@@ -255,9 +261,9 @@ class Dispatcher:
 
     def probe(self, settings: CallSettings, peer: int | None, tag: int | None, timeout: Timeout) -> Status:
         """Wait for a message from a rank, or from any, and leave it there; returns what is known of it."""
-        probe = self._probe(settings, peer, tag, timeout)
-        self._run(*probe)
-        return self._status_of(probe[0])
+        call, backend, run, kind = self._probe(settings, peer, tag, timeout)
+        self._run(settings, call, backend, run, kind)
+        return self._status_of(call)
 
     def iprobe(self, settings: CallSettings, peer: int | None, tag: int | None) -> Status | None:
         """:meth:`probe` without waiting; None if no such message has come."""
@@ -335,7 +341,7 @@ class Dispatcher:
             checked = self.validation.check(call, key)
         if peer == context.rank or tag is None or status is not None:
             _check_matching(call, checked[1], context, in_batch)
-        return call, *checked[1:4]
+        return call, checked[1], checked[2], checked[3]
 
     def _peer(self, op: Op, peer: int | None, receives: bool) -> int:
         """The argument, checked; -1 for a receive from any rank."""

@@ -14,6 +14,7 @@ from unicoll.group.hooks import Hook, HookedBackend
 from unicoll.net import debug_level
 
 Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+EVEN: Splits = (None, None)
 
 Run = Callable[[Call], "Tracker | None"]
 Checked = tuple[int, Backend, Run, CallKind, Splits]
@@ -78,7 +79,8 @@ class ValidationCache:
         if self._hooks:
             backend = self._hooked.setdefault(backend, HookedBackend(backend, context, self._hooks))
         kind = CallKind(call, context.name, context.ranks, backend.name)
-        checked = sign(call), backend, backend.runner(call.op), kind, (call.in_counts, call.out_counts)
+        counts = EVEN if call.in_counts is None is call.out_counts else (call.in_counts, call.out_counts)
+        checked = sign(call), backend, backend.runner(call.op), kind, counts
         if len(known) >= _MAX_KINDS:
             known.clear()
         known[key] = checked
