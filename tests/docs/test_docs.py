@@ -240,7 +240,8 @@ def user_environment(folder: Path) -> dict[str, str]:
 
 def differences(expected: str, printed: str) -> list[str]:
     """Expected lines that were not printed, and printed lines that were not expected."""
-    left = printed.splitlines()
+    # torchrun repeats its prefix within a line that it has read in two parts
+    left = [re.sub(r"(?<!^)\[default\d+\]:", "", line) for line in printed.splitlines()]
     found = []
     for line in expected.splitlines():
         pattern = re.compile(".*".join(map(re.escape, line.split("..."))))

@@ -80,7 +80,7 @@ def test_a_waiting_thread_executes_the_next_call_itself(queue: OpQueue, execute:
 
 def test_a_call_is_queued_while_the_one_before_ends(queue: OpQueue, execute: Executed) -> None:
     execute.gate.clear()
-    first = threading.Thread(target=queue.run, args=(a_call(), execute), daemon=True)
+    first = threading.Thread(target=queue.run, args=(execute, a_call()), daemon=True)
 
     class EndsFirst(deque[Any]):
         """The first call ends after the second one has seen it, and before that is in the queue."""
@@ -93,7 +93,7 @@ def test_a_call_is_queued_while_the_one_before_ends(queue: OpQueue, execute: Exe
     queue._queue = EndsFirst()
     first.start()
     assert execute.begun.wait(30)
-    second = threading.Thread(target=queue.run, args=(a_call(), execute), daemon=True)
+    second = threading.Thread(target=queue.run, args=(execute, a_call()), daemon=True)
     second.start()
     second.join(30)
     assert not second.is_alive()
@@ -183,7 +183,7 @@ def test_a_call_of_another_thread_during_one_of_a_waiting_thread_is_behind_it(
         waiting.start()
         assert execute.begun.wait(30)
         assert queue._running is work
-        other = threading.Thread(target=queue.run, args=(a_call(), execute))
+        other = threading.Thread(target=queue.run, args=(execute, a_call()))
         other.start()
         later = queue.post((a_call(),), execute)
         assert not queue.close(0.05)  # a call is being executed

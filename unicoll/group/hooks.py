@@ -16,6 +16,7 @@ from unicoll.backend.contract import Backend, Context, Job, Tracker
 from unicoll.backend.flight_recorder import CallKind, PendingEntry
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.ops import Arity
+from unicoll.backend.thread_activity import entered
 from unicoll.backend.work import Completion
 from unicoll.group.arguments import call_site
 from unicoll.net import logs
@@ -197,7 +198,8 @@ class HookedBackend(Backend):
             if hook.before is None:
                 continue
             try:
-                hook.before(record)
+                with entered(None):
+                    hook.before(record)
             except BaseException as e:
                 earlier = self._hooks[:place]
                 self._call([each.returned for each in earlier if each.returned is not None], record)
@@ -225,7 +227,8 @@ class HookedBackend(Backend):
     def _call(self, functions: Iterable[Callable[..., None]], record: HookedCall, *args: object) -> None:
         for function in functions:
             try:
-                function(record, *args)
+                with entered(None):
+                    function(record, *args)
             except Exception:
                 log.exception("a hook of %s failed", record)
 
