@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from mpi_comm import watchdog
@@ -25,7 +24,7 @@ from unicoll.backend import Call, Caps, Context, Job, operation_errors
 from unicoll.backend.fallbacks import one_rank
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import Execute
-from unicoll.backend.ops import PROBE, Op
+from unicoll.backend.ops import PROBE
 from unicoll.backend.size_agreement import exchange_sizes, shape_hash
 from unicoll.errors import (
     BackendUnavailableError,
@@ -117,9 +116,6 @@ class MPIBackend(HostBackend):
             self.queue.run(execute, call)
         else:
             self.run_with(call, execute)
-
-    def runner(self, op: Op) -> Callable[[Call], None]:
-        return self.run
 
     def run_with(self, call: Call, execute: Execute) -> None:
         if self.needs_thread(call):

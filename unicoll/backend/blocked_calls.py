@@ -26,7 +26,7 @@ from unicoll.backend.operation_errors import (
     mismatch_error,
     timeout_error,
 )
-from unicoll.backend.thread_activity import activities
+from unicoll.backend.thread_activity import NotBlocked, activities
 from unicoll.backend.thread_frames import ThreadFrames, outwards
 from unicoll.backend.work import Completion, HostCompletion
 from unicoll.net.control.wait_graph import MessageState
@@ -130,15 +130,20 @@ def _blocked_call(thread: int, top: FrameType, backends: Sequence[HostBackend]) 
     """The innermost call of the user in which a thread is blocked; None if it runs or waits for a limited time."""
     if _package(top) not in _OURS:
         return None
+    user = next((frame for frame in outwards(top) if _package(frame) not in LIBRARY_PACKAGES), None)
     for activity in activities(thread):
         found: tuple[HostBackend, Call] | None = None
-        if isinstance(activity.what, Call):
-            host = activity.backend.executing_backend if activity.backend is not None else None
-            found = (host, activity.what) if host is not None and host in backends else None
-        elif activity.what is not None:
-            found = _owner(activity.what, backends)
-        else:
+        if isinstance(activity.what, NotBlocked):
             return None
+        if isinstance(activity.what, Call):
+            caller = activity.frame
+            if caller not in (None, user) and _package(caller) not in LIBRARY_PACKAGES:
+                return None  # a signal's handler, for example, that runs during the call
+            host = activity.backend.executing_backend if activity.backend is not None else None
+            numbered = activity.what.op.message or activity.what.seq
+            found = (host, activity.what) if host is not None and host in backends and numbered else None
+        else:
+            found = _owner(activity.what, backends)
         if found is not None:
             backend, call = found
             return BlockedCall(backend, call, line_of_user(top), _ends_alone(backend, call))
@@ -211,7 +216,9 @@ def _is_ours(value: Any) -> bool:
 
 def _runs_callback(thread: int, top: FrameType) -> bool:
     """True for a thread of unicoll that runs a callback."""
-    return bool(activities(thread)) or any(_package(frame) not in _LIBRARIES for frame in outwards(top))
+    return any(isinstance(activity.what, NotBlocked) for activity in activities(thread)) or any(
+        _package(frame) not in _LIBRARIES for frame in outwards(top)
+    )
 
 
 def _handles_failure(top: FrameType) -> bool:

@@ -150,9 +150,15 @@ class HostBackend(Backend):
     # --- calls -------------------------------------------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
-        self.runner(call.op)(call)
+        execute = self._collectives.get(call.op.name)
+        if execute is not None:
+            self.queue.run(execute, call)
+        else:
+            self._p2p.run(call)
 
     def runner(self, op: Op) -> Callable[[Call], None]:
+        if type(self).run is not HostBackend.run:
+            return self.run
         execute = self._collectives.get(op.name)
         return self._p2p.run if execute is None else partial(self.queue.run, execute)
 

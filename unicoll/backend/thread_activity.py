@@ -6,6 +6,7 @@ search for blocked calls read those of all threads.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import get_ident
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
     from unicoll.backend.work import Completion
 
 
+class NotBlocked:
+    """A function of the user that unicoll has called, or a wait with a limit; each one is an object of its own."""
+
+
 class Activity(NamedTuple):
     """What a thread is in.
 
     Attributes:
         thread: its number.
-        what: a call, or the completion of posted ones that the thread waits for without a limit; None while it is in a
-            function of the user that unicoll has called.
+        what: a call, the completion of posted ones that the thread waits for without a limit, or a NotBlocked.
         backend: of a call.
         kind: of a call that is recorded; else None.
         begun: when, on the clock of ``time.monotonic``; of a call that is recorded.
@@ -33,7 +37,7 @@ class Activity(NamedTuple):
     """
 
     thread: int
-    what: Call | Completion | None
+    what: Call | Completion | NotBlocked
     backend: Backend | None = None
     kind: CallKind | None = None
     begun: float = 0.0
@@ -42,15 +46,15 @@ class Activity(NamedTuple):
 
 entries: list[tuple[Any, ...]] = []
 """The fields of each :class:`Activity`, as plain tuples, which take less time to make. A thread's last one is the
-innermost."""
+innermost. No two are equal, so that ``remove`` finds the right one."""
 
 
 @contextmanager
-def entered(what: Call | Completion | None, backend: Backend | None = None) -> Iterator[None]:
+def entered(what: Call | Completion | NotBlocked, backend: Backend | None = None) -> Iterator[None]:
     """The calling thread is in a call, a wait, or a function of the user, during the ``with`` block."""
     entry = (get_ident(), what, backend)
-    entries.append(entry)
     try:
+        entries.append(entry)
         yield
     finally:
         entries.remove(entry)
@@ -59,3 +63,11 @@ def entered(what: Call | Completion | None, backend: Backend | None = None) -> I
 def activities(thread: int | None) -> list[Activity]:
     """What a thread is in, from the innermost to the outermost."""
     return [Activity(*entry) for entry in [*entries][::-1] if entry[0] == thread]
+
+
+def _after_fork() -> None:
+    """In the child of a fork only the calling thread exists."""
+    entries[:] = [entry for entry in entries if entry[0] == get_ident()]
+
+
+os.register_at_fork(after_in_child=_after_fork)

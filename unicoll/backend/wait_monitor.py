@@ -1,6 +1,6 @@
 """Watches the calls in which this process waits: a thread of each process of a job of several ranks.
 
-It looks a few times a second what the threads are in. If all threads of the process are
+A few times a second it looks at what the threads are in. If all threads of the process are
 blocked, it sends their state to the relay, which finds deadlocks (:mod:`unicoll.net.control.deadlock_detector`). The
 relay permits one rank of a group to log a warning for a call that waits for long.
 """

@@ -12,7 +12,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from unicoll.backend import flight_recorder
-from unicoll.backend.thread_activity import entered, entries
+from unicoll.backend.thread_activity import NotBlocked, entered, entries
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistError, OperationTimeoutError
 from unicoll.net.timeouts import Timeout, to_seconds
 
@@ -121,7 +121,7 @@ class HostCompletion(Completion):
         self._done_lock.release()
         if not self._callbacks:
             return
-        with entered(None):
+        with entered(NotBlocked()):
             while self._callbacks:
                 try:
                     callback = self._callbacks.pop()
@@ -177,7 +177,8 @@ class HostCompletion(Completion):
                 self._callbacks.remove(fn)
             except ValueError:  # finish() has run it
                 return
-            fn()
+            with entered(NotBlocked()):
+                fn()
 
 
 _future_lock = threading.Lock()
@@ -231,7 +232,11 @@ class Work:
             DistError: the operation's error.
         """
         self._waited = True
-        self._completion.wait(None if timeout is None else to_seconds(timeout) or None)
+        if timeout is None:
+            self._completion.wait(None)
+        else:
+            with entered(NotBlocked()):
+                self._completion.wait(to_seconds(timeout) or None)
         return True
 
     def synchronize(self, timeout: Timeout = None) -> None:

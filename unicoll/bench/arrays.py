@@ -69,11 +69,14 @@ class BenchArrays:
         try:
             for start in range(0, host.size, _PIECE):
                 part = host[start : start + _PIECE]
-                pinned.bytes[: part.size] = part
-                ends = (address + start, pinned.ptr) if to_device else (pinned.ptr, address + start)
-                cuda.copy(*ends, part.size, self._current_stream())
-                self.finish()
-                part[...] = pinned.bytes[: part.size]
+                if to_device:
+                    pinned.bytes[: part.size] = part
+                    cuda.copy(address + start, pinned.ptr, part.size, self._current_stream())
+                    self.finish()
+                else:
+                    cuda.copy(pinned.ptr, address + start, part.size, self._current_stream())
+                    self.finish()
+                    part[...] = pinned.bytes[: part.size]
         finally:
             cuda.unpin(pinned.ptr)
 

@@ -117,7 +117,7 @@ class _ComparedBackend(Backend):
 
     @property
     def executing_backend(self) -> HostBackend | None:
-        return self._inner.executing_backend
+        return self._inner.executing_backend if self.comparison is None else None
 
     def abort(self, error: Exception) -> None:
         self._inner.abort(error)

@@ -129,23 +129,24 @@ class Dispatcher:
         if async_op:
             call.site = site_of(frame)
             return _post(call, backend, kind)
-        # as _run() does
+        # what _run() does, without another call
         record = self._record
         begun = 0.0 if record is None else monotonic()
         activity = (get_ident(), call, backend, kind, begun, frame)
         try:
             _enter(activity)
             enqueued = run(call)
+        except BaseException as e:
+            if record is not None:
+                record(flight_recorder.entry(kind, call, begun, frame, failure_text(e)))
+            raise
+        else:
             if record is None:
                 pass
             elif enqueued is not None:
                 enqueued.track(flight_recorder.begin((kind,), (call,), begun, frame))
             else:
                 record((kind, call.seq, begun, monotonic(), frame.f_code, frame.f_lasti))
-        except BaseException as e:
-            if record is not None:
-                record(flight_recorder.entry(kind, call, begun, frame, failure_text(e)))
-            raise
         finally:
             _leave(activity)
         return None
@@ -236,13 +237,14 @@ class Dispatcher:
         try:
             _enter(activity)
             enqueued = run(call)
+        except BaseException as e:
+            record(flight_recorder.entry(kind, call, begun, frame, failure_text(e)))
+            raise
+        else:
             if enqueued is not None:
                 enqueued.track(flight_recorder.begin((kind,), (call,), begun, frame))
             else:
                 record(flight_recorder.entry(kind, call, begun, frame))
-        except BaseException as e:
-            record(flight_recorder.entry(kind, call, begun, frame, failure_text(e)))
-            raise
         finally:
             _leave(activity)
 

@@ -16,7 +16,7 @@ from unicoll.backend.contract import Backend, Context, Job, Tracker
 from unicoll.backend.flight_recorder import CallKind, PendingEntry
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.ops import Arity
-from unicoll.backend.thread_activity import entered
+from unicoll.backend.thread_activity import NotBlocked, entered
 from unicoll.backend.work import Completion
 from unicoll.group.arguments import call_site
 from unicoll.net import logs
@@ -198,7 +198,7 @@ class HookedBackend(Backend):
             if hook.before is None:
                 continue
             try:
-                with entered(None):
+                with entered(NotBlocked()):
                     hook.before(record)
             except BaseException as e:
                 earlier = self._hooks[:place]
@@ -227,7 +227,7 @@ class HookedBackend(Backend):
     def _call(self, functions: Iterable[Callable[..., None]], record: HookedCall, *args: object) -> None:
         for function in functions:
             try:
-                with entered(None):
+                with entered(NotBlocked()):
                     function(record, *args)
             except Exception:
                 log.exception("a hook of %s failed", record)
