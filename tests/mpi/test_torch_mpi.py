@@ -48,7 +48,9 @@ def test_mpirun_needs_no_variables(backend: str, tmp_path: Path) -> None:
     )
     lines = sorted(output.splitlines())
     assert [line for line in lines if "left" in line] == ["rank 0 of 2: left []", "rank 1 of 2: left []"]
-    used = "gloo" if backend in ("unicoll", "unicoll-gloo") else "mpi"  # by device: all ranks are on one host
+    used = (
+        "unicoll (gloo)" if backend in ("unicoll", "unicoll-gloo") else "mpi"
+    )  # by device: ranks are on one host
     assert any(line.startswith(f"cpu arrays: backend {used}") for line in lines)
 
 
