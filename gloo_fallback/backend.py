@@ -13,9 +13,10 @@ from gloo_fallback.transport.topology import transport_preference
 from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import DType
-from unicoll.backend import Call, Caps, Context, Job, operation_errors
+from unicoll.backend import Call, Caps, Context, Job
 from unicoll.backend.endpoint import Endpoint
 from unicoll.backend.fallbacks import one_rank
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import Execute
 from unicoll.backend.options import as_options
@@ -41,7 +42,7 @@ class GlooBackend(HostBackend):
         self._spins = 0
         self._symmetric = SymmetricMemory()
         self.is_protected = environment.choice("UNICOLL_CHANNEL") != "plain"
-        engine = None
+        engine, state = None, GroupState(context)
         options = as_options(context.options)
         in_order = options.in_order
         self._compression = f", compression {options.compression}" if options.compression else ""
@@ -50,10 +51,10 @@ class GlooBackend(HostBackend):
             endpoint.read_directory()
             self._spins = 0 if _oversubscribed(context) else _SPINS
             transport_preference()  # raises for an invalid setting before any rank waits
-            self._connections = GroupConnections(context, endpoint, self._spins)
+            self._connections = GroupConnections(state, endpoint, self._spins)
             self._connections.deterministic = in_order
-            engine = P2PEngine(context, endpoint, self._spins, self.thread_failed)
-        super().__init__(context, engine, self._connections)
+            engine = P2PEngine(state, endpoint, self._spins, self.thread_failed)
+        super().__init__(context, engine, state)
         self._collectives[ROW.name] = self._execute_allocation
 
     @classmethod
@@ -70,17 +71,15 @@ class GlooBackend(HostBackend):
         return self._transport is not None and self._transport.target is self._transport.slots
 
     def execute(self, call: Call) -> None:
-        connections = self._connections
+        connections, state = self._connections, self.state
+        if state.error is not None:
+            state.check()
         if connections is None:
-            if self.error is not None:
-                raise self.error
             self._quietly(one_rank, call)
             call.write_back()
             return
-        if connections.error is not None:
-            raise connections.error.with_traceback(None)
-        connections.call = call
-        connections.deadline = 0.0  # set when the call waits for the first time
+        state.call = call
+        state.deadline = 0.0  # set when the call waits for the first time
         withdrawn = False
         try:
             transport = self._transport
@@ -94,19 +93,19 @@ class GlooBackend(HostBackend):
             else:
                 done = transport.table[call.op.name](transport.target, call)
                 if done is False:
-                    sizes = self._sizes(connections, transport, call)
+                    sizes = self._sizes(transport, call)
                     transport.table[call.op.name](transport.target, call, sizes)
             for buffer in call.outputs:  # as call.write_back()
                 if buffer.unpack is not None:
                     buffer.unpack()
         except BaseException as e:
-            if connections.error is None:
+            if state.error is None:
                 withdrawn = self.withdraw_or_give_up(call, e, self._begun(connections, call))
             raise
         finally:
             if not withdrawn:
-                connections.last = call.seq, call.kind or call  # as call.ended, which costs more
-            connections.call = None
+                state.last = call.seq, call.kind or call  # as call.ended, which costs more
+            state.call = None
 
     def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
         return self._symmetric.allocate(self.context, execute, self._near, shape, dtype)
@@ -146,23 +145,21 @@ class GlooBackend(HostBackend):
         slots = self._transport.slots if self._transport is not None else None
         return connections.begun(call) or (slots is not None and slots.begun(call))
 
-    def _sizes(self, connections: GroupConnections, transport: Transport, call: Call) -> list[int]:
+    def _sizes(self, transport: Transport, call: Call) -> list[int]:
         """All ranks' sizes in a gather or scatter in which they differ."""
+        context, state = self.context, self.state
 
         def execute(small: Call) -> None:
-            connections.call = small
+            state.call = small
             try:
                 transport.table[small.op.name](transport.target, small)
             finally:
-                connections.call = call
+                state.call = call
 
-        context = self.context
         try:
             return exchange_sizes(call, context.rank, context.ranks, context.name, execute)
         except CollectiveMismatchError as e:
-            connections.fail(
-                connections.error or operation_errors.mismatch_error(context, call, -1, 0, str(e))
-            )
+            state.mismatch(-1, 0, str(e))
 
     def links(self) -> str:
         return "" if self._connections is None else self._connections.links()
@@ -175,15 +172,10 @@ class GlooBackend(HostBackend):
         in_order = ", deterministic" if self._connections.deterministic else ""
         return f"{_NAME}{in_order}{self._compression} {self._transport.description}"
 
-    def abort(self, error: Exception) -> None:
-        if self._connections is not None:
-            self._connections.abort(operation_errors.group_aborted_error(self.context, error))
-        super().abort(error)
-
-    def release(self, clean: bool, destroyed: DistError) -> None:
+    def release(self, clean: bool, failure: DistError | None) -> None:
         if self._connections is None:
             return
-        self._connections.abort(destroyed)
+        self._connections.shut_down()
         if self._idle():  # else an operation still uses them: the sockets are closed with the job
             self._connections.close()
             if self._transport is not None:

@@ -20,8 +20,9 @@ from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.cuda import CudaError
 from unicoll.arrays.kernels import quiet_runner
 from unicoll.arrays.types import DType
-from unicoll.backend import Call, Caps, Context, Job, operation_errors
+from unicoll.backend import Call, Caps, Context, Job
 from unicoll.backend.fallbacks import one_rank
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.op_queue import Execute
 from unicoll.backend.ops import PROBE
@@ -59,14 +60,14 @@ class MPIBackend(HostBackend):
         self._members: WorldRanks | None = None
         self._large_host_arrays: LargeHostArrays | None = None
         self._moving = False  # True once the call executed last has begun to move data
-        engine = None
+        engine, state = None, GroupState(context)
         if context.size > 1:
             self._members = members = world_ranks_of(context.job)
-            self.communicator = GroupCommunicator(context, members)
+            self.communicator = GroupCommunicator(state, members)
             self.cuda, self._single_threaded = members.cuda(context), members.single_threaded
-            engine = MPIP2PEngine(context, self.communicator, self.thread_failed)
+            engine = MPIP2PEngine(self.communicator, self.thread_failed)
         self._direct = self.cuda.direct
-        super().__init__(context, engine, self.communicator)
+        super().__init__(context, engine, state)
         self._collectives["symmetric_empty"] = self.execute  # the exchanges of an allocation
         if self.communicator is not None:
             self.mpi.groups.add(self)
@@ -87,6 +88,7 @@ class MPIBackend(HostBackend):
     def use(self, backend: HostBackend) -> None:
         assert self.communicator is not None
         self._large_host_arrays = LargeHostArrays(self.communicator, backend)
+        self.state.listeners.append(backend.abort)
 
     def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
         return self._beside("symmetric_empty").allocate(execute, shape, dtype)
@@ -149,10 +151,9 @@ class MPIBackend(HostBackend):
         return self._moving or call.op.name in _MESSAGES
 
     def execute(self, call: Call) -> None:
-        communicator = self.communicator
+        communicator, state = self.communicator, self.state
         if communicator is None:
-            if self.error is not None:
-                raise self.error
+            state.check()
             self._quietly(one_rank, call)  # overflow and NaN are results, as on a GPU
             call.write_back()
             return
@@ -166,7 +167,7 @@ class MPIBackend(HostBackend):
                     if buffer.unpack is not None:
                         buffer.unpack()
         except (CudaError, OperationTimeoutError) as e:
-            if communicator.error is None:  # an error of this rank's device alone
+            if state.error is None:  # an error of this rank's device alone
                 self.give_up(call, e)
             raise
         except DistError:
@@ -174,13 +175,13 @@ class MPIBackend(HostBackend):
         except self.mpi.MPI.Exception as e:
             raise self._mpi_error(communicator, call, e) from e
         except BaseException as e:
-            if communicator.error is None:
+            if state.error is None:
                 withdrawn = self.withdraw_or_give_up(call, e, communicator.agreement.has_started(call))
             raise
         finally:
             if not withdrawn:
-                communicator.last = call.seq, call.kind or call  # as call.ended, which costs more
-            communicator.call = None
+                state.last = call.seq, call.kind or call  # as call.ended, which costs more
+            state.call = None
 
     def _perform(self, communicator: GroupCommunicator, call: Call) -> bool:
         """Compare the ranks' calls, then do this one; returns True if packed results have been copied back."""
@@ -233,7 +234,7 @@ class MPIBackend(HostBackend):
         try:
             return exchange_sizes(call, context.rank, context.ranks, context.name, execute)
         except CollectiveMismatchError as e:
-            communicator.mismatch(call, -1, 0, str(e))
+            communicator.mismatch(-1, 0, str(e))
         finally:
             self._moving = False
 
@@ -258,7 +259,7 @@ class MPIBackend(HostBackend):
             self.give_up(call, cause)
             return cause
         try:
-            communicator.fail(communicator.lost_error(peer))
+            self.state.fail(communicator.lost_error(peer))
         except DistError as agreed:
             return agreed
 
@@ -278,22 +279,15 @@ class MPIBackend(HostBackend):
     def staging(self) -> int:
         return self._large_host_arrays.backend.staging if self._large_host_arrays is not None else 0
 
-    def abort(self, error: Exception) -> None:
-        if self.communicator is not None:
-            self.communicator.abort(operation_errors.group_aborted_error(self.context, error))
-        if self._large_host_arrays is not None:
-            self._large_host_arrays.backend.abort(error)
-        super().abort(error)
-
     @property
     def stuck(self) -> bool:
         return self.communicator is not None and self.communicator.abandoned_seq != 0
 
-    def release(self, clean: bool, destroyed: DistError) -> None:
+    def release(self, clean: bool, failure: DistError | None) -> None:
         if self._members is not None:
             self._members.record_departed()
         if self.communicator is not None:
-            self.communicator.close(not (clean and self._idle()))
+            self.communicator.close(not (clean and self._idle()), failure is not None)
         self.mpi.groups.discard(self)
 
 

@@ -154,11 +154,11 @@ class CallAgreement:
             highest, lowest = (_HEADER.unpack_from(self._received, at) for at in (0, _HEADER.size))
             if (highest[0], highest[1]) == (~lowest[0], ~lowest[1]):
                 return False
-            self._group.mismatch(call, -1, 0)
+            self._group.mismatch(-1, 0)
         for peer in range(self._size):
             seq, signature, _ = _HEADER.unpack_from(self._received, peer * self._stride)
             if (seq, signature) != (call.seq, call.signature):
-                self._group.mismatch(call, peer, seq)
+                self._group.mismatch(peer, seq)
         return False
 
     def contributions(self, dtype: np.dtype[Any], count: int) -> tuple[Flat, list[Flat]]:

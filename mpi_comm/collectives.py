@@ -271,7 +271,7 @@ def _check_counts(group: GroupCommunicator, call: Call, total: int) -> bool:
     ranks, context = group.context.ranks, group.context
     sizes = f" {incoming[sender]} elements" if group.rank == receiver else " another number of elements"
     room = f"has room for {expected[sender]}" if group.rank == receiver else "expects another number"
-    group.fail(
+    group.state.fail(
         CollectiveMismatchError(
             f"{call.op.name} #{call.seq} on group {context.name!r}: rank {ranks[sender]} sends{sizes}"
             f" to rank {ranks[receiver]}, which {room}",

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 from mpi_comm.call_agreement import CallAgreement
 from mpi_comm.runtime.communicators import WorldRanks
 from unicoll.arrays.kernels import Flat, quiet_runner
-from unicoll.backend import Call, Context, operation_errors
-from unicoll.backend.call import EndedCall
+from unicoll.backend import Call, operation_errors
+from unicoll.backend.group_state import TICK_S, GroupState
 from unicoll.backend.options import as_options
 from unicoll.errors import DistError, OperationTimeoutError, RankLostError
 from unicoll.net.timeouts import backoff
@@ -22,7 +22,6 @@ from unicoll.net.timeouts import backoff
 HEADER_TAG, COLLECTIVE_TAG, AGREEMENT_TAG, PAYLOAD_TAGS = 0, 1, 2, 3
 """Tags in a group's communicator: headers of messages, chunks of collectives, agreements, the first tag of payloads."""
 
-_TICK_S = 0.1
 _GRACE_S = 0.5
 """How long messages that a departed rank has sent may take to arrive."""
 _NOTICE_S = 0.5
@@ -61,13 +60,12 @@ class GroupCommunicator:
     """The MPI communicator of a group, with the state of the collective in progress.
 
     Args:
-        context: the group, of more than one rank.
+        state: of the group, which has more than one rank.
         members: the job's ranks as processes of MPI_COMM_WORLD.
 
     Attributes:
-        error: the error that the group has failed with, or None.
-        call: the collective in progress, or None.
-        last: the last collective that was in progress.
+        state: as above.
+        context: the group.
         oversubscribed: True if a host has more ranks of the group than cores.
         requires_blocking: True if the collective in progress needs MPI's blocking collectives, on all ranks.
         in_order: True if reductions are in rank order (``deterministic``).
@@ -80,14 +78,12 @@ class GroupCommunicator:
         abandoned_seq: sequence number of a collective that is stuck inside MPI, or 0.
     """
 
-    def __init__(self, context: Context, members: WorldRanks) -> None:
-        self.context = context
+    def __init__(self, state: GroupState, members: WorldRanks) -> None:
+        self.state = state
+        self.context = context = state.context
         self.rank = context.rank
         self.size = context.size
         self.mpi = members.mpi
-        self.error: DistError | None = None
-        self.call: Call | None = None
-        self.last: EndedCall | None = None
         self.oversubscribed = members.oversubscribed(context)
         self._use_blocking = members.uses_blocking(context)
         self.requires_blocking = False
@@ -101,13 +97,12 @@ class GroupCommunicator:
         self.abandoned_seq = 0
         self._blocks_in_mpi = False
         self.spins = range(0)
-        self._deadline = 0.0
         self._last_tick = 0.0
         self._departure_seen = 0.0
         self._closed = False
         control = context.job.control
         if control is not None:
-            control.watch(context.name, context.backend, self.abort, self.report)
+            control.watch(context.name, context.backend, state.abort, state.report)
         self._set_wait_mode(False)
         self._activity = f"creating group {context.name!r}"
         self._creation_timeout = context.timeout
@@ -118,6 +113,7 @@ class GroupCommunicator:
             if control is not None:
                 control.unwatch(context.name, context.backend)
             raise
+        self._activity = f"group {context.name!r}"
         self._blocking = {name: getattr(self.comm, name) for name in _FUNCTIONS}
         self._nonblocking = {name: getattr(self.comm, f"I{name.lower()}") for name in _FUNCTIONS}
         self.agreement = CallAgreement(self, AGREEMENT_TAG)
@@ -126,11 +122,11 @@ class GroupCommunicator:
 
     def begin(self, call: Call, in_background: bool) -> None:
         """Start an operation. Its deadline is computed at its first wait."""
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-        self.call = call
-        if self._deadline:
-            self._deadline = 0.0
+        state = self.state
+        if state.error is not None:
+            state.check()
+        state.call = call
+        state.deadline = 0.0
         if in_background is not self.in_background:
             self._set_wait_mode(in_background)
 
@@ -140,11 +136,11 @@ class GroupCommunicator:
         self._blocks_in_mpi = in_background and not self.oversubscribed and self.mpi.mpi_thread is None
         self.spins = range(_FEW_SPINS if self.oversubscribed or in_background else _SPINS)
 
-    def mismatch(self, call: Call, peer: int, seq: int, reason: str = "") -> NoReturn:
+    def mismatch(self, peer: int, seq: int, reason: str = "") -> NoReturn:
         """Raise the error of calls that differ: rank 0 writes it, the other ranks wait for it."""
-        if self.error is None:
+        if self.state.error is None:
             self.await_agreed_error(self.rank == 0)
-        self.fail(self.error or operation_errors.mismatch_error(self.context, call, peer, seq, reason))
+        self.state.mismatch(peer, seq, reason)
 
     def await_agreed_error(self, writes: bool) -> None:
         """Unless this rank ``writes`` the error, wait up to 3 s for the rank that does, and raise its error."""
@@ -152,7 +148,7 @@ class GroupCommunicator:
         if not writes and control is not None:
             agreed_error = control.group_failure(self.context.name, 3.0)
             if agreed_error is not None:
-                self.fail(agreed_error)
+                self.state.fail(agreed_error)
 
     # --- MPI's collectives ----------------------------------------------------------------------------------------
 
@@ -229,13 +225,12 @@ class GroupCommunicator:
             raise
 
     def _poll_until(self, test: Callable[[], bool]) -> None:
-        if not self._deadline:
+        if not self.state.deadline:
             self._start_clock()
         spin_until = time.monotonic() + (_SPIN_S if not self.in_background else _SPIN_S / 10)
         while not test():
             os.sched_yield()  # the peer may be waiting for this core, also behind other programs
-            if self.error is not None:
-                raise self.error.with_traceback(None)
+            self.state.check()
             if time.monotonic() > spin_until:
                 break
         else:
@@ -247,22 +242,21 @@ class GroupCommunicator:
 
     def _start_clock(self) -> None:
         self._last_tick = time.monotonic()
-        self._deadline = self._last_tick + (
-            self.call.timeout if self.call is not None else self._creation_timeout
-        )
+        call = self.state.call
+        timeout = call.timeout if call is not None else self._creation_timeout
+        self.state.deadline = self._last_tick + timeout
         self._departure_seen = 0.0
 
     def tick(self) -> None:
         """While waiting: raise if the group has failed, a rank has departed or the deadline has passed."""
-        if self.error is not None:
-            raise self.error.with_traceback(None)
+        self.state.check()
         now = time.monotonic()
-        if now - self._last_tick < _TICK_S:
+        if now - self._last_tick < TICK_S:
             return
         self._last_tick = now
         self._check_departures(now)
-        if now >= self._deadline:
-            self.fail(self._timed_out())
+        if now >= self.state.deadline:
+            self.state.fail(self._timed_out())
 
     def departed_member(self) -> int | None:
         """Group rank of a rank that has departed, or None."""
@@ -278,7 +272,7 @@ class GroupCommunicator:
         if not self._departure_seen:
             self._departure_seen = now
         elif now - self._departure_seen > _GRACE_S:
-            self.fail(self.lost_error(peer))
+            self.state.fail(self.lost_error(peer))
 
     def await_departure_notice(self) -> int | None:
         """After an MPI error: group rank of a rank whose departure explains it; None if there is none within 0.5 s."""
@@ -292,47 +286,33 @@ class GroupCommunicator:
         control = self.context.job.control
         assert control is not None
         reason = control.departed[self.context.ranks[peer]]
-        if self.call is not None:
-            return operation_errors.rank_lost_error(self.context, self.call, peer, reason)
+        if self.state.call is not None:
+            return self.state.lost_error(peer, reason)
         rank = self.context.ranks[peer]
         return RankLostError(f"{self._activity}: {reason}", group=self.context.name, rank=rank)
 
     def _timed_out(self) -> DistError:
-        if self.call is not None:
-            return operation_errors.timeout_error(self.context, self.call)
+        if self.state.call is not None:
+            return operation_errors.timeout_error(self.context, self.state.call)
         return OperationTimeoutError(
             f"{self._activity} of ranks {list(self.context.ranks)}: not all ranks have entered it after"
             f" {self._creation_timeout:g} s",
             group=self.context.name,
         )
 
-    # --- failing --------------------------------------------------------------------------------------------------
-
-    def abort(self, error: DistError) -> None:
-        """Make the operation in progress, and all later ones, raise ``error``; called on any thread."""
-        if self.error is None:
-            self.error = error
-
-    def fail(self, error: DistError) -> NoReturn:
-        """Fail the group: agree with the other ranks on one error, and raise it."""
-        operation_errors.fail_group(self, error)
-
-    def report(self) -> dict[str, Any]:
-        """The state of this rank in the group, for other ranks' errors (called on the control thread)."""
-        return operation_errors.report(self.call, self.last)
-
-    def close(self, stuck_in_mpi: bool) -> None:
+    def close(self, stuck_in_mpi: bool, failed: bool) -> None:
         """Free the communicator, unless requests are pending in it.
 
         Args:
             stuck_in_mpi: an operation is stuck inside MPI on another thread.
+            failed: the group had failed before.
         """
         if self._closed:
             return
         self._closed = True
         agreement = self.agreement
         can_call = not stuck_in_mpi and self.mpi.callable
-        if not can_call or (self.error is not None and not agreement.complete_pending()):
+        if not can_call or (failed and not agreement.complete_pending()):
             self.mpi.abandoned.append((self.comm, *agreement.memory))
             return
         agreement.free()

@@ -62,7 +62,7 @@ class LargeHostArrays:
             if self._usable:
                 backend.perform(call)
         except DistError as e:  # all ranks raise it
-            communicator.abort(e)
+            communicator.state.abort(e)
             raise
         if allocates and not self._usable:
             raise BackendUnavailableError(f"{call.describe()}: {self.describe()}", op=call.op.name)

@@ -95,11 +95,11 @@ def _check_backend(backend: MPIBackend) -> None:
 
 def _check(backend: MPIBackend, communicator: GroupCommunicator) -> None:
     """End an operation that has been inside MPI for long, if its group failed, a member departed or it timed out."""
-    since, call = communicator.in_mpi_since, communicator.call
+    since, call = communicator.in_mpi_since, communicator.state.call
     if call is None or not since or communicator.abandoned_seq == call.seq:
         return
     peer = communicator.departed_member()
-    error: DistError | None = communicator.error
+    error: DistError | None = communicator.state.error
     if error is None and peer is not None:
         error = communicator.lost_error(peer)
     if error is None and time.monotonic() - since > call.timeout:
@@ -124,6 +124,6 @@ def _give_up(backend: MPIBackend, communicator: GroupCommunicator, error: DistEr
             seq=error.seq,
         )
     try:
-        communicator.fail(error)
+        communicator.state.fail(error)
     except DistError as agreed:
         backend.queue.abandon(agreed)

@@ -23,7 +23,6 @@ from nccl_comm.communicators.devices import bound_device
 from nccl_comm.communicators.factory import CommunicatorFactory
 from nccl_comm.communicators.unique_id import Origin, member_facts
 from nccl_comm.group_resources import SCRATCH_BYTES, GroupResources
-from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import PendingWork
 from nccl_comm.library import locate
 from nccl_comm.library.interface import Config, Nccl
@@ -40,6 +39,7 @@ from unicoll.arrays import cuda as cuda_module
 from unicoll.arrays.cuda import LEGACY_STREAM, on_device
 from unicoll.arrays.types import DType, Reduction
 from unicoll.backend import Backend, Call, Caps, Context, OneSidedCall
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
 from unicoll.backend.options import CallOptions, Options, as_options
 from unicoll.backend.work import Completion
@@ -83,11 +83,11 @@ class NCCLBackend(Backend):
         self.cuda = cuda_module.cuda()
         self.resources: GroupResources | None = None
         self.can_split = False
-        self._state = GroupState()
+        self._state = GroupState(context)
         self._lock = threading.RLock()
         self._sequence = 0
         self._options = as_options(context.options)
-        self.supervision = Supervision(context, self._state, self._lock)
+        self.supervision = Supervision(self._state, self._lock)
         config = _config(self._options, context.name if self.nccl.version >= 22700 else None)
         self._factory = CommunicatorFactory(context, self.nccl, self.cuda, config, self.supervision.check)
         if not connect:
@@ -409,7 +409,7 @@ class NCCLBackend(Backend):
     # --- failure and teardown -------------------------------------------------------------------------------------
 
     def abort(self, error: Exception) -> None:
-        self.supervision.abort(error)
+        self._state.abort(error)
 
     def close(self) -> None:
         self.supervision.close()

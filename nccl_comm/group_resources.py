@@ -9,11 +9,11 @@ from functools import lru_cache, partial
 
 from nccl_comm.call_options import CommunicatorWithOptions
 from nccl_comm.communicators.communicator import Communicator
-from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import InFlight
 from nccl_comm.memory.group_memory import GroupMemory
 from nccl_comm.memory.one_sided import set_up
 from nccl_comm.stream_order import StreamOrder
+from unicoll.backend.group_state import GroupState
 
 SCRATCH_BYTES = 512
 """Device memory for barriers."""

@@ -9,12 +9,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice, takewhile
 
-from nccl_comm.group_state import GroupState
 from nccl_comm.stream_order import StreamOrder
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.cuda import LEGACY_STREAM, PER_THREAD_STREAM, SPIN_S, Cuda, backoff
 from unicoll.backend import Call, flight_recorder
 from unicoll.backend.flight_recorder import PendingEntry
+from unicoll.backend.group_state import GroupState
 
 _FINISH_LOCK = threading.RLock()
 """Held for a moment while an operation ends or gets a callback. Reentrant: the garbage collector may run in between and

@@ -1,7 +1,7 @@
 """Supervision of one group: deadlines, deaths of ranks, NCCL's asynchronous errors, abort and teardown.
 
-The watchdog's thread calls :meth:`Supervision.sweep` for every group. :meth:`Supervision.abort` handles every failure:
-those that a sweep finds, and those that other ranks announce.
+The watchdog's thread calls :meth:`Supervision.sweep` for every group. A failure, which a sweep finds or another rank
+announces, stops the communicator.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from typing import Any
 
 from nccl_comm.communicators.teardown import END_S
 from nccl_comm.group_resources import GroupResources
-from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import InFlight
 from nccl_comm.library.interface import IN_PROGRESS, SUCCESS
 from nccl_comm.watchdog import Watchdog
-from unicoll.backend import Call, Context, operation_errors
+from unicoll.backend import Call, operation_errors
+from unicoll.backend.group_state import GroupState
 from unicoll.errors import (
     DistArgumentError,
     DistError,
-    GroupAbortedError,
     OperationTimeoutError,
     RankLostError,
 )
@@ -39,25 +38,27 @@ class Supervision:
     """Supervision of one group.
 
     Args:
+        state: of the group.
         lock: the group's lock, which a thread holds while it uses the communicator.
 
     Attributes:
         watchdog: the process's watchdog, once the group has connected.
     """
 
-    def __init__(self, context: Context, state: GroupState, lock: threading.RLock) -> None:
+    def __init__(self, state: GroupState, lock: threading.RLock) -> None:
+        context = state.context
         self.watchdog: Watchdog | None = None
         self._context = context
         self._state = state
         self._lock = lock
         self._resources: GroupResources | None = None
-        self._abort_lock = threading.Lock()
-        self._aborted: threading.Event | None = None  # set when an abort has been done
+        self._aborted = threading.Event()  # set when a failed group has been stopped, or cannot fail any more
+        state.listeners.append(self._start_abort)
         self._abandoned: list[
             tuple[Call, ...]
         ] = []  # calls that NCCL could not stop: their arrays stay alive
         if context.job.control is not None:
-            context.job.control.watch(context.name, context.backend, self.abort, self._report)
+            context.job.control.watch(context.name, context.backend, state.abort, self._report)
 
     def start(self, resources: GroupResources) -> None:
         """Supervise a group that has connected."""
@@ -90,13 +91,13 @@ class Supervision:
             if self._state.error is None:
                 self._check_communicator(resources, now)
         except DistError as e:
-            self._fail(e)
+            self._state.announce(e)
         return resources.in_flight.has_callbacks
 
     def sweep_failed(self, cause: BaseException) -> None:
         """Fail the group because a sweep raised: without sweeps no operation ends. On the watchdog's thread."""
         if self._state.error is None:
-            self.abort(operation_errors.thread_failed(self._context, cause))
+            self._state.abort(operation_errors.thread_failed(self._context, cause))
 
     def _check_communicator(self, resources: GroupResources, now: float) -> None:
         """Raise if NCCL reports an error, a member died or a deadline has passed."""
@@ -156,10 +157,6 @@ class Supervision:
 
     # --- failure ------------------------------------------------------------------------------------------------
 
-    def _fail(self, error: DistError) -> None:
-        """Report the group's failure to all members, and abort it on this rank."""
-        self.abort(operation_errors.announce(self._context, error))
-
     @contextmanager
     def failing_group(self, what: str | None = None) -> Iterator[None]:
         """Within the context, in which all members do ``what``, an error fails the group: the others would wait.
@@ -172,27 +169,22 @@ class Supervision:
         except DistArgumentError:
             raise
         except (OperationTimeoutError, RankLostError) as e:
-            self._fail(e)
+            self._state.announce(e)
             raise
         except DistError as e:
             if what is not None and self._state.error is None:
-                self._fail(operation_errors.member_failed_error(self._context, what, e))
+                self._state.announce(operation_errors.member_failed_error(self._context, what, e))
             raise
 
-    def abort(self, error: Exception) -> None:
-        """Make every pending and later call raise ``error``; any thread, idempotent."""
-        cause = operation_errors.group_aborted_error(self._context, error)
-        with self._abort_lock:
-            if self._state.error is not None:
-                return
-            self._state.error = cause
-            resources = self._resources
-            if resources is None or self._state.closed:
-                return
-            self._aborted = threading.Event()
-        resources.comm.teardown_threads.start(partial(self._abort, resources, cause, self._aborted))
+    def _start_abort(self, cause: DistError) -> None:
+        """Stop the group's operations, on another thread."""
+        resources = self._resources
+        if resources is None:
+            self._aborted.set()
+        else:
+            resources.comm.teardown_threads.start(partial(self._abort, resources, cause))
 
-    def _abort(self, resources: GroupResources, cause: DistError, done: threading.Event) -> None:
+    def _abort(self, resources: GroupResources, cause: DistError) -> None:
         """Stop the device's work, and only then release the arrays."""
         operations = list(resources.in_flight.operations)
         for work in operations:
@@ -201,14 +193,12 @@ class Supervision:
             self._abandoned.extend(work.calls for work in operations)
         for work in operations:
             work.finish(cause)
-        done.set()
+        self._aborted.set()
 
     def await_abort(self) -> None:
-        """Wait for the end of an abort that has begun."""
-        with self._abort_lock:
-            aborted = self._aborted
-        if aborted is not None:
-            aborted.wait(2 * END_S)  # it takes END_S at most, and users' callbacks
+        """If the group has failed, wait until its operations have been stopped."""
+        if self._state.error is not None:
+            self._aborted.wait(2 * END_S)  # it takes END_S at most, and users' callbacks
 
     # --- teardown -----------------------------------------------------------------------------------------------
 
@@ -236,12 +226,9 @@ class Supervision:
         failed_before = state.error
         if resources is not None and failed_before is None:
             self._drain(resources.in_flight)
-        with self._abort_lock:
-            state.closed = True
-            failed = state.error
-            state.error = failed or GroupAbortedError(
-                f"group {context.name!r} has been destroyed", group=context.name
-            )
+        failed = state.close()
+        if failed is None:
+            self._aborted.set()
         if context.job.control is not None:
             context.job.control.unwatch(context.name, context.backend)
         if resources is None:
@@ -269,7 +256,7 @@ class Supervision:
         gone = "".join(f"; {departed[rank]}" for rank in self._context.ranks if rank in departed)
         log.warning("destroying group %r waits for %s%s", self._context.name, in_flight.describe(), gone)
         if not in_flight.drain(in_flight.last_deadline + END_S) and self._state.error is None:
-            self._fail(
+            self._state.announce(
                 OperationTimeoutError(
                     f"destroying group {self._context.name!r}: the device was not done with {in_flight.describe()}"
                     " by their deadlines",

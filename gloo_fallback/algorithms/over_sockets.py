@@ -34,6 +34,7 @@ from gloo_fallback.transport.exchange import Connections, bytes_of
 from unicoll.arrays.compression import Codec, codec_for
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.size_agreement import shape_hash
 from unicoll.errors import CollectiveMismatchError
 
@@ -334,23 +335,23 @@ def agree_on_counts(connections: Connections, call: Call) -> Flat:
     plan.mine[:size] = call.in_counts
     plan.mine[size:] = call.out_counts
     table: Flat = np.stack(connections.exchange(plan))
-    check_counts(connections, table)
+    check_counts(connections.state, table)
     return table
 
 
-def check_counts(connections: Connections, table: Flat) -> None:
+def check_counts(state: GroupState, table: Flat) -> None:
     """Raise if counts differ; row i of ``table``: what rank i sends to each rank, then what it expects from each."""
-    size = connections.size
+    size = len(table)
     sent, expected = table[:, :size], table[:, size:].T
     if (sent != expected).any():
         i, j = np.argwhere(sent != expected)[0]
-        ranks, call = connections.context.ranks, connections.call
+        context, call = state.context, state.call
         assert call is not None
-        connections.fail(
+        state.fail(
             CollectiveMismatchError(
-                f"{call.op.name} #{call.seq} on group {connections.context.name!r}: rank {ranks[i]} sends {sent[i, j]}"
-                f" elements to rank {ranks[j]}, which has room for {expected[i, j]}",
-                group=connections.context.name,
+                f"{call.op.name} #{call.seq} on group {context.name!r}: rank {context.ranks[i]} sends"
+                f" {sent[i, j]} elements to rank {context.ranks[j]}, which has room for {expected[i, j]}",
+                group=context.name,
                 op=call.op.name,
                 seq=call.seq,
             )

@@ -103,7 +103,7 @@ def _fetch(slots: Slots, target: Flat, rank: int, array: _Array) -> None:
     try:
         array.copy_to(target)
     except OSError as error:
-        slots.connections.unreadable(slots.members[rank], error)
+        slots.unreadable(rank, error)
 
 
 def _must_read(slots: Slots, arrays: Sequence[_Array]) -> bool:

@@ -136,7 +136,7 @@ def _agree_on_counts(slots: Slots, plan: _ExchangePlan) -> int:
     if found != plan.seen[0]:
         rows = [np.frombuffer(row, _COUNTS) for row in found]
         table = np.stack([*rows[: slots.rank], plan.counts, *rows[slots.rank :]])
-        check_counts(slots.connections, table)
+        check_counts(slots.state, table)
         plan.seen[:] = found, int(table.max())
     largest: int = plan.seen[1]
     return largest

@@ -59,7 +59,7 @@ class Connector:
         rank, started = context.ranks[peer], time.monotonic()
 
         def check() -> None:
-            engine.raise_error()
+            engine.state.check()
             if time.monotonic() >= pending.deadline:
                 raise timed_out(context, pending, begun=False, others="")
 

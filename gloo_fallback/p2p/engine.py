@@ -23,12 +23,13 @@ from gloo_fallback.p2p.frames import IncomingMessage, PendingMessage
 from gloo_fallback.p2p.progress import ProgressEngine
 from gloo_fallback.shm.ring_buffer import RingReader
 from gloo_fallback.transport.topology import TransportPreference, transport_preference
-from unicoll.backend import Call, Context, operation_errors
+from unicoll.backend import Call, operation_errors
 from unicoll.backend.endpoint import MESSAGES, Endpoint
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.message_matcher import MessageMatcher
 from unicoll.backend.ops import PROBE
 from unicoll.backend.work import HostCompletion
-from unicoll.errors import DistError, DistNetworkError
+from unicoll.errors import DistError
 from unicoll.net.channel import Connection
 from unicoll.net.control.wait_graph import MessageState
 from unicoll.net.records import TamperedError
@@ -44,22 +45,24 @@ class P2PEngine:
     """One group's point-to-point traffic.
 
     Args:
-        context: the group.
+        state: of the group.
         endpoint: this process's listener.
         spins: polls of a connection before sleeping; 0 if ranks outnumber cores.
         died: called on the progress thread with the exception that ended it; fails the group.
 
     Attributes:
-        context, died: as above.
+        state, died: as above.
+        context: the group.
         lock: held while connections, queues or messages change.
         open: the connections, by descriptor.
         buffer: received data without a known destination.
     """
 
     def __init__(
-        self, context: Context, endpoint: Endpoint, spins: int, died: Callable[[BaseException], object]
+        self, state: GroupState, endpoint: Endpoint, spins: int, died: Callable[[BaseException], object]
     ) -> None:
-        self.context = context
+        self.state = state
+        self.context = context = state.context
         self.died = died
         self._endpoint = endpoint
         self._share = transport_preference() is not TransportPreference.TCP
@@ -72,12 +75,12 @@ class P2PEngine:
         self._ended: deque[tuple[PendingMessage, BaseException | None]] = deque()
         # dropped connections: the peer, the operations that needed the connection, the error
         self._dropped: deque[tuple[int, list[PendingMessage], Exception | None]] = deque()
-        self._error: DistError | None = None
         self.buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._progress = ProgressEngine(self, spins)
         self._closed = False
         self._turn = 0  # the connection that the next receive from any source polls first
         endpoint.listen(context.name, self.add_connection)
+        state.listeners.append(self._fail_all)
 
     # --- the operations ---------------------------------------------------------------------------------------------
 
@@ -121,8 +124,7 @@ class P2PEngine:
         """True if a message that a probe matches has come; ``call`` is the probe."""
         pending = PendingMessage(call, None)
         with self.lock:
-            if self._error is not None:
-                raise self._error
+            self.state.check()
             if self._matcher.post_probe(pending):
                 return True
         held = self._progress.try_acquire()
@@ -139,7 +141,7 @@ class P2PEngine:
     def _send_at_once(self, call: Call) -> bool:
         """Send a small message in one system call; False if it was not sent, because another is queued before it."""
         connection = self._connections[call.peer]
-        if connection is None or self._error is not None:
+        if connection is None or self.state.error is not None:
             return False
         with self.lock:
             if self._connector.queue and self._connector.has_queued_send_to(call.peer):
@@ -165,7 +167,7 @@ class P2PEngine:
             if sender is None:
                 return False
             with self.lock:
-                if sender.closed or not self._matcher.empty(call.peer) or self._error is not None:
+                if sender.closed or not self._matcher.empty(call.peer) or self.state.error is not None:
                     return False
                 try:
                     return sender.receiver.take(call)
@@ -199,14 +201,8 @@ class P2PEngine:
             rings.append((connection, reader))
         return rings
 
-    def raise_error(self) -> None:
-        """Raise the error of a group that has failed."""
-        if self._error is not None:
-            raise self._error
-
     def _accept(self, pending: PendingMessage) -> None:
-        if self._error is not None:
-            raise self._error
+        self.state.check()
         call = pending.call
         sends_now = bool(call.inputs) and not pending.background
         if (
@@ -217,8 +213,7 @@ class P2PEngine:
         ):
             self._connector.connect(pending)
         with self.lock:
-            if self._error is not None:
-                raise self._error
+            self.state.check()
             if call.op is PROBE:
                 if self._matcher.post_probe(pending):
                     self.finish(pending)
@@ -452,17 +447,18 @@ class P2PEngine:
         if isinstance(error, TamperedError):
             for pending in operations:
                 pending.completion.finish(
-                    self._error or operation_errors.tampered_error(self.context, rank, error, pending.call)
+                    self.state.error
+                    or operation_errors.tampered_error(self.context, rank, error, pending.call)
                 )
             return
         control = self.context.job.control
         why = f"{self.context.who(peer)} closed its connection"
-        if control is not None and self._error is None:
+        if control is not None and self.state.error is None:
             lost_rank = control.find_lost_rank(rank, self.context.ranks, 0.5)
             if lost_rank is not None:
                 rank, why = lost_rank, control.departed[lost_rank]
         for pending in operations:
-            pending.completion.finish(self._error or lost(self.context, pending.call, rank, why))
+            pending.completion.finish(self.state.error or lost(self.context, pending.call, rank, why))
 
     def _end(self, pending: PendingMessage, error: BaseException) -> None:
         self._withdraw(pending)
@@ -488,12 +484,11 @@ class P2PEngine:
                     queue.remove(pending)
             return False
 
-    def abort(self, error: DistError) -> None:
-        """Make all pending and all later operations raise ``error``."""
+    def _fail_all(self, error: DistError) -> None:
+        """Make all pending operations raise the error with which the group has ended."""
         with self.lock:
-            self._error = self._error or error
             for pending in (*self._matcher.cancel_all(), *self._connector.queue):
-                self._ended.append((pending, self._error))
+                self._ended.append((pending, error))
             self._connector.queue.clear()
             for peer in range(len(self._connections)):
                 self.drop_connection(peer)
@@ -528,16 +523,20 @@ class P2PEngine:
             ]
             return any(p.completion.has_callbacks for p in pending)
 
-    def close(self, timeout: float) -> bool:
-        """Finish pending sends within ``timeout`` seconds and release everything; True if all were sent."""
+    def drain(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for pending sends; True if all were sent."""
         deadline = time.monotonic() + timeout
         while (unsent := self._unsent()) and time.monotonic() < deadline:
             time.sleep(0.005)
+        return not unsent
+
+    def close(self) -> None:
+        """Make all pending operations raise, and close the connections."""
         with self.lock:
             self._closed = True  # a connection that arrives from now on would not be ended
-        self.abort(DistNetworkError(f"group {self.context.name!r} was closed", group=self.context.name))
+        assert self.state.error is not None
+        self._fail_all(self.state.error)
         self._progress.close()
-        return not unsent
 
     def _unsent(self) -> bool:
         with self.lock:

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -28,9 +28,9 @@ from gloo_fallback.shm import futex
 from gloo_fallback.shm.peer_memory import PeerMemory
 from gloo_fallback.shm.segment import SharedSegment
 from gloo_fallback.shm.symmetric import SymmetricMemory
-from gloo_fallback.transport.connections import GroupConnections
 from unicoll.arrays.kernels import Flat
 from unicoll.backend import Call
+from unicoll.backend.group_state import TICK_S, GroupState
 from unicoll.backend.op_queue import OpQueue
 from unicoll.errors import DistError
 
@@ -51,7 +51,6 @@ _PAGE, _OFFSET = 4096, 1024
 the target is 1 to 31 bytes further in its page than the source; large arrays of NumPy start 16 bytes after the start of
 a page, those of PyTorch 64 bytes."""
 _MASK = (1 << 64) - 1
-_TICK_S = 0.1
 _ARRIVED = -1.0
 
 
@@ -69,7 +68,7 @@ class Slots:
     """The flags and slots of the ranks of one host, used by one of them.
 
     Args:
-        connections: of the group; checks liveness and the deadline, and fails the group.
+        state: of the group.
         members: the ranks (in the group) that share the segment, including this one.
         segment: mapped by all members.
         spins: polls of a flag before the processor is yielded; 0 if ranks outnumber cores.
@@ -83,11 +82,11 @@ class Slots:
     """
 
     def __init__(
-        self, connections: GroupConnections, members: tuple[int, ...], segment: SharedSegment, spins: int
+        self, state: GroupState, members: tuple[int, ...], segment: SharedSegment, spins: int
     ) -> None:
-        self.connections = connections
+        self.state = state
         self.members = members
-        self.rank = members.index(connections.rank)
+        self.rank = members.index(state.context.rank)
         self.size = size = len(members)
         self.queue: OpQueue | None = None
         self._segment = segment
@@ -110,11 +109,11 @@ class Slots:
         lock = threading.Lock()
         lock.acquire()
         self._release, self._acquire = lock.release, lock.acquire
-        connections.wake = self._wake_sleepers
+        state.listeners.append(self._wake_sleepers)
 
     def close(self) -> None:
         """Release the memory."""
-        self.connections.wake = lambda: None
+        self.state.listeners.remove(self._wake_sleepers)
         self._views.clear()
         self.plans.clear()
         self._slots = np.zeros((2, self.size, 0), np.uint8)
@@ -177,7 +176,7 @@ class Slots:
             if flags[other] < step:
                 self._wait(other, step)
             if call is not None and (flags[other + place] != signature or flags[other + place + 1] != seq):
-                self.connections.mismatch(self.members[other // _WORDS], flags[other + place + 1])
+                self.state.mismatch(self.members[other // _WORDS], flags[other + place + 1])
 
     def publish_value(self, value: int) -> None:
         """Store a number that the other ranks can read after the next step."""
@@ -219,7 +218,7 @@ class Slots:
         checked = time.monotonic()
         while (seen := flags[other]) < step:
             flags[other + _AWAITED] = step
-            futex.sleep(address, seen & 0xFFFFFFFF, _TICK_S)
+            futex.sleep(address, seen & 0xFFFFFFFF, TICK_S)
             checked = self._check_liveness(other // _WORDS, checked, lambda: flags[other] >= step)
 
     def _check_liveness(self, other: int, checked: float, arrived: Callable[[], bool]) -> float:
@@ -231,22 +230,31 @@ class Slots:
             The time of the last check; ``_ARRIVED`` if the awaited signal had come when the check found a failure.
         """
         now = time.monotonic()
-        if now - checked < _TICK_S and self.connections.error is None:
+        state = self.state
+        if now - checked < TICK_S and state.error is None:
             return checked
-        member = self.members[other]
         try:
-            lost = self.connections.check_peer(member)
+            state.tick()
         except DistError:
             if arrived():
                 return _ARRIVED
             raise
-        if not lost:
+        member, control = self.members[other], state.context.job.control
+        rank = state.context.ranks[member]
+        if control is None or (rank not in control.departed and _is_running(control.peers[rank].pid)):
             return now
         if arrived():
             return _ARRIVED
-        self.connections.fail_lost(member)
+        reason = control.await_departure(rank) or f"{state.context.who(member)} died"
+        state.fail(state.lost_error(member, reason))
 
-    def _wake_sleepers(self) -> None:
+    def unreadable(self, other: int, cause: OSError) -> NoReturn:
+        """Fail the group because a rank's memory cannot be read: it died, or left the call and freed its arrays."""
+        member = self.members[other]
+        who = self.state.context.who(member)
+        self.state.fail_peer(member, f"{who} has an array that cannot be read: {cause}")
+
+    def _wake_sleepers(self, error: DistError) -> None:
         """Wake the thread that sleeps on a flag after the group has failed; sleepers of other processes sleep again."""
         for other in self._others:
             futex.wake(self._address + 8 * other)
@@ -256,9 +264,9 @@ class SemaphoreSlots(Slots):
     """Slots with semaphores as signals; correct on every processor."""
 
     def __init__(
-        self, connections: GroupConnections, members: tuple[int, ...], segment: SharedSegment, spins: int
+        self, state: GroupState, members: tuple[int, ...], segment: SharedSegment, spins: int
     ) -> None:
-        super().__init__(connections, members, segment, spins)
+        super().__init__(state, members, segment, spins)
         first = segment.address + SharedSegment.START + self.size * _WORDS * 8
         others = [r for r in range(self.size) if r != self.rank]
         self._to = [_semaphore(first, self.size, self.rank, r) for r in others]
@@ -289,7 +297,7 @@ class SemaphoreSlots(Slots):
             if call is not None:
                 offset = rank * _WORDS + place
                 if flags[offset] != signature or flags[offset + 1] != seq:
-                    self.connections.mismatch(self.members[rank], flags[offset + 1])
+                    self.state.mismatch(self.members[rank], flags[offset + 1])
 
     def _wait_for_post(self, rank: int, semaphore: int) -> None:
         """Wait for a semaphore that is not posted yet: poll, then yield, then sleep."""
@@ -302,13 +310,24 @@ class SemaphoreSlots(Slots):
                 return
             os.sched_yield()
         checked = time.monotonic()
-        while not futex.timed_wait(semaphore, _TICK_S):
+        while not futex.timed_wait(semaphore, TICK_S):
             checked = self._check_liveness(rank, checked, lambda: futex.try_wait(semaphore) == 0)
             if checked == _ARRIVED:
                 return
 
-    def _wake_sleepers(self) -> None:
+    def _wake_sleepers(self, error: DistError) -> None:
         """Do nothing: a sleep ends after a tick, and an extra post would count as a signal."""
+
+
+def _is_running(pid: int) -> bool:
+    """True if a process of this host exists (a zombie counts)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _semaphore(first: int, ranks: int, poster: int, waiter: int) -> int:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
 from gloo_fallback.transport.exchange import HEADER_SIZE, MAGIC, Connections, read_header
 from gloo_fallback.transport.striping import STRIPED, STRIPED_COMPRESSED, Stripe, advance, stripes, transfer
-from unicoll.backend import Call, Context, operation_errors
-from unicoll.backend.call import EndedCall
+from unicoll.backend import operation_errors
 from unicoll.backend.endpoint import Endpoint
+from unicoll.backend.group_state import TICK_S, GroupState
 from unicoll.errors import DistError, DistNetworkError, RankLostError
 from unicoll.net.channel import Channel, Connection
 from unicoll.net.links import given_up, unacknowledged
@@ -24,8 +22,7 @@ from unicoll.net.records import TamperedError
 
 _COLLECTIVE = "c"
 """The first character of the kind of these connections, as opposed to ``MESSAGES``."""
-_TICK_S = 0.1
-_TICK_TIMEVAL = struct.pack("@ll", 0, int(_TICK_S * 1e6))
+_TICK_TIMEVAL = struct.pack("@ll", 0, int(TICK_S * 1e6))
 _SYSCALL_BYTES = 1 << 18
 """Maximum bytes per system call; small enough that sends and receives alternate."""
 
@@ -39,36 +36,24 @@ class GroupConnections(Connections):
     """The connections of one rank of a group to the other ranks.
 
     Args:
-        context: the group.
+        state: of the group.
         endpoint: this process's listener.
         spins: polls of a socket before sleeping on it; 0 if ranks outnumber cores.
-
-    Attributes:
-        error: the error that ended the group, or None.
-        call: the operation in progress.
-        last: the previous one.
-        deadline: of the operation, on the clock of time.monotonic; 0 until the operation first waits.
-        wake: wakes the thread that sleeps in shared memory.
     """
 
-    def __init__(self, context: Context, endpoint: Endpoint, spins: int) -> None:
-        super().__init__()
-        self.context = context
-        self.rank = context.rank
-        self.size = context.size
-        self.error: DistError | None = None
-        self.call: Call | None = None
-        self.last: EndedCall | None = None
+    def __init__(self, state: GroupState, endpoint: Endpoint, spins: int) -> None:
+        super().__init__(state)
+        self.rank = self.context.rank
+        self.size = self.context.size
         self._endpoint = endpoint
         self._spins = spins
         self._sockets: list[Connection | None] = [None] * self.size
         self._more_sockets: list[Connection] = []
         self._connections: dict[int, list[Connection]] = {}
         self._names: list[tuple[int, Connection, str]] = []
-        self.deadline = 0.0
         self._pollers: dict[tuple[int, int], select.poll] = {}
-        self._aborting = threading.Lock()
-        self.wake: Callable[[], None] = lambda: None
+        self._shutting_down = threading.Lock()
+        state.listeners.append(self.shut_down)
 
     # --- bytes ----------------------------------------------------------------------------------------------
 
@@ -99,7 +84,7 @@ class GroupConnections(Connections):
     def _transfer(self, to: int, outgoing: memoryview, frm: int, incoming: memoryview) -> None:
         """Send and receive messages of which at least one is cut into stripes."""
         parts = [*self._cut(frm, incoming, False), *self._cut(to, outgoing, True)]
-        transfer(parts, self.tick, self.check_deadline, self._connection_broken)
+        transfer(parts, self.state.tick, self.state.check_deadline, self._connection_broken)
 
     def begin(self, to: int, outgoing: memoryview) -> list[Stripe]:
         return self._cut(to, outgoing, True, STRIPED_COMPRESSED)
@@ -111,7 +96,7 @@ class GroupConnections(Connections):
     def finish(self, to: int, parts: list[Stripe], frm: int, incoming: memoryview) -> None:
         arriving = self._cut(frm, incoming, False, STRIPED_COMPRESSED)
         if self._more_sockets:
-            transfer([*arriving, *parts], self.tick, self.check_deadline, self._connection_broken)
+            transfer([*arriving, *parts], self.state.tick, self.state.check_deadline, self._connection_broken)
         else:
             self._duplex(to, parts[0].view if parts else _NOTHING, frm, incoming)
 
@@ -128,9 +113,9 @@ class GroupConnections(Connections):
         if connections is None:
             connections = [self._sockets[peer] or self._connect(peer)]
             try:
-                count = self._endpoint.connections_to(self.context.ranks[peer], self.tick)
+                count = self._endpoint.connections_to(self.context.ranks[peer], self.state.tick)
             except DistError as e:
-                self.fail(e)
+                self.state.fail(e)
             connections += [self._connect(peer, number) for number in range(1, count)]
             self._connections[peer] = connections
         return connections
@@ -145,11 +130,11 @@ class GroupConnections(Connections):
             self._connection_broken(peer, e)
         total = len(view)
         while sent < total:
-            self.check_deadline()
+            self.state.check_deadline()
             try:
                 sent += sock.send(view[sent : sent + _SYSCALL_BYTES])
             except BlockingIOError:
-                self.tick()
+                self.state.tick()
             except OSError as e:
                 self._connection_broken(peer, e)
 
@@ -159,14 +144,14 @@ class GroupConnections(Connections):
         spins = self._spins
         while True:
             if not spins:
-                self.check_deadline()
+                self.state.check_deadline()
             try:
                 count = sock.recv_into(view[got:] if got else view, length - got, _DONTWAIT if spins else 0)
             except BlockingIOError:
                 if spins:
                     spins -= 1
                 else:
-                    self.tick()
+                    self.state.tick()
                 continue
             except OSError as e:
                 self._connection_broken(peer, e)
@@ -205,11 +190,11 @@ class GroupConnections(Connections):
                 self._connection_broken(frm, e)
             if moved:
                 idle = 0
-                self.check_deadline()
+                self.state.check_deadline()
             else:
                 idle += 1
-                if idle > self._spins and not self._poller(to, frm).poll(_TICK_S * 1000):
-                    self.tick()
+                if idle > self._spins and not self._poller(to, frm).poll(TICK_S * 1000):
+                    self.state.tick()
         if sent < to_send:
             self._send(to, outgoing[sent:])
         elif got < to_get:
@@ -232,130 +217,66 @@ class GroupConnections(Connections):
         """Connect to a member. ``number`` > 0 is a further connection, which large messages use."""
         kind = f"{_COLLECTIVE}{number}" if number else _COLLECTIVE
         try:
-            sock = self._endpoint.connect((self.context.name, kind, self.context.ranks[peer]), self.tick)
+            sock = self._endpoint.connect(
+                (self.context.name, kind, self.context.ranks[peer]), self.state.tick
+            )
             name = self._endpoint.describe(self.context.ranks[peer], sock)
         except RankLostError as e:
-            self.fail(self._lost(peer, str(e)))
+            self.state.fail(self.state.lost_error(peer, str(e)))
         except DistError as e:
-            self.fail(e)
+            self.state.fail(e)
         # a send or receive that makes no progress for a tick returns, so that deadline and failures are checked
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK_TIMEVAL)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK_TIMEVAL)
         if isinstance(sock, Channel):
-            sock.part_moved = self.check_deadline
-        with self._aborting:
+            sock.part_moved = self.state.check_deadline
+        with self._shutting_down:
             if number:
                 self._more_sockets.append(sock)
             else:
                 self._sockets[peer] = sock
             self._names.append((peer, sock, name))
-        if self.error is not None:
-            raise self.error
+        self.state.check()
         return sock
-
-    def tick(self) -> None:
-        """Check for failure and deadline of the group; called while a wait makes no progress."""
-        if self.error is not None:
-            raise self.error.with_traceback(None) from None
-        call = self.call
-        assert call is not None
-        now = time.monotonic()
-        if not self.deadline:
-            self.deadline = now - _TICK_S + call.timeout
-        if now >= self.deadline:
-            self.fail(operation_errors.timeout_error(self.context, call, self.links))
-
-    def check_deadline(self) -> None:
-        """Check the deadline while a message moves in parts: a slow connection may never be idle for a tick."""
-        now = time.monotonic()
-        if now < self.deadline:
-            return
-        if self.deadline:
-            self.tick()
-        else:
-            assert self.call is not None
-            self.deadline = now + self.call.timeout
 
     # --- failing --------------------------------------------------------------------------------------------
 
-    def abort(self, error: DistError) -> None:
-        """Make the operation in progress and all later ones raise ``error``; callable from any thread."""
-        with self._aborting:
-            if self.error is None:
-                self.error = error
-            wake = self.wake
-        wake()
-        with self._aborting:
+    def shut_down(self, error: DistError | None = None) -> None:
+        """Shut the connections down, which wakes a thread that sleeps in send or recv; any thread."""
+        with self._shutting_down:
             for sock in (*self._sockets, *self._more_sockets):
                 if sock is not None:
                     with suppress(OSError):
-                        sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that sleeps in send or recv
+                        sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the group's connections, which no operation uses any more.
 
-        The system gives a closed socket's descriptor to the next one, which :meth:`abort` must not shut down.
+        The system gives a closed socket's descriptor to the next one, which :meth:`shut_down` must not shut down.
         """
-        with self._aborting:
+        with self._shutting_down:
             self._endpoint.close_group(self.context.name)
 
-    def fail(self, error: DistError) -> NoReturn:
-        operation_errors.fail_group(self, error)
-
-    def unreadable(self, peer: int, cause: OSError) -> NoReturn:
-        """Raise the error for a member whose memory cannot be read: it died, or left the call and freed its arrays."""
-        self._connection_broken(peer, cause, "has an array that cannot be read")
-
-    def _connection_broken(
-        self, peer: int, cause: Exception | None, what: str = "closed its connection"
-    ) -> NoReturn:
+    def _connection_broken(self, peer: int, cause: Exception | None) -> NoReturn:
         """Raise the error for a connection that ended: a rank died, left the group, or failed and closed it."""
-        context, control = self.context, self.context.job.control
+        context, state = self.context, self.state
         if isinstance(cause, TamperedError):
-            assert self.call is not None
-            self.fail(operation_errors.tampered_error(context, context.ranks[peer], cause, self.call))
-        if self.error is None and control is not None:
-            deadline = time.monotonic() + 0.5
-            while time.monotonic() < deadline and self.error is None:
-                if (failure := control.group_failure(context.name)) is not None:
-                    self.abort(failure)
-                elif (rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)) is not None:
-                    self.fail(self._lost(context.ranks.index(rank), control.departed[rank]))
-        if self.error is not None:
-            raise self.error.with_traceback(None) from None
+            assert state.call is not None
+            state.fail(operation_errors.tampered_error(context, context.ranks[peer], cause, state.call))
+        what = "closed its connection"
         lost = [name for member, sock, name in self._names if member == peer and given_up(sock, cause)]
         if lost:
             what = f"does not acknowledge what was sent from {'; '.join(lost)}"
-        reason = f"{self.context.who(peer)} {what}" + (f": {cause}" if cause else "")
-        self.fail(self._lost(peer, reason))
-
-    def _lost(self, peer: int, reason: str) -> RankLostError:
-        assert self.call is not None
-        return operation_errors.rank_lost_error(self.context, self.call, peer, reason)
+        state.fail_peer(peer, f"{context.who(peer)} {what}" + (f": {cause}" if cause else ""))
 
     def _bad_header(self, peer: int, header: bytes) -> NoReturn:
         context = self.context
         magic, seq = read_header(header)
         if magic != MAGIC:
-            self.fail(DistNetworkError(f"{context.who(peer)} sent an invalid header", group=context.name))
-        self.mismatch(peer, seq)
-
-    def mismatch(self, peer: int, seq: int) -> NoReturn:
-        """Raise the error for a member that is in another call, with sequence number ``seq``."""
-        assert self.call is not None
-        self.fail(operation_errors.mismatch_error(self.context, self.call, peer, seq))
-
-    def check_peer(self, peer: int) -> bool:
-        """True if a member has ended; for waits in shared memory. Raises after the deadline."""
-        self.tick()
-        control, rank = self.context.job.control, self.context.ranks[peer]
-        return control is not None and (rank in control.departed or not _is_running(control.peers[rank].pid))
-
-    def fail_lost(self, peer: int) -> NoReturn:
-        """Raise the error for a member that ended before it signalled."""
-        context, control = self.context, self.context.job.control
-        reason = control.await_departure(context.ranks[peer]) if control is not None else None
-        self.fail(self._lost(peer, reason or f"{context.who(peer)} died"))
+            self.state.fail(
+                DistNetworkError(f"{context.who(peer)} sent an invalid header", group=context.name)
+            )
+        self.state.mismatch(peer, seq)
 
     def links(self) -> str:
         """The connections on which the other host acknowledges nothing, and addresses that do not answer."""
@@ -365,36 +286,20 @@ class GroupConnections(Connections):
         return "; ".join(found[:_SHOWN]) + more
 
 
-def _is_running(pid: int) -> bool:
-    """True if a process of this host exists (a zombie counts)."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 class SubsetConnections(Connections):
     """Connections between some members of a group, renumbered from 0.
 
     Args:
-        parent: the group's connections; they wait, fail and keep the deadline.
+        parent: the group's connections.
         members: the members' ranks in the group, including this one.
     """
 
     def __init__(self, parent: GroupConnections, members: tuple[int, ...]) -> None:
-        super().__init__()
+        super().__init__(parent.state)
         self._parent = parent
         self.members = members
-        self.context = parent.context
         self.rank = members.index(parent.rank)
         self.size = len(members)
-
-    @property
-    def call(self) -> Call | None:  # type: ignore[override]
-        return self._parent.call
 
     def send(self, peer: int, view: memoryview) -> None:
         self._parent.send(self.members[peer], view)
@@ -426,9 +331,6 @@ class SubsetConnections(Connections):
         discard: Callable[[bytes], memoryview] | None = None,
     ) -> bool:
         return self._parent.swap(self.members[to], outgoing, self.members[frm], incoming, header, discard)
-
-    def fail(self, error: DistError) -> NoReturn:
-        self._parent.fail(error)
 
     def _bad_header(self, peer: int, header: bytes) -> NoReturn:
         self._parent._bad_header(self.members[peer], header)

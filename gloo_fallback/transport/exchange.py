@@ -17,8 +17,8 @@ import numpy as np
 
 from gloo_fallback.transport.striping import Stripe
 from unicoll.arrays.kernels import Flat
-from unicoll.backend import Call, Context
-from unicoll.errors import DistError
+from unicoll.backend import Call
+from unicoll.backend.group_state import GroupState
 
 _HEADER = struct.Struct("<QQqQ")
 HEADER_SIZE = _HEADER.size
@@ -91,18 +91,18 @@ class Connections(ABC):
 
     Attributes:
         rank, size: this process's rank among the members, and their number.
+        state: of the group.
         context: the group.
-        call: the operation in progress.
         deterministic: True if reductions must give the same bits over every transport.
     """
 
     rank: int
     size: int
-    context: Context
-    call: Call | None
     deterministic: bool = False
 
-    def __init__(self) -> None:
+    def __init__(self, state: GroupState) -> None:
+        self.state = state
+        self.context = state.context
         self._scratch = np.zeros(HEADER_SIZE, np.uint8)
         self._theirs = memoryview(bytearray(HEADER_SIZE))
         self._plans: dict[Any, ExchangePlan] = {}
@@ -141,10 +141,6 @@ class Connections(ABC):
         """
 
     @abstractmethod
-    def fail(self, error: DistError) -> NoReturn:
-        """Fail the operation: agree on the error with the other members and raise it."""
-
-    @abstractmethod
     def _bad_header(self, peer: int, header: bytes) -> NoReturn:
         """Raise the error for a member that sent another header than that of this call."""
 
@@ -177,7 +173,7 @@ class Connections(ABC):
         Raises:
             CollectiveMismatchError: another rank is in another call.
         """
-        call = self.call
+        call = self.state.call
         assert call is not None
         header = _HEADER.pack(MAGIC, call.seq, call.signature, 0)
         plan.head[:] = header
@@ -213,7 +209,7 @@ class Connections(ABC):
             storage: dtype of the data.
             mine: this rank's contribution.
         """
-        call = self.call
+        call = self.state.call
         assert call is not None
         mark = value << _BLOCK_BITS & _MASK | block if value >= 0 else _DIFFERENT
         plan = self.plan(lengths(mark & _BLOCK), storage)

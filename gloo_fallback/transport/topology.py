@@ -127,7 +127,7 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
     names = [context.who(r) for r in range(connections.size)]
     infos = _exchange_host_info(connections)
     if len({b.deterministic for b in infos}) > 1:
-        connections.fail(_options_differ(context, infos))
+        connections.state.fail(_options_differ(context, infos))
     topology = plan_topology(infos, names)
     segment = None
     try:
@@ -139,14 +139,14 @@ def build_topology(connections: GroupConnections, spins: int) -> tuple[Topology,
                 topology = without_ranks(topology, unable, names[unable[0]])
         if len(topology.members) > 1 and any(b.preference is TransportPreference.SHM for b in infos):
             reason = f"group {context.name!r}: UNICOLL_TRANSPORT=shm, but {topology.reason}"
-            connections.fail(BackendUnavailableError(reason, group=context.name))
+            connections.state.fail(BackendUnavailableError(reason, group=context.name))
         if topology.all_separate:
             return topology, None
         kind = Slots if all(b.strong_ordering for b in infos) else SemaphoreSlots
         node_ranks = topology.of(connections.rank)
         memory = create_private(size_of(1)) if len(node_ranks) == 1 else segment
         assert memory is not None
-        slots = kind(connections, node_ranks, memory, spins)
+        slots = kind(connections.state, node_ranks, memory, spins)
         slots.peers = find_peer_memory(slots, not spins)
         return topology, slots
     finally:
@@ -159,7 +159,7 @@ def _exchange_host_info(connections: GroupConnections) -> list[HostInfo]:
     try:
         wanted = transport_preference()
     except BackendUnavailableError as e:
-        connections.fail(e)
+        connections.state.fail(e)
     host = zlib.crc32(socket.gethostname().encode()) << 32 | zlib.crc32(boot_id().encode())
     plan = connections.plan((5 * 8,) * connections.size, np.dtype(np.uint64))
     plan.mine[:] = (host, wanted, can_share() is None, has_strong_ordering(), connections.deterministic)
@@ -170,7 +170,7 @@ def _exchange_host_info(connections: GroupConnections) -> list[HostInfo]:
             preference = TransportPreference(number)
         except ValueError:
             message = f"{context.who(r)} sent invalid host information"
-            connections.fail(DistNetworkError(message, group=context.name, rank=context.ranks[r]))
+            connections.state.fail(DistNetworkError(message, group=context.name, rank=context.ranks[r]))
         infos.append(HostInfo(h, preference, bool(shares), bool(strong_ordering), bool(fixed)))
     return infos
 
@@ -187,7 +187,7 @@ def _segment(connections: GroupConnections, members: tuple[int, ...]) -> SharedS
             size_of(ranks),
             lambda segment: SemaphoreSlots.prepare(segment, ranks),
         )
-    return open_published(connections.context, str(members[0]), connections.tick)
+    return open_published(connections.context, str(members[0]), connections.state.tick)
 
 
 def _ranks_without_segment(connections: GroupConnections, could: bool) -> list[int]:

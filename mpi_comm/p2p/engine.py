@@ -16,9 +16,9 @@ from typing import Any
 from mpi_comm.group_communicator import HEADER_TAG, GroupCommunicator
 from mpi_comm.p2p.matcher import EAGER_LIMIT, PACK, RequestMatcher
 from mpi_comm.p2p.requests import PendingRequest
-from unicoll.backend import Call, Context, operation_errors
+from unicoll.backend import Call, operation_errors
 from unicoll.backend.work import HostCompletion
-from unicoll.errors import DistBackendError, DistError, GroupAbortedError, OperationTimeoutError
+from unicoll.errors import DistBackendError, DistError, OperationTimeoutError
 from unicoll.net import logs
 from unicoll.net.control.wait_graph import MessageState
 from unicoll.net.timeouts import backoff
@@ -36,10 +36,9 @@ _PAUSES_S = (2e-5, 5e-4, 1.2)
 class MPIP2PEngine:
     """One group's point-to-point traffic, over the group's communicator."""
 
-    def __init__(
-        self, context: Context, communicator: GroupCommunicator, died: Callable[[BaseException], object]
-    ) -> None:
-        self._context = context
+    def __init__(self, communicator: GroupCommunicator, died: Callable[[BaseException], object]) -> None:
+        self._state = communicator.state
+        self._context = context = communicator.context
         self._died = died
         self._communicator = communicator
         self._mpi = communicator.mpi
@@ -47,18 +46,18 @@ class MPIP2PEngine:
         self._matcher = RequestMatcher(context, communicator)
         self._progress_lock = threading.Lock()
         self._thread_lock = threading.Lock()
-        self._error: DistError | None = None
         self._wakeups: SimpleQueue[bool] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
         self._checked_at = 0.0
         self._departed_at: dict[int, float] = {}
+        self._state.listeners.append(self._fail_all)
 
     # --- the operations ------------------------------------------------------------------------------------------
 
     def run(self, call: Call) -> None:
         """Send, receive or probe, and return when the array may be used again."""
-        if call.inputs and self._mpi.mpi_thread is None and self._error is None:
+        if call.inputs and self._mpi.mpi_thread is None and self._state.error is None:
             buffer = call.inputs[0]
             if buffer.nbytes <= EAGER_LIMIT:
                 self._send_small(call, buffer.flat, buffer.dtype.code, buffer.nbytes)
@@ -91,15 +90,14 @@ class MPIP2PEngine:
         return False
 
     def _accept(self, call: Call) -> PendingRequest:
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+        self._state.check()
         request = PendingRequest(call)
         if self._mpi.mpi_thread is None:
             self._matcher.start(request)
         else:
             self._mpi.mpi_thread.call(self._matcher.start, request)
-        if self._error is not None:  # set since the first check
-            self._end(request, self._error)
+        if self._state.error is not None:  # set since the first check
+            self._end(request, self._state.error)
         return request
 
     def _send_small(self, call: Call, flat: Any, code: int, size: int) -> None:
@@ -196,7 +194,7 @@ class MPIP2PEngine:
         return self._poll()
 
     def _poll(self) -> bool:
-        if self._error is not None:
+        if self._state.error is not None:
             return False
         try:
             return self._matcher.poll()
@@ -207,21 +205,21 @@ class MPIP2PEngine:
     # --- failures ------------------------------------------------------------------------------------------------
 
     def _failed(self, cause: BaseException) -> None:
-        """Fail all messages: MPI does not say which one failed."""
-        peer = self._communicator.await_departure_notice()
-        if peer is not None:
-            rank = self._context.ranks[peer]
+        """Fail the group: MPI does not say which message failed."""
+        peer, name = self._communicator.await_departure_notice(), self._context.name
+        if peer is None:
+            error: DistError = DistBackendError(
+                f"MPI failed in a message of group {name!r}: {cause}", group=name
+            )
+        else:
+            error = self._communicator.lost_error(peer)
             for request in self._matcher.pending_requests():
-                request.completion.finish(self._lost(request.call, rank))
-        name = self._context.name
-        self.abort(DistBackendError(f"MPI failed in a message of group {name!r}: {cause}", group=name))
+                request.completion.finish(self._lost(request.call, self._context.ranks[peer]))
+        self._matcher.abandoned = True
+        self._state.abort(error)
 
     def _check_state(self, now: float) -> None:
-        """Check the group's error, deadlines and departed peers."""
-        error = self._communicator.error or self._error
-        if error is not None:
-            self.abort(error)
-            return
+        """Check deadlines and departed peers."""
         requests = self._matcher.pending_requests()
         died = operation_errors.first_dead_member(self._context)
         for request in requests:
@@ -281,22 +279,24 @@ class MPIP2PEngine:
         """True if callbacks are attached to messages in flight."""
         return any(request.completion._callbacks for request in self._matcher.pending_requests())
 
-    def abort(self, error: DistError) -> None:
-        """Make all pending and all later operations raise ``error``."""
-        self._error = self._error or error
+    def _fail_all(self, error: DistError) -> None:
+        """Make all pending operations raise ``error``."""
         for request in self._matcher.abandon_all():
             request.completion.finish(error)
 
-    def close(self, timeout: float) -> bool:
-        """Finish pending sends within ``timeout`` seconds; True if no message is left in the communicator."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline and self._matcher.sending() and self._error is None:
+    def drain(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for pending sends; True if no message is left in the communicator."""
+        deadline, matcher = time.monotonic() + timeout, self._matcher
+        while time.monotonic() < deadline and matcher.sending() and self._state.error is None:
             time.sleep(0.001)
-        clean = not (self._matcher.sending() or self._matcher.receiving() or self._error is not None)
-        self.abort(GroupAbortedError(f"group {self._context.name!r} was closed", group=self._context.name))
+        return not (matcher.sending() or matcher.receiving() or matcher.abandoned)
+
+    def close(self) -> None:
+        """Make all pending operations raise, and end the thread."""
+        assert self._state.error is not None
+        self._fail_all(self._state.error)
         self._closed = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._wakeups.put(False)
             thread.join(2.0)
-        return clean

@@ -48,6 +48,7 @@ class RequestMatcher:
 
     Attributes:
         sent: for each member a counter of the messages to it, which every send advances.
+        abandoned: True once MPI keeps a request that was given up, or has failed.
     """
 
     def __init__(self, context: Context, group: GroupCommunicator) -> None:
@@ -73,6 +74,7 @@ class RequestMatcher:
         self._header_receive: Any = None  # of a message that a probe has found
         self._header_peer = -1
         self._status = group.mpi.MPI.Status()
+        self.abandoned = False
         self._device: DeviceMemory | None = None  # of the last message in device memory
 
     def start(self, request: PendingRequest) -> None:
@@ -298,6 +300,8 @@ class RequestMatcher:
         with self._lock:
             requests = self.pending_requests()
             self._matcher.cancel_all()
+            if self._sending or self._given_up or self._incoming or self._header_receive is not None:
+                self.abandoned = True
             for request in (*self._sending, *self._given_up):
                 self._mpi.abandoned.append((request.mpi_requests, request.view))
             for message in self._incoming:

@@ -150,7 +150,7 @@ def all_at_once(names: tuple[str, ...], timeout: float) -> dict[str, CallOutcome
 
 def in_a_collective(group: Any = None) -> bool:
     """True if this rank has begun a collective of a group, and has not ended it."""
-    return (group or dist.group.WORLD)._backends.for_device("cpu")._record.call is not None
+    return (group or dist.group.WORLD)._backends.for_device("cpu").state.call is not None
 
 
 def compute(fifo: str) -> None:

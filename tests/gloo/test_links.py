@@ -19,6 +19,7 @@ from gloo_fallback.backend import GlooBackend
 from gloo_fallback.transport.connections import GroupConnections
 from unicoll.backend import Call, Context, operation_errors
 from unicoll.backend.endpoint import Endpoint, _Addresses
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
 from unicoll.errors import OperationTimeoutError, RankLostError
 from unicoll.net.channel import Channel, Connection, records_for
@@ -40,8 +41,9 @@ def connections_of(*lanes: Connection, spins: int = 0) -> GroupConnections:
         unanswered=lambda group: [],
     )
     job: Any = SimpleNamespace(rank=0, size=2, control=None)
-    connections = GroupConnections(Context(job, "g", (0, 1), 60.0), cast(Any, endpoint), spins)
-    connections.call = Call(OPS["barrier"], (), (), TIMEOUT)
+    state = GroupState(Context(job, "g", (0, 1), 60.0))
+    connections = GroupConnections(state, cast(Any, endpoint), spins)
+    state.call = Call(OPS["barrier"], (), (), TIMEOUT)
     return connections
 
 
@@ -234,8 +236,9 @@ def test_a_connection_whose_packets_are_sent_again_and_again_is_not_acknowledged
 def reported(connections: GroupConnections) -> str:
     """The links in the report of a group with these connections."""
     backend: Any = GlooBackend.__new__(GlooBackend)
-    backend._record = backend._connections = connections
-    return cast(str, backend.report()["links"])
+    backend._connections = connections
+    connections.state.links = backend.links
+    return cast(str, connections.state.report()["links"])
 
 
 def test_a_healthy_connection_is_acknowledged() -> None:

@@ -30,6 +30,8 @@ from tests.support.on_ranks import on_ranks
 from tests.support.outcomes import failures_of
 from tests.support.ranks import ProcessJob, joined
 from tests.support.worker import enter
+from unicoll.backend import Call, Context
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
 from unicoll.errors import GroupAbortedError
 from unicoll.net.stores.hash import HashStore
@@ -227,13 +229,18 @@ def test_signals_of_a_rank_that_left_are_valid(env: dict[str, str]) -> None:
     assert (x == 4).all()
 
 
+def state_of(rank: int) -> GroupState:
+    """The state of a group of two ranks, in a call."""
+    job: Any = SimpleNamespace(rank=rank, control=None)
+    state = GroupState(Context(job, "world", (0, 1), 60.0))
+    state.call = Call(OPS["barrier"], (), (), 60.0)
+    return state
+
+
 def test_a_rank_that_begins_to_wait_while_another_signals_is_woken() -> None:
     """Rank 1 is about to sleep on step 2 of rank 0, which has not yet left step 1."""
-    connections: Any = [
-        SimpleNamespace(rank=r, error=None, check_peer=lambda peer: False, wake=None) for r in (0, 1)
-    ]
     made = segment.create_private(size_of(2))
-    slow, fast = (Slots(one, (0, 1), made, 0) for one in connections)
+    slow, fast = (Slots(state_of(rank), (0, 1), made, 0) for rank in (0, 1))
     sleeps, leaves = threading.Event(), threading.Event()
     wakes: list[int] = []
 
@@ -279,19 +286,19 @@ def test_a_rank_that_begins_to_wait_while_another_signals_is_woken() -> None:
 @pytest.mark.parametrize("signals", [True, False])
 def test_a_signal_from_before_the_group_failed_is_valid(kind: type[Slots], signals: bool) -> None:
     """While rank 0 sleeps, rank 1 may signal, and the group fails."""
-    failure = GroupAbortedError("injected", group="world")
+    states = [state_of(rank) for rank in (0, 1)]
 
-    def check_peer(peer: int) -> bool:
+    def tick() -> None:
         if signals:
             following.sync_step()
-        connections[0].error = failure
-        raise failure
+        states[0].abort(GroupAbortedError("injected", group="world"))
+        states[0].check()
 
-    connections: Any = [SimpleNamespace(rank=r, error=None, check_peer=check_peer, wake=None) for r in (0, 1)]
+    states[0].tick = tick  # type: ignore[method-assign]
     made = segment.create_private(size_of(2))
     if kind is SemaphoreSlots:
         SemaphoreSlots.prepare(made, 2)
-    waiting, following = (kind(one, (0, 1), made, 0) for one in connections)
+    waiting, following = (kind(state, (0, 1), made, 0) for state in states)
     vars(following).update(_others=[], _from=[])
     with pytest.raises(GroupAbortedError) if not signals else nullcontext():
         waiting.sync_step()

@@ -23,7 +23,6 @@ import unicoll as dist
 from nccl_comm import supervision
 from nccl_comm.backend import NCCLBackend
 from nccl_comm.communicators import agreement, communicator
-from nccl_comm.group_state import GroupState
 from nccl_comm.in_flight import InFlight, PendingWork
 from nccl_comm.watchdog import Watchdog
 from tests.nccl.nccl_jobs import backend_of, busy, calling, connect, error_of, new_group
@@ -37,6 +36,7 @@ from tests.support.worker import end
 from unicoll.api import world
 from unicoll.arrays import cuda
 from unicoll.backend import Call
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 from unittest import mock
 
@@ -32,9 +33,10 @@ from unicoll.arrays.compression import Codec
 from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.kernels import Flat, Kernel
 from unicoll.arrays.types import BY_NAME, DType, ReduceOp
+from unicoll.backend import Context
 from unicoll.backend.call import Call
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS, Arity, Sizes
-from unicoll.errors import DistError
 
 __all__ = [
     "BUFFER",
@@ -312,11 +314,12 @@ class _Recorder(Connections):
     """
 
     def __init__(self, case: Case, rank: int, call: Call, trace: Trace) -> None:
-        super().__init__()
+        ranks = tuple(range(case.ranks))
+        job: Any = SimpleNamespace(rank=rank, control=None)
+        super().__init__(GroupState(Context(job, "simulated", ranks, 60.0)))
+        self.state.call = call
         self.rank = rank
         self.size = case.ranks
-        self.context = cast(Any, None)
-        self.call = call
         self.deterministic = case.deterministic
         self._trace = trace
         self._told = case.table if case.op.startswith("all_to_all") else None
@@ -370,9 +373,6 @@ class _Recorder(Connections):
                 view[:] = row
         return views
 
-    def fail(self, error: DistError) -> NoReturn:
-        raise error
-
     def _bad_header(self, peer: int, header: bytes) -> NoReturn:
         raise AssertionError(f"rank {self.rank} misreads a header from {peer}")
 
@@ -381,7 +381,7 @@ class _Slots:
     """Replaces :class:`gloo_fallback.shm.slots.Slots`; all share the same memory, and large arrays use them, too."""
 
     def __init__(self, connections: _Recorder, members: tuple[int, ...], case: Case, trace: Trace) -> None:
-        self.connections = connections
+        self.state = connections.state
         self.symmetric = None
         self.members = members
         self.rank = members.index(connections.rank)

@@ -20,6 +20,7 @@ from unicoll.arrays.types import BY_NAME
 from unicoll.backend import Call, Context, MemberConnections
 from unicoll.backend import endpoint as endpoints
 from unicoll.backend.endpoint import Endpoint, _Addresses, _Listener
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
 from unicoll.errors import (
     AuthenticationError,
@@ -36,7 +37,13 @@ def engine_of(size: int = 2) -> P2PEngine:
     ranks = tuple(range(size))
     context = SimpleNamespace(name="g", rank=0, size=size, ranks=ranks, job=SimpleNamespace(control=None))
     endpoint = SimpleNamespace(listen=lambda *_: None, forget=lambda key: None)
-    return P2PEngine(cast(Any, context), cast(Any, endpoint), 0, lambda cause: None)
+    return P2PEngine(GroupState(cast(Any, context)), cast(Any, endpoint), 0, lambda cause: None)
+
+
+def close(engine: P2PEngine) -> None:
+    assert engine.drain(0.0)
+    engine.state.close()
+    engine.close()
 
 
 @pytest.mark.parametrize("error", [OperationTimeoutError("too late"), DistNetworkError("it was closed")])
@@ -153,7 +160,7 @@ def test_a_send_that_needs_a_connection_wakes_the_thread_that_connects() -> None
         assert connects.wait(60)
         with pytest.raises(DistNetworkError, match="enough"):
             send.wait(60)
-        engine.close(0.0)
+        close(engine)
 
 
 def test_sends_to_other_peers_do_not_wait_for_a_peer_that_does_not_answer() -> None:
@@ -182,7 +189,7 @@ def test_sends_to_other_peers_do_not_wait_for_a_peer_that_does_not_answer() -> N
     assert order[0] == 1
     assert order[-2:] == [1, 1]
     assert 2 in order
-    assert engine.close(0.0)
+    close(engine)
 
 
 def test_a_message_connection_that_was_dropped_before_it_is_added_is_not_used() -> None:
@@ -192,7 +199,7 @@ def test_a_message_connection_that_was_dropped_before_it_is_added_is_not_used() 
     with there:
         engine.add_connection(1, here)
         assert not engine.open
-        assert engine.close(0.0)
+        close(engine)
 
 
 def test_a_message_connection_that_arrives_while_the_group_ends_is_not_used() -> None:
@@ -206,8 +213,8 @@ def test_a_message_connection_that_arrives_while_the_group_ends_is_not_used() ->
 
     cast(Any, engine).report_completed = arrives
     with here, there:
-        assert engine.close(0.0)
-        engine.abort(GroupAbortedError("destroyed"))
+        close(engine)
+        engine.state.abort(GroupAbortedError("destroyed"))
     assert not engine.open
 
 
@@ -246,7 +253,7 @@ def connections_of(preference: int) -> Any:
         context=context,
         plan=lambda sizes, dtype: SimpleNamespace(mine=mine),
         exchange=lambda plan: [plan.mine, np.array([9, preference, 1, 1, 0], np.uint64)],
-        fail=fail,
+        state=SimpleNamespace(fail=fail),
     )
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from gloo_fallback.transport.connections import GroupConnections
+from unicoll.backend.group_state import GroupState
 from unicoll.errors import GroupAbortedError
 from unicoll.net.authenticated_server import Client, Server, listen
 from unicoll.net.stores.connections import ConnectionPool
@@ -63,9 +64,10 @@ def test_connections_of_a_group_are_not_closed_while_abort_shuts_them_down() -> 
     sock = SlowSocket()
     context = SimpleNamespace(name="g", rank=0, size=2, options={})
     endpoint = SimpleNamespace(close_group=lambda name: sock.close())
-    connections = GroupConnections(cast(Any, context), cast(Any, endpoint), 0)
+    state = GroupState(cast(Any, context))
+    connections = GroupConnections(state, cast(Any, endpoint), 0)
     connections._sockets[1] = cast(Any, sock)
-    assert_close_waits(sock, lambda: connections.abort(GroupAbortedError("aborted")), connections.close)
+    assert_close_waits(sock, lambda: state.abort(GroupAbortedError("aborted")), connections.close)
 
 
 def test_a_connection_of_a_store_is_not_discarded_while_the_pool_closes() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from unicoll.backend import operation_errors, wait_monitor
+from unicoll.backend import wait_monitor
 from unicoll.backend.blocked_calls import find_blocked_calls
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.wait_monitor import WaitMonitor, _Snapshot
 from unicoll.errors import DistError
 from unicoll.net.control.group_failures import GroupFailures
@@ -24,12 +24,9 @@ def test_a_rank_whose_call_is_failing_is_not_blocked(monkeypatch: pytest.MonkeyP
     failures = GroupFailures(threading.Condition(), sent.append, bool)
     control = SimpleNamespace(announce_failure=failures.announce)
     context = SimpleNamespace(name="g", ranks=(0, 1), job=SimpleNamespace(control=control))
-    group = cast(Any, SimpleNamespace(context=context, error=None))
-    group.abort = partial(setattr, group, "error")
+    group = GroupState(cast(Any, context))
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
-    queue = threading.Thread(
-        target=operation_errors.fail_group, args=(group, DistError("differ")), name="unicoll-g", daemon=True
-    )
+    queue = threading.Thread(target=group.fail, args=(DistError("differ"),), name="unicoll-g", daemon=True)
     _, before = find_blocked_calls([])
     queue.start()
     while not sent:

@@ -18,10 +18,10 @@ from types import FrameType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from unicoll.backend.call import Call, ProxyCall
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.host_backend import HostBackend
 from unicoll.backend.operation_errors import (
     LIBRARY_PACKAGES,
-    fail_group,
     line_of_user,
     mismatch_error,
     timeout_error,
@@ -35,7 +35,7 @@ _OURS = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm"}
 _LIBRARIES = LIBRARY_PACKAGES | _OURS | {"numpy", "cupy"}
 _IDLE = {("threading", "_shutdown"), ("concurrent.futures.thread", "_worker")}
 """Innermost functions, with their modules, of threads that only another thread can wake."""
-_FAILURES = (fail_group.__code__, mismatch_error.__code__, timeout_error.__code__)
+_FAILURES = (GroupState.announce.__code__, mismatch_error.__code__, timeout_error.__code__)
 _FAILURE_MODULES = ("unicoll.net.control.group_failures", "unicoll.net.control.departures")
 """What a thread is in, for a second or two at most, while a failed call ends; other ranks may have ended it before."""
 _MOST_SENDERS = 128

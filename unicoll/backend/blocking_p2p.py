@@ -14,7 +14,7 @@ from unicoll.backend.inbox import Inbox
 from unicoll.backend.op_queue import Execute
 from unicoll.backend.ops import PROBE
 from unicoll.backend.work import HostCompletion
-from unicoll.errors import BackendUnavailableError, DistError
+from unicoll.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
     from unicoll.backend.host_backend import HostBackend
@@ -97,15 +97,15 @@ class BlockingP2P:
         """True if messages are in flight, which may have callbacks."""
         return bool(self._waiting)
 
-    def abort(self, error: DistError) -> None:
-        """Nothing to do: the function raises."""
-
-    def close(self, timeout: float) -> bool:
+    def drain(self, timeout: float) -> bool:
         """Wait for the sends, up to ``timeout`` seconds; returns True if nothing is left."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline and any(peer >= 0 for peer, _ in [*self._waiting]):
             time.sleep(0.001)
         return not self._waiting
+
+    def close(self) -> None:
+        """Nothing to do: the function raises."""
 
 
 def _order(call: Call) -> tuple[int, int | None]:

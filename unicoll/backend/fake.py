@@ -33,10 +33,10 @@ from unicoll.backend.call import Call
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Backend, Caps, Context, Job
 from unicoll.backend.flight_recorder import CallKind
-from unicoll.backend.operation_errors import group_aborted_error
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS, Sizes
 from unicoll.backend.work import HostCompletion
-from unicoll.errors import DistArgumentError, DistError, GroupAbortedError
+from unicoll.errors import DistArgumentError
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Completion
@@ -70,7 +70,7 @@ class FakeBackend(Backend):
 
     def __init__(self, context: Context) -> None:
         self._context = context
-        self._error: DistError | None = None
+        self._state = GroupState(context)
         self._sequence = 0
 
     @classmethod
@@ -85,8 +85,7 @@ class FakeBackend(Backend):
         completion.begin()
         error: BaseException | None = None
         try:
-            if self._error is not None:
-                raise self._error.with_traceback(None)
+            self._state.check()
             for call in batch if batch[0].op.message else merge_all_reduces(batch):
                 self._number(call)
                 if not call.refused:
@@ -130,11 +129,10 @@ class FakeBackend(Backend):
         return "fake: nothing is exchanged; results are as if all ranks had passed the same arrays"
 
     def abort(self, error: Exception) -> None:
-        self._error = self._error or group_aborted_error(self._context, error)
+        self._state.abort(error)
 
     def close(self) -> None:
-        name = self._context.name
-        self.abort(GroupAbortedError(f"group {name!r} has been destroyed", group=name))
+        self._state.close()
 
 
 def _write(call: Call, rank: int, size: int) -> None:

@@ -43,12 +43,12 @@ class _Messages:
     def iprobe(self, call: Call) -> bool:
         return self._inner.iprobe(call)
 
-    def abort(self, error: DistError) -> None:
-        """The adapter aborts the backend itself."""
-
-    def close(self, timeout: float) -> bool:
-        """The adapter closes the backend itself."""
+    def drain(self, timeout: float) -> bool:
+        """The backend does that when the adapter closes it."""
         return True
+
+    def close(self) -> None:
+        """The adapter closes the backend itself."""
 
 
 class _Adapter(HostBackend):
@@ -61,15 +61,15 @@ class _Adapter(HostBackend):
         self.caps = inner.caps  # type: ignore[misc]
         self.compares = inner.compares or inner.caps.native.isdisjoint(("gather", "scatter"))  # type: ignore[misc]
         self._inner = inner
-        self._open = True
         super().__init__(context, _Messages(inner))
+        self.state.listeners.append(inner.abort)
 
     def execute(self, call: Call) -> None:
-        self._record.call = call
+        self.state.call = call
         try:
             self._inner.run(call)
         finally:
-            self._record.last, self._record.call = call.ended, None
+            self.state.last, self.state.call = call.ended, None
 
     @property
     def staging(self) -> int:
@@ -90,11 +90,5 @@ class _Adapter(HostBackend):
     def grow(self, context: Context) -> Backend:
         return self._inner.grow(context)
 
-    def abort(self, error: Exception) -> None:
-        super().abort(error)
-        if self._open:
-            self._inner.abort(error)
-
-    def release(self, clean: bool, destroyed: DistError) -> None:
-        self._open = False
+    def release(self, clean: bool, failure: DistError | None) -> None:
         self._inner.close()

@@ -6,7 +6,6 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -16,9 +15,10 @@ from unicoll.arrays.buffer import Buffer
 from unicoll.arrays.types import DType
 from unicoll.backend import fallbacks, operation_errors
 from unicoll.backend.blocking_p2p import BlockingP2P, MessagesToSelf
-from unicoll.backend.call import Call, EndedCall
+from unicoll.backend.call import Call
 from unicoll.backend.coalescing import merge_all_reduces
 from unicoll.backend.contract import Backend, Context
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.op_queue import Execute, OpQueue
 from unicoll.backend.ops import Op
 from unicoll.backend.thread_activity import entered
@@ -54,34 +54,11 @@ class P2PEngine(Protocol):
     def iprobe(self, call: Call) -> bool:
         """True if a message that a probe matches has come; never blocks. Only of backends with ``probe``."""
 
-    def abort(self, error: DistError) -> None:
-        """Make every pending and later call raise ``error``; any thread."""
+    def drain(self, timeout: float) -> bool:
+        """Wait up to ``timeout`` seconds for pending sends; True if nothing is left in flight."""
 
-    def close(self, timeout: float) -> bool:
-        """Finish pending sends within ``timeout`` seconds and release everything; True if nothing is left in flight."""
-
-
-class CallRecord(Protocol):
-    """The collective that a rank executes, for the errors of the other ranks.
-
-    Attributes:
-        call: the collective in progress.
-        last: the one before.
-        error: the error that has ended the group, or None.
-    """
-
-    call: Call | None
-    last: EndedCall | None
-    error: DistError | None
-
-
-@dataclass
-class _Record:
-    """A :class:`CallRecord` of its own."""
-
-    call: Call | None = None
-    last: EndedCall | None = None
-    error: DistError | None = None
+    def close(self) -> None:
+        """Make every pending call raise the group's error, and release everything."""
 
 
 class HostBackend(Backend):
@@ -92,24 +69,25 @@ class HostBackend(Backend):
 
     Args:
         p2p: sends and receives; None calls :meth:`execute` for them, see :class:`BlockingP2P`.
-        record: the collective in progress; None if the fallbacks alone keep one.
+        state: of the group; None makes one.
 
     Attributes:
         context: the group.
+        state: its failure and the collective in progress. A part of the backend that waits has a listener there.
         queue: order and numbers of the collectives.
-        error: the error that has ended the group, or None.
     """
 
     compares = True
     stages = True
 
     def __init__(
-        self, context: Context, p2p: P2PEngine | None = None, record: CallRecord | None = None
+        self, context: Context, p2p: P2PEngine | None = None, state: GroupState | None = None
     ) -> None:
         self.context = context
-        self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, self._has_failed)
-        self.error: DistError | None = None
-        self.closed = False
+        self.state = state = state or GroupState(context)
+        state.links = self.links
+        state.listeners.append(self.abort)  # subclasses wake what waits there
+        self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, lambda: state.error is not None)
         self._departed: dict[int, float] = {}  # ranks that are lost, and when a waiting call first saw that
         self._p2p: P2PEngine
         if p2p is not None:
@@ -118,7 +96,6 @@ class HostBackend(Backend):
             self._p2p = BlockingP2P(context.name, self.execute)
         else:
             self._p2p = MessagesToSelf(context.name, self)
-        self._record: CallRecord = record or _Record()
         self._collectives: dict[str, Execute] = {
             name: self.execute if name in self.caps.native else self._fall_back
             for name in fallbacks.available(self.caps)
@@ -138,6 +115,16 @@ class HostBackend(Backend):
         Collectives come one at a time. Sends and receives come at any time, on several threads, unless the backend has
         a :class:`P2PEngine` of its own.
         """
+
+    @property
+    def error(self) -> DistError | None:
+        """The error that has ended the group, or None."""
+        return self.state.error
+
+    @property
+    def closed(self) -> bool:
+        """True once the group is being destroyed."""
+        return self.state.closed
 
     @property
     def sequence(self) -> int:
@@ -221,17 +208,16 @@ class HostBackend(Backend):
 
     def _fall_back(self, call: Call) -> None:
         """Do a collective by its fallback."""
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-        record, outer = self._record, self._record.call
-        record.call = call
+        state = self.state
+        state.check()
+        outer, state.call = state.call, call
         try:
             fallbacks.perform(fallbacks.group_ops(self, call), call)
             call.write_back()
         except DistArgumentError:  # the root's refusal, which all ranks raise
             raise
         except OperationTimeoutError:
-            self.fail(self.error or operation_errors.timeout_error(self.context, call))
+            self.fail(state.error or operation_errors.timeout_error(self.context, call))
         except DistError as e:
             e.op, e.seq = call.op.name, call.seq
             self.fail(e)
@@ -239,13 +225,13 @@ class HostBackend(Backend):
             self.give_up(call, e)
             raise
         finally:
-            record.last, record.call = call.ended, outer
+            state.last, state.call = call.ended, outer
 
     # --- failure -----------------------------------------------------------------------------------------------------
 
     def fail(self, error: DistError) -> NoReturn:
         """End the group with an error: announce it to all members, and raise the one that all of them raise."""
-        operation_errors.fail_group(self, error)
+        self.state.fail(error)
 
     def give_up(self, call: Call, cause: BaseException) -> None:
         """End the group on all members because of an exception that this rank raises in a call."""
@@ -277,8 +263,7 @@ class HostBackend(Backend):
             RankLostError: the peer has left the job or died; for a receive from any member, a member died.
             DistError: the group has ended.
         """
-        if self.error is not None:
-            raise self.error.with_traceback(None)
+        self.state.check()
         context, control, now = self.context, self.context.job.control, time.monotonic()
         rank = context.ranks[call.peer] if call.peer >= 0 else operation_errors.first_dead_member(context)
         reason = control.departed.get(rank) if control is not None and rank is not None else None
@@ -294,27 +279,18 @@ class HostBackend(Backend):
         self.queue.abandon(error)
         return error
 
-    def _has_failed(self) -> bool:
-        return self.error is not None or self._record.error is not None
-
     def watch(self) -> None:
         """Abort this backend when another rank announces that the group failed, and answer the others' questions."""
         context, control = self.context, self.context.job.control
         if context.size > 1 and control is not None:
-            control.watch(context.name, context.backend, self.abort, self.report)
-
-    def report(self) -> operation_errors.Report:
-        """The state of this rank in the group, for errors on other ranks (called on the control thread)."""
-        return operation_errors.report(self._record.call, self._record.last, self.links())
+            control.watch(context.name, context.backend, self.abort, self.state.report)
 
     def links(self) -> str:
         """This rank's connections that are not acknowledged, and addresses that do not answer; "" if none."""
         return ""
 
     def abort(self, error: Exception) -> None:
-        cause = operation_errors.group_aborted_error(self.context, error)
-        self.error = self.error or cause
-        self._p2p.abort(cause)
+        self.state.abort(error)
 
     # --- shutdown ----------------------------------------------------------------------------------------------------
 
@@ -324,27 +300,27 @@ class HostBackend(Backend):
         return False
 
     def close(self) -> None:
-        if self.closed:
+        context, state, stuck = self.context, self.state, self.stuck
+        if state.closed:
             return
-        self.closed = True
-        context, stuck = self.context, self.stuck
+        state.closed = True
         ended = self.queue.close(_DRAIN_S if not stuck else 0.0)
         if not ended:
             self.abort(GroupAbortedError(f"group {context.name!r} was destroyed", group=context.name))
             ended = self.queue.close(_ABORTED_S if not stuck else 0.0)
         if context.job.control is not None:
             context.job.control.unwatch(context.name, context.backend)
-        clean = self._p2p.close(_DRAIN_S)
-        destroyed = GroupAbortedError(f"group {context.name!r} has been destroyed", group=context.name)
-        self.release(ended and clean, destroyed)
-        self.abort(destroyed)
+        clean = self._p2p.drain(_DRAIN_S)
+        failure = state.close()
+        self._p2p.close()
+        self.release(ended and clean, failure)
 
-    def release(self, clean: bool, destroyed: DistError) -> None:
+    def release(self, clean: bool, failure: DistError | None) -> None:
         """Release what the collectives use. The queue's thread has ended and the engine is closed.
 
         Args:
             clean: False if some operations may still be in flight.
-            destroyed: the error of later calls.
+            failure: the error that had ended the group before it was closed, or None.
         """
 
     def _idle(self) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import FrameType, NoneType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any
 
 from unicoll.arrays.types import DTYPES
 from unicoll.backend.flight_recorder import site_of
@@ -43,18 +43,6 @@ LIBRARY_PACKAGES = {"unicoll", "gloo_fallback", "mpi_comm", "nccl_comm", "torch"
 _TYPES = {dtype.code: dtype.name for dtype in DTYPES}
 
 Report = dict[str, Any]
-
-
-class FailingGroup(Protocol):
-    """The part of a group's state that :func:`fail_group` needs; ``abort`` sets ``error``."""
-
-    @property
-    def context(self) -> Context: ...
-
-    @property
-    def error(self) -> DistError | None: ...
-
-    def abort(self, error: DistError) -> None: ...
 
 
 def rank_lost_error(context: Context, call: Call, peer: int, why: str) -> RankLostError:
@@ -124,14 +112,6 @@ def announce(context: Context, error: DistError) -> DistError:
     """Announce that a group failed; returns the error that all its ranks raise."""
     control = context.job.control
     return error if control is None else control.announce_failure(context.name, context.ranks, error)
-
-
-def fail_group(group: FailingGroup, error: DistError) -> NoReturn:
-    """Fail a group: announce ``error`` to all ranks, and raise the error that all of them raise."""
-    if group.error is None:
-        group.abort(announce(group.context, error))
-    assert group.error is not None
-    raise group.error.with_traceback(None) from None
 
 
 def group_aborted_error(context: Context, reason: Exception) -> DistError:

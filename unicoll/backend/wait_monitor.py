@@ -123,10 +123,10 @@ class WaitMonitor:
         stalled = [
             (one.backend, one.call, entry)
             for one, entry in entries
-            if one.call.op.message or one.backend._record.call is None
+            if one.call.op.message or one.backend.state.call is None
         ]
         for backend in backends:
-            call = backend._record.call
+            call = backend.state.call
             call = call.of if isinstance(call, ProxyCall) else call
             if call is not None:
                 stalled.append((backend, call, self._entry(call, "", seen)))

@@ -1,0 +1,147 @@
+"""The state of a group on this rank, which all parts of its backend share: failure and the collective in progress."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from unicoll.backend import operation_errors
+from unicoll.errors import DistError, GroupAbortedError
+
+if TYPE_CHECKING:
+    from unicoll.backend.call import Call, EndedCall
+    from unicoll.backend.contract import Context
+
+TICK_S = 0.1
+"""How often a thread that waits checks the group and the deadline."""
+_NOTICE_S = 0.5
+"""How long the notice of a rank's end, or of the group's failure, may take to arrive."""
+
+
+class GroupState:
+    """The state of one group on this rank.
+
+    The first failure ends the group: the calls in progress and all later ones raise its error.
+
+    Args:
+        context: the group.
+
+    Attributes:
+        context: the group.
+        error: the error that has ended the group, or None while it can be used.
+        closed: True once the group is being destroyed.
+        listeners: called with the error when the group fails, on the thread that learns of it: they wake what waits.
+        call: the collective in progress, or None.
+        last: the collective before that one, or None.
+        deadline: of the collective in progress, on the clock of ``time.monotonic``; 0 until it first waits.
+        links: see :func:`unicoll.backend.operation_errors.report`.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.error: DistError | None = None
+        self.closed = False
+        self.listeners: list[Callable[[DistError], None]] = []
+        self.call: Call | None = None
+        self.last: EndedCall | None = None
+        self.deadline = 0.0
+        self.links: Callable[[], str] = lambda: ""
+        self._lock = threading.Lock()
+
+    # --- failure -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the error that has ended the group, if there is one."""
+        if self.error is not None:
+            raise self.error.with_traceback(None) from None
+
+    def abort(self, error: Exception) -> None:
+        """Make the calls in progress and all later ones raise ``error`` on this rank; any thread, idempotent."""
+        with self._lock:
+            if self.error is not None:
+                return
+            self.error = failure = operation_errors.group_aborted_error(self.context, error)
+        for listener in [*self.listeners]:
+            listener(failure)
+
+    def announce(self, error: DistError) -> None:
+        """Fail the group on all ranks, with ``error`` or the one of another rank that came first."""
+        if self.error is None:
+            self.abort(operation_errors.announce(self.context, error))
+
+    def fail(self, error: DistError) -> NoReturn:
+        """:meth:`announce`, and raise the error that all ranks raise."""
+        self.announce(error)
+        assert self.error is not None
+        raise self.error.with_traceback(None) from None
+
+    def fail_peer(self, peer: int, reason: str) -> NoReturn:
+        """Fail the group because a member cannot be reached.
+
+        The error is the one that the group has, or has got elsewhere; else it names the member whose end is the cause;
+        else it says ``reason``.
+        """
+        context, control = self.context, self.context.job.control
+        if control is not None:
+            deadline = time.monotonic() + _NOTICE_S
+            while self.error is None and time.monotonic() < deadline:
+                if (failure := control.group_failure(context.name)) is not None:
+                    self.abort(failure)
+                elif (rank := control.find_lost_rank(context.ranks[peer], context.ranks, 0.02)) is not None:
+                    self.fail(self.lost_error(context.ranks.index(rank), control.departed[rank]))
+        self.check()
+        self.fail(self.lost_error(peer, reason))
+
+    def lost_error(self, peer: int, reason: str) -> DistError:
+        """The error of the collective in progress because a member has ended."""
+        assert self.call is not None
+        return operation_errors.rank_lost_error(self.context, self.call, peer, reason)
+
+    def mismatch(self, peer: int, seq: int, reason: str = "") -> NoReturn:
+        """Fail the group because member ``peer`` is in another call, with sequence number ``seq``."""
+        self.check()
+        assert self.call is not None
+        self.fail(operation_errors.mismatch_error(self.context, self.call, peer, seq, reason))
+
+    def close(self) -> DistError | None:
+        """Make all later calls raise; returns the error that had ended the group before, or None."""
+        with self._lock:
+            self.closed, failure = True, self.error
+            if failure is None:
+                name = self.context.name
+                self.error = GroupAbortedError(f"group {name!r} has been destroyed", group=name)
+            return failure
+
+    # --- waits -------------------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Raise if the group or the collective in progress has failed; called while a wait makes no progress.
+
+        Raises:
+            OperationTimeoutError: the deadline has passed.
+            DistError: the group has failed.
+        """
+        self.check()
+        call, now = self.call, time.monotonic()
+        assert call is not None
+        if not self.deadline:
+            self.deadline = now - TICK_S + call.timeout
+        if now >= self.deadline:
+            self.fail(operation_errors.timeout_error(self.context, call, self.links))
+
+    def check_deadline(self) -> None:
+        """:meth:`tick` while a message moves in parts: a slow connection may never be idle for a tick."""
+        now = time.monotonic()
+        if now < self.deadline:
+            return
+        if self.deadline:
+            self.tick()
+        else:
+            assert self.call is not None
+            self.deadline = now + self.call.timeout
+
+    def report(self) -> operation_errors.Report:
+        """The state of this rank in the group, for errors on other ranks (called on the control thread)."""
+        return operation_errors.report(self.call, self.last, self.links())
