@@ -49,7 +49,7 @@ class MPIBackend(HostBackend):
 
     name = "mpi"
     caps = Caps(native=_NATIVE | _PROBE)
-    beside = "gloo"
+    companion = "gloo"
 
     def __init__(self, context: Context) -> None:
         self.mpi = runtime()
@@ -85,20 +85,20 @@ class MPIBackend(HostBackend):
     def create(cls, context: Context) -> MPIBackend:
         return cls(context)  # the communicator watches the group, from before it is made
 
-    def use(self, backend: HostBackend) -> None:
+    def set_companion(self, backend: HostBackend) -> None:
         assert self.communicator is not None
         self._large_host_arrays = LargeHostArrays(self.communicator, backend)
         self.state.listeners.append(backend.abort)
 
     def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
-        return self._beside("symmetric_empty").allocate(execute, shape, dtype)
+        return self._symmetric_backend("symmetric_empty").allocate(execute, shape, dtype)
 
     def peer_view(self, buffer: Buffer, rank: int) -> Any:
         if self.communicator is None:
             return super().peer_view(buffer, rank)
-        return self._beside("peer_view").peer_view(buffer, rank)
+        return self._symmetric_backend("peer_view").peer_view(buffer, rank)
 
-    def _beside(self, what: str) -> HostBackend:
+    def _symmetric_backend(self, what: str) -> HostBackend:
         """The backend with the group's symmetric memory."""
         if self._large_host_arrays is None:
             context, control = self.context, self.context.job.control

@@ -122,7 +122,7 @@ if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.bootstrap.flight_dump import dump_flight_recorder
     from unicoll.bootstrap.rendezvous import register_rendezvous_handler
-    from unicoll.group.hooks import Hook, HookedCall
+    from unicoll.group.call_hooks import Hook, HookedCall
     from unicoll.group.process_group import ProcessGroup
     from unicoll.net.debug_level import (
         DebugLevel,
@@ -151,7 +151,7 @@ _LAZY = {
     "Work": "backend.work",
     "register_rendezvous_handler": "bootstrap.rendezvous",
     **dict.fromkeys(("add_hook", "annotate", "check_finite"), "api.hooks"),
-    **dict.fromkeys(("Hook", "HookedCall"), "group.hooks"),
+    **dict.fromkeys(("Hook", "HookedCall"), "group.call_hooks"),
     **dict.fromkeys(("grow_group", "new_group", "shrink_group", "split_group"), "api.subgroups"),
     **dict.fromkeys(("new_subgroups", "new_subgroups_by_enumeration"), "api.subgroups"),
     **dict.fromkeys(("DebugLevel", "get_debug_level"), "net.debug_level"),

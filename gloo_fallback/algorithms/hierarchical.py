@@ -63,16 +63,16 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
     if flat.nbytes <= SMALL:
         is_root = hierarchy.connections.rank == root
         if leader and is_root:
-            slots.slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
+            slots.next_slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
         slots.sync_step(call)
         if (first := hierarchy.internode()) is not None:
             if leader:
-                flat[:] = slots.slot(leader, 0, flat.size, flat.dtype, 0)
+                flat[:] = slots.last_slot(leader, 0, flat.size, flat.dtype)
             over_sockets.small_broadcast(first, flat, hierarchy.node_of(root))
-            slots.slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
+            slots.next_slot(slots.rank, 0, flat.size, flat.dtype)[:] = flat
         slots.sync_step()
         if first is None and not is_root:
-            flat[:] = slots.slot(0, 0, flat.size, flat.dtype, 0)
+            flat[:] = slots.last_slot(0, 0, flat.size, flat.dtype)
         return
     internode = hierarchy.internode(root)
     arrays = _symmetric_arrays(hierarchy, call, flat)
@@ -84,12 +84,12 @@ def broadcast(hierarchy: HierarchyContext, call: Call) -> None:
             node = hierarchy.node_of(root)
             chain_broadcast(internode, bytes_of(chunk), (internode.rank - node) % internode.size, node)
             if arrays is None:
-                slots.slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
+                slots.next_slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
         slots.sync_step()
         if internode is None and arrays is not None:
             chunk[:] = arrays[leader][start : start + chunk_size]
         elif internode is None:
-            chunk[:] = slots.slot(leader, 0, chunk.size, chunk.dtype, 0)
+            chunk[:] = slots.last_slot(leader, 0, chunk.size, chunk.dtype)
     if arrays is not None:
         slots.sync_step()  # until then the followers read the leader's array
 
@@ -112,9 +112,11 @@ def all_reduce(hierarchy: HierarchyContext, call: Call) -> None:
     if _is_small(hierarchy, kernel, source):
         sums = _exchange_sums(hierarchy, call, kernel, source)
         if sums is not None:
-            NodeSums(kernel, hierarchy.size).combine(sums, slots.slot(slots.rank, 0, out.size, out.dtype))
+            NodeSums(kernel, hierarchy.size).combine(
+                sums, slots.next_slot(slots.rank, 0, out.size, out.dtype)
+            )
         slots.sync_step()
-        out[:] = slots.slot(hierarchy.leader(), 0, out.size, out.dtype, 0)
+        out[:] = slots.last_slot(hierarchy.leader(), 0, out.size, out.dtype)
         return
 
     def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
@@ -160,11 +162,11 @@ def reduce(hierarchy: HierarchyContext, call: Call) -> None:
         slots = hierarchy.slots
         sums = _exchange_sums(hierarchy, call, kernel, source)
         if sums is not None and root in hierarchy.members:
-            result = slots.slot(slots.rank, 0, source.size, source.dtype) if out is None else out
+            result = slots.next_slot(slots.rank, 0, source.size, source.dtype) if out is None else out
             NodeSums(kernel, hierarchy.size).combine(sums, result)
         slots.sync_step()
         if sums is None and out is not None:
-            out[:] = slots.slot(0, 0, out.size, out.dtype, 0)
+            out[:] = slots.last_slot(0, 0, out.size, out.dtype)
         return
 
     def reduce_across(internode: SubsetConnections, start: int, sums: Flat, result: Flat) -> None:
@@ -239,7 +241,7 @@ def all_gather(hierarchy: HierarchyContext, call: Call) -> None:
     for s in range(len(starts) + 1):
         if s < len(starts) and arrays is None:
             chunk = source[starts[s] : starts[s] + chunk_size]
-            slots.slot(slots.rank, 0, chunk.size, dtype)[:] = chunk
+            slots.next_slot(slots.rank, 0, chunk.size, dtype)[:] = chunk
         slots.sync_step(None if s else call)
         if internode is not None and s < len(starts):
             if s == 0:
@@ -247,7 +249,7 @@ def all_gather(hierarchy: HierarchyContext, call: Call) -> None:
             _all_gather_across(hierarchy, internode, packed, starts[s], result_offset, dtype, arrays)
         if s > 0:
             start = starts[s - 1]
-            whole = slots.slot(hierarchy.leader(), result_offset, packed.size(start), dtype, 0)
+            whole = slots.last_slot(hierarchy.leader(), result_offset, packed.size(start), dtype)
             packed.unpack(start, whole)
 
 
@@ -261,12 +263,12 @@ def _all_gather_across(
     arrays: Sequence[Flat] | None,
 ) -> None:
     slots = hierarchy.slots
-    whole = slots.slot(slots.rank, result_offset, packed.size(start), dtype)
+    whole = slots.next_slot(slots.rank, result_offset, packed.size(start), dtype)
     blocks = [whole[a:b] for a, b in pairwise(packed.node_bounds(start))]
     mine, low = blocks[hierarchy.node_index], 0
     for r, size in enumerate(packed.local_sizes(start)):
         if arrays is None:
-            mine[low : low + size] = slots.slot(r, 0, size, dtype, 0)
+            mine[low : low + size] = slots.last_slot(r, 0, size, dtype)
         else:
             mine[low : low + size] = arrays[r][start : start + size]
         low += size
@@ -291,7 +293,7 @@ def gather(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None
     for i, start in enumerate(chain(range(0, max(1, *sizes), chunk_size), (None,))):
         if start is not None:
             chunk = source[start : start + chunk_size]
-            slots.slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
+            slots.next_slot(slots.rank, 0, chunk.size, chunk.dtype)[:] = chunk
         if not checked and i == 0:
             same = hierarchy.sync_step_checked(call, shape_hash(call))
         else:
@@ -301,7 +303,7 @@ def gather(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | None
         if start is not None and internode is not None and same:
             parts = [min(max(n - start, 0), chunk_size) for n in sizes]
             local = [
-                slots.slot(r, 0, parts[rank], source.dtype, 0) for r, rank in enumerate(hierarchy.members)
+                slots.last_slot(r, 0, parts[rank], source.dtype) for r, rank in enumerate(hierarchy.members)
             ]
             _move_chunk(hierarchy, internode, targets, start, parts, local, root_node, gathers=True)
     return True
@@ -374,7 +376,7 @@ def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | Non
         if internode is not None and same:
             parts = [min(max(n - start, 0), chunk_size) for n in sizes]
             local = [
-                slots.slot(slots.rank, r * stride, parts[rank], out.dtype)
+                slots.next_slot(slots.rank, r * stride, parts[rank], out.dtype)
                 for r, rank in enumerate(hierarchy.members)
             ]
             _move_chunk(hierarchy, internode, sources, start, parts, local, root_node, gathers=False)
@@ -382,7 +384,7 @@ def scatter(hierarchy: HierarchyContext, call: Call, counts: Sequence[int] | Non
         if not checked and start == 0 and not hierarchy.sizes_agree():
             return False
         mine = out[start : start + chunk_size]
-        mine[:] = slots.slot(leader, slots.rank * stride, mine.size, out.dtype, 0)
+        mine[:] = slots.last_slot(leader, slots.rank * stride, mine.size, out.dtype)
     return True
 
 

@@ -57,22 +57,24 @@ def reduce_in_chunks(
     result_offset = -(-max(sizes, default=0) * dtype.itemsize // 64) * 64
     sums = np.empty(max(sizes, default=0) if internode is not None else 0, kernel.acc)
 
-    def contributions(start: int, size: int, steps: int) -> list[Flat]:
+    def contributions(start: int, size: int, slot: Callable[..., Flat]) -> list[Flat]:
         """The node's contributions to a chunk; without symmetric memory from the slots of the last or next step."""
         if arrays is not None:
             return [array[start : start + size] for array in arrays]
-        return [slots.slot(r, 0, size, dtype, steps) for r in range(slots.size)]
+        return [slot(r, 0, size, dtype) for r in range(slots.size)]
 
     if leader:  # the root waits for the result before it receives
         hierarchy.agree(call, root)
     for s in range(len(sizes) + 2 + lag):
         if s < len(sizes) and arrays is None:
-            source_chunks.pack(starts[s], slots.slot(slots.rank, 0, sizes[s], dtype))
+            source_chunks.pack(starts[s], slots.next_slot(slots.rank, 0, sizes[s], dtype))
         slots.sync_step(None if s or leader else call)
         if s == 0 and not leader and (first := hierarchy.internode()) is not None:
             first.agree()
         if internode is None and s < len(sizes):
-            _sum_own_part(slots, kernel, followers, contributions(starts[s], sizes[s], 0), result_offset)
+            _sum_own_part(
+                slots, kernel, followers, contributions(starts[s], sizes[s], slots.last_slot), result_offset
+            )
         if internode is not None and 1 <= s <= len(sizes) + lag:
             at = s - 1 - lag
             size, length = sizes[s - 1] if s <= len(sizes) else 0, sizes[at] if at >= 0 else 0
@@ -81,12 +83,12 @@ def reduce_in_chunks(
             elif followers:
                 _gather_sums(slots, followers, sums[:size], result_offset)
             else:  # the contribution of the previous step
-                reduce_node(kernel, contributions(starts[s - 1], size, 1), sums[:size])
-            result = slots.slot(slots.rank, result_offset, length, dtype)
+                reduce_node(kernel, contributions(starts[s - 1], size, slots.next_slot), sums[:size])
+            result = slots.next_slot(slots.rank, result_offset, length, dtype)
             reduce_across(internode, starts[at] if at >= 0 else 0, sums[:size], result)
         if collect is not None and s >= 2 + lag:
             at = s - 2 - lag
-            collect(starts[at], slots.slot(leader, result_offset, sizes[at], dtype, 0))
+            collect(starts[at], slots.last_slot(leader, result_offset, sizes[at], dtype))
 
 
 def _sum_own_part(
@@ -96,11 +98,11 @@ def _sum_own_part(
     i = followers.index(slots.rank)
     low, high = bounds[i], bounds[i + 1]
     parts = [part[low:high] for part in parts]
-    reduce_node(kernel, parts, slots.slot(slots.rank, result_offset, high - low, kernel.acc))
+    reduce_node(kernel, parts, slots.next_slot(slots.rank, result_offset, high - low, kernel.acc))
 
 
 def _gather_sums(slots: Slots, followers: Sequence[int], sums: Flat, result_offset: int) -> None:
     bounds = bounds_of(sums.size, len(followers))
     for i, r in enumerate(followers):
         low, high = bounds[i], bounds[i + 1]
-        sums[low:high] = slots.slot(r, result_offset, high - low, sums.dtype, 0)
+        sums[low:high] = slots.last_slot(r, result_offset, high - low, sums.dtype)

@@ -60,21 +60,21 @@ def arrays_of_all(
     memory, size, rank = slots.symmetric, slots.size, slots.rank
     found = [memory.locate(array) for array in own] if memory is not None else [-1]
     # the number of arrays, -1 if they are not symmetric, and the locations; then likewise for reading, with addresses
-    row = slots.slot(rank, 0, 1 + size, _LOCATIONS)
+    row = slots.next_slot(rank, 0, 1 + size, _LOCATIONS)
     symmetric = in_place and -1 not in found
     row[0] = len(own) if symmetric else -1
     row[1 : 1 + len(found)] = found
     if may_read:
         readable = symmetric or all(map(is_readable, own if also is None else (*own, also)))
-        more = slots.slot(rank, row.nbytes, 1 + size, _LOCATIONS)
+        more = slots.next_slot(rank, row.nbytes, 1 + size, _LOCATIONS)
         more[: 1 + len(own)] = [len(own) if readable else -1, *map(address_of, own)]
     slots.sync_step(call)
-    rows = [slots.slot(r, 0, 1 + size, _LOCATIONS, 0).tolist() for r in range(size)]
+    rows = [slots.last_slot(r, 0, 1 + size, _LOCATIONS).tolist() for r in range(size)]
     numbers = [row[0] for row in rows]
     if memory is None or min(numbers) < 0:
         if not may_read:
             return None
-        rows = [slots.slot(r, row.nbytes, 1 + size, _LOCATIONS, 0).tolist() for r in range(size)]
+        rows = [slots.last_slot(r, row.nbytes, 1 + size, _LOCATIONS).tolist() for r in range(size)]
         if min(row[0] for row in rows) < 0:
             return None
         assert slots.peers is not None
@@ -119,7 +119,7 @@ def _reduce_read(slots: Slots, kernel: Kernel, arrays: Sequence[_Array], start: 
         result = out[at : at + chunk_size]
         parts = [array[start + at : start + at + result.size] for array in arrays]
         for r in _others(slots):  # this rank's slot is free until the next step
-            read = slots.slot(slots.rank, r * block, result.size, out.dtype)
+            read = slots.next_slot(slots.rank, r * block, result.size, out.dtype)
             _fetch(slots, read, r, parts[r])
             parts[r] = read
         kernel.combine(parts, result)
@@ -215,8 +215,8 @@ def scan(slots: Slots, call: Call, kernel: Kernel, flat: Flat) -> bool:
     low, high = bounds_of(flat.size, slots.size)[slots.rank : slots.rank + 2]
     chunk_size = _BLOCK // kernel.acc.itemsize
     # this rank's slots are free until the next step
-    total = slots.slot(slots.rank, 0, chunk_size, kernel.acc)
-    result = slots.slot(slots.rank, _BLOCK, chunk_size, kernel.storage)
+    total = slots.next_slot(slots.rank, 0, chunk_size, kernel.acc)
+    result = slots.next_slot(slots.rank, _BLOCK, chunk_size, kernel.storage)
     for start in range(low, high, chunk_size):
         stop = min(start + chunk_size, high)
         acc, out = total[: stop - start], result[: stop - start]

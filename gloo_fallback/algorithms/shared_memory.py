@@ -49,7 +49,7 @@ def broadcast(slots: Slots, call: Call) -> None:
     chunk_size = SLOT // flat.itemsize
     for start in range(0, max(flat.size, 1), chunk_size):
         chunk = flat[start : start + chunk_size]
-        shared = slots.slot(call.root, 0, chunk.size, flat.dtype)
+        shared = slots.next_slot(call.root, 0, chunk.size, flat.dtype)
         if slots.rank == call.root:
             shared[:] = chunk
         slots.sync_step(None if start else call)
@@ -112,7 +112,7 @@ def _reduce_in_chunks(slots: Slots, call: Call, kernel: Kernel, source: Flat, ou
         bounds = bounds_of(chunk.size, size)
         low, high = bounds[rank], bounds[rank + 1]
         if chunk.size:
-            contribution = slots.slot(rank, 0, chunk.size, dtype)
+            contribution = slots.next_slot(rank, 0, chunk.size, dtype)
             contribution[:low] = chunk[:low]
             contribution[high:] = chunk[high:]
         slots.sync_step(None if start else call)
@@ -120,9 +120,9 @@ def _reduce_in_chunks(slots: Slots, call: Call, kernel: Kernel, source: Flat, ou
             _copy_results(slots, out, *previous, half)
         if not chunk.size:
             return
-        parts = [slots.slot(r, 0, chunk.size, dtype, 0)[low:high] for r in range(size)]
+        parts = [slots.last_slot(r, 0, chunk.size, dtype)[low:high] for r in range(size)]
         parts[rank] = chunk[low:high]
-        result = slots.slot(rank, half, high - low, dtype)
+        result = slots.next_slot(rank, half, high - low, dtype)
         if high > low:
             kernel.combine(parts, result, disjoint=True)
         previous = (start, bounds)
@@ -131,7 +131,7 @@ def _reduce_in_chunks(slots: Slots, call: Call, kernel: Kernel, source: Flat, ou
 def _copy_results(slots: Slots, out: Flat, start: int, bounds: list[int], half: int) -> None:
     for r in range(slots.size):
         low, high = bounds[r], bounds[r + 1]
-        out[start + low : start + high] = slots.slot(r, half, high - low, out.dtype, 0)
+        out[start + low : start + high] = slots.last_slot(r, half, high - low, out.dtype)
 
 
 def reduce_scatter(slots: Slots, call: Call) -> None:
@@ -155,11 +155,11 @@ def _plan_reduce_scatter(slots: Slots, call: Call) -> Plan:
     dtype, start, write = blocks[0].dtype, 0, []
     for r, block in enumerate(blocks):
         if r == slots.rank:
-            read = [slots.slot(other, start, block.size, dtype) for other in range(slots.size)]
-        write.append((r, slots.slot(slots.rank, start, block.size, dtype)))
+            read = [slots.next_slot(other, start, block.size, dtype) for other in range(slots.size)]
+        write.append((r, slots.next_slot(slots.rank, start, block.size, dtype)))
         start += block.nbytes
     if call.op.joined:
-        write = [(0, slots.slot(slots.rank, 0, start // dtype.itemsize, dtype))]
+        write = [(0, slots.next_slot(slots.rank, 0, start // dtype.itemsize, dtype))]
     return Plan(write, read, kernel_of(call))
 
 
@@ -179,7 +179,7 @@ def _reduce_scatter_in_chunks(slots: Slots, call: Call) -> None:
         mine = blocks[rank][start : start + exchange.chunk_size]
         if mine.size:
             at = rank * exchange.stride
-            parts = [slots.slot(r, at, mine.size, dtype, 0) for r in range(slots.size)]
+            parts = [slots.last_slot(r, at, mine.size, dtype) for r in range(slots.size)]
             parts[rank] = mine
             kernel.combine(parts, out[start : start + mine.size])
 
@@ -195,9 +195,9 @@ def scan(slots: Slots, call: Call) -> None:
     chunk_size = SLOT // flat.itemsize
     for start in range(0, max(flat.size, 1), chunk_size):
         chunk = flat[start : start + chunk_size]
-        slots.slot(slots.rank, 0, chunk.size, flat.dtype)[:] = chunk
+        slots.next_slot(slots.rank, 0, chunk.size, flat.dtype)[:] = chunk
         slots.sync_step(None if start else call)
-        contributions = [slots.slot(r, 0, chunk.size, flat.dtype, 0) for r in range(slots.rank)]
+        contributions = [slots.last_slot(r, 0, chunk.size, flat.dtype) for r in range(slots.rank)]
         if not call.op.exclusive:
             contributions.append(chunk)
         if contributions and chunk.size:
@@ -231,7 +231,7 @@ def _plan_all_gather(slots: Slots, call: Call) -> Plan:
     source, targets = flat_of(call.inputs[0]), blocks_of(call.outputs, call.op.joined, slots.size)
     if sum(t.nbytes for t in targets) > WHOLE:
         return CHUNKED
-    views = [slots.slot(r, 0, target.size, source.dtype) for r, target in enumerate(targets)]
+    views = [slots.next_slot(r, 0, target.size, source.dtype) for r, target in enumerate(targets)]
     where = slices_of([t.size for t in targets]) if call.op.joined else range(slots.size)
     return Plan(views[slots.rank], [*zip(where, views, strict=True)])
 
@@ -263,7 +263,7 @@ def _plan_gather(slots: Slots, call: Call) -> Plan:
     source, value = flat_of(call.inputs[0]), shape_hash(call)
     if source.nbytes * slots.size > WHOLE:
         return Plan(None, None, None, value)
-    views = [slots.slot(r, 0, source.size, source.dtype) for r in range(slots.size)]
+    views = [slots.next_slot(r, 0, source.size, source.dtype) for r in range(slots.size)]
     read = [*enumerate(views)] if call.outputs else []  # only the root has outputs
     return Plan(views[slots.rank], read, None, value)
 
@@ -284,14 +284,14 @@ def _all_gather_chunks(
     chunk_size = SLOT // dtype.itemsize
     for start in range(0, max(largest, 1), chunk_size):
         chunk = source[start : start + chunk_size]
-        slots.slot(rank, 0, chunk.size, dtype)[:] = chunk
+        slots.next_slot(rank, 0, chunk.size, dtype)[:] = chunk
         if start or value is None:
             slots.sync_step(None if start else call)
         elif not slots.sync_step_checked(call, value):
             return False
         for r, target in enumerate(targets):
             part = target[start : start + chunk_size]
-            part[:] = chunk if r == rank else slots.slot(r, 0, part.size, dtype, 0)
+            part[:] = chunk if r == rank else slots.last_slot(r, 0, part.size, dtype)
         nbytes = largest * dtype.itemsize * slots.size
         if (
             (value is not None and start == 0 and largest > chunk_size)
@@ -326,13 +326,13 @@ def scatter(slots: Slots, call: Call, counts: Sequence[int] | None = None) -> bo
     for start in range(0, max(largest, 1), chunk_size):
         for r, source in enumerate(sources):
             part = source[start : start + chunk_size]
-            slots.slot(rank, r * stride, part.size, dtype)[:] = part
+            slots.next_slot(rank, r * stride, part.size, dtype)[:] = part
         if start or counts is not None:
             slots.sync_step()
         elif not slots.sync_step_checked(call, value):
             return False
         mine = out[start : start + chunk_size]
-        mine[:] = slots.slot(root, rank * stride, mine.size, dtype, 0)
+        mine[:] = slots.last_slot(root, rank * stride, mine.size, dtype)
         if (
             (counts is None and start == 0 and largest > chunk_size)
             and slots.may_be_direct((largest - chunk_size) * dtype.itemsize * slots.size, scatter=True)
@@ -350,6 +350,7 @@ def _plan_scatter(slots: Slots, call: Call) -> Plan:
     write = []
     if value >= 0:
         write = [
-            (r, slots.slot(slots.rank, r * out.nbytes, out.size, out.dtype)) for r in range(len(call.inputs))
+            (r, slots.next_slot(slots.rank, r * out.nbytes, out.size, out.dtype))
+            for r in range(len(call.inputs))
         ]
-    return Plan(write, slots.slot(call.root, slots.rank * out.nbytes, out.size, out.dtype), None, value)
+    return Plan(write, slots.next_slot(call.root, slots.rank * out.nbytes, out.size, out.dtype), None, value)

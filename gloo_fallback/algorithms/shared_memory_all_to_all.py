@@ -110,8 +110,8 @@ def _plan_exchange(slots: Slots, call: Call) -> _ExchangePlan:
     assert call.out_counts is not None
     size, rank, single = slots.size, slots.rank, call.op.joined
     counts = np.array((*call.in_counts, *call.out_counts), _COUNTS)
-    heads = [slots.slot(r, 0, 2 * size, _COUNTS) for r in range(size) if r != rank]
-    own = slots.slot(rank, 0, 2 * size, _COUNTS)
+    heads = [slots.next_slot(r, 0, 2 * size, _COUNTS) for r in range(size) if r != rank]
+    own = slots.next_slot(rank, 0, 2 * size, _COUNTS)
     head, dtype = _head(slots), flat_of(call.inputs[0]).dtype
     chunk_size = (SLOT - head) // size // dtype.itemsize
     stride = chunk_size * dtype.itemsize
@@ -122,10 +122,10 @@ def _plan_exchange(slots: Slots, call: Call) -> _ExchangePlan:
     write, read = [], []
     for r, (sent, expected) in enumerate(zip(call.in_counts, call.out_counts, strict=True)):
         if r != rank and sent:
-            view = slots.slot(rank, head + r * stride, sent, dtype)
+            view = slots.next_slot(rank, head + r * stride, sent, dtype)
             write.append((sources[r] if single else r, view))
         if r != rank and expected:
-            view = slots.slot(r, head + rank * stride, expected, dtype)
+            view = slots.next_slot(r, head + rank * stride, expected, dtype)
             read.append((targets[r] if single else r, view))
     return _ExchangePlan(counts, own, heads, [None, 0], chunk_size, write, read, sources[rank], targets[rank])
 
@@ -157,7 +157,7 @@ class BlockExchange:
         for r, source in enumerate(self._sources):
             if r != slots.rank and source.size > start:
                 part = source[start : start + self.chunk_size]
-                slots.slot(slots.rank, self._head + r * self.stride, part.size, self._dtype)[:] = part
+                slots.next_slot(slots.rank, self._head + r * self.stride, part.size, self._dtype)[:] = part
 
     def read(self, start: int) -> None:
         """Read the elements from ``start`` on that the other ranks wrote for this rank before the last step."""
@@ -165,7 +165,7 @@ class BlockExchange:
         for r, target in enumerate(self._targets):
             if r != slots.rank and target.size > start:
                 part = target[start : start + self.chunk_size]
-                part[:] = slots.slot(r, self._head + slots.rank * self.stride, part.size, self._dtype, 0)
+                part[:] = slots.last_slot(r, self._head + slots.rank * self.stride, part.size, self._dtype)
 
     def exchange(self, start: int, largest: int) -> None:
         """Exchange all elements from ``start`` on; ``largest`` is the size of the largest block of all ranks."""

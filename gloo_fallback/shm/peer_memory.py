@@ -114,9 +114,15 @@ def find_peer_memory(slots: Slots, oversubscribed: bool) -> PeerMemory | None:
     sample = np.frombuffer(secrets.token_bytes(_TOKEN.itemsize), _TOKEN).repeat(_SAMPLE // _TOKEN.itemsize)
     enabled = _read is not None and setting != "off"
     minimum = OVERSUBSCRIBED_READ_MIN if oversubscribed else READ_MIN
-    slots.slot(slots.rank, 0, 5, _TOKEN)[:] = (enabled, os.getpid(), address_of(sample), sample[0], minimum)
+    slots.next_slot(slots.rank, 0, 5, _TOKEN)[:] = (
+        enabled,
+        os.getpid(),
+        address_of(sample),
+        sample[0],
+        minimum,
+    )
     slots.sync_step()
-    rows = [slots.slot(rank, 0, 5, _TOKEN, 0).tolist() for rank in range(slots.size)]
+    rows = [slots.last_slot(rank, 0, 5, _TOKEN).tolist() for rank in range(slots.size)]
     # in another namespace of processes the number may be that of another one: the token shows that
     able = enabled and all(
         row[0] and _reads(row[1], row[2], row[3]) for rank, row in enumerate(rows) if rank != slots.rank
@@ -138,7 +144,7 @@ def _measure_reading(slots: Slots, pid: int, address: int) -> bool:
     if _reads_are_fast is not None:
         return _reads_are_fast
     near = np.empty(_SAMPLE // _TOKEN.itemsize, _TOKEN)
-    own, other = (slots.slot(rank, 0, near.size, _TOKEN) for rank in (slots.rank, slots.rank - 1))
+    own, other = (slots.next_slot(rank, 0, near.size, _TOKEN) for rank in (slots.rank, slots.rank - 1))
     reads, copies = [], []
     for _ in range(_TIMED_COPIES):
         start = time.perf_counter()

@@ -101,7 +101,7 @@ class Slots:
         self._slots: Flat = np.frombuffer(
             segment.memory, np.uint8, 2 * size * SLOT, _slots_start(size)
         ).reshape(2, size, SLOT)
-        self._views: dict[tuple[int, int, int, Any], Flat] = {}
+        self._views: dict[tuple[int, int, int, int, Any], Flat] = {}
         self.step = 0
         self.plans: dict[Any, Any] = {}
         self.symmetric: SymmetricMemory | None = None
@@ -120,21 +120,27 @@ class Slots:
         self._flags = memoryview(b"")
         self._segment.close()
 
-    def slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any], steps: int = 1) -> Flat:
-        """``count`` elements at byte ``start`` of a rank's slot for the next step (``steps`` 1) or the last one (0)."""
-        key = (((self.step + steps) & 1) * self.size + rank, start, count, dtype)
+    def next_slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any]) -> Flat:
+        """``count`` elements at byte ``start`` of a rank's slot for the next step."""
+        return self._slot(self.step + 1 & 1, rank, start, count, dtype)
+
+    def last_slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any]) -> Flat:
+        """``count`` elements at byte ``start`` of a rank's slot for the last step."""
+        return self._slot(self.step & 1, rank, start, count, dtype)
+
+    def _slot(self, turn: int, rank: int, start: int, count: int, dtype: np.dtype[Any]) -> Flat:
+        key = turn, rank, start, count, dtype
         view = self._views.get(key)
         if view is None:
             if len(self._views) > 4096:
                 self._views.clear()
-            turn, owner = divmod(key[0], self.size)
-            raw: Flat = self._slots[turn, owner, start : start + count * dtype.itemsize]
+            raw: Flat = self._slots[turn, rank, start : start + count * dtype.itemsize]
             view = self._views[key] = raw.view(dtype)
         return view
 
     def rows(self, count: int, dtype: np.dtype[Any]) -> tuple[Flat, list[Flat]]:
         """This rank's slot for the next step, and the slots of all ranks in rank order, to be read after it."""
-        rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
+        rows = [self.next_slot(r, 0, count, dtype) for r in range(self.size)]
         return rows[self.rank], rows
 
     def may_be_direct(self, nbytes: int, *, scatter: bool = False) -> bool:

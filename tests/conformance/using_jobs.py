@@ -32,7 +32,7 @@ def same_group() -> dict[str, Any]:
             "name": lambda g: g.group_name,
             "timeout": lambda g: g.timeout,
             "description": lambda g: g.describe(),
-            "whole": lambda g: g.whole is whole,
+            "base": lambda g: g.base is whole,
             "is": lambda g: isinstance(g, dist.ProcessGroup),
         }.items()
     }

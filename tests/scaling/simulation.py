@@ -391,7 +391,7 @@ class _Slots:
         self._trace = trace
         self._told = case.table if case.op.startswith("all_to_all") else None
 
-    def slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any], steps: int = 1) -> Flat:
+    def next_slot(self, rank: int, start: int, count: int, dtype: np.dtype[Any]) -> Flat:
         assert 0 <= rank < self.size
         assert 0 <= start <= start + count * dtype.itemsize <= SLOT, "does not fit the slot"
         assert start % dtype.itemsize == 0
@@ -399,8 +399,10 @@ class _Slots:
             return cast(Flat, self._told[rank])
         return _array(count, dtype, self._trace)
 
+    last_slot = next_slot
+
     def rows(self, count: int, dtype: np.dtype[Any]) -> tuple[Flat, list[Flat]]:
-        rows = [self.slot(r, 0, count, dtype) for r in range(self.size)]
+        rows = [self.next_slot(r, 0, count, dtype) for r in range(self.size)]
         return rows[self.rank], rows
 
     def may_be_direct(self, nbytes: int, *, scatter: bool = False) -> bool:

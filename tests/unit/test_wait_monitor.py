@@ -22,7 +22,7 @@ def test_a_rank_whose_call_is_failing_is_not_blocked(monkeypatch: pytest.MonkeyP
     """The others may already have the error, and wait for this rank in their next call: that is no deadlock."""
     sent: list[Any] = []
     failures = GroupFailures(threading.Condition(), sent.append, bool)
-    control = SimpleNamespace(announce_failure=failures.announce)
+    control = SimpleNamespace(announce_failure=failures.announce_failure)
     context = SimpleNamespace(name="g", ranks=(0, 1), job=SimpleNamespace(control=control))
     group = GroupState(cast(Any, context))
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)

@@ -7,17 +7,54 @@ order as their other calls on this group, with arrays of the same element type.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from unicoll.api import world
-from unicoll.api.arguments import Array, documented, rank_in_group, refuse, root_or_zero
+from unicoll.api.ranks import rank_in_group, refuse, root_or_zero
 from unicoll.arrays.types import ReduceOp
+from unicoll.backend.ops import OPS
 from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
     from unicoll.backend.work import Work
     from unicoll.group.process_group import ProcessGroup
+
+Array = Any
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_COMMON = """
+    Common to all collectives:
+        group: the process group; None means the default one. A process outside the group gets a warning and
+            None, and no data moves.
+        async_op: return at once with a :class:`~unicoll.backend.work.Work`; its arrays must not be used until
+            ``work.wait()`` has returned.
+        timeout: how long the operation may take (timedelta, or seconds); None takes the group's.
+
+    Returns:
+        The Work if ``async_op``, else None.
+
+    Raises:
+        DistArgumentError, DistTypeError: a bad argument; no data has moved and the group stays usable. An error in the
+            list of a gather or scatter, which only the root passes, is raised on the other ranks, too.
+        CollectiveMismatchError: the ranks called different operations, or one with other shapes, element
+            types, reductions or roots; raised on all of them.
+        OperationTimeoutError: time is up; says which ranks arrived and which did not.
+        RankLostError: a member of the group died; names rank, host and pid.
+        NotInitializedError: there is no default group.
+"""
+
+
+def documented(row: str) -> Callable[[Function], Function]:
+    """Decorator: append what all collectives share, and MPI's counterpart of a row of the table, to the docstring."""
+    more = f"{_COMMON}\n    MPI's counterpart: {OPS[row].mpi}.\n"
+
+    def complete(function: Function) -> Function:
+        if function.__doc__:
+            function.__doc__ = function.__doc__.rstrip() + "\n" + more
+        return function
+
+    return complete
 
 
 @documented("broadcast")

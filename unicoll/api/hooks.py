@@ -14,7 +14,7 @@ import numpy as np
 from unicoll.api import world
 from unicoll.arrays.conversion import as_buffer
 from unicoll.errors import BackendUnavailableError, DistArgumentError, DistTypeError
-from unicoll.group.hooks import Hook, HookedCall, add_to_job
+from unicoll.group.call_hooks import Hook, HookedCall, add_to_job
 
 
 def add_hook(
@@ -58,7 +58,7 @@ def add_hook(
             raise DistTypeError(f"add_hook: {given!r} is not a function")
     job = world.current("add_hook").job
     if group is not None:
-        dispatcher = world.member(group, "add_hook").whole._dispatcher
+        dispatcher = world.member(group, "add_hook").base._dispatcher
         return dispatcher.validation.add_hook(Hook(*functions))
 
     return add_to_job(job, Hook(*functions))

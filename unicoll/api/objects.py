@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from unicoll.api import world
-from unicoll.api.arguments import rank_in_group, root_or_zero
 from unicoll.api.object_payload import (
     HEADER,
     Body,
@@ -31,6 +30,7 @@ from unicoll.api.object_payload import (
     load,
     read_headers,
 )
+from unicoll.api.ranks import rank_in_group, root_or_zero
 from unicoll.errors import DistArgumentError, DistTypeError
 from unicoll.net.timeouts import Timeout
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
-from unicoll.api.arguments import rank_in_group
+from unicoll.api.ranks import rank_in_group
 from unicoll.arrays.conversion import as_buffer
 from unicoll.backend.call import Call
 from unicoll.backend.ops import OPS

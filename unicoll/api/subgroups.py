@@ -198,7 +198,7 @@ def split_group(
             ``split_ranks`` and ``color``.
     """
     here = world.current("split_group")
-    parent = world.member(parent_pg, "split_group").whole
+    parent = world.member(parent_pg, "split_group").base
     if not isinstance(color, EllipsisType):
         if split_ranks is not None:
             raise DistArgumentError("split_group: give split_ranks or color, not both")

@@ -100,7 +100,7 @@ class Job:
         exit_cause: asks the launcher how a rank ended; may take a fraction of a second.
         fake: True if there are no other processes: every group has the backend ``fake``.
         groups: the open groups, in the order in which they were created.
-        hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.hooks`).
+        hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.call_hooks`).
         exiting: True once the program ends without having left the job.
     """
 
@@ -261,9 +261,9 @@ class Backend(ABC):
     is_protected: bool = False
     """True if what it sends between hosts has a MAC or is encrypted."""
 
-    beside: ClassVar[str] = ""
+    companion: ClassVar[str] = ""
     """Name of a backend of host arrays that each group has in addition if its ranks are on one host; see
-    :meth:`use`."""
+    :meth:`set_companion`."""
 
     @classmethod
     def availability(cls) -> str | None:
@@ -412,8 +412,8 @@ class Backend(ABC):
         """True if it may use the arrays of a call that has just failed until the process ends."""
         return False
 
-    def use(self, backend: Any) -> None:  # noqa: B027 - optional
-        """Called once after :meth:`create` with the group's backend of the name :attr:`beside`.
+    def set_companion(self, backend: Any) -> None:  # noqa: B027 - optional
+        """Called once after :meth:`create` with the group's backend of the name :attr:`companion`.
 
         ``backend`` gets only the calls that this backend passes to it, and is closed after this one.
         """

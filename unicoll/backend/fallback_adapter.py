@@ -20,7 +20,7 @@ def with_fallbacks(backend: Backend, context: Context) -> Backend:
     """The backend of a group, with all the operations that fallbacks can add to it."""
     if isinstance(backend, HostBackend) or available(backend.caps) == backend.caps.native:
         return backend
-    adapter = _Adapter(backend, context)
+    adapter = FallbackAdapter(backend, context)
     adapter.watch()
     return adapter
 
@@ -51,7 +51,7 @@ class _Messages:
         """The adapter closes the backend itself."""
 
 
-class _Adapter(HostBackend):
+class FallbackAdapter(HostBackend):
     """Puts the collectives of another backend, and the fallbacks, in one order."""
 
     stages = False

@@ -38,7 +38,7 @@ _ABORTED_S = 1.0
 """How long it then waits for those that it has aborted."""
 
 
-class P2PEngine(Protocol):
+class MessageEngine(Protocol):
     """The sends, receives and probes of a group."""
 
     @property
@@ -81,7 +81,7 @@ class HostBackend(Backend):
     stages = True
 
     def __init__(
-        self, context: Context, p2p: P2PEngine | None = None, state: GroupState | None = None
+        self, context: Context, p2p: MessageEngine | None = None, state: GroupState | None = None
     ) -> None:
         self.context = context
         self.state = state = state or GroupState(context)
@@ -89,7 +89,7 @@ class HostBackend(Backend):
         state.listeners.append(self.abort)  # subclasses wake what waits there
         self.queue = OpQueue(f"unicoll-{context.name}", self.thread_failed, lambda: state.error is not None)
         self._departed: dict[int, float] = {}  # ranks that are lost, and when a waiting call first saw that
-        self._p2p: P2PEngine
+        self._p2p: MessageEngine
         if p2p is not None:
             self._p2p = p2p
         elif context.size > 1:
@@ -113,7 +113,7 @@ class HostBackend(Backend):
         """Do one native operation, and return when its arrays may be used again; ends with ``call.write_back()``.
 
         Collectives come one at a time. Sends and receives come at any time, on several threads, unless the backend has
-        a :class:`P2PEngine` of its own.
+        a :class:`MessageEngine` of its own.
         """
 
     @property
@@ -202,7 +202,7 @@ class HostBackend(Backend):
     def allocate(self, execute: Execute, shape: tuple[int, ...], dtype: DType) -> Any:
         """:meth:`symmetric_empty`; ``execute`` executes each of its exchanges in its place among the group's calls.
 
-        A backend that uses this one (:meth:`use`) passes a function that calls :meth:`perform`.
+        A backend that uses this one (:meth:`set_companion`) passes a function that calls :meth:`perform`.
         """
         return super().symmetric_empty(shape, dtype)
 

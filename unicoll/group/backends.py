@@ -96,11 +96,13 @@ class GroupBackends:
             if not choice.staged:
                 self._by_device[choice.device] = self._by_class[choice.cls]
         host = self._by_device.get("cpu") or next(iter(self._by_class.values()))
-        beside = self._beside(host)
-        if beside is not None:
-            beside.prepare(self._context.job)
-            self._by_class[beside] = made = beside.create(replace(self._context, backend=beside.name))
-            host.use(made)
+        companion = self._companion_of(host)
+        if companion is not None:
+            companion.prepare(self._context.job)
+            self._by_class[companion] = made = companion.create(
+                replace(self._context, backend=companion.name)
+            )
+            host.set_companion(made)
         return host
 
     def debug_level_changed(self) -> None:
@@ -110,14 +112,14 @@ class GroupBackends:
 
             self._call_checks = CallChecks(self._context, self.fail, self._compare_calls)
 
-    def _beside(self, backend: Backend) -> type[Backend] | None:
+    def _companion_of(self, backend: Backend) -> type[Backend] | None:
         """The class of the backend that a backend has in addition; None if it has none, or there is one already."""
         job, ranks = self._context.job, self._context.ranks
-        if not backend.beside or len(ranks) == 1 or job.control is None or not job.control.peers:
+        if not backend.companion or len(ranks) == 1 or job.control is None or not job.control.peers:
             return None
-        if len({job.control.peers[rank].host for rank in ranks}) > 1 or reason_against(backend.beside):
+        if len({job.control.peers[rank].host for rank in ranks}) > 1 or reason_against(backend.companion):
             return None
-        found = load(backend.beside)
+        found = load(backend.companion)
         return found if found not in self._by_class else None
 
     def check_compression(self, where: str, compression: str | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from unicoll.backend.contract import Job
 from unicoll.errors import DistArgumentError
-from unicoll.group.hooks import Hook, HookedCall, add_to_job
+from unicoll.group.call_hooks import Hook, HookedCall, add_to_job
 from unicoll.net import logs
 from unicoll.net.files import write_whole
 

@@ -67,13 +67,13 @@ class ProcessGroup:
         backends: GroupBackends,
         dispatcher: Dispatcher,
         settings: CallSettings,
-        whole: ProcessGroup | None = None,
+        base: ProcessGroup | None = None,
     ) -> None:
         self._context = context
         self._backends = backends
         self._dispatcher = dispatcher
         self._settings = settings
-        self._whole = whole
+        self._base = base
         self._made_function_view: ProcessGroup | None = None
 
     @classmethod
@@ -110,9 +110,9 @@ class ProcessGroup:
         group = (
             f"<ProcessGroup {context.name!r}: rank {context.rank} of {context.size}, {self.backend_config}"
         )
-        if self._whole is None:
+        if self._base is None:
             return f"{group}>"
-        own, shared = self._settings, self._whole._settings
+        own, shared = self._settings, self._base._settings
         changes = [str(own.options)] if own.options is not None else []
         if own.timeout != shared.timeout:
             changes.append(f"timeout={own.timeout:g}")
@@ -128,9 +128,9 @@ class ProcessGroup:
         return self._backends.object_seals
 
     @property
-    def whole(self) -> ProcessGroup:
+    def base(self) -> ProcessGroup:
         """The group itself; for a view made by :meth:`using`, the group that it is a view of."""
-        return self if self._whole is None else self._whole
+        return self if self._base is None else self._base
 
     def using(
         self,
@@ -163,7 +163,7 @@ class ProcessGroup:
             if settings.passed is not None:
                 for backend in self._backends.all:
                     backend.refuse_options(settings.passed)
-        return ProcessGroup(self._context, self._backends, self._dispatcher, settings, self.whole)
+        return ProcessGroup(self._context, self._backends, self._dispatcher, settings, self.base)
 
     @property
     def _function_view(self) -> ProcessGroup:

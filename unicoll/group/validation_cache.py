@@ -10,7 +10,7 @@ from unicoll.backend.contract import Backend, Context, Tracker
 from unicoll.backend.flight_recorder import CallKind
 from unicoll.backend.validation import check, sign
 from unicoll.group.backends import GroupBackends
-from unicoll.group.hooks import Hook, HookedBackend
+from unicoll.group.call_hooks import Hook, HookedBackend
 from unicoll.net import debug_level
 
 Splits = tuple[tuple[int, ...] | None, tuple[int, ...] | None]

@@ -51,7 +51,7 @@ def torch_group(group: Any = None) -> Any:
         return group
     if group is None and dist.is_initialized() and not world.is_initialized():
         return c10d.GroupMember.WORLD
-    unicoll_group = world.member(group, "torch_group").whole
+    unicoll_group = world.member(group, "torch_group").base
     current = world.current("torch_group")
     if unicoll_group not in current.groups:
         raise DistArgumentError(

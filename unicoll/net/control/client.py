@@ -76,8 +76,8 @@ class ControlClient:
         failure_listeners: functions that are called with a group's name and error, once for each group that fails,
             before its calls raise the error; also for groups of other ranks whose failure the relay announces here.
         await_departure, find_lost_rank: methods of :class:`Departures`.
-        group_failure, announce_failure: the methods ``await_failure`` and ``announce`` of :class:`GroupFailures`.
-        request_reports: the method ``request`` of :class:`Reports`.
+        group_failure, announce_failure: methods of :class:`GroupFailures`.
+        request_reports: the method of :class:`Reports`.
         send: the method of :class:`RelayConnection`.
     """
 
@@ -104,17 +104,17 @@ class ControlClient:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._departures = Departures(self._changed)
-        self.departed = self._departures.reasons
+        self.departed = self._departures.departed
         self.left = self._departures.left
         self.died = self._departures.died
         self.await_departure = self._departures.await_departure
         self.find_lost_rank = self._departures.find_lost_rank
         self._failures = GroupFailures(self._changed, self.send, self._relay_ended)
-        self.failure_listeners = self._failures.listeners
-        self.group_failure = self._failures.await_failure
-        self.announce_failure = self._failures.announce
+        self.failure_listeners = self._failures.failure_listeners
+        self.group_failure = self._failures.group_failure
+        self.announce_failure = self._failures.announce_failure
         self._reports = Reports(rank, self.departed, self._changed, self.send, self._relay_ended)
-        self.request_reports = self._reports.request
+        self.request_reports = self._reports.request_reports
         self._handlers: dict[str, Callable[[Message], None]] = {}
         self._ready = False
         self._closed = False

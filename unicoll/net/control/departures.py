@@ -27,13 +27,13 @@ class Departures:
     """The ranks that have ended, and how.
 
     Attributes:
-        reasons: for each rank that has ended, how it ended.
+        departed: for each rank that has ended, how it ended.
         left: the ranks that left the job without an exception.
         died: the ranks that ended without leaving the job.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
-        self.reasons: dict[int, str] = {}
+        self.departed: dict[int, str] = {}
         self.left: set[int] = set()
         self.died: set[int] = set()
         self._changed = changed
@@ -41,8 +41,8 @@ class Departures:
     def record(self, rank: int, reason: str, manner: str) -> None:
         """``rank`` has ended; the first report of a rank is kept. ``manner`` is that of a :data:`Departure`."""
         with self._changed:
-            if rank not in self.reasons:
-                self.reasons[rank] = reason
+            if rank not in self.departed:
+                self.departed[rank] = reason
                 {"left": self.left, "died": self.died}.get(manner, set()).add(rank)
             self._changed.notify_all()
 
@@ -59,7 +59,7 @@ class Departures:
 
     def all(self) -> list[Departure]:
         """All departures, for a new relay."""
-        return [(rank, reason, self._manner(rank)) for rank, reason in self.reasons.items()]
+        return [(rank, reason, self._manner(rank)) for rank, reason in self.departed.items()]
 
     def _manner(self, rank: int) -> str:
         return "left" if rank in self.left else "died" if rank in self.died else "failed"
@@ -67,8 +67,8 @@ class Departures:
     def await_departure(self, rank: int, timeout: float = 0.5) -> str | None:
         """How ``rank`` has ended, waiting up to ``timeout`` seconds; None if it has not."""
         with self._changed:
-            self._changed.wait_for(lambda: rank in self.reasons, timeout)
-            return self.reasons.get(rank)
+            self._changed.wait_for(lambda: rank in self.departed, timeout)
+            return self.departed.get(rank)
 
     def find_lost_rank(self, peer: int, members: Iterable[int], timeout: float) -> int | None:
         """The rank that caused the end of a connection to ``peer``, waiting up to ``timeout`` seconds; None if unknown.
@@ -76,10 +76,10 @@ class Departures:
         It is the peer if it has ended, else a lost member of the group, after which the peer closed its connections.
         """
         with self._changed:
-            self._changed.wait_for(lambda: peer in self.reasons or self._lost(members), timeout)
-            if peer in self.reasons:
+            self._changed.wait_for(lambda: peer in self.departed or self._lost(members), timeout)
+            if peer in self.departed:
                 return peer
             return next(iter(self._lost(members)), None)
 
     def _lost(self, members: Iterable[int]) -> list[int]:
-        return [rank for rank in members if rank in self.reasons and rank not in self.left]
+        return [rank for rank in members if rank in self.departed and rank not in self.left]

@@ -24,14 +24,14 @@ class GroupFailures:
         relay_ended: True if there is no relay, so that no announcement can arrive.
 
     Attributes:
-        listeners: called with a group's name and error, once for each group, before its calls raise the error; also for
-            groups of other ranks whose failure the relay announces here.
+        failure_listeners: called with a group's name and error, once for each group, before its calls raise the error;
+            also for groups of other ranks whose failure the relay announces here.
     """
 
     def __init__(
         self, changed: threading.Condition, send: Callable[[Message], None], relay_ended: Callable[[], bool]
     ) -> None:
-        self.listeners: list[Callable[[str, DistError], None]] = []
+        self.failure_listeners: list[Callable[[str, DistError], None]] = []
         self._changed = changed
         self._send = send
         self._relay_ended = relay_ended
@@ -53,7 +53,7 @@ class GroupFailures:
         with self._changed:
             self._callbacks.pop((group, backend), None)
 
-    def await_failure(self, group: str, timeout: float = 0.0) -> DistError | None:
+    def group_failure(self, group: str, timeout: float = 0.0) -> DistError | None:
         """The error with which ``group`` failed, waiting up to ``timeout`` seconds; None if it has not failed."""
         with self._changed:
             self._changed.wait_for(lambda: group in self._errors or self._relay_ended(), timeout)
@@ -63,7 +63,7 @@ class GroupFailures:
         """A copy: the error that is kept must not keep the frames, and with them arrays, of those who raise it."""
         return copy.copy(self._errors.get(group))
 
-    def announce(self, group: str, members: Iterable[int], error: DistError) -> DistError:
+    def announce_failure(self, group: str, members: Iterable[int], error: DistError) -> DistError:
         """Announce that ``group`` failed; returns the error that all its members raise.
 
         It is the first error that has reached the relay, or ``error`` if the relay cannot be reached. Then a relay that
@@ -73,7 +73,7 @@ class GroupFailures:
         with self._changed:
             self._messages.setdefault(group, failure)
         self._send(failure)
-        announced = self.await_failure(group, _ANNOUNCEMENT_S)
+        announced = self.group_failure(group, _ANNOUNCEMENT_S)
         if announced is None:
             self._inform_listeners(group, error)
         return announced or error
@@ -106,7 +106,7 @@ class GroupFailures:
             if group in self._reported:
                 return
             self._reported.add(group)
-        for listener in self.listeners:
+        for listener in self.failure_listeners:
             listener(group, error)
 
 

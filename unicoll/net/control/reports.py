@@ -49,7 +49,7 @@ class Reports:
         with self._changed:
             self._sources.pop((group, backend), None)
 
-    def request(self, group: str, backend: str, ranks: Iterable[int]) -> dict[int, Report]:
+    def request_reports(self, group: str, backend: str, ranks: Iterable[int]) -> dict[int, Report]:
         """The reports of these ranks about a backend of ``group``, without ranks that do not reply within a second."""
         wanted = set(ranks)
         with self._changed:
