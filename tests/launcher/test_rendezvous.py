@@ -22,6 +22,7 @@ import pytest
 
 from tests.launcher.launching import LaunchFolder, environment
 from tests.support.ranks import reserved_port
+from unicoll.backend import Job
 from unicoll.bootstrap import launchers, rendezvous_protocol, store_locations
 from unicoll.bootstrap.join import join
 from unicoll.bootstrap.rendezvous import Rendezvous, register_rendezvous_handler, rendezvous
@@ -607,8 +608,8 @@ def test_different_world_sizes() -> None:
 def test_rank_0_does_not_wait_for_a_rank_that_cannot_join(
     world_size: int, kind: type[DistError], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def choose(found: Rendezvous, backend: str | None) -> Any:
-        if found.rank == 1:
+    def choose(job: Job, backend: str | None) -> Any:
+        if job.rank == 1:
             raise BackendUnavailableError(text)
         return backend_choice.choose(backend)
 

@@ -41,20 +41,20 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         OperationTimeoutError, RankLostError: as :func:`barrier`.
         NotInitializedError: there is no default group.
     """
-    here = world.current("breakpoint")
+    job = world.current("breakpoint")
     rank, skip = as_integer("breakpoint: rank", rank), as_integer("breakpoint: skip", skip)
-    if not 0 <= rank < here.job.size:
-        raise DistArgumentError(f"breakpoint: {rank} is not a rank of a world of {here.job.size}")
+    if not 0 <= rank < job.size:
+        raise DistArgumentError(f"breakpoint: {rank} is not a rank of a world of {job.size}")
     frame = sys._getframe(1)
     if skip > 0:
         line = frame.f_code.co_filename, frame.f_lineno
         _visits[line] = _visits.get(line, 0) + 1
         if _visits[line] <= skip:
             return
-    here.named["breakpoint"] = here.named.get("breakpoint", 0) + 1
-    store, key = PrefixStore("breakpoint", here.job.store), str(here.named["breakpoint"])
+    job.named["breakpoint"] += 1
+    store, key = PrefixStore("breakpoint", job.store), str(job.named["breakpoint"])
     terminal = None
-    if here.job.rank == rank:
+    if job.rank == rank:
         try:
             terminal = _Terminal()
         except DistError as e:
@@ -62,7 +62,7 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         else:
             store.set(key, b"")
     try:
-        here.default.barrier()
+        job.default.barrier()
         if reason := store.get(key).decode():
             raise DistError(reason, rank=rank)
     except BaseException:
@@ -71,14 +71,14 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
         raise
 
     def release() -> None:
-        here.default.barrier(timeout=timeout_s)
+        job.default.barrier(timeout=timeout_s)
 
     if terminal is None:
         release()
         return
     debugger = _Debugger(terminal, release)
     debugger.message(
-        f"rank {rank} of {here.job.size} (pid {os.getpid()}); the other ranks wait until it continues"
+        f"rank {rank} of {job.size} (pid {os.getpid()}); the other ranks wait until it continues"
     )
     debugger.set_trace(frame)  # the last call: pdb stops in the next frame that runs
 

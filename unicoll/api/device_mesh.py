@@ -111,7 +111,7 @@ def _select_device() -> None:
     """Make the CUDA device of this process's local rank the current one, if the thread has none (torch's rule)."""
     from unicoll.arrays import cuda  # programs on CPUs do not need it
 
-    job, torch = world.current("DeviceMesh").job, sys.modules.get("torch")
+    job, torch = world.current("DeviceMesh"), sys.modules.get("torch")
     local = job.local_rank
     used = torch is not None and torch.cuda.is_initialized()
     if local is None or job.fake or used or cuda.reason_against() is not None:

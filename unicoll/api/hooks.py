@@ -56,7 +56,7 @@ def add_hook(
     for given in functions:
         if given is not None and not callable(given):
             raise DistTypeError(f"add_hook: {given!r} is not a function")
-    job = world.current("add_hook").job
+    job = world.current("add_hook")
     if group is not None:
         dispatcher = world.member(group, "add_hook").base._dispatcher
         return dispatcher.validation.add_hook(Hook(*functions))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unicoll.api import world
-from unicoll.api.world import GroupMember, World
+from unicoll.api.world import GroupMember
 from unicoll.arrays.torch_tensors import profiler_watch
 from unicoll.arrays.types import default_pg_timeout
 from unicoll.errors import DistArgumentError
@@ -15,7 +15,7 @@ from unicoll.group.arguments import as_integer
 from unicoll.net.timeouts import Timeout
 
 if TYPE_CHECKING:
-    from unicoll.bootstrap.join import Membership
+    from unicoll.backend.contract import Job
     from unicoll.group.process_group import ProcessGroup
 
 DEFAULT_NAME = "world"
@@ -64,30 +64,27 @@ def init_process_group(
         )
     # Here and not at the top: most modules of unicoll, and logging, hashlib and socket, serve jobs only.
     from unicoll.backend.contract import Context
-    from unicoll.bootstrap.join import join
+    from unicoll.bootstrap.join import join, leave
     from unicoll.group.process_group import ProcessGroup
 
     rank = as_integer("init_process_group: rank", rank)
     world_size = as_integer("init_process_group: world_size", world_size)
     limit = world.seconds(timeout, default_pg_timeout.total_seconds())
     joining_s = min(limit, _RENDEZVOUS_S) if timeout is None else limit
-    membership = join(backend, init_method, rank, world_size, store, limit, joining_s)
-    job, choices = membership.job, membership.choices
+    job = join(backend, init_method, rank, world_size, store, limit, joining_s)
     try:
         all_ranks = tuple(range(job.size))
         context = Context(job, DEFAULT_NAME, all_ranks, limit, pg_options, device_id, desc="default_pg")
-        default = ProcessGroup.create(context, choices)
+        default = ProcessGroup.create(context, job.choices)
         if job.control is not None:
             job.control.initialized(joining_s)
     except BaseException as e:
-        membership.close(e)
+        leave(job, e)
         raise
-    enter(membership, default, _follow_profiler)
+    enter(job, default, _follow_profiler)
 
 
-def enter(
-    membership: Membership, default: ProcessGroup, follow: Callable[[bool], None] | None = None
-) -> None:
+def enter(job: Job, default: ProcessGroup, follow: Callable[[bool], None] | None = None) -> None:
     """Set the default group of this process, which has joined a job; the functions of the package then serve it.
 
     Args:
@@ -96,13 +93,13 @@ def enter(
     from unicoll.bootstrap.join import register_exit_handler
 
     profiler_watch.running, profiler_watch.changed = False, follow
-    world.enter(World(membership, default))
+    world.enter(job, default)
     register_exit_handler(world.leave, world.forget)
     if metrics_file := os.environ.get("UNICOLL_METRICS_FILE"):
         from unicoll.group.call_counters import start_file
 
         try:
-            start_file(membership.job, metrics_file)
+            start_file(job, metrics_file)
         except BaseException:
             world.leave()
             raise
@@ -126,17 +123,17 @@ def destroy_process_group(group: Any = None) -> None:
     """
     if group is GroupMember.NON_GROUP_MEMBER:
         return
-    here = world.current("destroy_process_group")
-    pg = world.resolve(group)
-    pg = getattr(pg, "whole", pg)
-    if pg is here.default:
+    job = world.current("destroy_process_group")
+    pg: Any = world.resolve(group)
+    pg = getattr(pg, "base", pg)
+    if pg is job.default:
         world.leave()
         return
-    if pg not in here.groups:
+    if pg not in job.groups:
         raise DistArgumentError(
             f"destroy_process_group: {pg!r} is not a group of this process, or not any more"
         )
-    here.groups.remove(pg)
+    job.groups.remove(pg)
     pg.close()
 
 
@@ -149,6 +146,6 @@ def explain() -> str:
         from unicoll.bootstrap import environment_report
 
         return "\n".join(["not initialised", *environment_report.lines()])
-    here = world.current("explain")
-    groups = [f"group {one.name!r} of {one.size()}: {one.describe()}" for one in here.groups]
-    return "\n".join([*here.notes, *groups])
+    job = world.current("explain")
+    groups = [f"group {one.name!r} of {one.size()}: {one.describe()}" for one in job.groups]
+    return "\n".join([*job.notes, *groups])

@@ -28,7 +28,7 @@ def enable() -> None:
     Raises:
         NotInitializedError: there is no default group.
     """
-    counters_of_process.enable(world.current("metrics.enable").job)
+    counters_of_process.enable(world.current("metrics.enable"))
 
 
 def disable() -> None:
@@ -53,7 +53,7 @@ def write(path: str | os.PathLike[str]) -> None:
         OSError: the file cannot be written.
     """
     try:
-        rank = str(world.current("metrics.write").job.rank)
+        rank = str(world.current("metrics.write").rank)
     except NotInitializedError:
         rank = ""
     write_file(Path(path), rank)

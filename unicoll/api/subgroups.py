@@ -8,8 +8,7 @@ from types import EllipsisType
 from typing import Any
 
 from unicoll.api import objects, world
-from unicoll.api.world import World
-from unicoll.backend.contract import Context
+from unicoll.backend.contract import Context, Job
 from unicoll.errors import DistArgumentError
 from unicoll.group import backend_choice
 from unicoll.group.arguments import as_integer, check_ranks
@@ -20,7 +19,7 @@ from unicoll.net.timeouts import Timeout
 
 
 def _make(
-    here: World,
+    job: Job,
     name: str,
     ranks: Sequence[int],
     choices: Sequence[BackendChoice],
@@ -30,18 +29,18 @@ def _make(
     device: Any,
     parent: ProcessGroup | None,
 ) -> Any:
-    if here.job.rank not in ranks:
+    if job.rank not in ranks:
         if parent is not None:
             parent.leave_out(choices)
         return world.GroupMember.NON_GROUP_MEMBER
     if device is None and parent is not None:
         device = parent.bound_device_id
-    context = Context(here.job, name, tuple(ranks), timeout, options, device, desc=desc or "undefined")
+    context = Context(job, name, tuple(ranks), timeout, options, device, desc=desc or "undefined")
     return ProcessGroup.create(context, choices, parent)
 
 
-def _choices(here: World, backend: str | None, parent: ProcessGroup) -> Sequence[BackendChoice]:
-    if backend is None or here.job.fake:  # then all groups have the backend fake
+def _choices(job: Job, backend: str | None, parent: ProcessGroup) -> Sequence[BackendChoice]:
+    if backend is None or job.fake:  # then all groups have the backend fake
         return parent.choices
     choices = backend_choice.choose(backend)
     if backend_choice.is_fake(choices):
@@ -49,7 +48,7 @@ def _choices(here: World, backend: str | None, parent: ProcessGroup) -> Sequence
             f"backend: {backend!r} is for jobs without other processes: init_process_group('fake', ...)"
         )
     for cls in {c.cls for c in choices}:
-        cls.prepare(here.job)
+        cls.prepare(job)
     return choices
 
 
@@ -84,23 +83,23 @@ def new_group(
             caller is not among them.
         BackendUnavailableError: the backend cannot be used here.
     """
-    here = world.current("new_group")
-    members = check_ranks("new_group", range(here.job.size) if ranks is None else ranks, here.job.size)
+    job = world.current("new_group")
+    members = check_ranks("new_group", range(job.size) if ranks is None else ranks, job.size)
     if sort_ranks:
         members.sort()
     if use_local_synchronization:
-        if here.job.rank not in members:
+        if job.rank not in members:
             raise DistArgumentError("new_group: with use_local_synchronization only the members may call")
         digest = hashlib.sha256(repr(members).encode()).hexdigest()[:12]
-        here.named[digest] = here.named.get(digest, 0) + 1
-        name = f"local-{digest}-{here.named[digest]}"
+        job.named[digest] += 1
+        name = f"local-{digest}-{job.named[digest]}"
     else:
-        here.made += 1
-        name = f"group-{here.made}"
-    seconds = world.seconds(timeout, here.default.timeout)
-    choices = _choices(here, backend, here.default)
-    parent = None if use_local_synchronization else here.default
-    return _make(here, name, members, choices, seconds, group_desc, pg_options, device_id, parent)
+        job.named["group"] += 1
+        name = f"group-{job.named['group']}"
+    seconds = world.seconds(timeout, job.default.timeout)
+    choices = _choices(job, backend, job.default)
+    parent = None if use_local_synchronization else job.default
+    return _make(job, name, members, choices, seconds, group_desc, pg_options, device_id, parent)
 
 
 def new_subgroups(
@@ -124,9 +123,9 @@ def new_subgroups(
     Raises:
         DistArgumentError: the group cannot be cut evenly.
     """
-    here = world.current("new_subgroups")
+    job = world.current("new_subgroups")
     parent = world.member(group, "new_subgroups")
-    given = group_size if group_size is not None else here.job.local_size or parent.size()
+    given = group_size if group_size is not None else job.local_size or parent.size()
     size = as_integer("new_subgroups: group_size", given)
     if not 0 < size <= parent.size() or parent.size() % size:
         raise DistArgumentError(
@@ -197,7 +196,7 @@ def split_group(
         DistArgumentError: no parts, an empty one, or a rank that is repeated or not in the parent; or both
             ``split_ranks`` and ``color``.
     """
-    here = world.current("split_group")
+    job = world.current("split_group")
     parent = world.member(parent_pg, "split_group").base
     if not isinstance(color, EllipsisType):
         if split_ranks is not None:
@@ -213,7 +212,7 @@ def split_group(
     check_ranks("split_group", everyone, parent.size())
     number = parent.next_child()
     seconds = world.seconds(timeout, parent.timeout)
-    choices = _choices(here, backend, parent)
+    choices = _choices(job, backend, parent)
     for i, part in enumerate(split_ranks):
         if len(part) == 0:
             raise DistArgumentError(f"split_group: part {i} of split_ranks is empty")
@@ -221,7 +220,7 @@ def split_group(
             name = f"{parent.name}/{number}.{i}"
             members = [parent.ranks[r] for r in part]
             made: ProcessGroup = _make(
-                here, name, members, choices, seconds, group_desc, pg_options, None, parent
+                job, name, members, choices, seconds, group_desc, pg_options, None, parent
             )
             return made
     parent.leave_out(choices)
@@ -270,8 +269,7 @@ def grow_group(
     """
     if not isinstance(group, type(world.GroupMember.NON_GROUP_MEMBER)):
         return world.member(group, "grow_group").grow(ranks_to_add, pg_options)
-    here = world.current("grow_group")
-    job = here.job
+    job = world.current("grow_group")
     added = check_ranks("grow_group", ranks_to_add, job.size)
     if job.rank not in added:
         raise DistArgumentError(f"grow_group: this rank, {job.rank}, is not in ranks_to_add={added}")
@@ -279,11 +277,11 @@ def grow_group(
         raise DistArgumentError(
             "grow_group: with backend fake a rank cannot be added to a group: there are no other processes"
         )
-    limit = world.seconds(timeout, here.default.timeout)
+    limit = world.seconds(timeout, job.default.timeout)
     record = GrowthRecord.receive(job.store, job.rank, added, limit)
-    same = record.backends == here.default.backend_config
-    choices = here.default.choices if same else _choices(here, record.backends, here.default)
-    device = here.default.bound_device_id if device_id is None else device_id
+    same = record.backends == job.default.backend_config
+    choices = job.default.choices if same else _choices(job, record.backends, job.default)
+    device = job.default.bound_device_id if device_id is None else device_id
     context = Context(job, record.name, record.ranks, record.timeout, pg_options, device, desc=record.desc)
     return ProcessGroup.create(context, choices, grown=True)
 

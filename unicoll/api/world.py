@@ -12,7 +12,7 @@ from unicoll.group.registry import BackendName
 from unicoll.net.timeouts import Timeout, positive_seconds
 
 if TYPE_CHECKING:
-    from unicoll.bootstrap.join import Membership
+    from unicoll.backend.contract import Job
     from unicoll.group.process_group import ProcessGroup
 
 
@@ -27,24 +27,8 @@ class _NonMember:
         return self
 
 
-class World:
-    """The state from ``init_process_group`` to ``destroy_process_group``."""
-
-    def __init__(self, membership: Membership, default: ProcessGroup) -> None:
-        self.membership = membership
-        self.job = membership.job
-        self.default = default
-        self.function_view = default._function_view  # the group's view for public functions
-        self.groups = membership.groups
-        self.notes = membership.notes
-        self.made = 0  # number of new_group calls so far, equal on all ranks; numbers the next group
-        self.named = membership.named
-
-    def close(self, error: BaseException | None = None) -> None:
-        self.membership.close(error)
-
-
-_world: World | None = None
+_job: Job | None = None
+"""The job of the default group, from ``init_process_group`` to ``destroy_process_group``."""
 _forked = False  # True in a forked child whose parent was in a job, until it joins one itself
 
 
@@ -52,7 +36,7 @@ class _GroupMeta(type):
     @property
     def WORLD(cls) -> ProcessGroup | None:
         """The default process group; None before init_process_group."""
-        return _world.default if _world is not None else None
+        return _job.default if _job is not None else None
 
 
 class GroupMember(metaclass=_GroupMeta):
@@ -77,9 +61,9 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
         NotInitializedError: there is no default group.
     """
     if pg is None:
-        if _world is None:
+        if _job is None:
             raise _not_initialized()
-        return _world.function_view if by_function else _world.default
+        return _job.function_view if by_function else _job.default  # type: ignore[no-any-return]
     if by_function and (view := getattr(pg, "_made_function_view", None)) is not None:
         return view  # type: ignore[no-any-return]
     if isinstance(pg, _NonMember):
@@ -87,38 +71,39 @@ def resolve(pg: ProcessGroup | _NonMember | None, by_function: bool = False) -> 
         return None
     if not hasattr(pg, "size"):  # duck typing: torch's groups over ours, and test doubles
         raise DistTypeError(f"group: expected a process group, got {pg!r}")
-    if by_function and _world is not None and isinstance(pg, type(_world.default)):
-        return pg._function_view
+    if by_function and _job is not None and isinstance(pg, type(_job.default)):
+        return pg._function_view  # type: ignore[no-any-return]
     return pg
 
 
-def enter(joined: World) -> None:
-    """Set the state of this process, which has joined a job."""
-    global _world, _forked
-    _world, _forked = joined, False
+def enter(job: Job, default: ProcessGroup) -> None:
+    """Set the job of the default group, which this process has joined."""
+    global _job, _forked
+    job.default, job.function_view = default, default._function_view
+    _job, _forked = job, False
 
 
 def leave(error: BaseException | None = None) -> None:
-    """Leave the job, if this process is in one; ``error`` is the exception that ends the process."""
-    global _world
-    if _world is not None:
-        ending, _world = _world, None
-        ending.close(error)
+    """Leave the job of the default group, if there is one; ``error`` is the exception that ends the process."""
+    if _job is not None:
+        leave_job(_job, error)
 
 
-def leave_job(membership: Membership, error: BaseException | None = None) -> None:
+def leave_job(job: Job, error: BaseException | None = None) -> None:
     """Leave a job, which may be that of the default group."""
-    if _world is not None and _world.membership is membership:
-        leave(error)
-    else:
-        membership.close(error)
+    from unicoll.bootstrap import join
+
+    global _job
+    if job is _job:
+        _job = None
+    join.leave(job, error)
 
 
 def forget() -> None:
     """A forked child is not a member of its parent's groups."""
-    global _world, _forked
-    _forked = _forked or _world is not None
-    _world = None
+    global _job, _forked
+    _forked = _forked or _job is not None
+    _job = None
 
 
 def seconds(timeout: Timeout, default: float) -> float:
@@ -127,11 +112,11 @@ def seconds(timeout: Timeout, default: float) -> float:
     return default if given is None else given
 
 
-def current(what: str) -> World:
-    """The state of this process; NotInitializedError, naming the call ``what``, before init_process_group."""
-    if _world is None:
+def current(what: str) -> Job:
+    """The job of the default group; NotInitializedError, naming the call ``what``, before init_process_group."""
+    if _job is None:
         raise _not_initialized(f"{what}: ")
-    return _world
+    return _job
 
 
 def _not_initialized(before: str = "") -> NotInitializedError:
@@ -151,7 +136,7 @@ def is_available() -> bool:
 
 def is_initialized() -> bool:
     """True if the default process group exists."""
-    return _world is not None
+    return _job is not None
 
 
 def is_backend_available(backend: str) -> bool:
@@ -253,7 +238,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 
 def get_pg_count() -> int:
     """Number of groups that this process is in."""
-    return len(_world.groups) if _world is not None else 0
+    return len(_job.groups) if _job is not None else 0
 
 
 def get_group_rank(group: ProcessGroup, global_rank: int) -> int:

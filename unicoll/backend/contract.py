@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -86,7 +87,7 @@ class Caps:
 
 @dataclass(eq=False, repr=False)
 class Job:
-    """State that all groups of one ``init_process_group`` share: ranks, store, secret key, control plane.
+    """A job that this process has joined: what all its groups share.
 
     Attributes:
         rank, size: of this process in the world.
@@ -99,9 +100,16 @@ class Job:
         local_rank, local_size: of the processes on this host; None if the launcher does not set them.
         exit_cause: asks the launcher how a rank ended; may take a fraction of a second.
         fake: True if there are no other processes: every group has the backend ``fake``.
+        rendezvous: how the processes have found each other (:class:`unicoll.bootstrap.rendezvous.Rendezvous`).
+        choices: the backends of the default group.
+        notes: what was chosen, from which source and why; one line each.
         groups: the open groups, in the order in which they were created.
+        default: the default group; None until it is made, and in jobs without one.
+        function_view: the default group's view for public functions.
+        named: how often each name of a group was used, for numbering; equal on all ranks.
         hooks: the hooks of all groups, also of later ones (:mod:`unicoll.group.call_hooks`).
-        exiting: True once the program ends without having left the job.
+        error: what has ended the program without leaving the job, an exception or SystemExit; None before.
+        cleanup: what is closed when this process leaves the job.
     """
 
     rank: int
@@ -116,11 +124,23 @@ class Job:
     local_rank: int | None = None
     fake: bool = False
     allows_pickle: bool = False
+    rendezvous: Any = None
+    choices: Sequence[Any] = ()
+    notes: list[str] = field(default_factory=list)
     groups: list[Any] = field(default_factory=list)
+    default: Any = None
+    function_view: Any = None
+    named: Counter[str] = field(default_factory=Counter)
     hooks: tuple[Any, ...] = ()
-    exiting: bool = False
+    error: BaseException | None = None
+    cleanup: ExitStack = field(default_factory=ExitStack)
     _shared: dict[str, Any] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def exiting(self) -> bool:
+        """True once the program ends without having left the job."""
+        return self.error is not None
 
     @property
     def store(self) -> Store:
@@ -140,7 +160,7 @@ class Job:
                 self._shared[name] = make()
             return self._shared[name]
 
-    def close(self) -> None:
+    def close_shared(self) -> None:
         """Close the shared resources; idempotent."""
         with self._lock:
             shared, self._shared = self._shared, {}

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 from unicoll.backend.contract import Job
 from unicoll.backend.wait_monitor import WaitMonitor
@@ -19,7 +19,6 @@ from unicoll.bootstrap.rendezvous_protocol import StoreLocation
 from unicoll.errors import DistError
 from unicoll.group import backend_choice, registry
 from unicoll.group.backend_choice import BackendChoice
-from unicoll.group.process_group import ProcessGroup
 from unicoll.net import debug_level, environment, excepthook, fork_safety, logs
 from unicoll.net.control.client import ControlClient
 from unicoll.net.control.departures import publish_refusal
@@ -33,53 +32,6 @@ _EXIT_NOTE_S = 0.3
 """Seconds to wait for the launcher's note on how a rank ended; it polls its workers ten times a second."""
 
 
-class Membership:
-    """A job that this process has joined, and its groups.
-
-    Attributes:
-        rendezvous: its result.
-        job: the state that all groups share.
-        choices: the backends of the default group.
-        groups: the open groups, in order of creation.
-        notes: what was chosen, from which source and why; one line each.
-        named: number of groups created with each name, for numbering.
-    """
-
-    def __init__(self, rendezvous: Rendezvous, job: Job, choices: list[BackendChoice]) -> None:
-        self.rendezvous = rendezvous
-        self.job = job
-        self.choices = choices
-        self.groups: list[ProcessGroup] = job.groups
-        chosen = [f"{c.device} arrays: backend {backend_text(c.name)}: {c.why}" for c in choices]
-        self.notes = [*rendezvous.notes, *chosen]
-        self.named: dict[str, int] = {}
-        for note in self.notes:
-            log.info("%s", note)
-        self._dumper = FlightDumper(job)
-        self._closed = False
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Leave the job: close the groups, the control plane and the store. ``error`` is the exception that ended the
-        program, or SystemExit; None if the program goes on. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self.job.exiting = error is not None
-        with ExitStack() as cleanup:  # after an exception the rest is still closed
-            cleanup.callback(log.info, "left the job")
-            cleanup.callback(_close_all, self.rendezvous, self.job, error)
-            cleanup.callback(self._dumper.close)
-            for group in self.groups:
-                cleanup.callback(group.close)
-            groups = [*self.groups]
-            self.groups.clear()
-            if error is not None and not isinstance(error, SystemExit):
-                for group in groups:
-                    group.abort_on_this_rank(  # pending operations must not block the exit
-                        DistError(f"this process ended with {type(error).__name__}: {error}")
-                    )
-
-
 def join(
     backend: str | None,
     init_method: str | None,
@@ -88,17 +40,14 @@ def join(
     store: Store | StoreLocation | None,
     timeout: float,
     join_timeout: float,
-) -> Membership:
+) -> Job:
     """:func:`run_rendezvous`, then :func:`join_job`."""
     started = time.monotonic()
     backend = fake_job.override or backend
-    _install_excepthook()  # before the choice of the backend, whose errors are shown without unicoll's frames, too
-    if backend is not None:
-        backend_choice.choose(backend)  # fails before other ranks wait for this one
     found = run_rendezvous(backend, init_method, rank, world_size, store, join_timeout)
-    membership = join_job(found, backend, timeout, join_timeout)
+    job = join_job(found, backend, timeout, join_timeout)
     log.info("joined as rank %d of %d in %.3f s", found.rank, found.world_size, time.monotonic() - started)
-    return membership
+    return job
 
 
 def run_rendezvous(
@@ -117,10 +66,11 @@ def run_rendezvous(
         BackendUnavailableError: MPI was requested by name, but was not started with the other processes.
         AuthenticationError, DistStoreError, DistNetworkError: as :func:`unicoll.bootstrap.rendezvous.rendezvous`.
     """
-    _install_excepthook()
+    _install_excepthook()  # first: errors are shown without unicoll's frames
     environment.check()
     debug_level.apply()
     environment.warn_of_unknown()
+    # a backend that cannot be used fails before other ranks wait for this one
     if backend is not None and backend_choice.is_fake(backend_choice.choose(backend)):
         return fake_job.rendezvous(init_method, rank, world_size)
     log.info("joining: process %d", os.getpid())
@@ -141,7 +91,7 @@ def run_rendezvous(
     return found
 
 
-def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_timeout: float) -> Membership:
+def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_timeout: float) -> Job:
     """Join the job of a rendezvous; returns when all ranks have joined. On an error ``rendezvous`` is closed too.
 
     Raises:
@@ -161,16 +111,19 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
         exit_cause=_exit_note_reader(rendezvous),
         local_rank=launched.local_rank if launched else None,
         fake=rendezvous.fake,
+        rendezvous=rendezvous,
     )
+    job.cleanup.callback(rendezvous.close)
+    job.cleanup.callback(job.close_shared)
     try:
         if rendezvous.world_size > 1 and not rendezvous.trusted:
             refuse_protection()
         job.allows_pickle = rendezvous.trusted and bool(environment.flag("UNICOLL_ALLOW_PICKLE"))
-        choices = choose(rendezvous, backend)
-        for cls in {c.cls for c in choices}:
+        job.choices = choose(job, backend)
+        for cls in {c.cls for c in job.choices}:
             cls.prepare(job)
         if job.size > 1 and not job.fake:
-            job.control = ControlClient(
+            job.control = control = ControlClient(
                 job.rank,
                 job.size,
                 job.key,
@@ -178,8 +131,9 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
                 rendezvous.store_ends_with_rank_0,
                 job.allows_pickle,
             )
-            job.control.start(job.store, join_timeout, rendezvous.address)
-            job.allows_pickle = all(peer.allows_pickle for peer in job.control.peers)
+            job.cleanup.callback(lambda: control.close(job.error))
+            control.start(job.store, join_timeout, rendezvous.address)
+            job.allows_pickle = all(peer.allows_pickle for peer in control.peers)
             job.shared("wait monitor", lambda: WaitMonitor(job))
         if rendezvous.mpi_started:
             registry.register_job_with_mpi(job)
@@ -187,25 +141,40 @@ def join_job(rendezvous: Rendezvous, backend: str | None, timeout: float, join_t
         if job.control is None and job.rank != 0:
             with suppress(DistError):
                 publish_refusal(job.store, job.rank, e)
-        _close_all(rendezvous, job, e)
+        leave(job, e)
         raise
-    return Membership(rendezvous, job, choices)
+    chosen = [f"{c.device} arrays: backend {backend_text(c.name)}: {c.why}" for c in job.choices]
+    job.notes = [*rendezvous.notes, *chosen]
+    for note in job.notes:
+        log.info("%s", note)
+    job.cleanup.callback(FlightDumper(job).close)
+    return job
 
 
-def choose(rendezvous: Rendezvous, backend: str | None) -> list[BackendChoice]:
-    """The backends of a group after its rendezvous: :func:`unicoll.group.backend_choice.choose`."""
-    launched = rendezvous.launched
-    return backend_choice.choose(
-        backend, launched is not None and launched.started_by_mpi, rendezvous.mpi_reason
-    )
+def choose(job: Job, backend: str | None) -> list[BackendChoice]:
+    """The backends of a group of a job: :func:`unicoll.group.backend_choice.choose`."""
+    launched = job.rendezvous.launched
+    by_mpi = launched is not None and launched.started_by_mpi
+    return backend_choice.choose(backend, by_mpi, job.rendezvous.mpi_reason)
 
 
-def _close_all(rendezvous: Rendezvous, job: Job, error: BaseException | None) -> None:
-    with ExitStack() as cleanup:
-        cleanup.callback(rendezvous.close)
-        cleanup.callback(job.close)
-        if job.control is not None:
-            cleanup.callback(job.control.close, error)
+def leave(job: Job, error: BaseException | None = None) -> None:
+    """Leave a job: close the groups, the control plane and the store; idempotent.
+
+    Args:
+        error: the exception that has ended the program, or SystemExit; None if the program goes on.
+    """
+    job.error = job.error or error
+    groups = [*job.groups]
+    job.groups.clear()
+    with job.cleanup.pop_all() as cleanup:  # after an exception the rest is still closed
+        for group in groups:
+            cleanup.callback(group.close)
+        if error is not None and not isinstance(error, SystemExit):
+            for group in groups:
+                group.abort_on_this_rank(  # pending operations must not block the exit
+                    DistError(f"this process ended with {type(error).__name__}: {error}")
+                )
 
 
 # --- the end of other ranks -----------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def _report(sections: dict[str, Facts], deadline: float, as_json: bool) -> int:
 
 def _mpi_is_beside(group: Any) -> bool:
     """True if MPI has started this job of several ranks and its default group uses another backend."""
-    started: bool = world.current("doctor").membership.rendezvous.mpi_started
+    started: bool = world.current("doctor").rendezvous.mpi_started
     return started and group.size() > 1 and group.backend_name != "mpi"
 
 
@@ -101,7 +101,7 @@ def _measure(group: Any, ranks: Sequence[Rank], deadline: float) -> PairSummary:
 
 def _add_facts_of_joining(sections: dict[str, Facts]) -> None:
     """Add who can join, and the facts about MPI if joining has initialised MPI in this process."""
-    rendezvous = world.current("doctor").membership.rendezvous
+    rendezvous = world.current("doctor").rendezvous
     sections["environment"]["trusted"] = rendezvous.trusted
     if rendezvous.mpi_started:
         mpi = registry.mpi_world(_MIN_TIMEOUT_S)
@@ -116,7 +116,7 @@ def _add_facts_of_joining(sections: dict[str, Facts]) -> None:
 
 def _gather(group: Any, sections: dict[str, Facts]) -> list[Rank]:
     """The reports of all ranks, on rank 0; [] on the others."""
-    address = world.current("doctor").job.addresses[0]
+    address = world.current("doctor").addresses[0]
     group.barrier()
     interface_name = host.interface_of(address)
     own = Rank(

@@ -8,8 +8,8 @@ from typing import Any
 
 from unicoll.api import world
 from unicoll.arrays.types import default_pg_timeout
-from unicoll.backend.contract import Context
-from unicoll.bootstrap.join import Membership, join, join_job, register_exit_handler
+from unicoll.backend.contract import Context, Job
+from unicoll.bootstrap.join import join, join_job, register_exit_handler
 from unicoll.group.backend_choice import BackendChoice
 from unicoll.group.process_group import ProcessGroup
 from unicoll.torch_plugin.stores import TorchStoreLocation, UnicollBackedStore, innermost
@@ -20,9 +20,9 @@ _RENDEZVOUS_TIMEOUT_S = 300.0
 class TorchJob:
     """A job with torch's groups in it."""
 
-    def __init__(self, membership: Membership) -> None:
-        self.membership = membership
-        self.ranks = tuple(range(membership.job.size))
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.ranks = tuple(range(job.size))
         self.store: Any = None  # C++ does not keep the Python part of a UnicollBackedStore alive
 
     def make(
@@ -45,10 +45,11 @@ class TorchJob:
             parent: the group that it is split from; its ranks outside the new group call ``parent.leave_out`` at the
                 same time.
         """
-        membership = self.membership
-        membership.named[name] = number = membership.named.get(name, 0) + 1
+        job = self.job
+        job.named[name] += 1
+        number = job.named[name]
         context = Context(
-            membership.job,
+            job,
             name if number == 1 else f"{name}#{number}",
             tuple(ranks),
             (timeout or default_pg_timeout).total_seconds(),
@@ -61,7 +62,7 @@ class TorchJob:
     def remove(self, group: ProcessGroup) -> None:
         """Close a group; the last one, and the default group, leaves the job."""
         ends_job = group is world.GroupMember.WORLD
-        groups = self.membership.groups
+        groups = self.job.groups
         try:
             group.close()
         finally:
@@ -69,7 +70,7 @@ class TorchJob:
                 groups.remove(group)
             if (ends_job or not groups) and _joined.pop(id(self), None) is not None:
                 self.store = None
-                world.leave_job(self.membership)
+                world.leave_job(self.job)
 
 
 _joined: dict[int, TorchJob] = {}
@@ -86,11 +87,11 @@ def join_torch_job(
     rendezvous_timeout = min(limit, _RENDEZVOUS_TIMEOUT_S)
     inner = innermost(store)
     if isinstance(inner, UnicollBackedStore) and inner.claim():
-        membership = join_job(inner.rendezvous, backend, limit, rendezvous_timeout)
+        joined = join_job(inner.rendezvous, backend, limit, rendezvous_timeout)
     else:
         location = TorchStoreLocation(store) if store is not None else None
-        membership = join(backend, None, rank, world_size, location, limit, rendezvous_timeout)
-    job = TorchJob(membership)
+        joined = join(backend, None, rank, world_size, location, limit, rendezvous_timeout)
+    job = TorchJob(joined)
     job.store = inner
     _joined[id(job)] = job
     register_exit_handler(leave, _joined.clear)
@@ -100,4 +101,4 @@ def join_torch_job(
 def leave(error: BaseException | None = None) -> None:
     """Leave all jobs, at interpreter exit; ``error`` is the exception that ended the program, if any."""
     while _joined:
-        world.leave_job(_joined.popitem()[1].membership, error)
+        world.leave_job(_joined.popitem()[1].job, error)

@@ -23,7 +23,7 @@ class WrappedProcessGroup(TorchProcessGroup):
     """
 
     def __init__(self, group: ProcessGroup, requested: RequestedGroup) -> None:
-        job = TorchJob(world.current("torch_group").membership)
+        job = TorchJob(world.current("torch_group"))
         job.store = innermost(requested.store)
         name, desc = requested.name or group.name, requested.desc or group.group_desc
         super().__init__(job, group, requested.backend or "unicoll", name, desc, requested.store)
@@ -60,9 +60,9 @@ def torch_group(group: Any = None) -> Any:
     if not dist.is_initialized():
         dist.init_process_group(
             "unicoll",
-            store=UnicollBackedStore(current.membership.rendezvous),
-            rank=current.job.rank,
-            world_size=current.job.size,
+            store=UnicollBackedStore(current.rendezvous),
+            rank=current.rank,
+            world_size=current.size,
             pg_options=current.default,
         )
     if unicoll_group.wrapper is None:

@@ -109,7 +109,7 @@ def _measured(directory: Path, calls: int, file: TextIO | None) -> Iterator[Prof
 
 def _use_ring(size: int | None) -> None:
     flight_recorder.replace_ring(size)
-    for group in world.current("profile").job.groups:
+    for group in world.current("profile").groups:
         group._dispatcher.use_ring()
 
 
@@ -155,7 +155,7 @@ def profile(
         DistArgumentError: ``calls`` is not positive.
         OSError: on rank 0, if ``directory`` cannot be made; at the end, if a file cannot be written.
     """
-    job = world.current("profile").job
+    job = world.current("profile")
     if calls < 1:
         raise DistArgumentError(f"profile: calls={calls} is not positive")
     path = Path(directory)
