@@ -34,6 +34,7 @@ from unicoll.arrays.conversion import Buffer
 from unicoll.arrays.types import BY_NAME, ReduceOp
 from unicoll.backend import Call, Context
 from unicoll.backend.endpoint import Key
+from unicoll.backend.group_state import GroupState
 from unicoll.backend.ops import OPS
 from unicoll.errors import DistError
 
@@ -172,7 +173,8 @@ class Messages(Target):
 
     def run(self, data: bytes) -> bool:
         endpoint = Endpoint()
-        engine = P2PEngine(context_of(0, endpoint), endpoint, 0, lambda cause: None)  # type: ignore[arg-type]
+        state = GroupState(context_of(0, endpoint))
+        engine = P2PEngine(state, endpoint, 0, lambda cause: None)  # type: ignore[arg-type]
         ours, theirs = socket.socketpair()
         with ours, theirs:
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
@@ -183,7 +185,8 @@ class Messages(Target):
                     self._give_rings(engine, used=way > 1, strong=way < 3)
                 return self._exchange(engine, theirs, data[1:], way == 2)
             finally:
-                engine.close(0.0)
+                state.close()
+                engine.close()
 
     def _give_rings(self, engine: P2PEngine, used: bool, strong: bool) -> None:
         connection = engine._connections[PEER]

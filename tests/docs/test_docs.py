@@ -279,7 +279,7 @@ def test_a_block_prints_its_output(block: Block, tmp_path: Path) -> None:
     assert ended.returncode == block.option("exit", 0), ended.stderr
     if block.output is not None:
         found = differences(block.output, ended.stdout)
-        assert not found, "\n".join([*found, ended.stderr])
+        assert not found, "\n".join([*found, ended.stdout, ended.stderr])
 
 
 DUMPED = re.compile(r"rank \d: the flight recorder's dump")

@@ -721,7 +721,7 @@ def test_a_send_that_another_thread_aborts_raises_the_error_of_the_group() -> No
         if found is not None:
             assert found.sender.blocked
             error = dist.GroupAbortedError("aborted while rank 1 receives nothing", rank=1)
-            aborting = threading.Thread(target=messages.abort, args=(error,))
+            aborting = threading.Thread(target=messages.state.abort, args=(error,))
             aborting.start()
             aborting.join()
             assert connection.closed

@@ -772,7 +772,7 @@ class _Events:
 def _in_flight(streams: list[int]) -> tuple[InFlight, _Events, list[int]]:
     """An operation on each of the streams, and their events."""
     events: Any = _Events()
-    in_flight = InFlight(events, 0, 7, GroupState(), Mock(), Mock())
+    in_flight = InFlight(events, 0, 7, GroupState(Mock()), Mock(), Mock())
     barrier = (Call(OPS["barrier"], (), (), 1.0),)
     return in_flight, events, [in_flight.add(barrier, stream, stream, False).event for stream in streams]
 
